@@ -1,0 +1,23 @@
+# Two commands for a newcomer, `make demo` and `make test`; each sets up .venv by itself.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+.PHONY: demo test lint
+demo: .venv/.ready
+	$(BIN)/hasslefree demo
+
+# One thread a process: the tests are many and small.
+test: .venv/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports

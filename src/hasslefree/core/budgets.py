@@ -1,0 +1,144 @@
+"""What the user grants a layer: a pattern, and a rank or a compression ratio (arXiv 2502.00899, section 4)."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from hasslefree.core.patterns import Pattern, Row, SemiStructured, Structured, Unstructured
+from hasslefree.errors import BudgetError, HasslefreeError, PatternError, UnknownNameError
+
+COUNTED: dict[str, type[Unstructured] | type[Row] | type[Structured]] = {
+    "unstructured": Unstructured,
+    "row": Row,
+    "structured": Structured,
+}
+_N_OF_M = re.compile(r"(\d+):(\d+)")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget in one of three modes, the same for layers of every shape.
+
+    Args:
+        pattern: "N:M", "unstructured", "row" or "structured"; or a `Pattern` with its exact count.
+        rank: the rank r of L (fixed rank; 0 where nothing is said).
+        sparsity: the share of zeros in S, for the patterns that do not imply it. With `rank`.
+        ratio: ρ, the share of the parameters that is saved. With N:M it fixes the rank,
+            r = ⌊(1 − ρ − N/M)·out·in / (out + in)⌋.
+        rank_share: κ, the share of what is kept that goes to L, for the other patterns. With `ratio`:
+            r = ⌊κ(1 − ρ)·out·in / (out + in)⌋ and k = ⌊(1 − κ)(1 − ρ)·out·in⌋.
+
+    Example:
+        >>> Budget("2:8", ratio=0.5).resolve(4096, 4096)
+        (SemiStructured(n=2, m=8), 512)
+    """
+
+    pattern: str | Pattern = "2:4"
+    rank: int | None = None
+    sparsity: float | None = None
+    ratio: float | None = None
+    rank_share: float | None = None
+
+    def problems(self) -> list[str]:
+        """All that is wrong before any shape is known."""
+        found = []
+        for name in ("sparsity", "ratio", "rank_share"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                found.append(f"{name} is a share between 0 and 1, got {value}")
+        if self.rank is not None and self.rank < 0:
+            found.append(f"rank must not be negative, got {self.rank}")
+        if self.rank is not None and self.ratio is not None:
+            found.append("give rank or ratio, not both: the ratio fixes the rank")
+        try:
+            found += self._pattern_problems()
+        except HasslefreeError as error:
+            found.append(str(error))
+        return found
+
+    def _pattern_problems(self) -> list[str]:
+        """What does not go with the pattern. Raises where the pattern itself is wrong."""
+        if not isinstance(self.pattern, str):
+            loose = [n for n in ("sparsity", "ratio", "rank_share") if getattr(self, n) is not None]
+            return [f"{', '.join(loose)}: the pattern object already holds its count"] if loose else []
+        semi = parse_pattern(self.pattern)
+        if semi is None:
+            return self._counted_problems()
+        found = []
+        if self.sparsity is not None:
+            found.append(f"pattern {semi} already fixes the sparsity: drop sparsity")
+        if self.rank_share is not None:
+            found.append(f"pattern {semi} already fixes the rank share: drop rank_share")
+        if self.ratio is not None and _exact(self.ratio) > 1 - Fraction(semi.n, semi.m):
+            feasible = float(1 - Fraction(semi.n, semi.m))
+            found.append(
+                f"ratio {self.ratio} is infeasible with {semi}: S alone keeps {semi.n}/{semi.m} of the weights; "
+                f"the largest feasible ratio is {feasible:g} (rank 0)"
+            )
+        return found
+
+    def _counted_problems(self) -> list[str]:
+        if self.sparsity is None and self.ratio is None:
+            return [f"pattern {self.pattern} needs a sparsity (with rank) or a ratio (with rank_share)"]
+        if self.sparsity is not None and self.ratio is not None:
+            return ["give sparsity (with rank) or ratio (with rank_share), not both"]
+        if self.ratio is not None and self.rank_share is None:
+            return [f"ratio with pattern {self.pattern} needs rank_share, the part of what is kept that goes to L"]
+        if self.sparsity is not None and self.rank_share is not None:
+            return ["rank_share goes with ratio; with sparsity give rank"]
+        return []
+
+    def resolve(self, out: int, width: int) -> tuple[Pattern, int]:
+        """The pattern with its exact count, and the rank, of a weight (out, width).
+
+        Raises:
+            BudgetError, PatternError: with every problem, or where the weight is too small or does not divide.
+        """
+        if found := self.problems():
+            raise BudgetError("; ".join(found))
+        pattern, rank = self._resolve(out, width)
+        pattern.check((out, width))
+        if rank > min(out, width):
+            raise BudgetError(
+                f"rank {rank} is larger than the weight ({out}×{width}); the largest rank is {min(out, width)}"
+            )
+        return pattern, rank
+
+    def _resolve(self, out: int, width: int) -> tuple[Pattern, int]:
+        if not isinstance(self.pattern, str):
+            return self.pattern, self.rank or 0
+        kept = 1 - _exact(self.ratio or 0)
+        per_rank = Fraction(out * width, out + width)
+        if semi := parse_pattern(self.pattern):
+            rank = self.rank or 0 if self.ratio is None else (kept - Fraction(semi.n, semi.m)) * per_rank
+            return semi, math.floor(rank)
+        if self.ratio is None:
+            density, rank = 1 - _exact(self.sparsity or 0), self.rank or 0
+        else:
+            share = _exact(self.rank_share or 0)
+            density, rank = (1 - share) * kept, math.floor(share * kept * per_rank)
+        positions = out * width if self.pattern == "unstructured" else width
+        return COUNTED[self.pattern](math.floor(density * positions)), rank
+
+
+def parse_pattern(name: str) -> SemiStructured | None:
+    """The N:M pattern of this name; None for a pattern that needs a count to be complete.
+
+    Raises:
+        PatternError: N > M. UnknownNameError: no such pattern.
+    """
+    if match := _N_OF_M.fullmatch(name):
+        return SemiStructured(int(match[1]), int(match[2]))
+    if ":" in name:
+        raise PatternError(f"pattern {name!r} is not of the form N:M with two whole numbers, such as 2:4")
+    if name not in COUNTED:
+        raise UnknownNameError("pattern", name, ["N:M", "2:4", *COUNTED])
+    return None
+
+
+def _exact(share: float) -> Fraction:
+    """The decimal that the user typed: 0.9 is 9/10, so that counts do not fall one short of it."""
+    return Fraction(str(share))

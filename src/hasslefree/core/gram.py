@@ -1,0 +1,91 @@
+"""The second moment of a layer's inputs, and the loss that it defines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasslefree.errors import NonFiniteError, ShapeError
+
+
+@dataclass(frozen=True)
+class Gram:
+    """H = XᵀX / tokens, the second moment of the inputs X of a linear layer.
+
+    Args:
+        matrix: (in, in), symmetric positive semi-definite, float32 or float64.
+        tokens: the number of rows of X.
+
+    Example:
+        >>> gram = Gram.from_activations(torch.randn(1000, 64))
+        >>> gram.matrix.shape
+        torch.Size([64, 64])
+    """
+
+    matrix: Tensor
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.matrix.ndim != 2 or self.matrix.shape[0] != self.matrix.shape[1]:
+            raise ShapeError(f"a Gram matrix is square, got shape {tuple(self.matrix.shape)}")
+
+    @classmethod
+    def from_activations(cls, x: Tensor) -> Gram:
+        """The Gram of x: (..., in), any floating dtype; float64 stays, all else is summed in float32.
+
+        Raises:
+            NonFiniteError: x holds NaN or Inf.
+        """
+        rows = x.reshape(-1, x.shape[-1]).to(working_dtype(x))
+        if not torch.isfinite(rows).all():
+            raise NonFiniteError("the activations hold NaN or Inf; mask or drop those tokens")
+        return cls(rows.T @ rows / max(len(rows), 1), len(rows))
+
+    @classmethod
+    def identity(cls, width: int, dtype: torch.dtype = torch.float32) -> Gram:
+        """H = I: (width, width), the data-free case."""
+        return cls(torch.eye(width, dtype=dtype), 0)
+
+    @property
+    def diagonal(self) -> Tensor:
+        """(in,): the mean square of each input."""
+        return self.matrix.diagonal()
+
+    @property
+    def alive(self) -> Tensor:
+        """(in,) bool: the inputs that are not always zero."""
+        return self.diagonal > 0
+
+    def to(self, like: Tensor) -> Gram:
+        """The same Gram in the working dtype and on the device of `like`."""
+        return Gram(self.matrix.to(like.device, working_dtype(like)), self.tokens)
+
+    def damped(self, damping: float) -> Gram:
+        """H + λI with λ = damping · mean(diag H), as SparseGPT does (arXiv 2301.00774).
+
+        An input whose diagonal is zero even so gets a one there, so that H + λI can be inverted.
+        """
+        matrix = self.matrix.clone()
+        diagonal = matrix.diagonal()
+        diagonal.add_(damping * self.diagonal.mean())
+        diagonal[diagonal == 0] = 1.0
+        return Gram(matrix, self.tokens)
+
+    def loss(self, residual: Tensor) -> float:
+        """f = tr(R H Rᵀ), the mean squared output error per token, of residual R: (out, in)."""
+        product = residual @ self.matrix
+        return max(torch.sum(product.mul_(residual), dtype=torch.float64).item(), 0.0)
+
+    def relative_error(self, residual: Tensor, weight: Tensor) -> float:
+        """tr(R H Rᵀ) / tr(W H Wᵀ); 0 where both vanish. residual, weight: (out, in)."""
+        error, scale = self.loss(residual), self.loss(weight)
+        if scale == 0.0:
+            return 0.0 if error == 0.0 else float("inf")
+        return error / scale
+
+
+def working_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that solvers work in: float32, or float64 where the caller already uses it."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -1,0 +1,87 @@
+"""The three kinds of plug-in and what they hand on. A plug-in is a frozen dataclass of its hyper-parameters.
+
+Each splits its work in two: `prepare` does what depends on the Gram alone, once; the rest is done for every weight,
+every round. What `prepare` returns is the plug-in's own affair and is never changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.gram import Gram
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.patterns import Pattern
+
+
+class Pruner(Protocol):
+    """Solves P1: a sparse S close to a target in the norm of H."""
+
+    def prepare(self, gram: Gram) -> Any:
+        """What the pruner needs of the (damped) Gram."""
+
+    def prune(self, target: Tensor, prepared: Any, pattern: Pattern) -> Tensor:
+        """S: (out, in) with this pattern, for a target (out, in). The target is not changed."""
+
+
+class LowRankSolver(Protocol):
+    """Solves P2: a low-rank L close to a target in the norm of H."""
+
+    def prepare(self, gram: Gram) -> Any:
+        """What the solver needs of the (damped) Gram."""
+
+    def fit(self, target: Tensor, prepared: Any, start: LowRank, round: int) -> LowRank:
+        """L of the rank of `start`, for a target (out, in), from a start, in round 0, 1, 2, … of an alternation."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a method found, in the working dtype.
+
+    Args:
+        sparse: (out, in). low_rank: (out, r), (r, in).
+        history: the damped objective over the damped norm of W, after each round.
+    """
+
+    sparse: Tensor
+    low_rank: LowRank
+    history: tuple[float, ...]
+
+
+class Method(Protocol):
+    """Solves the whole problem."""
+
+    def check(self, rank: int) -> None:
+        """Raise BudgetError where the method has no use for such a rank."""
+
+    def prepare(self, gram: Gram) -> Any:
+        """What the method needs of the (undamped) Gram; shared by all layers with the same input."""
+
+    def solve(self, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, generator: torch.Generator) -> Solution:
+        """S and L for a weight (out, in). The weight is not changed."""
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """W ≈ S + L.
+
+    Args:
+        sparse: (out, in), in the dtype of W.
+        low_rank: factors (out, r) and (r, in), in the dtype of W.
+        relative_error: tr(R H Rᵀ) / tr(W H Wᵀ) with the undamped H, measured on what is returned here.
+        relative_error_before_cast: the same before the cast to the dtype of W.
+        history: the objective of the method after each round (damped, relative).
+    """
+
+    sparse: Tensor
+    low_rank: LowRank
+    relative_error: float
+    relative_error_before_cast: float
+    history: tuple[float, ...]
+
+    def product(self) -> Tensor:
+        """S + L: (out, in)."""
+        return self.sparse + self.low_rank.product()

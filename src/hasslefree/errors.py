@@ -1,0 +1,60 @@
+"""Every exception that a user can cause. The command line prints the message alone and exits with code 2."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HasslefreeError(ValueError):
+    """Base class: the message names the thing, where it is, and the remedy."""
+
+
+class UnknownNameError(HasslefreeError):
+    """A method, pruner, solver, pattern or data set that is in no table."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]):
+        known = sorted(known)
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}")
+
+
+class ShapeError(HasslefreeError):
+    """Tensors whose shapes do not go together."""
+
+
+class PatternError(HasslefreeError):
+    """A sparsity pattern that is malformed or does not fit a weight."""
+
+
+class BudgetError(HasslefreeError):
+    """A rank, sparsity or ratio that cannot be met."""
+
+
+class RecipeError(HasslefreeError):
+    """One or more wrong fields of a recipe; the message lists every problem."""
+
+
+class CalibrationError(HasslefreeError):
+    """A text that is missing, empty or too short."""
+
+
+class ModelError(HasslefreeError):
+    """A model that cannot be compressed, or not as asked."""
+
+
+class NonFiniteError(HasslefreeError):
+    """NaN or Inf in weights or activations."""
+
+
+class FactorizationError(HasslefreeError):
+    """A Gram matrix that is not positive definite at the damping in use."""
+
+
+class OutputError(HasslefreeError):
+    """An output folder that is in use, not writable, or on a disk that is too small."""
+
+
+class CheckpointError(HasslefreeError):
+    """A compressed model folder that does not hold what it says."""

@@ -1,0 +1,50 @@
+"""Truncated SVD: optimal for H = I (Eckart–Young); and its randomised form (Halko et al., arXiv 0909.4061)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.gram import Gram
+from hasslefree.core.low_rank import LowRank, truncated_svd
+
+
+@dataclass(frozen=True)
+class SVD:
+    """L = C_r(T). It does not look at H."""
+
+    def prepare(self, gram: Gram) -> None:
+        return None
+
+    def fit(self, target: Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
+        return truncated_svd(target, start.rank)
+
+
+@dataclass(frozen=True)
+class RandomizedSVD:
+    """L = Q·C_r(QᵀT), with Q an orthonormal basis of the range of (T Tᵀ)^p T Ω (arXiv 0909.4061, algorithm 4.4).
+
+    Args:
+        oversampling: columns of Ω beyond the rank.
+        iterations: p, the power iterations; each narrows the gap to the truncated SVD.
+        seed: of Ω, drawn anew for every fit.
+    """
+
+    oversampling: int = 10
+    iterations: int = 2
+    seed: int = 0
+
+    def prepare(self, gram: Gram) -> None:
+        return None
+
+    def fit(self, target: Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
+        columns = min(start.rank + self.oversampling, *target.shape)
+        generator = torch.Generator().manual_seed(self.seed)
+        omega = torch.randn(target.shape[1], columns, generator=generator).to(target)
+        basis = torch.linalg.qr(target @ omega).Q
+        for _ in range(self.iterations):
+            basis = torch.linalg.qr(target @ torch.linalg.qr(target.T @ basis).Q).Q
+        small = truncated_svd(basis.T @ target, start.rank)
+        return LowRank(basis @ small.u, small.v)

@@ -1,0 +1,59 @@
+"""Methods by name, and their composition from a pruner and a low-rank solver."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hasslefree.core.protocols import Method
+from hasslefree.errors import BudgetError, UnknownNameError
+from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
+from hasslefree.low_rank_solvers.diagonal_svd import DiagonalSVD
+from hasslefree.low_rank_solvers.exact import Exact
+from hasslefree.methods.alternating import AlternatingMinimization
+from hasslefree.methods.prune import Prune
+from hasslefree.pruners import PRUNERS
+from hasslefree.pruners.wanda import Wanda
+
+# Magnitude, Wanda and OATS are defined by the undamped H: nothing in them is inverted.
+METHODS: dict[str, Method] = {
+    "hassle-free": AlternatingMinimization(),
+    "oats": AlternatingMinimization(Wanda(), DiagonalSVD(), damping=0.0, low_rank_first=True, keep_best=False),
+    "eora": AlternatingMinimization(low_rank=Exact(), rounds=1),
+    "magnitude": Prune(PRUNERS["magnitude"], damping=0.0),
+    "wanda": Prune(PRUNERS["wanda"], damping=0.0),
+}
+METHODS |= {name: Prune(pruner) for name, pruner in PRUNERS.items() if name not in METHODS}
+
+
+def build_method(
+    name: str,
+    pruner: str | None = None,
+    low_rank: str | None = None,
+    rounds: int | None = None,
+    damping: float | None = None,
+) -> Method:
+    """The method of this name, with parts of it replaced.
+
+    Args:
+        pruner, low_rank: names from the tables, in the place of the method's own.
+        rounds, damping: hyper-parameters of the method.
+
+    Raises:
+        UnknownNameError: no such method, pruner or solver. BudgetError: the method has no such part.
+    """
+    method: Any = look_up("method", name, METHODS)
+    parts: dict[str, Any] = {"rounds": rounds, "damping": damping}
+    parts["pruner"] = None if pruner is None else look_up("pruner", pruner, PRUNERS)
+    parts["low_rank"] = None if low_rank is None else look_up("low-rank solver", low_rank, LOW_RANK_SOLVERS)
+    chosen = {part: value for part, value in parts.items() if value is not None}
+    if missing := chosen.keys() - {field.name for field in dataclasses.fields(method)}:
+        raise BudgetError(f"method {name!r} has no {', '.join(sorted(missing))} to set")
+    return dataclasses.replace(method, **chosen)
+
+
+def look_up(kind: str, name: str, table: dict[str, Any]) -> Any:
+    """The entry of this name, or an UnknownNameError that lists the table."""
+    if name not in table:
+        raise UnknownNameError(kind, name, table)
+    return table[name]

@@ -1,0 +1,76 @@
+"""Alternating minimisation: any pruner with any low-rank solver (arXiv 2502.00899, Algorithm 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.gram import Gram
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import LowRankSolver, Pruner, Solution
+from hasslefree.errors import BudgetError
+from hasslefree.low_rank_solvers.adam import Adam
+from hasslefree.pruners.sparsegpt import SparseGPT
+
+
+@dataclass(frozen=True)
+class AlternatingMinimization:
+    """S ← prune(W − L), L ← fit(W − S), over and over. The defaults are the paper's.
+
+    Args:
+        pruner, low_rank: the two halves.
+        rounds: T_AM in the paper.
+        damping: λ over the mean of diag H. The paper prints λ = 0.01·Tr(H); SparseGPT's default, which it refers to,
+            is the mean.
+        low_rank_first: fit L to W before S is pruned for the first time, as OATS does.
+        keep_best: return the round with the least damped objective, not the last.
+
+    Example:
+        >>> AlternatingMinimization(pruner=SparseGPT(), low_rank=Adam(steps=50), rounds=80)
+    """
+
+    pruner: Pruner = SparseGPT()
+    low_rank: LowRankSolver = Adam()
+    rounds: int = 80
+    damping: float = 0.01
+    low_rank_first: bool = False
+    keep_best: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise BudgetError(f"rounds must be at least 1, got {self.rounds}")
+
+    def check(self, rank: int) -> None:
+        """Every rank will do; 0 leaves the pruner alone."""
+
+    def prepare(self, gram: Gram) -> tuple[Gram, Any, Any]:
+        damped = gram.damped(self.damping)
+        return damped, self.pruner.prepare(damped), self.low_rank.prepare(damped)
+
+    def solve(
+        self, weight: Tensor, prepared: tuple[Gram, Any, Any], pattern: Pattern, rank: int, generator: torch.Generator
+    ) -> Solution:
+        gram, for_pruner, for_solver = prepared
+        low_rank = LowRank.gaussian_start(weight, rank, generator)
+        if rank == 0:
+            sparse = self.pruner.prune(weight, for_pruner, pattern)
+            return Solution(sparse, low_rank, (gram.relative_error(weight - sparse, weight),))
+        sparse = torch.zeros_like(weight)
+        history: list[float] = []
+        best = sparse, low_rank
+        for t in range(self.rounds):
+            if self.low_rank_first:
+                low_rank = self.low_rank.fit(weight - sparse, for_solver, low_rank, t)
+                sparse = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
+            else:
+                sparse = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
+                low_rank = self.low_rank.fit(weight - sparse, for_solver, low_rank, t)
+            error = gram.relative_error(weight - sparse - low_rank.product(), weight)
+            if not self.keep_best or all(error < before for before in history):
+                best = sparse, low_rank
+            history.append(error)
+        return Solution(*best, tuple(history))

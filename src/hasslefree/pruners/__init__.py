@@ -1,0 +1,12 @@
+"""Pruners by name. A new one is a file and a line here; the contract tests then cover it."""
+
+from hasslefree.core.protocols import Pruner
+from hasslefree.pruners.magnitude import Magnitude
+from hasslefree.pruners.sparsegpt import SparseGPT
+from hasslefree.pruners.wanda import Wanda
+
+PRUNERS: dict[str, Pruner] = {
+    "magnitude": Magnitude(),
+    "wanda": Wanda(),
+    "sparsegpt": SparseGPT(),
+}

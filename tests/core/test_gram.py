@@ -1,0 +1,57 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests import oracles
+
+from hasslefree import Gram
+from hasslefree.errors import NonFiniteError, ShapeError
+
+
+def test_the_matrix_is_the_mean_outer_product():
+    x = torch.randn(3, 5, 4)
+    expected = sum(torch.outer(row, row) for row in x.reshape(-1, 4)) / 15
+    gram = Gram.from_activations(x)
+    torch.testing.assert_close(gram.matrix, expected)
+    assert gram.tokens == 15
+
+
+def test_half_precision_inputs_are_summed_in_float32():
+    x = torch.full((10_000, 2), 0.1, dtype=torch.bfloat16)
+    gram = Gram.from_activations(x)
+    assert gram.matrix.dtype == torch.float32
+    torch.testing.assert_close(gram.matrix, torch.full((2, 2), float(x[0, 0]) ** 2), rtol=1e-5, atol=0)
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 99))
+def test_the_loss_is_the_trace(out, width, seed):
+    residual, h = oracles.problem(out, width, seed=seed)
+    assert Gram(h, 1).loss(residual) == pytest.approx(oracles.loss(residual, h), rel=1e-4)
+
+
+def test_the_loss_is_the_mean_squared_output():
+    x, residual = torch.randn(50, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    expected = float((x @ residual.T).square().sum() / 50)
+    assert Gram.from_activations(x).loss(residual) == pytest.approx(expected)
+
+
+def test_damping_adds_a_share_of_the_mean_diagonal():
+    _, h = oracles.problem(1, 8)
+    expected = h + 0.01 * h.diagonal().mean() * torch.eye(8)
+    before = h.clone()
+    torch.testing.assert_close(Gram(h, 1).damped(0.01).matrix, expected)
+    assert torch.equal(h, before)
+
+
+def test_the_relative_error_of_nothing_is_zero():
+    gram = Gram(torch.eye(3), 1)
+    zero = torch.zeros(2, 3)
+    assert gram.relative_error(zero, zero) == 0.0
+    assert gram.relative_error(torch.ones(2, 3), zero) == float("inf")
+
+
+def test_errors():
+    with pytest.raises(NonFiniteError, match="NaN or Inf"):
+        Gram.from_activations(torch.tensor([[1.0, float("nan")]]))
+    with pytest.raises(ShapeError, match="square"):
+        Gram(torch.zeros(2, 3), 1)

@@ -1,0 +1,110 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from tests import oracles
+
+import hasslefree
+from hasslefree import AlternatingMinimization, Gram
+from hasslefree.errors import BudgetError, UnknownNameError
+from hasslefree.low_rank_solvers.diagonal_svd import DiagonalSVD
+from hasslefree.low_rank_solvers.exact import Exact
+from hasslefree.methods import METHODS, build_method
+from hasslefree.pruners.sparsegpt import SparseGPT
+from hasslefree.pruners.wanda import Wanda
+
+
+def solve(method, weight, h, rank=4, seed=0):
+    return hasslefree.decompose(weight, Gram(h, 1), "2:4", rank, method=method, seed=seed)
+
+
+def test_the_defaults_are_the_paper_s():
+    method = METHODS["hassle-free"]
+    assert (method.rounds, method.damping, method.keep_best) == (80, 0.01, True)
+    assert (method.low_rank.steps, method.low_rank.learning_rate, method.low_rank.delay) == (50, 1e-2, 10)
+    assert method.low_rank.scaled
+    assert isinstance(method.pruner, SparseGPT)
+
+
+def test_the_first_round_prunes_the_weight_itself():
+    """L starts at 0 (arXiv 2502.00899, Algorithm 2): S of the first round is the pruner's answer for W."""
+    weight, h = oracles.problem(12, 16)
+    pruned = solve("sparsegpt", weight, h, rank=0)
+    first = solve(build_method("hassle-free", rounds=1), weight, h)
+    assert torch.equal(first.sparse, pruned.sparse)
+
+
+def test_eora_is_one_exact_fit_of_what_pruning_left():
+    """Oracle: the Eckart–Young bound of the residual in the damped norm."""
+    weight, h = oracles.problem(12, 16, dtype=torch.float64)
+    damped = Gram(h, 1).damped(0.01).matrix
+    result = solve("eora", weight, h)
+    pruned = solve("sparsegpt", weight, h, rank=0)
+    bound = oracles.eckart_young_bound(weight - pruned.sparse, damped, 4)
+    assert oracles.loss(weight - result.product(), damped) == pytest.approx(bound, rel=1e-6)
+
+
+def test_oats_is_the_alternation_written_out():
+    """Oracle: OATS in float64 from its definition: low-rank first, on W·D, then Wanda on the rest."""
+    weight, h = oracles.problem(12, 16, dtype=torch.float64)
+    d = h.diagonal().sqrt()
+    sparse = torch.zeros_like(weight)
+    for _ in range(80):
+        u, s, vh = torch.linalg.svd((weight - sparse) * d)
+        low_rank = (u[:, :4] * s[:4]) @ vh[:4] / d
+        rest = (weight - low_rank).abs() * d
+        kept = rest.reshape(12, 4, 4).argsort(-1, descending=True).argsort(-1) < 2
+        sparse = (weight - low_rank) * kept.reshape(12, 16)
+    torch.testing.assert_close(solve("oats", weight, h).product(), sparse + low_rank)
+
+
+def test_the_best_round_is_kept_and_the_history_is_the_damped_objective():
+    weight, h = oracles.problem(16, 24)
+    for seed in range(4):
+        method = AlternatingMinimization(pruner=SparseGPT(), low_rank=Exact(), rounds=12)
+        result = solve(method, weight, h, seed=seed)
+        damped = Gram(h, 1).damped(0.01).matrix
+        error = oracles.loss(weight - result.product(), damped) / oracles.loss(weight, damped)
+        assert error == pytest.approx(min(result.history), rel=1e-3)
+
+
+def test_the_diagonal_alternation_never_rises():
+    """Both halves of OATS are exact in the norm of diag H, so that its loss in that norm cannot rise."""
+    weight, h = oracles.problem(16, 24, dtype=torch.float64)
+    diagonal = torch.diag(h.diagonal())
+    history = solve(AlternatingMinimization(Wanda(), DiagonalSVD(), 30, 0.0, True, False), weight, diagonal).history
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(history))
+
+
+def test_more_rounds_are_better_and_the_paper_s_order_holds():
+    """arXiv 2502.00899, figure 1: hassle-free ends below OATS; the exact step ends below Adam."""
+    weight, h = oracles.problem(32, 48)
+    errors = {
+        name: solve(method, weight, h, rank=6).relative_error
+        for name, method in {
+            "oats": "oats",
+            "adam": build_method("hassle-free"),
+            "exact": build_method("hassle-free", low_rank="exact"),
+            "exact, 5 rounds": build_method("hassle-free", low_rank="exact", rounds=5),
+        }.items()
+    }
+    assert errors["exact"] < errors["adam"] < errors["oats"]
+    assert errors["exact"] < errors["exact, 5 rounds"]
+
+
+def test_only_the_start_is_random():
+    weight, h = oracles.problem(12, 16)
+    one, other = (solve(build_method("hassle-free", rounds=3), weight, h, seed=s) for s in (0, 1))
+    assert not torch.equal(one.product(), other.product())
+    assert torch.equal(solve("eora", weight, h, seed=0).product(), solve("eora", weight, h, seed=1).product())
+
+
+def test_build_method_names_what_is_wrong():
+    with pytest.raises(UnknownNameError, match="unknown method 'hasle-free'. Did you mean 'hassle-free'"):
+        build_method("hasle-free")
+    with pytest.raises(UnknownNameError, match="unknown pruner 'wandaa'. Did you mean 'wanda'"):
+        build_method("hassle-free", pruner="wandaa")
+    with pytest.raises(UnknownNameError, match="unknown low-rank solver 'x'.*Known: adam"):
+        build_method("hassle-free", low_rank="x")
+    with pytest.raises(BudgetError, match="'wanda' has no low_rank, rounds to set"):
+        build_method("wanda", low_rank="exact", rounds=3)

@@ -1,0 +1,96 @@
+"""What every method in the table keeps to, and every pruner with every low-rank solver."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests import oracles
+
+import hasslefree
+from hasslefree import AlternatingMinimization, Gram, Prune, Row, SemiStructured, Structured, Unstructured
+from hasslefree.errors import BudgetError
+from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
+from hasslefree.methods import METHODS, build_method
+from hasslefree.pruners import PRUNERS
+
+PATTERNS = [SemiStructured(2, 4), SemiStructured(3, 8), Unstructured(80), Row(7), Structured(6)]
+methods = pytest.mark.parametrize("name", METHODS)
+
+
+def short(name):
+    """The method with few rounds, and the rank that it takes."""
+    method = METHODS[name]
+    return (method, 0) if isinstance(method, Prune) else (build_method(name, rounds=min(method.rounds, 4)), 3)
+
+
+@methods
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from(PATTERNS), st.integers(0, 99))
+def test_feasible_honest_and_the_same_every_time(name, pattern, seed):
+    method, rank = short(name)
+    weight, h = oracles.problem(12, 16, seed=seed)
+    before, h_before = weight.clone(), h.clone()
+    result = hasslefree.decompose(weight, Gram(h, 1), pattern, rank, method=method)
+    assert result.sparse.count_nonzero() <= pattern.kept((12, 16))
+    assert result.low_rank.u.shape == (12, rank)
+    assert result.low_rank.v.shape == (rank, 16)
+    expected = oracles.loss(weight - result.product(), h) / oracles.loss(weight, h)
+    assert result.relative_error == pytest.approx(expected, rel=1e-3)
+    assert torch.equal(weight, before)
+    assert torch.equal(h, h_before)
+    again = hasslefree.decompose(weight, Gram(h, 1), pattern, rank, method=method)
+    assert torch.equal(result.product(), again.product())
+
+
+@methods
+def test_dead_inputs_get_no_weight(name):
+    """H_jj = 0: whatever S and L do there is never seen, so it must be nothing."""
+    method, rank = short(name)
+    weight, h = oracles.problem(12, 16)
+    dead = torch.tensor([0, 5, 6, 7, 15])
+    h[dead] = 0
+    h[:, dead] = 0
+    result = hasslefree.decompose(weight, Gram(h, 1), "2:4", rank, method=method)
+    assert torch.isfinite(result.product()).all()
+    assert not result.sparse[:, dead].any()
+    assert not result.low_rank.v[:, dead].any()
+    assert result.relative_error < 1
+
+
+@methods
+def test_a_layer_that_is_never_used_becomes_nothing(name):
+    method, rank = short(name)
+    weight = torch.randn(8, 16)
+    result = hasslefree.decompose(weight, Gram(torch.zeros(16, 16), 9), "2:4", rank, method=method)
+    assert not result.product().any()
+    assert result.relative_error == 0
+
+
+@methods
+def test_full_density_without_low_rank_is_the_identity(name):
+    weight, h = oracles.problem(12, 16)
+    result = hasslefree.decompose(weight, Gram(h, 1), "4:4", 0, method=name)
+    assert torch.equal(result.product(), weight)
+
+
+@pytest.mark.parametrize("pruner", PRUNERS)
+@pytest.mark.parametrize("solver", LOW_RANK_SOLVERS)
+def test_every_pruner_composes_with_every_solver(pruner, solver):
+    weight, h = oracles.problem(24, 32)
+    method = build_method("hassle-free", pruner=pruner, low_rank=solver, rounds=6)
+    alone = hasslefree.decompose(weight, Gram(h, 1), "2:4", 0, method=build_method(pruner))
+    result = hasslefree.decompose(weight, Gram(h, 1), "2:4", 6, method=method)
+    assert len(result.history) == 6
+    assert min(result.history) == pytest.approx(result.history[0], rel=1) or min(result.history) < result.history[0]
+    assert result.relative_error < alone.relative_error
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if isinstance(method, Prune)])
+def test_a_pruner_alone_refuses_a_rank(name):
+    with pytest.raises(BudgetError, match="no low-rank part, got rank 2"):
+        hasslefree.decompose(torch.randn(4, 8), Gram(torch.eye(8), 1), "2:4", 2, method=name)
+
+
+def test_rounds_must_be_positive():
+    with pytest.raises(BudgetError, match="at least 1"):
+        AlternatingMinimization(rounds=0)

@@ -1,0 +1,77 @@
+"""Slow float64 definitions that the solvers are compared with. Nothing here is shared with the code under test."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+
+def problem(out: int, width: int, tokens: int = 0, seed: int = 0, dtype: torch.dtype = torch.float32):
+    """A weight (out, width) and the second moment of correlated inputs with a power-law spectrum and outliers."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(width, width, generator=generator, dtype=torch.float64)
+    spectrum = torch.arange(1, width + 1, dtype=torch.float64) ** -0.5
+    x = torch.randn(tokens or 4 * width, width, generator=generator, dtype=torch.float64) * spectrum @ mixing
+    x[:, ::7] *= 5
+    weight = torch.randn(out, width, generator=generator, dtype=torch.float64)
+    return weight.to(dtype), (x.T @ x / len(x)).to(dtype)
+
+
+def loss(residual: Tensor, h: Tensor) -> float:
+    """tr(R H Rᵀ), term by term."""
+    r, h = residual.double(), h.double()
+    return sum(float(row @ h @ row) for row in r)
+
+
+def best_support(row: Tensor, weights: Tensor, kept: int) -> float:
+    """The least Σ weights·(row − s)² over all supports of `kept` entries, by trying every one."""
+    row, weights = row.double(), weights.double()
+    energies = (row.square() * weights).tolist()
+    return min(
+        sum(e for i, e in enumerate(energies) if i not in support)
+        for support in itertools.combinations(range(len(energies)), kept)
+    )
+
+
+def obs_semi_structured(weight: Tensor, h: Tensor, n: int, m: int) -> Tensor:
+    """SparseGPT's sweep for N:M with an explicit inverse of the remaining Hessian at every column."""
+    w, h = weight.double().clone(), h.double()
+    width = w.shape[1]
+    pivot = [float(torch.linalg.inv(h[j:, j:])[0, 0]) for j in range(width)]
+    keep = torch.zeros_like(w, dtype=torch.bool)
+    for j in range(width):
+        if j % m == 0:
+            for i in range(len(w)):
+                scores = [float(w[i, j + k]) ** 2 / pivot[j + k] for k in range(m)]
+                for k in sorted(range(m), key=lambda k: -scores[k])[:n]:
+                    keep[i, j + k] = True
+        inverse = torch.linalg.inv(h[j:, j:])
+        for i in range(len(w)):
+            if not keep[i, j]:
+                w[i, j:] -= w[i, j] / inverse[0, 0] * inverse[0]
+                w[i, j] = 0.0
+    return w
+
+
+def eckart_young_bound(target: Tensor, h: Tensor, rank: int) -> float:
+    """The least tr((T − L) H (T − L)ᵀ) over rank(L) ≤ r: the tail of the spectrum of T H Tᵀ."""
+    t, h = target.double(), h.double()
+    return float(torch.linalg.eigvalsh(t @ h @ t.T)[: len(t) - rank].clamp_min(0).sum())
+
+
+def adam_by_autograd(
+    target: Tensor, h: Tensor, u: Tensor, v: Tensor, steps: int, learning_rate: float, scale: Tensor
+) -> Tensor:
+    """The paper's Algorithm 1 with the objective written out and differentiated by autograd; returns u v."""
+    t, h = target.double() * scale.double(), h.double() / torch.outer(scale.double(), scale.double())
+    u = u.double().clone().requires_grad_()
+    v = (v.double() * scale.double()).clone().requires_grad_()
+    optimizer = torch.optim.Adam([u, v], lr=learning_rate)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        r = t - u @ v
+        torch.trace(r @ h @ r.T).backward()
+        optimizer.step()
+    return (u @ v / scale.double()).detach()

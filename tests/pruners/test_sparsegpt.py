@@ -1,0 +1,39 @@
+import pytest
+import torch
+from tests import oracles
+
+from hasslefree import Gram
+from hasslefree.core.patterns import SemiStructured, Structured, Unstructured
+from hasslefree.pruners.sparsegpt import SparseGPT
+
+
+def run(weight, h, pattern, block=128):
+    pruner = SparseGPT(block=block)
+    return pruner.prune(weight, pruner.prepare(Gram(h, 1)), pattern)
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (2, 8), (3, 8)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_sweep_is_that_of_explicit_inverses(n, m, dtype):
+    weight, h = oracles.problem(5, 32, dtype=dtype)
+    expected = oracles.obs_semi_structured(weight, h, n, m)
+    found = run(weight, h, SemiStructured(n, m), block=16)
+    assert torch.equal(found != 0, expected != 0)
+    torch.testing.assert_close(
+        found.double(), expected, **({} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-4})
+    )
+
+
+@pytest.mark.parametrize("block", [8, 20, 64, 999])
+def test_the_block_does_not_matter_where_the_choice_does_not_depend_on_it(block):
+    """N:M is chosen group by group; the block only says when updates are applied."""
+    weight, h = oracles.problem(5, 64, dtype=torch.float64)
+    torch.testing.assert_close(run(weight, h, SemiStructured(2, 8), block), run(weight, h, SemiStructured(2, 8), 8))
+
+
+def test_it_beats_its_own_support_without_updates():
+    """The updates of the later columns are there to lower the loss on the same support."""
+    weight, h = oracles.problem(16, 64)
+    for pattern in (SemiStructured(2, 4), Unstructured(400), Structured(32)):
+        sparse = run(weight, h, pattern)
+        assert oracles.loss(weight - sparse, h) < oracles.loss(weight * (sparse == 0), h)

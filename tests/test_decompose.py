@@ -1,0 +1,44 @@
+import pytest
+import torch
+from tests import oracles
+
+import hasslefree
+from hasslefree import Gram
+from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError
+from hasslefree.methods import build_method
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_result_has_the_dtype_of_the_weight_and_its_error_is_measured_after_the_cast(dtype):
+    weight, h = oracles.problem(16, 32)
+    weight = weight.to(dtype)
+    result = hasslefree.decompose(weight, Gram(h, 1), "2:4", 8, method="eora")
+    assert result.sparse.dtype == result.low_rank.u.dtype == result.low_rank.v.dtype == dtype
+    product = result.sparse.double() + result.low_rank.u.double() @ result.low_rank.v.double()
+    scale = oracles.loss(weight, h)
+    assert result.relative_error == pytest.approx(oracles.loss(weight.double() - product, h) / scale, rel=1e-3)
+    if dtype in (torch.float32, torch.float64):
+        assert result.relative_error == pytest.approx(result.relative_error_before_cast)
+    else:
+        assert result.relative_error != result.relative_error_before_cast
+
+
+def test_budgets_reach_the_result():
+    weight, h = oracles.problem(20, 40)
+    gram = Gram(h, 1)
+    result = hasslefree.decompose(weight, gram, "unstructured", sparsity=0.6, rank=3, method="eora")
+    assert (result.sparse.count_nonzero(), result.low_rank.rank) == (320, 3)
+    result = hasslefree.decompose(weight, gram, "unstructured", ratio=0.5, rank_share=0.3, method="eora")
+    assert (result.sparse.count_nonzero(), result.low_rank.rank) == (280, 2)
+    result = hasslefree.decompose(weight, gram, "2:8", ratio=0.5, method="eora")
+    assert (result.sparse.count_nonzero(), result.low_rank.rank) == (200, 3)
+
+
+def test_errors():
+    weight, gram = torch.randn(4, 8), Gram(torch.eye(8), 1)
+    with pytest.raises(ShapeError, match="do not go together"):
+        hasslefree.decompose(weight, Gram(torch.eye(9), 1), "2:4", 1)
+    with pytest.raises(NonFiniteError, match="NaN or Inf"):
+        hasslefree.decompose(weight / 0, gram, "2:4", 1)
+    with pytest.raises(FactorizationError, match="raise the damping"):
+        hasslefree.decompose(weight, Gram(torch.ones(8, 8), 1), "2:4", 1, method=build_method("eora", damping=0.0))
