@@ -1,0 +1,79 @@
+"""Write a compressed model as an ordinary Hugging Face folder, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hasslefree.checkpoints.transformers_plugin import HasslefreeConfig
+from hasslefree.errors import OutputError
+from hasslefree.models.linear import SparseLowRankLinear
+from hasslefree.report import Report, model_card
+
+
+def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0) -> None:
+    """Raise an OutputError where the folder is in use, cannot be written, or the disk is too small.
+
+    Args:
+        bytes_needed: the size of what will be written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"the output {folder} is a file; give a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise OutputError(f"the output folder {folder} exists and is not empty; use --overwrite or another folder")
+    parent = folder.resolve().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK):
+        raise OutputError(f"the output folder {folder} cannot be made: {parent} is not writable")
+    if (free := shutil.disk_usage(parent).free) < bytes_needed:
+        raise OutputError(
+            f"the disk of {folder} has {free / 1e9:.2f} GB free and {bytes_needed / 1e9:.2f} GB are needed; "
+            "make room or choose another disk"
+        )
+
+
+def save(model: PreTrainedModel, tokenizer: Any, folder: Path, report: Report, max_shard_size: str = "5GB") -> None:
+    """Write model, tokenizer, compression.json and the model card.
+
+    Raises:
+        OutputError: the disk is full or not writable; what was in the folder before is still there.
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLowRankLinear)}
+    model.config.quantization_config = HasslefreeConfig(
+        {name: {"pattern": layer.pattern, "rank": layer.rank} for name, layer in layers.items()}
+    )
+    with replaced_whole(folder) as part:
+        model.save_pretrained(part, max_shard_size=max_shard_size)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(part)
+        (part / "compression.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+        (part / "README.md").write_text(model_card(report), encoding="utf-8")
+
+
+@contextmanager
+def replaced_whole(folder: Path) -> Iterator[Path]:
+    """A fresh folder beside `folder` that takes its place at the end; on an error it is removed, and nothing else."""
+    part, old = (folder.with_name(f".{folder.name}.{kind}-{os.getpid()}") for kind in ("part", "old"))
+    try:
+        part.mkdir(parents=True)
+        yield part
+        if folder.exists():
+            folder.rename(old)
+        part.rename(folder)
+    except Exception as error:
+        shutil.rmtree(part, ignore_errors=True)
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        # safetensors reports a full disk as an error of its own.
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+            raise OutputError(f"{folder} could not be written: {error}; what was there before is untouched") from error
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,212 @@
+"""The command line. A user's mistake ends with one message and exit code 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from hasslefree.errors import HasslefreeError, OutputError, RecipeError
+
+if TYPE_CHECKING:
+    from hasslefree.report import LayerReport
+
+app = typer.Typer(
+    help="Make a language model smaller without retraining it: every linear layer becomes sparse plus low-rank.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+# These take several values after one flag, as in: --perplexity wikitext2 ptb my.txt
+_LISTS = ("--perplexity", "--leave-dense")
+
+
+@app.command()
+def compress(
+    model: Annotated[str, typer.Argument(help="A hub name or a local folder.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    recipe: Annotated[Path | None, typer.Option(help="A YAML recipe; options given here win over it.")] = None,
+    pattern: Annotated[str | None, typer.Option(help="N:M (such as 2:4), unstructured, row or structured.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of the low-rank part.")] = None,
+    sparsity: Annotated[float | None, typer.Option(help="Share of zeros in S, for patterns other than N:M.")] = None,
+    ratio: Annotated[float | None, typer.Option(help="Share of the parameters to save; fixes the rank.")] = None,
+    rank_share: Annotated[float | None, typer.Option(help="Share of what is kept that goes to L.")] = None,
+    method: Annotated[str | None, typer.Option(help="hassle-free, oats, eora, or a pruner alone.")] = None,
+    pruner: Annotated[str | None, typer.Option(help="Replace the method's pruner.")] = None,
+    low_rank: Annotated[str | None, typer.Option(help="Replace the method's low-rank solver.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of the method.")] = None,
+    damping: Annotated[float | None, typer.Option(help="Damping over the mean of diag H.")] = None,
+    calibration: Annotated[str | None, typer.Option(help="c4, wikitext2, ptb, or a .txt or .jsonl file.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Calibration segments.")] = None,
+    seqlen: Annotated[int | None, typer.Option(help="Tokens a segment.")] = None,
+    sequential: Annotated[str | None, typer.Option(help="layer (better) or block (faster).")] = None,
+    leave_dense: Annotated[list[str] | None, typer.Option(help="Globs of layers that stay as they are.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all that is random.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, … (default: the GPU if there is one).")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option(help="Replace OUT if it is not empty.")] = False,
+) -> None:
+    """Compress MODEL into the folder OUT, which transformers loads after `import hasslefree`."""
+    given = {
+        "pattern": pattern,
+        "rank": rank,
+        "sparsity": sparsity,
+        "ratio": ratio,
+        "rank_share": rank_share,
+        "method": method,
+        "pruner": pruner,
+        "low_rank": low_rank,
+        "rounds": rounds,
+        "damping": damping,
+        "calibration": calibration,
+        "samples": samples,
+        "seqlen": seqlen,
+        "sequential": sequential,
+        "leave_dense": tuple(leave_dense) if leave_dense else None,
+        "dtype": dtype,
+        "seed": seed,
+    }
+    run_compress(
+        model, out, recipe, {k: v for k, v in given.items() if v is not None}, device, max_shard_size, overwrite
+    )
+
+
+def run_compress(
+    model: str,
+    out: Path,
+    recipe: Path | None,
+    given: dict[str, Any],
+    device: str | None,
+    max_shard_size: str,
+    overwrite: bool,
+) -> None:
+    """Compress with a bar over the layers, and a table at the end."""
+    from hasslefree.compress import compress as compress_model
+    from hasslefree.recipe import Recipe
+    from hasslefree.report import summary_table
+
+    base = Recipe.from_yaml(recipe) if recipe else Recipe()
+    with layer_bar() as progress:
+        report = compress_model(
+            model,
+            out,
+            dataclasses.replace(base, **given),
+            device=device,
+            overwrite=overwrite,
+            max_shard_size=max_shard_size,
+            progress=progress,
+        )
+    console.print(summary_table(report))
+    console.print(f"Written to {out} in {report.seconds:.0f} s; every layer is listed in {out / 'compression.json'}.")
+
+
+@contextmanager
+def layer_bar() -> Iterator[Callable[[LayerReport, int, int], None]]:
+    """A bar over layers with the current layer's relative error and the time left."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading the model and the text", total=None)
+
+        def progress(report: LayerReport, done: int, total: int) -> None:
+            text = f"{report.name} relative error {report.relative_error:.5f}"
+            bar.update(task, description=text, completed=done, total=total)
+
+        yield progress
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A hub name or a local folder, dense or compressed.")],
+    perplexity: Annotated[
+        list[str] | None, typer.Option(help="Texts: wikitext2, ptb, c4, or .txt and .jsonl files.")
+    ] = None,
+    seqlen: Annotated[int | None, typer.Option(help="Tokens a window (default: 2048 or the model's most).")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Use only the first tokens of each text.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Windows at a time.", min=1)] = 1,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, … (default: the GPU if there is one).")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the results as JSON.")] = None,
+) -> None:
+    """Perplexity of MODEL, at full stride, as the Hugging Face guide defines it."""
+    from rich.table import Table
+
+    from hasslefree.evaluation.run import evaluate_perplexity
+
+    if not perplexity:
+        raise RecipeError("name at least one text, such as --perplexity wikitext2")
+    if output is not None and not output.resolve().parent.is_dir():
+        raise OutputError(f"the folder of --output {output} does not exist")
+    with console.status(f"evaluating {model}"):
+        results = evaluate_perplexity(model, perplexity, seqlen, max_tokens, batch_size, dtype, device)
+    table = Table(title=model)
+    for heading in ("text", "perplexity", "tokens", "window"):
+        table.add_column(heading, justify="left" if heading == "text" else "right")
+    for text, result in results["perplexity"].items():
+        table.add_row(text, f"{result['perplexity']:.3f}", f"{result['tokens']:,}", str(result["window"]))
+    console.print(table)
+    if output is not None:
+        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        console.print(f"Written to {output}.")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path | None, typer.Option(help="Keep the compressed models here (default: nowhere).")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds of hassle-free; the paper takes 80.", min=1)] = 20,
+) -> None:
+    """Compress the small model that ships with the package in three ways, and compare."""
+    from hasslefree.demo.run import run_demo
+
+    start = time.perf_counter()
+    with layer_bar() as progress:
+        table = run_demo(out, rounds, progress)
+    console.print(table)
+    console.print(f"{time.perf_counter() - start:.0f} seconds.")
+
+
+def spread_lists(arguments: list[str]) -> list[str]:
+    """Repeat a list flag before each of its values: --perplexity a b → --perplexity a --perplexity b."""
+    spread: list[str] = []
+    flag = None
+    for argument in arguments:
+        if argument.startswith("-"):
+            flag = argument if argument in _LISTS else None
+        elif flag and spread[-1] != flag:
+            spread.append(flag)
+        spread.append(argument)
+    return spread
+
+
+def main() -> None:
+    """Run the command line; a HasslefreeError becomes a message and exit code 2."""
+    quiet_libraries()
+    try:
+        app(args=spread_lists(sys.argv[1:]), prog_name="hasslefree")
+    except HasslefreeError as error:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; nothing was written")
+        sys.exit(130)
+
+
+def quiet_libraries() -> None:
+    """One bar is enough: the libraries' own bars and notices are off. Their errors are not."""
+    import os
+
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("transformers").setLevel(logging.ERROR)

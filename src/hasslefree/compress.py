@@ -1,0 +1,218 @@
+"""The driver: run the calibration text through the model block by block, and replace each linear layer by S + L."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hasslefree.checkpoints.format import check_output, save
+from hasslefree.core.gram import Gram
+from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Method
+from hasslefree.decompose import solve_layer
+from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError
+from hasslefree.models.blocks import Blocks, Linear, dense_weight, find_blocks, replace_module, select_linears
+from hasslefree.models.linear import SparseLowRankLinear
+from hasslefree.models.load import encode, load_model, load_tokenizer, resolve_seqlen
+from hasslefree.models.stream import (
+    block_calls,
+    first_hidden_states,
+    gather_grams,
+    groups_by_input,
+    run_block,
+)
+from hasslefree.recipe import Recipe
+from hasslefree.report import LayerReport, Report
+from hasslefree.texts import calibration_documents, draw_segments
+
+# Called after each layer with its report, the layers done and the layers in all.
+Progress = Callable[[LayerReport, int, int], None]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What a layer will become: decided, and checked, before the first one is touched."""
+
+    linear: Linear
+    pattern: Pattern
+    rank: int
+
+
+# For every block: the name of a layer in it → its plan.
+Plan = list[dict[str, LayerPlan]]
+
+
+def compress(
+    model: str | PreTrainedModel,
+    out: str | Path,
+    recipe: Recipe | str | Path | None = None,
+    *,
+    tokenizer: Any = None,
+    segments: Tensor | None = None,
+    device: str | None = None,
+    overwrite: bool = False,
+    max_shard_size: str = "5GB",
+    progress: Progress | None = None,
+) -> Report:
+    """Compress a causal language model and write it to a folder that transformers loads.
+
+    Args:
+        model: a hub name, a local folder, or a loaded model, which is then changed in place.
+        out: the folder to write. recipe: a `Recipe` or the path of a YAML file.
+        tokenizer: of a loaded model, if it is not to be found under the model's own name.
+        segments: calibration tokens (samples, seqlen) in the place of the recipe's text.
+        device: where to compute; None for the GPU if there is one. A loaded model stays where it is.
+        overwrite: replace a folder that is not empty, once the new one is complete.
+        progress: called after every layer.
+
+    Raises:
+        HasslefreeError: anything wrong with the input, before the first layer is touched where it can be seen then.
+    """
+    start = time.perf_counter()
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe) if recipe else Recipe()
+    recipe.check(with_text=segments is None)
+    folder = Path(out)
+    check_output(folder, overwrite)
+    name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
+    loaded = load_model(model, recipe.dtype, device) if isinstance(model, str) else model.eval()
+    if getattr(loaded.config, "quantization_config", None) is not None:
+        raise ModelError(f"{name} is quantised or compressed already; start from the original checkpoint")
+    blocks = find_blocks(loaded)
+    plan = make_plan(loaded, blocks, recipe)
+    check_output(folder, overwrite, _bytes_needed(loaded, plan))
+    if tokenizer is None and (isinstance(model, str) or segments is None):
+        tokenizer = load_tokenizer(name)
+    if segments is None:
+        segments = draw(loaded, tokenizer, recipe)
+    layers = compress_blocks(loaded, blocks, plan, segments.to(loaded.device), recipe, progress)
+    report = Report(
+        model=name,
+        recipe=recipe.changes(),
+        versions={package: importlib.metadata.version(package) for package in ("hasslefree", "torch", "transformers")},
+        device=str(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        seqlen=segments.shape[1],
+        tokens=segments.numel(),
+        seconds=time.perf_counter() - start,
+        layers=tuple(layers),
+    )
+    save(loaded, tokenizer, folder, report, max_shard_size)
+    return report
+
+
+def make_plan(model: PreTrainedModel, blocks: Blocks, recipe: Recipe) -> Plan:
+    """The pattern and rank of every layer.
+
+    Raises:
+        HasslefreeError: with the layer's name: a budget that it cannot meet, NaN or Inf in its weight.
+    """
+    budget, plan = recipe.budget(), []
+    for index, linears in enumerate(select_linears(blocks, recipe.leave_dense)):
+        plans = {}
+        for name, linear in linears.items():
+            full_name = f"{blocks.prefix(index)}.{name}"
+            weight = dense_weight(linear)
+            try:
+                pattern, rank = budget.resolve(*weight.shape)
+            except HasslefreeError as error:
+                raise type(error)(f"{error} ({full_name})") from None
+            if not torch.isfinite(weight).all():
+                raise NonFiniteError(f"the weight of {full_name} holds NaN or Inf; repair the checkpoint")
+            plans[name] = LayerPlan(linear, pattern, rank)
+        plan.append(plans)
+    return plan
+
+
+def draw(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> Tensor:
+    """The recipe's calibration segments: (samples, seqlen) token ids."""
+    seqlen = resolve_seqlen(model, recipe.seqlen)
+    documents = calibration_documents(recipe.calibration)
+    return draw_segments(documents, lambda text: encode(tokenizer, text), recipe.samples, seqlen, recipe.seed)
+
+
+def compress_blocks(
+    model: PreTrainedModel, blocks: Blocks, plan: Plan, segments: Tensor, recipe: Recipe, progress: Progress | None
+) -> list[LayerReport]:
+    """Decompose and replace every planned layer; each block is fed with what the compressed ones before it put out."""
+    method, total = recipe.build_method(), sum(map(len, plan))
+    seen = block_calls(model, blocks, segments[:1])
+    if silent := [
+        f"{blocks.prefix(i)}.{n}" for i, plans in enumerate(plan) for n in plans if plans[n].linear not in seen.reached
+    ]:
+        raise ModelError(f"no calibration token reaches {', '.join(silent[:8])}; name them with --leave-dense")
+    hidden = first_hidden_states(model, blocks, segments)
+    reports: list[LayerReport] = []
+
+    def note(report: LayerReport) -> None:
+        reports.append(report)
+        if progress is not None:
+            progress(report, len(reports), total)
+
+    for index, block in enumerate(blocks.modules):
+        call, prefix = seen.calls[index], blocks.prefix(index)
+        groups = groups_by_input(block, call, hidden[0], plan[index])
+        for together in [groups] if recipe.sequential == "block" else [[group] for group in groups]:
+            grams = gather_grams(block, prefix, call, hidden, together)
+            for group, gram in zip(together, grams, strict=True):
+                compress_group({n: plan[index][n] for n in group}, block, prefix, gram, method, recipe.seed, note)
+        if index + 1 < len(blocks.modules):
+            hidden = run_block(block, call, hidden)
+    return reports
+
+
+def compress_group(
+    plans: dict[str, LayerPlan],
+    block: torch.nn.Module,
+    prefix: str,
+    gram: Gram,
+    method: Method,
+    seed: int,
+    note: Callable[[LayerReport], None],
+) -> None:
+    """Decompose the layers that share one input, with what depends on the Gram computed once, and put them in place."""
+    start = time.perf_counter()
+    try:
+        prepared = method.prepare(gram)
+        shared = (time.perf_counter() - start) / len(plans)
+        for name, plan in plans.items():
+            start = time.perf_counter()
+            weight = dense_weight(plan.linear)
+            result = solve_layer(weight, gram, method, prepared, plan.pattern, plan.rank, seed)
+            bias = None if plan.linear.bias is None else plan.linear.bias.detach()
+            replace_module(block, name, SparseLowRankLinear.from_decomposition(result, bias, str(plan.pattern)))
+            out, width = weight.shape
+            note(
+                LayerReport(
+                    name=f"{prefix}.{name}",
+                    out=out,
+                    width=width,
+                    pattern=str(plan.pattern),
+                    rank=plan.rank,
+                    nonzeros=int(result.sparse.count_nonzero()),
+                    relative_error=result.relative_error,
+                    relative_error_before_cast=result.relative_error_before_cast,
+                    seconds=time.perf_counter() - start + shared,
+                    history=result.history,
+                )
+            )
+    except HasslefreeError as error:
+        raise type(error)(f"{error} ({prefix}: {', '.join(plans)})") from None
+
+
+def _bytes_needed(model: PreTrainedModel, plan: Plan) -> int:
+    """The size of the folder: the model with its zeros stored, and the factors."""
+    dense = sum(p.numel() * p.element_size() for p in model.parameters())
+    factors = sum(
+        layer.rank * sum(layer.linear.weight.shape) * layer.linear.weight.element_size()
+        for plans in plan
+        for layer in plans.values()
+    )
+    return dense + factors

@@ -1,0 +1,50 @@
+"""Perplexity of a fixed-length model, as the Hugging Face guide defines it, at full stride.
+
+https://huggingface.co/docs/transformers/perplexity: the text is cut into windows of the maximum length that do not
+overlap; the first token of a window has no context and is not scored; the mean is over scored tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hasslefree.errors import CalibrationError
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """exp of the mean negative log-likelihood, in nats, over `scored` tokens of a text of `tokens` tokens."""
+
+    perplexity: float
+    tokens: int
+    scored: int
+    window: int
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, tokens: Tensor, window: int, batch: int = 1) -> Perplexity:
+    """The perplexity of a causal language model on tokens: (n,), in windows of `window` tokens, `batch` at a time.
+
+    Raises:
+        CalibrationError: fewer than two tokens.
+    """
+    if len(tokens) < 2:
+        raise CalibrationError(f"a text of {len(tokens)} tokens has no perplexity: at least 2 are needed")
+    whole = len(tokens) // window * window
+    batches = list(tokens[:whole].view(-1, window).split(batch)) if whole else []
+    if len(tokens) - whole > 1:
+        batches.append(tokens[whole:][None])
+    device = next(model.parameters()).device
+    total, scored = 0.0, 0
+    for rows in batches:
+        rows = rows.to(device)
+        logits = model(input_ids=rows, use_cache=False).logits[:, :-1].float()
+        losses = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+        total += losses.item()
+        scored += rows[:, 1:].numel()
+    mean = torch.tensor(total / scored, dtype=torch.float64)
+    return Perplexity(mean.exp().item(), len(tokens), scored, window)

@@ -1,0 +1,108 @@
+"""Find the decoder blocks of a model and the linear layers in them, with no code for any one family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from hasslefree.errors import ModelError
+
+Linear = nn.Linear | Conv1D
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The decoder blocks in order. name: the module list in the model, such as model.layers."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+
+    def prefix(self, index: int) -> str:
+        return f"{self.name}.{index}"
+
+
+def find_blocks(model: nn.Module) -> Blocks:
+    """The outermost module list that holds the most parameters and has linear layers in every element.
+
+    Raises:
+        ModelError: there is none.
+    """
+    best: tuple[int, Blocks] | None = None
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{seen}.") for seen in outer):
+            continue
+        if len(module) == 0 or not all(find_linears(child) for child in module):
+            continue
+        outer.append(name)
+        size = sum(parameter.numel() for parameter in module.parameters())
+        if best is None or size > best[0]:
+            best = size, Blocks(name, tuple(module))
+    if best is None:
+        raise ModelError(f"{type(model).__name__} has no list of blocks with linear layers; is it a decoder?")
+    return best[1]
+
+
+def find_linears(block: nn.Module) -> dict[str, Linear]:
+    """The linear layers of a block by their name in it."""
+    return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+
+
+def select_linears(blocks: Blocks, leave_dense: tuple[str, ...]) -> list[dict[str, Linear]]:
+    """For every block the linear layers to compress, by their name in the block.
+
+    Args:
+        leave_dense: glob patterns of full names (layers or parameters) that the user accepts to stay as they are.
+
+    Raises:
+        ModelError: a matrix would stay dense that the user did not name (fused experts, a router, a convolution),
+            or a glob pattern matches nothing.
+    """
+    unused = set(leave_dense)
+
+    def excused(name: str) -> bool:
+        hits = {glob for glob in leave_dense if fnmatchcase(name, glob)}
+        unused.difference_update(hits)
+        return bool(hits)
+
+    chosen, left = [], []
+    for index, block in enumerate(blocks.modules):
+        prefix, linears = blocks.prefix(index), find_linears(block)
+        inside = {f"{name}.{leaf}" for name, linear in linears.items() for leaf, _ in linear.named_parameters()}
+        for name, parameter in block.named_parameters():
+            if name not in inside and _is_matrix(parameter) and not excused(f"{prefix}.{name}"):
+                left.append(f"{prefix}.{name} {tuple(parameter.shape)}")
+        chosen.append({name: linear for name, linear in linears.items() if not excused(f"{prefix}.{name}")})
+    if left:
+        raise ModelError(
+            f"{len(left)} weights are no linear layers and would stay dense: {_shortened(left)}. "
+            "Accept that by naming them with --leave-dense (globs, such as '*.experts.*')"
+        )
+    if unused:
+        raise ModelError(f"--leave-dense {' '.join(sorted(unused))} matches no layer of {blocks.name}")
+    if not any(chosen):
+        raise ModelError("--leave-dense names every linear layer: nothing is left to compress")
+    return chosen
+
+
+def dense_weight(linear: Linear) -> Tensor:
+    """The weight as (out, in), whichever way the layer stores it."""
+    weight = linear.weight.detach()
+    return weight.T.contiguous() if isinstance(linear, Conv1D) else weight
+
+
+def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place of the one called `name` under root."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(root.get_submodule(parent), leaf, module)
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return sum(side > 1 for side in parameter.shape) >= 2
+
+
+def _shortened(names: list[str], most: int = 12) -> str:
+    return ", ".join(names[:most]) + (f", … ({len(names) - most} more)" if len(names) > most else "")

@@ -1,0 +1,160 @@
+"""What to do to a model, as a frozen dataclass and as YAML. All problems are reported at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from hasslefree.core.budgets import Budget
+from hasslefree.core.protocols import Method
+from hasslefree.errors import HasslefreeError, RecipeError
+from hasslefree.methods import build_method
+from hasslefree.methods.prune import Prune
+from hasslefree.texts import check_text
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A compression, complete: the same recipe, model and machine give the same folder.
+
+    Args:
+        pattern, rank, sparsity, ratio, rank_share: the budget of every layer; see `Budget`.
+        method: a name from the table; pruner, low_rank, rounds and damping replace parts of it.
+        calibration: a hub name (c4, wikitext2, ptb) or a local .txt or .jsonl file.
+        samples, seqlen: how many segments of how many tokens. seqlen None: 2048, or what the model takes if less.
+        sequential: "layer" gathers the Gram of a layer after all layers before it were compressed, within a block
+            too; "block" gathers all Grams of a block in one pass, as the authors' code does: faster.
+        leave_dense: globs of full layer or parameter names that stay as they are.
+        dtype: of the model while it is compressed and when it is saved; "auto" is the checkpoint's.
+        seed: of the calibration draw and of the random start of every layer.
+    """
+
+    pattern: str = "2:4"
+    rank: int | None = None
+    sparsity: float | None = None
+    ratio: float | None = None
+    rank_share: float | None = None
+    method: str = "hassle-free"
+    pruner: str | None = None
+    low_rank: str | None = None
+    rounds: int | None = None
+    damping: float | None = None
+    calibration: str = "c4"
+    samples: int = 128
+    seqlen: int | None = None
+    sequential: Literal["layer", "block"] = "layer"
+    leave_dense: tuple[str, ...] = ()
+    dtype: str = "auto"
+    seed: int = 0
+
+    def budget(self) -> Budget:
+        return Budget(self.pattern, self.rank, self.sparsity, self.ratio, self.rank_share)
+
+    def build_method(self) -> Method:
+        return build_method(self.method, self.pruner, self.low_rank, self.rounds, self.damping)
+
+    def check(self, with_text: bool = True) -> None:
+        """Raise a RecipeError with every problem that can be seen without the model.
+
+        Args:
+            with_text: look at the calibration text too.
+        """
+        problems = list(self._problems())
+        if with_text:
+            try:
+                check_text(self.calibration)
+            except HasslefreeError as error:
+                problems.append(str(error))
+        if problems:
+            raise RecipeError("\n".join(problems))
+
+    def _problems(self) -> typing.Iterator[str]:
+        yield from self.budget().problems()
+        try:
+            method = self.build_method()
+            method.check(self.rank or 0)
+            if not isinstance(method, Prune) and self.rank is None and self.ratio is None:
+                yield f"method {self.method} needs a rank or a ratio (rank 0 for the pruner alone)"
+        except HasslefreeError as error:
+            yield str(error)
+        for name, least in (("samples", 1), ("seqlen", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                yield f"{name} must be at least {least}, got {value}"
+        if self.damping is not None and self.damping < 0:
+            yield f"damping must not be negative, got {self.damping}"
+        if self.sequential not in ("layer", "block"):
+            yield f"sequential is layer or block, got {self.sequential!r}"
+        if self.dtype not in DTYPES:
+            yield f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}"
+
+    def to_yaml(self) -> str:
+        """The fields that differ from the defaults, as YAML."""
+        return yaml.safe_dump(self.changes(), sort_keys=False)
+
+    def changes(self) -> dict[str, Any]:
+        """The fields that differ from the defaults; the pattern and the method always."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        kept = {
+            field.name: values[field.name]
+            for field in dataclasses.fields(self)
+            if field.name in ("pattern", "method") or values[field.name] != field.default
+        }
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Recipe:
+        """Read and check a recipe. Raises RecipeError with every unknown key, wrong type and bad value."""
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RecipeError(f"the recipe {path} cannot be read: {error.strerror}") from None
+        except yaml.YAMLError as error:
+            raise RecipeError(f"the recipe {path} is not YAML: {error}") from None
+        if not isinstance(content, dict):
+            raise RecipeError(f"the recipe {path} must hold fields, such as 'pattern: \"2:4\"'")
+        return cls.from_dict(content)
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Recipe:
+        """A recipe from plain values, checked for names and types. Raises RecipeError with every problem."""
+        hints = typing.get_type_hints(cls)
+        problems = [f"unknown field {key!r}; known: {', '.join(hints)}" for key in content if key not in hints]
+        values: dict[str, Any] = {}
+        for key, value in content.items():
+            if key not in hints:
+                continue
+            if key == "leave_dense" and isinstance(value, list):
+                value = tuple(value)
+            allowed = _plain_types(hints[key])
+            if not isinstance(value, allowed) or isinstance(value, bool):
+                names = " or ".join("nothing" if t is types.NoneType else t.__name__ for t in allowed)
+                problems.append(f"{key} must be {names}, got {value!r}" + _yaml_hint(key, value))
+            values[key] = value
+        if problems:
+            raise RecipeError("\n".join(problems))
+        recipe = cls(**values)
+        recipe.check()
+        return recipe
+
+
+def _yaml_hint(key: str, value: Any) -> str:
+    """YAML 1.1 reads 2:4 as a number in base 60."""
+    return '; put it in quotes, such as "2:4"' if key == "pattern" and isinstance(value, int) else ""
+
+
+def _plain_types(hint: Any) -> tuple[type, ...]:
+    """The classes that a field's annotation admits."""
+    if typing.get_origin(hint) is Literal:
+        return (str,)
+    if typing.get_origin(hint) is tuple:
+        return (tuple,)
+    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return (*members, int) if float in members else members

@@ -1,0 +1,162 @@
+"""What a compression did: per layer and in total, as JSON, as a table and as a model card."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One compressed layer.
+
+    Args:
+        name: in the model. out, width: the shape of its weight. pattern, rank: what it became.
+        nonzeros: of S. parameters: non-zeros and both factors, beside out × width before.
+        relative_error: with the undamped Gram, after the cast to the dtype of the model; and before it.
+        seconds: of the decomposition, its share of the factorisation included.
+        history: the method's objective after each round.
+    """
+
+    name: str
+    out: int
+    width: int
+    pattern: str
+    rank: int
+    nonzeros: int
+    relative_error: float
+    relative_error_before_cast: float
+    seconds: float
+    history: tuple[float, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        return self.nonzeros + self.rank * (self.out + self.width)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole compression. recipe: its fields; versions: of the libraries; seqlen: as resolved for the model."""
+
+    model: str
+    recipe: dict[str, Any]
+    versions: dict[str, str]
+    device: str
+    dtype: str
+    seqlen: int
+    tokens: int
+    seconds: float
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def mean_relative_error(self) -> float:
+        return sum(layer.relative_error for layer in self.layers) / len(self.layers)
+
+    @property
+    def dense_parameters(self) -> int:
+        return sum(layer.out * layer.width for layer in self.layers)
+
+    @property
+    def kept_parameters(self) -> int:
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def kept_share(self) -> float:
+        return self.kept_parameters / self.dense_parameters
+
+    def to_dict(self) -> dict[str, Any]:
+        totals = {
+            "mean_relative_error": self.mean_relative_error,
+            "dense_parameters": self.dense_parameters,
+            "kept_parameters": self.kept_parameters,
+        }
+        return dataclasses.asdict(self) | totals
+
+
+def summary_table(report: Report) -> Table:
+    """One line for each kind of layer (q_proj, down_proj, …): how many, the mean and the worst error, seconds."""
+    table = Table(
+        title=f"{report.model}: {len(report.layers)} layers, {report.kept_share:.1%} of their parameters kept"
+    )
+    table.add_column("layer")
+    for heading in ("count", "rank", "mean relative error", "worst", "seconds"):
+        table.add_column(heading, justify="right")
+    kinds: dict[str, list[LayerReport]] = {}
+    for layer in report.layers:
+        kinds.setdefault(layer.name.rpartition(".")[2], []).append(layer)
+    for kind, layers in kinds.items():
+        errors = [layer.relative_error for layer in layers]
+        ranks = sorted({layer.rank for layer in layers})
+        table.add_row(
+            kind,
+            str(len(layers)),
+            str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}",
+            f"{sum(errors) / len(errors):.5f}",
+            f"{max(errors):.5f}",
+            f"{sum(layer.seconds for layer in layers):.1f}",
+        )
+    table.add_section()
+    seconds = sum(layer.seconds for layer in report.layers)
+    worst = max(layer.relative_error for layer in report.layers)
+    table.add_row(
+        "all", str(len(report.layers)), "", f"{report.mean_relative_error:.5f}", f"{worst:.5f}", f"{seconds:.1f}"
+    )
+    return table
+
+
+def model_card(report: Report) -> str:
+    """README.md of the output folder, in the Hub's format."""
+    recipe = "\n".join(f"| {name} | {_cell(value)} |" for name, value in report.recipe.items())
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    base = f"base_model: {report.model}\nbase_model_relation: quantized\n" if report.model.count("/") == 1 else ""
+    return f"""---
+library_name: transformers
+tags:
+- hasslefree
+- sparse
+- low-rank
+{base}---
+
+# {report.model.rstrip("/").rpartition("/")[2]}, sparse + low-rank
+
+Every linear layer in the blocks of `{report.model}` was replaced by a sparse matrix plus a low-rank one, without
+retraining, by [hasslefree]. Embeddings, norms and the output head are as they were.
+
+| | |
+|---|---|
+| layers | {len(report.layers)} |
+| parameters kept in them | {report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%}) |
+| mean relative error | {report.mean_relative_error:.5f} |
+| calibration | {report.tokens:,} tokens in segments of {report.seqlen} |
+| dtype | {report.dtype} |
+
+The relative error of a layer is tr(R H Rᵀ) / tr(W H Wᵀ), with R = W − S − L and H the second moment of its inputs.
+All layers are listed in `compression.json`.
+
+## Load it
+
+```python
+import hasslefree  # registers the layer with transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+
+## Recipe
+
+| field | value |
+|---|---|
+{recipe}
+
+Made with {versions}.
+
+[hasslefree]: https://arxiv.org/abs/2502.00899
+"""
+
+
+def _cell(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,171 @@
+"""Texts by hub name or local path, and calibration segments drawn from them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasslefree.errors import CalibrationError, UnknownNameError
+
+_SLICE = re.compile(r"(?P<path>.+\.jsonl)\[(?P<start>\d*):(?P<stop>\d*)\]")
+
+
+@dataclass(frozen=True)
+class HubText:
+    """Where the documents of a public text are, for calibration and for evaluation."""
+
+    calibration: dict[str, Any]
+    evaluation: dict[str, Any]
+    field: str
+    joiner: str = "\n\n"
+    documents: int | None = None
+
+
+_PTB = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank/{}/0000.parquet"
+
+# C4: the first shard for calibration, as SparseGPT and the paper use it, and the first 1,100 validation documents.
+HUB_TEXTS = {
+    "c4": HubText(
+        {"path": "allenai/c4", "data_files": "en/c4-train.00000-of-01024.json.gz", "split": "train"},
+        {"path": "allenai/c4", "data_files": "en/c4-validation.00000-of-00008.json.gz", "split": "train"},
+        field="text",
+        documents=1100,
+    ),
+    "wikitext2": HubText(
+        {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "train"},
+        {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "test"},
+        field="text",
+    ),
+    "ptb": HubText(
+        {"path": "parquet", "data_files": _PTB.format("train"), "split": "train"},
+        {"path": "parquet", "data_files": _PTB.format("test"), "split": "train"},
+        field="sentence",
+        joiner=" ",
+    ),
+}
+
+
+def calibration_documents(name: str) -> Sequence[str]:
+    """The documents of a hub name or a local file. Line-based texts (wikitext2, ptb) are one document.
+
+    Raises:
+        CalibrationError, UnknownNameError: see `_local`.
+    """
+    if name not in HUB_TEXTS:
+        return _local(name)
+    source = HUB_TEXTS[name]
+    column = _from_hub(name, source.calibration)[source.field]
+    return column if name == "c4" else [source.joiner.join(column)]
+
+
+def evaluation_text(name: str) -> str:
+    """One text to compute the perplexity of: the documents of a hub name or a local file, joined."""
+    if name not in HUB_TEXTS:
+        return "\n\n".join(_local(name))
+    source = HUB_TEXTS[name]
+    return source.joiner.join(_from_hub(name, source.evaluation)[source.field][: source.documents])
+
+
+def check_text(name: str) -> None:
+    """Raise where a text is neither a known hub name nor a local file with something in it."""
+    if name not in HUB_TEXTS:
+        _local(name)
+
+
+def _from_hub(name: str, arguments: dict[str, Any]) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(**arguments)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CalibrationError(
+            f"the text {name!r} could not be loaded from the hub ({type(error).__name__}: {error}); "
+            "with no network, give a local .txt or .jsonl file"
+        ) from error
+
+
+def _local(name: str) -> list[str]:
+    """A .txt file is one document; a .jsonl file one a line, in the field `text`; FILE.jsonl[START:STOP] some of them.
+
+    Raises:
+        UnknownNameError: neither a path nor a known name. CalibrationError: missing, empty or malformed.
+    """
+    match = _SLICE.fullmatch(name)
+    path = Path(match["path"] if match else name)
+    if path.suffix not in (".txt", ".jsonl", ".raw"):
+        raise UnknownNameError("text (neither a hub name nor a .txt or .jsonl file)", name, HUB_TEXTS)
+    if not path.is_file():
+        raise CalibrationError(f"the text file {path} does not exist")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"{path} is not UTF-8 text: {error}") from None
+    documents = _parse_jsonl(path, content) if path.suffix == ".jsonl" else [content]
+    if match:
+        documents = documents[int(match["start"] or 0) : int(match["stop"]) if match["stop"] else None]
+    if not any(document.strip() for document in documents):
+        raise CalibrationError(f"the text file {name} is empty")
+    return documents
+
+
+def _parse_jsonl(path: Path, content: str) -> list[str]:
+    documents = []
+    for number, line in enumerate(content.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)["text"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            document = None
+        if not isinstance(document, str):
+            raise CalibrationError(f'{path}, line {number}: expected a JSON object with a string field "text"')
+        documents.append(document)
+    return documents
+
+
+def draw_segments(
+    documents: Sequence[str], encode: Callable[[str], list[int]], samples: int, seqlen: int, seed: int
+) -> Tensor:
+    """Random windows of random documents that are long enough, as SparseGPT draws them (arXiv 2301.00774).
+
+    Documents are visited in random order, one window each; a text with fewer long documents than samples gives
+    several windows a document, but never more tokens than it has.
+
+    Returns:
+        (samples, seqlen) int64.
+
+    Raises:
+        CalibrationError: the documents of at least seqlen tokens hold fewer than samples × seqlen tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def window(tokens: list[int]) -> list[int]:
+        start = int(torch.randint(len(tokens) - seqlen + 1, (), generator=generator))
+        return tokens[start : start + seqlen]
+
+    windows: list[list[int]] = []
+    long: list[list[int]] = []
+    for index in torch.randperm(len(documents), generator=generator).tolist():
+        if len(windows) == samples:
+            break
+        tokens = encode(documents[index])
+        if len(tokens) >= seqlen:
+            long.append(tokens)
+            windows.append(window(tokens))
+    have = sum(map(len, long))
+    if len(windows) < samples and have < samples * seqlen:
+        raise CalibrationError(
+            f"the calibration text is too short: its documents of at least {seqlen} tokens hold {have} tokens, and "
+            f"{samples} samples × {seqlen} = {samples * seqlen} are needed; use fewer samples, a smaller seqlen or "
+            "a longer text"
+        )
+    while len(windows) < samples:
+        windows.append(window(long[int(torch.randint(len(long), (), generator=generator))]))
+    return torch.tensor(windows)

@@ -1,0 +1,48 @@
+import math
+
+import pytest
+import torch
+from tests.tiny_models import build
+
+from hasslefree import perplexity
+from hasslefree.errors import CalibrationError
+
+
+def by_the_guide(model, tokens, window):
+    """The loop of https://huggingface.co/docs/transformers/perplexity, written from its description: the model's own
+    loss on labels, weighted by the number of labels that it averaged over."""
+    total, count = 0.0, 0
+    for start in range(0, len(tokens), window):
+        piece = tokens[start : start + window][None]
+        if piece.shape[1] < 2:
+            continue
+        with torch.no_grad():
+            loss = model(input_ids=piece, labels=piece).loss
+        total += loss.double().item() * (piece.shape[1] - 1)
+        count += piece.shape[1] - 1
+    return math.exp(total / count), count
+
+
+@pytest.mark.parametrize("length", [2, 16, 17, 18, 100])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_it_is_that_of_the_guide(length, batch):
+    model = build("llama", initializer_range=0.5)
+    tokens = torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(length))
+    expected, count = by_the_guide(model, tokens, 16)
+    found = perplexity(model, tokens, 16, batch)
+    assert found.perplexity == pytest.approx(expected, rel=1e-5)
+    assert (found.scored, found.tokens) == (count, length)
+    assert length < 16 or found.perplexity > 70, "the model is too flat to tell one window from another"
+
+
+def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
+    model = build("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.zero_()
+        model.get_output_embeddings().weight.zero_()
+    assert perplexity(model, torch.arange(3, 40), 16).perplexity == pytest.approx(64, rel=1e-6)
+
+
+def test_too_little_text():
+    with pytest.raises(CalibrationError, match="at least 2"):
+        perplexity(build("llama"), torch.tensor([1]), 16)

@@ -1,0 +1,156 @@
+"""Every family goes through the whole pipeline without code of its own."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.tiny_models import FAMILIES, build, logits, segments
+from transformers import AutoModelForCausalLM
+
+import hasslefree
+from hasslefree import Recipe, SparseLowRankLinear
+from hasslefree.errors import ModelError
+from hasslefree.models.blocks import find_blocks, find_linears
+from hasslefree.models.stream import block_calls, first_hidden_states, gather_grams, groups_by_input, run_block
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@families
+def test_streamed_grams_are_those_of_the_whole_model(family):
+    """Oracle: hooks on every linear layer during ordinary forward passes of the whole model."""
+    model, tokens = build(family), segments()
+    blocks = find_blocks(model)
+    expected = {}
+
+    def record(name):
+        def hook(module, args):
+            x = args[0].reshape(-1, args[0].shape[-1]).double()
+            expected[name] = expected.get(name, 0) + x.T @ x / tokens.numel()
+
+        return hook
+
+    names = {f"{blocks.prefix(i)}.{n}": m for i, b in enumerate(blocks.modules) for n, m in find_linears(b).items()}
+    handles = [module.register_forward_pre_hook(record(name)) for name, module in names.items()]
+    for row in tokens:
+        logits(model, row[None])
+    for handle in handles:
+        handle.remove()
+
+    calls, hidden = block_calls(model, blocks, tokens[:1]).calls, first_hidden_states(model, blocks, tokens)
+    seen = set()
+    for index, block in enumerate(blocks.modules):
+        groups = groups_by_input(block, calls[index], hidden[0], find_linears(block))
+        grams = gather_grams(block, blocks.prefix(index), calls[index], hidden, groups)
+        for group, gram in zip(groups, grams, strict=True):
+            for name in (f"{blocks.prefix(index)}.{n}" for n in group):
+                assert gram.tokens == tokens.numel()
+                torch.testing.assert_close(gram.matrix.double(), expected[name], rtol=1e-4, atol=1e-6)
+                seen.add(name)
+        hidden = run_block(block, calls[index], hidden)
+    assert seen == names.keys()
+
+
+@families
+def test_compressed_model_reloads_to_the_same_logits(family, tmp_path):
+    model, tokens = build(family), segments()
+    before = logits(model, tokens)
+    shapes = {name: sorted(module.weight.shape) for name, module in find_linears(model).items()}
+    report = hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=tokens)
+    blocks = find_blocks_compressed(model)
+    assert not find_linears(blocks), "a linear layer of a block stayed dense"
+    assert len(report.layers) == sum(isinstance(m, SparseLowRankLinear) for m in model.modules()) >= 8
+    for layer in report.layers:
+        assert sorted((layer.out, layer.width)) == shapes[layer.name]
+        assert 0 < layer.relative_error < 1
+        assert layer.nonzeros == layer.out * layer.width // 2
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    after = logits(model, tokens)
+    assert not torch.allclose(after, before)
+    assert torch.equal(logits(loaded, tokens), after)
+    generated = loaded.generate(tokens[:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert generated.shape == (1, tokens.shape[1] + 3)
+
+
+def find_blocks_compressed(model):
+    """The module list that `find_blocks` found before the layers were replaced."""
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2]
+    return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
+
+
+@families
+def test_full_density_changes_nothing(family, tmp_path):
+    """4:4 keeps every weight: the compressed model is the model, whatever the order of replacement."""
+    model, tokens = build(family), segments()
+    before = logits(model, tokens)
+    hasslefree.compress(model, tmp_path / "out", Recipe(pattern="4:4", method="sparsegpt"), segments=tokens)
+    torch.testing.assert_close(logits(model, tokens), before)
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    for family, tied in [("llama", True), ("llama", False), ("gpt2", True)]:
+        model = build(family, tie_word_embeddings=tied)
+        folder = tmp_path / f"{family}-{tied}"
+        hasslefree.compress(model, folder, Recipe(method="wanda"), segments=segments())
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        same = loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
+        assert same == tied
+        assert torch.equal(logits(loaded, segments()), logits(model, segments()))
+        assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == (not tied)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes(dtype, tmp_path):
+    model = build("llama", dtype)
+    report = hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {dtype}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == dtype
+    assert torch.equal(logits(loaded, segments()), logits(model, segments()))
+    cast_costs = [layer.relative_error != layer.relative_error_before_cast for layer in report.layers]
+    assert all(cast_costs) == (dtype != torch.float32)
+
+
+def test_s_and_the_factors_are_stored_apart_and_in_shards(tmp_path):
+    model = build("llama")
+    hasslefree.compress(
+        model, tmp_path / "out", Recipe(rank=3, method="eora"), segments=segments(), max_shard_size="20KB"
+    )
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    tensors = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        tensors |= load_file(file)
+    name = "model.layers.1.mlp.down_proj"
+    assert (tensors[f"{name}.weight"].reshape(32, -1, 4) != 0).sum(-1).amax() == 2
+    assert tensors[f"{name}.low_rank_u"].shape == (32, 3)
+    assert tensors[f"{name}.low_rank_v"].shape == (3, 48)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded, segments()), logits(model, segments()))
+
+
+def test_a_loaded_model_can_be_saved_again(tmp_path):
+    model = build("gpt2")
+    hasslefree.compress(model, tmp_path / "one", Recipe(rank=2, method="eora"), segments=segments())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "two")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    assert torch.equal(logits(again, segments()), logits(model, segments()))
+
+
+def test_fused_experts_are_refused_by_name_or_left_dense_on_request(tmp_path):
+    model = build("mixtral")
+    recipe = Recipe(rank=2, method="eora")
+    with pytest.raises(
+        ModelError, match=r"stay dense: model\.layers\.0\.mlp\.gate\.weight \(4, 32\).*experts\.down_proj"
+    ):
+        hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
+    globs = ("*.experts.*", "*.mlp.gate.*")
+    report = hasslefree.compress(
+        model, tmp_path / "out", Recipe(rank=2, method="eora", leave_dense=globs), segments=segments()
+    )
+    assert {layer.name.rpartition(".")[2] for layer in report.layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded, segments()), logits(model, segments()))

@@ -1,0 +1,163 @@
+"""The driver: the order of the work, against a slow reference that runs the whole model for every layer."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from tests.tiny_models import build, logits, segments
+from transformers import AutoModelForCausalLM
+
+import hasslefree
+from hasslefree import Gram, Recipe, SparseLowRankLinear
+from hasslefree.errors import CalibrationError, OutputError, RecipeError
+from hasslefree.models.blocks import replace_module
+
+ORDER = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"],
+         ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]  # fmt: skip
+
+
+def gram_of(model, name, tokens):
+    """The Gram of one layer's inputs, from whole forward passes of the model as it is now."""
+    rows = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda m, args: rows.append(args[0].flatten(0, 1)))
+    logits(model, tokens)
+    handle.remove()
+    return Gram.from_activations(torch.cat(rows))
+
+
+def reference(model, tokens, sequential):
+    """Algorithm: for every layer in order of data flow, its Gram in the model compressed so far, then its S and L.
+
+    "block" takes the Grams of a block before any of its layers is replaced.
+    """
+    errors = {}
+    for block in range(2):
+        names = [[f"model.layers.{block}.{name}" for name in group] for group in ORDER]
+        grams = {name: gram_of(model, name, tokens) for group in names for name in group}
+        for group in names:
+            if sequential == "layer":
+                grams |= {name: gram_of(model, name, tokens) for name in group}
+            for name in group:
+                weight = model.get_submodule(name).weight.detach()
+                result = hasslefree.decompose(weight, grams[name], "2:4", 2, method="eora")
+                replace_module(model, name, SparseLowRankLinear.from_decomposition(result, None, "2:4"))
+                errors[name] = result.relative_error
+    return errors
+
+
+@pytest.mark.parametrize("sequential", ["layer", "block"])
+def test_each_layer_sees_what_the_compressed_ones_before_it_put_out(sequential, tmp_path):
+    tokens = segments(6)
+    slow, fast = build("llama"), build("llama")
+    expected = reference(slow, tokens, sequential)
+    recipe = Recipe(rank=2, method="eora", sequential=sequential)
+    report = hasslefree.compress(fast, tmp_path / "out", recipe, segments=tokens)
+    assert {layer.name: layer.relative_error for layer in report.layers} == pytest.approx(expected, rel=2e-3)
+    torch.testing.assert_close(logits(fast, tokens), logits(slow, tokens), rtol=1e-3, atol=1e-5)
+
+
+def test_the_two_orders_differ():
+    """Or the test above could not tell them apart."""
+    tokens = segments(6)
+    layer, block = (reference(build("llama"), tokens, s)["model.layers.0.mlp.down_proj"] for s in ("layer", "block"))
+    assert abs(layer - block) > 5e-3 * layer
+
+
+def test_what_depends_on_the_gram_is_done_once_for_layers_with_the_same_input(tmp_path, monkeypatch):
+    prepared = []
+    original = hasslefree.AlternatingMinimization.prepare
+    monkeypatch.setattr(
+        hasslefree.AlternatingMinimization,
+        "prepare",
+        lambda self, gram: (prepared.append(gram), original(self, gram))[1],
+    )
+    hasslefree.compress(build("llama"), tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
+    assert len(prepared) == 2 * len(ORDER)
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path):
+    recipe = Recipe(rank=2, rounds=2)
+    for name in ("one", "two"):
+        hasslefree.compress(build("llama"), tmp_path / name, recipe, segments=segments())
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
+    hasslefree.compress(build("llama"), tmp_path / "three", dataclasses.replace(recipe, seed=1), segments=segments())
+    assert (tmp_path / "three" / "model.safetensors").read_bytes() != one
+
+
+def test_the_folder_tells_what_was_done(tmp_path):
+    seen = []
+    report = hasslefree.compress(
+        build("llama"),
+        tmp_path / "out",
+        Recipe(pattern="row", sparsity=0.5, rank=2, method="hassle-free", rounds=3),
+        segments=segments(),
+        progress=lambda layer, done, total: seen.append((layer.name, done, total)),
+    )
+    assert [done for _, done, _ in seen] == list(range(1, 15))
+    assert {total for *_, total in seen} == {14}
+    stored = json.loads((tmp_path / "out" / "compression.json").read_text())
+    assert stored["recipe"] == {"pattern": "row", "rank": 2, "sparsity": 0.5, "method": "hassle-free", "rounds": 3}
+    assert stored["versions"].keys() == {"hasslefree", "torch", "transformers"}
+    assert stored["mean_relative_error"] == report.mean_relative_error
+    first = stored["layers"][0]
+    assert (first["name"], first["out"], first["width"], first["rank"]) == (
+        "model.layers.0.self_attn.q_proj",
+        32,
+        32,
+        2,
+    )
+    assert first["nonzeros"] == 32 * 16
+    assert len(first["history"]) == 3
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{report.kept_parameters:,} of {report.dense_parameters:,}" in card
+    assert "| sparsity | 0.5 |" in card
+
+
+def test_an_output_folder_in_use_needs_overwrite_and_survives_a_failure(tmp_path, monkeypatch):
+    out, recipe = tmp_path / "out", Recipe(method="wanda")
+    out.mkdir()
+    (out / "mine.txt").write_text("precious")
+    with pytest.raises(OutputError, match=r"not empty; use --overwrite"):
+        hasslefree.compress(build("llama"), out, recipe, segments=segments())
+
+    model = build("llama")
+    monkeypatch.setattr(model, "save_pretrained", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OutputError, match="No space left.*untouched"):
+        hasslefree.compress(model, out, recipe, segments=segments(), overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (out / "mine.txt").read_text() == "precious"
+
+    hasslefree.compress(build("llama"), out, recipe, segments=segments(), overwrite=True)
+    assert not (out / "mine.txt").exists()
+    assert AutoModelForCausalLM.from_pretrained(out).num_parameters()
+
+
+def test_a_disk_that_is_too_small_is_seen_before_the_work(tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    with pytest.raises(OutputError, match=r"0\.00 GB free"):
+        hasslefree.compress(build("llama"), tmp_path / "out", Recipe(method="wanda"), segments=segments())
+
+
+def test_output_is_a_file_or_not_writable(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match="is a file"):
+        hasslefree.compress(build("llama"), tmp_path / "file", Recipe(method="wanda"), segments=segments())
+
+
+def test_recipe_and_text_are_checked_before_the_model_is_loaded(tmp_path):
+    with pytest.raises(RecipeError, match="does not exist"):
+        hasslefree.compress("no/such/model", tmp_path / "out", Recipe(rank=2, calibration=str(tmp_path / "no.txt")))
+
+
+def test_a_short_text_says_how_short(tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("7 8 9 " * 10)
+    model = build("llama")
+    recipe = Recipe(rank=2, calibration=str(text), samples=4, seqlen=16)
+    with pytest.raises(CalibrationError, match="hold 30 tokens, and 4 samples × 16 = 64 are needed"):
+        hasslefree.compress(
+            model, tmp_path / "out", recipe, tokenizer=lambda t, verbose: {"input_ids": [int(w) for w in t.split()]}
+        )

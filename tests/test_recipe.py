@@ -1,0 +1,66 @@
+from pathlib import Path
+
+import pytest
+
+from hasslefree import Recipe
+from hasslefree.errors import RecipeError
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("some words")
+    return str(path)
+
+
+def test_yaml_there_and_back(tmp_path, text):
+    recipe = Recipe(pattern="3:8", ratio=0.5, calibration=text, leave_dense=("*.gate",), rounds=7, damping=0.02)
+    (tmp_path / "r.yaml").write_text(recipe.to_yaml())
+    assert Recipe.from_yaml(tmp_path / "r.yaml") == recipe
+
+
+def test_every_problem_is_reported_at_once(text):
+    with pytest.raises(RecipeError) as caught:
+        Recipe(
+            pattern="5:4", rank=-1, method="hasslefree", samples=0, seqlen=1, damping=-1.0, sequential="x",
+            dtype="int8", calibration="wikitext",
+        ).check()  # fmt: skip
+    message = str(caught.value)
+    for part in ("5:4 is impossible", "rank must not", "unknown method 'hasslefree'", "samples must", "seqlen must",
+                 "damping must", "sequential is", "dtype is one of", "Did you mean 'wikitext2'"):  # fmt: skip
+        assert part in message
+
+
+def test_names_and_types_of_yaml_are_checked_together(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("pattern: 2:4\nrnk: 3\nsamples: many\n")
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_yaml(path)
+    message = str(caught.value)
+    assert 'put it in quotes, such as "2:4"' in message
+    assert "unknown field 'rnk'" in message
+    assert "samples must be int, got 'many'" in message
+
+
+@pytest.mark.parametrize(("content", "message"), [("- 1", "must hold fields"), ("a: [", "is not YAML")])
+def test_files_that_are_no_recipes(tmp_path, content, message):
+    (tmp_path / "r.yaml").write_text(content)
+    with pytest.raises(RecipeError, match=message):
+        Recipe.from_yaml(tmp_path / "r.yaml")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        Recipe.from_yaml(tmp_path / "none.yaml")
+
+
+def test_a_method_with_a_low_rank_part_needs_a_rank(text):
+    with pytest.raises(RecipeError, match="hassle-free needs a rank or a ratio"):
+        Recipe(calibration=text).check()
+    Recipe(calibration=text, rank=0).check()
+    Recipe(calibration=text, method="wanda").check()
+
+
+def test_the_recipes_that_ship_are_sound(monkeypatch):
+    """Their texts are hub names, which are not looked up here."""
+    files = list((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+    assert files
+    for file in files:
+        assert Recipe.from_yaml(file).build_method()

@@ -1,0 +1,71 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasslefree.errors import CalibrationError, UnknownNameError
+from hasslefree.texts import calibration_documents, check_text, draw_segments, evaluation_text
+
+
+def encode(text):
+    return [int(word) for word in text.split()]
+
+
+def document(start, length):
+    return " ".join(map(str, range(start, start + length)))
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 10), st.integers(2, 12), st.integers(0, 99)
+)
+def test_segments_are_windows_of_documents_that_are_long_enough(lengths, samples, seqlen, seed):
+    documents = [document(1000 * i, length) for i, length in enumerate(lengths)]
+    have = sum(length for length in lengths if length >= seqlen)
+    try:
+        segments = draw_segments(documents, encode, samples, seqlen, seed)
+    except CalibrationError as error:
+        assert have < samples * seqlen
+        assert f"hold {have} tokens" in str(error)
+        assert f"= {samples * seqlen} are needed" in str(error)
+        return
+    assert segments.shape == (samples, seqlen)
+    for segment in segments.tolist():
+        index, start = divmod(segment[0], 1000)
+        assert segment == list(range(segment[0], segment[0] + seqlen))
+        assert start + seqlen <= lengths[index]
+    assert torch.equal(segments, draw_segments(documents, encode, samples, seqlen, seed))
+
+
+def test_every_window_can_be_drawn_and_documents_are_not_repeated_while_there_are_others():
+    starts = {int(draw_segments([document(0, 8)], encode, 1, 6, seed)[0, 0]) for seed in range(60)}
+    assert starts == {0, 1, 2}
+    segments = draw_segments([document(1000 * i, 8) for i in range(10)], encode, 10, 8, seed=1)
+    assert sorted(segments[:, 0].tolist()) == [1000 * i for i in range(10)]
+
+
+def test_local_files(tmp_path):
+    text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    text.write_text("one\n\ntwo")
+    lines.write_text('{"text": "one"}\n\n{"text": "two\\u2028x", "other": 1}\n{"text": "three"}\n')
+    assert calibration_documents(str(text)) == ["one\n\ntwo"]
+    assert calibration_documents(str(lines)) == ["one", "two\u2028x", "three"]
+    assert calibration_documents(f"{lines}[1:]") == ["two\u2028x", "three"]
+    assert calibration_documents(f"{lines}[:1]") == ["one"]
+    assert evaluation_text(f"{lines}[0:2]") == "one\n\ntwo\u2028x"
+
+
+def test_errors(tmp_path):
+    empty, broken, no_field = tmp_path / "e.txt", tmp_path / "b.jsonl", tmp_path / "n.jsonl"
+    empty.write_text(" \n")
+    broken.write_text('{"text": "fine"}\n{"text": \n')
+    no_field.write_text('{"content": "x"}\n')
+    for name, kind, message in [
+        (str(tmp_path / "missing.txt"), CalibrationError, "does not exist"),
+        (str(empty), CalibrationError, "is empty"),
+        (str(broken), CalibrationError, "line 2: expected a JSON object"),
+        (str(no_field), CalibrationError, 'line 1.*field "text"'),
+        (f"{broken}", CalibrationError, "line 2"),
+        ("wikitext", UnknownNameError, "Did you mean 'wikitext2'"),
+    ]:
+        with pytest.raises(kind, match=message):
+            check_text(name)

@@ -1,0 +1,51 @@
+"""Tiny randomly initialised decoders of many families, built from their configs."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+ROTARY = SIZES | {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0}
+
+FAMILIES: dict[str, dict] = {
+    "llama": ROTARY,
+    "qwen3": ROTARY | {"head_dim": 8},
+    "mistral": ROTARY | {"sliding_window": 8},
+    # Every second layer attends globally, so that the blocks are called with different masks and rotary embeddings.
+    "gemma3_text": ROTARY
+    | {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "opt": {
+        "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
+        "max_position_embeddings": 64, "word_embed_proj_dim": 32, "pad_token_id": 0,
+    },
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64},
+    "gpt_neox": SIZES | {"vocab_size": 64, "max_position_embeddings": 64},
+    "phi3": ROTARY,
+}  # fmt: skip
+
+MIXTURE = ROTARY | {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:
+    """A model of this family, the same at every call."""
+    settings = {"mixtral": MIXTURE}.get(family) or FAMILIES[family]
+    config = AutoConfig.for_model(family, **(settings | changes), bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+def segments(samples: int = 4, seqlen: int = 16, seed: int = 0) -> torch.Tensor:
+    """Random tokens (samples, seqlen)."""
+    return torch.randint(3, 64, (samples, seqlen), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=tokens, use_cache=False).logits
+
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
