@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -167,7 +166,7 @@ def demo(
     out: Annotated[Path | None, typer.Option(help="Keep the compressed models here (default: nowhere).")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds of hassle-free; the paper takes 80.", min=1)] = 20,
 ) -> None:
-    """Compress the small model that ships with the package in three ways, and compare."""
+    """Compress the small model that ships with the package in four ways, and compare."""
     from hasslefree.demo.run import run_demo
 
     start = time.perf_counter()
@@ -198,15 +197,11 @@ def main() -> None:
     except HasslefreeError as error:
         Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
         sys.exit(2)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("stopped; nothing was written")
-        sys.exit(130)
 
 
 def quiet_libraries() -> None:
-    """One bar is enough: the libraries' own bars and notices are off. Their errors are not."""
-    import os
+    """One bar is enough: transformers' own bars and notices are off. Its errors are not."""
+    from transformers.utils import logging
 
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()

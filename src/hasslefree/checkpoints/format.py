@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from hasslefree.checkpoints.transformers_plugin import HasslefreeConfig
@@ -68,12 +69,12 @@ def replaced_whole(folder: Path) -> Iterator[Path]:
         if folder.exists():
             folder.rename(old)
         part.rename(folder)
-    except Exception as error:
+    except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
         if old.exists() and not folder.exists():
             old.rename(folder)
         # safetensors reports a full disk as an error of its own.
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+        if isinstance(error, OSError | SafetensorError):
             raise OutputError(f"{folder} could not be written: {error}; what was there before is untouched") from error
         raise
     shutil.rmtree(old, ignore_errors=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -44,7 +45,7 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Pre
     load_config(name)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ModelError(f"the model {name!r} could not be loaded: {_first_line(error)}") from error
     return model.to(target).eval()
 

@@ -1,0 +1,49 @@
+"""The embedded model and its texts."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from hasslefree.demo import run as demo
+from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL, held_out_perplexity, recipes, run_demo
+from hasslefree.texts import calibration_documents
+
+
+def test_the_held_out_perplexity_is_the_one_that_training_recorded():
+    """Oracle: the JSON that the training script wrote."""
+    record = Path(__file__).parents[2] / "benchmarks" / "results" / "demo_training.json"
+    expected = json.loads(record.read_text())["held_out_perplexity"]
+    assert held_out_perplexity(MODEL) == pytest.approx(expected, rel=5e-3)
+
+
+def test_the_held_out_text_is_not_in_the_calibration_text():
+    """No run of twelve words of one is in the other."""
+
+    def runs(text):
+        words = text.split()
+        return {" ".join(words[i : i + 12]) for i in range(len(words) - 11)}
+
+    calibration = set().union(*map(runs, calibration_documents(str(CALIBRATION))))
+    assert not calibration & runs(HELD_OUT.read_text())
+
+
+def test_the_tokenizer_is_lossless():
+    tokenizer, text = AutoTokenizer.from_pretrained(MODEL), HELD_OUT.read_text()[:2000]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_demo_compares_what_the_readme_says(tmp_path, monkeypatch):
+    """Few samples and rounds: the table and the folders, not the figures."""
+    quick = {
+        name: dataclasses.replace(recipe, samples=2, seqlen=32, rounds=1 if recipe.method == "hassle-free" else None)
+        for name, recipe in recipes(1).items()
+        if recipe.method != "oats"
+    }
+    monkeypatch.setattr(demo, "recipes", lambda rounds: quick)
+    table = run_demo(tmp_path, 1)
+    assert table.row_count == 1 + len(quick)
+    assert [recipe.method for recipe in recipes(7).values()] == ["sparsegpt", "oats", "hassle-free", "hassle-free"]
+    assert {path.name for path in tmp_path.iterdir()} == {"1-sparsegpt", "2-hassle-free", "3-hassle-free"}

@@ -1,0 +1,123 @@
+"""The command line on the embedded model: what works, and what a user sees when something is wrong."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from hasslefree.cli import main, spread_lists
+from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
+
+QUICK = ["--calibration", str(CALIBRATION), "--samples", "2", "--seqlen", "32"]
+
+
+def run(monkeypatch, capsys, *arguments):
+    """The exit code, and what was printed."""
+    monkeypatch.setattr(sys, "argv", ["hasslefree", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    printed = capsys.readouterr()
+    return caught.value.code or 0, printed.out + printed.err
+
+
+def test_compress_then_evaluate(monkeypatch, capsys, tmp_path):
+    out, results = tmp_path / "out", tmp_path / "results.json"
+    code, text = run(monkeypatch, capsys, "compress", MODEL, out, "--pattern", "2:4", "--rank", "4", "--method", "eora",
+                     "--leave-dense", "*.0.*", "*.1.*", *QUICK)  # fmt: skip
+    assert code == 0, text
+    assert "14 layers" in text
+    assert "down_proj" in text
+    files = {path.name for path in out.iterdir()}
+    assert files >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md",
+                     "compression.json"}  # fmt: skip
+    assert json.loads((out / "compression.json").read_text())["recipe"]["leave_dense"] == ["*.0.*", "*.1.*"]
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == AutoModelForCausalLM.from_pretrained(MODEL).dtype
+
+    code, text = run(monkeypatch, capsys, "evaluate", out, "--perplexity", HELD_OUT, f"{CALIBRATION}[:1]", "--seqlen",
+                     "64", "--max-tokens", "640", "--output", results)  # fmt: skip
+    assert code == 0, text
+    found = json.loads(results.read_text())["perplexity"]
+    assert set(found) == {str(HELD_OUT), f"{CALIBRATION}[:1]"}
+    assert found[str(HELD_OUT)]["tokens"] == 640
+    assert 10 < found[str(HELD_OUT)]["perplexity"] < 200
+
+
+def test_a_recipe_and_options_that_win_over_it(monkeypatch, capsys, tmp_path):
+    (tmp_path / "r.yaml").write_text(
+        f'pattern: "2:8"\nmethod: wanda\ncalibration: {CALIBRATION}\nsamples: 2\nseqlen: 32\n'
+    )
+    code, text = run(monkeypatch, capsys, "compress", MODEL, tmp_path / "out", "--recipe", tmp_path / "r.yaml",
+                     "--method", "magnitude", "--dtype", "float32")  # fmt: skip
+    assert code == 0, text
+    recipe = json.loads((tmp_path / "out" / "compression.json").read_text())["recipe"]
+    assert (recipe["pattern"], recipe["method"], recipe["dtype"]) == ("2:8", "magnitude", "float32")
+
+
+BAD = {
+    "unknown method": (["--method", "hasslefre"], "Did you mean 'hassle-free'"),
+    "unknown pattern": (["--pattern", "unstructred", "--rank", "4"], "Did you mean 'unstructured'"),
+    "unknown pruner": (["--rank", "4", "--pruner", "sparsgpt"], "Did you mean 'sparsegpt'"),
+    "N > M": (["--pattern", "5:4", "--rank", "4"], "5:4 is impossible"),
+    "width": (["--pattern", "2:7", "--rank", "4"], "divisible by 7, got 192"),
+    "rank": (["--rank", "65"], "rank 65 is larger than the weight (64×192)"),
+    "ratio": (["--ratio", "0.6"], "largest feasible ratio is 0.5"),
+    "two budgets": (["--ratio", "0.4", "--rank", "4"], "not both"),
+    "missing text": (["--rank", "4", "--calibration", "none.txt"], "none.txt does not exist"),
+    "unknown text": (["--rank", "4", "--calibration", "wikitext"], "Did you mean 'wikitext2'"),
+    "short text": (["--rank", "4", "--samples", "9999", "--seqlen", "512"], "are needed"),
+    "positions": (["--rank", "4", "--seqlen", "4096"], "takes at most 512 tokens"),
+    "device": (["--rank", "4", "--device", "gpu"], "unknown device 'gpu'"),
+    "glob": (["--rank", "4", "--leave-dense", "*.nothing"], "matches no layer"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_a_user_s_mistake_is_one_message_and_exit_code_2(monkeypatch, capsys, tmp_path, arguments, message):
+    given = arguments if "--calibration" in arguments else ["--calibration", CALIBRATION, *arguments]
+    code, text = run(monkeypatch, capsys, "compress", MODEL, tmp_path / "out", *given)
+    assert code == 2
+    assert message in text.replace("\n", " ")
+    assert "Traceback" not in text
+    assert not list(tmp_path.iterdir()), "something was written"
+
+
+def test_other_mistakes(monkeypatch, capsys, tmp_path):
+    folder = tmp_path / "full"
+    folder.mkdir()
+    (folder / "x").write_text("x")
+    for arguments, message in [
+        (["compress", MODEL, folder, "--rank", "4", *QUICK], "use --overwrite"),
+        (["compress", tmp_path / "a/b/none", tmp_path / "out", "--rank", "4", *QUICK], "none does not exist"),
+        (["compress", folder, tmp_path / "out", "--rank", "4", *QUICK], "no model at"),
+        (["compress", MODEL, tmp_path / "out", "--recipe", "none.yaml"], "cannot be read"),
+        (["compress", MODEL, tmp_path / "out", "--rank", "four"], "valid integer"),
+        (["evaluate", MODEL], "name at least one text"),
+        (["evaluate", MODEL, "--perplexity", HELD_OUT, "--output", "/none/r.json"], "does not exist"),
+    ]:
+        code, text = run(monkeypatch, capsys, *arguments)
+        assert code == 2, text
+        assert message in text.replace("\n", " "), text
+
+
+def test_a_checkpoint_that_is_cut_short(monkeypatch, capsys, tmp_path):
+    shutil.copytree(MODEL, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    code, text = run(monkeypatch, capsys, "compress", tmp_path / "model", tmp_path / "out", "--rank", "4", *QUICK)
+    assert code == 2
+    assert "could not be loaded" in text
+
+
+def test_lists_take_several_values():
+    spread = spread_lists(["evaluate", "m", "--perplexity", "a", "b", "--seqlen", "9", "--leave-dense", "x", "y", "z"])
+    assert spread == ["evaluate", "m", "--perplexity", "a", "--perplexity", "b", "--seqlen", "9",
+                      "--leave-dense", "x", "--leave-dense", "y", "--leave-dense", "z"]  # fmt: skip
+
+
+def test_python_dash_m_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "hasslefree", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "compress" in done.stdout
