@@ -46,14 +46,15 @@ def test_compress_then_evaluate(monkeypatch, capsys, tmp_path):
 
 
 def test_a_recipe_and_options_that_win_over_it(monkeypatch, capsys, tmp_path):
+    # The recipe alone would lack a rank.
     (tmp_path / "r.yaml").write_text(
-        f'pattern: "2:8"\nmethod: wanda\ncalibration: {CALIBRATION}\nsamples: 2\nseqlen: 32\n'
+        f'pattern: "2:8"\nmethod: eora\ncalibration: {CALIBRATION}\nsamples: 2\nseqlen: 32\n'
     )
     code, text = run(monkeypatch, capsys, "compress", MODEL, tmp_path / "out", "--recipe", tmp_path / "r.yaml",
-                     "--method", "magnitude", "--dtype", "float32")  # fmt: skip
+                     "--rank", "3", "--dtype", "float32")  # fmt: skip
     assert code == 0, text
     recipe = json.loads((tmp_path / "out" / "compression.json").read_text())["recipe"]
-    assert (recipe["pattern"], recipe["method"], recipe["dtype"]) == ("2:8", "magnitude", "float32")
+    assert (recipe["pattern"], recipe["method"], recipe["rank"], recipe["dtype"]) == ("2:8", "eora", 3, "float32")
 
 
 BAD = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -97,12 +96,11 @@ def run_compress(
     from hasslefree.recipe import Recipe
     from hasslefree.report import summary_table
 
-    base = Recipe.from_yaml(recipe) if recipe else Recipe()
     with layer_bar() as progress:
         report = compress_model(
             model,
             out,
-            dataclasses.replace(base, **given),
+            Recipe.from_yaml(recipe, **given) if recipe else Recipe(**given),
             device=device,
             overwrite=overwrite,
             max_shard_size=max_shard_size,
@@ -167,12 +165,12 @@ def demo(
     rounds: Annotated[int, typer.Option(help="Rounds of hassle-free; the paper takes 80.", min=1)] = 20,
 ) -> None:
     """Compress the small model that ships with the package in four ways, and compare."""
-    from hasslefree.demo.run import run_demo
+    from hasslefree.demo.run import demo_table, run_demo
 
     start = time.perf_counter()
     with layer_bar() as progress:
-        table = run_demo(out, rounds, progress)
-    console.print(table)
+        rows = run_demo(out, rounds, progress)
+    console.print(demo_table(rows))
     console.print(f"{time.perf_counter() - start:.0f} seconds.")
 
 

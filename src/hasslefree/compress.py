@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import time
 from collections.abc import Callable
@@ -95,7 +96,7 @@ def compress(
     layers = compress_blocks(loaded, blocks, plan, segments.to(loaded.device), recipe, progress)
     report = Report(
         model=name,
-        recipe=recipe.changes(),
+        recipe=dataclasses.asdict(recipe),
         versions={package: importlib.metadata.version(package) for package in ("hasslefree", "torch", "transformers")},
         device=str(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -208,11 +209,11 @@ def compress_group(
 
 
 def _bytes_needed(model: PreTrainedModel, plan: Plan) -> int:
-    """The size of the folder: the model with its zeros stored, and the factors."""
+    """The size of the folder: the model with its zeros stored, the factors, and room for the tokenizer."""
     dense = sum(p.numel() * p.element_size() for p in model.parameters())
     factors = sum(
         layer.rank * sum(layer.linear.weight.shape) * layer.linear.weight.element_size()
         for plans in plan
         for layer in plans.values()
     )
-    return dense + factors
+    return dense + factors + 50_000_000

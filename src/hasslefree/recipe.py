@@ -96,22 +96,17 @@ class Recipe:
             yield f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}"
 
     def to_yaml(self) -> str:
-        """The fields that differ from the defaults, as YAML."""
-        return yaml.safe_dump(self.changes(), sort_keys=False)
-
-    def changes(self) -> dict[str, Any]:
-        """The fields that differ from the defaults; the pattern and the method always."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        kept = {
-            field.name: values[field.name]
-            for field in dataclasses.fields(self)
-            if field.name in ("pattern", "method") or values[field.name] != field.default
-        }
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+        """The fields that say something, as YAML that `from_yaml` reads."""
+        values = {name: list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
+        return yaml.safe_dump({name: v for name, v in values.items() if v not in (None, [])}, sort_keys=False)
 
     @classmethod
-    def from_yaml(cls, path: str | Path) -> Recipe:
-        """Read and check a recipe. Raises RecipeError with every unknown key, wrong type and bad value."""
+    def from_yaml(cls, path: str | Path, **changes: Any) -> Recipe:
+        """Read a recipe, put `changes` over its fields, and check it.
+
+        Raises:
+            RecipeError: with every unknown key and wrong type, or with every bad value.
+        """
         try:
             content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -120,7 +115,7 @@ class Recipe:
             raise RecipeError(f"the recipe {path} is not YAML: {error}") from None
         if not isinstance(content, dict):
             raise RecipeError(f"the recipe {path} must hold fields, such as 'pattern: \"2:4\"'")
-        return cls.from_dict(content)
+        return cls.from_dict(content | changes)
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Recipe:

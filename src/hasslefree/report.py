@@ -109,7 +109,9 @@ def summary_table(report: Report) -> Table:
 
 def model_card(report: Report) -> str:
     """README.md of the output folder, in the Hub's format."""
-    recipe = "\n".join(f"| {name} | {_cell(value)} |" for name, value in report.recipe.items())
+    recipe = "\n".join(
+        f"| {name} | {_cell(value)} |" for name, value in report.recipe.items() if value not in (None, ())
+    )
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     base = f"base_model: {report.model}\nbase_model_relation: quantized\n" if report.model.count("/") == 1 else ""
     return f"""---

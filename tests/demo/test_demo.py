@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hasslefree.demo import run as demo
-from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL, held_out_perplexity, recipes, run_demo
+from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL, demo_table, held_out_perplexity, recipes, run_demo
 from hasslefree.texts import calibration_documents
 
 
@@ -43,7 +43,11 @@ def test_the_demo_compares_what_the_readme_says(tmp_path, monkeypatch):
         if recipe.method != "oats"
     }
     monkeypatch.setattr(demo, "recipes", lambda rounds: quick)
-    table = run_demo(tmp_path, 1)
-    assert table.row_count == 1 + len(quick)
+    rows = run_demo(tmp_path, 1)
+    assert [row.method for row in rows] == ["dense", *quick]
+    assert demo_table(rows).row_count == len(rows)
+    dense, pruned, *_ = rows
+    assert pruned.perplexity > dense.perplexity
+    assert 0.5 < pruned.parameters / dense.parameters < 0.7
     assert [recipe.method for recipe in recipes(7).values()] == ["sparsegpt", "oats", "hassle-free", "hassle-free"]
     assert {path.name for path in tmp_path.iterdir()} == {"1-sparsegpt", "2-hassle-free", "3-hassle-free"}

@@ -36,7 +36,7 @@ def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0) -> None:
         raise OutputError(f"the output folder {folder} cannot be made: {parent} is not writable")
     if (free := shutil.disk_usage(parent).free) < bytes_needed:
         raise OutputError(
-            f"the disk of {folder} has {free / 1e9:.2f} GB free and {bytes_needed / 1e9:.2f} GB are needed; "
+            f"the disk of {folder} has {free / 1e6:,.0f} MB free and {bytes_needed / 1e6:,.0f} MB are needed; "
             "make room or choose another disk"
         )
 
@@ -73,8 +73,8 @@ def replaced_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
         if old.exists() and not folder.exists():
             old.rename(folder)
-        # safetensors reports a full disk as an error of its own.
-        if isinstance(error, OSError | SafetensorError):
+        # safetensors and tokenizers report a full disk as exceptions of their own.
+        if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
             raise OutputError(f"{folder} could not be written: {error}; what was there before is untouched") from error
         raise
     shutil.rmtree(old, ignore_errors=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasslefree.core.gram import Gram
+from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.errors import ModelError, NonFiniteError
 from hasslefree.models.blocks import Blocks
 
@@ -175,7 +175,7 @@ def gather_grams(
 
     def accumulate(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0].reshape(-1, args[0].shape[-1]).float()
+            x = args[0].reshape(-1, args[0].shape[-1]).to(working_dtype(args[0]))
             held = sums[index]
             sums[index] = x.T @ x if held is None else held.addmm_(x.T, x)
             tokens[index] += len(x)
