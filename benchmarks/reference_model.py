@@ -4,7 +4,7 @@
 
 TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents. Each method runs in a
 process of its own, so that its peak memory is its own, on the same segments and the same seed. Rows that the output
-file already holds are kept; --table prints it as Markdown.
+file already holds are kept.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/reference_model.json"))
     parser.add_argument("--only", nargs=2, metavar=("SETTING", "METHOD"), help="one run, in this process")
-    parser.add_argument("--table", action="store_true", help="print the output file as Markdown and stop")
     return parser.parse_args()
 
 
@@ -100,30 +99,9 @@ def run_all(args: argparse.Namespace) -> None:
             print(f"{setting} {method}: {rows[method]} ({time.perf_counter() - start:.0f} s in all)", flush=True)
 
 
-def table(content: dict[str, Any]) -> str:
-    lines = []
-    for setting, rows in content["results"].items():
-        texts = list(rows["dense"]["perplexity"])
-        pattern, rank = setting.split("/")
-        heads = [f"{pattern} + rank {rank}", *texts, "mean relative error", "kept", "solver seconds", "peak MB"]
-        lines += [f"| {' | '.join(heads)} |", f"|---{'|---:' * (len(heads) - 1)}|"]
-        for method, row in rows.items():
-            cells = [f"{row['perplexity'][text]:.1f}" for text in texts]
-            if "seconds" in row:
-                cells += [f"{row['mean_relative_error']:.5f}", f"{row['kept_share']:.1%}"]
-                cells += [f"{row['solver_seconds']:.0f}", f"{row['peak_mb']}"]
-            else:
-                cells += ["", "100%", "", ""]
-            lines.append(f"| {method} | {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
 def main() -> None:
     args = arguments()
-    if args.table:
-        print(table(json.loads(args.output.read_text())))
-    elif args.only:
+    if args.only:
         print(json.dumps(run_one(args, *args.only)))
     else:
         run_all(args)

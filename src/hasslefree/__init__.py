@@ -13,27 +13,44 @@ from hasslefree.core.protocols import Decomposition
 from hasslefree.decompose import decompose
 from hasslefree.errors import HasslefreeError
 from hasslefree.evaluation.perplexity import perplexity
+from hasslefree.low_rank_solvers.adam import Adam
+from hasslefree.low_rank_solvers.diagonal_svd import DiagonalSVD
+from hasslefree.low_rank_solvers.exact import Exact
+from hasslefree.low_rank_solvers.subspace import Subspace
+from hasslefree.low_rank_solvers.svd import SVD, RandomizedSVD
 from hasslefree.methods.alternating import AlternatingMinimization
 from hasslefree.methods.prune import Prune
 from hasslefree.models.linear import SparseLowRankLinear
+from hasslefree.pruners.magnitude import Magnitude
+from hasslefree.pruners.sparsegpt import SparseGPT
+from hasslefree.pruners.wanda import Wanda
 from hasslefree.recipe import Recipe
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SVD",
+    "Adam",
     "AlternatingMinimization",
     "Budget",
     "Decomposition",
+    "DiagonalSVD",
+    "Exact",
     "Gram",
     "HasslefreeError",
     "LowRank",
+    "Magnitude",
     "Prune",
+    "RandomizedSVD",
     "Recipe",
     "Row",
     "SemiStructured",
+    "SparseGPT",
     "SparseLowRankLinear",
     "Structured",
+    "Subspace",
     "Unstructured",
+    "Wanda",
     "compress",
     "decompose",
     "perplexity",

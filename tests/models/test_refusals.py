@@ -14,7 +14,7 @@ from hasslefree.models.load import load_config
 RECIPE = Recipe(rank=2, method="eora")
 
 
-def refuse(model, recipe, tmp_path, kind, message):
+def assert_refused(model, recipe, tmp_path, kind, message):
     with pytest.raises(kind, match=message):
         hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
     assert not (tmp_path / "out").exists()
@@ -25,7 +25,7 @@ def test_a_model_that_looks_ahead_is_no_decoder(tmp_path):
         "bert", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
     )
     torch.manual_seed(0)
-    refuse(AutoModelForCausalLM.from_config(config), RECIPE, tmp_path, ModelError, "is not a decoder")
+    assert_refused(AutoModelForCausalLM.from_config(config), RECIPE, tmp_path, ModelError, "is not a decoder")
 
 
 def test_an_encoder_decoder_is_refused_by_its_config(tmp_path):
@@ -38,20 +38,24 @@ def test_nan_weights_are_named(tmp_path):
     model = build("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
-    refuse(model, RECIPE, tmp_path, NonFiniteError, r"model\.layers\.1\.mlp\.up_proj holds NaN or Inf")
+    assert_refused(model, RECIPE, tmp_path, NonFiniteError, r"model\.layers\.1\.mlp\.up_proj holds NaN or Inf")
 
 
 def test_infinite_activations_are_named(tmp_path):
     model = build("llama")
     with torch.no_grad():
         model.model.layers[1].input_layernorm.weight[4] = float("inf")
-    refuse(model, RECIPE, tmp_path, NonFiniteError, r"model\.layers\.1\.self_attn\.q_proj hold NaN or Inf")
+    assert_refused(model, RECIPE, tmp_path, NonFiniteError, r"model\.layers\.1\.self_attn\.q_proj hold NaN or Inf")
 
 
 def test_the_layer_that_does_not_fit_is_named(tmp_path):
     model = build("llama", intermediate_size=50)
-    refuse(model, RECIPE, tmp_path, PatternError, r"divisible by 4, got 50.*\(model\.layers\.0\.mlp\.down_proj\)")
-    refuse(build("llama"), Recipe(rank=20), tmp_path, BudgetError, r"rank 20 is larger.*16×32.*self_attn\.k_proj")
+    assert_refused(
+        model, RECIPE, tmp_path, PatternError, r"divisible by 4, got 50.*\(model\.layers\.0\.mlp\.down_proj\)"
+    )
+    assert_refused(
+        build("llama"), Recipe(rank=20), tmp_path, BudgetError, r"rank 20 is larger.*16×32.*self_attn\.k_proj"
+    )
 
 
 def test_a_compressed_model_is_not_compressed_again(tmp_path):
@@ -64,8 +68,8 @@ def test_a_compressed_model_is_not_compressed_again(tmp_path):
 
 
 def test_globs_must_match_and_leave_something(tmp_path):
-    refuse(build("llama"), Recipe(rank=2, leave_dense=("*.nothing",)), tmp_path, ModelError, "matches no layer")
-    refuse(build("llama"), Recipe(rank=2, leave_dense=("*",)), tmp_path, ModelError, "nothing is left")
+    assert_refused(build("llama"), Recipe(rank=2, leave_dense=("*.nothing",)), tmp_path, ModelError, "matches no layer")
+    assert_refused(build("llama"), Recipe(rank=2, leave_dense=("*",)), tmp_path, ModelError, "nothing is left")
 
 
 def test_no_blocks():

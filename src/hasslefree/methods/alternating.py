@@ -30,7 +30,8 @@ class AlternatingMinimization:
         keep_best: return the round with the least damped objective, not the last.
 
     Example:
-        >>> AlternatingMinimization(pruner=SparseGPT(), low_rank=Adam(steps=50), rounds=80)
+        >>> method = AlternatingMinimization(pruner=SparseGPT(), low_rank=Adam(steps=50), rounds=80)
+        >>> hasslefree.decompose(weight, gram, pattern="2:4", rank=64, method=method)
     """
 
     pruner: Pruner = SparseGPT()
