@@ -6,13 +6,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.tiny_models import build, logits, segments
 from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Gram, Recipe, SparseLowRankLinear
 from hasslefree.errors import CalibrationError, OutputError, RecipeError
 from hasslefree.models.blocks import replace_module
+from tests.tiny_models import build, logits, segments
 
 ORDER = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"],
          ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]  # fmt: skip

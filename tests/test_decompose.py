@@ -1,11 +1,11 @@
 import pytest
 import torch
-from tests import oracles
 
 import hasslefree
 from hasslefree import Gram
 from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError
 from hasslefree.methods import build_method
+from tests import oracles
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.tiny_models import build, logits, segments
 from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import CheckpointError
+from tests.tiny_models import build, logits, segments
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests import oracles
 
 from hasslefree import Gram
 from hasslefree.errors import NonFiniteError, ShapeError
+from tests import oracles
 
 
 def test_the_matrix_is_the_mean_outer_product():

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from tests import oracles
 
 from hasslefree.core.linalg import inverse_factor, lower_cholesky
 from hasslefree.errors import FactorizationError
+from tests import oracles
 
 
 def test_the_inverse_factor_is_the_upper_cholesky_factor_of_the_inverse():

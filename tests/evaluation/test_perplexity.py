@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
-from tests.tiny_models import build
 
 from hasslefree import perplexity
 from hasslefree.errors import CalibrationError
+from tests.tiny_models import build
 
 
 def by_the_guide(model, tokens, window):

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import oracles
 
 from hasslefree import Gram
 from hasslefree.core.low_rank import LowRank
 from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
+from tests import oracles
 
 solvers = pytest.mark.parametrize("solver", LOW_RANK_SOLVERS.values(), ids=LOW_RANK_SOLVERS)
 # Adam takes steps of a fixed size: neither the scale of W nor an exact answer can be asked of it.

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import oracles
 
 from hasslefree import Gram
 from hasslefree.core.low_rank import LowRank
@@ -12,6 +11,7 @@ from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
 from hasslefree.low_rank_solvers.adam import Adam
 from hasslefree.low_rank_solvers.subspace import Subspace
 from hasslefree.low_rank_solvers.svd import RandomizedSVD
+from tests import oracles
 
 
 def fit(solver, target, h, rank, start=None, round=0):

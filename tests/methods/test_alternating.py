@@ -2,7 +2,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tests import oracles
 
 import hasslefree
 from hasslefree import AlternatingMinimization, Gram
@@ -12,6 +11,7 @@ from hasslefree.low_rank_solvers.exact import Exact
 from hasslefree.methods import METHODS, build_method
 from hasslefree.pruners.sparsegpt import SparseGPT
 from hasslefree.pruners.wanda import Wanda
+from tests import oracles
 
 
 def solve(method, weight, h, rank=4, seed=0):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import oracles
 
 import hasslefree
 from hasslefree import AlternatingMinimization, Gram, Prune, Row, SemiStructured, Structured, Unstructured
@@ -12,6 +11,7 @@ from hasslefree.errors import BudgetError
 from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
 from hasslefree.methods import METHODS, build_method
 from hasslefree.pruners import PRUNERS
+from tests import oracles
 
 PATTERNS = [SemiStructured(2, 4), SemiStructured(3, 8), Unstructured(80), Row(7), Structured(6)]
 methods = pytest.mark.parametrize("name", METHODS)

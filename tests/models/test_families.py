@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.tiny_models import FAMILIES, build, logits, segments
 from transformers import AutoModelForCausalLM
 
 import hasslefree
@@ -13,6 +12,7 @@ from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks, find_linears
 from hasslefree.models.stream import block_calls, first_hidden_states, gather_grams, groups_by_input, run_block
+from tests.tiny_models import FAMILIES, build, logits, segments
 
 families = pytest.mark.parametrize("family", FAMILIES)
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.tiny_models import build, segments
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hasslefree
@@ -10,6 +9,7 @@ from hasslefree import Recipe
 from hasslefree.errors import BudgetError, ModelError, NonFiniteError, PatternError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_config
+from tests.tiny_models import build, segments
 
 RECIPE = Recipe(rank=2, method="eora")
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import oracles
 
 from hasslefree import Gram
 from hasslefree.core.patterns import Row, SemiStructured, Structured, Unstructured
 from hasslefree.pruners import PRUNERS
+from tests import oracles
 
 patterns = st.sampled_from(
     [SemiStructured(2, 4), SemiStructured(1, 8), SemiStructured(3, 8), Unstructured(50), Row(5), Structured(6)]

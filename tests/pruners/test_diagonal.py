@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import oracles
 
 from hasslefree import Gram
 from hasslefree.core.patterns import Row, SemiStructured
 from hasslefree.pruners import PRUNERS
+from tests import oracles
 
 
 @pytest.mark.parametrize("name", ["magnitude", "wanda"])

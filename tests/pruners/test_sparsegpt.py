@@ -1,10 +1,10 @@
 import pytest
 import torch
-from tests import oracles
 
 from hasslefree import Gram
 from hasslefree.core.patterns import SemiStructured, Structured, Unstructured
 from hasslefree.pruners.sparsegpt import SparseGPT
+from tests import oracles
 
 
 def run(weight, h, pattern, block=128):
