@@ -49,7 +49,7 @@ def compress(
     calibration: Annotated[str | None, typer.Option(help="c4, wikitext2, ptb, or a .txt or .jsonl file.")] = None,
     samples: Annotated[int | None, typer.Option(help="Calibration segments.")] = None,
     seqlen: Annotated[int | None, typer.Option(help="Tokens a segment.")] = None,
-    sequential: Annotated[str | None, typer.Option(help="layer (better) or block (faster).")] = None,
+    sequential: Annotated[str | None, typer.Option(help="layer (a pass a group) or block (a pass a block).")] = None,
     leave_dense: Annotated[list[str] | None, typer.Option(help="Globs of layers that stay as they are.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of all that is random.")] = None,

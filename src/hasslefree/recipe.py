@@ -30,7 +30,7 @@ class Recipe:
         calibration: a hub name (c4, wikitext2, ptb) or a local .txt or .jsonl file.
         samples, seqlen: how many segments of how many tokens. seqlen None: 2048, or what the model takes if less.
         sequential: "layer" gathers the Gram of a layer after all layers before it were compressed, within a block
-            too; "block" gathers all Grams of a block in one pass, as the authors' code does: faster.
+            too; "block" gathers all Grams of a block in one pass, as the authors' code does.
         leave_dense: globs of full layer or parameter names that stay as they are.
         dtype: of the model while it is compressed and when it is saved; "auto" is the checkpoint's.
         seed: of the calibration draw and of the random start of every layer.
