@@ -8,8 +8,10 @@ import sys
 import pytest
 from transformers import AutoModelForCausalLM
 
+from hasslefree import Recipe
 from hasslefree.cli import main, spread_lists
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
+from hasslefree.errors import OutputError
 
 QUICK = ["--calibration", str(CALIBRATION), "--samples", "2", "--seqlen", "32"]
 
@@ -122,3 +124,45 @@ def test_python_dash_m_is_the_command():
     done = subprocess.run([sys.executable, "-m", "hasslefree", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "compress" in done.stdout
+
+
+def test_every_option_arrives(monkeypatch, tmp_path):
+    """Oracle: the recipe and the arguments, written out."""
+    seen = {}
+
+    def record(model, out, recipe, **rest):
+        seen.update(model=model, out=out, recipe=recipe, **rest)
+        raise OutputError("seen")
+
+    monkeypatch.setattr(sys.modules["hasslefree.compress"], "compress", record)
+    options = {
+        "pattern": "row", "rank": 3, "sparsity": 0.5, "method": "oats", "pruner": "sparsegpt", "low_rank": "exact",
+        "rounds": 7, "damping": 0.5, "calibration": "x.txt", "samples": 9, "seqlen": 33, "sequential": "block",
+        "dtype": "float16", "seed": 11,
+    }  # fmt: skip
+    spelled = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    more = ["--leave-dense", "a", "b", "--device", "cpu", "--max-shard-size", "1MB", "--overwrite"]
+    monkeypatch.setattr(sys, "argv", ["hasslefree", "compress", "m", str(tmp_path / "o"), *spelled, *more])
+    with pytest.raises(SystemExit):
+        main()
+    assert seen.pop("recipe") == Recipe(**options, leave_dense=("a", "b"))
+    del seen["progress"]
+    assert seen == {
+        "model": "m", "out": tmp_path / "o", "device": "cpu", "max_shard_size": "1MB", "overwrite": True,
+    }  # fmt: skip
+
+
+def test_every_option_of_evaluate_arrives(monkeypatch):
+    """Oracle: the arguments, written out."""
+    seen = []
+
+    def record(*arguments):
+        seen.append(arguments)
+        raise OutputError("seen")
+
+    monkeypatch.setattr(sys.modules["hasslefree.evaluation.run"], "evaluate_perplexity", record)
+    flags = ["--seqlen", "33", "--max-tokens", "99", "--batch-size", "3", "--dtype", "float16", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["hasslefree", "evaluate", "m", "--perplexity", "a", "b", *flags])
+    with pytest.raises(SystemExit):
+        main()
+    assert seen == [("m", ["a", "b"], 33, 99, 3, "float16", "cpu")]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -9,22 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hasslefree
-from hasslefree import Gram, Recipe, SparseLowRankLinear
+from hasslefree import Recipe, SparseLowRankLinear
+from hasslefree.compress import draw
 from hasslefree.errors import CalibrationError, OutputError, RecipeError
 from hasslefree.models.blocks import replace_module
-from tests.tiny_models import build, logits, segments
+from hasslefree.texts import calibration_documents, draw_segments
+from tests import oracles
+from tests.tiny_models import build, gram_of, logits, segments
 
 ORDER = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"],
          ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]  # fmt: skip
-
-
-def gram_of(model, name, tokens):
-    """The Gram of one layer's inputs, from whole forward passes of the model as it is now."""
-    rows = []
-    handle = model.get_submodule(name).register_forward_pre_hook(lambda m, args: rows.append(args[0].flatten(0, 1)))
-    logits(model, tokens)
-    handle.remove()
-    return Gram.from_activations(torch.cat(rows))
 
 
 def reference(model, tokens, sequential):
@@ -165,3 +161,80 @@ def test_a_short_text_says_how_short(tmp_path):
         hasslefree.compress(
             model, tmp_path / "out", recipe, tokenizer=lambda t, verbose: {"input_ids": [int(w) for w in t.split()]}
         )
+
+
+def words(text, verbose=False):
+    """A tokenizer of numbers."""
+    return {"input_ids": [int(word) for word in text.split()]}
+
+
+def test_the_calibration_segments_are_those_that_the_recipe_asks_for(tmp_path):
+    """Oracle: `draw_segments` itself with the recipe's figures."""
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(str(3 + (7 * i * i) % 61) for i in range(500)))
+    documents = calibration_documents(str(text))
+    for seed in (0, 5):
+        recipe = Recipe(method="wanda", calibration=str(text), samples=3, seqlen=20, seed=seed)
+        expected = draw_segments(documents, lambda t: words(t)["input_ids"], 3, 20, seed)
+        assert torch.equal(draw(build("llama"), words, recipe), expected)
+
+
+def test_the_room_for_the_factors_is_asked_for_too(tmp_path, monkeypatch):
+    """Oracle: the bytes of the safetensors file; the disk has room for the zeros, but not for the factors."""
+    model = build("llama")
+    dense = sum(p.numel() * p.element_size() for p in model.parameters())
+    asked = []
+    monkeypatch.setattr(
+        sys.modules["hasslefree.compress"], "check_output", lambda folder, overwrite, size=0: asked.append(size)
+    )
+    for rank in (0, 16):
+        recipe = Recipe(rank=rank, rounds=1)
+        hasslefree.compress(build("llama"), tmp_path / str(rank), recipe, segments=segments())
+    # q, o: 64 (out + in); k, v: 48; gate, up, down: 80; in each of two blocks; 4 bytes each.
+    factors = 2 * (2 * 64 + 2 * 48 + 3 * 80) * 16 * 4
+    assert asked[3] - asked[1] == factors
+    assert asked[3] >= dense + factors
+
+
+def test_the_report_gives_the_error_after_the_cast_first(tmp_path):
+    """Oracle: the error of the layer as it stands in the model, from its own tensors."""
+    dense, model, tokens = build("llama", torch.bfloat16), build("llama", torch.bfloat16), segments()
+    name = "model.layers.0.self_attn.q_proj"
+    gram = gram_of(dense, name, tokens)
+    report = hasslefree.compress(model, tmp_path / "out", Recipe(rank=4, method="eora"), segments=tokens)
+    layer = model.get_submodule(name)
+    weight = dense.get_submodule(name).weight.detach().double()
+    residual = weight - layer.weight.double() - layer.low_rank_u.double() @ layer.low_rank_v.double()
+    residual = residual.detach()
+    error = oracles.loss(residual, gram.matrix) / oracles.loss(weight, gram.matrix)
+    first = report.layers[0]
+    assert first.name == name
+    assert first.relative_error == pytest.approx(error, rel=2e-5)
+    assert first.relative_error_before_cast != pytest.approx(error, rel=2e-5)
+
+
+def test_the_old_folder_comes_back_if_the_last_step_fails(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("precious")
+    rename = Path.rename
+
+    def fail(self, target):
+        if ".part-" in self.name:
+            raise OSError(28, "No space left")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OutputError, match="untouched"):
+        hasslefree.compress(build("llama"), out, Recipe(method="wanda"), segments=segments(), overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (out / "mine.txt").read_text() == "precious"
+
+
+def test_a_place_that_is_not_writable_is_seen_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr(
+        sys.modules["hasslefree.compress"], "compress_blocks", lambda *_: pytest.fail("the work was begun")
+    )
+    with pytest.raises(OutputError, match="is not writable"):
+        hasslefree.compress(build("llama"), tmp_path / "out", Recipe(method="wanda"), segments=segments())

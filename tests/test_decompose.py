@@ -1,10 +1,12 @@
+import dataclasses
+
 import pytest
 import torch
 
 import hasslefree
 from hasslefree import Gram
 from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError
-from hasslefree.methods import build_method
+from hasslefree.methods import METHODS, build_method
 from tests import oracles
 
 
@@ -42,3 +44,33 @@ def test_errors():
         hasslefree.decompose(weight / 0, gram, "2:4", 1)
     with pytest.raises(FactorizationError, match="raise the damping"):
         hasslefree.decompose(weight, Gram(torch.ones(8, 8), 1), "2:4", 1, method=build_method("eora", damping=0.0))
+
+
+def test_no_rank_is_spent_on_dead_inputs():
+    """Oracle: the same problem without the dead inputs."""
+    weight, h = oracles.problem(12, 16, dtype=torch.float64)
+    dead = torch.tensor([0, 1, 2, 3, 8, 9, 10, 11])
+    alive = torch.tensor([4, 5, 6, 7, 12, 13, 14, 15])
+    weight[:, dead] *= 100
+    h[dead] = 0
+    h[:, dead] = 0
+    for method in ("oats", "eora"):
+        whole = hasslefree.decompose(weight, Gram(h, 1), "1:4", 3, method=METHODS[method])
+        part = hasslefree.decompose(
+            weight[:, alive], Gram(h[alive][:, alive], 1), "1:4", 3,
+            # The mean of the diagonal, and with it λ, is halved by as many dead inputs as there are live ones.
+            method=dataclasses.replace(METHODS[method], damping=METHODS[method].damping / 2),
+        )  # fmt: skip
+        assert whole.relative_error == pytest.approx(
+            oracles.loss(weight[:, alive] - whole.product()[:, alive], h[alive][:, alive])
+            / oracles.loss(weight[:, alive], h[alive][:, alive])
+        )
+        torch.testing.assert_close(whole.product()[:, alive], part.product(), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gram_that_is_not_finite_is_an_error(value):
+    h = torch.eye(8)
+    h[2, 3] = h[3, 2] = value
+    with pytest.raises(NonFiniteError, match="Gram holds NaN or Inf"):
+        hasslefree.decompose(torch.randn(4, 8), Gram(h, 1), "2:4", 0, method="magnitude")

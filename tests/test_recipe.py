@@ -2,8 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from hasslefree import Recipe
+from hasslefree import AlternatingMinimization, Recipe
 from hasslefree.errors import RecipeError
+from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
+from hasslefree.pruners import PRUNERS
 
 
 @pytest.fixture
@@ -64,3 +66,20 @@ def test_the_recipes_that_ship_are_sound(monkeypatch):
     assert files
     for file in files:
         assert Recipe.from_yaml(file).build_method()
+
+
+def test_a_pruner_alone_has_no_use_for_a_rank():
+    with pytest.raises(RecipeError, match="Wanda alone has no low-rank part, got rank 4"):
+        Recipe(method="wanda", rank=4).check(with_text=False)
+
+
+def test_every_part_of_the_method_comes_from_the_recipe():
+    recipe = Recipe(rank=2, method="oats", pruner="sparsegpt", low_rank="exact", rounds=7, damping=0.5)
+    assert recipe.build_method() == AlternatingMinimization(
+        PRUNERS["sparsegpt"], LOW_RANK_SOLVERS["exact"], rounds=7, damping=0.5, low_rank_first=True, keep_best=False
+    )
+
+
+def test_a_truth_value_is_no_number():
+    with pytest.raises(RecipeError, match="rank must be int or nothing, got True"):
+        Recipe.from_dict({"rank": True})

@@ -69,3 +69,30 @@ def test_errors(tmp_path):
     ]:
         with pytest.raises(kind, match=message):
             check_text(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "calibration", "evaluation", "joiner"),
+    [
+        ("c4", "text", "c4-train.00000-of-01024", "c4-validation.00000-of-00008", "\n\n"),
+        ("wikitext2", "text", "train", "test", "\n\n"),
+        ("ptb", "sentence", "train/0000.parquet", "test/0000.parquet", " "),
+    ],
+)
+def test_hub_texts(monkeypatch, name, field, calibration, evaluation, joiner):
+    """The texts of SparseGPT's experiments: trained on the first shard or the train split, measured on the held-out."""
+    asked = []
+
+    def load_dataset(**arguments):
+        asked.append(" ".join(arguments.values()))
+        return {field: [f"{len(asked)}-{i}" for i in range(1200)]}
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    documents = calibration_documents(name)
+    assert calibration in asked[0]
+    lines = [f"1-{i}" for i in range(1200)]
+    assert list(documents) == (lines if name == "c4" else [joiner.join(lines)])
+    text = evaluation_text(name)
+    assert evaluation in asked[1]
+    assert calibration not in asked[1]
+    assert text == joiner.join(f"2-{i}" for i in range(1100 if name == "c4" else 1200))

@@ -6,6 +6,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hasslefree import Gram
+
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROTARY = SIZES | {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0}
 
@@ -45,6 +47,16 @@ def segments(samples: int = 4, seqlen: int = 16, seed: int = 0) -> torch.Tensor:
 def logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=tokens, use_cache=False).logits
+
+
+def gram_of(model: PreTrainedModel, name: str, tokens: torch.Tensor) -> Gram:
+    """The Gram of one layer's inputs, from whole forward passes of the model as it is now."""
+    rows = []
+    layer = model.get_submodule(name)
+    handle = layer.register_forward_pre_hook(lambda m, args: rows.append(args[0].reshape(-1, args[0].shape[-1])))
+    logits(model, tokens)
+    handle.remove()
+    return Gram.from_activations(torch.cat(rows))
 
 
 transformers.logging.set_verbosity_error()

@@ -5,7 +5,7 @@ import torch
 
 from hasslefree import perplexity
 from hasslefree.errors import CalibrationError
-from tests.tiny_models import build
+from tests.tiny_models import build, segments
 
 
 def by_the_guide(model, tokens, window):
@@ -46,3 +46,13 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
 def test_too_little_text():
     with pytest.raises(CalibrationError, match="at least 2"):
         perplexity(build("llama"), torch.tensor([1]), 16)
+
+
+def test_the_loss_is_computed_in_float32():
+    """Oracle: the log-softmax of the same bfloat16 logits in float64."""
+    model = build("llama", torch.bfloat16, initializer_range=0.5)
+    tokens = segments(1, 16)[0]
+    with torch.no_grad():
+        log_p = model(input_ids=tokens[None]).logits[0, :-1].double().log_softmax(-1)
+    expected = (-log_p.gather(1, tokens[1:, None]).mean()).exp().item()
+    assert perplexity(model, tokens, 16).perplexity == pytest.approx(expected, rel=1e-5)

@@ -5,10 +5,13 @@ import torch
 
 import hasslefree
 from hasslefree import AlternatingMinimization, Gram
+from hasslefree.core.patterns import SemiStructured
 from hasslefree.errors import BudgetError, UnknownNameError
 from hasslefree.low_rank_solvers.diagonal_svd import DiagonalSVD
 from hasslefree.low_rank_solvers.exact import Exact
+from hasslefree.low_rank_solvers.svd import SVD
 from hasslefree.methods import METHODS, build_method
+from hasslefree.pruners.magnitude import Magnitude
 from hasslefree.pruners.sparsegpt import SparseGPT
 from hasslefree.pruners.wanda import Wanda
 from tests import oracles
@@ -108,3 +111,33 @@ def test_build_method_names_what_is_wrong():
         build_method("hassle-free", low_rank="x")
     with pytest.raises(BudgetError, match="'wanda' has no low_rank, rounds to set"):
         build_method("wanda", low_rank="exact", rounds=3)
+
+
+def test_the_best_round_may_be_an_early_one():
+    """Oracle: the same alternation cut short at every length. Both halves are blind to H: it goes up again."""
+    weight, h = oracles.problem(16, 24, seed=2, dtype=torch.float64)
+    damped = Gram(h, 1).damped(0.01).matrix
+
+    def after(rounds, keep_best):
+        method = AlternatingMinimization(Magnitude(), SVD(), rounds=rounds, keep_best=keep_best)
+        return hasslefree.decompose(weight, Gram(h, 1), "2:4", 4, method=method)
+
+    losses = [oracles.loss(weight - after(t, False).product(), damped) for t in range(1, 13)]
+    best = after(12, True)
+    assert min(losses) < losses[-1] * 0.999, "the last round is the best: the problem cannot tell"
+    assert oracles.loss(weight - best.product(), damped) == pytest.approx(min(losses), rel=1e-9)
+    scale = oracles.loss(weight, damped)
+    assert best.history == pytest.approx([found / scale for found in losses], rel=1e-9)
+
+
+def test_what_is_defined_without_damping_has_none():
+    """OATS keeps its last iterate, and neither OATS nor Wanda nor magnitude adds anything to H."""
+    assert not METHODS["oats"].keep_best
+    assert {name: METHODS[name].damping for name in ("oats", "wanda", "magnitude")} == {
+        "oats": 0.0, "wanda": 0.0, "magnitude": 0.0,
+    }  # fmt: skip
+    row = torch.tensor([[10.0, 1.0, 1.0, 1.0]])
+    h = torch.diag(torch.tensor([1e-4, 0.02, 1.0, 1.0]))
+    # 10²·1e-4 = 0.01 < 0.02 as it is; damped by 0.01·mean(diag) ≈ 0.005 the first entry would be kept.
+    sparse = hasslefree.decompose(row, Gram(h, 1), SemiStructured(3, 4), 0, method="wanda").sparse
+    assert sparse.tolist() == [[0.0, 1.0, 1.0, 1.0]]

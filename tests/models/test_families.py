@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.errors import ModelError
-from hasslefree.models.blocks import find_blocks, find_linears
+from hasslefree.models.blocks import dense_weight, find_blocks, find_linears
 from hasslefree.models.stream import block_calls, first_hidden_states, gather_grams, groups_by_input, run_block
-from tests.tiny_models import FAMILIES, build, logits, segments
+from tests import oracles
+from tests.tiny_models import FAMILIES, build, gram_of, logits, segments
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -154,3 +155,46 @@ def test_fused_experts_are_refused_by_name_or_left_dense_on_request(tmp_path):
     assert {layer.name.rpartition(".")[2] for layer in report.layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(loaded, segments()), logits(model, segments()))
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox"])
+def test_biases_stay_as_they_are(family, tmp_path):
+    """4:4 keeps every weight, so that the compressed model must be the model, biases included."""
+    model = build(family)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    before = logits(model, segments())
+    hasslefree.compress(model, tmp_path / "out", Recipe(pattern="4:4", method="wanda"), segments=segments())
+    torch.testing.assert_close(logits(model, segments()), before)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded, segments()), logits(model, segments()))
+
+
+def test_the_blocks_are_the_largest_outermost_list():
+    def linears(count, width):
+        return torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(width, width)) for _ in range(count))
+
+    model = torch.nn.Module()
+    model.small = linears(5, 4)
+    model.layers = linears(2, 16)
+    for block in model.layers:
+        block.experts = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(3))
+    model.tail = linears(3, 8)
+    blocks = find_blocks(model)
+    assert (blocks.name, len(blocks.modules)) == ("model.layers".removeprefix("model."), 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reported_error_is_that_of_the_finished_model(family, tmp_path):
+    """Oracle: hooks on the finished model. What enters a layer depends on the layers before it alone, so that the Gram
+    it was compressed with is the one that it sees at the end."""
+    dense, model, tokens = build(family), build(family), segments()
+    report = hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=tokens)
+    for found in report.layers:
+        layer, weight = model.get_submodule(found.name), dense_weight(dense.get_submodule(found.name))
+        h = gram_of(model, found.name, tokens).matrix
+        residual = (weight - layer.weight - layer.low_rank_u @ layer.low_rank_v).detach()
+        expected = oracles.loss(residual, h) / oracles.loss(weight, h)
+        assert found.relative_error == pytest.approx(expected, rel=1e-3), found.name

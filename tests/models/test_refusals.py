@@ -75,3 +75,40 @@ def test_globs_must_match_and_leave_something(tmp_path):
 def test_no_blocks():
     with pytest.raises(ModelError, match="no list of blocks"):
         find_blocks(torch.nn.Linear(3, 3))
+
+
+class Talkative(torch.nn.Module):
+    """A block that is handed something that depends on the text beside the hidden states."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden, extra=None, **rest):
+        return self.inner(hidden, **rest)
+
+
+def test_blocks_that_are_told_the_text_are_refused(tmp_path):
+    """Stored arguments of one segment would be given to all."""
+    model = build("llama")
+    tokens = {}
+    model.model.register_forward_pre_hook(
+        lambda m, args, kwargs: tokens.update(ids=kwargs["input_ids"].float()), with_kwargs=True
+    )
+    for index, block in enumerate(model.model.layers):
+        wrapped = Talkative(block)
+        wrapped.register_forward_pre_hook(
+            lambda m, args, kwargs: (args, kwargs | {"extra": tokens["ids"]}), with_kwargs=True, prepend=True
+        )
+        model.model.layers[index] = wrapped
+    with pytest.raises(ModelError, match=r"model\.layers\.0 is called with arguments that depend on the text"):
+        hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
+
+
+def test_a_layer_that_no_token_reaches_is_named(tmp_path):
+    model = build("llama")
+    model.model.layers[1].mlp.unused = torch.nn.Linear(32, 32)
+    with pytest.raises(ModelError, match=r"no calibration token reaches model\.layers\.1\.mlp\.unused; name them with"):
+        hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
+    recipe = Recipe(rank=2, method="eora", leave_dense=("*.unused",))
+    assert len(hasslefree.compress(model, tmp_path / "out", recipe, segments=segments()).layers) == 14

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hasslefree import Gram
-from hasslefree.core.patterns import SemiStructured, Structured, Unstructured
+from hasslefree.core.patterns import Row, SemiStructured, Structured, Unstructured
 from hasslefree.pruners.sparsegpt import SparseGPT
 from tests import oracles
 
@@ -37,3 +37,12 @@ def test_it_beats_its_own_support_without_updates():
     for pattern in (SemiStructured(2, 4), Unstructured(400), Structured(32)):
         sparse = run(weight, h, pattern)
         assert oracles.loss(weight - sparse, h) < oracles.loss(weight * (sparse == 0), h)
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(37), Row(7)])
+def test_the_shares_of_the_blocks_add_up(pattern):
+    """Widths and counts that the blocks do not divide: 7 of 20 in blocks of 8, 8 and 4."""
+    weight, h = oracles.problem(5, 20)
+    pruner = SparseGPT(block=8)
+    sparse = pruner.prune(weight, pruner.prepare(Gram(h, 1).damped(0.01)), pattern)
+    assert sparse.count_nonzero() == pattern.kept((5, 20))

@@ -1,0 +1,20 @@
+"""The totals of a report."""
+
+import pytest
+
+from hasslefree.report import LayerReport, Report, summary_table
+
+
+def test_the_totals_by_hand():
+    layers = (
+        LayerReport("a.q", 4, 8, "2:4", 2, 16, 0.1, 0.09, 1.0),
+        LayerReport("b.q", 6, 8, "2:4", 0, 24, 0.4, 0.39, 2.0),
+    )
+    report = Report("m", {}, {}, "cpu", "float32", 8, 8, 3.0, layers)
+    assert [layer.parameters for layer in layers] == [16 + 2 * 12, 24]
+    assert (report.kept_parameters, report.dense_parameters) == (64, 80)
+    assert report.kept_share == 0.8
+    assert report.mean_relative_error == pytest.approx(0.25)
+    assert report.to_dict()["kept_parameters"] == 64
+    cells = [list(column.cells) for column in summary_table(report).columns]
+    assert [column[0] for column in cells] == ["q", "2", "0–2", "0.25000", "0.40000", "3.0"]
