@@ -99,6 +99,9 @@ def test_other_mistakes(monkeypatch, capsys, tmp_path):
         (["compress", MODEL, tmp_path / "out", "--rank", "four"], "valid integer"),
         (["evaluate", MODEL], "name at least one text"),
         (["evaluate", MODEL, "--perplexity", HELD_OUT, "--output", "/none/r.json"], "does not exist"),
+        (["evaluate", MODEL, "--perplexity", HELD_OUT, "--output", tmp_path], "is a folder"),
+        (["evaluate", MODEL, "--perplexity", HELD_OUT, "--seqlen", "1"], "--seqlen"),
+        (["evaluate", MODEL, "--perplexity", HELD_OUT, "--max-tokens", "-5"], "--max-tokens"),
     ]:
         code, text = run(monkeypatch, capsys, *arguments)
         assert code == 2, text
@@ -166,3 +169,14 @@ def test_every_option_of_evaluate_arrives(monkeypatch):
     with pytest.raises(SystemExit):
         main()
     assert seen == [("m", ["a", "b"], 33, 99, 3, "float16", "cpu")]
+
+
+def test_paths_are_printed_as_they_are(monkeypatch, capsys, tmp_path):
+    """A terminal library may take [v2] for a style, and [/a] for the end of one."""
+    for name in ("runs[v2]", "p[/a]"):
+        out = tmp_path / name
+        code, text = run(monkeypatch, capsys, "compress", MODEL, out, "--method", "wanda", *QUICK)
+        assert code == 0, text
+        assert f"Written to {out} in" in text
+    code, text = run(monkeypatch, capsys, "evaluate", out, "--perplexity", HELD_OUT, "--max-tokens", "128")
+    assert code == 0, text

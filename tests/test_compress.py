@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.compress import draw
-from hasslefree.errors import CalibrationError, OutputError, RecipeError
+from hasslefree.errors import BudgetError, CalibrationError, ModelError, OutputError, RecipeError
 from hasslefree.models.blocks import replace_module
 from hasslefree.texts import calibration_documents, draw_segments
 from tests import oracles
@@ -238,3 +238,66 @@ def test_a_place_that_is_not_writable_is_seen_before_the_work(tmp_path, monkeypa
     )
     with pytest.raises(OutputError, match="is not writable"):
         hasslefree.compress(build("llama"), tmp_path / "out", Recipe(method="wanda"), segments=segments())
+
+
+def test_a_pruner_alone_refuses_the_rank_that_a_ratio_gives(tmp_path):
+    recipe = Recipe(method="wanda", ratio=0.4)
+    with pytest.raises(BudgetError, match=r"no low-rank part, got rank \d.*q_proj"):
+        hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.arange(16), "segments are token ids"),
+        (torch.zeros(2, 1, dtype=torch.int64), "seqlen at least 2"),
+        (torch.zeros(2, 16), "segments are token ids"),
+        (torch.full((2, 16), 64), "knows 64 of them"),
+        (torch.full((2, 16), -1), "knows 64 of them"),
+    ],
+)
+def test_segments_that_are_none(tokens, message, tmp_path):
+    with pytest.raises(CalibrationError, match=message):
+        hasslefree.compress(build("llama"), tmp_path / "out", Recipe(method="wanda"), segments=tokens)
+
+
+def test_a_loaded_model_keeps_its_dtype(tmp_path):
+    with pytest.raises(ModelError, match="recipe says bfloat16; cast the model first"):
+        hasslefree.compress(
+            build("llama"), tmp_path / "out", Recipe(method="wanda", dtype="bfloat16"), segments=segments()
+        )
+
+
+def test_places_that_cannot_be_written_to_are_seen_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys.modules["hasslefree.compress"], "compress_blocks", lambda *_: pytest.fail("work was begun"))
+    for out, size, message in [
+        (tmp_path / "file" / "out", "5GB", "not writable"),
+        (".", "5GB", "cannot be put in place as a whole"),
+        (tmp_path / "out", "many", "--max-shard-size is a number and a unit"),
+    ]:
+        with pytest.raises(OutputError, match=message):
+            hasslefree.compress(build("llama"), out, Recipe(method="wanda"), segments=segments(), max_shard_size=size)
+
+
+def test_a_link_to_the_output_folder_stays_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "old.txt").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    hasslefree.compress(build("llama"), tmp_path / "link", Recipe(method="wanda"), segments=segments(), overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+    assert (tmp_path / "real" / "model.safetensors").exists()
+
+
+def test_the_model_card_says_what_stayed_dense_and_names_no_local_folder_as_a_hub_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    build("llama").save_pretrained("sub/model")
+    tokenizer = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
+    recipe = Recipe(method="wanda", leave_dense=("*.0.*",))
+    hasslefree.compress("sub/model", "out", recipe, segments=segments(), tokenizer=tokenizer, device="cpu")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "base_model" not in card
+    assert "Every linear layer in the blocks (but for *.0.*)" in card

@@ -74,3 +74,30 @@ def test_a_gram_that_is_not_finite_is_an_error(value):
     h[2, 3] = h[3, 2] = value
     with pytest.raises(NonFiniteError, match="Gram holds NaN or Inf"):
         hasslefree.decompose(torch.randn(4, 8), Gram(h, 1), "2:4", 0, method="magnitude")
+
+
+def test_factors_of_very_different_scale_fit_into_half_precision():
+    """Inputs of scale 1e-6: the closed form puts all of it into v, beyond the largest float16."""
+    weight, h = oracles.problem(16, 32)
+    wide = hasslefree.decompose(weight, Gram(h * 1e-12, 1), "2:4", 4, method="eora")
+    narrow = hasslefree.decompose(weight.half(), Gram(h * 1e-12, 1), "2:4", 4, method="eora")
+    assert narrow.relative_error == pytest.approx(wide.relative_error, rel=0.02)
+    torch.testing.assert_close(wide.low_rank.u.norm(dim=0), wide.low_rank.v.norm(dim=1))
+
+
+def test_what_does_not_fit_into_the_dtype_is_an_error():
+    with pytest.raises(NonFiniteError, match="does not fit into float16"):
+        hasslefree.decompose(
+            torch.tensor([[60000.0, 60000.0]], dtype=torch.float16),
+            Gram(torch.tensor([[1.0, 0.999], [0.999, 1.0]]), 1),
+            "1:2",
+            method="sparsegpt",
+        )
+
+
+def test_a_parameter_is_as_good_as_a_tensor():
+    layer, x = torch.nn.Linear(16, 8), torch.randn(64, 16, requires_grad=True)
+    for method in ("eora", "wanda", "sparsegpt", "oats"):
+        rank = 0 if method in ("wanda", "sparsegpt") else 2
+        result = hasslefree.decompose(layer.weight, Gram.from_activations(x), "2:4", rank, method=method)
+        assert not result.product().requires_grad

@@ -65,7 +65,7 @@ def test_the_recipes_that_ship_are_sound(monkeypatch):
     files = list((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
     assert files
     for file in files:
-        assert Recipe.from_yaml(file).build_method()
+        Recipe.from_yaml(file).check()
 
 
 def test_a_pruner_alone_has_no_use_for_a_rank():
@@ -83,3 +83,20 @@ def test_every_part_of_the_method_comes_from_the_recipe():
 def test_a_truth_value_is_no_number():
     with pytest.raises(RecipeError, match="rank must be int or nothing, got True"):
         Recipe.from_dict({"rank": True})
+
+
+def test_figures_that_are_none(text):
+    for field, value, message in [
+        ("damping", float("nan"), "damping must be a number"),
+        ("damping", float("inf"), "damping must be a number"),
+        ("seed", -1, "seed must be between"),
+        ("seed", 10**20, "seed must be between"),
+    ]:
+        with pytest.raises(RecipeError, match=message):
+            Recipe(**{"rank": 1, "calibration": text, field: value}).check()
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "r.yaml").write_bytes(b"pattern: \xff\xfe")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        Recipe.from_yaml(tmp_path / "r.yaml")

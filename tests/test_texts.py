@@ -96,3 +96,23 @@ def test_hub_texts(monkeypatch, name, field, calibration, evaluation, joiner):
     assert evaluation in asked[1]
     assert calibration not in asked[1]
     assert text == joiner.join(f"2-{i}" for i in range(1100 if name == "c4" else 1200))
+
+
+def test_a_byte_order_mark_is_no_text_and_half_a_surrogate_pair_is_an_error(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n')
+    assert calibration_documents(str(path)) == ["one"]
+    path.write_text('{"text": "one"}\n{"text": "\\ud83d"}\n')
+    with pytest.raises(CalibrationError, match="line 2: the text holds half a surrogate pair"):
+        calibration_documents(str(path))
+
+
+def test_a_hub_that_cannot_be_reached_is_a_message(monkeypatch):
+    """The network's own exceptions derive from nothing but Exception."""
+
+    def fail(**_):
+        raise type("ConnectError", (Exception,), {})("no route")
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    with pytest.raises(CalibrationError, match=r"'ptb' could not be loaded from the hub \(ConnectError: no route\)"):
+        evaluation_text("ptb")

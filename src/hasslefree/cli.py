@@ -107,14 +107,14 @@ def run_compress(
             progress=progress,
         )
     console.print(summary_table(report))
-    console.print(f"Written to {out} in {report.seconds:.0f} s; every layer is listed in {out / 'compression.json'}.")
+    say(f"Written to {out} in {report.seconds:.0f} s; every layer is listed in {out / 'compression.json'}.")
 
 
 @contextmanager
 def layer_bar() -> Iterator[Callable[[LayerReport, int, int], None]]:
     """A bar over layers with the current layer's relative error and the time left."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as bar:
+    with Progress(TextColumn("{task.description}", markup=False), *columns, console=console, transient=True) as bar:
         task = bar.add_task("loading the model and the text", total=None)
 
         def progress(report: LayerReport, done: int, total: int) -> None:
@@ -130,8 +130,10 @@ def evaluate(
     perplexity: Annotated[
         list[str] | None, typer.Option(help="Texts: wikitext2, ptb, c4, or .txt and .jsonl files.")
     ] = None,
-    seqlen: Annotated[int | None, typer.Option(help="Tokens a window (default: 2048 or the model's most).")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Use only the first tokens of each text.")] = None,
+    seqlen: Annotated[
+        int | None, typer.Option(help="Tokens a window (default: 2048 or the model's most).", min=2)
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Use only the first tokens of each text.", min=2)] = None,
     batch_size: Annotated[int, typer.Option(help="Windows at a time.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, … (default: the GPU if there is one).")] = None,
@@ -139,24 +141,25 @@ def evaluate(
 ) -> None:
     """Perplexity of MODEL, at full stride, as the Hugging Face guide defines it."""
     from rich.table import Table
+    from rich.text import Text
 
     from hasslefree.evaluation.run import evaluate_perplexity
 
     if not perplexity:
         raise RecipeError("name at least one text, such as --perplexity wikitext2")
-    if output is not None and not output.resolve().parent.is_dir():
-        raise OutputError(f"the folder of --output {output} does not exist")
-    with console.status(f"evaluating {model}"):
+    if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
+        raise OutputError(f"--output {output} is a folder, or in a folder that does not exist; give a file")
+    with console.status("evaluating"):
         results = evaluate_perplexity(model, perplexity, seqlen, max_tokens, batch_size, dtype, device)
-    table = Table(title=model)
+    table = Table(title=Text(model))
     for heading in ("text", "perplexity", "tokens", "window"):
         table.add_column(heading, justify="left" if heading == "text" else "right")
     for text, result in results["perplexity"].items():
-        table.add_row(text, f"{result['perplexity']:.3f}", f"{result['tokens']:,}", str(result["window"]))
+        table.add_row(Text(text), f"{result['perplexity']:.3f}", f"{result['tokens']:,}", str(result["window"]))
     console.print(table)
     if output is not None:
         output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        console.print(f"Written to {output}.")
+        say(f"Written to {output}.")
 
 
 @app.command()
@@ -171,7 +174,12 @@ def demo(
     with layer_bar() as progress:
         rows = run_demo(out, rounds, progress)
     console.print(demo_table(rows))
-    console.print(f"{time.perf_counter() - start:.0f} seconds.")
+    say(f"{time.perf_counter() - start:.0f} seconds.")
+
+
+def say(message: str) -> None:
+    """Print a line as it is: paths may hold what rich would take for markup."""
+    console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
 def spread_lists(arguments: list[str]) -> list[str]:

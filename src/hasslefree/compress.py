@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hasslefree.checkpoints.format import check_output, save
+from hasslefree.checkpoints.format import check_output, check_shard_size, save
 from hasslefree.core.gram import Gram
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method
 from hasslefree.decompose import solve_layer
-from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError
+from hasslefree.errors import CalibrationError, HasslefreeError, ModelError, NonFiniteError
 from hasslefree.models.blocks import Blocks, Linear, dense_weight, find_blocks, replace_module, select_linears
 from hasslefree.models.linear import SparseLowRankLinear
-from hasslefree.models.load import encode, load_model, load_tokenizer, resolve_seqlen
+from hasslefree.models.load import encode, load_config, load_model, load_tokenizer, resolve_seqlen
 from hasslefree.models.stream import (
     block_calls,
     first_hidden_states,
@@ -80,19 +80,22 @@ def compress(
     start = time.perf_counter()
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe) if recipe else Recipe()
     recipe.check(with_text=segments is None)
-    folder = Path(out)
+    folder = Path(out).resolve()
     check_output(folder, overwrite)
+    check_shard_size(max_shard_size)
     name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
-    loaded = load_model(model, recipe.dtype, device) if isinstance(model, str) else model.eval()
-    if getattr(loaded.config, "quantization_config", None) is not None:
+    if getattr(load_config(model) if isinstance(model, str) else model.config, "quantization_config", None):
         raise ModelError(f"{name} is quantised or compressed already; start from the original checkpoint")
+    loaded = load_model(model, recipe.dtype, device) if isinstance(model, str) else model.eval()
+    if recipe.dtype not in ("auto", str(loaded.dtype).removeprefix("torch.")):
+        raise ModelError(f"the loaded model is {loaded.dtype} and the recipe says {recipe.dtype}; cast the model first")
     blocks = find_blocks(loaded)
-    plan = make_plan(loaded, blocks, recipe)
+    plan = make_plan(blocks, recipe)
     check_output(folder, overwrite, _bytes_needed(loaded, plan))
     if tokenizer is None and (isinstance(model, str) or segments is None):
         tokenizer = load_tokenizer(name)
-    if segments is None:
-        segments = draw(loaded, tokenizer, recipe)
+    segments = draw(loaded, tokenizer, recipe) if segments is None else segments
+    check_segments(loaded, segments)
     layers = compress_blocks(loaded, blocks, plan, segments.to(loaded.device), recipe, progress)
     report = Report(
         model=name,
@@ -109,13 +112,13 @@ def compress(
     return report
 
 
-def make_plan(model: PreTrainedModel, blocks: Blocks, recipe: Recipe) -> Plan:
+def make_plan(blocks: Blocks, recipe: Recipe) -> Plan:
     """The pattern and rank of every layer.
 
     Raises:
         HasslefreeError: with the layer's name: a budget that it cannot meet, NaN or Inf in its weight.
     """
-    budget, plan = recipe.budget(), []
+    budget, method, plan = recipe.budget(), recipe.build_method(), []
     for index, linears in enumerate(select_linears(blocks, recipe.leave_dense)):
         plans = {}
         for name, linear in linears.items():
@@ -123,6 +126,7 @@ def make_plan(model: PreTrainedModel, blocks: Blocks, recipe: Recipe) -> Plan:
             weight = dense_weight(linear)
             try:
                 pattern, rank = budget.resolve(*weight.shape)
+                method.check(rank)
             except HasslefreeError as error:
                 raise type(error)(f"{error} ({full_name})") from None
             if not torch.isfinite(weight).all():
@@ -137,6 +141,21 @@ def draw(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> Tensor:
     seqlen = resolve_seqlen(model, recipe.seqlen)
     documents = calibration_documents(recipe.calibration)
     return draw_segments(documents, lambda text: encode(tokenizer, text), recipe.samples, seqlen, recipe.seed)
+
+
+def check_segments(model: PreTrainedModel, segments: Tensor) -> None:
+    """Raise a CalibrationError where segments are not (samples, seqlen) token ids that the model can take."""
+    if segments.ndim != 2 or segments.is_floating_point() or len(segments) < 1 or segments.shape[1] < 2:
+        raise CalibrationError(
+            f"segments are token ids (samples, seqlen), seqlen at least 2; got {segments.dtype} {tuple(segments.shape)}"
+        )
+    resolve_seqlen(model, segments.shape[1])
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = embeddings.num_embeddings
+    if segments.min() < 0 or segments.max() >= vocabulary:
+        raise CalibrationError(
+            f"the calibration tokens do not fit the model: it knows {vocabulary} of them, numbered from 0"
+        )
 
 
 def compress_blocks(
@@ -196,7 +215,7 @@ def compress_group(
                     out=out,
                     width=width,
                     pattern=str(plan.pattern),
-                    rank=plan.rank,
+                    rank=result.low_rank.rank,
                     nonzeros=int(result.sparse.count_nonzero()),
                     relative_error=result.relative_error,
                     relative_error_before_cast=result.relative_error_before_cast,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ def decompose(
         >>> result.relative_error
     """
     solver = build_method(method) if isinstance(method, str) else method
+    weight = weight.detach()
     if weight.ndim != 2 or weight.shape[1] != len(gram.matrix):
         raise ShapeError(
             f"weight (out, in) and Gram (in, in) do not go together: {tuple(weight.shape)}, {tuple(gram.matrix.shape)}"
@@ -69,9 +71,12 @@ def solve_layer(
     alive = gram.alive
     solution = method.solve(full * alive, prepared, pattern, rank, torch.Generator().manual_seed(seed))
     sparse = solution.sparse * alive
-    low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * alive)
+    low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * alive).balanced()
     before = gram.relative_error(full - sparse - low_rank.product(), full)
     cast, cast_low_rank = sparse.to(weight.dtype), low_rank.to(weight.dtype)
     residual = full - cast.to(full.dtype) - cast_low_rank.to(full.dtype).product()
     after = gram.relative_error(residual, full)
+    if not math.isfinite(after):
+        name = str(weight.dtype).removeprefix("torch.")
+        raise NonFiniteError(f"S or L does not fit into {name}; use another dtype (--dtype float32)")
     return Decomposition(cast, cast_low_rank, after, before, solution.history)

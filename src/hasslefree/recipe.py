@@ -88,8 +88,10 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and value < least:
                 yield f"{name} must be at least {least}, got {value}"
-        if self.damping is not None and self.damping < 0:
-            yield f"damping must not be negative, got {self.damping}"
+        if self.damping is not None and not 0 <= self.damping < float("inf"):
+            yield f"damping must be a number and not negative, got {self.damping}"
+        if not 0 <= self.seed < 2**63:
+            yield f"seed must be between 0 and 2^63 - 1, got {self.seed}"
         if self.sequential not in ("layer", "block"):
             yield f"sequential is layer or block, got {self.sequential!r}"
         if self.dtype not in DTYPES:
@@ -102,15 +104,15 @@ class Recipe:
 
     @classmethod
     def from_yaml(cls, path: str | Path, **changes: Any) -> Recipe:
-        """Read a recipe, put `changes` over its fields, and check it.
+        """Read a recipe and put `changes` over its fields. `check` looks at the values.
 
         Raises:
-            RecipeError: with every unknown key and wrong type, or with every bad value.
+            RecipeError: with every unknown key and every wrong type.
         """
         try:
             content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise RecipeError(f"the recipe {path} cannot be read: {error.strerror}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"the recipe {path} cannot be read: {error}") from None
         except yaml.YAMLError as error:
             raise RecipeError(f"the recipe {path} is not YAML: {error}") from None
         if not isinstance(content, dict):
@@ -127,7 +129,7 @@ class Recipe:
             if key not in hints:
                 continue
             if key == "leave_dense" and isinstance(value, list):
-                value = tuple(value)
+                value = tuple(str(glob) for glob in value)
             allowed = _plain_types(hints[key])
             if not isinstance(value, allowed) or isinstance(value, bool):
                 names = " or ".join("nothing" if t is types.NoneType else t.__name__ for t in allowed)
@@ -135,9 +137,7 @@ class Recipe:
             values[key] = value
         if problems:
             raise RecipeError("\n".join(problems))
-        recipe = cls(**values)
-        recipe.check()
-        return recipe
+        return cls(**values)
 
 
 def _yaml_hint(key: str, value: Any) -> str:

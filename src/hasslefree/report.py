@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,8 @@ class Report:
 
 def summary_table(report: Report) -> Table:
     """One line for each kind of layer (q_proj, down_proj, …): how many, the mean and the worst error, seconds."""
-    table = Table(
-        title=f"{report.model}: {len(report.layers)} layers, {report.kept_share:.1%} of their parameters kept"
-    )
+    title = f"{report.model}: {len(report.layers)} layers, {report.kept_share:.1%} of their parameters kept"
+    table = Table(title=Text(title))
     table.add_column("layer")
     for heading in ("count", "rank", "mean relative error", "worst", "seconds"):
         table.add_column(heading, justify="right")
@@ -112,8 +113,11 @@ def model_card(report: Report) -> str:
     recipe = "\n".join(
         f"| {name} | {_cell(value)} |" for name, value in report.recipe.items() if value not in (None, ())
     )
+    left = report.recipe.get("leave_dense")
+    dense = "Every linear layer in the blocks" + (f" (but for {_cell(left)})" if left else "")
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    base = f"base_model: {report.model}\nbase_model_relation: quantized\n" if report.model.count("/") == 1 else ""
+    from_hub = report.model.count("/") == 1 and not Path(report.model).exists()
+    base = f"base_model: {report.model}\nbase_model_relation: quantized\n" if from_hub else ""
     return f"""---
 library_name: transformers
 tags:
@@ -124,7 +128,7 @@ tags:
 
 # {report.model.rstrip("/").rpartition("/")[2]}, sparse + low-rank
 
-Every linear layer in the blocks of `{report.model}` was replaced by a sparse matrix plus a low-rank one, without
+{dense} of `{report.model}` was replaced by a sparse matrix plus a low-rank one, without
 retraining, by [hasslefree]. Embeddings, norms and the output head are as they were.
 
 | | |

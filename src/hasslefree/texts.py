@@ -84,7 +84,7 @@ def _from_hub(name: str, arguments: dict[str, Any]) -> Any:
 
     try:
         return datasets.load_dataset(**arguments)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever the network, the hub and the reader of the file may raise
         raise CalibrationError(
             f"the text {name!r} could not be loaded from the hub ({type(error).__name__}: {error}); "
             "with no network, give a local .txt or .jsonl file"
@@ -104,7 +104,7 @@ def _local(name: str) -> list[str]:
     if not path.is_file():
         raise CalibrationError(f"the text file {path} does not exist")
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise CalibrationError(f"{path} is not UTF-8 text: {error}") from None
     documents = _parse_jsonl(path, content) if path.suffix == ".jsonl" else [content]
@@ -126,6 +126,10 @@ def _parse_jsonl(path: Path, content: str) -> list[str]:
             document = None
         if not isinstance(document, str):
             raise CalibrationError(f'{path}, line {number}: expected a JSON object with a string field "text"')
+        if any("\ud800" <= character <= "\udfff" for character in document):
+            raise CalibrationError(
+                f"{path}, line {number}: the text holds half a surrogate pair; it is not Unicode text"
+            )
         documents.append(document)
     return documents
 

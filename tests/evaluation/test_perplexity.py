@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hasslefree import perplexity
-from hasslefree.errors import CalibrationError
+from hasslefree.errors import CalibrationError, NonFiniteError
 from tests.tiny_models import build, segments
 
 
@@ -56,3 +56,13 @@ def test_the_loss_is_computed_in_float32():
         log_p = model(input_ids=tokens[None]).logits[0, :-1].double().log_softmax(-1)
     expected = (-log_p.gather(1, tokens[1:, None]).mean()).exp().item()
     assert perplexity(model, tokens, 16).perplexity == pytest.approx(expected, rel=1e-5)
+
+
+def test_nan_and_windows_of_one_token_are_errors():
+    model = build("llama")
+    with pytest.raises(CalibrationError, match="windows of 1 have no perplexity"):
+        perplexity(model, torch.arange(3, 40), 1)
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(NonFiniteError, match="gives NaN"):
+        perplexity(model, torch.arange(3, 40), 16)

@@ -141,3 +141,14 @@ def test_what_is_defined_without_damping_has_none():
     # 10²·1e-4 = 0.01 < 0.02 as it is; damped by 0.01·mean(diag) ≈ 0.005 the first entry would be kept.
     sparse = hasslefree.decompose(row, Gram(h, 1), SemiStructured(3, 4), 0, method="wanda").sparse
     assert sparse.tolist() == [[0.0, 1.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0])
+def test_hassle_free_is_never_worse_than_its_pruner(scale):
+    """Adam's steps have a fixed size: where the inputs are tiny its first fits are far worse than L = 0."""
+    weight, h = oracles.problem(32, 32)
+    weight, h = weight / 50, h * scale**2 / h.diagonal().mean()
+    damped = Gram(h, 1).damped(0.01).matrix
+    alone, both = solve("sparsegpt", weight, h, rank=0), solve(build_method("hassle-free", rounds=5), weight, h)
+    assert oracles.loss(weight - both.product(), damped) <= oracles.loss(weight - alone.product(), damped) * (1 + 1e-6)
+    assert (max(both.history) > alone.history[0]) == (scale == 1e-3), "the scale does not show what it should"

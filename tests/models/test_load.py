@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import ModelError
-from hasslefree.models.load import load_model, resolve_seqlen
+from hasslefree.models.load import load_model, resolve_device, resolve_seqlen
 from tests.tiny_models import build, segments
 
 
@@ -31,3 +32,26 @@ def test_the_segment_length(most, asked, expected):
     assert resolve_seqlen(build("llama", max_position_embeddings=most), asked) == expected
     with pytest.raises(ModelError, match=f"at most {most} tokens at once, asked for {most + 1}"):
         resolve_seqlen(build("llama", max_position_embeddings=most), most + 1)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_not_filled_with_noise(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 tensors: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(str(tmp_path), device="cpu")
+
+
+def test_a_model_of_another_quantisation_is_refused_before_it_is_loaded(tmp_path):
+    model = build("llama")
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    model.config.save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match="quantised or compressed already"):
+        hasslefree.compress(str(tmp_path / "model"), tmp_path / "out", Recipe(method="wanda"), segments=segments())
+
+
+@pytest.mark.parametrize("device", ["meta", "mps", "cuda:99", "gpu"])
+def test_devices_that_are_not_there(device):
+    with pytest.raises(ModelError, match=device):
+        resolve_device(device)

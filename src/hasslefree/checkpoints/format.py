@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,22 +24,33 @@ def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0) -> None:
     """Raise an OutputError where the folder is in use, cannot be written, or the disk is too small.
 
     Args:
+        folder: resolved.
         bytes_needed: the size of what will be written.
     """
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"the output {folder} is a file; give a folder")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise OutputError(f"the output folder {folder} exists and is not empty; use --overwrite or another folder")
-    parent = folder.resolve().parent
+    if folder == Path.cwd() or folder.is_mount():
+        raise OutputError(
+            f"the output {folder} cannot be put in place as a whole; give a folder in it, such as {folder}/out"
+        )
+    parent = folder.parent
     while not parent.exists():
         parent = parent.parent
-    if not os.access(parent, os.W_OK):
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise OutputError(f"the output folder {folder} cannot be made: {parent} is not writable")
     if (free := shutil.disk_usage(parent).free) < bytes_needed:
         raise OutputError(
             f"the disk of {folder} has {free / 1e6:,.0f} MB free and {bytes_needed / 1e6:,.0f} MB are needed; "
             "make room or choose another disk"
         )
+
+
+def check_shard_size(size: str) -> None:
+    """Raise an OutputError where the size is not of the form that transformers reads, such as 5GB."""
+    if not re.fullmatch(r"\d+(\.\d+)?\s?[KMGT]B", size, re.IGNORECASE):
+        raise OutputError(f"--max-shard-size is a number and a unit, such as 5GB or 500MB, got {size!r}")
 
 
 def save(model: PreTrainedModel, tokenizer: Any, folder: Path, report: Report, max_shard_size: str = "5GB") -> None:

@@ -38,15 +38,10 @@ class Gram:
         Raises:
             NonFiniteError: x holds NaN or Inf.
         """
-        rows = x.reshape(-1, x.shape[-1]).to(working_dtype(x))
+        rows = x.detach().reshape(-1, x.shape[-1]).to(working_dtype(x))
         if not torch.isfinite(rows).all():
             raise NonFiniteError("the activations hold NaN or Inf; mask or drop those tokens")
         return cls(rows.T @ rows / max(len(rows), 1), len(rows))
-
-    @classmethod
-    def identity(cls, width: int, dtype: torch.dtype = torch.float32) -> Gram:
-        """H = I: (width, width), the data-free case."""
-        return cls(torch.eye(width, dtype=dtype), 0)
 
     @property
     def diagonal(self) -> Tensor:

@@ -23,6 +23,12 @@ class LowRank:
         """L: (out, in)."""
         return self.u @ self.v
 
+    def balanced(self) -> LowRank:
+        """The same product with ‖column of u‖ = ‖row of v‖, so that neither factor overflows a narrow dtype."""
+        columns, rows = self.u.norm(dim=0), self.v.norm(dim=1)
+        scale = torch.where((columns > 0) & (rows > 0), (rows / columns).sqrt(), 1.0)
+        return LowRank(self.u * scale, self.v / scale.unsqueeze(1))
+
     def to(self, dtype: torch.dtype) -> LowRank:
         return LowRank(self.u.to(dtype), self.v.to(dtype))
 

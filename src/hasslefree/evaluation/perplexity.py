@@ -6,13 +6,14 @@ overlap; the first token of a window has no context and is not scored; the mean 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hasslefree.errors import CalibrationError
+from hasslefree.errors import CalibrationError, NonFiniteError
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,12 @@ def perplexity(model: nn.Module, tokens: Tensor, window: int, batch: int = 1) ->
     """The perplexity of a causal language model on tokens: (n,), in windows of `window` tokens, `batch` at a time.
 
     Raises:
-        CalibrationError: fewer than two tokens.
+        CalibrationError: fewer than two tokens, in the text or in a window. NonFiniteError: the model gives NaN.
     """
-    if len(tokens) < 2:
-        raise CalibrationError(f"a text of {len(tokens)} tokens has no perplexity: at least 2 are needed")
+    if len(tokens) < 2 or window < 2:
+        raise CalibrationError(
+            f"{len(tokens)} tokens in windows of {window} have no perplexity: at least 2 are needed of both"
+        )
     whole = len(tokens) // window * window
     batches = list(tokens[:whole].view(-1, window).split(batch)) if whole else []
     if len(tokens) - whole > 1:
@@ -46,5 +49,9 @@ def perplexity(model: nn.Module, tokens: Tensor, window: int, batch: int = 1) ->
         losses = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
         total += losses.item()
         scored += rows[:, 1:].numel()
+    if math.isnan(total):
+        raise NonFiniteError(
+            "the model gives NaN on this text; look for NaN or Inf in its weights, or try --dtype float32"
+        )
     mean = torch.tensor(total / scored, dtype=torch.float64)
     return Perplexity(mean.exp().item(), len(tokens), scored, window)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def evaluate_perplexity(
         batch: windows at a time. dtype, device: as for `load_model`.
 
     Returns:
-        {"model", "dtype", "versions", "perplexity": {text: {"perplexity", "tokens", "scored", "window"}}}
+        {"model", "dtype", "device", "versions", "perplexity": {text: {"perplexity", "tokens", "scored", "window"}}}
     """
     for text in texts:
         check_text(text)
@@ -44,6 +45,6 @@ def evaluate_perplexity(
         "model": model,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
-        "torch": torch.__version__,
+        "versions": {package: version(package) for package in ("hasslefree", "torch", "transformers")},
         "perplexity": results,
     }

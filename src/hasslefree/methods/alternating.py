@@ -27,7 +27,8 @@ class AlternatingMinimization:
         damping: λ over the mean of diag H. The paper prints λ = 0.01·Tr(H); SparseGPT's default, which it refers to,
             is the mean.
         low_rank_first: fit L to W before S is pruned for the first time, as OATS does.
-        keep_best: return the round with the least damped objective, not the last.
+        keep_best: return the round with the least damped objective, or the pruner alone if no round is better; not the
+            last round.
 
     Example:
         >>> method = AlternatingMinimization(pruner=SparseGPT(), low_rank=Adam(steps=50), rounds=80)
@@ -61,17 +62,19 @@ class AlternatingMinimization:
             sparse = self.pruner.prune(weight, for_pruner, pattern)
             return Solution(sparse, low_rank, (gram.relative_error(weight - sparse, weight),))
         sparse = torch.zeros_like(weight)
+        best, least = (sparse, low_rank), float("inf")
         history: list[float] = []
-        best = sparse, low_rank
         for t in range(self.rounds):
             if self.low_rank_first:
                 low_rank = self.low_rank.fit(weight - sparse, for_solver, low_rank, t)
                 sparse = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
             else:
                 sparse = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
+                if t == 0:
+                    # The pruner alone is the first candidate: Adam's steps have a fixed size, and can overshoot.
+                    best, least = (sparse, low_rank), gram.relative_error(weight - sparse, weight)
                 low_rank = self.low_rank.fit(weight - sparse, for_solver, low_rank, t)
-            error = gram.relative_error(weight - sparse - low_rank.product(), weight)
-            if not self.keep_best or all(error < before for before in history):
-                best = sparse, low_rank
-            history.append(error)
+            history.append(gram.relative_error(weight - sparse - low_rank.product(), weight))
+            if history[-1] < least or not self.keep_best:
+                best, least = (sparse, low_rank), history[-1]
         return Solution(*best, tuple(history))

@@ -25,19 +25,17 @@ class Blocks:
 
 
 def find_blocks(model: nn.Module) -> Blocks:
-    """The outermost module list that holds the most parameters and has linear layers in every element.
+    """The module list that holds the most parameters and has linear layers in every element.
+
+    An outer list holds at least what a list in it holds, and comes first.
 
     Raises:
         ModelError: there is none.
     """
     best: tuple[int, Blocks] | None = None
-    outer: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{seen}.") for seen in outer):
+        if not isinstance(module, nn.ModuleList) or not module or not all(map(find_linears, module)):
             continue
-        if len(module) == 0 or not all(find_linears(child) for child in module):
-            continue
-        outer.append(name)
         size = sum(parameter.numel() for parameter in module.parameters())
         if best is None or size > best[0]:
             best = size, Blocks(name, tuple(module))

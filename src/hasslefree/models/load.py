@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hasslefree.errors import ModelError
+from hasslefree.errors import HasslefreeError, ModelError
 
 
 def load_config(name: str) -> Any:
@@ -44,9 +44,14 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Pre
     target = resolve_device(device)
     load_config(name)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        found: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
+    except (OSError, RuntimeError, ValueError, ImportError, SafetensorError) as error:
+        if isinstance(error, HasslefreeError):
+            raise
         raise ModelError(f"the model {name!r} could not be loaded: {_first_line(error)}") from error
+    model, info = found
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"the checkpoint {name!r} lacks {len(missing)} tensors: {', '.join(missing[:6])}; get it anew")
     return model.to(target).eval()
 
 
@@ -54,7 +59,7 @@ def load_tokenizer(name: str) -> Any:
     """The tokenizer that belongs to a model."""
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"no tokenizer at {name!r}: {_first_line(error)}") from error
 
 
@@ -64,8 +69,10 @@ def resolve_device(device: str | None) -> torch.device:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         raise ModelError(f"unknown device {device!r}; such as cpu, cuda or cuda:1") from None
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"device {device!r} is not there: torch {torch.__version__} sees no GPU; use --device cpu")
+    try:
+        torch.zeros(1, device=chosen).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ModelError(f"device {device!r} cannot be used: {_first_line(error)}; use --device cpu") from None
     return chosen
 
 
@@ -79,7 +86,7 @@ def resolve_seqlen(model: nn.Module, asked: int | None) -> int:
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if most is not None and asked is not None and asked > most:
         raise ModelError(f"the model takes at most {most} tokens at once, asked for {asked}; use --seqlen {most}")
-    return asked or min(2048, most or 2048)
+    return min(2048, most or 2048) if asked is None else asked
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
