@@ -52,7 +52,7 @@ Plan = list[dict[str, LayerPlan]]
 
 
 def compress(
-    model: str | PreTrainedModel,
+    model: str | Path | PreTrainedModel,
     out: str | Path,
     recipe: Recipe | str | Path | None = None,
     *,
@@ -69,7 +69,8 @@ def compress(
         model: a hub name, a local folder, or a loaded model, which is then changed in place.
         out: the folder to write. recipe: a `Recipe` or the path of a YAML file.
         tokenizer: of a loaded model, if it is not to be found under the model's own name.
-        segments: calibration tokens (samples, seqlen) in the place of the recipe's text.
+        segments: calibration tokens (samples, seqlen) in the place of the recipe's text. A loaded model then needs no
+            tokenizer, and the folder holds one only if it is given.
         device: where to compute; None for the GPU if there is one. A loaded model stays where it is.
         overwrite: replace a folder that is not empty, once the new one is complete.
         progress: called after every layer.
@@ -83,18 +84,23 @@ def compress(
     folder = Path(out).resolve()
     check_output(folder, overwrite)
     check_shard_size(max_shard_size)
-    name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
-    if getattr(load_config(model) if isinstance(model, str) else model.config, "quantization_config", None):
-        raise ModelError(f"{name} is quantised or compressed already; start from the original checkpoint")
-    loaded = load_model(model, recipe.dtype, device) if isinstance(model, str) else model.eval()
+    if isinstance(model, str | Path):
+        name = str(model)
+        refuse_compressed(load_config(name), name)
+        tokenizer = tokenizer or load_tokenizer(name)
+        loaded = load_model(name, recipe.dtype, device)
+    else:
+        name = model.config._name_or_path or type(model).__name__
+        refuse_compressed(model.config, name)
+        loaded = model.eval()
     if recipe.dtype not in ("auto", str(loaded.dtype).removeprefix("torch.")):
         raise ModelError(f"the loaded model is {loaded.dtype} and the recipe says {recipe.dtype}; cast the model first")
     blocks = find_blocks(loaded)
     plan = make_plan(blocks, recipe)
     check_output(folder, overwrite, _bytes_needed(loaded, plan))
-    if tokenizer is None and (isinstance(model, str) or segments is None):
-        tokenizer = load_tokenizer(name)
-    segments = draw(loaded, tokenizer, recipe) if segments is None else segments
+    if segments is None:
+        tokenizer = tokenizer or load_tokenizer(name)
+        segments = draw(loaded, tokenizer, recipe)
     check_segments(loaded, segments)
     layers = compress_blocks(loaded, blocks, plan, segments.to(loaded.device), recipe, progress)
     report = Report(
@@ -110,6 +116,12 @@ def compress(
     )
     save(loaded, tokenizer, folder, report, max_shard_size)
     return report
+
+
+def refuse_compressed(config: Any, name: str) -> None:
+    """Raise a ModelError where a model's configuration says that it is quantised or compressed already."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{name} is quantised or compressed already; start from the original checkpoint")
 
 
 def make_plan(blocks: Blocks, recipe: Recipe) -> Plan:

@@ -19,7 +19,7 @@ def test_the_dtype_asked_for_is_the_one_that_is_loaded_and_saved(asked, found, t
     recipe = Recipe(method="wanda", dtype=asked)
     tokenizer = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
     hasslefree.compress(
-        str(tmp_path / "model"), tmp_path / "out", recipe, segments=segments(), tokenizer=tokenizer, device="cpu"
+        tmp_path / "model", tmp_path / "out", recipe, segments=segments(), tokenizer=tokenizer, device="cpu"
     )
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == found
 
