@@ -25,7 +25,7 @@ def run(solver, target, h, rank, round=0):
 
 
 @solvers
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 12), st.integers(1, 12), st.data())
 def test_shapes_rank_and_inputs(solver, out, width, data):
     rank = data.draw(st.integers(1, min(out, width)))

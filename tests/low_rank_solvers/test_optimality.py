@@ -19,7 +19,7 @@ def fit(solver, target, h, rank, start=None, round=0):
     return solver.fit(target, solver.prepare(Gram(h, 1)), start, round)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(2, 10), st.integers(2, 12), st.integers(0, 99), st.data())
 def test_each_closed_form_reaches_the_bound_of_its_norm(out, width, seed, data):
     rank = data.draw(st.integers(1, min(out, width)))

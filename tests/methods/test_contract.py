@@ -24,7 +24,7 @@ def short(name):
 
 
 @methods
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.sampled_from(PATTERNS), st.integers(0, 99))
 def test_feasible_honest_and_the_same_every_time(name, pattern, seed):
     method, rank = short(name)

@@ -21,7 +21,7 @@ def run(pruner, weight, h, pattern):
 
 
 @pruners
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(patterns, st.integers(0, 999))
 def test_counts_are_exact_and_inputs_are_left_alone(pruner, pattern, seed):
     weight, h = oracles.problem(9, 16, seed=seed)
@@ -42,7 +42,7 @@ def test_full_density_is_the_identity(pruner):
 
 
 @pruners
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(patterns, st.integers(0, 99))
 def test_rows_may_be_permuted(pruner, pattern, seed):
     weight, h = oracles.problem(9, 16, seed=seed)
@@ -51,7 +51,7 @@ def test_rows_may_be_permuted(pruner, pattern, seed):
 
 
 @pruners
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(patterns, st.sampled_from([0.25, 2.0, 1024.0]), st.sampled_from([0.5, 16.0]))
 def test_the_scale_of_weight_and_gram_does_not_matter(pruner, pattern, scale, gram_scale):
     """Powers of two, so that the arithmetic is the same to the bit."""

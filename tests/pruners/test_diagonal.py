@@ -12,7 +12,7 @@ from tests import oracles
 
 
 @pytest.mark.parametrize("name", ["magnitude", "wanda"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 9999), st.integers(0, 8))
 def test_the_best_of_all_supports_of_a_row(name, seed, kept):
     row, h = oracles.problem(1, 8, seed=seed)
