@@ -101,3 +101,9 @@ def test_a_parameter_is_as_good_as_a_tensor():
         rank = 0 if method in ("wanda", "sparsegpt") else 2
         result = hasslefree.decompose(layer.weight, Gram.from_activations(x), "2:4", rank, method=method)
         assert not result.product().requires_grad
+
+
+def test_a_result_prints_its_error_and_not_its_tensors():
+    result = hasslefree.decompose(torch.randn(8, 16), Gram(torch.eye(16), 1), "2:4", 2, method="eora")
+    assert "relative_error=" in repr(result)
+    assert "tensor" not in repr(result)

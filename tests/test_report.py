@@ -10,7 +10,7 @@ def test_the_totals_by_hand():
         LayerReport("a.q", 4, 8, "2:4", 2, 16, 0.1, 0.09, 1.0),
         LayerReport("b.q", 6, 8, "2:4", 0, 24, 0.4, 0.39, 2.0),
     )
-    report = Report("m", {}, {}, "cpu", "float32", 8, 8, 3.0, layers)
+    report = Report("m", {}, "Prune()", {}, "cpu", "float32", 8, 8, 3.0, layers)
     assert [layer.parameters for layer in layers] == [16 + 2 * 12, 24]
     assert (report.kept_parameters, report.dense_parameters) == (64, 80)
     assert report.kept_share == 0.8

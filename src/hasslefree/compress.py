@@ -106,6 +106,7 @@ def compress(
     report = Report(
         model=name,
         recipe=dataclasses.asdict(recipe),
+        method=repr(recipe.build_method()),
         versions={package: importlib.metadata.version(package) for package in ("hasslefree", "torch", "transformers")},
         device=str(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),

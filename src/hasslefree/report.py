@@ -41,10 +41,16 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A whole compression. recipe: its fields; versions: of the libraries; seqlen: as resolved for the model."""
+    """A whole compression.
+
+    Args:
+        recipe: its fields. method: with every hyper-parameter that was in force. versions: of the libraries.
+        seqlen: as resolved for the model. tokens: of the calibration text.
+    """
 
     model: str
     recipe: dict[str, Any]
+    method: str
     versions: dict[str, str]
     device: str
     dtype: str
@@ -120,6 +126,7 @@ def model_card(report: Report) -> str:
     base = f"base_model: {report.model}\nbase_model_relation: quantized\n" if from_hub else ""
     return f"""---
 library_name: transformers
+pipeline_tag: text-generation
 tags:
 - hasslefree
 - sparse
@@ -129,7 +136,8 @@ tags:
 # {report.model.rstrip("/").rpartition("/")[2]}, sparse + low-rank
 
 {dense} of `{report.model}` was replaced by a sparse matrix plus a low-rank one, without
-retraining, by [hasslefree]. Embeddings, norms and the output head are as they were.
+retraining, by hasslefree, which starts from [the paper HASSLE-free]. Embeddings, norms and the output head are as they
+were.
 
 | | |
 |---|---|
@@ -145,7 +153,7 @@ All layers are listed in `compression.json`.
 ## Load it
 
 ```python
-import hasslefree  # registers the layer with transformers
+import hasslefree  # needed: it registers the layer with transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
@@ -158,9 +166,9 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 |---|---|
 {recipe}
 
-Made with {versions}.
+The method in full: `{report.method}`. Made with {versions}.
 
-[hasslefree]: https://arxiv.org/abs/2502.00899
+[the paper HASSLE-free]: https://arxiv.org/abs/2502.00899
 """
 
 

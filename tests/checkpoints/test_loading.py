@@ -74,3 +74,18 @@ def test_a_missing_factor_is_an_error(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"no low_rank_v of model\.layers\.1\.mlp\.up_proj"):
         AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_without_the_import_the_layers_are_missing_not_taken_for_s_alone(folder):
+    """S alone gives plausible text: it must not be found under the name of the dense weight."""
+    stored, layers = set(load_file(folder / "model.safetensors")), json.loads((folder / "config.json").read_text())
+    names = layers["quantization_config"]["modules"]
+    assert names
+    assert not {f"{name}.weight" for name in names} & stored
+    assert {f"{name}.sparse" for name in names} <= stored
+
+
+def test_every_file_can_be_read_by_whom_the_umask_lets(folder):
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~umask}

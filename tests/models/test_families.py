@@ -126,7 +126,7 @@ def test_s_and_the_factors_are_stored_apart_and_in_shards(tmp_path):
     for file in (tmp_path / "out").glob("*.safetensors"):
         tensors |= load_file(file)
     name = "model.layers.1.mlp.down_proj"
-    assert (tensors[f"{name}.weight"].reshape(32, -1, 4) != 0).sum(-1).amax() == 2
+    assert (tensors[f"{name}.sparse"].reshape(32, -1, 4) != 0).sum(-1).amax() == 2
     assert tensors[f"{name}.low_rank_u"].shape == (32, 3)
     assert tensors[f"{name}.low_rank_v"].shape == (3, 48)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

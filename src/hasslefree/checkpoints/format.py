@@ -78,6 +78,10 @@ def replaced_whole(folder: Path) -> Iterator[Path]:
     try:
         part.mkdir(parents=True)
         yield part
+        umask = os.umask(0)
+        os.umask(umask)
+        for file in part.iterdir():
+            file.chmod(0o666 & ~umask)  # safetensors makes files that nobody else can read
         if folder.exists():
             folder.rename(old)
         part.rename(folder)

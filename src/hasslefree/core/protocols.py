@@ -6,7 +6,7 @@ every round. What `prepare` returns is the plug-in's own affair and is never cha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -76,11 +76,11 @@ class Decomposition:
         history: the objective of the method after each round (damped, relative).
     """
 
-    sparse: Tensor
-    low_rank: LowRank
+    sparse: Tensor = field(repr=False)
+    low_rank: LowRank = field(repr=False)
     relative_error: float
     relative_error_before_cast: float
-    history: tuple[float, ...]
+    history: tuple[float, ...] = field(repr=False)
 
     def product(self) -> Tensor:
         """S + L: (out, in)."""

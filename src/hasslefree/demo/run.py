@@ -71,9 +71,9 @@ def demo_table(rows: list[DemoRow]) -> Table:
         table.add_row(
             row.method,
             f"{row.perplexity:.2f}",
-            f"{row.relative_error:.4f}",
+            f"{row.relative_error:.4f}" if row.seconds else "",
             f"{row.parameters / 1e6:.2f} M",
-            f"{row.seconds:.0f}",
+            f"{row.seconds:.0f}" if row.seconds else "",
         )
     return table
 

@@ -13,7 +13,8 @@ class SparseLowRankLinear(nn.Module):
     """A linear layer whose weight is a sparse matrix plus a low-rank one.
 
     Args:
-        weight: S, (out, in), with its zeros stored.
+        sparse: S, (out, in), with its zeros stored. It is not called `weight` in the file: a reader that does not know
+            this layer then misses a weight, and cannot take S alone for the model.
         low_rank_u, low_rank_v: (out, r) and (r, in); absent for rank 0.
         bias: (out,) or None. pattern: the name of the sparsity pattern, for `repr` and for the file.
     """
@@ -38,7 +39,7 @@ class SparseLowRankLinear(nn.Module):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
-        self.weight = parameter(out_features, in_features)
+        self.sparse = parameter(out_features, in_features)
         self.register_parameter("low_rank_u", parameter(out_features, rank) if rank else None)
         self.register_parameter("low_rank_v", parameter(rank, in_features) if rank else None)
         self.register_parameter("bias", parameter(out_features) if bias else None)
@@ -50,7 +51,7 @@ class SparseLowRankLinear(nn.Module):
         like = result.sparse
         layer = cls(width, out, result.low_rank.rank, bias is not None, pattern, like.dtype, like.device)
         with torch.no_grad():
-            layer.weight.copy_(result.sparse)
+            layer.sparse.copy_(result.sparse)
             if layer.low_rank_u is not None and layer.low_rank_v is not None:
                 layer.low_rank_u.copy_(result.low_rank.u)
                 layer.low_rank_v.copy_(result.low_rank.v)
@@ -58,9 +59,14 @@ class SparseLowRankLinear(nn.Module):
                 layer.bias.copy_(bias)
         return layer
 
+    @property
+    def weight(self) -> Tensor:
+        """S, under the name that model code looks for when it asks a linear layer for its dtype or device."""
+        return self.sparse
+
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) → (..., out)."""
-        y = F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.sparse, self.bias)
         if self.low_rank_u is None or self.low_rank_v is None:
             return y
         return y + F.linear(F.linear(x, self.low_rank_v), self.low_rank_u)
