@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from hasslefree.models.stream import (
     run_block,
 )
 from hasslefree.recipe import Recipe
-from hasslefree.report import LayerReport, Report
+from hasslefree.report import LayerReport, Report, versions
 from hasslefree.texts import calibration_documents, draw_segments
 
 # Called after each layer with its report, the layers done and the layers in all.
@@ -84,17 +83,7 @@ def compress(
     folder = Path(out).resolve()
     check_output(folder, overwrite)
     check_shard_size(max_shard_size)
-    if isinstance(model, str | Path):
-        name = str(model)
-        refuse_compressed(load_config(name), name)
-        tokenizer = tokenizer or load_tokenizer(name)
-        loaded = load_model(name, recipe.dtype, device)
-    else:
-        name = model.config._name_or_path or type(model).__name__
-        refuse_compressed(model.config, name)
-        loaded = model.eval()
-    if recipe.dtype not in ("auto", str(loaded.dtype).removeprefix("torch.")):
-        raise ModelError(f"the loaded model is {loaded.dtype} and the recipe says {recipe.dtype}; cast the model first")
+    name, loaded, tokenizer = open_model(model, recipe.dtype, device, tokenizer)
     blocks = find_blocks(loaded)
     plan = make_plan(blocks, recipe)
     check_output(folder, overwrite, _bytes_needed(loaded, plan))
@@ -107,7 +96,7 @@ def compress(
         model=name,
         recipe=dataclasses.asdict(recipe),
         method=repr(recipe.build_method()),
-        versions={package: importlib.metadata.version(package) for package in ("hasslefree", "torch", "transformers")},
+        versions=versions(),
         device=str(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         seqlen=segments.shape[1],
@@ -117,6 +106,26 @@ def compress(
     )
     save(loaded, tokenizer, folder, report, max_shard_size)
     return report
+
+
+def open_model(
+    model: str | Path | PreTrainedModel, dtype: str, device: str | None, tokenizer: Any
+) -> tuple[str, PreTrainedModel, Any]:
+    """Name, model and tokenizer: loaded by name, or the loaded model as it is, with the tokenizer that was given.
+
+    Raises:
+        ModelError: it cannot be loaded, is compressed already, or is loaded in another dtype than the recipe's.
+    """
+    if isinstance(model, str | Path):
+        name = str(model)
+        refuse_compressed(load_config(name), name)
+        tokenizer = tokenizer or load_tokenizer(name)
+        return name, load_model(name, dtype, device), tokenizer
+    name = model.config._name_or_path or type(model).__name__
+    refuse_compressed(model.config, name)
+    if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        raise ModelError(f"the loaded model is {model.dtype} and the recipe says {dtype}; cast the model first")
+    return name, model.eval(), tokenizer
 
 
 def refuse_compressed(config: Any, name: str) -> None:

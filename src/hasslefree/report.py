@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,11 @@ class Report:
             "kept_parameters": self.kept_parameters,
         }
         return dataclasses.asdict(self) | totals
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that a figure depends on."""
+    return {package: importlib.metadata.version(package) for package in ("hasslefree", "torch", "transformers")}
 
 
 def summary_table(report: Report) -> Table:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from hasslefree.evaluation.perplexity import perplexity
 from hasslefree.models.load import encode, load_model, load_tokenizer, resolve_seqlen
+from hasslefree.report import versions
 from hasslefree.texts import check_text, evaluation_text
 
 
@@ -45,6 +45,6 @@ def evaluate_perplexity(
         "model": model,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
-        "versions": {package: version(package) for package in ("hasslefree", "torch", "transformers")},
+        "versions": versions(),
         "perplexity": results,
     }

@@ -45,9 +45,9 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Pre
     load_config(name)
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
+    except HasslefreeError:
+        raise
     except (OSError, RuntimeError, ValueError, ImportError, SafetensorError) as error:
-        if isinstance(error, HasslefreeError):
-            raise
         raise ModelError(f"the model {name!r} could not be loaded: {_first_line(error)}") from error
     model, info = found
     if missing := sorted(info["missing_keys"]):
