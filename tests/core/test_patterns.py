@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasslefree.core.patterns import Row, SemiStructured, Structured, Unstructured, largest
+from hasslefree.core.patterns import Row, SemiStructured, Structured, Unstructured, largest, largest_by_pairs
 from hasslefree.errors import PatternError
 
 # Few distinct values, so that there are ties all the time.
@@ -43,6 +43,7 @@ def test_the_largest_are_kept_and_ties_go_to_the_left(score, data):
     count = data.draw(st.integers(0, len(row)))
     expected = set(sorted(range(len(row)), key=lambda i: -float(row[i]))[:count])
     assert set(largest(row, count).nonzero().flatten().tolist()) == expected
+    assert set(largest_by_pairs(row[None], count)[0].nonzero().flatten().tolist()) == expected
 
 
 @given(st.integers(0, 40), st.integers(1, 7), st.sampled_from([Unstructured, Row, Structured]))
