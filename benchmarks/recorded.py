@@ -32,14 +32,21 @@ from hasslefree.methods import build_method
 # Our name → the name in recorded.json.
 OURS = {
     "sparsegpt": "sparsegpt",
+    "alps": "alps",
     "oats": "oats",
     "eora": "eora_sparsegpt",
     "hassle-free": "hassle_free_adam_scaled",
     "hassle-free unscaled": "hassle_free_adam_unscaled",
     "hassle-free exact": "hassle_free_sparsegpt_exact",
+    "3basil": "3basil",
+    "joint, 25 rounds": "3basil",
+    "joint, 50 rounds": "3basil",
+    "joint": "3basil",
+    "joint, 200 rounds": "3basil",
 }
+ROUNDS = {"joint, 25 rounds": 25, "joint, 50 rounds": 50, "joint, 200 rounds": 200}
 LOW_RANK = {"hassle-free unscaled": "adam-unscaled", "hassle-free exact": "exact"}
-OUTPUTS = {"sparsegpt": "sparsegpt", "oats": "oats_sum"}
+OUTPUTS = {"sparsegpt": "sparsegpt", "alps": "alps", "oats": "oats_sum"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class BlockThreshold(Unstructured):
 def cut_as_recorded(name: str, spec: dict[str, Any], weight: torch.Tensor) -> Pattern | None:
     """The pattern of the authors' code; None where it is the one that the problem names."""
     out, width = weight.shape
-    if spec["pattern"] != "unstructured":
+    if spec["pattern"] != "unstructured" or OURS[name] in ("alps", "3basil"):
         return None
     if name == "oats":
         return Row(width - int(spec["sparsity"] * width))
@@ -68,8 +75,8 @@ def cut_as_recorded(name: str, spec: dict[str, Any], weight: torch.Tensor) -> Pa
 
 def run(name: str, spec: dict[str, Any], weight: torch.Tensor, gram: hasslefree.Gram, seed: int, cut: Pattern | None):
     """One method on one problem: its relative error, its seconds, and S + L."""
-    method = build_method(name.split()[0], low_rank=LOW_RANK.get(name))
-    rank = 0 if name == "sparsegpt" else spec["rank"]
+    method = build_method(name.replace(",", "").split()[0], low_rank=LOW_RANK.get(name), rounds=ROUNDS.get(name))
+    rank = 0 if name in ("sparsegpt", "alps") else spec["rank"]
     start = time.perf_counter()
     result = hasslefree.decompose(
         weight, gram, cut or spec["pattern"], rank, sparsity=None if cut else spec["sparsity"], method=method, seed=seed

@@ -32,6 +32,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "hassle-free, unscaled": {"method": "hassle-free", "low_rank": "adam-unscaled"},
     "hassle-free": {"method": "hassle-free"},
     "hassle-free, exact step": {"method": "hassle-free", "low_rank": "exact"},
+    "3basil": {"method": "3basil"},
+    "joint": {"method": "joint"},
 }
 
 

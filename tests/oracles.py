@@ -75,3 +75,77 @@ def adam_by_autograd(
         torch.trace(r @ h @ r.T).backward()
         optimizer.step()
     return (u @ v / scale.double()).detach()
+
+
+def on_support(weight: Tensor, h: Tensor, mask: Tensor) -> Tensor:
+    """The S on a support that minimises tr((W − S) H (W − S)ᵀ): the normal equations, row by row."""
+    w, h, sparse = weight.double(), h.double(), torch.zeros_like(weight, dtype=torch.float64)
+    for i, kept in enumerate(mask):
+        if kept.any():
+            sparse[i, kept] = torch.linalg.solve(h[kept][:, kept], (h @ w[i])[kept])
+    return sparse
+
+
+def best_low_rank(target: Tensor, h: Tensor, rank: int) -> Tensor:
+    """The best L of a rank in the norm of H, by the leading eigenvectors of T H Tᵀ."""
+    t, h = target.double(), h.double()
+    basis = torch.linalg.eigh(t @ h @ t.T).eigenvectors[:, len(t) - rank :]
+    return basis @ basis.T @ t
+
+
+def support_admm(
+    weight: Tensor, h: Tensor, keep, rank: int, rho: float, every: int, most: int, growth, settled: int
+) -> tuple[Tensor, Tensor]:
+    """ALPS (rank 0) and 3BASiL as their papers state them, with an unscaled dual V and explicit inverses: Z and L.
+
+    keep: the support of the largest entries of a matrix. Everything in the units where H has a unit diagonal.
+    """
+    d = h.double().diagonal().sqrt()
+    h, w = h.double() / torch.outer(d, d), weight.double() * d
+    first = w * keep(w)
+    sparse, dual, low_rank = first, torch.zeros_like(w), torch.zeros_like(w)
+    support, kept, grown = first != 0, int((first != 0).sum()), False
+    for t in range(1, most + 1):
+        right = (w - low_rank) @ h - dual + rho * sparse
+        dense = torch.linalg.solve(h + rho * torch.eye(len(h), dtype=h.dtype), right.T).T
+        sparse = (dense + dual / rho) * keep(dense + dual / rho)
+        dual = dual + rho * (dense - sparse)
+        if rank:
+            low_rank = best_low_rank(w - dense, h, rank)
+        if t % every == 0:
+            changed = int(((sparse != 0) ^ (support)).sum())
+            support = sparse != 0
+            if changed / kept > 0.1:
+                rho, grown = rho * growth[0], True
+            elif changed / kept > 0.005:
+                rho, grown = rho * growth[1], True
+            elif changed and grown:
+                rho *= growth[2]
+            elif changed:
+                rho, sparse, dual = rho / 5, first, torch.zeros_like(w)
+            elif grown:
+                break
+            else:
+                rho /= 5
+            if t > settled and changed / kept < 0.0003:
+                break
+    return dense / d, low_rank / d
+
+
+def joint_admm(weight: Tensor, h: Tensor, keep, low_rank_step, penalties: list[float]) -> tuple[Tensor, Tensor]:
+    """The rounds of `joint` with Z, S and the dual Y apart, and linear systems solved, not kernels: S and L.
+
+    low_rank_step: (T, K, round) → L. The problem is taken as it is: scale it before.
+    """
+    w, h = weight.double(), h.double()
+    sparse, dual, low_rank = torch.zeros_like(w), torch.zeros_like(w), torch.zeros_like(w)
+    before = penalties[0]
+    for t, rho in enumerate(penalties):
+        dual, before = dual * before / rho, rho
+        shifted = h + rho * torch.eye(len(h), dtype=h.dtype)
+        low_rank = low_rank_step(w - sparse + dual, torch.linalg.solve(shifted, h), t)
+        # The minimum over Z of tr((W−Z−L) H (W−Z−L)ᵀ) + ρ‖Z − S + Y‖²: (W − L) H + ρ(S − Y) = Z (H + ρI).
+        dense = torch.linalg.solve(shifted, ((w - low_rank) @ h + rho * (sparse - dual)).T).T
+        sparse = (dense + dual) * keep(dense + dual)
+        dual = dual + dense - sparse
+    return sparse, low_rank

@@ -54,7 +54,7 @@ def test_files_that_are_no_recipes(tmp_path, content, message):
 
 
 def test_a_method_with_a_low_rank_part_needs_a_rank(text):
-    with pytest.raises(RecipeError, match="hassle-free needs a rank or a ratio"):
+    with pytest.raises(RecipeError, match="joint needs a rank or a ratio"):
         Recipe(calibration=text).check()
     Recipe(calibration=text, rank=0).check()
     Recipe(calibration=text, method="wanda").check()

@@ -19,8 +19,11 @@ from hasslefree.low_rank_solvers.exact import Exact
 from hasslefree.low_rank_solvers.subspace import Subspace
 from hasslefree.low_rank_solvers.svd import SVD, RandomizedSVD
 from hasslefree.methods.alternating import AlternatingMinimization
+from hasslefree.methods.joint import Joint
 from hasslefree.methods.prune import Prune
+from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.models.linear import SparseLowRankLinear
+from hasslefree.pruners.alps import ALPS
 from hasslefree.pruners.magnitude import Magnitude
 from hasslefree.pruners.sparsegpt import SparseGPT
 from hasslefree.pruners.wanda import Wanda
@@ -29,6 +32,7 @@ from hasslefree.recipe import Recipe
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALPS",
     "SVD",
     "Adam",
     "AlternatingMinimization",
@@ -38,6 +42,7 @@ __all__ = [
     "Exact",
     "Gram",
     "HasslefreeError",
+    "Joint",
     "LowRank",
     "Magnitude",
     "Prune",
@@ -49,6 +54,7 @@ __all__ = [
     "SparseLowRankLinear",
     "Structured",
     "Subspace",
+    "ThreeBlock",
     "Unstructured",
     "Wanda",
     "compress",

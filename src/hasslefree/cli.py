@@ -41,7 +41,9 @@ def compress(
     sparsity: Annotated[float | None, typer.Option(help="Share of zeros in S, for patterns other than N:M.")] = None,
     ratio: Annotated[float | None, typer.Option(help="Share of the parameters to save; fixes the rank.")] = None,
     rank_share: Annotated[float | None, typer.Option(help="Share of what is kept that goes to L.")] = None,
-    method: Annotated[str | None, typer.Option(help="hassle-free (default), oats, eora, or a pruner.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="joint (default), 3basil, hassle-free, oats, eora, or a pruner.")
+    ] = None,
     pruner: Annotated[str | None, typer.Option(help="Another pruner: magnitude, wanda or sparsegpt.")] = None,
     low_rank: Annotated[str | None, typer.Option(help="Another solver: adam, exact, subspace, svd, …")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds (default: the method's own).")] = None,

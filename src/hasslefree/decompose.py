@@ -12,7 +12,7 @@ from hasslefree.core.budgets import Budget
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Decomposition, Method
+from hasslefree.core.protocols import Decomposition, Method, Solution
 from hasslefree.errors import NonFiniteError, ShapeError
 from hasslefree.methods import build_method
 
@@ -26,7 +26,7 @@ def decompose(
     sparsity: float | None = None,
     ratio: float | None = None,
     rank_share: float | None = None,
-    method: str | Method = "hassle-free",
+    method: str | Method = "joint",
     seed: int = 0,
 ) -> Decomposition:
     """Find a sparse S and a low-rank L with tr((W−S−L) H (W−S−L)ᵀ) small.
@@ -35,7 +35,7 @@ def decompose(
         weight: W, (out, in), any floating dtype. The result has its dtype and device.
         gram: the second moment H of the layer's inputs, (in, in).
         pattern, rank, sparsity, ratio, rank_share: the budget; see `Budget`.
-        method: a name, or an object such as `AlternatingMinimization(rounds=20)`.
+        method: a name, or an object such as `Joint(rounds=50)`.
         seed: of the random start. Same seed, same machine, same result.
 
     Raises:
@@ -69,7 +69,12 @@ def solve_layer(
     """
     full = weight.to(working_dtype(weight))
     alive = gram.alive
-    solution = method.solve(full * alive, prepared, pattern, rank, torch.Generator().manual_seed(seed))
+    if pattern.kept((full.shape[0], full.shape[1])) == full.numel():
+        # Nothing is removed: S = W, exactly, and no method has anything to find.
+        nothing = LowRank(full.new_zeros(len(full), rank), full.new_zeros(rank, full.shape[1]))
+        solution = Solution(full, nothing, ())
+    else:
+        solution = method.solve(full * alive, prepared, pattern, rank, torch.Generator().manual_seed(seed))
     sparse = solution.sparse * alive
     low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * alive).balanced()
     before = gram.relative_error(full - sparse - low_rank.product(), full)

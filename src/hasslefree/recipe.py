@@ -41,7 +41,7 @@ class Recipe:
     sparsity: float | None = None
     ratio: float | None = None
     rank_share: float | None = None
-    method: str = "hassle-free"
+    method: str = "joint"
     pruner: str | None = None
     low_rank: str | None = None
     rounds: int | None = None
@@ -81,7 +81,7 @@ class Recipe:
             method = self.build_method()
             method.check(self.rank or 0)
             if not isinstance(method, Prune) and self.rank is None and self.ratio is None:
-                yield f"method {self.method} needs a rank or a ratio (rank 0 for the pruner alone)"
+                yield f"method {self.method} needs a rank or a ratio (rank 0 for S alone)"
         except HasslefreeError as error:
             yield str(error)
         for name, least in (("samples", 1), ("seqlen", 2)):

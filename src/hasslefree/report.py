@@ -21,7 +21,7 @@ class LayerReport:
         nonzeros: of S. parameters: non-zeros and both factors, beside out × width before.
         relative_error: with the undamped Gram, after the cast to the dtype of the model; and before it.
         seconds: of the decomposition, its share of the factorisation included.
-        history: the method's objective after each round.
+        history: the method's objective, as often as it measures it.
     """
 
     name: str

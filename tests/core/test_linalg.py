@@ -1,7 +1,12 @@
+import contextlib
+from itertools import pairwise
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hasslefree.core.linalg import inverse_factor, lower_cholesky
+from hasslefree.core.linalg import allow_tf32, inverse, inverse_factor, lower_cholesky, masked_cg
 from hasslefree.errors import FactorizationError
 from tests import oracles
 
@@ -14,5 +19,55 @@ def test_the_inverse_factor_is_the_upper_cholesky_factor_of_the_inverse():
 
 
 def test_a_singular_matrix_is_an_error_with_a_remedy():
-    with pytest.raises(FactorizationError, match="raise the damping"):
-        lower_cholesky(torch.zeros(3, 3))
+    for factorise in (lower_cholesky, inverse):
+        with pytest.raises(FactorizationError, match="raise the damping"):
+            factorise(torch.zeros(3, 3))
+
+
+def test_the_inverse_takes_float64_where_float32_cannot_factor():
+    """Oracle: Sherman–Morrison, (I + c 11ᵀ)⁻¹ = I − c/(1 + n c) 11ᵀ, with c = 2^23: the I is at float32's rounding."""
+    c, n = 2.0**23, 40
+    matrix = torch.full((n, n), c) + torch.eye(n)
+    assert torch.linalg.cholesky_ex(matrix).info > 0, "float32 can do it: the matrix is too easy"
+    found = inverse(matrix)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, torch.eye(n) - c / (1 + n * c), rtol=1e-4, atol=1e-6)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 99), st.floats(0, 1))
+def test_masked_cg_tends_to_the_least_squares_on_the_support_and_never_rises(seed, density):
+    """Oracle: the normal equations of every row."""
+    target, h = oracles.problem(6, 12, seed=seed, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(6, 12, generator=generator) < density
+    start = torch.randn(6, 12, generator=generator, dtype=torch.float64) * mask
+    before = start.clone()
+    found = [masked_cg(h, target, start, mask, steps) for steps in (0, 1, 2, 4, 8, 60)]
+    assert torch.equal(start, before)
+    assert all(not sparse[~mask].any() for sparse in found)
+    losses = [torch.tensor([oracles.loss(row[None], h) for row in target - sparse]) for sparse in found]
+    scale = oracles.loss(target, h)
+    assert all((later <= earlier + 1e-12 * scale).all() for earlier, later in pairwise(losses))
+    torch.testing.assert_close(found[-1], oracles.on_support(target, h, mask), rtol=1e-6, atol=1e-7)
+
+
+def test_the_preconditioner_makes_the_scale_of_an_input_immaterial():
+    """With D H D and T D⁻¹ the same steps give S D⁻¹, for powers of two to the bit."""
+    target, h = oracles.problem(5, 8)
+    mask = torch.rand(5, 8, generator=torch.Generator().manual_seed(0)) < 0.5
+    d = torch.tensor([1.0, 4.0, 0.5, 2.0, 16.0, 1.0, 0.25, 8.0])
+    plain = masked_cg(h, target, torch.zeros(5, 8), mask, 3)
+    scaled = masked_cg(h * torch.outer(d, d), target / d, torch.zeros(5, 8), mask, 3)
+    torch.testing.assert_close(scaled * d, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_tf32_setting_is_put_back_even_after_an_error(allowed):
+    before = torch.backends.cuda.matmul.allow_tf32
+    inside = None
+    with contextlib.suppress(ZeroDivisionError), allow_tf32(allowed):
+        inside = torch.backends.cuda.matmul.allow_tf32
+        _ = 1 / 0
+    assert inside == allowed
+    assert torch.backends.cuda.matmul.allow_tf32 == before

@@ -109,7 +109,7 @@ def test_build_method_names_what_is_wrong():
         build_method("hassle-free", pruner="wandaa")
     with pytest.raises(UnknownNameError, match="unknown low-rank solver 'x'.*Known: adam"):
         build_method("hassle-free", low_rank="x")
-    with pytest.raises(BudgetError, match="'wanda' has no low_rank, rounds to set"):
+    with pytest.raises(BudgetError, match="'wanda' has no rounds, low_rank to set; use --method hassle-free or"):
         build_method("wanda", low_rank="exact", rounds=3)
 
 

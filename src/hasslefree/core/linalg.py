@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -37,3 +40,55 @@ def inverse_factor(matrix: Tensor) -> Tensor:
 def unit_diagonal_scale(diagonal: Tensor) -> Tensor:
     """D = diag(H)^½: (in,), with 1 in the place of a zero so that it can be divided by."""
     return torch.where(diagonal > 0, diagonal, 1.0).sqrt()
+
+
+def inverse(matrix: Tensor) -> Tensor:
+    """The inverse of a positive definite matrix (n, n) that is not ill-conditioned, by its Cholesky factor.
+
+    Its own dtype will do as long as the least eigenvalue is well above the rounding of the largest. Where the
+    factorisation says that it is not, float64 takes over; the result is in the dtype of `matrix`.
+    """
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if info.item() != 0:
+        factor = lower_cholesky(matrix)
+    return torch.cholesky_inverse(factor).to(matrix.dtype)
+
+
+def masked_cg(matrix: Tensor, target: Tensor, start: Tensor, mask: Tensor, steps: int) -> Tensor:
+    """S on a support with tr((T − S) H (T − S)ᵀ) small, by conjugate gradients on every row, Jacobi-preconditioned.
+
+    Args:
+        matrix: H, (in, in), positive semi-definite with a positive diagonal.
+        target: T, (out, in). start: S at first, zero off the mask. mask: the support, bool (out, in).
+
+    Each step minimises the loss of a row along a direction of descent, so that no step raises it. Where the gradient
+    of a row is zero, it rests.
+    """
+    sparse = start.clone()
+    inverse_diagonal = 1 / matrix.diagonal()
+    gradient = torch.sub(target, sparse).mm(matrix).mul_(mask)  # of −loss / 2
+    direction = gradient * inverse_diagonal
+    energy = torch.linalg.vecdot(gradient, direction).unsqueeze(1)
+    for step in range(steps):
+        image = direction.mm(matrix).mul_(mask)
+        curvature = torch.linalg.vecdot(direction, image).unsqueeze(1)
+        length = torch.where(curvature > 0, energy / curvature, 0.0)
+        sparse.addcmul_(direction, length)
+        if step == steps - 1:
+            break
+        gradient.addcmul_(image, length, value=-1)
+        preconditioned = torch.mul(gradient, inverse_diagonal, out=image)
+        before, energy = energy, torch.linalg.vecdot(gradient, preconditioned).unsqueeze(1)
+        direction.mul_(torch.where(before > 0, energy / before, 0.0)).add_(preconditioned)
+    return sparse
+
+
+@contextmanager
+def allow_tf32(allowed: bool) -> Iterator[None]:
+    """Run float32 products in TF32 on CUDA, if allowed; the setting of torch is put back at the end."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -48,3 +48,20 @@ def truncated_svd(matrix: Tensor, rank: int) -> LowRank:
     """C_r(matrix): the best rank-r approximation in the Frobenius norm (Eckart–Young). matrix: (out, in)."""
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     return LowRank(u[:, :rank] * s[:rank], vh[:rank])
+
+
+def subspace_steps(target: Tensor, norm: Tensor, basis: Tensor, steps: int) -> LowRank:
+    """L = B BᵀT after steps B ← qr(T H (BᵀT)ᵀ) of orthogonal iteration, from an orthonormal basis B: (out, r).
+
+    For every orthonormal B the best L with that column space is B BᵀT, whatever H is; at the fixed point B spans the
+    leading eigenvectors of T H Tᵀ, and L is the best of its rank (orthogonal iteration: Golub & Van Loan, section
+    8.2). No step raises tr((T − L) H (T − L)ᵀ) (docs/maths.md).
+
+    Args:
+        target: T, (out, in). norm: H, (in, in), positive semi-definite.
+    """
+    v = basis.T @ target
+    for _ in range(steps):
+        basis = torch.linalg.qr(target @ (norm @ v.T)).Q
+        v = basis.T @ target
+    return LowRank(basis, v)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hasslefree.errors import PatternError
 
-
 # Groups up to this size are ranked by comparing all pairs; beyond it a partial sort is faster.
 PAIRWISE = 8
 

@@ -1,7 +1,7 @@
 """The three kinds of plug-in and what they hand on. A plug-in is a frozen dataclass of its hyper-parameters.
 
 Each splits its work in two: `prepare` does what depends on the Gram alone, once; the rest is done for every weight,
-every round. What `prepare` returns is the plug-in's own affair and is never changed.
+every round. What `prepare` returns is the plug-in's own affair: no result may depend on what was solved with it before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Solution:
 
     Args:
         sparse: (out, in). low_rank: (out, r), (r, in).
-        history: the damped objective over the damped norm of W, after each round.
+        history: the damped objective over the damped norm of W, as often as the method measures it.
     """
 
     sparse: Tensor
@@ -73,7 +73,7 @@ class Decomposition:
         low_rank: factors (out, r) and (r, in), in the dtype of W.
         relative_error: tr(R H Rᵀ) / tr(W H Wᵀ) with the undamped H, measured on what is returned here.
         relative_error_before_cast: the same before the cast to the dtype of W.
-        history: the objective of the method after each round (damped, relative).
+        history: the objective of the method (damped, relative), as often as it measures it.
     """
 
     sparse: Tensor = field(repr=False)

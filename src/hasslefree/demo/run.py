@@ -1,4 +1,4 @@
-"""The demo: a small Llama that ships with the package, compressed in four ways on two CPU cores."""
+"""The demo: a small Llama that ships with the package, compressed in five ways on two CPU cores."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ SEQLEN = 256
 
 
 def recipes(rounds: int) -> dict[str, Recipe]:
-    """What is compared: 2:4 + rank 16, and 2:4 alone for sparsegpt. rounds: of hassle-free; oats takes its own 80."""
+    """What is compared: 2:4 + rank 16, and 2:4 alone for sparsegpt. rounds: of hassle-free alone."""
     base = Recipe(rank=16, calibration=str(CALIBRATION), samples=64, seqlen=SEQLEN, dtype="float32")
     return {
         "sparsegpt (rank 0)": dataclasses.replace(base, method="sparsegpt", rank=0),
         "oats, 80 rounds": dataclasses.replace(base, method="oats"),
-        f"hassle-free, {rounds} rounds": dataclasses.replace(base, rounds=rounds),
-        f"… exact step, {rounds} rounds": dataclasses.replace(base, rounds=rounds, low_rank="exact"),
+        f"hassle-free, {rounds} rounds": dataclasses.replace(base, method="hassle-free", rounds=rounds),
+        "3basil": dataclasses.replace(base, method="3basil"),
+        "joint": dataclasses.replace(base, method="joint"),
     }
 
 

@@ -11,15 +11,19 @@ from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
 from hasslefree.low_rank_solvers.diagonal_svd import DiagonalSVD
 from hasslefree.low_rank_solvers.exact import Exact
 from hasslefree.methods.alternating import AlternatingMinimization
+from hasslefree.methods.joint import Joint
 from hasslefree.methods.prune import Prune
+from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.pruners import PRUNERS
 from hasslefree.pruners.wanda import Wanda
 
 # Magnitude, Wanda and OATS are defined by the undamped H: nothing in them is inverted.
 METHODS: dict[str, Method] = {
+    "joint": Joint(),
     "hassle-free": AlternatingMinimization(),
     "oats": AlternatingMinimization(Wanda(), DiagonalSVD(), damping=0.0, low_rank_first=True, keep_best=False),
     "eora": AlternatingMinimization(low_rank=Exact(), rounds=1),
+    "3basil": ThreeBlock(),
     "magnitude": Prune(PRUNERS["magnitude"], damping=0.0),
     "wanda": Prune(PRUNERS["wanda"], damping=0.0),
 }
@@ -47,8 +51,10 @@ def build_method(
     parts["pruner"] = None if pruner is None else look_up("pruner", pruner, PRUNERS)
     parts["low_rank"] = None if low_rank is None else look_up("low-rank solver", low_rank, LOW_RANK_SOLVERS)
     chosen = {part: value for part, value in parts.items() if value is not None}
-    if missing := chosen.keys() - {field.name for field in dataclasses.fields(method)}:
-        raise BudgetError(f"method {name!r} has no {', '.join(sorted(missing))} to set")
+    if missing := [part for part in chosen if not hasattr(method, part)]:
+        having = [other for other, its in METHODS.items() if all(hasattr(its, part) for part in missing)]
+        remedy = f"; use --method {' or '.join(having)}" if having else ""
+        raise BudgetError(f"method {name!r} has no {', '.join(missing)} to set{remedy}")
     return dataclasses.replace(method, **chosen)
 
 

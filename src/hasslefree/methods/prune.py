@@ -30,7 +30,7 @@ class Prune:
         if rank:
             raise BudgetError(
                 f"{type(self.pruner).__name__} alone has no low-rank part, got rank {rank}; "
-                "use rank 0, or a method such as eora or hassle-free"
+                "use rank 0, or a method such as joint"
             )
 
     def prepare(self, gram: Gram) -> tuple[Gram, Any]:

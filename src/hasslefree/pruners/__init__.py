@@ -1,6 +1,7 @@
 """Pruners by name. A new one is a file and a line here; the contract tests then cover it."""
 
 from hasslefree.core.protocols import Pruner
+from hasslefree.pruners.alps import ALPS
 from hasslefree.pruners.magnitude import Magnitude
 from hasslefree.pruners.sparsegpt import SparseGPT
 from hasslefree.pruners.wanda import Wanda
@@ -9,4 +10,5 @@ PRUNERS: dict[str, Pruner] = {
     "magnitude": Magnitude(),
     "wanda": Wanda(),
     "sparsegpt": SparseGPT(),
+    "alps": ALPS(),
 }

@@ -1,0 +1,106 @@
+"""ADMM whose penalty follows the support: the loop that ALPS (arXiv 2406.07831) and 3BASiL (arXiv 2603.01376) share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.gram import Gram
+from hasslefree.core.linalg import unit_diagonal_scale
+from hasslefree.core.patterns import Pattern
+
+
+@dataclass(frozen=True)
+class ScaledSpectrum:
+    """The problem in the units where H has a unit diagonal: D⁻¹HD⁻¹ = Q diag(λ) Qᵀ with D = diag(H)^½.
+
+    Args:
+        scale: D, (in,). matrix: D⁻¹HD⁻¹, (in, in). values: λ, (in,), and vectors: Q, (in, in), in float64.
+    """
+
+    scale: Tensor
+    matrix: Tensor
+    values: Tensor
+    vectors: Tensor
+
+    @classmethod
+    def of(cls, gram: Gram) -> ScaledSpectrum:
+        scale = unit_diagonal_scale(gram.diagonal)
+        matrix = gram.matrix / torch.outer(scale, scale)
+        values, vectors = torch.linalg.eigh(matrix.double())
+        return cls(scale, matrix, values, vectors)
+
+    def resolvent(self, rho: float) -> Tensor:
+        """ρ(H + ρI)⁻¹: (in, in), in the working dtype."""
+        return ((self.vectors * (rho / (self.values + rho))) @ self.vectors.T).to(self.matrix.dtype)
+
+
+@dataclass(frozen=True)
+class SupportPenalty:
+    """ρ grows as long as the support moves, the faster the more it moves, and the loop ends when it rests.
+
+    Args:
+        start: ρ at first. every: rounds from one check to the next. most: rounds at most.
+        growth: the factor of ρ where more than 10 %, more than 0.5 %, and at least one of the kept entries changed.
+        settled: after so many rounds, fewer than 0.03 % of changes end the loop.
+    """
+
+    start: float
+    every: int
+    most: int
+    growth: tuple[float, float, float]
+    settled: int
+
+    def run(
+        self,
+        weight: Tensor,
+        spectrum: ScaledSpectrum,
+        pattern: Pattern,
+        fit: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Z, the dense copy of S that the ADMM ends with: (out, in). Everything in the units of unit diagonal.
+
+        Args:
+            weight: W, (out, in). fit: L for a target W − Z, called once a round.
+
+        With Y the dual over ρ, the minimum over Z of tr((W−Z−L) H (W−Z−L)ᵀ) + ρ‖Z − S + Y‖² is
+        Z = M + (S − Y − M)·ρ(H + ρI)⁻¹ with M = W − L.
+        """
+        rho, grown = self.start, False
+        resolvent = spectrum.resolvent(rho)
+        first = weight * pattern.mask(weight.square())
+        sparse, dual = first, torch.zeros_like(weight)
+        dense, low_rank = weight, torch.zeros_like(weight)
+        checked = sparse != 0
+        kept = max(pattern.kept((weight.shape[0], weight.shape[1])), 1)
+        for t in range(1, self.most + 1):
+            free = weight - low_rank
+            dense = free + (sparse - dual - free) @ resolvent
+            dual += dense
+            sparse = dual * pattern.mask(dual.square())
+            dual -= sparse
+            low_rank = fit(weight - dense)
+            if t % self.every:
+                continue
+            support = sparse != 0
+            changed = int((support != checked).sum())
+            checked, before = support, rho
+            if changed > 0.005 * kept or (changed and grown):
+                rho *= self.growth[0 if changed > 0.1 * kept else 1 if changed > 0.005 * kept else 2]
+                grown = True
+            elif grown:
+                break
+            else:
+                # The support hardly moved since the start: the penalty holds it fast. Begin again, more loosely.
+                rho /= 5
+                if changed:
+                    sparse, dual = first, torch.zeros_like(weight)
+            rho = min(rho, 1e6)
+            dual *= before / rho
+            resolvent = spectrum.resolvent(rho)
+            if t > self.settled and changed < 0.0003 * kept:
+                break
+        return dense

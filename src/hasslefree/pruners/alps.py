@@ -1,0 +1,37 @@
+"""ALPS: ADMM on the support, then conjugate gradients on it (Meng et al., arXiv 2406.07831)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.admm import ScaledSpectrum, SupportPenalty
+from hasslefree.core.gram import Gram
+from hasslefree.core.linalg import masked_cg
+from hasslefree.core.patterns import Pattern
+
+
+@dataclass(frozen=True)
+class ALPS:
+    """S by ADMM with a penalty that grows as the support moves (algorithm 1); the figures are the authors'.
+
+    Args:
+        penalty: how ρ grows, and when to stop. cg_steps: of the refit on the support that was found.
+    """
+
+    penalty: SupportPenalty = SupportPenalty(0.1, every=3, most=300, growth=(1.3, 1.2, 1.1), settled=30)
+    cg_steps: int = 10
+
+    def prepare(self, gram: Gram) -> ScaledSpectrum:
+        return ScaledSpectrum.of(gram)
+
+    def prune(self, target: Tensor, prepared: ScaledSpectrum, pattern: Pattern) -> Tensor:
+        if pattern.kept((target.shape[0], target.shape[1])) == target.numel():
+            return target.clone()  # nothing to remove; the support could not move
+        weight = target * prepared.scale
+        nothing = torch.zeros_like(weight)
+        dense = self.penalty.run(weight, prepared, pattern, lambda _: nothing)
+        mask = pattern.mask(dense.square())
+        return masked_cg(prepared.matrix, weight, dense * mask, mask, self.cg_steps) / prepared.scale
