@@ -44,8 +44,8 @@ def compress(
     method: Annotated[
         str | None, typer.Option(help="joint (default), 3basil, hassle-free, oats, eora, or a pruner.")
     ] = None,
-    pruner: Annotated[str | None, typer.Option(help="Another pruner: magnitude, wanda or sparsegpt.")] = None,
-    low_rank: Annotated[str | None, typer.Option(help="Another solver: adam, exact, subspace, svd, …")] = None,
+    pruner: Annotated[str | None, typer.Option(help="Another pruner for hassle-free: sparsegpt, alps, …")] = None,
+    low_rank: Annotated[str | None, typer.Option(help="Another solver for hassle-free: adam, exact, …")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds (default: the method's own).")] = None,
     damping: Annotated[float | None, typer.Option(help="λ over mean(diag H) (default: the method's).")] = None,
     calibration: Annotated[str | None, typer.Option(help="c4 (default), wikitext2, ptb, or a file.")] = None,

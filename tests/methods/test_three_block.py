@@ -33,7 +33,7 @@ def test_it_is_the_paper_s_admm_written_out(pattern, start):
 def test_the_defaults_are_the_authors():
     method = METHODS["3basil"]
     assert method.penalty == SupportPenalty(0.1, every=10, most=2000, growth=(1.1, 1.05, 1.02), settled=100)
-    assert (method.low_rank.oversampling, method.low_rank.iterations, method.damping) == (5, 2, 0.01)
+    assert (method.svd.oversampling, method.svd.iterations, method.damping) == (5, 2, 0.01)
 
 
 def test_the_history_is_the_damped_objective():

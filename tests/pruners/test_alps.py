@@ -3,6 +3,7 @@ import torch
 
 from hasslefree import ALPS, Gram, SemiStructured, Unstructured
 from hasslefree.core.admm import SupportPenalty
+from hasslefree.errors import FactorizationError
 from hasslefree.pruners import PRUNERS
 from tests import oracles
 
@@ -41,3 +42,10 @@ def test_it_beats_sparsegpt_which_beats_wanda():
             sparse = pruner.prune(weight, pruner.prepare(Gram(h, 1).damped(0.01)), SemiStructured(2, 4))
             losses[name] += oracles.loss(weight - sparse, h)
     assert losses["alps"] < losses["sparsegpt"] < losses["wanda"]
+
+
+def test_a_matrix_that_is_no_second_moment_is_an_error():
+    h = torch.eye(8)
+    h[0, 1] = h[1, 0] = 1.1
+    with pytest.raises(FactorizationError, match="is no second moment"):
+        ALPS().prepare(Gram(h, 1))

@@ -11,6 +11,7 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import unit_diagonal_scale
 from hasslefree.core.patterns import Pattern
+from hasslefree.errors import FactorizationError
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class ScaledSpectrum:
         scale = unit_diagonal_scale(gram.diagonal)
         matrix = gram.matrix / torch.outer(scale, scale)
         values, vectors = torch.linalg.eigh(matrix.double())
+        if values[0] < -1e-5 * values[-1]:
+            raise FactorizationError(
+                f"the Gram ({len(matrix)}×{len(matrix)}) is no second moment: it has the eigenvalue "
+                f"{values[0].item():.1e} in units of its diagonal; gather it anew"
+            )
         return cls(scale, matrix, values, vectors)
 
     def resolvent(self, rho: float) -> Tensor:

@@ -1,4 +1,7 @@
-"""Factorisations of a damped Gram. Each is computed in float64 and cast once: they are ill-conditioned and rare."""
+"""Factorisations of a Gram, least squares on a support, and the precision of products.
+
+Factors of a damped Gram are computed in float64 and cast once: they are ill-conditioned and rare.
+"""
 
 from __future__ import annotations
 
@@ -84,11 +87,27 @@ def masked_cg(matrix: Tensor, target: Tensor, start: Tensor, mask: Tensor, steps
 
 
 @contextmanager
-def allow_tf32(allowed: bool) -> Iterator[None]:
-    """Run float32 products in TF32 on CUDA, if allowed; the setting of torch is put back at the end."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
+def matmul_precision(tf32: bool, device: torch.device) -> Iterator[None]:
+    """Run float32 products on CUDA in TF32, or in full; torch's setting is put back at the end.
+
+    On other devices, nothing is touched.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with _matmul_setting(tf32):
+        yield
+
+
+@contextmanager
+def _matmul_setting(tf32: bool) -> Iterator[None]:
+    # The older of torch's two settings must not be touched where the user may have used the newer one.
+    settings = torch.backends.cuda.matmul
+    newer = hasattr(settings, "fp32_precision")
+    name, value = ("fp32_precision", "tf32" if tf32 else "ieee") if newer else ("allow_tf32", tf32)
+    before = getattr(settings, name)
+    setattr(settings, name, value)
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        setattr(settings, name, before)

@@ -43,7 +43,8 @@ class Solution:
 
     Args:
         sparse: (out, in). low_rank: (out, r), (r, in).
-        history: the damped objective over the damped norm of W, as often as the method measures it.
+        history: the damped objective over the damped norm of W, as often as the method measures it; empty where
+            nothing was removed.
     """
 
     sparse: Tensor

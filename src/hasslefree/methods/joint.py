@@ -1,4 +1,4 @@
-"""joint: ADMM on the support with the low-rank part minimised out of every step (docs/joint.md derives it)."""
+"""joint: ADMM on the support that follows the best low-rank part in every step (docs/joint.md derives it)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
-from hasslefree.core.linalg import allow_tf32, inverse, masked_cg, unit_diagonal_scale
+from hasslefree.core.linalg import inverse, masked_cg, matmul_precision, unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Solution
@@ -53,7 +53,9 @@ class ScaledProblem:
 
 @dataclass(frozen=True)
 class Joint:
-    """S and L together: each step of the ADMM takes the exact minimum over the dense copy of S and L at once.
+    """S and L together: each round of the ADMM minimises over the dense copy of S and L at once.
+
+    The minimum over the copy is exact for every L; L takes a step towards its own.
 
     Args:
         rounds: time against quality; each costs one out × in × in product.
@@ -78,8 +80,11 @@ class Joint:
     tf32: bool = False
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise BudgetError(f"rounds must be at least 1, got {self.rounds}")
+        for name, least in {"rounds": 1, "stages": 1, "sweeps": 0}.items():
+            if getattr(self, name) < least:
+                raise BudgetError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.penalty <= 0 or self.growth <= 1:
+            raise BudgetError(f"penalty must be above 0 and growth above 1, got {self.penalty} and {self.growth}")
 
     def check(self, rank: int) -> None:
         """Every rank will do; with 0 it is a pruner."""
@@ -96,9 +101,10 @@ class Joint:
         scaled = weight * prepared.scale
         density = pattern.kept((weight.shape[0], weight.shape[1])) / weight.numel()
         penalties = self.penalties(density, rank * sum(weight.shape) / weight.numel())
-        with allow_tf32(self.tf32):
+        with matmul_precision(self.tf32, weight.device):
             sparse, mask, low_rank = self._search(scaled, prepared, pattern, low_rank, penalties)
-        return self._polish(scaled, prepared, sparse, mask, low_rank)
+        with matmul_precision(False, weight.device):
+            return self._polish(scaled, prepared, sparse, mask, low_rank)
 
     def penalties(self, density: float, rank_share: float) -> list[float]:
         """ρ of every round, for a layer that keeps these shares of its parameters in S and in the factors of L.
@@ -106,7 +112,8 @@ class Joint:
         They are powers of `growth`, so that layers with the same input meet the same ρ.
         """
         odds = max((1 - density) / max(density, 0.02), 1.0)
-        first = round(math.log(self.penalty * odds * math.exp(-RANK_RELIEF * rank_share), self.growth))
+        start = max(self.penalty * odds * math.exp(-RANK_RELIEF * rank_share), 0.01)
+        first = round(math.log(start, self.growth))
         return [self.growth ** (first + int(self.stages * (t / self.rounds) ** 2)) for t in range(self.rounds)]
 
     def _search(
@@ -119,10 +126,13 @@ class Joint:
         low_rank = LowRank(torch.linalg.qr(low_rank.u).Q, low_rank.v)
         state, sparse, target = torch.zeros_like(weight), torch.zeros_like(weight), torch.empty_like(weight)
         mask = torch.ones_like(weight, dtype=torch.bool)
+        kernel, before = problem.kernel(penalties[0]), penalties[0]
         for t, rho in enumerate(penalties):
-            kernel = problem.kernel(rho)
-            if rho != penalties[max(t - 1, 0)]:
-                state.sub_(sparse).mul_(penalties[t - 1] / rho).add_(sparse)
+            if rho != before:
+                del kernel  # there may be no room for two
+                kernel = problem.kernel(rho)
+                state.sub_(sparse).mul_(before / rho).add_(sparse)  # Y ← Y·ρ_before/ρ
+                before = rho
             torch.add(weight, state, out=target).sub_(sparse, alpha=2)  # T = W − S + Y
             if low_rank.rank:
                 low_rank = subspace_steps(target, kernel, low_rank.u, 1 if t else FIRST_STEPS)

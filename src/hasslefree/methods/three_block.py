@@ -25,12 +25,12 @@ class ThreeBlock:
 
     Args:
         penalty: how ρ grows, and when to stop. damping: λ over the mean of diag H.
-        low_rank: the SVD in whitened space.
+        svd: of what is left, in whitened space.
     """
 
     penalty: SupportPenalty = SupportPenalty(0.1, every=10, most=2000, growth=(1.1, 1.05, 1.02), settled=100)
     damping: float = 0.01
-    low_rank: RandomizedSVD = RandomizedSVD(oversampling=5, iterations=2)
+    svd: RandomizedSVD = RandomizedSVD(oversampling=5, iterations=2)
 
     def check(self, rank: int) -> None:
         """Every rank will do; with 0 it is ALPS without the refit."""
@@ -54,11 +54,15 @@ class ThreeBlock:
         def fit(target: Tensor) -> Tensor:
             nonlocal best
             if rank:
-                white = self.low_rank.fit(target @ factor, None, best, 0)
+                white = self.svd.fit(target @ factor, None, best, 0)
                 best = LowRank(white.u, torch.linalg.solve_triangular(factor, white.v, upper=False, left=False))
             return best.product()
 
-        dense = self.penalty.run(weight * spectrum.scale, spectrum, pattern, fit)
+        if pattern.kept((weight.shape[0], weight.shape[1])):
+            dense = self.penalty.run(weight * spectrum.scale, spectrum, pattern, fit)
+        else:  # no support that could move
+            dense = torch.zeros_like(weight)
+            fit(weight * spectrum.scale)
         sparse = dense * pattern.mask(dense.square()) / spectrum.scale
         low_rank = LowRank(best.u, best.v / spectrum.scale)
         error = gram.relative_error(weight - sparse - low_rank.product(), weight)
