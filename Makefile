@@ -8,13 +8,18 @@ BIN := .venv/bin
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	touch $@
 
-.PHONY: demo test lint
+.PHONY: demo test lint bench
 demo: .venv/.ready
 	$(BIN)/hasslefree demo
 
 # One thread a process: the tests are many and small.
 test: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# The README's table and plot of single layers, from scratch.
+bench: .venv/.ready
+	$(BIN)/python benchmarks/layers.py
+	$(BIN)/python benchmarks/readme.py
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

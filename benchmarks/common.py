@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,26 @@ def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
+
+
+def resumed(path: Path, header: dict[str, Any], rows: str) -> dict[str, Any]:
+    """What `path` holds already, or a fresh start; rows of another header must not be mixed with these.
+
+    Args:
+        header: what the rows depend on, beside the machine. rows: the field that holds them.
+    """
+    header = {"machine": machine(), **header}
+    if not path.exists():
+        return {**header, rows: {}}
+    content: dict[str, Any] = json.loads(path.read_text())
+    if differing := [key for key, value in header.items() if content.get(key) != value]:
+        raise SystemExit(f"{path} was measured with another {', '.join(differing)}; move it away, or take its settings")
+    return content
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

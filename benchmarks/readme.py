@@ -1,4 +1,4 @@
-"""Write the tables of README.md from the results, between the marks <!-- NAME --> and <!-- /NAME -->.
+"""Write the tables of README.md and docs/ from the results, between the marks <!-- NAME --> and <!-- /NAME -->.
 
 python benchmarks/readme.py
 """
@@ -6,8 +6,12 @@ python benchmarks/readme.py
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from common import geometric_mean
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -58,18 +62,95 @@ def reference() -> str:
     return "\n\n".join(tables) + f"\n\nCalibrated on {calibration}, seed {content['seed']}, on {where(content)}."
 
 
+def gap() -> str:
+    """What compression costs a model, on average over texts and over calibration seeds, and its ratios."""
+    seeds = [json.loads(path.read_text())["results"] for path in sorted(RESULTS.glob("reference_seed*.json"))]
+    rows = []
+    for setting, runs in json.loads((RESULTS / "reference_model.json").read_text())["results"].items():
+        dense = runs["dense"]
+        joint, rival = ([log_excess(found[setting][m], dense) for found in seeds] for m in ("joint", "3basil"))
+        pattern, rank = setting.split("/")
+        cells = [f"{mean(joint):.4f}", f"{mean(rival):.4f}", f"{mean(joint) / mean(rival):.2f}"]
+        cells.append(", ".join(f"{one / other:.2f}" for one, other in zip(joint, rival, strict=True)))
+        cells.append(f"{log_excess(runs['joint'], dense) / log_excess(runs['hassle-free'], dense):.2f}")
+        rows.append([f"{pattern} + rank {rank}", *cells])
+    heads = ["gap", "joint", "3basil", "joint / 3basil", "by seed", "joint / hassle-free (seed 0)"]
+    return f"{markdown(heads, rows)}\n\nMeans over {len(seeds)} seeds."
+
+
+def log_excess(run: dict[str, Any], dense: dict[str, Any]) -> float:
+    """The mean over texts of log(perplexity / dense)."""
+    return mean([math.log(found / dense["perplexity"][text]) for text, found in run["perplexity"].items()])
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
 def recorded() -> str:
     """Our relative error over the recorded one of the authors' code, like for like."""
-    content = json.loads((RESULTS / "recorded.json").read_text())
+    results = json.loads((RESULTS / "recorded.json").read_text())["results"]
     rows = []
-    for method, problems in content["results"].items():
+    for method, problems in results.items():
         alike = [runs[-1] for runs in problems.values()]
-        ratios = [run["ratio"] for run in alike]
         # The deterministic methods have recorded outputs too.
         distances = [run["relative_distance"] for run in alike if "relative_distance" in run]
         distance = f"{max(distances):.0e}" if distances else ""
-        rows.append([method, f"{min(ratios):.4f}", f"{max(ratios):.4f}", distance])
-    return markdown(["nine layers", "least", "most", "largest distance of S + L"], rows)
+        label = f"{method} / 3basil" if method.startswith("joint") else method
+        rows.append([label, *spread([run["ratio"] for run in alike]), distance])
+    rivals = [runs[-1]["recorded"] for runs in results["hassle-free"].values()]
+    ours = [runs[-1]["relative_error"] for runs in results["joint"].values()]
+    rows.append(["joint / hassle-free", *spread([a / b for a, b in zip(ours, rivals, strict=True)]), ""])
+    return markdown(
+        [f"ours / recorded, {len(ours)} layers", "mean", "least", "most", "largest distance of S + L"], rows
+    )
+
+
+def spread(ratios: list[float]) -> list[str]:
+    """Geometric mean, least and most."""
+    return [f"{value:.4f}" for value in (geometric_mean(ratios), min(ratios), max(ratios))]
+
+
+def layers(stem: str) -> str:
+    """The ends of the curves, and all of joint's: over 3basil on the same problem."""
+    content = json.loads((RESULTS / f"{stem}.json").read_text())
+    problems = list(content["problems"].values())
+    rows = []
+    for key in problems[0]["rows"]:
+        name, _, rounds = key.partition(" @ ")
+        if name != "joint" and rounds not in ("", "80", "2000"):
+            continue
+        cells = [f"{name}, {rounds} rounds" if rounds not in ("", "2000") else name]
+        for synthetic in (False, True):
+            mine = [p["rows"] for p in problems if (p["source"] == "synthetic") == synthetic]
+            error, time = (
+                [row[key][field] / row["3basil @ 2000"][field] for row in mine]
+                for field in ("relative_error", "seconds")
+            )
+            cells += [f"{geometric_mean(error):.2f}", f"{max(error):.2f}", f"{geometric_mean(time):.2f}"]
+        flops = [p["rows"][key]["flops"] / p["rows"]["3basil @ 2000"]["flops"] for p in problems]
+        rows.append([*cells, f"{geometric_mean(flops):.2f}"])
+    heads = ["over 3basil", "model: error", "most", "time", "synthetic: error", "most", "time", "FLOPs"]
+    return f"{markdown(heads, rows)}\n\n{len(problems)} problems, seed {content['seed']}, on {where(content)}."
+
+
+def growth() -> str:
+    """Seconds by size, and the exponent."""
+    content = json.loads((RESULTS / "growth.json").read_text())
+    rows = [[f"{r['size']}²", f"{r['seconds']:.2f}", f"{r['flops'] / r['seconds'] / 1e9:.0f}"] for r in content["rows"]]
+    table = markdown(["size", "seconds", "GFLOPs a second"], rows)
+    return f"{table}\n\nThe exponent of a power law is {content['exponent']:.2f}, on {where(content)}."
+
+
+def ideas() -> str:
+    """Every idea over joint as it is."""
+    content = json.loads((RESULTS / "ideas.json").read_text())
+    rows = [
+        [name, f"{row['error']:.3f}", f"{row['least']:.3f}", f"{row['most']:.3f}"]
+        for name, row in content["ideas"].items()
+    ]
+    table = markdown(["idea", "error", "least", "most"], rows)
+    return f"{table}\n\n{content['problems']} problems, seed {content['seed']}, on {where(content)}."
 
 
 def where(content: dict[str, Any]) -> str:
@@ -78,9 +159,22 @@ def where(content: dict[str, Any]) -> str:
     return f"{machine['processor']}, {threads}, torch {machine['torch']}, transformers {machine['transformers']}"
 
 
-def filled(text: str) -> str:
-    """The README with every table made anew."""
-    for name, make in {"demo": demo, "reference": reference, "recorded": recorded}.items():
+# Page → its tables.
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {
+        "demo": demo,
+        "layers": lambda: layers("layers"),
+        "reference": reference,
+        "gap": gap,
+        "recorded": recorded,
+    },
+    "docs/joint.md": {"layers_full": lambda: layers("layers_full"), "growth": growth, "ideas": ideas},
+}
+
+
+def filled(page: str, text: str) -> str:
+    """The text of a page with every table made anew."""
+    for name, make in PAGES[page].items():
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, _, rest = text.partition(start)
         text = f"{before}{start}{make()}\n{end}{rest.partition(end)[2]}"
@@ -88,5 +182,6 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        path = ROOT / page
+        path.write_text(filled(page, path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine, write
+from common import geometric_mean, machine, write
 from safetensors.torch import load_file
 
 import hasslefree
@@ -70,7 +69,7 @@ def cut_as_recorded(name: str, spec: dict[str, Any], weight: torch.Tensor) -> Pa
         return None
     if name == "oats":
         return Row(width - int(spec["sparsity"] * width))
-    return BlockThreshold(out * width, spec["sparsity"])
+    return BlockThreshold(int((1 - spec["sparsity"]) * out * width), spec["sparsity"])
 
 
 def run(name: str, spec: dict[str, Any], weight: torch.Tensor, gram: hasslefree.Gram, seed: int, cut: Pattern | None):
@@ -115,7 +114,7 @@ def main() -> None:
                 rows.setdefault(name, {}).setdefault(problem, []).append(row)
                 print(f"{name:22s} {problem:18s}", row, flush=True)
             alike.append(row["ratio"])
-        mean = math.prod(alike) ** (1 / len(alike))
+        mean = geometric_mean(alike)
         print(
             f"{name}: ours / recorded, like for like: {min(alike):.4f} … {max(alike):.4f}, mean {mean:.4f}", flush=True
         )

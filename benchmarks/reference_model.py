@@ -4,7 +4,8 @@
 
 TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents. Each method runs in a
 process of its own, so that its peak memory is its own, on the same segments and the same seed. Rows that the output
-file already holds are kept.
+file already holds are kept. The README's table of gaps is of --methods 3basil joint with --seed N and --output
+benchmarks/results/reference_seedN.json.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import machine, write
+from common import resumed, write
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -85,9 +86,8 @@ def run_one(args: argparse.Namespace, setting: str, method: str) -> dict[str, An
 
 
 def run_all(args: argparse.Namespace) -> None:
-    content = json.loads(args.output.read_text()) if args.output.exists() else {}
-    content |= {"machine": machine(), "seed": args.seed, "samples": args.samples, "seqlen": args.seqlen}
-    results = content.setdefault("results", {})
+    content = resumed(args.output, {"seed": args.seed, "samples": args.samples, "seqlen": args.seqlen}, "results")
+    results = content["results"]
     for setting in args.settings:
         for method in args.methods:
             rows = results.setdefault(setting, {})

@@ -1,0 +1,115 @@
+"""One block with the shapes of Llama-3-8B on a GPU: seconds a layer, and the share of the matmul rate that is reached.
+
+    python benchmarks/gpu_block.py [--device cuda] [--shrink 1] [--methods joint 3basil hassle-free]
+
+Random weights, Grams from correlated activations, 2:4 + rank 64. joint also runs with TF32 in its rounds: the two
+objectives stand side by side. --shrink divides every size, for a trial on a small machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import layers
+import torch
+from common import machine, write
+
+from hasslefree import Gram, Joint, SemiStructured
+from hasslefree.core.linalg import matmul_precision
+from hasslefree.decompose import solve_layer
+from hasslefree.methods import build_method
+
+# (layers with one input, their rows; the width of the input)
+GROUPS = [
+    (["q_proj", "k_proj", "v_proj"], [4096, 1024, 1024], 4096),
+    (["o_proj"], [4096], 4096),
+    (["gate_proj", "up_proj"], [14336, 14336], 4096),
+    (["down_proj"], [4096], 14336),
+]
+BLOCKS = 32
+
+
+def activations(tokens: int, width: int, generator: torch.Generator) -> torch.Tensor:
+    """Correlated inputs with outliers: an eighth of the directions carry most of the energy."""
+    device = generator.device
+    factors = torch.randn(width // 8, width, generator=generator, device=device)
+    x = torch.randn(tokens, width // 8, generator=generator, device=device) @ factors / (width // 8) ** 0.5
+    x += 0.3 * torch.randn(tokens, width, generator=generator, device=device)
+    x[:, :: max(width // 40, 1)] *= 10
+    return x
+
+
+def clock(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def product_rate(out: int, width: int, device: str, tf32: bool) -> float:
+    """FLOPs a second of a plain product (out, width) × (width, width) of float32 matrices, in TF32 or not."""
+    a, b = torch.randn(out, width, device=device), torch.randn(width, width, device=device)
+    with matmul_precision(tf32, a.device):
+        a @ b
+        start = clock(device)
+        for _ in range(10):
+            a @ b
+        return 20 * out * width**2 / (clock(device) - start)
+
+
+def configured(name: str) -> Any:
+    return Joint(tf32=True) if name == "joint, TF32" else build_method(name)
+
+
+def warm_up(names: list[str], device: str) -> None:
+    """Each method once on a small layer, so that none pays for what CUDA sets up."""
+    weight, gram = torch.randn(256, 256, device=device), Gram(torch.eye(256, device=device), 256)
+    for name in names:
+        method = configured(name)
+        solve_layer(weight, gram, method, method.prepare(gram), SemiStructured(2, 4), 8, 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shrink", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--methods", nargs="+", default=["joint", "joint, TF32", "3basil", "hassle-free"])
+    parser.add_argument("--output", type=Path, default=layers.ROOT / "benchmarks" / "results" / "gpu_block.json")
+    args = parser.parse_args()
+    generator = torch.Generator(args.device).manual_seed(0)
+    rank = max(args.rank // args.shrink, 1)
+    warm_up(args.methods, args.device)
+    results: dict[str, dict[str, Any]] = {name: {} for name in args.methods}
+    for names, rows, wide in GROUPS:
+        width = wide // args.shrink
+        gram = Gram.from_activations(activations(2 * width, width, generator))
+        weights = [torch.randn(out // args.shrink, width, generator=generator, device=args.device) for out in rows]
+        for method_name in args.methods:
+            method = configured(method_name)
+            start = clock(args.device)
+            prepared = method.prepare(gram)
+            shared = (clock(args.device) - start) / len(names)
+            for name, weight in zip(names, weights, strict=True):
+                start = clock(args.device)
+                found = solve_layer(weight / 50, gram, method, prepared, SemiStructured(2, 4), rank, 0)
+                solving = clock(args.device) - start
+                row = {"seconds": solving + shared, "relative_error": found.relative_error}
+                if method_name.startswith("joint"):
+                    # The large products alone, over all that a layer takes beside the shared preparation.
+                    rate = product_rate(len(weight), width, args.device, method_name.endswith("TF32"))
+                    row["share_of_rate"] = 200 * len(weight) * width**2 / solving / rate
+                results[method_name][name] = row
+                print(method_name, name, row, flush=True)
+            del prepared
+    totals = {name: sum(row["seconds"] for row in rows.values()) for name, rows in results.items()}
+    minutes = {name: total * BLOCKS / 60 for name, total in totals.items()}
+    print("seconds a block:", totals, f"minutes for {BLOCKS} blocks:", minutes)
+    content = {"machine": machine(), "shrink": args.shrink, "rank": rank, "results": results}
+    write(args.output, {**content, "block_seconds": totals, "model_minutes": minutes})
+
+
+if __name__ == "__main__":
+    main()
