@@ -9,6 +9,7 @@ from hasslefree import Recipe
 from hasslefree.errors import BudgetError, ModelError, NonFiniteError, PatternError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_config
+from hasslefree.models.stream import _same
 from tests.tiny_models import build, segments
 
 RECIPE = Recipe(rank=2, method="eora")
@@ -112,3 +113,12 @@ def test_a_layer_that_no_token_reaches_is_named(tmp_path):
         hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
     recipe = Recipe(rank=2, method="eora", leave_dense=("*.unused",))
     assert len(hasslefree.compress(model, tmp_path / "out", recipe, segments=segments()).layers) == 14
+
+
+def test_rounding_is_no_dependence_on_the_text():
+    """Threads may round sines and cosines differently from one call to the next; masks and positions are exact."""
+    angles = torch.linspace(0, 100, 64)
+    assert _same({"position": (angles.cos(),)}, {"position": (angles.cos() * (1 + 1e-7),)})
+    assert not _same({"position": (angles.cos(),)}, {"position": (angles.sin(),)})
+    assert not _same((torch.tensor([1, 2]),), (torch.tensor([1, 3]),))
+    assert not _same((torch.ones(2),), (torch.ones(3),))

@@ -102,8 +102,13 @@ def block_calls(model: nn.Module, blocks: Blocks, segment: Tensor) -> Probe:
     changed[0, -1] = (changed[0, -1] + 1) % model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     second = probe(model, blocks, changed)
     for index, (one, other) in enumerate(zip(first.calls, second.calls, strict=True)):
-        if not _same((one.args, one.kwargs), (other.args, other.kwargs)):
-            raise ModelError(f"{blocks.prefix(index)} is called with arguments that depend on the text; not supported")
+        names = [name for name in one.kwargs.keys() | other.kwargs.keys()
+                 if not _same(one.kwargs.get(name), other.kwargs.get(name))]  # fmt: skip
+        if names or not _same(one.args, other.args):
+            which = ", ".join(sorted(names)) or "positional ones"
+            raise ModelError(
+                f"{blocks.prefix(index)} is called with arguments that depend on the text ({which}); not supported"
+            )
     before, after = first.output[0, :-1].float(), second.output[0, :-1].float()
     tolerance = 4 * torch.finfo(first.output.dtype).eps * before.abs().amax()
     if before.numel() and torch.isfinite(before).all() and (before - after).abs().amax() > tolerance:
@@ -116,7 +121,10 @@ def block_calls(model: nn.Module, blocks: Blocks, segment: Tensor) -> Probe:
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool(torch.equal(one, other))
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        # Threads may round sines and cosines differently from one call to the next.
+        return torch.allclose(one, other, rtol=1e-3, atol=1e-5) if one.is_floating_point() else torch.equal(one, other)
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
