@@ -88,6 +88,9 @@ def test_the_precision_of_products_is_put_back_even_after_an_error(before, tf32)
 
 
 def test_nothing_is_set_where_there_is_no_cuda(monkeypatch):
-    monkeypatch.setattr(linalg, "_matmul_setting", None)
-    with matmul_precision(True, torch.device("cpu")):
-        pass
+    touched = []
+    monkeypatch.setattr(linalg, "_matmul_setting", lambda tf32: touched.append(tf32) or contextlib.nullcontext())
+    for device in ("cpu", "cuda"):
+        with matmul_precision(True, torch.device(device)):
+            touched.append(device)
+    assert touched == ["cpu", True, "cuda"]

@@ -164,7 +164,7 @@ def largest(score: Tensor, count: int) -> Tensor:
         return torch.full_like(score, count > 0, dtype=torch.bool)
     threshold = score.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     at_least = score >= threshold
-    if at_least.sum() == count * threshold.numel():  # no ties: the usual case, and half the time
+    if at_least.sum() == count * threshold.numel():  # no ties: the usual case
         return at_least
     above = score > threshold
     tied = score == threshold
