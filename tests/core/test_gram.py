@@ -20,7 +20,8 @@ def test_half_precision_inputs_are_summed_in_float32():
     x = torch.full((10_000, 2), 0.1, dtype=torch.bfloat16)
     gram = Gram.from_activations(x)
     assert gram.matrix.dtype == torch.float32
-    torch.testing.assert_close(gram.matrix, torch.full((2, 2), float(x[0, 0]) ** 2), rtol=1e-5, atol=0)
+    # A sum in bfloat16 stops growing after a few hundred terms; one in float32 is off by its rounding.
+    torch.testing.assert_close(gram.matrix, torch.full((2, 2), float(x[0, 0]) ** 2), rtol=1e-3, atol=0)
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 99))

@@ -33,13 +33,15 @@ def test_a_singular_matrix_is_an_error_with_a_remedy():
 
 
 def test_the_inverse_takes_float64_where_float32_cannot_factor():
-    """Oracle: Sherman–Morrison, (I + c 11ᵀ)⁻¹ = I − c/(1 + n c) 11ᵀ, with c = 2^23: the I is at float32's rounding."""
-    c, n = 2.0**23, 40
-    matrix = torch.full((n, n), c) + torch.eye(n)
-    assert torch.linalg.cholesky_ex(matrix).info > 0, "float32 can do it: the matrix is too easy"
-    found = inverse(matrix)
+    """Oracle: Woodbury in float64, for I + B Bᵀ in whole numbers that float32 holds: the I is at its rounding."""
+    b = torch.randint(-2000, 2000, (100, 3), generator=torch.Generator().manual_seed(0)).double()
+    matrix = b @ b.T + torch.eye(100)
+    assert torch.equal(matrix.float().double(), matrix)
+    assert torch.linalg.cholesky_ex(matrix.float()).info > 0, "float32 can do it: the matrix is too easy"
+    found = inverse(matrix.float())
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, torch.eye(n) - c / (1 + n * c), rtol=1e-4, atol=1e-6)
+    expected = torch.eye(100) - b @ torch.linalg.solve(torch.eye(3) + b.T @ b, b.T)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
 
 
 @settings(max_examples=20)
