@@ -55,7 +55,7 @@ def three_block(out: int, width: int, rank: int, rounds: int) -> int:
 
 
 def joint(out: int, width: int, rank: int, rounds: int) -> int:
-    """The scale and up to eight kernels; a product and a subspace step a round; two sweeps of polish.
+    """The scale and about eight kernels; a product and a subspace step a round; two sweeps of polish.
 
     A subspace step is K vᵀ, T (K vᵀ), BᵀT twice and a QR; L = B v is multiplied out once more.
     """

@@ -1,9 +1,9 @@
 """One block with the shapes of Llama-3-8B on a GPU: seconds a layer, and the share of the matmul rate that is reached.
 
-    python benchmarks/gpu_block.py [--device cuda] [--shrink 1] [--methods joint 3basil hassle-free]
+    python benchmarks/gpu_block.py [--device cuda] [--shrink 1] [--methods NAME …]
 
-Random weights, Grams from correlated activations, 2:4 + rank 64. joint also runs with TF32 in its rounds: the two
-objectives stand side by side. --shrink divides every size, for a trial on a small machine.
+Random weights, Grams from correlated activations, 2:4 + rank 64. joint also runs with TF32 and with bfloat16 in its
+rounds: the objectives stand side by side. --shrink divides every size, for a trial on a small machine.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ GROUPS = [
     (["down_proj"], [4096], 14336),
 ]
 BLOCKS = 32
+JOINT = ["joint, float32", "joint, tf32", "joint, bfloat16"]
 
 
 def activations(tokens: int, width: int, generator: torch.Generator) -> torch.Tensor:
@@ -48,10 +49,11 @@ def clock(device: str) -> float:
     return time.perf_counter()
 
 
-def product_rate(out: int, width: int, device: str, tf32: bool) -> float:
-    """FLOPs a second of a plain product (out, width) × (width, width) of float32 matrices, in TF32 or not."""
-    a, b = torch.randn(out, width, device=device), torch.randn(width, width, device=device)
-    with matmul_precision(tf32, a.device):
+def product_rate(out: int, width: int, device: str, precision: str) -> float:
+    """FLOPs a second of a plain product (out, width) × (width, width) in this precision."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    a, b = (torch.randn(rows, width, device=device, dtype=dtype) for rows in (out, width))
+    with matmul_precision(precision == "tf32", a.device):
         a @ b
         start = clock(device)
         for _ in range(10):
@@ -60,7 +62,9 @@ def product_rate(out: int, width: int, device: str, tf32: bool) -> float:
 
 
 def configured(name: str) -> Any:
-    return Joint(tf32=True) if name == "joint, TF32" else build_method(name)
+    """Joint with the precision that stands behind its name, or another method."""
+    family, _, precision = name.partition(", ")
+    return Joint(precision=precision) if family == "joint" else build_method(name)
 
 
 def warm_up(names: list[str], device: str) -> None:
@@ -76,7 +80,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shrink", type=int, default=1)
     parser.add_argument("--rank", type=int, default=64)
-    parser.add_argument("--methods", nargs="+", default=["joint", "joint, TF32", "3basil", "hassle-free"])
+    parser.add_argument("--methods", nargs="+", default=[*JOINT, "3basil", "hassle-free"])
     parser.add_argument("--output", type=Path, default=layers.ROOT / "benchmarks" / "results" / "gpu_block.json")
     args = parser.parse_args()
     generator = torch.Generator(args.device).manual_seed(0)
@@ -97,9 +101,9 @@ def main() -> None:
                 found = solve_layer(weight / 50, gram, method, prepared, SemiStructured(2, 4), rank, 0)
                 solving = clock(args.device) - start
                 row = {"seconds": solving + shared, "relative_error": found.relative_error}
-                if method_name.startswith("joint"):
+                if isinstance(method, Joint):
                     # The large products alone, over all that a layer takes beside the shared preparation.
-                    rate = product_rate(len(weight), width, args.device, method_name.endswith("TF32"))
+                    rate = product_rate(len(weight), width, args.device, method.precision)
                     row["share_of_rate"] = 200 * len(weight) * width**2 / solving / rate
                 results[method_name][name] = row
                 print(method_name, name, row, flush=True)

@@ -4,12 +4,14 @@
 
 The problems are those of layers.py of 512×512 and 1024×256, and its layers of a model. A variant is joint with one
 thing changed: a field of `Joint`, or the loop below, which is joint's own with the ideas switched off (the first row).
+All but one in float32.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Solution
 from hasslefree.demo.run import CALIBRATION, MODEL
-from hasslefree.methods.joint import FIRST_STEPS, ScaledProblem, refit_scale
+from hasslefree.methods.joint import FIRST_STEPS, RANK_RELIEF, ScaledProblem, refit_scale
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,24 @@ class Tried:
         blend: D² = H_jj^(1 − blend) · (1/[H⁻¹]_jj)^blend.
         relaxation: Z ← αZ + (1 − α)S before the projection. momentum: β of a heavy ball on the state.
         fade: removed entries are only shrunk, to this share at first and to nothing at the end.
-        from_weight: begin with S = project(W), not with S = 0. wait: the share of rounds before L joins in.
+        start: of W that the rounds begin with; None for joint's own. wait: the share of rounds before L joins in.
         subspace_steps, first_steps: in a round, in the first. fixed: ρ from and to these, not by the odds of removal.
-        cycles: the growth of ρ is run through so many times. swaps: exchanges a row on the final support.
-        mantissa: bits that the product's inputs are rounded to (10: TF32, 7: bfloat16).
+        stages: ρ grows so often whatever the support does, later ever faster. cycles: and is run through so many
+            times. swaps: exchanges a row on the final support.
+        mantissa: bits that the product's inputs are rounded to (10: TF32).
     """
 
-    joint: Joint = Joint()
+    joint: Joint = Joint(precision="float32")
     blend: float = 1.0
     relaxation: float = 1.0
     momentum: float = 0.0
     fade: float = 0.0
-    from_weight: bool = False
+    start: float | None = None
     wait: float = 0.0
     subspace_steps: int = 1
     first_steps: int = FIRST_STEPS
     fixed: tuple[float, float] | None = None
+    stages: int | None = None
     cycles: int = 1
     swaps: int = 0
     mantissa: int | None = None
@@ -64,12 +68,17 @@ class Tried:
         scale = alone * (refit_scale(damped.matrix) / alone) ** self.blend
         return ScaledProblem(scale, Gram(damped.matrix / torch.outer(scale, scale), damped.tokens))
 
-    def penalties(self, density: float, rank_share: float) -> list[float]:
+    def planned(self, density: float, relief: float) -> list[float] | None:
+        """ρ of every round, where it does not follow the support."""
         rounds = self.joint.rounds
         if self.fixed:
             low, high = self.fixed
             return [low * (high / low) ** ((t // 10 * 10 / rounds) ** 2) for t in range(rounds)]
-        return self.joint.penalties(density, rank_share)[:: self.cycles] * self.cycles
+        if self.stages:
+            first = self.joint.first_power(density, relief)
+            powers = [first + int(self.stages * (t / rounds) ** 2) for t in range(rounds)]
+            return [self.joint.growth**power for power in powers[:: self.cycles]] * self.cycles
+        return None
 
     def solve(
         self, weight: Tensor, prepared: ScaledProblem, pattern: Pattern, rank: int, generator: torch.Generator
@@ -77,42 +86,52 @@ class Tried:
         scaled = weight * prepared.scale
         density = pattern.kept((weight.shape[0], weight.shape[1])) / weight.numel()
         low_rank = LowRank.gaussian_start(weight, rank, generator)
-        penalties = self.penalties(density, rank * sum(weight.shape) / weight.numel())
-        sparse, mask, low_rank = self.search(scaled, prepared, pattern, low_rank, penalties)
+        relief = math.exp(-RANK_RELIEF * rank * sum(weight.shape) / weight.numel())
+        penalties, rho = self.planned(density, relief), self.joint.growth ** self.joint.first_power(density, relief)
+        first = scaled * (relief if self.start is None else self.start)
+        sparse, mask, low_rank = self.search(scaled, prepared, pattern, low_rank, penalties or [rho], first)
         if self.swaps and isinstance(pattern, SemiStructured):
             sparse = exchanged(prepared.gram.matrix, scaled - low_rank.product(), sparse, mask, pattern.m, self.swaps)
             mask = sparse != 0
         return self.joint._polish(scaled, prepared, sparse, mask, low_rank)
 
     def search(
-        self, weight: Tensor, problem: ScaledProblem, pattern: Pattern, low_rank: LowRank, penalties: list[float]
+        self,
+        weight: Tensor,
+        problem: ScaledProblem,
+        pattern: Pattern,
+        low_rank: LowRank,
+        penalties: list[float],
+        state: Tensor,
     ) -> tuple[Tensor, Tensor, LowRank]:
         u, v = torch.linalg.qr(low_rank.u).Q, low_rank.v
-        sparse = weight * pattern.mask(weight.square()) if self.from_weight else torch.zeros_like(weight)
-        state, before = sparse.clone(), penalties[0]
-        mask = sparse != 0
-        for t, rho in enumerate(penalties):
-            kernel = problem.kernel(rho)
+        mask = pattern.mask(state.square())
+        sparse, before, rho, rounds = state * mask, penalties[0], penalties[0], self.joint.rounds
+        for t in range(rounds):
+            rho = penalties[t] if len(penalties) == rounds else rho
+            kernel = problem.kernel(rho, weight.dtype)
             state = sparse + (state - sparse) * (before / rho)
             before = rho
             rest = weight + state - 2 * sparse
-            if t >= self.wait * len(penalties):
-                first = t - 1 < self.wait * len(penalties)
+            if t >= self.wait * rounds:
+                first = t - 1 < self.wait * rounds
                 step = subspace_steps(rest, kernel, u, self.first_steps if first else self.subspace_steps)
                 u, v = step.u, step.v
                 rest = rest - u @ v
             image = rounded(rest, self.mantissa) @ rounded(kernel, self.mantissa)
             moved = sparse + self.relaxation * image + (1 - self.relaxation) * (state - sparse)
             moved = moved + self.momentum * (moved - state) if t else moved
-            state = moved
+            state, last = moved, mask
             mask = pattern.mask(state.square())
-            fade = self.fade * (1 - (t + 1) / len(penalties))
+            if self.joint.moves_too_much(mask, last, t + 1):
+                rho *= self.joint.growth
+            fade = self.fade * (1 - (t + 1) / rounds)
             sparse = torch.where(mask, state, fade * state)
         return sparse, mask, LowRank(u, v)
 
 
 def rounded(matrix: Tensor, bits: int | None) -> Tensor:
-    """float32 with so many bits of mantissa, as the inputs of TF32 (10) and bfloat16 (7) products have."""
+    """float32 with so many bits of mantissa, as the inputs of products in TF32 have (10)."""
     if bits is None:
         return matrix
     drop = 23 - bits
@@ -146,20 +165,23 @@ def exchanged(h: Tensor, target: Tensor, sparse: Tensor, mask: Tensor, m: int, c
     return sparse
 
 
-PLAIN = Joint()
+PLAIN = Joint(precision="float32")
 IDEAS: dict[str, Any] = {
     "scale by diag H": Tried(blend=0.0),
     "scale between: blend 0.5": Tried(blend=0.5),
     "scale between: blend 0.7": Tried(blend=0.7),
     "scale by diag H, ρ from 0.05 to 1 for every layer": Tried(blend=0.0, fixed=(0.05, 1.0)),
-    "… and S = project(W) at first": Tried(blend=0.0, fixed=(0.05, 1.0), from_weight=True),
+    "… and from S = 0": Tried(blend=0.0, fixed=(0.05, 1.0), start=0.0),
     "ρ from 0.1 to 1 for every layer": Tried(fixed=(0.1, 1.0)),
     "ρ half as large": dataclasses.replace(PLAIN, penalty=0.2),
     "ρ twice as large": dataclasses.replace(PLAIN, penalty=0.8),
-    "16 stages": dataclasses.replace(PLAIN, stages=16, growth=1.4**0.5),
-    "4 stages": dataclasses.replace(PLAIN, stages=4, growth=1.4**2),
-    "two cycles of ρ, half as long": Tried(cycles=2),
-    "S = project(W) at first": Tried(from_weight=True),
+    "ρ grows by 1.2 at a time": dataclasses.replace(PLAIN, growth=1.2),
+    "ρ grows by 2 at a time": dataclasses.replace(PLAIN, growth=2.0),
+    "ρ grows in eight stages for every layer": Tried(stages=8),
+    "… in two cycles, half as long": Tried(stages=8, cycles=2),
+    "from S = 0": Tried(start=0.0),
+    "from W": Tried(start=1.0),
+    "from half of W": Tried(start=0.5),
     "L joins after a tenth of the rounds": Tried(wait=0.1),
     "three subspace steps a round": Tried(subspace_steps=3),
     "one subspace step in the first round": Tried(first_steps=1),
@@ -174,7 +196,7 @@ IDEAS: dict[str, Any] = {
     "25 rounds, no polish": dataclasses.replace(PLAIN, rounds=25, sweeps=0),
     "damping 0": dataclasses.replace(PLAIN, damping=0.0),
     "product's inputs rounded to TF32": Tried(mantissa=10),
-    "product's inputs rounded to bfloat16": Tried(mantissa=7),
+    "products in bfloat16": dataclasses.replace(PLAIN, precision="bfloat16"),
 }
 
 

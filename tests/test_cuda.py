@@ -30,12 +30,14 @@ def test_methods_reach_the_error_that_they_reach_on_the_cpu(name):
     assert torch.equal(there.product(), again.product())
 
 
-def test_tf32_in_the_rounds_lands_on_the_same_objective():
+@pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
+def test_narrow_products_in_the_rounds_land_on_the_same_objective(precision):
     """Oracle: the same in float32."""
     for seed in range(4):
         weight, h = oracles.problem(256, 256, seed=seed)
         weight, gram = weight.cuda(), Gram(h.cuda(), 1)
-        plain, fast = (hasslefree.decompose(weight, gram, "2:4", 16, method=Joint(tf32=t)) for t in (False, True))
+        methods = Joint(precision="float32"), Joint(precision=precision)
+        plain, fast = (hasslefree.decompose(weight, gram, "2:4", 16, method=method) for method in methods)
         assert fast.relative_error == pytest.approx(plain.relative_error, rel=5e-3)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.budgets import Budget
-from hasslefree.core.gram import Gram, working_dtype
+from hasslefree.core.gram import Gram, relative, working_dtype
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Decomposition, Method, Solution
@@ -77,10 +77,12 @@ def solve_layer(
         solution = method.solve(full * alive, prepared, pattern, rank, torch.Generator().manual_seed(seed))
     sparse = solution.sparse * alive
     low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * alive).balanced()
-    before = gram.relative_error(full - sparse - low_rank.product(), full)
+    norm = gram.loss(full)
+    before = relative(gram.loss(full - sparse - low_rank.product()), norm)
     cast, cast_low_rank = sparse.to(weight.dtype), low_rank.to(weight.dtype)
-    residual = full - cast.to(full.dtype) - cast_low_rank.to(full.dtype).product()
-    after = gram.relative_error(residual, full)
+    after = before
+    if weight.dtype != full.dtype:
+        after = relative(gram.loss(full - cast.to(full.dtype) - cast_low_rank.to(full.dtype).product()), norm)
     if not math.isfinite(after):
         name = str(weight.dtype).removeprefix("torch.")
         raise NonFiniteError(f"S or L does not fit into {name}; use another dtype (--dtype float32)")

@@ -2,10 +2,19 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasslefree.core.patterns import Row, SemiStructured, Structured, Unstructured, largest, largest_by_pairs
+from hasslefree.core.patterns import (
+    SAMPLES,
+    Row,
+    SemiStructured,
+    Structured,
+    Unstructured,
+    largest,
+    largest_by_pairs,
+    least_of_largest,
+)
 from hasslefree.errors import PatternError
 
 # Few distinct values, so that there are ties all the time.
@@ -72,3 +81,24 @@ def test_structured_keeps_the_columns_of_largest_total():
 def test_errors(make, message):
     with pytest.raises(PatternError, match=message):
         make()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 99), st.floats(0, 1), st.sampled_from([1, 64, 300]))
+def test_a_long_row_is_cut_where_sorting_would_cut_it(seed, share, levels):
+    """Oracle: a whole sort. Few levels make ties; sorted rows make misleading samples."""
+    generator = torch.Generator().manual_seed(seed)
+    score = torch.randint(levels, (70_000,), generator=generator).float()
+    if levels == 300:
+        score += torch.rand(70_000, generator=generator)
+    count = min(max(int(share * 70_000), 1), 70_000)
+    for row in (score, score.sort().values, torch.cat([score[:-9], torch.full((9,), 1e9)])):
+        assert least_of_largest(row, count).item() == row.sort(descending=True).values[count - 1].item()
+        assert largest(row, count).sum() == count
+
+
+def test_bad_luck_in_the_samples_costs_time_and_not_the_answer():
+    """Every sample is one of the largest, and what is looked for is none of them."""
+    row = torch.rand(70_000, generator=torch.Generator().manual_seed(0))
+    row[:: 70_000 // SAMPLES | 1] += 1
+    assert least_of_largest(row, 60_000).item() == row.sort(descending=True).values[59_999].item()

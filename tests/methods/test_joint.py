@@ -38,13 +38,18 @@ def test_the_rounds_are_the_admm_written_out(pattern, rank):
             basis = torch.linalg.qr(target @ kernel @ (basis.T @ target).T).Q
         return basis @ basis.T @ target if rank else torch.zeros_like(target)
 
-    sparse, _ = oracles.joint_admm(
+    relief = math.exp(-7 * rank * 28 / 192)
+    first = method.first_power(pattern.kept((12, 16)) / 192, relief)
+    sparse, _, grown = oracles.joint_admm(
         weight * problem.scale,
         problem.gram.matrix,
         lambda x: pattern.mask(x**2),
         low_rank_step,
-        method.penalties(pattern.kept((12, 16)) / 192, rank * 28 / 192),
+        1.4**first,
+        relief * weight * problem.scale,
+        rounds=30,
     )
+    assert grown
     low_rank = low_rank_step(weight * problem.scale - sparse, problem.gram.matrix, 1)
     found = solve(weight, h, pattern, rank, rounds=30, sweeps=0)
     torch.testing.assert_close(found.sparse * problem.scale, sparse, rtol=1e-6, atol=1e-8)
@@ -163,14 +168,16 @@ def test_the_kernel_is_what_it_says_and_is_kept_while_there_is_room(monkeypatch)
     _, h = oracles.problem(1, 16, dtype=torch.float64)
     problem = Joint().prepare(Gram(h, 1))
     expected = torch.linalg.solve(problem.gram.matrix + 0.3 * torch.eye(16, dtype=torch.float64), problem.gram.matrix)
-    kept = problem.kernel(0.3)
+    kept = problem.kernel(0.3, torch.float64)
     torch.testing.assert_close(kept, expected, rtol=1e-9, atol=1e-9)
-    assert problem.kernel(0.3) is kept
-    assert problem.kernel(0.5) is not kept
+    assert problem.kernel(0.3, torch.float64) is kept
+    assert problem.kernel(0.5, torch.float64) is not kept
     monkeypatch.setattr(joint, "KERNEL_BYTES", 16 * 16 * 8 * 2)
-    anew = problem.kernel(0.7)
-    assert problem.kernel(0.7) is not anew
-    assert torch.equal(problem.kernel(0.7), anew)
+    anew = problem.kernel(0.7, torch.float64)
+    assert problem.kernel(0.7, torch.float64) is not anew
+    assert torch.equal(problem.kernel(0.7, torch.float64), anew)
+    narrow = problem.kernel(0.3, torch.bfloat16)
+    assert torch.equal(narrow, kept.bfloat16())
 
 
 def test_the_scale_is_the_curvature_with_all_other_inputs_refitted():
@@ -185,14 +192,51 @@ def test_the_scale_is_the_curvature_with_all_other_inputs_refitted():
     torch.testing.assert_close(refit_scale(h) ** 2, torch.stack(left), rtol=1e-9, atol=0)
 
 
-@given(st.floats(0, 1), st.floats(0, 2), st.integers(1, 300))
-def test_the_penalty_grows_in_stages_from_the_odds_of_removal(density, rank_share, rounds):
-    penalties = Joint(rounds=rounds).penalties(density, rank_share)
-    assert len(penalties) == rounds
-    assert penalties == sorted(penalties)
-    assert len(set(penalties)) <= 8
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_the_first_penalty_follows_the_odds_of_removal(density, relief):
     odds = max((1 - density) / max(density, 0.02), 1)
-    assert penalties[0] == pytest.approx(max(0.4 * odds * math.exp(-7 * rank_share), 0.01), rel=0.2)
+    first = 1.4 ** Joint().first_power(density, relief)
+    assert first == pytest.approx(max(0.4 * odds * relief, 0.01), rel=0.2)
+
+
+@given(st.integers(1, 300), st.integers(0, 400))
+def test_the_penalty_grows_where_too_much_of_the_support_moves(rounds, moved):
+    """Of 400 kept entries `moved` leave in every round: ρ grows at each look once the plan allows fewer."""
+    last = torch.arange(800) < 400
+    mask = (torch.arange(800) < 400 + moved) & (torch.arange(800) >= moved)
+    grown = [done for done in range(1, rounds + 1) if Joint(rounds=rounds).moves_too_much(mask, last, done)]
+    assert len(grown) <= 20
+    looks = {math.ceil(k * rounds / 20) for k in range(1, 21)}
+    planned = {done: 0.3 * max(1 - done / (0.95 * rounds), 0) for done in looks}
+    assert grown == sorted(done for done in looks if moved >= planned[done] * 400 and done < rounds)
+
+
+def test_products_in_bfloat16_land_on_the_same_objective():
+    """Oracle: the same in float32. Rounding tips choices either way, by a few per cent of a problem: hence the mean."""
+    logs = []
+    for seed in range(8):
+        weight, h = oracles.problem(256, 256, seed=seed)
+        narrow, full = (solve(weight, h, rank=16, precision=p).relative_error for p in ("bfloat16", "float32"))
+        assert narrow != full
+        logs.append(math.log(narrow / full))
+    assert abs(sum(logs)) / len(logs) < 0.01
+
+
+def test_the_precision_is_chosen_by_processor_and_dtype(monkeypatch):
+    """float64 asks for float64; CUDA was not measured; torch of old does not tell what a processor can do."""
+    weight = torch.zeros(1)
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+    assert linalg.multiplies_bfloat16(cpu)
+    assert not linalg.multiplies_bfloat16(torch.device("cuda"))
+    assert Joint()._product_dtype(weight) == torch.bfloat16
+    assert Joint()._product_dtype(weight.double()) == torch.float64
+    assert Joint(precision="float32")._product_dtype(weight) == torch.float32
+    assert Joint(precision="bfloat16")._product_dtype(weight.double()) == torch.bfloat16
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False}, raising=False)
+    assert Joint()._product_dtype(weight) == torch.float32
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert not linalg.multiplies_bfloat16(cpu)
 
 
 def test_few_tokens_and_no_damping_will_do():
@@ -222,10 +266,10 @@ def test_layers_with_one_input_can_share_what_was_prepared():
     ("field", "value", "message"),
     [
         ("rounds", 0, "rounds must be at least 1"),
-        ("stages", 0, "stages must be at least 1"),
         ("sweeps", -1, "sweeps must be at least 0"),
         ("penalty", 0.0, "penalty must be above 0"),
         ("growth", 1.0, "growth above 1"),
+        ("precision", "float16", "precision is one of auto, float32, tf32, bfloat16"),
     ],
 )
 def test_impossible_hyper_parameters_are_refused(field, value, message):
@@ -233,14 +277,15 @@ def test_impossible_hyper_parameters_are_refused(field, value, message):
         Joint(**{field: value})
 
 
-@pytest.mark.parametrize("room", [0, 2, 8])
-def test_a_kernel_is_made_once_a_stage_whatever_the_room(room, monkeypatch):
+@pytest.mark.parametrize("room", [0, 2, 20])
+def test_a_kernel_is_made_once_for_a_penalty_whatever_the_room(room, monkeypatch):
     weight, h = oracles.problem(12, 16)
     made = []
-    monkeypatch.setattr(joint, "inverse", lambda matrix: made.append(1) or linalg.inverse(matrix))
+    monkeypatch.setattr(joint, "inverse", lambda matrix: made.append(matrix) or linalg.inverse(matrix))
     monkeypatch.setattr(joint, "KERNEL_BYTES", room * 16 * 16 * 4)
     expected = solve(weight, h)
-    assert len(made) == 1 + 8  # the scale, and the stages
+    traces = [matrix.trace().item() for matrix in made]
+    assert len(traces) == len(set(traces)) > 3  # the scale, and as many as ρ took values
     monkeypatch.undo()
     assert torch.equal(solve(weight, h).product(), expected.product())
 

@@ -75,10 +75,14 @@ class Gram:
 
     def relative_error(self, residual: Tensor, weight: Tensor) -> float:
         """tr(R H Rᵀ) / tr(W H Wᵀ); 0 where both vanish. residual, weight: (out, in)."""
-        error, scale = self.loss(residual), self.loss(weight)
-        if scale == 0.0:
-            return 0.0 if error == 0.0 else float("inf")
-        return error / scale
+        return relative(self.loss(residual), self.loss(weight))
+
+
+def relative(loss: float, norm: float) -> float:
+    """loss / norm; 0 where both vanish."""
+    if norm == 0.0:
+        return 0.0 if loss == 0.0 else float("inf")
+    return loss / norm
 
 
 def working_dtype(tensor: Tensor) -> torch.dtype:

@@ -5,7 +5,7 @@ Factors of a damped Gram are computed in float64 and cast once: they are ill-con
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -84,6 +84,18 @@ def masked_cg(matrix: Tensor, target: Tensor, start: Tensor, mask: Tensor, steps
         before, energy = energy, torch.linalg.vecdot(gradient, preconditioned).unsqueeze(1)
         direction.mul_(torch.where(before > 0, energy / before, 0.0)).add_(preconditioned)
     return sparse
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether products of bfloat16 are known to be faster than float32's: on x86 with instructions for them.
+
+    CUDA has them too, and is left out: not measured.
+    """
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    # Newer versions of torch tell what the processor can do; before them, float32 it is.
+    capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 @contextmanager

@@ -58,10 +58,12 @@ def subspace_steps(target: Tensor, norm: Tensor, basis: Tensor, steps: int) -> L
     8.2). No step raises tr((T − L) H (T − L)ᵀ) (docs/maths.md).
 
     Args:
-        target: T, (out, in). norm: H, (in, in), positive semi-definite.
+        target: T, (out, in). norm: H, (in, in), positive semi-definite. Products with it run in its dtype, which may
+            be narrower than T's.
     """
     v = basis.T @ target
     for _ in range(steps):
-        basis = torch.linalg.qr(target @ (norm @ v.T)).Q
+        image = target.to(norm.dtype) @ (norm @ v.T.to(norm.dtype))
+        basis = torch.linalg.qr(image.to(target.dtype)).Q
         v = basis.T @ target
     return LowRank(basis, v)

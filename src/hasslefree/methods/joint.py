@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
-from hasslefree.core.linalg import inverse, masked_cg, matmul_precision, unit_diagonal_scale
+from hasslefree.core.linalg import inverse, masked_cg, matmul_precision, multiplies_bfloat16, unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Solution
@@ -17,12 +18,18 @@ from hasslefree.errors import BudgetError
 
 # Kernels are kept for the next layer with the same input as long as they take no more than this.
 KERNEL_BYTES = 2 << 30
-# How fast ρ at first falls with the share of the parameters that L holds: the more L takes, the less S needs holding.
+# How fast ρ and S at first fall with the share of the parameters that L holds: the more L takes, the less is left to S.
 RANK_RELIEF = 7.0
 # Steps of orthogonal iteration for L in the first round, which begins with noise; one is enough in the others.
 FIRST_STEPS = 8
+# So many times it is looked how much of the support still changes from one round to the next. More than this share
+# of the kept entries at first, falling linearly to none at this share of the rounds, and ρ grows.
+LOOKS, MOVING, SETTLED = 20, 0.3, 0.95
 # Steps of conjugate gradients on S in a sweep of the polish.
 CG_STEPS = 5
+
+# What the products of the rounds run in.
+Precision = Literal["auto", "float32", "tf32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -38,14 +45,15 @@ class ScaledProblem:
     gram: Gram
     _kernels: dict[float, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def kernel(self, rho: float) -> Tensor:
+    def kernel(self, rho: float, dtype: torch.dtype) -> Tensor:
         """K = H(H + ρI)⁻¹ = I − ρ(H + ρI)⁻¹: (in, in). Computed once for each ρ while there is room."""
         found = self._kernels.get(rho)
-        if found is None:
+        if found is None or found.dtype != dtype:
             shifted = self.gram.matrix.clone()
             shifted.diagonal().add_(rho)
             found = inverse(shifted).mul_(-rho)
             found.diagonal().add_(1)
+            found = found.to(dtype)
             if (len(self._kernels) + 1) * found.nbytes <= KERNEL_BYTES:
                 self._kernels[rho] = found
         return found
@@ -61,11 +69,12 @@ class Joint:
         rounds: time against quality; each costs one out × in × in product.
         damping: λ over the mean of diag H.
         penalty: ρ at first is this times the odds that an entry of S is removed (at least one), times e^(−7s), s
-            being the share of the parameters that L holds.
-        growth, stages: ρ is multiplied by `growth` from one stage to the next; the stages begin where
-            (round/rounds)² passes a multiple of 1/stages.
+            being the share of the parameters that L holds. The rounds begin at e^(−7s)·W.
+        growth: ρ is multiplied by this where more of the support changes than at that time of the run should: from 30 %
+            of the kept entries a round at first to none at the end.
         sweeps: of the polish on the final support: five steps of conjugate gradients on S, and one step on L.
-        tf32: let the product of a round run in TF32 on CUDA. The polish is in float32 all the same.
+        precision: of the products of the rounds; sums are in float32, and so is the polish. "auto" is bfloat16 on a
+            processor with instructions for it, else the dtype of the solver. "tf32" is for CUDA.
 
     Example:
         >>> hasslefree.decompose(weight, gram, pattern="2:4", rank=64, method=Joint(rounds=50))
@@ -75,16 +84,17 @@ class Joint:
     damping: float = 0.01
     penalty: float = 0.4
     growth: float = 1.4
-    stages: int = 8
     sweeps: int = 2
-    tf32: bool = False
+    precision: Precision = "auto"
 
     def __post_init__(self) -> None:
-        for name, least in {"rounds": 1, "stages": 1, "sweeps": 0}.items():
+        for name, least in {"rounds": 1, "sweeps": 0}.items():
             if getattr(self, name) < least:
                 raise BudgetError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.penalty <= 0 or self.growth <= 1:
             raise BudgetError(f"penalty must be above 0 and growth above 1, got {self.penalty} and {self.growth}")
+        if self.precision not in get_args(Precision):
+            raise BudgetError(f"precision is one of {', '.join(get_args(Precision))}, got {self.precision!r}")
 
     def check(self, rank: int) -> None:
         """Every rank will do; with 0 it is a pruner."""
@@ -100,46 +110,78 @@ class Joint:
         low_rank = LowRank.gaussian_start(weight, rank, generator)
         scaled = weight * prepared.scale
         density = pattern.kept((weight.shape[0], weight.shape[1])) / weight.numel()
-        penalties = self.penalties(density, rank * sum(weight.shape) / weight.numel())
-        with matmul_precision(self.tf32, weight.device):
-            sparse, mask, low_rank = self._search(scaled, prepared, pattern, low_rank, penalties)
+        relief = math.exp(-RANK_RELIEF * rank * sum(weight.shape) / weight.numel())
+        power = self.first_power(density, relief)
+        with matmul_precision(self.precision == "tf32", weight.device):
+            sparse, mask, low_rank = self._search(scaled, prepared, pattern, low_rank, power, relief)
         with matmul_precision(False, weight.device):
             return self._polish(scaled, prepared, sparse, mask, low_rank)
 
-    def penalties(self, density: float, rank_share: float) -> list[float]:
-        """ρ of every round, for a layer that keeps these shares of its parameters in S and in the factors of L.
+    def first_power(self, density: float, relief: float) -> int:
+        """log ρ to the base `growth`, at first, for a layer that keeps this share of its parameters in S.
 
-        They are powers of `growth`, so that layers with the same input meet the same ρ.
+        A whole number, so that layers with the same input meet the same ρ.
+
+        Args:
+            relief: e^(−7s), s being the share of the parameters that L holds.
         """
         odds = max((1 - density) / max(density, 0.02), 1.0)
-        start = max(self.penalty * odds * math.exp(-RANK_RELIEF * rank_share), 0.01)
-        first = round(math.log(start, self.growth))
-        return [self.growth ** (first + int(self.stages * (t / self.rounds) ** 2)) for t in range(self.rounds)]
+        return round(math.log(max(self.penalty * odds * relief, 0.01), self.growth))
+
+    def moves_too_much(self, mask: Tensor, last: Tensor, done: int) -> bool:
+        """Whether ρ must grow: too much of the support changed from one round to the next.
+
+        Args:
+            mask, last: the support after this round and after the one before, bool (out, in). done: rounds so far.
+        """
+        if done == self.rounds or done * LOOKS // self.rounds == (done - 1) * LOOKS // self.rounds:
+            return False
+        planned = MOVING * max(1 - done / (SETTLED * self.rounds), 0.0)
+        return int(torch.count_nonzero(mask ^ last)) >= 2 * planned * int(torch.count_nonzero(mask))
+
+    def _product_dtype(self, weight: Tensor) -> torch.dtype:
+        """What T − L and K are rounded to for their product."""
+        if self.precision == "bfloat16":
+            return torch.bfloat16
+        fast = self.precision == "auto" and weight.dtype == torch.float32 and multiplies_bfloat16(weight.device)
+        return torch.bfloat16 if fast else weight.dtype
 
     def _search(
-        self, weight: Tensor, problem: ScaledProblem, pattern: Pattern, low_rank: LowRank, penalties: list[float]
+        self,
+        weight: Tensor,
+        problem: ScaledProblem,
+        pattern: Pattern,
+        low_rank: LowRank,
+        power: int,
+        relief: float,
     ) -> tuple[Tensor, Tensor, LowRank]:
         """S, its support, and L, by ADMM. weight: (out, in), scaled.
 
         The state is X = Z + Y, the dense copy of S with the scaled dual: S = project(X) and Y = X − S.
         """
+        dtype = self._product_dtype(weight)
         low_rank = LowRank(torch.linalg.qr(low_rank.u).Q, low_rank.v)
-        state, sparse, target = torch.zeros_like(weight), torch.zeros_like(weight), torch.empty_like(weight)
-        mask = torch.ones_like(weight, dtype=torch.bool)
-        kernel, before = problem.kernel(penalties[0]), penalties[0]
-        for t, rho in enumerate(penalties):
-            if rho != before:
-                del kernel  # there may be no room for two
-                kernel = problem.kernel(rho)
-                state.sub_(sparse).mul_(before / rho).add_(sparse)  # Y ← Y·ρ_before/ρ
-                before = rho
+        state, target = weight * relief, torch.empty_like(weight)
+        mask = pattern.mask(torch.mul(state, state, out=target))
+        sparse = state * mask
+        kernel = problem.kernel(self.growth**power, dtype)
+        for t in range(self.rounds):
             torch.add(weight, state, out=target).sub_(sparse, alpha=2)  # T = W − S + Y
             if low_rank.rank:
                 low_rank = subspace_steps(target, kernel, low_rank.u, 1 if t else FIRST_STEPS)
                 target.addmm_(low_rank.u, low_rank.v, alpha=-1)
-            torch.addmm(sparse, target, kernel, out=state)  # Z + Y = S + (T − L) K
-            mask = pattern.mask(torch.mul(state, state, out=target))
+            # Z + Y = S + (T − L) K
+            if dtype == weight.dtype:
+                torch.addmm(sparse, target, kernel, out=state)
+            else:
+                torch.add(sparse, target.to(dtype) @ kernel, out=state)
+            last, mask = mask, pattern.mask(torch.mul(state, state, out=target))
             torch.mul(state, mask, out=sparse)
+            if self.moves_too_much(mask, last, t + 1):
+                power += 1
+                del kernel  # there may be no room for two
+                kernel = problem.kernel(self.growth**power, dtype)
+                state.sub_(sparse).div_(self.growth).add_(sparse)  # Y ← Y·ρ_before/ρ
         return sparse, mask, low_rank
 
     def _polish(
