@@ -1,4 +1,4 @@
-"""The layer that takes the place of a linear one: y = x (S + u v)ᵀ + b, with S and the factors apart."""
+"""The layer that takes the place of a linear one: y = x (S + u v)ᵀ + b, with S packed and the factors apart."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hasslefree.core.packing import layout_of
 from hasslefree.core.protocols import Decomposition
 
 
@@ -13,12 +14,15 @@ class SparseLowRankLinear(nn.Module):
     """A linear layer whose weight is a sparse matrix plus a low-rank one.
 
     Args:
-        sparse: S, (out, in), with its zeros stored. It is not called `weight` in the file: a reader that does not know
-            this layer then misses a weight, and cannot take S alone for the model.
-        low_rank_u, low_rank_v: (out, r) and (r, in); absent for rank 0.
-        bias: (out,) or None. pattern: the name of the sparsity pattern, for `repr` and for the file.
+        pattern: the name of the sparsity pattern; it says how S is stored (`core.packing`).
+        nonzeros: the number of stored values.
+        bias: whether there is one.
+
+    S is in two tensors: the parameter `values`, and the integer buffer `positions`, `mask` or `columns`, which no cast
+    to another dtype touches. The factors are `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank 0.
     """
 
+    values: nn.Parameter
     low_rank_u: nn.Parameter | None
     low_rank_v: nn.Parameter | None
     bias: nn.Parameter | None
@@ -30,28 +34,39 @@ class SparseLowRankLinear(nn.Module):
         rank: int,
         bias: bool,
         pattern: str,
+        nonzeros: int,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
         super().__init__()
         self.in_features, self.out_features, self.rank, self.pattern = in_features, out_features, rank, pattern
+        self.layout = layout_of(pattern)
+        shapes = self.layout.shapes(out_features, in_features, nonzeros)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
-        self.sparse = parameter(out_features, in_features)
+        self.values = parameter(*shapes["values"])
+        index = torch.zeros(shapes[self.layout.index], dtype=self.layout.index_dtype, device=device)
+        self.register_buffer(self.layout.index, index)
         self.register_parameter("low_rank_u", parameter(out_features, rank) if rank else None)
         self.register_parameter("low_rank_v", parameter(rank, in_features) if rank else None)
         self.register_parameter("bias", parameter(out_features) if bias else None)
 
     @classmethod
     def from_decomposition(cls, result: Decomposition, bias: Tensor | None, pattern: str) -> SparseLowRankLinear:
-        """The layer of a decomposition, in its dtype and on its device. bias: (out,) of the layer replaced."""
+        """The layer of a decomposition, in its dtype and on its device. bias: (out,) of the layer replaced.
+
+        Raises:
+            PatternError: S does not have the pattern.
+        """
         out, width = result.sparse.shape
-        like = result.sparse
-        layer = cls(width, out, result.low_rank.rank, bias is not None, pattern, like.dtype, like.device)
+        values, index = layout_of(pattern).pack(result.sparse + 0.0)  # −0.0 becomes +0.0, which is not stored
+        rank = result.low_rank.rank
+        layer = cls(width, out, rank, bias is not None, pattern, values.numel(), values.dtype, values.device)
         with torch.no_grad():
-            layer.sparse.copy_(result.sparse)
+            layer.values.copy_(values)
+            layer.index.copy_(index)
             if layer.low_rank_u is not None and layer.low_rank_v is not None:
                 layer.low_rank_u.copy_(result.low_rank.u)
                 layer.low_rank_v.copy_(result.low_rank.v)
@@ -60,16 +75,29 @@ class SparseLowRankLinear(nn.Module):
         return layer
 
     @property
+    def index(self) -> Tensor:
+        """Where the values stand: the buffer `positions`, `mask` or `columns`."""
+        return self.get_buffer(self.layout.index)
+
+    @property
     def weight(self) -> Tensor:
-        """S, under the name that model code looks for when it asks a linear layer for its dtype or device."""
-        return self.sparse
+        """The values, under the name by which model code asks a linear layer for its dtype or device. Not a matrix."""
+        return self.values
+
+    def unpacked(self) -> Tensor:
+        """S: (out, in), made anew at each call."""
+        return self.layout.unpack(self.values, self.index, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) → (..., out)."""
-        y = F.linear(x, self.sparse, self.bias)
-        if self.low_rank_u is None or self.low_rank_v is None:
-            return y
-        return y + F.linear(F.linear(x, self.low_rank_v), self.low_rank_u)
+        y = self.sparse_product(x)
+        if self.low_rank_u is not None and self.low_rank_v is not None:
+            y = y + F.linear(F.linear(x, self.low_rank_v), self.low_rank_u)
+        return y if self.bias is None else y + self.bias
+
+    def sparse_product(self, x: Tensor) -> Tensor:
+        """x Sᵀ: (..., in) → (..., out). The one place that decides how S is multiplied."""
+        return F.linear(x, self.unpacked())
 
     def extra_repr(self) -> str:
         shape = f"in_features={self.in_features}, out_features={self.out_features}"

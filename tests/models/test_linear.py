@@ -1,0 +1,104 @@
+"""The layer: what it computes, and that copies, casts, state dicts and compilation keep it whole."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hasslefree import SparseLowRankLinear
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.protocols import Decomposition
+from hasslefree.errors import PatternError
+
+PATTERNS = ["2:4", "2:8", "3:8", "2:3", "unstructured", "row", "structured"]
+patterns = pytest.mark.parametrize("pattern", PATTERNS)
+
+
+def parts(pattern, rank=2, dtype=torch.float32):
+    """S (10, 24) of a pattern, with −0.0 in the place of its zeros; the factors; a bias."""
+    generator = torch.Generator().manual_seed(0)
+    sparse, u, v, bias = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in [(10, 24), (10, rank), (rank, 24), (10,)]
+    )
+    kept = torch.zeros(10, 24, dtype=torch.bool)
+    n, _, m = pattern.partition(":")
+    if m:
+        kept.view(10, -1, int(m))[..., : int(n)] = True
+    else:
+        kept[:, ::3] = True
+    return torch.where(kept, sparse, -0.0), u, v, bias
+
+
+def layer_of(pattern, rank=2, dtype=torch.float32, with_bias=True):
+    sparse, u, v, bias = parts(pattern, rank, dtype)
+    result = Decomposition(sparse, LowRank(u, v), 0.0, 0.0, ())
+    return SparseLowRankLinear.from_decomposition(result, bias if with_bias else None, pattern)
+
+
+@patterns
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_it_computes_s_plus_the_low_rank_part(pattern, rank, with_bias):
+    """Oracle: the dense matrix in float64."""
+    sparse, u, v, bias = parts(pattern, rank)
+    layer, x = layer_of(pattern, rank, with_bias=with_bias), torch.randn(3, 5, 24)
+    dense = sparse.double() + u.double() @ v.double()
+    expected = F.linear(x.double(), dense, bias.double() if with_bias else None)
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(layer.unpacked(), sparse)
+    assert layer.values.numel() == sparse.count_nonzero(), "a zero of the other sign was stored"
+
+
+@patterns
+def test_a_cast_leaves_the_index_alone_and_a_copy_is_independent(pattern):
+    layer = layer_of(pattern)
+    index = layer.index.clone()
+    for cast, dtype in [(lambda m: m.half(), torch.float16), (lambda m: m.to(torch.bfloat16), torch.bfloat16),
+                        (lambda m: m.double(), torch.float64)]:  # fmt: skip
+        other = cast(copy.deepcopy(layer))
+        assert {p.dtype for p in other.parameters()} == {dtype}
+        assert other.index.dtype == index.dtype
+        assert torch.equal(other.index, index)
+        assert torch.equal(other.unpacked(), layer.unpacked().to(dtype))
+        assert other(torch.ones(2, 24, dtype=dtype)).dtype == dtype
+    assert layer.values.dtype == torch.float32
+    with torch.no_grad():
+        other.values.zero_()
+    assert layer.values.all()
+    assert layer.to("meta").index.device.type == "meta"
+
+
+@patterns
+def test_a_state_dict_there_and_back(pattern):
+    layer = layer_of(pattern)
+    fresh = SparseLowRankLinear(24, 10, 2, True, pattern, layer.values.numel())
+    fresh.load_state_dict(layer.state_dict())
+    x = torch.randn(4, 24)
+    assert torch.equal(fresh(x), layer(x))
+    name = layer.layout.index
+    assert set(layer.state_dict()) == {"values", name, "low_rank_u", "low_rank_v", "bias"}
+
+
+@patterns
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_it_compiles_without_a_graph_break_and_gradients_are_the_same(pattern, backend):
+    """Oracle: the layer as it is."""
+    torch.compiler.reset()
+    layer, x = layer_of(pattern), torch.randn(4, 24)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(x), layer(x))
+    gradients = []
+    for module in (compiled, layer):
+        layer.zero_grad()
+        module(x).square().sum().backward()
+        gradients.append([p.grad.clone() for p in layer.parameters()])
+    assert len(gradients[0]) == 4
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_what_does_not_have_the_pattern_is_refused():
+    sparse, u, v, _ = parts("3:8")
+    with pytest.raises(PatternError, match="3 entries in row 0, inputs 0 to 3, where 2:4 allows 2"):
+        SparseLowRankLinear.from_decomposition(Decomposition(sparse, LowRank(u, v), 0.0, 0.0, ()), None, "2:4")
