@@ -149,8 +149,7 @@ def evaluate(
 
     if not perplexity:
         raise RecipeError("name at least one text, such as --perplexity wikitext2")
-    if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
-        raise OutputError(f"--output {output} is a folder, or in a folder that does not exist; give a file")
+    check_output_file(output)
     with console.status("evaluating"):
         results = evaluate_perplexity(model, perplexity, seqlen, max_tokens, batch_size, dtype, device)
     table = Table(title=Text(model))
@@ -159,9 +158,21 @@ def evaluate(
     for text, result in results["perplexity"].items():
         table.add_row(Text(text), f"{result['perplexity']:.3f}", f"{result['tokens']:,}", str(result["window"]))
     console.print(table)
-    if output is not None:
-        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        say(f"Written to {output}.")
+    write_json(results, output)
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="A folder that `hasslefree compress` wrote.")],
+    output: Annotated[Path | None, typer.Option(help="Write the sizes as JSON.")] = None,
+) -> None:
+    """What FOLDER holds and weighs, layer by layer, from config.json and the headers; no weight is read."""
+    from hasslefree.checkpoints.inspect import inspect_folder, size_table
+
+    check_output_file(output)
+    found = inspect_folder(folder)
+    console.print(size_table(found))
+    write_json(found.to_dict(), output)
 
 
 @app.command()
@@ -177,6 +188,19 @@ def demo(
         rows = run_demo(out, rounds, progress)
     console.print(demo_table(rows))
     say(f"{time.perf_counter() - start:.0f} seconds.")
+
+
+def check_output_file(output: Path | None) -> None:
+    """Raise an OutputError where --output cannot be a file."""
+    if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
+        raise OutputError(f"--output {output} is a folder, or in a folder that does not exist; give a file")
+
+
+def write_json(results: dict[str, Any], output: Path | None) -> None:
+    """Write results to the file of --output, if it was given."""
+    if output is not None:
+        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        say(f"Written to {output}.")
 
 
 def say(message: str) -> None:

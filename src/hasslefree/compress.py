@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +16,20 @@ from transformers import PreTrainedModel
 
 from hasslefree.checkpoints.format import check_output, check_shard_size, save
 from hasslefree.core.gram import Gram
+from hasslefree.core.packing import layout_of
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method
 from hasslefree.decompose import solve_layer
 from hasslefree.errors import CalibrationError, HasslefreeError, ModelError, NonFiniteError
-from hasslefree.models.blocks import Blocks, Linear, dense_weight, find_blocks, replace_module, select_linears
+from hasslefree.models.blocks import (
+    Blocks,
+    Linear,
+    dense_weight,
+    find_blocks,
+    linear_shape,
+    replace_module,
+    select_linears,
+)
 from hasslefree.models.linear import SparseLowRankLinear
 from hasslefree.models.load import encode, load_config, load_model, load_tokenizer, resolve_seqlen
 from hasslefree.models.stream import (
@@ -250,11 +260,13 @@ def compress_group(
 
 
 def _bytes_needed(model: PreTrainedModel, plan: Plan) -> int:
-    """The size of the folder: the model with its zeros stored, the factors, and room for the tokenizer."""
-    dense = sum(p.numel() * p.element_size() for p in model.parameters())
-    factors = sum(
-        layer.rank * sum(layer.linear.weight.shape) * layer.linear.weight.element_size()
-        for plans in plan
-        for layer in plans.values()
-    )
-    return dense + factors + 50_000_000
+    """The size of the folder: what stays dense, the packed layers, and room for the tokenizer."""
+    total = 50_000_000 + sum(p.numel() * p.element_size() for p in model.parameters())
+    for layer in (layer for plans in plan for layer in plans.values()):
+        (out, width), weight = linear_shape(layer.linear), layer.linear.weight
+        layout = layout_of(str(layer.pattern))
+        shapes = layout.shapes(out, width, layer.pattern.kept((out, width)))
+        values = math.prod(shapes["values"]) + layer.rank * (out + width)
+        total += (values - out * width) * weight.element_size()
+        total += math.prod(shapes[layout.index]) * layout.index_dtype.itemsize
+    return total

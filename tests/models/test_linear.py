@@ -10,6 +10,7 @@ from hasslefree import SparseLowRankLinear
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import PatternError
+from hasslefree.models.linear import unpacked_once
 
 PATTERNS = ["2:4", "2:8", "3:8", "2:3", "unstructured", "row", "structured"]
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
@@ -102,3 +103,22 @@ def test_what_does_not_have_the_pattern_is_refused():
     sparse, u, v, _ = parts("3:8")
     with pytest.raises(PatternError, match="3 entries in row 0, inputs 0 to 3, where 2:4 allows 2"):
         SparseLowRankLinear.from_decomposition(Decomposition(sparse, LowRank(u, v), 0.0, 0.0, ()), None, "2:4")
+
+
+def test_s_is_unpacked_once_where_that_is_asked_for(monkeypatch):
+    """Oracle: the layer outside; it holds nothing afterwards, whatever happened."""
+    layer, x = layer_of("2:4"), torch.randn(2, 24)
+    expected, calls, unpacked = layer(x), [], layer.unpacked
+    monkeypatch.setattr(layer, "unpacked", lambda: (calls.append(1), unpacked())[1])
+
+    def fail():
+        with unpacked_once(torch.nn.Sequential(layer)):
+            assert torch.equal(layer(x), expected)
+            assert torch.equal(layer(x), expected)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert len(calls) == 1
+    assert layer.held is None
+    assert len(layer.state_dict()) == 5

@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from hasslefree.checkpoints.entries import entry_of
 from hasslefree.checkpoints.transformers_plugin import HasslefreeConfig
 from hasslefree.errors import OutputError
 from hasslefree.models.linear import SparseLowRankLinear
@@ -60,9 +61,7 @@ def save(model: PreTrainedModel, tokenizer: Any, folder: Path, report: Report, m
         OutputError: the disk is full or not writable; what was in the folder before is still there.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLowRankLinear)}
-    model.config.quantization_config = HasslefreeConfig(
-        {name: {"pattern": layer.pattern, "rank": layer.rank} for name, layer in layers.items()}
-    )
+    model.config.quantization_config = HasslefreeConfig({name: entry_of(layer) for name, layer in layers.items()})
     with replaced_whole(folder) as part:
         model.save_pretrained(part, max_shard_size=max_shard_size)
         if tokenizer is not None:

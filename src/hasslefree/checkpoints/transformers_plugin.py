@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from hasslefree.checkpoints.entries import LAYOUT, QUANT_METHOD, VERSION, Entry, check_version, read_entries
+from hasslefree.checkpoints.headers import read_headers
+from hasslefree.checkpoints.verify import check_indices, check_layers
 from hasslefree.errors import CheckpointError
-from hasslefree.models.blocks import replace_module
+from hasslefree.models.blocks import linear_shape, replace_module
 from hasslefree.models.linear import SparseLowRankLinear
-
-QUANT_METHOD = "hasslefree"
-VERSION = 1
 
 
 class HasslefreeConfig(QuantizationConfigMixin):
     """The `quantization_config` entry of config.json.
 
     Args:
-        modules: full layer name → {"pattern": "2:4", "rank": 64}.
-        layout: how S is stored; "unpacked" keeps its zeros. version: of this entry.
+        modules: full layer name → its entry (`entries.Entry`).
+        layout: how S is stored. version: of this entry.
     """
 
-    def __init__(self, modules: dict[str, Any], layout: str = "unpacked", version: int = VERSION, **_: Any):
+    def __init__(self, modules: Any = None, layout: str = LAYOUT, version: int = VERSION, **_: Any):
+        check_version(version, layout)
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.modules, self.layout, self.version = modules, layout, version
-        if version != VERSION or layout != "unpacked":
-            raise CheckpointError(
-                f"the folder has format version {version}, layout {layout!r}; this hasslefree reads version {VERSION}, "
-                "layout 'unpacked': update hasslefree"
-            )
 
 
 class HasslefreeQuantizer(HfQuantizer):
@@ -46,16 +42,25 @@ class HasslefreeQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
-        stored = _stored_names(checkpoint_files or [])
-        for name, spec in self.quantization_config.modules.items():
+        entries = read_entries(self.quantization_config.modules)
+        biased = set()
+        for name, entry in entries.items():
             try:
                 layer = model.get_submodule(name)
             except AttributeError:
                 raise CheckpointError(f"config.json lists {name}, which {type(model).__name__} does not have") from None
-            replacement = _empty_layer(layer, name, spec)
-            if missing := [n for n, _ in replacement.named_parameters() if stored and f"{name}.{n}" not in stored]:
-                raise CheckpointError(f"the folder holds no {', '.join(missing)} of {name}: it is not complete")
+            replacement = _empty_layer(layer, name, entry)
             replace_module(model, name, replacement)
+            if replacement.bias is not None:
+                biased.add(name)
+        if checkpoint_files:  # none where the caller brought a state dict
+            stored = read_headers([Path(file) for file in checkpoint_files])
+            check_layers(entries, biased, stored)
+            check_indices(entries, stored)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
+        # For transformers this forbids .half(), .float() and training; here the values are floats like any others.
+        model.is_quantized = False  # type: ignore[assignment]
 
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
         return True
@@ -69,27 +74,15 @@ class HasslefreeQuantizer(HfQuantizer):
         return True
 
 
-def _empty_layer(layer: nn.Module, name: str, spec: dict[str, Any]) -> SparseLowRankLinear:
-    """The layer to load into, with the shape, dtype and device of the one it replaces."""
-    if isinstance(layer, Conv1D):
-        width, out = layer.weight.shape
-    elif isinstance(layer, nn.Linear):
-        out, width = layer.weight.shape
-    else:
+def _empty_layer(layer: nn.Module, name: str, entry: Entry) -> SparseLowRankLinear:
+    """The layer to load into, with the dtype and device of the one that it replaces."""
+    if not isinstance(layer, nn.Linear | Conv1D):
         raise CheckpointError(f"config.json lists {name}, which is no linear layer but a {type(layer).__name__}")
-    weight = layer.weight
-    return SparseLowRankLinear(
-        width, out, spec["rank"], layer.bias is not None, spec["pattern"], weight.dtype, weight.device
-    )
-
-
-def _stored_names(files: list[str]) -> set[str]:
-    """The tensor names in the headers of safetensors files."""
-    names: set[str] = set()
-    for file in files:
-        with safe_open(file, framework="pt") as handle:
-            names.update(handle.keys())
-    return names
+    (out, width), weight = linear_shape(layer), layer.weight
+    if entry.shape != (out, width):
+        raise CheckpointError(f"config.json says that {name} is {list(entry.shape)}; the model's is {[out, width]}")
+    bias = layer.bias is not None
+    return SparseLowRankLinear(width, out, entry.rank, bias, entry.pattern, entry.nonzeros, weight.dtype, weight.device)
 
 
 def register() -> None:

@@ -92,6 +92,12 @@ def dense_weight(linear: Linear) -> Tensor:
     return weight.T.contiguous() if isinstance(linear, Conv1D) else weight
 
 
+def linear_shape(linear: Linear) -> tuple[int, int]:
+    """(out, in), whichever way the layer stores its weight."""
+    first, second = linear.weight.shape
+    return (second, first) if isinstance(linear, Conv1D) else (first, second)
+
+
 def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` in the place of the one called `name` under root."""
     parent, _, leaf = name.rpartition(".")

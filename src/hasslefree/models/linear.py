@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,6 +44,7 @@ class SparseLowRankLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.rank, self.pattern = in_features, out_features, rank, pattern
         self.layout = layout_of(pattern)
+        self.held: Tensor | None = None  # S, within `unpacked_once`
         shapes = self.layout.shapes(out_features, in_features, nonzeros)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -97,8 +101,21 @@ class SparseLowRankLinear(nn.Module):
 
     def sparse_product(self, x: Tensor) -> Tensor:
         """x Sᵀ: (..., in) → (..., out). The one place that decides how S is multiplied."""
-        return F.linear(x, self.unpacked())
+        return F.linear(x, self.unpacked() if self.held is None else self.held)
 
     def extra_repr(self) -> str:
         shape = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{shape}, pattern={self.pattern}, rank={self.rank}, bias={self.bias is not None}"
+
+
+@contextmanager
+def unpacked_once(root: nn.Module) -> Iterator[None]:
+    """Within it, the layers in `root` hold S unpacked over all calls. Nothing in them may change meanwhile."""
+    layers = [module for module in root.modules() if isinstance(module, SparseLowRankLinear)]
+    try:
+        for layer in layers:
+            layer.held = layer.unpacked().detach()
+        yield
+    finally:
+        for layer in layers:
+            layer.held = None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.errors import ModelError, NonFiniteError
 from hasslefree.models.blocks import Blocks
+from hasslefree.models.linear import unpacked_once
 
 
 class _Stop(Exception):  # noqa: N818 (not an error: it ends a forward pass whose rest nobody needs)
@@ -151,7 +152,7 @@ def first_hidden_states(model: nn.Module, blocks: Blocks, segments: Tensor) -> l
 
 def run_block(block: nn.Module, call: BlockCall, hidden: list[Tensor]) -> list[Tensor]:
     """The block's outputs, (1, tokens, width) each, for its inputs."""
-    with torch.no_grad():
+    with unpacked_once(block), torch.no_grad():
         return [call.run(block, states) for states in hidden]
 
 
@@ -193,7 +194,7 @@ def gather_grams(
         return hook
 
     handles = (block.get_submodule(g[0]).register_forward_pre_hook(accumulate(i)) for i, g in enumerate(groups))
-    with hooks(handles), torch.no_grad():
+    with hooks(handles), unpacked_once(block), torch.no_grad():
         for states in hidden:
             try:
                 call.run(block, states)

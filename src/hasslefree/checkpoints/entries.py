@@ -1,0 +1,112 @@
+"""The `quantization_config` of config.json: what a folder says of each compressed layer."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hasslefree.core.packing import Layout, layout_of
+from hasslefree.errors import CheckpointError, HasslefreeError
+from hasslefree.models.linear import SparseLowRankLinear
+
+QUANT_METHOD = "hasslefree"
+VERSION = 2
+LAYOUT = "packed"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One compressed layer.
+
+    Args:
+        pattern: its name. shape: (out, in). rank: of the low-rank part. nonzeros: the number of stored values.
+        crc32: of the bytes of the index tensor.
+    """
+
+    pattern: str
+    shape: tuple[int, int]
+    rank: int
+    nonzeros: int
+    crc32: int
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.pattern)
+
+    def shapes(self, bias: bool) -> dict[str, tuple[int, ...]]:
+        """The tensors of the layer, by their names in it, with their shapes."""
+        out, width = self.shape
+        shapes = self.layout.shapes(out, width, self.nonzeros)
+        if self.rank:
+            shapes |= {"low_rank_u": (out, self.rank), "low_rank_v": (self.rank, width)}
+        return shapes | ({"bias": (out,)} if bias else {})
+
+
+def entry_of(layer: SparseLowRankLinear) -> dict[str, Any]:
+    """The entry of a layer, as config.json holds it."""
+    return {
+        "pattern": layer.pattern,
+        "shape": [layer.out_features, layer.in_features],
+        "rank": layer.rank,
+        "nonzeros": layer.values.numel(),
+        "crc32": f"{crc32(layer.index):08x}",
+    }
+
+
+def crc32(index: Tensor) -> int:
+    """zlib's CRC-32 of the bytes of a tensor in C order."""
+    return zlib.crc32(index.detach().cpu().contiguous().numpy().tobytes())
+
+
+def check_version(version: Any, layout: Any) -> None:
+    """Raise a CheckpointError where this is not the format that is read here."""
+    if (version, layout) == (VERSION, LAYOUT):
+        return
+    older = isinstance(version, int) and version < VERSION
+    remedy = "compress the model again" if older else "update hasslefree"
+    raise CheckpointError(
+        f"config.json says format version {version}, layout {layout!r}; this hasslefree reads version {VERSION}, "
+        f"layout {LAYOUT!r}: {remedy}"
+    )
+
+
+def read_entries(modules: Any) -> dict[str, Entry]:
+    """The entries of all layers by name.
+
+    Raises:
+        CheckpointError: the first that is not as the format says, with its name.
+    """
+    if not isinstance(modules, dict):
+        raise CheckpointError("config.json has no `modules` in its quantization_config; get it anew")
+    return {name: _read(name, entry) for name, entry in modules.items()}
+
+
+def _read(name: str, entry: Any) -> Entry:
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(f"config.json, entry {name}: {what}; get it anew")
+
+    if not isinstance(entry, dict):
+        raise wrong("it is no object")
+    pattern, shape, crc = entry.get("pattern"), entry.get("shape"), entry.get("crc32")
+    if not isinstance(pattern, str):
+        raise wrong("it has no pattern")
+    if not isinstance(shape, list) or len(shape) != 2 or not all(_is_count(side, 1) for side in shape):
+        raise wrong("its shape is not [out, in]")
+    if not _is_count(entry.get("rank")) or not _is_count(entry.get("nonzeros")):
+        raise wrong("rank and nonzeros are whole numbers, 0 or more")
+    if not isinstance(crc, str) or not re.fullmatch("[0-9a-f]{8}", crc):
+        raise wrong("its crc32 is not of eight hexadecimal digits")
+    found = Entry(pattern, (shape[0], shape[1]), entry["rank"], entry["nonzeros"], int(crc, 16))
+    try:
+        found.shapes(bias=False)
+    except HasslefreeError as error:
+        raise wrong(str(error)) from None
+    return found
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

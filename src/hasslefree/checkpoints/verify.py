@@ -1,0 +1,75 @@
+"""Compare a folder's files with what its config.json says, before any weight is read."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+
+from hasslefree.checkpoints.entries import Entry
+from hasslefree.checkpoints.headers import Stored
+from hasslefree.errors import CheckpointError, PatternError
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+INDICES = {"positions": "U8", "mask": "U8", "columns": "I32"}
+
+
+def check_layers(entries: Mapping[str, Entry], biased: set[str], stored: Mapping[str, Stored]) -> None:
+    """Compare names, shapes and dtypes of the tensors of every compressed layer.
+
+    Args:
+        biased: the layers that have a bias. stored: all tensors of the files.
+
+    Raises:
+        CheckpointError: with the file and the tensor.
+    """
+    held: dict[str, set[str]] = {}
+    for name in stored:
+        layer, _, leaf = name.rpartition(".")
+        held.setdefault(layer, set()).add(leaf)
+    for name, entry in entries.items():
+        shapes, found = entry.shapes(name in biased), held.get(name, set())
+        if missing := [f"{name}.{leaf}" for leaf in shapes if leaf not in found]:
+            files = ", ".join(sorted({str(tensor.file) for tensor in stored.values()}))
+            raise CheckpointError(f"no {', '.join(missing)} in {files}: it is not complete; get it anew")
+        for leaf in sorted(found):
+            _check_tensor(f"{name}.{leaf}", stored[f"{name}.{leaf}"], shapes.get(leaf))
+
+
+def _check_tensor(name: str, tensor: Stored, shape: tuple[int, ...] | None) -> None:
+    """shape: what config.json makes it; None for a tensor that the layer does not have."""
+    if shape is None:
+        raise CheckpointError(f"{tensor.file} holds {name}, which is no part of the layer that config.json describes")
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{tensor.file}: {name} is {list(tensor.shape)}, and {list(shape)} by config.json; get both anew"
+        )
+    allowed = INDICES.get(name.rpartition(".")[2])
+    if tensor.dtype != allowed if allowed else tensor.dtype not in FLOATS:
+        raise CheckpointError(f"{tensor.file}: {name} is {tensor.dtype}, not {allowed or 'a float'}; get it anew")
+
+
+def check_indices(entries: Mapping[str, Entry], stored: Mapping[str, Stored]) -> None:
+    """Compare the bytes of every index tensor with its CRC-32, and its codes with its pattern.
+
+    Raises:
+        CheckpointError: with the file and the tensor.
+    """
+    for name, entry in entries.items():
+        layout, (out, width) = entry.layout, entry.shape
+        tensor = stored[f"{name}.{layout.index}"]
+        data = tensor.read()
+        where = f"{tensor.file}: {name}.{layout.index}"
+        if (found := zlib.crc32(data)) != entry.crc32:
+            raise CheckpointError(
+                f"{where} is damaged: its CRC-32 is {found:08x}, and {entry.crc32:08x} by config.json; get it anew"
+            )
+        shape = layout.shapes(out, width, entry.nonzeros)[layout.index]
+        index = torch.empty(shape, dtype=layout.index_dtype, device="cpu")
+        if data:
+            index = torch.frombuffer(bytearray(data), dtype=layout.index_dtype).view(shape)
+        try:
+            layout.validate(index, width, entry.nonzeros)
+        except PatternError as error:
+            raise CheckpointError(f"{where} was not written by a sound writer: {error}") from None
