@@ -38,6 +38,14 @@ def test_compress_then_evaluate(monkeypatch, capsys, tmp_path):
     assert json.loads((out / "compression.json").read_text())["recipe"]["leave_dense"] == ["*.0.*", "*.1.*"]
     assert AutoModelForCausalLM.from_pretrained(out).dtype == AutoModelForCausalLM.from_pretrained(MODEL).dtype
 
+    code, text = run(monkeypatch, capsys, "inspect", out, "--output", results)
+    assert code == 0, text
+    sizes = json.loads(results.read_text())
+    assert len(sizes["layers"]) == 14
+    stored = (out / "model.safetensors").stat().st_size
+    assert 0 < stored - sizes["bytes"] < 10_000, "the header is the only thing beside"
+    assert f"{sizes['bytes']:,}" in text
+
     code, text = run(monkeypatch, capsys, "evaluate", out, "--perplexity", HELD_OUT, f"{CALIBRATION}[:1]", "--seqlen",
                      "64", "--max-tokens", "640", "--output", results)  # fmt: skip
     assert code == 0, text
@@ -97,6 +105,9 @@ def test_other_mistakes(monkeypatch, capsys, tmp_path):
         (["compress", folder, tmp_path / "out", "--rank", "4", *QUICK], "no model at"),
         (["compress", MODEL, tmp_path / "out", "--recipe", "none.yaml"], "cannot be read"),
         (["compress", MODEL, tmp_path / "out", "--rank", "four"], "valid integer"),
+        (["inspect", MODEL], "holds no compressed model"),
+        (["inspect", "someone/model"], "there is no folder someone/model"),
+        (["inspect", MODEL, "--output", tmp_path], "is a folder"),
         (["evaluate", MODEL], "name at least one text"),
         (["evaluate", MODEL, "--perplexity", HELD_OUT, "--output", "/none/r.json"], "does not exist"),
         (["evaluate", MODEL, "--perplexity", HELD_OUT, "--output", tmp_path], "is a folder"),

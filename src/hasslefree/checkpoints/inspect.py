@@ -78,7 +78,7 @@ def inspect_folder(folder: Path) -> FolderSize:
     check_version(config.get("version"), config.get("layout"))
     entries, stored = read_entries(config.get("modules")), read_headers(weight_files(folder))
     check_layers(entries, {name for name in entries if f"{name}.bias" in stored}, stored)
-    layers = tuple(_layer_size(name, entry, stored) for name, entry in entries.items())
+    layers = tuple(_layer_size(name, entries[name], stored) for name in sorted(entries, key=_by_number))
     other = sum(tensor.size for tensor in stored.values()) - sum(layer.bytes for layer in layers)
     return FolderSize(str(folder), config["version"], layers, other)
 
@@ -89,6 +89,11 @@ def _layer_size(name: str, entry: Entry, stored: Mapping[str, Stored]) -> LayerS
     dense = out * (width + bias) * ELEMENT_BYTES[dtype]
     size = sum(tensor.size for tensor in tensors)
     return LayerSize(name, entry.pattern, entry.shape, entry.rank, entry.nonzeros, dtype, size, dense)
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """A key that puts layers.2 before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def size_table(found: FolderSize) -> Table:

@@ -1,0 +1,40 @@
+"""A reader of compressed folders that knows docs/format.md, JSON and NumPy, and nothing else: `read` gives each S."""
+
+import json
+import struct
+
+import numpy as np
+
+TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "U8": "u1", "I32": "<i4"}
+
+
+def tensors(file):
+    data = file.read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:start])
+    for name in header.keys() - {"__metadata__"}:
+        (first, stop), kind = (start + offset for offset in header[name]["data_offsets"]), header[name]["dtype"]
+        array = np.frombuffer(data[first:stop], TYPES[kind]).reshape(header[name]["shape"])
+        yield name, (array.astype("<u4") << 16).view("<f4") if kind == "BF16" else array
+
+
+def kept(index, pattern, width):
+    bits = np.unpackbits(index, axis=1, bitorder="little")
+    n, m = map(int, pattern.split(":")) if ":" in pattern else (width, 1)
+    groups, b = (len(index), width // m), (m - 1).bit_length()
+    if ":" not in pattern or n * b > m:
+        return bits[:, :width] == 1
+    places = bits[:, : groups[1] * n * b].reshape(*groups, n, b) @ (1 << np.arange(b))
+    return (places[..., None] == np.arange(m)).any(2).reshape(-1, width)
+
+
+def read(folder):
+    held = {name: array for file in folder.glob("*.safetensors") for name, array in tensors(file)}
+    for name, entry in json.loads((folder / "config.json").read_text())["quantization_config"]["modules"].items():
+        values, pattern, sparse = held[f"{name}.values"], entry["pattern"], np.zeros(entry["shape"])
+        if pattern == "structured":
+            sparse[:, held[f"{name}.columns"]] = values
+        else:
+            index = held[f"{name}.positions" if ":" in pattern else f"{name}.mask"]
+            sparse[kept(index, pattern, sparse.shape[1])] = values.ravel()
+        yield name, sparse
