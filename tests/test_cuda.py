@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Gram, Joint, Prune, Recipe
+from hasslefree.core.packing import layout_of
 from hasslefree.methods import METHODS, build_method
 from tests import oracles
 from tests.tiny_models import build, logits, segments
@@ -48,3 +49,15 @@ def test_a_model_on_the_gpu_goes_through_the_pipeline(dtype, tmp_path):
     assert report.device.startswith("cuda")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").cuda()
     assert torch.equal(logits(loaded, tokens), logits(model, tokens))
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "2:8", "3:8", "2:5", "row", "structured"])
+def test_packing_gives_the_same_bytes_and_the_same_matrix(pattern):
+    n, _, m = pattern.partition(":")
+    sparse = torch.zeros(33, 120, dtype=torch.bfloat16)
+    sparse.view(33, -1, int(m or 3))[..., : int(n) if m else 1] = -1.5
+    layout = layout_of(pattern)
+    here, there = layout.pack(sparse), layout.pack(sparse.cuda())
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(here, there, strict=True))
+    assert torch.equal(layout.unpack(*there, 120).cpu(), sparse)
+    layout.validate(there[1], 120, there[0].numel())

@@ -159,6 +159,8 @@ def test_a_shard_cut_short_names_what_is_cut(tmp_path, no_weight_is_read):
         shard.write_bytes(whole[:size])
         message = "header" if size < header else r"cut short: \S+ ends at byte \d+ of " + str(size)
         refuses(folder, f"{re.escape(str(shard))}.*{message}", no_weight_is_read)
+    shard.write_bytes(whole + b"\0")
+    refuses(folder, f"{re.escape(str(shard))} goes on after the last tensor", no_weight_is_read)
     shard.write_bytes(whole[:8] + b"[" + whole[9:])
     refuses(folder, f"{re.escape(str(shard))}.*header", no_weight_is_read)
 

@@ -109,6 +109,8 @@ def _read_header(file: Path) -> dict[str, Stored]:
     for name, tensor in found.items():
         if tensor.stop > size:
             raise CheckpointError(f"{file} is cut short: {name} ends at byte {tensor.stop} of {size}; get it anew")
+    if max((tensor.stop for tensor in found.values()), default=start) < size:
+        raise CheckpointError(f"{file} goes on after the last tensor of its header; get it anew")
     return found
 
 
