@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -117,6 +118,47 @@ def test_other_mistakes(monkeypatch, capsys, tmp_path):
         code, text = run(monkeypatch, capsys, *arguments)
         assert code == 2, text
         assert message in text.replace("\n", " "), text
+
+
+def test_export(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "out"
+    code, text = run(monkeypatch, capsys, "compress", MODEL, out, "--rank", "4", "--method", "eora", *QUICK)
+    assert code == 0, text
+    for to, file in [("dense", "model.safetensors"), ("peft", "adapter_model.safetensors")]:
+        code, text = run(monkeypatch, capsys, "export", out, "--to", to, tmp_path / to)
+        assert code == 0, text
+        assert f"Written to {tmp_path / to}" in text
+        assert (tmp_path / to / file).is_file()
+    for arguments, message in [
+        ([out, "--to", "onnx", tmp_path / "new"], "unknown export 'onnx'. Known: dense, peft"),
+        ([out, tmp_path / "new"], "--to"),
+        ([out, "--to", "dense"], "DEST"),
+        ([MODEL, "--to", "dense", tmp_path / "new"], "is not compressed by hasslefree"),
+        ([tmp_path / "none", "--to", "dense", tmp_path / "new"], "none does not exist"),
+        ([out, "--to", "dense", tmp_path / "peft"], "use --overwrite"),
+        ([out, "--to", "dense", out / "dense"], "one in the other"),
+    ]:
+        code, text = run(monkeypatch, capsys, "export", *arguments)
+        assert code == 2, text
+        assert message in text.replace("\n", " "), text
+        assert "Traceback" not in text
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "dense", "peft"}
+
+
+def test_every_option_of_export_arrives(monkeypatch):
+    """Oracle: the arguments, written out."""
+    seen = []
+
+    def record(*arguments, **options):
+        seen.append((arguments, options))
+        raise OutputError("seen")
+
+    monkeypatch.setattr(sys.modules["hasslefree.checkpoints.export"], "export", record)
+    words = ["export", "m", "--to", "peft", "d", "--max-shard-size", "1MB", "--overwrite"]
+    monkeypatch.setattr(sys, "argv", ["hasslefree", *words])
+    with pytest.raises(SystemExit):
+        main()
+    assert seen == [((Path("m"), Path("d"), "peft"), {"overwrite": True, "max_shard_size": "1MB"})]
 
 
 def test_a_checkpoint_that_is_cut_short(monkeypatch, capsys, tmp_path):

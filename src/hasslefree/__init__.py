@@ -3,6 +3,7 @@
 Importing it teaches transformers to load the folders that it writes.
 """
 
+from hasslefree.checkpoints.export import export
 from hasslefree.checkpoints.transformers_plugin import register as _register
 from hasslefree.compress import compress
 from hasslefree.core.budgets import Budget
@@ -59,6 +60,7 @@ __all__ = [
     "Wanda",
     "compress",
     "decompose",
+    "export",
     "perplexity",
 ]
 

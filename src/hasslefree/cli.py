@@ -176,6 +176,22 @@ def inspect(
 
 
 @app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="A folder that compress wrote.")],
+    destination: Annotated[Path, typer.Argument(metavar="DEST", help="The folder to write.")],
+    to: Annotated[str, typer.Option(help="dense (plain weights) or peft (sparse weights and a LoRA adapter).")],
+    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option(help="Replace DEST if it is not empty.")] = False,
+) -> None:
+    """Write a compressed model for programs that do not know hasslefree."""
+    from hasslefree.checkpoints.export import export as export_model
+
+    with console.status("exporting"):
+        export_model(folder, destination, to, overwrite=overwrite, max_shard_size=max_shard_size)
+    say(f"Written to {destination}.")
+
+
+@app.command()
 def demo(
     out: Annotated[Path | None, typer.Option(help="Keep the compressed models here (default: nowhere).")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds of hassle-free; the paper takes 80.", min=1)] = 20,

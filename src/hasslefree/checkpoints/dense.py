@@ -1,0 +1,63 @@
+"""A compressed model as a plain one again: the model's own layers, with weights that any reader of it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hasslefree.models.blocks import replace_module
+from hasslefree.models.linear import SparseLowRankLinear
+
+
+def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:
+    """The compressed layers by their full name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, SparseLowRankLinear)}
+
+
+def sparse_part(layer: SparseLowRankLinear) -> Tensor:
+    """S with its zeros: (out, in), in the layer's dtype."""
+    return layer.sparse.detach()
+
+
+def summed(layer: SparseLowRankLinear) -> Tensor:
+    """S + u v: (out, in), summed in float32 at least and rounded once to the layer's dtype."""
+    sparse = sparse_part(layer)
+    if layer.low_rank_u is None or layer.low_rank_v is None:
+        return sparse
+    wide = torch.promote_types(sparse.dtype, torch.float32)
+    u, v = (factor.detach().to(wide) for factor in (layer.low_rank_u, layer.low_rank_v))
+    return torch.addmm(sparse.to(wide), u, v).to(sparse.dtype)
+
+
+def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear], Tensor]) -> None:
+    """Put the model's own layer in the place of every compressed one, and forget that there were any.
+
+    One layer at a time, in place: beside the model, one dense weight is in memory.
+
+    Args:
+        weight_of: the (out, in) weight that the own layer gets.
+    """
+    quantizer: Any = model.hf_quantizer
+    quantizer.remove_quantization_config(model)
+    with torch.device("meta"):
+        original = AutoModelForCausalLM.from_config(model.config)
+    for name in compressed_layers(model):
+        layer, own = model.get_submodule(name), original.get_submodule(name)
+        assert isinstance(layer, SparseLowRankLinear)
+        weight = weight_of(layer)
+        own.weight = nn.Parameter(weight.T.contiguous() if isinstance(own, Conv1D) else weight)
+        own.bias = layer.bias
+        replace_module(model, name, own.train(model.training))
+
+
+def write_dense(model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str) -> dict[str, Path]:
+    """Write the model, which is changed in place, with S + u v as its weights; gives the folder by its kind."""
+    make_plain(model, summed)
+    model.save_pretrained(part, max_shard_size=max_shard_size)
+    return {"dense": part}
