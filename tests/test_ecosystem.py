@@ -1,0 +1,136 @@
+"""A loaded compressed model goes wherever a model goes: generation, compilation, casts, lm-evaluation-harness."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hasslefree
+from hasslefree import Recipe, SparseLowRankLinear
+from hasslefree.demo.run import CALIBRATION, MODEL
+from tests.tiny_models import FAMILIES, build, logits, segments
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        hasslefree.compress(build(family), root / family, Recipe(rank=2, method="eora"), segments=segments())
+    return root
+
+
+@pytest.fixture
+def model(folders):
+    return AutoModelForCausalLM.from_pretrained(folders / "llama")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_generation_with_the_cache_is_that_without(folders, family):
+    """Oracle: the largest logit of whole forward passes, token by token."""
+    model = AutoModelForCausalLM.from_pretrained(folders / family)
+    prompt = expected = segments(samples=2, seqlen=8)
+    for _ in range(12):
+        expected = torch.cat([expected, logits(model, expected)[:, -1:].argmax(-1)], dim=1)
+    for use_cache in (True, False):
+        found = model.generate(
+            prompt, max_new_tokens=12, do_sample=False, use_cache=use_cache, eos_token_id=None, pad_token_id=0
+        )
+        assert torch.equal(found, expected), f"use_cache={use_cache}"
+
+
+def test_the_layer_compiles_without_graph_breaks(model):
+    """backend="eager": the graph is captured whole, or fullgraph raises; no compiler is needed."""
+    layer = next(m for m in model.modules() if isinstance(m, SparseLowRankLinear))
+    x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+    loss = compiled(x).square().sum()
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_cast_model_is_the_one_loaded_in_that_dtype(folders, model, dtype):
+    cast, loaded = model.to(dtype), AutoModelForCausalLM.from_pretrained(folders / "llama", dtype=dtype)
+    assert {p.dtype for p in cast.parameters()} == {dtype}
+    found, expected = cast.state_dict(), loaded.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name]), name
+    # The frequencies of the rotary embedding, which no file holds, are cast by to() and not by from_pretrained().
+    want = logits(loaded, segments())
+    close = 4 * torch.finfo(dtype).eps * want.abs().max().item()
+    torch.testing.assert_close(logits(cast, segments()), want, rtol=0, atol=max(close, 1e-7))
+
+
+def test_the_short_form_of_a_cast(model):
+    assert {p.dtype for p in model.bfloat16().parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="transformers refuses these two of a model with a quantizer")
+@pytest.mark.parametrize("cast", ["half", "float"])
+def test_casts_that_transformers_refuses(model, cast):
+    getattr(model, cast)()
+
+
+def test_a_deep_copy_is_equal_and_independent(model):
+    before = logits(model, segments())
+    copied = copy.deepcopy(model)
+    assert torch.equal(logits(copied, segments()), before)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert torch.equal(logits(model, segments()), before)
+
+
+def test_saving_and_loading_never_pickle(folders, model, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("pickle was used")
+
+    for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    for name in ("save", "load"):
+        monkeypatch.setattr(torch, name, refuse)
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(logits(again, segments()), logits(model, segments()))
+    names = {path.name for folder in (folders / "llama", tmp_path / "again") for path in folder.iterdir()}
+    assert {name.rpartition(".")[2] for name in names} <= {"json", "safetensors", "md"}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo's model, compressed, with its tokenizer."""
+    out = tmp_path_factory.mktemp("demo") / "out"
+    recipe = Recipe(rank=2, method="eora", calibration=str(CALIBRATION), samples=2, seqlen=32, dtype="float32")
+    hasslefree.compress(MODEL, out, recipe, device="cpu")
+    return AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+
+
+REQUESTS = [
+    ("Return the number of", " items in the list."),
+    ("A dictionary maps", " keys to values"),
+    ("", "The function takes no arguments."),
+]
+
+
+def test_lm_evaluation_harness_scores_the_model(demo):
+    """Oracle: log-probabilities from whole forward passes, one request at a time."""
+    pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: pip install "hasslefree[eval]"')
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model, tokenizer = demo
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2)
+    requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(REQUESTS)]
+    found = harness.loglikelihood(requests, disable_tqdm=True)
+    for (context, continuation), (score, greedy) in zip(REQUESTS, found, strict=True):
+        start = tokenizer(context, add_special_tokens=False)["input_ids"] or [harness.prefix_token_id]
+        whole = torch.tensor([*start, *tokenizer(continuation, add_special_tokens=False)["input_ids"]])
+        steps = logits(model, whole[None])[0, len(start) - 1 : -1].double().log_softmax(-1)
+        answer = whole[len(start) :]
+        assert score == pytest.approx(steps.gather(-1, answer[:, None]).sum().item(), rel=1e-4)
+        assert greedy == torch.equal(steps.argmax(-1), answer)
