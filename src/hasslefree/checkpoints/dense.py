@@ -22,7 +22,7 @@ def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:
 
 def sparse_part(layer: SparseLowRankLinear) -> Tensor:
     """S with its zeros: (out, in), in the layer's dtype."""
-    return layer.sparse.detach()
+    return layer.unpacked().detach()
 
 
 def summed(layer: SparseLowRankLinear) -> Tensor:

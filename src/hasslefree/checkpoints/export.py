@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,8 @@ from transformers import PreTrainedModel
 from hasslefree.checkpoints.adapter import write_adapter
 from hasslefree.checkpoints.cards import export_card
 from hasslefree.checkpoints.dense import compressed_layers, write_dense
+from hasslefree.checkpoints.entries import QUANT_METHOD
 from hasslefree.checkpoints.format import check_output, check_shard_size, replaced_whole
-from hasslefree.checkpoints.transformers_plugin import QUANT_METHOD
 from hasslefree.errors import ModelError, OutputError, UnknownNameError
 from hasslefree.models.load import load_config, load_model, load_tokenizer
 
@@ -51,7 +50,6 @@ def export(
     with replaced_whole(target) as part:
         folders = EXPORTS[to](model, part, target, max_shard_size)
         copy_rest(source, part, folders)
-    open_to_readers(target)
 
 
 def check_folders(source: Path, target: Path, overwrite: bool) -> None:
@@ -86,13 +84,3 @@ def copy_rest(source: Path, part: Path, folders: dict[str, Path]) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(export_card(kind, source.name, recorded), encoding="utf-8")
-
-
-def open_to_readers(target: Path) -> None:
-    """Give folders in the target, and the files in them, the modes of the umask, as the files beside them have."""
-    umask = os.umask(0)
-    os.umask(umask)
-    for folder in filter(Path.is_dir, target.iterdir()):
-        folder.chmod(0o777 & ~umask)
-        for file in folder.iterdir():
-            file.chmod(0o666 & ~umask)

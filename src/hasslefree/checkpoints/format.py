@@ -79,8 +79,8 @@ def replaced_whole(folder: Path) -> Iterator[Path]:
         yield part
         umask = os.umask(0)
         os.umask(umask)
-        for file in part.iterdir():
-            file.chmod(0o666 & ~umask)  # safetensors makes files that nobody else can read
+        for path in part.rglob("*"):
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)  # safetensors' files are for their owner alone
         if folder.exists():
             folder.rename(old)
         part.rename(folder)
