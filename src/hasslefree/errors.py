@@ -58,3 +58,7 @@ class OutputError(HasslefreeError):
 
 class CheckpointError(HasslefreeError):
     """A compressed model folder that does not hold what it says."""
+
+
+class KernelError(HasslefreeError):
+    """A way of computing a layer that this machine does not have, or that does not fit the layer."""

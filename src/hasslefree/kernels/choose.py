@@ -1,0 +1,139 @@
+"""Which way a product x Sᵀ is computed. The rule is that of docs/inference.md, from measurement on a CPU.
+
+| way | what | where |
+|---|---|---|
+| `dense` | S is unpacked by torch, then `F.linear`; the caller's own | everywhere, with gradients |
+| `numba` | `kernels.ops`: from the packed tensors | CPU, N:M and bitmask, no gradients |
+| `triton` | `kernels.triton`: from the packed tensors | CUDA, N:M stored as positions, up to 16 tokens, no gradients |
+| `semi-structured` | `kernels.cuda`: torch's 2:4 tensors, converted once by the caller | CUDA of capability 8.0, 2:4 |
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hasslefree.errors import KernelError, UnknownNameError
+from hasslefree.kernels import ops
+
+# Looked up once: torch.compile cannot trace the search.
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+TRITON_TOKENS = 16
+
+
+class Layout(Protocol):
+    """How S is stored. A layout whose index is `positions` has `n` and `m`."""
+
+    @property
+    def index(self) -> str:
+        """The name of the index tensor: `positions`, `mask` or `columns`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a product is asked of.
+
+    Args:
+        device: "cpu" or "cuda". tokens: the rows of x. grad: whether a gradient to x or to the values is wanted.
+    """
+
+    device: str
+    dtype: torch.dtype
+    layout: Layout
+    tokens: int
+    grad: bool
+
+    @property
+    def groups(self) -> tuple[int, int] | None:
+        """N and M; None for other layouts."""
+        layout: Any = self.layout
+        return (layout.n, layout.m) if layout.index == "positions" else None
+
+
+def choose(case: Case, way: str | None = None) -> str:
+    """The name of the way to go: the one asked for, or by the rule of docs/inference.md.
+
+    Without a wish it is `numba` where that can be, else `dense`: what was not measured is chosen by name only.
+
+    Raises:
+        UnknownNameError: no such way. KernelError: the way asked for is not possible here; the message says why.
+    """
+    if way is None:
+        return "dense" if _numba(case) else "numba"
+    if way not in WAYS:
+        raise UnknownNameError("way", way, WAYS)
+    if obstacle := WAYS[way](case):
+        raise KernelError(f"the way {way!r} is not possible: {obstacle}")
+    return way
+
+
+def product(way: str, x: Tensor, values: Tensor, index: Tensor, layout: Any) -> Tensor:
+    """x Sᵀ, by `numba` or `triton`. x: (..., in) → (..., out); values and index as `layout` stores S."""
+    flat = x.reshape(-1, x.shape[-1])
+    if way == "triton":
+        y = ops.decode_cuda(flat, values, index, layout.n, layout.m)
+    elif layout.index == "positions":
+        y = ops.linear_groups(flat, values, index, layout.n, layout.m)
+    else:
+        y = ops.linear_mask(flat, values, index)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _dense(case: Case) -> str | None:
+    return None
+
+
+def _numba(case: Case) -> str | None:
+    if not HAS_NUMBA:
+        return 'Numba is not installed; pip install "hasslefree[fast]"'
+    if case.device != "cpu":
+        return f"it runs on a CPU, and the layer is on {case.device}; use triton or dense"
+    if case.grad:
+        return "it has no gradients; use dense, or torch.no_grad()"
+    if case.layout.index == "columns":
+        return "pattern structured keeps whole columns, and has no kernel; use dense"
+    if case.dtype not in (torch.float32, *HALF_DTYPES):
+        return f"it takes float32, bfloat16 and float16, not {case.dtype}; use dense"
+    return None
+
+
+def _triton(case: Case) -> str | None:
+    if not HAS_TRITON:
+        return "Triton is not installed; pip install triton"
+    if case.device != "cuda":
+        return f"it runs on CUDA, and the layer is on {case.device}; use numba or dense"
+    if case.grad:
+        return "it has no gradients; use dense, or torch.no_grad()"
+    bits = ops.position_bits(*case.groups) if case.groups else None
+    if bits is None or bits > 8:
+        return "it reads N:M stored as positions of at most 8 bits, such as 2:4; use dense"
+    if case.tokens > TRITON_TOKENS:
+        return f"it takes at most {TRITON_TOKENS} tokens, not {case.tokens}; use dense or semi-structured"
+    return None
+
+
+def _semi_structured(case: Case) -> str | None:
+    if case.device != "cuda":
+        return f"it runs on CUDA, and the layer is on {case.device}; use numba or dense"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "it needs a GPU of compute capability 8.0; use triton or dense"
+    if case.grad:
+        return "it has no gradients; use dense, or torch.no_grad()"
+    if case.groups != (2, 4) or case.dtype not in HALF_DTYPES:
+        return "it takes 2:4 in bfloat16 or float16; use triton or dense"
+    return None
+
+
+WAYS: dict[str, Callable[[Case], str | None]] = {
+    "dense": _dense,
+    "numba": _numba,
+    "triton": _triton,
+    "semi-structured": _semi_structured,
+}

@@ -1,0 +1,214 @@
+"""y = x Sᵀ as torch operators, so that torch.compile sees one node and no graph break.
+
+On a CPU a few tokens are multiplied with the packed rows. From `DIRECT_TOKENS` on, rows of S are unpacked a tile at a
+time into a buffer that stays in the cache, and torch multiplies the tile: S is read packed, and never stands in memory
+as a whole.
+
+There is no gradient: a call that needs one raises torch's error that no autograd formula was registered. `choose`
+sends such calls the dense way.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hasslefree.errors import KernelError, PatternError, ShapeError
+
+# From how many tokens on unpacking a tile once is cheaper than running through packed rows for every token.
+DIRECT_TOKENS = {"2:4": 2, "other": 6}
+TILE_BYTES = 4 << 20
+LEAST_ROWS = 64
+DIRECT_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def position_bits(n: int, m: int) -> int | None:
+    """Bits of one position where N:M is stored as positions; None where it is stored as the mask of the group."""
+    bits = (m - 1).bit_length()
+    return bits if n * bits <= m else None
+
+
+@torch.library.custom_op("hasslefree::linear_groups", mutates_args=(), device_types="cpu")
+def linear_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
+    """x Sᵀ for S with the pattern N:M.
+
+    Args:
+        x: (tokens, in). values: (out, in/M·N), of x's dtype. positions: (out, bytes), uint8: the codes of the groups.
+
+    Returns:
+        (tokens, out), in x's dtype.
+    """
+    _check_groups(x, values, positions, n, m)
+    bits = position_bits(n, m)
+    if bits is None:
+        return _linear_mask(x, values.reshape(-1), positions)
+    direct = DIRECT_TOKENS["2:4" if (n, m) == (2, 4) else "other"]
+    if len(x) < direct and x.dtype in DIRECT_DTYPES:
+        return _direct_groups(x, values, positions, n, m, bits)
+    return _by_tiles(x, len(values), lambda a, b, rows: _unpack_groups(values[a:b], positions[a:b], n, m, bits, rows))
+
+
+@torch.library.custom_op("hasslefree::linear_mask", mutates_args=(), device_types="cpu")
+def linear_mask(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """x Sᵀ for S with any pattern, from its bitmask.
+
+    Args:
+        x: (tokens, in). values: (nonzeros,), row by row, of x's dtype. mask: (out, ⌈in/8⌉), uint8.
+
+    Returns:
+        (tokens, out), in x's dtype.
+    """
+    return _linear_mask(x, values, mask)
+
+
+@torch.library.custom_op("hasslefree::decode_cuda", mutates_args=(), device_types="cuda")
+def decode_cuda(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
+    """`linear_groups` on CUDA, by Triton, for at most 16 tokens and N:M stored as positions."""
+    from hasslefree.kernels import triton
+
+    _check_groups(x, values, positions, n, m)
+    if position_bits(n, m) is None:
+        raise KernelError(f"the way triton reads positions, and {n}:{m} is stored as masks; use dense")
+    return triton.decode(x, values, positions, n, m)
+
+
+@decode_cuda.register_fake
+@linear_groups.register_fake
+def _(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
+    return x.new_empty(x.shape[0], positions.shape[0])
+
+
+@linear_mask.register_fake
+def _(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], mask.shape[0])
+
+
+def unpack_groups(values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
+    """S (out, in) on the CPU. values: (out, in/M·N), of any dtype of 16 or 32 bits; positions: (out, bytes)."""
+    width = values.shape[1] // n * m if n else 0
+    rows = values.new_empty(len(values), width)
+    _check_groups(rows, values, positions, n, m)
+    bits = position_bits(n, m)
+    if bits is None:
+        flat = values.reshape(-1)
+        _kernels().unpack_mask(_bits(flat), _starts(positions, flat), positions.numpy(), _bits(rows))
+    else:
+        _unpack_groups(values, positions, n, m, bits, rows)
+    return rows
+
+
+def unpack_mask(values: Tensor, mask: Tensor, width: int) -> Tensor:
+    """S (out, width) on the CPU. values: (nonzeros,), of any dtype of 16 or 32 bits; mask: (out, ⌈width/8⌉)."""
+    rows = values.new_empty(len(mask), width)
+    _check_mask(rows, values, mask)
+    _kernels().unpack_mask(_bits(values.contiguous()), _starts(mask, values), mask.numpy(), _bits(rows))
+    return rows
+
+
+def _linear_mask(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    _check_mask(x, values, mask)
+    starts, kernels, flat, mask_array = _starts(mask, values), _kernels(), values.contiguous(), mask.numpy()
+    if len(x) < DIRECT_TOKENS["other"] and x.dtype in DIRECT_DTYPES:
+        y = torch.empty(len(x), len(mask))
+        kernels.dot_mask(_numbers(flat), starts, mask_array, x.float().contiguous().numpy(), y.numpy())
+        return y.to(x.dtype)
+    array = _bits(flat)
+    return _by_tiles(
+        x, len(mask), lambda a, b, rows: kernels.unpack_mask(array, starts[a:b], mask_array[a:b], _bits(rows))
+    )
+
+
+def _direct_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, bits: int) -> Tensor:
+    kernels, wide, numbers = _kernels(), x.float(), _numbers(values.contiguous())
+    y = torch.empty(len(x), len(values))
+    if (n, m) == (2, 4):
+        octets = F.pad(wide, (0, -x.shape[1] % 8)).reshape(len(x), -1, 8).transpose(1, 2).contiguous()
+        kernels.dot_2_4(numbers, positions.numpy(), octets.numpy(), y.numpy())
+    else:
+        array = wide.contiguous().numpy()
+        kernels.dot_positions(numbers.reshape(-1), positions.numpy(), n, m, bits, array, y.numpy())
+    return y.to(x.dtype)
+
+
+def _unpack_groups(values: Tensor, positions: Tensor, n: int, m: int, bits: int, rows: Tensor) -> None:
+    """Fill rows: (out, in)."""
+    kernels, array = _kernels(), _bits(values.contiguous())
+    if (n, m) != (2, 4):
+        kernels.unpack_positions(array.reshape(-1), positions.numpy(), n, m, bits, _bits(rows))
+    elif values.itemsize == 2:
+        kernels.unpack_2_4_16(array.view("u4"), positions.numpy(), _bits(rows).view("u8"))
+    else:
+        kernels.unpack_2_4_32(array.view("u8"), positions.numpy(), _bits(rows).view("u8"))
+
+
+def _by_tiles(x: Tensor, out: int, unpack: Any) -> Tensor:
+    """x Sᵀ. unpack(a, b, rows): rows a … b − 1 of S into rows (b − a, in)."""
+    y = x.new_empty(len(x), out)
+    height = min(out, max(LEAST_ROWS, TILE_BYTES // max(1, x.shape[1] * x.itemsize)))
+    tile = x.new_empty(height, x.shape[1])
+    for start in range(0, out, height):
+        rows = tile[: min(height, out - start)]
+        unpack(start, start + len(rows), rows)
+        y[:, start : start + len(rows)] = F.linear(x, rows)
+    return y
+
+
+def _kernels() -> Any:
+    """The module of Numba's kernels, set to torch's number of threads."""
+    from hasslefree.kernels import cpu
+
+    count = torch.get_num_threads()
+    cpu.use_threads(count)
+    if torch.get_num_threads() != count:  # Numba's first start sets the number of OpenMP threads, which torch shares
+        torch.set_num_threads(count)
+    return cpu
+
+
+def _bits(tensor: Tensor) -> Any:
+    """The memory of a contiguous tensor as a NumPy array of unsigned integers."""
+    return tensor.detach().view({2: torch.uint16, 4: torch.uint32}[tensor.itemsize]).numpy()
+
+
+def _numbers(tensor: Tensor) -> Any:
+    """The memory of a contiguous tensor as float32, or as the bits of bfloat16."""
+    return _bits(tensor) if tensor.dtype == torch.bfloat16 else tensor.detach().numpy()
+
+
+def _starts(mask: Tensor, values: Tensor) -> Any:
+    """Where the values of each row begin: (out,) int64; the counts of the mask must add up to the values."""
+    counts = torch.empty(len(mask), dtype=torch.int64)
+    _kernels().count_rows(mask.numpy(), counts.numpy())
+    ends = counts.cumsum(0)
+    marked = int(ends[-1]) if len(ends) else 0
+    if marked != values.numel():
+        raise PatternError(f"a mask of {marked} entries does not go with {values.numel()} values; load the layer again")
+    return (ends - counts).numpy()
+
+
+def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> None:
+    width, out = x.shape[1], len(positions)
+    code = n * bits if (bits := position_bits(n, m)) is not None else m
+    _check_dtypes(x, values, positions)
+    if width % m or values.shape != (out, width // m * n) or positions.shape != (out, math.ceil(width // m * code / 8)):
+        raise ShapeError(
+            f"values {tuple(values.shape)} and positions {tuple(positions.shape)} are no {n}:{m} weight "
+            f"for inputs of width {width}"
+        )
+
+
+def _check_mask(x: Tensor, values: Tensor, mask: Tensor) -> None:
+    _check_dtypes(x, values, mask)
+    if mask.shape[1] != math.ceil(x.shape[1] / 8):
+        raise ShapeError(f"a mask of {mask.shape[1]} bytes a row does not go with inputs of width {x.shape[1]}")
+
+
+def _check_dtypes(x: Tensor, values: Tensor, index: Tensor) -> None:
+    if x.dtype != values.dtype or index.dtype != torch.uint8 or x.itemsize not in (2, 4):
+        raise ShapeError(
+            f"inputs of {x.dtype}, values of {values.dtype} and indices of {index.dtype} do not go together: "
+            "one dtype of 16 or 32 bits for both, and uint8"
+        )

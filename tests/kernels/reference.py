@@ -1,0 +1,71 @@
+"""The packed tensors by their definition, slowly, and the product in float64; nothing shared with the code under test."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Groups:
+    """The layout of N:M, as a layer hands it over."""
+
+    index = "positions"
+
+    def __init__(self, n: int, m: int):
+        self.n, self.m = n, m
+
+
+class Named:
+    """A layout without numbers."""
+
+    def __init__(self, index: str):
+        self.index = index
+
+
+def sparse(out: int, groups: int, n: int, m: int, dtype: torch.dtype, seed: int, empty_rows: bool = True) -> Tensor:
+    """A random S (out, groups·m) with at most n entries in each m: some groups have fewer, a third of the rows none."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out, groups, m, generator=generator)
+    order = torch.rand(out, groups, m, generator=generator).argsort(-1)
+    kept = order < torch.randint(max(n - 1, 0), n + 1, (out, groups, 1), generator=generator)
+    s = (weight * kept).reshape(out, -1).to(dtype)
+    if empty_rows:
+        s[1::3] = 0
+    return s
+
+
+def pack_groups(s: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """Values (out, in/M·N) and codes (out, bytes), group by group and bit by bit."""
+    bits = (m - 1).bit_length()
+    values, codes = [], []
+    for row in s:
+        stream: list[int] = []
+        for group in row.reshape(-1, m):
+            stored = [j for j in range(m) if group[j] != 0]
+            kept = sorted(stored + [j for j in range(m) if j not in stored][: n - len(stored)])
+            values.extend(group[j] for j in kept)
+            if n * bits <= m:
+                stream += [(j >> b) & 1 for j in kept for b in range(bits)]
+            else:
+                stream += [int(j in kept) for j in range(m)]
+        codes.append(np.packbits(np.array(stream, dtype=np.uint8), bitorder="little"))
+    stacked = torch.stack(values).reshape(len(s), -1) if values else s.new_empty(len(s), 0)
+    return stacked, torch.from_numpy(np.stack(codes))
+
+
+def pack_mask(s: Tensor) -> tuple[Tensor, Tensor]:
+    """Values (nonzeros,) and mask (out, ⌈in/8⌉)."""
+    return s[s != 0], torch.from_numpy(np.packbits((s != 0).numpy(), axis=1, bitorder="little"))
+
+
+def product(x: Tensor, s: Tensor) -> Tensor:
+    """x Sᵀ in float64."""
+    return x.double() @ s.double().T
+
+
+def close(y: Tensor, x: Tensor, s: Tensor) -> None:
+    """y is x Sᵀ but for the rounding of float32 sums and of the last cast: |error| ≤ ε·|x| |S|ᵀ."""
+    epsilon = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[y.dtype]
+    error, scale = (y.double() - product(x, s)).abs(), product(x.abs(), s.abs())
+    assert (error <= epsilon * scale).all(), float((error - epsilon * scale).max())

@@ -1,0 +1,176 @@
+"""Products and unpacked rows from packed tensors, on the CPU. Oracle: float64 on the dense matrix."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasslefree.errors import PatternError, ShapeError
+from hasslefree.kernels import ops
+from tests.kernels import reference
+
+pytest.importorskip("numba", reason="needs hasslefree[fast]")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Positions in one byte, across bytes, of no bits; masks of 5, 4 and 8 bits; a group that is longer than a word.
+PATTERNS = [(2, 4), (1, 4), (2, 8), (1, 12), (2, 66), (1, 1), (2, 5), (3, 4), (4, 8), (3, 8), (4, 4), (0, 4)]
+# On both sides of every change of way.
+TOKENS = st.sampled_from([1, 2, 5, 6, 17])
+
+
+def inputs(tokens: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@given(
+    pattern=st.sampled_from(PATTERNS), out=st.integers(1, 70), groups=st.integers(1, 40), tokens=TOKENS,
+    dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_products_of_groups(pattern, out, groups, tokens, dtype, seed):
+    n, m = pattern
+    s = reference.sparse(out, groups, n, m, dtype, seed)
+    values, positions = reference.pack_groups(s, n, m)
+    x = inputs(tokens, s.shape[1], dtype, seed)
+    y = ops.linear_groups(x, values, positions, n, m)
+    assert y.dtype == dtype
+    reference.close(y, x, s)
+
+
+@given(
+    out=st.integers(1, 70), width=st.integers(1, 300), tokens=TOKENS,
+    dtype=st.sampled_from(DTYPES), share=st.sampled_from([0.0, 0.1, 0.5, 1.0]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_products_of_a_bitmask(out, width, tokens, dtype, share, seed):
+    generator = torch.Generator().manual_seed(seed)
+    s = inputs(out, width, dtype, seed) * (torch.rand(out, width, generator=generator) < share)
+    s[1::3] = 0
+    values, mask = reference.pack_mask(s)
+    x = inputs(tokens, width, dtype, seed + 1)
+    y = ops.linear_mask(x, values, mask)
+    assert y.dtype == dtype
+    reference.close(y, x, s)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pattern", [p for p in PATTERNS if p[0]])
+def test_rows_are_unpacked_bit_for_bit(pattern, dtype):
+    """Oracle: the matrix that was packed. An odd number of groups leaves half a byte."""
+    for groups in (1, 2, 7, 32):
+        s = reference.sparse(19, groups, *pattern, dtype, seed=groups)
+        values, positions = reference.pack_groups(s, *pattern)
+        assert torch.equal(ops.unpack_groups(values, positions, *pattern), s)
+        values, mask = reference.pack_mask(s)
+        assert torch.equal(ops.unpack_mask(values, mask, s.shape[1]), s)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch):
+    monkeypatch.setattr(ops, "TILE_BYTES", 1)
+    s = reference.sparse(3 * ops.LEAST_ROWS + 5, 9, 2, 4, torch.float32, seed=0)
+    x = inputs(tokens, s.shape[1], torch.float32)
+    reference.close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
+    reference.close(ops.linear_mask(x, *reference.pack_mask(s)), x, s)
+
+
+def test_inputs_and_values_may_be_views():
+    """Oracle: their contiguous copies."""
+    s = reference.sparse(16, 8, 2, 4, torch.float32, seed=1)
+    values, positions = reference.pack_groups(s, 2, 4)
+    x = inputs(1, 2 * s.shape[1], torch.float32)[:, ::2]
+    strided = torch.stack([values, values], -1)[..., 0]
+    assert torch.equal(
+        ops.linear_groups(x, strided, positions, 2, 4), ops.linear_groups(x.contiguous(), values, positions, 2, 4)
+    )
+
+
+def test_no_index_reaches_outside_its_row():
+    """Every byte of the index is wrong in turn; oracle: the rows before and after keep their products."""
+    s = reference.sparse(3, 3, 1, 5, torch.float32, seed=2, empty_rows=False)
+    values, positions = reference.pack_groups(s, 1, 5)
+    x = inputs(1, s.shape[1], torch.float32)
+    right = ops.linear_groups(x, values, positions, 1, 5)
+    positions[1] = 255
+    wrong = ops.linear_groups(x, values, positions, 1, 5)
+    assert torch.equal(wrong[0, ::2], right[0, ::2])
+    assert torch.equal(ops.unpack_groups(values, positions, 1, 5)[::2], s[::2])
+
+
+def test_a_mask_that_does_not_go_with_the_values_is_an_error():
+    s = reference.sparse(4, 4, 2, 4, torch.float32, seed=3)
+    values, mask = reference.pack_mask(s)
+    with pytest.raises(PatternError, match=f"{len(values)} entries does not go with {len(values) - 1} values"):
+        ops.linear_mask(inputs(1, 16, torch.float32), values[1:], mask)
+
+
+def test_shapes_and_dtypes_that_do_not_go_together_are_errors():
+    s = reference.sparse(4, 4, 2, 4, torch.float32, seed=3)
+    values, positions = reference.pack_groups(s, 2, 4)
+    for x in (inputs(1, 20, torch.float32), inputs(1, 18, torch.float32)):
+        with pytest.raises(ShapeError, match="no 2:4 weight for inputs of width"):
+            ops.linear_groups(x, values, positions, 2, 4)
+    with pytest.raises(ShapeError, match="does not go with inputs of width 40"):
+        ops.linear_mask(inputs(1, 40, torch.float32), *reference.pack_mask(s))
+    with pytest.raises(ShapeError, match=r"inputs of torch\.bfloat16, values of torch\.float32"):
+        ops.linear_groups(inputs(1, 16, torch.bfloat16), values, positions, 2, 4)
+
+
+def test_a_gradient_is_refused_and_not_left_out():
+    s = reference.sparse(4, 4, 2, 4, torch.float32, seed=3)
+    y = ops.linear_groups(inputs(1, 16, torch.float32).requires_grad_(), *reference.pack_groups(s, 2, 4), 2, 4)
+    with pytest.raises(RuntimeError, match="autograd"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_one_node_of_a_compiled_graph(tokens):
+    """Oracle: the same without torch.compile; fullgraph raises at a break."""
+    s = reference.sparse(24, 8, 2, 4, torch.float32, seed=4)
+    values, positions = reference.pack_groups(s, 2, 4)
+    packed, mask = reference.pack_mask(s)
+
+    def both(x):
+        return ops.linear_groups(x, values, positions, 2, 4) + ops.linear_mask(x, packed, mask)
+
+    x = inputs(tokens, s.shape[1], torch.float32)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(both, fullgraph=True, backend="aot_eager")(x), both(x))
+    values = values.clone()
+    for op, args in ((ops.linear_groups, (x, values, positions, 2, 4)), (ops.linear_mask, (x, packed, mask))):
+        torch.library.opcheck(op, args)
+
+
+THREADS = """
+import json, sys, torch
+from hasslefree.kernels import ops
+from tests.kernels import reference
+torch.set_num_threads(int(sys.argv[1]))
+found = []
+for n, m in ((2, 4), (2, 8), (4, 8)):
+    s = reference.sparse(257, 32, n, m, torch.float32, seed=5)
+    x = torch.randn(1, s.shape[1], generator=torch.Generator().manual_seed(6))
+    packed = reference.pack_groups(s, n, m)
+    found.append(ops.linear_groups(x, *packed, n, m).view(torch.int32).tolist())
+    found.append(ops.unpack_groups(*packed, n, m).view(torch.int32).tolist())
+    found.append(ops.linear_mask(x, *reference.pack_mask(s)).view(torch.int32).tolist())
+import numba
+print(json.dumps([[numba.get_num_threads(), torch.get_num_threads()], found]))
+"""
+
+
+def test_the_number_of_threads_changes_no_bit():
+    """Oracle: one thread. Numba fixes the most that it can use when it starts, hence the processes."""
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "4", "OMP_NUM_THREADS": "4"}
+    root = Path(__file__).parents[2]
+    answers = {}
+    for threads in (1, 2, 3, 4):
+        command = [sys.executable, "-c", THREADS, str(threads)]
+        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
+        used, answers[threads] = json.loads(done.stdout)
+        assert used == [threads, threads], "torch's number of threads is honoured, and left as it was"
+    assert all(found == answers[1] for found in answers.values())
