@@ -1,4 +1,4 @@
-"""The packed tensors by their definition, slowly, and the product in float64; nothing shared with the code under test."""
+"""The packed tensors by their definition, slowly, and the product in float64. Shares nothing with what is tested."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sparse(out: int, groups: int, n: int, m: int, dtype: torch.dtype, seed: int,
     weight = torch.randn(out, groups, m, generator=generator)
     order = torch.rand(out, groups, m, generator=generator).argsort(-1)
     kept = order < torch.randint(max(n - 1, 0), n + 1, (out, groups, 1), generator=generator)
-    s = (weight * kept).reshape(out, -1).to(dtype)
+    s = (weight * kept + 0.0).reshape(out, -1).to(dtype)  # no −0.0, which would be a stored value
     if empty_rows:
         s[1::3] = 0
     return s

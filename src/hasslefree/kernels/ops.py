@@ -126,7 +126,7 @@ def _direct_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int,
     kernels, wide, numbers = _kernels(), x.float(), _numbers(values.contiguous())
     y = torch.empty(len(x), len(values))
     if (n, m) == (2, 4):
-        octets = F.pad(wide, (0, -x.shape[1] % 8)).reshape(len(x), -1, 8).transpose(1, 2).contiguous()
+        octets = F.pad(wide, (0, -x.shape[1] % 8)).reshape(len(x), positions.shape[1], 8).transpose(1, 2).contiguous()
         kernels.dot_2_4(numbers, positions.numpy(), octets.numpy(), y.numpy())
     else:
         array = wide.contiguous().numpy()
