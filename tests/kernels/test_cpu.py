@@ -69,9 +69,21 @@ def test_rows_are_unpacked_bit_for_bit(pattern, dtype):
         assert all(torch.equal(rows.view(bits), s.view(bits)) for rows in found)
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 3, 4, 5, 8, 9, 31, 32, 33, 513])
+def test_blocks_of_2_4_begin_and_end_anywhere(groups, dtype, monkeypatch):
+    """Blocks of two octets: a last group alone, within a block and after it. 70 rows are more than share a block."""
+    monkeypatch.setattr(ops, "BLOCK_BYTES", 16 * dtype.itemsize)
+    s = reference.sparse(70, groups, 2, 4, dtype, seed=groups)
+    for tokens in range(1, ops.DIRECT_2_4[dtype]):
+        x = inputs(tokens, s.shape[1], dtype)
+        reference.close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch):
     monkeypatch.setattr(ops, "TILE_BYTES", 1)
+    monkeypatch.setattr(ops, "LARGE_TILE_BYTES", 1)
     s = reference.sparse(3 * ops.LEAST_ROWS + 5, 9, 2, 4, torch.float32, seed=0)
     x = inputs(tokens, s.shape[1], torch.float32)
     reference.close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)

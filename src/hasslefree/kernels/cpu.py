@@ -15,6 +15,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -22,6 +23,8 @@ u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
 SUMS = {"reassoc", "contract"}
 # A code is read from four bytes at once, wherever in the row it starts.
 WINDOW = 4
+# Bytes of a line of the cache, and rows that share a block of the inputs.
+LINE, ROWS = 64, 32
 
 row_function = njit(nogil=True, error_model="numpy", inline="always")
 rows_in_parallel = njit(nogil=True, error_model="numpy", parallel=True, cache=True)
@@ -64,35 +67,77 @@ def _widen(value):
     return lambda value: u32(u32(value) << u32(16)).view(np.float32)
 
 
-# 2:4: a byte holds two groups, 8 inputs with 4 values.
+@intrinsic
+def prefetch(typing, row, at):
+    """Ask for the cache line of row[at]."""
+
+    def generate(context, builder, signature, arguments):
+        memory = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        address = builder.bitcast(builder.gep(memory, [arguments[1]]), pointer)
+        builder.call(ask, [address, number(0), number(3), number(1)])  # to read, near, data
+        return context.get_dummy_value()
+
+    return types.none(row, types.int64), generate
+
+
+@row_function
+def fetch(row, start, stop):
+    for at in range(start, stop, LINE // row.itemsize):
+        prefetch(row, at)
+
+
+# 2:4: a byte, an octet of inputs, holds two groups with 4 values.
 
 
 @row_function
 def chosen(first, second, low, high):
     """Of four inputs (two pairs) the one that a 2-bit position names: selections, which vectorise, and no gather."""
-    return (second[1] if low else second[0]) if high else (first[1] if low else first[0])
+    return widen((second[1] if low else second[0]) if high else (first[1] if low else first[0]))
+
+
+@njit(nogil=True, error_model="numpy", fastmath=SUMS)
+def dot_octets(values, positions, x):
+    """values: (4·octets,); positions: (octets,); x: (8, ≥ octets), x[k, b] = input 8b + k."""
+    total = np.float32(0)
+    for b in range(positions.shape[0]):
+        c = np.int32(positions[b])
+        first, second = (x[0, b], x[1, b]), (x[2, b], x[3, b])
+        total += widen(values[4 * b]) * chosen(first, second, c & 1, c & 2)
+        total += widen(values[4 * b + 1]) * chosen(first, second, c & 4, c & 8)
+        first, second = (x[4, b], x[5, b]), (x[6, b], x[7, b])
+        total += widen(values[4 * b + 2]) * chosen(first, second, c & 16, c & 32)
+        total += widen(values[4 * b + 3]) * chosen(first, second, c & 64, c & 128)
+    return total
 
 
 @sums_in_parallel
 def dot_2_4(values, positions, x, y):
-    """y = x Sᵀ. values: (out, in/2); positions: (out, ⌈in/8⌉); x: (tokens, 8, ⌈in/8⌉), x[t, k, b] = input 8b + k."""
-    whole = values.shape[1] // 4
-    for o in prange(values.shape[0]):
-        for t in range(x.shape[0]):
-            total = np.float32(0)
-            for b in range(whole):
-                c = np.int32(positions[o, b])
-                first, second = (x[t, 0, b], x[t, 1, b]), (x[t, 2, b], x[t, 3, b])
-                total += widen(values[o, 4 * b]) * chosen(first, second, c & 1, c & 2)
-                total += widen(values[o, 4 * b + 1]) * chosen(first, second, c & 4, c & 8)
-                first, second = (x[t, 4, b], x[t, 5, b]), (x[t, 6, b], x[t, 7, b])
-                total += widen(values[o, 4 * b + 2]) * chosen(first, second, c & 16, c & 32)
-                total += widen(values[o, 4 * b + 3]) * chosen(first, second, c & 64, c & 128)
-            if whole < positions.shape[1]:  # a last group without a partner
-                c = positions[o, whole]
-                total += widen(values[o, 4 * whole]) * x[t, c & 3, whole]
-                total += widen(values[o, 4 * whole + 1]) * x[t, (c >> 2) & 3, whole]
-            y[t, o] = total
+    """y = x Sᵀ. values: (out, in/2); positions: (out, ⌈in/8⌉); y: (tokens, out), zeros.
+
+    A block of x stays in the cache for some rows; a row's part of the block is asked for one row ahead, for the
+    processor cannot foresee it. x: (tokens, blocks, 8, octets), of the dtype of the values.
+    """
+    out, whole, octets = values.shape[0], values.shape[1] // 4, x.shape[3]
+    for chunk in prange((out + ROWS - 1) // ROWS):
+        rows = range(chunk * ROWS, min(chunk * ROWS + ROWS, out))
+        for start in range(0, whole, octets):
+            stop = min(start + octets, whole)
+            for o in rows:
+                if o + 1 < out:
+                    fetch(values[o + 1], 4 * start, 4 * stop)
+                    fetch(positions[o + 1], start, stop)
+                for t in range(x.shape[0]):
+                    part = values[o, 4 * start : 4 * stop]
+                    y[t, o] += dot_octets(part, positions[o, start:stop], x[t, start // octets])
+        if whole < positions.shape[1]:  # a last group without a partner
+            for o in rows:
+                for t in range(x.shape[0]):
+                    c, last = positions[o, whole], x[t, whole // octets, :, whole % octets]
+                    y[t, o] += widen(values[o, 4 * whole]) * widen(last[c & 3])
+                    y[t, o] += widen(values[o, 4 * whole + 1]) * widen(last[(c >> 2) & 3])
 
 
 @row_function

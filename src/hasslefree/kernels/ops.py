@@ -1,6 +1,6 @@
 """y = x Sᵀ as torch operators, so that torch.compile sees one node and no graph break.
 
-On a CPU a few tokens are multiplied with the packed rows. From `DIRECT_TOKENS` on, rows of S are unpacked a tile at a
+On a CPU a few tokens are multiplied with the packed rows. From `DIRECT` on, rows of S are unpacked a tile at a
 time into a buffer that stays in the cache, and torch multiplies the tile: S is read packed, and never stands in memory
 as a whole.
 
@@ -11,6 +11,7 @@ sends such calls the dense way.
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import torch
@@ -20,10 +21,13 @@ from torch.nn import functional as F
 from hasslefree.errors import KernelError, PatternError, ShapeError
 
 # From how many tokens on unpacking a tile once is cheaper than running through packed rows for every token.
-DIRECT_TOKENS = {"2:4": 2, "other": 6}
-TILE_BYTES = 4 << 20
-LEAST_ROWS = 64
-DIRECT_DTYPES = (torch.float32, torch.bfloat16)
+DIRECT_2_4 = {torch.float32: 3, torch.bfloat16: 2}
+DIRECT = {torch.float32: 6, torch.bfloat16: 6}
+# Bytes of the inputs that a block of 2:4 reads; a block and the rows that use it fit the first level of the cache.
+BLOCK_BYTES = 8 << 10
+# A tile that stays in the cache; with many tokens a larger one, for larger products are faster.
+TILE_BYTES, LARGE_TILE_BYTES, MANY_TOKENS, LEAST_ROWS = 4 << 20, 32 << 20, 256, 256
+_KEPT = threading.local()
 
 
 def position_bits(n: int, m: int) -> int | None:
@@ -46,8 +50,7 @@ def linear_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) 
     bits = position_bits(n, m)
     if bits is None:
         return _linear_mask(x, values.reshape(-1), positions)
-    direct = DIRECT_TOKENS["2:4" if (n, m) == (2, 4) else "other"]
-    if len(x) < direct and x.dtype in DIRECT_DTYPES:
+    if len(x) < (DIRECT_2_4 if (n, m) == (2, 4) else DIRECT).get(x.dtype, 0):
         return _direct_groups(x, values, positions, n, m, bits)
     return _by_tiles(x, len(values), lambda a, b, rows: _unpack_groups(values[a:b], positions[a:b], n, m, bits, rows))
 
@@ -112,7 +115,7 @@ def unpack_mask(values: Tensor, mask: Tensor, width: int) -> Tensor:
 def _linear_mask(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     _check_mask(x, values, mask)
     starts, kernels, flat, mask_array = _starts(mask, values), _kernels(), values.contiguous(), mask.numpy()
-    if len(x) < DIRECT_TOKENS["other"] and x.dtype in DIRECT_DTYPES:
+    if len(x) < DIRECT.get(x.dtype, 0):
         y = torch.empty(len(x), len(mask))
         kernels.dot_mask(_numbers(flat), starts, mask_array, x.float().contiguous().numpy(), y.numpy())
         return y.to(x.dtype)
@@ -123,15 +126,21 @@ def _linear_mask(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _direct_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, bits: int) -> Tensor:
-    kernels, wide, numbers = _kernels(), x.float(), _numbers(values.contiguous())
-    y = torch.empty(len(x), len(values))
+    kernels, numbers = _kernels(), _numbers(values.contiguous())
+    y = torch.zeros(len(x), len(values))
     if (n, m) == (2, 4):
-        octets = F.pad(wide, (0, -x.shape[1] % 8)).reshape(len(x), positions.shape[1], 8).transpose(1, 2).contiguous()
-        kernels.dot_2_4(numbers, positions.numpy(), octets.numpy(), y.numpy())
+        kernels.dot_2_4(numbers, positions.numpy(), _numbers(_blocks(x)), y.numpy())
     else:
-        array = wide.contiguous().numpy()
+        array = x.float().contiguous().numpy()
         kernels.dot_positions(numbers.reshape(-1), positions.numpy(), n, m, bits, array, y.numpy())
     return y.to(x.dtype)
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """Inputs in the order of dot_2_4: (tokens, blocks, 8, octets), zeros at the end."""
+    size = BLOCK_BYTES // x.itemsize
+    padded = F.pad(x, (0, -x.shape[1] % size))
+    return padded.view(len(x), padded.shape[1] // size, size // 8, 8).transpose(2, 3).contiguous()
 
 
 def _unpack_groups(values: Tensor, positions: Tensor, n: int, m: int, bits: int, rows: Tensor) -> None:
@@ -148,13 +157,22 @@ def _unpack_groups(values: Tensor, positions: Tensor, n: int, m: int, bits: int,
 def _by_tiles(x: Tensor, out: int, unpack: Any) -> Tensor:
     """x Sᵀ. unpack(a, b, rows): rows a … b − 1 of S into rows (b − a, in)."""
     y = x.new_empty(len(x), out)
-    height = min(out, max(LEAST_ROWS, TILE_BYTES // max(1, x.shape[1] * x.itemsize)))
-    tile = x.new_empty(height, x.shape[1])
+    size = LARGE_TILE_BYTES if len(x) >= MANY_TOKENS else TILE_BYTES
+    height = min(out, max(LEAST_ROWS, size // max(1, x.shape[1] * x.itemsize)))
+    tile = _workspace(height * x.shape[1] * x.itemsize).view(x.dtype).view(height, x.shape[1])
     for start in range(0, out, height):
         rows = tile[: min(height, out - start)]
         unpack(start, start + len(rows), rows)
         y[:, start : start + len(rows)] = F.linear(x, rows)
     return y
+
+
+def _workspace(size: int) -> Tensor:
+    """`size` bytes of this thread's own, kept from call to call: pages that are new cost more than unpacking."""
+    memory: Tensor | None = getattr(_KEPT, "memory", None)
+    if memory is None or memory.numel() < size:
+        memory = _KEPT.memory = torch.empty(size, dtype=torch.uint8)
+    return memory[:size]
 
 
 def _kernels() -> Any:
