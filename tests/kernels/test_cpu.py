@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -101,16 +102,29 @@ def test_inputs_and_values_may_be_views():
     )
 
 
-def test_no_index_reaches_outside_its_row():
-    """Every byte of the index is wrong in turn; oracle: the rows before and after keep their products."""
-    s = reference.sparse(3, 3, 1, 5, torch.float32, seed=2, empty_rows=False)
-    values, positions = reference.pack_groups(s, 1, 5)
+@pytest.mark.parametrize("width", [15, 20, 64])
+def test_no_index_reaches_outside_its_row(width):
+    """Every bit of the index is set. Oracle: the row that follows in memory stays as it was."""
+    from hasslefree.kernels import cpu
+
+    values, untouched = np.ones(width + 64, np.uint32), np.full(width, 7, np.uint32)
+    rows = np.full((2, width), 7, np.uint32)
+    cpu.unpack_positions(
+        values, np.full((1, width // 5 * 3 // 8 + 1), 255, np.uint8), 1, 5, 3, rows[:1, : width // 5 * 5]
+    )
+    assert (rows[1] == untouched).all()
+    cpu.unpack_mask(values, np.zeros(1, np.int64), np.full((1, -(-width // 8)), 255, np.uint8), rows[:1])
+    assert (rows[0] == 1).all()
+    assert (rows[1] == untouched).all()
+
+
+def test_positions_of_many_bits_lie_across_three_bytes():
+    """Oracle: float64, and the matrix that was packed."""
+    s = reference.sparse(3, 9, 1, 1030, torch.float32, seed=7, empty_rows=False)
+    values, positions = reference.pack_groups(s, 1, 1030)
+    assert torch.equal(ops.unpack_groups(values, positions, 1, 1030), s)
     x = inputs(1, s.shape[1], torch.float32)
-    right = ops.linear_groups(x, values, positions, 1, 5)
-    positions[1] = 255
-    wrong = ops.linear_groups(x, values, positions, 1, 5)
-    assert torch.equal(wrong[0, ::2], right[0, ::2])
-    assert torch.equal(ops.unpack_groups(values, positions, 1, 5)[::2], s[::2])
+    reference.close(ops.linear_groups(x, values, positions, 1, 1030), x, s)
 
 
 def test_a_mask_that_does_not_go_with_the_values_is_an_error():
