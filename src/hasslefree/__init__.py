@@ -23,7 +23,7 @@ from hasslefree.methods.alternating import AlternatingMinimization
 from hasslefree.methods.joint import Joint
 from hasslefree.methods.prune import Prune
 from hasslefree.methods.three_block import ThreeBlock
-from hasslefree.models.linear import SparseLowRankLinear
+from hasslefree.models.linear import SparseLowRankLinear, use_way
 from hasslefree.pruners.alps import ALPS
 from hasslefree.pruners.magnitude import Magnitude
 from hasslefree.pruners.sparsegpt import SparseGPT
@@ -62,6 +62,7 @@ __all__ = [
     "decompose",
     "export",
     "perplexity",
+    "use_way",
 ]
 
 _register()

@@ -60,7 +60,7 @@ def test_without_numba_the_rule_is_dense_and_the_wish_an_error_that_says_what_to
         ("triton", {"device": "cuda", "grad": True}, "no gradients"),
         ("triton", {"device": "cuda", "layout": Groups(4, 8)}, "such as 2:4"),
         ("triton", {"device": "cuda", "layout": Named("mask")}, "such as 2:4"),
-        ("triton", {"device": "cuda", "tokens": 17}, "at most 16 tokens, not 17"),
+        ("unpacked", {"grad": True}, "no gradients"),
         ("semi-structured", {}, "the layer is on cpu"),
         ("semi-structured", {"device": "cuda", "grad": True, "dtype": torch.float16}, "no gradients"),
         ("semi-structured", {"device": "cuda"}, "bfloat16 or float16"),
@@ -74,8 +74,13 @@ def test_a_way_that_is_not_possible_says_why(everything, way, changes, reason):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_way_that_is_possible_is_taken(everything, way):
-    device = "cpu" if way in ("dense", "numba") else "cuda"
+    device = "cpu" if way in ("dense", "unpacked", "numba") else "cuda"
     assert choose(case(device=device, dtype=torch.bfloat16), way) == way
+
+
+def test_a_long_prompt_goes_the_dense_way_where_triton_takes_few_tokens(everything):
+    assert choose(case(device="cuda", tokens=16), "triton") == "triton"
+    assert choose(case(device="cuda", tokens=17), "triton") == "dense"
 
 
 def test_an_old_gpu_and_a_missing_triton(everything, monkeypatch):

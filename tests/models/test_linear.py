@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hasslefree import SparseLowRankLinear
+from hasslefree import SparseLowRankLinear, use_way
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
-from hasslefree.errors import PatternError
+from hasslefree.errors import KernelError, PatternError, UnknownNameError
 from hasslefree.models.linear import unpacked_once
 
 PATTERNS = ["2:4", "2:8", "3:8", "2:3", "unstructured", "row", "structured"]
@@ -108,11 +108,12 @@ def test_what_does_not_have_the_pattern_is_refused():
 def test_s_is_unpacked_once_where_that_is_asked_for(monkeypatch):
     """Oracle: the layer outside; it holds nothing afterwards, whatever happened."""
     layer, x = layer_of("2:4"), torch.randn(2, 24)
+    layer.use("dense")
     expected, calls, unpacked = layer(x), [], layer.unpacked
     monkeypatch.setattr(layer, "unpacked", lambda: (calls.append(1), unpacked())[1])
 
     def fail():
-        with unpacked_once(torch.nn.Sequential(layer)):
+        with unpacked_once(torch.nn.Sequential(layer)), torch.no_grad():
             assert torch.equal(layer(x), expected)
             assert torch.equal(layer(x), expected)
             raise KeyError
@@ -122,3 +123,55 @@ def test_s_is_unpacked_once_where_that_is_asked_for(monkeypatch):
     assert len(calls) == 1
     assert layer.held is None
     assert len(layer.state_dict()) == 5
+
+
+@patterns
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_way_of_a_cpu_computes_the_same(pattern, tokens, dtype):
+    """Oracle: the dense way."""
+    layer, x = layer_of(pattern, dtype=dtype), torch.randn(tokens, 24).to(dtype)
+    expected = layer(x).detach()  # with gradients, so dense
+    ways = ["unpacked", "dense", None] + (["numba"] if pattern != "structured" else [])
+    for way in ways:
+        layer.use(way)
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), expected)
+    assert f"way={'dense' if pattern == 'structured' else 'numba'}" in repr(layer)
+
+
+def test_gradients_flow_whatever_is_held():
+    """Oracle: the dense way."""
+    layer, x = layer_of("2:4"), torch.randn(3, 24)
+    layer(x).sum().backward()
+    expected = layer.values.grad.clone()
+    layer.zero_grad()
+    with unpacked_once(layer):
+        layer(x).sum().backward()
+    assert torch.equal(layer.values.grad, expected)
+    for way in ("unpacked", "numba"):
+        layer.use(way)
+        with pytest.raises(KernelError, match="no gradients"):
+            layer(x)
+
+
+def test_a_way_is_told_to_all_layers_or_to_none():
+    model = torch.nn.Sequential(layer_of("2:4"), layer_of("structured"))
+    use_way(model, "unpacked")
+    assert all(layer.held is not None and "way=unpacked" in repr(layer) for layer in model)
+    with pytest.raises(KernelError, match="structured"):
+        use_way(model, "numba")
+    assert all(layer.way == "unpacked" for layer in model)
+    with pytest.raises(UnknownNameError, match="Did you mean 'numba'"):
+        use_way(model, "nunba")
+    use_way(model, None)
+    assert all(layer.held is None for layer in model)
+
+
+@patterns
+def test_without_gradients_it_compiles_in_one_graph_too(pattern):
+    """Oracle: the layer as it is, by the chosen way."""
+    torch.compiler.reset()
+    layer, x = layer_of(pattern), torch.randn(4, 24)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))

@@ -2,9 +2,10 @@
 
 | way | what | where |
 |---|---|---|
-| `dense` | S is unpacked by torch, then `F.linear`; the caller's own | everywhere, with gradients |
+| `dense` | S is unpacked by torch at every call, then `F.linear`; the caller's own | everywhere, with gradients |
+| `unpacked` | S is unpacked once by the caller, and takes the memory of a dense layer | everywhere, no gradients |
 | `numba` | `kernels.ops`: from the packed tensors | CPU, N:M and bitmask, no gradients |
-| `triton` | `kernels.triton`: from the packed tensors | CUDA, N:M stored as positions, up to 16 tokens, no gradients |
+| `triton` | `kernels.triton`; more than 16 tokens go `dense` | CUDA, N:M stored as positions, no gradients |
 | `semi-structured` | `kernels.cuda`: torch's 2:4 tensors, converted once by the caller | CUDA of capability 8.0, 2:4 |
 """
 
@@ -26,6 +27,7 @@ HAS_NUMBA = importlib.util.find_spec("numba") is not None
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 TRITON_TOKENS = 16
+NO_GRADIENTS = "it has no gradients; use dense, or torch.no_grad()"
 
 
 class Layout(Protocol):
@@ -71,7 +73,7 @@ def choose(case: Case, way: str | None = None) -> str:
         raise UnknownNameError("way", way, WAYS)
     if obstacle := WAYS[way](case):
         raise KernelError(f"the way {way!r} is not possible: {obstacle}")
-    return way
+    return "dense" if way == "triton" and case.tokens > TRITON_TOKENS else way
 
 
 def product(way: str, x: Tensor, values: Tensor, index: Tensor, layout: Any) -> Tensor:
@@ -90,13 +92,17 @@ def _dense(case: Case) -> str | None:
     return None
 
 
+def _unpacked(case: Case) -> str | None:
+    return NO_GRADIENTS if case.grad else None
+
+
 def _numba(case: Case) -> str | None:
     if not HAS_NUMBA:
         return 'Numba is not installed; pip install "hasslefree[fast]"'
     if case.device != "cpu":
         return f"it runs on a CPU, and the layer is on {case.device}; use triton or dense"
     if case.grad:
-        return "it has no gradients; use dense, or torch.no_grad()"
+        return NO_GRADIENTS
     if case.layout.index == "columns":
         return "pattern structured keeps whole columns, and has no kernel; use dense"
     if case.dtype not in (torch.float32, *HALF_DTYPES):
@@ -110,12 +116,10 @@ def _triton(case: Case) -> str | None:
     if case.device != "cuda":
         return f"it runs on CUDA, and the layer is on {case.device}; use numba or dense"
     if case.grad:
-        return "it has no gradients; use dense, or torch.no_grad()"
+        return NO_GRADIENTS
     bits = ops.position_bits(*case.groups) if case.groups else None
     if bits is None or bits > 8:
         return "it reads N:M stored as positions of at most 8 bits, such as 2:4; use dense"
-    if case.tokens > TRITON_TOKENS:
-        return f"it takes at most {TRITON_TOKENS} tokens, not {case.tokens}; use dense or semi-structured"
     return None
 
 
@@ -125,7 +129,7 @@ def _semi_structured(case: Case) -> str | None:
     if torch.cuda.get_device_capability() < (8, 0):
         return "it needs a GPU of compute capability 8.0; use triton or dense"
     if case.grad:
-        return "it has no gradients; use dense, or torch.no_grad()"
+        return NO_GRADIENTS
     if case.groups != (2, 4) or case.dtype not in HALF_DTYPES:
         return "it takes 2:4 in bfloat16 or float16; use triton or dense"
     return None
@@ -133,6 +137,7 @@ def _semi_structured(case: Case) -> str | None:
 
 WAYS: dict[str, Callable[[Case], str | None]] = {
     "dense": _dense,
+    "unpacked": _unpacked,
     "numba": _numba,
     "triton": _triton,
     "semi-structured": _semi_structured,

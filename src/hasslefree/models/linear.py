@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from hasslefree.core.packing import layout_of
 from hasslefree.core.protocols import Decomposition
+from hasslefree.kernels import Case, choose, cuda, product
 
 
 class SparseLowRankLinear(nn.Module):
@@ -23,6 +24,7 @@ class SparseLowRankLinear(nn.Module):
 
     S is in two tensors: the parameter `values`, and the integer buffer `positions`, `mask` or `columns`, which no cast
     to another dtype touches. The factors are `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank 0.
+    How x Sᵀ is computed is chosen at every call (`hasslefree.kernels`), or told by `use`.
     """
 
     values: nn.Parameter
@@ -44,7 +46,8 @@ class SparseLowRankLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.rank, self.pattern = in_features, out_features, rank, pattern
         self.layout = layout_of(pattern)
-        self.held: Tensor | None = None  # S, within `unpacked_once`
+        self.way: str | None = None
+        self.held: Tensor | None = None  # S in another form, for calls without gradients
         shapes = self.layout.shapes(out_features, in_features, nonzeros)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -100,22 +103,67 @@ class SparseLowRankLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def sparse_product(self, x: Tensor) -> Tensor:
-        """x Sᵀ: (..., in) → (..., out). The one place that decides how S is multiplied."""
-        return F.linear(x, self.unpacked() if self.held is None else self.held)
+        """x Sᵀ: (..., in) → (..., out)."""
+        grad = torch.is_grad_enabled() and (x.requires_grad or self.values.requires_grad)
+        if self.held is not None and not grad:
+            return F.linear(x, self.held)
+        way = choose(self._case(x.numel() // self.in_features, grad), self.way)
+        if way in ("numba", "triton"):
+            return product(way, x, self.values, self.index, self.layout)
+        return F.linear(x, self.unpacked())
+
+    def use(self, way: str | None) -> None:
+        """Tell how x Sᵀ is computed from now on, or with None, that it is chosen at every call.
+
+        `unpacked` and `semi-structured` hold a second copy of S: call it again after the layer has changed or moved.
+
+        Args:
+            way: one of `hasslefree.kernels.WAYS`.
+
+        Raises:
+            UnknownNameError: no such way. KernelError: it is not possible here; the message says why.
+        """
+        self.held = None
+        if way is not None:
+            choose(self._case(tokens=1, grad=False), way)
+        if way == "unpacked":
+            self.held = self.unpacked().detach()
+        elif way == "semi-structured":
+            self.held = cuda.semi_structured(self.unpacked())
+        self.way = way
+
+    def _case(self, tokens: int, grad: bool) -> Case:
+        return Case(self.values.device.type, self.values.dtype, self.layout, tokens, grad)
 
     def extra_repr(self) -> str:
         shape = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{shape}, pattern={self.pattern}, rank={self.rank}, bias={self.bias is not None}"
+        way = self.way or choose(self._case(tokens=1, grad=False))
+        return f"{shape}, pattern={self.pattern}, rank={self.rank}, bias={self.bias is not None}, way={way}"
+
+
+def use_way(model: nn.Module, way: str | None) -> None:
+    """`SparseLowRankLinear.use` for every such layer of a model.
+
+    Raises:
+        UnknownNameError, KernelError: as there, before any layer is changed where one of them cannot go that way.
+    """
+    layers = [module for module in model.modules() if isinstance(module, SparseLowRankLinear)]
+    if way is not None:
+        for layer in layers:
+            choose(layer._case(tokens=1, grad=False), way)
+    for layer in layers:
+        layer.use(way)
 
 
 @contextmanager
 def unpacked_once(root: nn.Module) -> Iterator[None]:
     """Within it, the layers in `root` hold S unpacked over all calls. Nothing in them may change meanwhile."""
     layers = [module for module in root.modules() if isinstance(module, SparseLowRankLinear)]
+    before = [layer.held for layer in layers]
     try:
         for layer in layers:
             layer.held = layer.unpacked().detach()
         yield
     finally:
-        for layer in layers:
-            layer.held = None
+        for layer, held in zip(layers, before, strict=True):
+            layer.held = held
