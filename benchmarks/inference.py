@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -197,6 +198,7 @@ def main() -> None:
         for row in rows(args.device, args.clock, shapes, args.tokens):
             content["rows"].append(row)
             print(row, flush=True)
+    content["preemptions"] = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
     write(args.output, content)
     plot(content, args.plot)
     for count in args.tokens:

@@ -153,6 +153,40 @@ def ideas() -> str:
     return f"{table}\n\n{content['problems']} problems, seed {content['seed']}, on {where(content)}."
 
 
+def inference() -> str:
+    """Milliseconds of the packed and of the dense layer, and their ratio at every number of tokens."""
+    content = json.loads((RESULTS / "inference.json").read_text())
+    found: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+    dense = {}
+    for row in content["rows"]:
+        key = (f"{row['out']}×{row['in']}", row["dtype"], row["way"])
+        (dense if row["way"] == "dense layer" else found).setdefault(key, {})[row["tokens"]] = row
+    rows = []
+    for (shape, dtype, way), by_tokens in found.items():
+        base = dense[shape, dtype, "dense layer"]
+        cells = [f"{shape}, {dtype}, {way}", f"{base[1]['milliseconds']:.2f}", f"{by_tokens[1]['milliseconds']:.2f}"]
+        cells += [f"{by_tokens[1]['gigabytes_a_second']:.1f}"]
+        rows.append(cells + [f"{1 / row['over_dense']:.2f}" for row in by_tokens.values()])
+    heads = ["out×in", "dense, ms", "packed, ms", "GB/s", *(f"{count} tokens" for count in content["tokens"])]
+    clock = "processor time of one thread" if content["clock"] == "cpu" else "wall time"
+    plain = f"A plain read reaches {content['read_gigabytes_a_second']:.1f} GB/s; {clock}"
+    return f"{markdown(heads, rows)}\n\n{plain}, {content['preemptions']} preemptions, on {where(content)}."
+
+
+def loaded() -> str:
+    """Memory of wide layers, and tokens a second of the embedded model."""
+    content = json.loads((RESULTS / "loaded.json").read_text())
+    memory = content["memory"]
+    rows = [[r["model"], f"{r['tokens_a_second']:.0f}", f"{r['time_over_dense']:.2f}"] for r in content["generate"]]
+    table = markdown(["the embedded model, one text at a time", "tokens a second", "time over dense"], rows)
+    text = (
+        f"{memory['blocks']} blocks of Llama-3-8B's shapes in bfloat16, loaded and used once, take "
+        f"{memory['dense']:.0f} MB dense and {memory['packed']:.0f} MB with 2:4 + rank {content['rank']}: "
+        f"{memory['packed_over_dense']:.3f} of it."
+    )
+    return f"{text}\n\n{table}\n\nOn {where(content)}."
+
+
 def where(content: dict[str, Any]) -> str:
     machine = content["machine"]
     threads = f"{machine['threads']} thread" + ("s" if machine["threads"] > 1 else "")
@@ -169,6 +203,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "recorded": recorded,
     },
     "docs/joint.md": {"layers_full": lambda: layers("layers_full"), "growth": growth, "ideas": ideas},
+    "docs/inference.md": {"inference": inference, "loaded": loaded},
 }
 
 
