@@ -175,3 +175,11 @@ def test_without_gradients_it_compiles_in_one_graph_too(pattern):
     layer, x = layer_of(pattern), torch.randn(4, 24)
     with torch.no_grad():
         assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
+
+
+@pytest.mark.parametrize("shape", [(24,), (0, 24), (2, 3, 24)])
+def test_any_leading_dimensions(shape):
+    """Oracle: the dense layer."""
+    layer, x = layer_of("2:4"), torch.randn(shape)
+    sparse, u, v, bias = parts("2:4")
+    torch.testing.assert_close(layer(x), F.linear(x, sparse + u @ v, bias))

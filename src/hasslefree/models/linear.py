@@ -99,7 +99,8 @@ class SparseLowRankLinear(nn.Module):
         """x: (..., in) → (..., out)."""
         y = self.sparse_product(x)
         if self.low_rank_u is not None and self.low_rank_v is not None:
-            y = y + F.linear(F.linear(x, self.low_rank_v), self.low_rank_u)
+            hidden = F.linear(x, self.low_rank_v).reshape(-1, self.rank)
+            y = torch.addmm(y.reshape(-1, self.out_features), hidden, self.low_rank_u.T).view(y.shape)
         return y if self.bias is None else y + self.bias
 
     def sparse_product(self, x: Tensor) -> Tensor:
