@@ -70,15 +70,33 @@ def test_rows_are_unpacked_bit_for_bit(pattern, dtype):
         assert all(torch.equal(rows.view(bits), s.view(bits)) for rows in found)
 
 
+@pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("groups", [1, 3, 4, 5, 8, 9, 31, 32, 33, 513])
-def test_blocks_of_2_4_begin_and_end_anywhere(groups, dtype, monkeypatch):
-    """Blocks of two octets: a last group alone, within a block and after it. 70 rows are more than share a block."""
-    monkeypatch.setattr(ops, "BLOCK_BYTES", 16 * dtype.itemsize)
-    s = reference.sparse(70, groups, 2, 4, dtype, seed=groups)
-    for tokens in range(1, ops.DIRECT_2_4[dtype]):
+@pytest.mark.parametrize("groups", [1, 3, 4, 5, 7, 8, 9, 31, 32, 33, 513])
+def test_registers_of_2_4_and_what_they_leave(groups, dtype, wide, monkeypatch):
+    """Whole registers and every remainder, with and without AVX-512, for one token and more than go at once."""
+    from hasslefree.kernels import cpu
+
+    monkeypatch.setattr(cpu, "WIDE", cpu.WIDE and wide)
+    monkeypatch.setattr(ops, "DIRECT_2_4", {dtype: 100})
+    s = reference.sparse(7, groups, 2, 4, dtype, seed=groups)
+    packed = reference.pack_groups(s, 2, 4)
+    for tokens in range(1, 10):
         x = inputs(tokens, s.shape[1], dtype)
-        reference.close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
+        reference.close(ops.linear_groups(x, *packed, 2, 4), x, s)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [4, 12, 16, 20, 28, 32, 36, 100, 132])
+def test_unpacking_by_registers_and_bit_by_bit(width, dtype, wide, monkeypatch):
+    """Oracle: the matrix that was packed; the last row has no values behind it."""
+    from hasslefree.kernels import cpu
+
+    monkeypatch.setattr(cpu, "WIDE", cpu.WIDE and wide)
+    s = reference.sparse(5, width // 4, 2, 4, dtype, seed=width)
+    assert torch.equal(ops.unpack_groups(*reference.pack_groups(s, 2, 4), 2, 4), s)
+    assert torch.equal(ops.unpack_mask(*reference.pack_mask(s), width), s)
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 300])
@@ -113,7 +131,7 @@ def test_no_index_reaches_outside_its_row(width):
         values, np.full((1, width // 5 * 3 // 8 + 1), 255, np.uint8), 1, 5, 3, rows[:1, : width // 5 * 5]
     )
     assert (rows[1] == untouched).all()
-    cpu.unpack_mask(values, np.zeros(1, np.int64), np.full((1, -(-width // 8)), 255, np.uint8), rows[:1])
+    cpu.unpack_mask(values, np.zeros(1, np.int64), np.full((1, -(-width // 8)), 255, np.uint8), rows[:1], cpu.WIDE)
     assert (rows[0] == 1).all()
     assert (rows[1] == untouched).all()
 

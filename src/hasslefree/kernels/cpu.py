@@ -5,6 +5,9 @@ float32. A row of the result is computed by one thread in one order, so that the
 Rows run in parallel in Numba's threading layer; where that is `workqueue` (neither OpenMP nor TBB was found), two
 Python threads must not call at once. Caching works by file: everything jitted stands in this one.
 
+Where the processor has AVX-512, the loops over whole registers do nearly all; a scalar loop does what they leave, and
+everything where `wide` is false. Other processors compile those loops too, and never enter them.
+
 A position beyond its group is taken for the group's last, and bits of a mask beyond the row are not looked at, so that
 no index, however wrong, reaches outside a row.
 """
@@ -16,15 +19,21 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.core.codegen import get_host_cpu_features
+from numba.extending import intrinsic, models, overload, register_model
 
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
 # Reassociation lets a dot product use vector registers; NaN, Inf and signed zeros keep their meaning.
 SUMS = {"reassoc", "contract"}
 # A code is read from four bytes at once, wherever in the row it starts.
 WINDOW = 4
-# Bytes of a line of the cache, and rows that share a block of the inputs.
-LINE, ROWS = 64, 32
+# Numbers in a vector register of AVX-512, and inputs of 2:4 whose values fill one.
+LANES, SPAN = 16, 32
+# Bytes of values and of codes between what is multiplied and what is asked for; one row is too near.
+AHEAD, CODES_AHEAD = 8192, 1024
+
+WIDE = {"+avx512f", "+avx512vbmi2"} <= set(get_host_cpu_features().split(","))
+FLOATS, INTEGERS = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32)))
 
 row_function = njit(nogil=True, error_model="numpy", inline="always")
 rows_in_parallel = njit(nogil=True, error_model="numpy", parallel=True, cache=True)
@@ -47,13 +56,13 @@ def lowest_bit(typing, word):
 
 
 @intrinsic
-def popcount(typing, byte):
-    """The number of set bits of a uint8."""
+def popcount(typing, bits):
+    """The number of set bits of an unsigned integer."""
 
     def generate(context, builder, signature, arguments):
         return builder.ctpop(arguments[0])
 
-    return types.uint8(types.uint8), generate
+    return bits(bits), generate
 
 
 def widen(value):
@@ -67,121 +76,144 @@ def _widen(value):
     return lambda value: u32(u32(value) << u32(16)).view(np.float32)
 
 
+class Lanes(types.Type):
+    """A register of sums, which Numba has no type for."""
+
+    def __init__(self):
+        super().__init__("Lanes")
+
+
+SUMS_TYPE = Lanes()
+
+
+@register_model(Lanes)
+class LanesModel(models.PrimitiveModel):
+    def __init__(self, manager, kind):
+        super().__init__(manager, kind, FLOATS)
+
+
+def address(context, builder, kind, array, at, to):
+    """Where array[at] begins, as a pointer to `to`."""
+    memory = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(memory, [at]), to.as_pointer())
+
+
+def native(builder, name, result, arguments):
+    """A call of an intrinsic of AVX-512; without it the loop is never entered, and anything would do."""
+    if not WIDE:
+        return ir.Constant(result, None)
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def loaded(context, builder, kind, array, at):
+    """LANES stored numbers as integers of 32 bits, those of 16 bits in the low half."""
+    stored = ir.VectorType(ir.IntType(kind.dtype.bitwidth), LANES)
+    found = builder.load(address(context, builder, kind, array, at, stored), align=kind.dtype.bitwidth // 8)
+    return found if stored == INTEGERS else builder.zext(found, INTEGERS)
+
+
 @intrinsic
-def prefetch(typing, row, at):
-    """Ask for the cache line of row[at]."""
+def no_sums(typing):
+    def generate(context, builder, signature, arguments):
+        return ir.Constant(FLOATS, None)
+
+    return SUMS_TYPE(), generate
+
+
+@intrinsic
+def total(typing, sums):
+    """The sum of the sums."""
 
     def generate(context, builder, signature, arguments):
-        memory = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), FLOATS])
+        reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fadd.v16f32")
+        return builder.call(reduce, [ir.Constant(ir.FloatType(), 0.0), arguments[0]], fastmath=("reassoc",))
+
+    return types.float32(SUMS_TYPE), generate
+
+
+@intrinsic
+def word(typing, codes, at):
+    """Four bytes of codes, wherever they begin."""
+
+    def generate(context, builder, signature, arguments):
+        place = address(context, builder, signature.args[0], *arguments, ir.IntType(32))
+        return builder.load(place, align=1)
+
+    return types.uint32(codes, types.uint64), generate
+
+
+@intrinsic
+def add_products(typing, sums, values, at, codes, x, base):
+    """sums += 16 values of 2:4 from values[at], with their inputs among x[base : base + 32]. codes: their 32 bits."""
+
+    def generate(context, builder, signature, arguments):
+        def constant(numbers):
+            return ir.Constant(INTEGERS, list(numbers))
+
+        sums, values, at, codes, x, base = arguments
+        undefined, first = ir.Constant(INTEGERS, ir.Undefined), ir.Constant(ir.IntType(32), 0)
+        spread = builder.shuffle_vector(
+            builder.insert_element(undefined, codes, first), undefined, constant([0] * LANES)
+        )
+        places = builder.and_(builder.lshr(spread, constant(range(0, 2 * LANES, 2))), constant([3] * LANES))
+        places = builder.or_(places, constant(4 * (lane // 2) for lane in range(LANES)))
+        ends = base, builder.add(base, ir.Constant(base.type, LANES))
+        low, high = (
+            builder.load(address(context, builder, signature.args[4], x, end, FLOATS), align=4) for end in ends
+        )
+        chosen = native(builder, "llvm.x86.avx512.vpermi2var.ps.512", FLOATS, [low, places, high])
+        factors = loaded(context, builder, signature.args[1], values, at)
+        if signature.args[1].dtype.bitwidth == 16:
+            factors = builder.shl(factors, constant([16] * LANES))
+        kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+        fma = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32")
+        return builder.call(fma, [builder.bitcast(factors, FLOATS), chosen, sums])
+
+    return SUMS_TYPE(SUMS_TYPE, values, types.uint64, types.uint32, x, types.uint64), generate
+
+
+@intrinsic
+def expand(typing, values, at, mask, row, base):
+    """row[base : base + 32]: values from values[at] on where the mask has a bit, else 0. Reads 32 values."""
+
+    def generate(context, builder, signature, arguments):
+        values, at, mask, row, base = arguments
+        bitwidth = signature.args[0].dtype.bitwidth
+        lanes = 512 // bitwidth
+        vector, count = ir.VectorType(ir.IntType(bitwidth), lanes), ir.IntType(lanes)
+        for first in range(0, SPAN, lanes):
+            source = builder.load(address(context, builder, signature.args[0], values, at, vector), align=bitwidth // 8)
+            if WIDE:  # in a register: the instruction that expands from memory is slow on Zen
+                source = builder.asm(ir.FunctionType(vector, [vector]), "", "=v,0", [source], False)
+            part = builder.trunc(builder.lshr(mask, ir.Constant(mask.type, first)), count)
+            bits = builder.bitcast(part, ir.VectorType(ir.IntType(1), lanes))
+            name = f"llvm.x86.avx512.mask.expand.v{lanes}i{bitwidth}"
+            found = native(builder, name, vector, [source, ir.Constant(vector, None), bits])
+            place = builder.add(base, ir.Constant(base.type, first))
+            builder.store(
+                found, address(context, builder, signature.args[3], row, place, vector), align=bitwidth // 8
+            )
+            at = builder.add(at, builder.zext(builder.ctpop(part), at.type))
+        return context.get_dummy_value()
+
+    return types.none(values, types.uint64, types.uint32, row, types.uint64), generate
+
+
+@intrinsic
+def prefetch(typing, row, at, ahead):
+    """Ask for the cache line that is `ahead` bytes after row[at]; beyond the array this does nothing."""
+
+    def generate(context, builder, signature, arguments):
         pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
         ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        address = builder.bitcast(builder.gep(memory, [arguments[1]]), pointer)
-        builder.call(ask, [address, number(0), number(3), number(1)])  # to read, near, data
+        place = address(context, builder, signature.args[0], *arguments[:2], ir.IntType(8))
+        builder.call(ask, [builder.gep(place, [arguments[2]]), number(0), number(3), number(1)])  # to read, near, data
         return context.get_dummy_value()
 
-    return types.none(row, types.int64), generate
-
-
-@row_function
-def fetch(row, start, stop):
-    for at in range(start, stop, LINE // row.itemsize):
-        prefetch(row, at)
-
-
-# 2:4: a byte, an octet of inputs, holds two groups with 4 values.
-
-
-@row_function
-def chosen(first, second, low, high):
-    """Of four inputs (two pairs) the one that a 2-bit position names: selections, which vectorise, and no gather."""
-    return widen((second[1] if low else second[0]) if high else (first[1] if low else first[0]))
-
-
-@njit(nogil=True, error_model="numpy", fastmath=SUMS)
-def dot_octets(values, positions, x):
-    """values: (4·octets,); positions: (octets,); x: (8, ≥ octets), x[k, b] = input 8b + k."""
-    total = np.float32(0)
-    for b in range(positions.shape[0]):
-        c = np.int32(positions[b])
-        first, second = (x[0, b], x[1, b]), (x[2, b], x[3, b])
-        total += widen(values[4 * b]) * chosen(first, second, c & 1, c & 2)
-        total += widen(values[4 * b + 1]) * chosen(first, second, c & 4, c & 8)
-        first, second = (x[4, b], x[5, b]), (x[6, b], x[7, b])
-        total += widen(values[4 * b + 2]) * chosen(first, second, c & 16, c & 32)
-        total += widen(values[4 * b + 3]) * chosen(first, second, c & 64, c & 128)
-    return total
-
-
-@sums_in_parallel
-def dot_2_4(values, positions, x, y):
-    """y = x Sᵀ. values: (out, in/2); positions: (out, ⌈in/8⌉); y: (tokens, out), zeros.
-
-    A block of x stays in the cache for some rows; a row's part of the block is asked for one row ahead, for the
-    processor cannot foresee it. x: (tokens, blocks, 8, octets), of the dtype of the values.
-    """
-    out, whole, octets = values.shape[0], values.shape[1] // 4, x.shape[3]
-    for chunk in prange((out + ROWS - 1) // ROWS):
-        rows = range(chunk * ROWS, min(chunk * ROWS + ROWS, out))
-        for start in range(0, whole, octets):
-            stop = min(start + octets, whole)
-            for o in rows:
-                if o + 1 < out:
-                    fetch(values[o + 1], 4 * start, 4 * stop)
-                    fetch(positions[o + 1], start, stop)
-                for t in range(x.shape[0]):
-                    part = values[o, 4 * start : 4 * stop]
-                    y[t, o] += dot_octets(part, positions[o, start:stop], x[t, start // octets])
-        if whole < positions.shape[1]:  # a last group without a partner
-            for o in rows:
-                for t in range(x.shape[0]):
-                    c, last = positions[o, whole], x[t, whole // octets, :, whole % octets]
-                    y[t, o] += widen(values[o, 4 * whole]) * widen(last[c & 3])
-                    y[t, o] += widen(values[o, 4 * whole + 1]) * widen(last[(c >> 2) & 3])
-
-
-@row_function
-def placed(pair, code):
-    """A group of four 16-bit values as one word, from its two values (one word) and its 4-bit code."""
-    low = (pair & u64(0xFFFF)) << ((code & u64(3)) << u64(4))
-    return low | ((pair >> u64(16)) << ((code & u64(12)) << u64(2)))
-
-
-@rows_in_parallel
-def unpack_2_4_16(pairs, positions, rows):
-    """rows (out, in/4) of words of four 16-bit values. pairs: (out, in/4) uint32, the two values of a group."""
-    groups = pairs.shape[1]
-    for o in prange(pairs.shape[0]):
-        for b in range(groups // 2):
-            c = u64(positions[o, b])
-            rows[o, 2 * b] = placed(u64(pairs[o, 2 * b]), c)
-            rows[o, 2 * b + 1] = placed(u64(pairs[o, 2 * b + 1]), c >> u64(4))
-        if groups % 2:
-            rows[o, groups - 1] = placed(u64(pairs[o, groups - 1]), u64(positions[o, groups // 2]))
-
-
-@row_function
-def placed_wide(pair, code):
-    """A group of four 32-bit values as two words, from its two values (one word) and its 4-bit code."""
-    zero = u64(0)
-    a = (pair & u64(0xFFFFFFFF)) << ((code & u64(1)) << u64(5))
-    b = (pair >> u64(32)) << ((code & u64(4)) << u64(3))
-    low = (zero if code & u64(2) else a) | (zero if code & u64(8) else b)
-    return low, (a if code & u64(2) else zero) | (b if code & u64(8) else zero)
-
-
-@rows_in_parallel
-def unpack_2_4_32(pairs, positions, rows):
-    """rows (out, in/2) of words of two 32-bit values. pairs: (out, in/4) uint64, the two values of a group."""
-    groups = pairs.shape[1]
-    for o in prange(pairs.shape[0]):
-        for b in range(groups // 2):
-            c = u64(positions[o, b])
-            rows[o, 4 * b], rows[o, 4 * b + 1] = placed_wide(pairs[o, 2 * b], c)
-            rows[o, 4 * b + 2], rows[o, 4 * b + 3] = placed_wide(pairs[o, 2 * b + 1], c >> u64(4))
-        if groups % 2:
-            last = placed_wide(pairs[o, groups - 1], u64(positions[o, groups // 2]))
-            rows[o, 2 * groups - 2], rows[o, 2 * groups - 1] = last
+    return types.none(row, types.uint64, types.int64), generate
 
 
 # Any pattern: a row is expanded, and stays in the cache while the tokens are multiplied with it.
@@ -208,20 +240,25 @@ def expand_positions(values, start, codes, window, n, m, bits, row):
 
 
 @row_function
-def expand_mask(values, start, mask, row):
-    """One row from its mask, 64 inputs at a time. values: flat, the row's from `start`; mask: bytes."""
-    row[:] = 0
-    k, width = u64(start), row.shape[0]
-    for base in range(0, width, 64):
-        word = u64(0)
-        for i in range(min(8, mask.shape[0] - base // 8)):
-            word |= u64(mask[base // 8 + i]) << u64(8 * i)
-        if width - base < 64:
-            word &= (u64(1) << u64(width - base)) - u64(1)
-        while word:
-            row[u64(base) + lowest_bit(word)] = values[k]
-            word &= word - u64(1)
+def expand_mask(values, start, mask, row, wide):
+    """One row from its mask. values: flat, the row's from `start`; mask: bytes. Reads no value that is not there."""
+    k, at, width = u64(start), u64(0), u64(row.shape[0])
+    while wide and at + u64(SPAN) <= width and k + u64(SPAN) <= u64(values.shape[0]):
+        bits = word(mask, at >> u64(3))
+        prefetch(values, k, AHEAD)
+        expand(values, k, bits, row, at)
+        k += u64(popcount(bits))
+        at += u64(SPAN)
+    while at < width:
+        bits = u64(mask[at >> u64(3)])
+        row[at : min(at + u64(8), width)] = 0
+        if width - at < u64(8):
+            bits &= (u64(1) << (width - at)) - u64(1)
+        while bits:
+            row[at + lowest_bit(bits)] = values[k]
+            bits &= bits - u64(1)
             k += u64(1)
+        at += u64(8)
 
 
 @njit(nogil=True, error_model="numpy", fastmath=SUMS)
@@ -245,11 +282,11 @@ def dot_positions(values, positions, n, m, bits, x, y):
 
 
 @sums_in_parallel
-def dot_mask(values, starts, mask, x, y):
+def dot_mask(values, starts, mask, x, y, wide):
     """y = x Sᵀ. values: flat; starts: (out,) where each row's begin; mask: (out, bytes); x: (tokens, in)."""
     for o in prange(mask.shape[0]):
         row = np.empty(x.shape[1], values.dtype)
-        expand_mask(values, starts[o], mask[o], row)
+        expand_mask(values, starts[o], mask[o], row, wide)
         for t in range(x.shape[0]):
             y[t, o] = dot(row, x[t])
 
@@ -264,10 +301,10 @@ def unpack_positions(values, positions, n, m, bits, rows):
 
 
 @rows_in_parallel
-def unpack_mask(values, starts, mask, rows):
+def unpack_mask(values, starts, mask, rows, wide):
     """rows: (out, in). values: flat bits; starts: (out,); mask: (out, bytes)."""
     for o in prange(rows.shape[0]):
-        expand_mask(values, starts[o], mask[o], rows[o])
+        expand_mask(values, starts[o], mask[o], rows[o], wide)
 
 
 @rows_in_parallel
@@ -278,3 +315,79 @@ def count_rows(mask, counts):
         for i in range(mask.shape[1]):
             total += u32(popcount(mask[o, i]))
         counts[o] = total
+
+
+# 2:4: a byte holds the codes of two groups. The positions that go with a register of values choose among two of inputs.
+
+
+@row_function
+def dot_ahead(values, codes, x, spans):
+    """Σ of the first `spans` spans of a row; the values are asked for before the processor would foresee them."""
+    sums = no_sums()
+    for span in range(u64(spans)):
+        at = u64(LANES) * span
+        prefetch(values, at, AHEAD)
+        if span % u64(16) == 0:
+            prefetch(codes, u64(4) * span, CODES_AHEAD)
+        sums = add_products(sums, values, at, word(codes, u64(4) * span), x, u64(SPAN) * span)
+    return total(sums)
+
+
+@row_function
+def dot_of_four(values, codes, x, spans):
+    """The same for four tokens, x: (4, in)."""
+    a, b, c, d = no_sums(), no_sums(), no_sums(), no_sums()
+    for span in range(u64(spans)):
+        at, places, base = u64(LANES) * span, word(codes, u64(4) * span), u64(SPAN) * span
+        prefetch(values, at, AHEAD)
+        a = add_products(a, values, at, places, x[0], base)
+        b = add_products(b, values, at, places, x[1], base)
+        c = add_products(c, values, at, places, x[2], base)
+        d = add_products(d, values, at, places, x[3], base)
+    return total(a), total(b), total(c), total(d)
+
+
+@row_function
+def dot_groups(values, codes, x, first):
+    """Σ of a row from its group `first` on."""
+    sums = np.float32(0)
+    for g in range(u64(first), u64(values.shape[0] // 2)):
+        code = codes[g // u64(2)] >> u8(g % u64(2) * u64(4))
+        sums += widen(values[u64(2) * g]) * x[u64(4) * g + u64(code & u8(3))]
+        sums += widen(values[u64(2) * g + u64(1)]) * x[u64(4) * g + u64((code >> u8(2)) & u8(3))]
+    return sums
+
+
+@sums_in_parallel
+def dot_2_4(values, positions, x, y, wide):
+    """y = x Sᵀ. values: (out, in/2); positions: (out, ⌈in/8⌉); x: (tokens, in) float32; y: (tokens, out)."""
+    tokens = x.shape[0]
+    spans = x.shape[1] // SPAN if wide else 0
+    for o in prange(values.shape[0]):
+        row, codes = values[o], positions[o]
+        for t in range(0, tokens - tokens % 4, 4):
+            y[t, o], y[t + 1, o], y[t + 2, o], y[t + 3, o] = dot_of_four(row, codes, x[t : t + 4], spans)
+        for t in range(tokens - tokens % 4, tokens):
+            y[t, o] = dot_ahead(row, codes, x[t], spans)
+        if spans * SPAN < x.shape[1]:
+            for t in range(tokens):
+                y[t, o] += dot_groups(row, codes, x[t], spans * SPAN // 4)
+
+
+@row_function
+def mask_of(code, shift):
+    """The bits of a group of 2:4 as a mask, in arithmetic that vectorises: the bit 1 << p is (1 + p₀)·(1 + 3·p₁)."""
+    one = u8(1)
+    code = code >> u8(shift)
+    first = (one + (code & one)) * (one + u8(3) * ((code >> one) & one))
+    return first | ((one + ((code >> u8(2)) & one)) * (one + u8(3) * ((code >> u8(3)) & one)))
+
+
+@rows_in_parallel
+def unpack_2_4(values, positions, rows, wide):
+    """rows: (out, in). values: flat bits; positions: (out, ⌈in/8⌉)."""
+    for o in prange(rows.shape[0]):
+        mask, codes = np.empty(positions.shape[1], u8), positions[o]
+        for i in range(codes.shape[0]):
+            mask[i] = mask_of(codes[i], 0) | (mask_of(codes[i], 4) << u8(4))
+        expand_mask(values, o * (rows.shape[1] // 2), mask, rows[o], wide)

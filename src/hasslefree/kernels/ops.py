@@ -23,8 +23,6 @@ from hasslefree.errors import KernelError, PatternError, ShapeError
 # From how many tokens on unpacking a tile once is cheaper than running through packed rows for every token.
 DIRECT_2_4 = {torch.float32: 3, torch.bfloat16: 2}
 DIRECT = {torch.float32: 6, torch.bfloat16: 6}
-# Bytes of the inputs that a block of 2:4 reads; a block and the rows that use it fit the first level of the cache.
-BLOCK_BYTES = 8 << 10
 # A tile that stays in the cache; with many tokens a larger one, for larger products are faster.
 TILE_BYTES, LARGE_TILE_BYTES, MANY_TOKENS, LEAST_ROWS = 4 << 20, 32 << 20, 256, 256
 _KEPT = threading.local()
@@ -97,8 +95,8 @@ def unpack_groups(values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
     _check_groups(rows, values, positions, n, m)
     bits = position_bits(n, m)
     if bits is None:
-        flat = values.reshape(-1)
-        _kernels().unpack_mask(_bits(flat), _starts(positions, flat), positions.numpy(), _bits(rows))
+        flat, kernels = values.reshape(-1), _kernels()
+        kernels.unpack_mask(_bits(flat), _starts(positions, flat), positions.numpy(), _bits(rows), kernels.WIDE)
     else:
         _unpack_groups(values, positions, n, m, bits, rows)
     return rows
@@ -108,7 +106,8 @@ def unpack_mask(values: Tensor, mask: Tensor, width: int) -> Tensor:
     """S (out, width) on the CPU. values: (nonzeros,), of any dtype of 16 or 32 bits; mask: (out, ⌈width/8⌉)."""
     rows = values.new_empty(len(mask), width)
     _check_mask(rows, values, mask)
-    _kernels().unpack_mask(_bits(values.contiguous()), _starts(mask, values), mask.numpy(), _bits(rows))
+    kernels = _kernels()
+    kernels.unpack_mask(_bits(values.contiguous()), _starts(mask, values), mask.numpy(), _bits(rows), kernels.WIDE)
     return rows
 
 
@@ -117,30 +116,25 @@ def _linear_mask(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     starts, kernels, flat, mask_array = _starts(mask, values), _kernels(), values.contiguous(), mask.numpy()
     if len(x) < DIRECT.get(x.dtype, 0):
         y = torch.empty(len(x), len(mask))
-        kernels.dot_mask(_numbers(flat), starts, mask_array, x.float().contiguous().numpy(), y.numpy())
+        inputs = x.float().contiguous().numpy()
+        kernels.dot_mask(_numbers(flat), starts, mask_array, inputs, y.numpy(), kernels.WIDE)
         return y.to(x.dtype)
     array = _bits(flat)
-    return _by_tiles(
-        x, len(mask), lambda a, b, rows: kernels.unpack_mask(array, starts[a:b], mask_array[a:b], _bits(rows))
-    )
+
+    def unpack(a: int, b: int, rows: Tensor) -> None:
+        kernels.unpack_mask(array, starts[a:b], mask_array[a:b], _bits(rows), kernels.WIDE)
+
+    return _by_tiles(x, len(mask), unpack)
 
 
 def _direct_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, bits: int) -> Tensor:
     kernels, numbers = _kernels(), _numbers(values.contiguous())
-    y = torch.zeros(len(x), len(values))
+    y, array = torch.empty(len(x), len(values)), x.float().contiguous().numpy()
     if (n, m) == (2, 4):
-        kernels.dot_2_4(numbers, positions.numpy(), _numbers(_blocks(x)), y.numpy())
+        kernels.dot_2_4(numbers, positions.numpy(), array, y.numpy(), kernels.WIDE)
     else:
-        array = x.float().contiguous().numpy()
         kernels.dot_positions(numbers.reshape(-1), positions.numpy(), n, m, bits, array, y.numpy())
     return y.to(x.dtype)
-
-
-def _blocks(x: Tensor) -> Tensor:
-    """Inputs in the order of dot_2_4: (tokens, blocks, 8, octets), zeros at the end."""
-    size = BLOCK_BYTES // x.itemsize
-    padded = F.pad(x, (0, -x.shape[1] % size))
-    return padded.view(len(x), padded.shape[1] // size, size // 8, 8).transpose(2, 3).contiguous()
 
 
 def _unpack_groups(values: Tensor, positions: Tensor, n: int, m: int, bits: int, rows: Tensor) -> None:
@@ -148,10 +142,8 @@ def _unpack_groups(values: Tensor, positions: Tensor, n: int, m: int, bits: int,
     kernels, array = _kernels(), _bits(values.contiguous())
     if (n, m) != (2, 4):
         kernels.unpack_positions(array.reshape(-1), positions.numpy(), n, m, bits, _bits(rows))
-    elif values.itemsize == 2:
-        kernels.unpack_2_4_16(array.view("u4"), positions.numpy(), _bits(rows).view("u8"))
     else:
-        kernels.unpack_2_4_32(array.view("u8"), positions.numpy(), _bits(rows).view("u8"))
+        kernels.unpack_2_4(array.reshape(-1), positions.numpy(), _bits(rows), kernels.WIDE)
 
 
 def _by_tiles(x: Tensor, out: int, unpack: Any) -> Tensor:
