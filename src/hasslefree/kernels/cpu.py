@@ -32,7 +32,7 @@ LANES, SPAN = 16, 32
 # Bytes of values and of codes between what is multiplied and what is asked for; one row is too near.
 AHEAD, CODES_AHEAD = 8192, 1024
 
-WIDE = {"+avx512f", "+avx512vbmi2"} <= set(get_host_cpu_features().split(","))
+WIDE = {"+avx512f", "+avx512vbmi2", "+avx512bf16"} <= set(get_host_cpu_features().split(","))
 FLOATS, INTEGERS = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32)))
 
 row_function = njit(nogil=True, error_model="numpy", inline="always")
@@ -76,20 +76,34 @@ def _widen(value):
     return lambda value: u32(u32(value) << u32(16)).view(np.float32)
 
 
-class Lanes(types.Type):
-    """A register of sums, which Numba has no type for."""
+class BFloat(ir.Type):
+    """LLVM's bfloat16, which llvmlite has no name for."""
 
-    def __init__(self):
-        super().__init__("Lanes")
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, BFloat)
+
+    def __hash__(self):
+        return hash("bfloat")
 
 
-SUMS_TYPE = Lanes()
+class Sums(types.Type):
+    """Registers of sums, for so many rows and tokens at once; Numba has no type for them."""
+
+    def __init__(self, rows, tokens):
+        self.rows, self.tokens = rows, tokens
+        super().__init__(f"Sums({rows}, {tokens})")
 
 
-@register_model(Lanes)
-class LanesModel(models.PrimitiveModel):
+ONE, BLOCK = Sums(1, 1), Sums(4, 2)
+
+
+@register_model(Sums)
+class SumsModel(models.PrimitiveModel):
     def __init__(self, manager, kind):
-        super().__init__(manager, kind, FLOATS)
+        super().__init__(manager, kind, ir.ArrayType(FLOATS, kind.rows * kind.tokens))
 
 
 def address(context, builder, kind, array, at, to):
@@ -106,72 +120,111 @@ def native(builder, name, result, arguments):
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-def loaded(context, builder, kind, array, at):
-    """LANES stored numbers as integers of 32 bits, those of 16 bits in the low half."""
-    stored = ir.VectorType(ir.IntType(kind.dtype.bitwidth), LANES)
-    found = builder.load(address(context, builder, kind, array, at, stored), align=kind.dtype.bitwidth // 8)
-    return found if stored == INTEGERS else builder.zext(found, INTEGERS)
+def element(context, builder, kind, array, row, column, to):
+    """Where array[row, column] begins; row and column are pairs, a number and a constant to add to it."""
+    (row, i), (column, j) = row, column
+    structure = context.make_array(kind)(context, builder, array)
+    row, column = (builder.add(n, ir.Constant(n.type, more)) for n, more in ((row, i), (column, j)))
+    stride = builder.extract_value(structure.shape, 1)
+    return builder.bitcast(
+        builder.gep(structure.data, [builder.add(builder.mul(row, stride), column)]), to.as_pointer()
+    )
+
+
+def zeros(kind):
+    @intrinsic
+    def empty(typing):
+        def generate(context, builder, signature, arguments):
+            return ir.Constant(context.get_value_type(kind), None)
+
+        return kind(), generate
+
+    return empty
+
+
+one_zeros, block_zeros = zeros(ONE), zeros(BLOCK)
 
 
 @intrinsic
-def no_sums(typing):
-    def generate(context, builder, signature, arguments):
-        return ir.Constant(FLOATS, None)
-
-    return SUMS_TYPE(), generate
-
-
-@intrinsic
-def total(typing, sums):
-    """The sum of the sums."""
+def store_totals(typing, sums, y, t, o):
+    """y[t + j, o + i] = the total of row i and token j. y: (tokens, out), contiguous."""
 
     def generate(context, builder, signature, arguments):
+        sums, y, t, o = arguments
         kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), FLOATS])
         reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fadd.v16f32")
-        return builder.call(reduce, [ir.Constant(ir.FloatType(), 0.0), arguments[0]], fastmath=("reassoc",))
+        for number in range(signature.args[0].rows * signature.args[0].tokens):
+            i, j = divmod(number, signature.args[0].tokens)
+            zero, part = ir.Constant(ir.FloatType(), 0.0), builder.extract_value(sums, number)
+            found = builder.call(reduce, [zero, part], fastmath=("reassoc",))
+            builder.store(found, element(context, builder, signature.args[1], y, (t, j), (o, i), ir.FloatType()))
+        return context.get_dummy_value()
 
-    return types.float32(SUMS_TYPE), generate
+    return types.none(sums, y, types.uint64, types.uint64), generate
+
+
+def places_of(builder, codes, lanes):
+    """The inputs, 0 … 2·lanes − 1, that codes of 2·lanes bits name: a register of numbers of 512/lanes bits."""
+    numbers, places = ir.VectorType(ir.IntType(512 // lanes), lanes), 256 // lanes  # a number holds so many codes
+
+    def constant(numbers_):
+        return ir.Constant(numbers, list(numbers_))
+
+    words = builder.bitcast(codes, ir.VectorType(numbers.element, lanes // places))
+    which = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [lane // places for lane in range(lanes)])
+    spread = builder.shuffle_vector(words, ir.Constant(words.type, ir.Undefined), which)
+    shifted = builder.lshr(spread, constant(lane % places * 2 for lane in range(lanes)))
+    return builder.or_(builder.and_(shifted, constant([3] * lanes)), constant(4 * (lane // 2) for lane in range(lanes)))
+
+
+def multiplied(builder, factors, low, places, high, sums):
+    """sums + factors · (the inputs at the places), both float32, or bfloat16 in pairs that go to one sum."""
+    if factors.type == FLOATS:
+        chosen = native(builder, "llvm.x86.avx512.vpermi2var.ps.512", FLOATS, [low, places, high])
+        return native(builder, "llvm.fma.v16f32", FLOATS, [factors, chosen, sums])
+    chosen = native(builder, "llvm.x86.avx512.vpermi2var.hi.512", factors.type, [low, places, high])
+    pairs = [builder.bitcast(part, ir.VectorType(BFloat(), 2 * LANES)) for part in (factors, chosen)]
+    return native(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [sums, *pairs])
+
+
+@intrinsic
+def add_products(typing, sums, values, codes, o, x, t, span):
+    """sums += a span, two registers of inputs, of the rows from o on of 2:4 with the tokens from t on."""
+
+    def generate(context, builder, signature, arguments):
+        def load(number, row, at, scale, to, shift=0):
+            at = builder.add(builder.mul(at, ir.Constant(at.type, scale)), ir.Constant(at.type, shift))
+            place = element(context, builder, signature.args[number], arguments[number], row, (at, 0), to)
+            return builder.load(place, align=1)
+
+        sums, values, codes, o, x, t, span = arguments
+        kind, wide = signature.args[0], isinstance(signature.args[1].dtype, types.Float)
+        lanes = LANES if wide else 2 * LANES
+        stored = FLOATS if wide else ir.VectorType(ir.IntType(16), lanes)
+        ends = 0, lanes
+        inputs = [[load(4, (t, j), span, 2 * lanes, stored, end) for end in ends] for j in range(kind.tokens)]
+        for i in range(kind.rows):
+            places = places_of(builder, load(2, (o, i), span, lanes // 4, ir.IntType(2 * lanes)), lanes)
+            factors = load(1, (o, i), span, lanes, stored)
+            for j, (low, high) in enumerate(inputs):
+                number = i * kind.tokens + j
+                more = multiplied(builder, factors, low, places, high, builder.extract_value(sums, number))
+                sums = builder.insert_value(sums, more, number)
+        return sums
+
+    u64 = types.uint64
+    return sums(sums, values, codes, u64, x, u64, u64), generate
 
 
 @intrinsic
 def word(typing, codes, at):
-    """Four bytes of codes, wherever they begin."""
+    """Four bytes, wherever they begin."""
 
     def generate(context, builder, signature, arguments):
         place = address(context, builder, signature.args[0], *arguments, ir.IntType(32))
         return builder.load(place, align=1)
 
     return types.uint32(codes, types.uint64), generate
-
-
-@intrinsic
-def add_products(typing, sums, values, at, codes, x, base):
-    """sums += 16 values of 2:4 from values[at], with their inputs among x[base : base + 32]. codes: their 32 bits."""
-
-    def generate(context, builder, signature, arguments):
-        def constant(numbers):
-            return ir.Constant(INTEGERS, list(numbers))
-
-        sums, values, at, codes, x, base = arguments
-        undefined, first = ir.Constant(INTEGERS, ir.Undefined), ir.Constant(ir.IntType(32), 0)
-        spread = builder.shuffle_vector(
-            builder.insert_element(undefined, codes, first), undefined, constant([0] * LANES)
-        )
-        places = builder.and_(builder.lshr(spread, constant(range(0, 2 * LANES, 2))), constant([3] * LANES))
-        places = builder.or_(places, constant(4 * (lane // 2) for lane in range(LANES)))
-        ends = base, builder.add(base, ir.Constant(base.type, LANES))
-        low, high = (
-            builder.load(address(context, builder, signature.args[4], x, end, FLOATS), align=4) for end in ends
-        )
-        chosen = native(builder, "llvm.x86.avx512.vpermi2var.ps.512", FLOATS, [low, places, high])
-        factors = loaded(context, builder, signature.args[1], values, at)
-        if signature.args[1].dtype.bitwidth == 16:
-            factors = builder.shl(factors, constant([16] * LANES))
-        kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-        fma = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32")
-        return builder.call(fma, [builder.bitcast(factors, FLOATS), chosen, sums])
-
-    return SUMS_TYPE(SUMS_TYPE, values, types.uint64, types.uint32, x, types.uint64), generate
 
 
 @intrinsic
@@ -192,9 +245,7 @@ def expand(typing, values, at, mask, row, base):
             name = f"llvm.x86.avx512.mask.expand.v{lanes}i{bitwidth}"
             found = native(builder, name, vector, [source, ir.Constant(vector, None), bits])
             place = builder.add(base, ir.Constant(base.type, first))
-            builder.store(
-                found, address(context, builder, signature.args[3], row, place, vector), align=bitwidth // 8
-            )
+            builder.store(found, address(context, builder, signature.args[3], row, place, vector), align=bitwidth // 8)
             at = builder.add(at, builder.zext(builder.ctpop(part), at.type))
         return context.get_dummy_value()
 
@@ -321,57 +372,59 @@ def count_rows(mask, counts):
 
 
 @row_function
-def dot_ahead(values, codes, x, spans):
-    """Σ of the first `spans` spans of a row; the values are asked for before the processor would foresee them."""
-    sums = no_sums()
-    for span in range(u64(spans)):
-        at = u64(LANES) * span
-        prefetch(values, at, AHEAD)
-        if span % u64(16) == 0:
-            prefetch(codes, u64(4) * span, CODES_AHEAD)
-        sums = add_products(sums, values, at, word(codes, u64(4) * span), x, u64(SPAN) * span)
-    return total(sums)
-
-
-@row_function
-def dot_of_four(values, codes, x, spans):
-    """The same for four tokens, x: (4, in)."""
-    a, b, c, d = no_sums(), no_sums(), no_sums(), no_sums()
-    for span in range(u64(spans)):
-        at, places, base = u64(LANES) * span, word(codes, u64(4) * span), u64(SPAN) * span
-        prefetch(values, at, AHEAD)
-        a = add_products(a, values, at, places, x[0], base)
-        b = add_products(b, values, at, places, x[1], base)
-        c = add_products(c, values, at, places, x[2], base)
-        d = add_products(d, values, at, places, x[3], base)
-    return total(a), total(b), total(c), total(d)
-
-
-@row_function
 def dot_groups(values, codes, x, first):
     """Σ of a row from its group `first` on."""
     sums = np.float32(0)
     for g in range(u64(first), u64(values.shape[0] // 2)):
         code = codes[g // u64(2)] >> u8(g % u64(2) * u64(4))
-        sums += widen(values[u64(2) * g]) * x[u64(4) * g + u64(code & u8(3))]
-        sums += widen(values[u64(2) * g + u64(1)]) * x[u64(4) * g + u64((code >> u8(2)) & u8(3))]
+        sums += widen(values[u64(2) * g]) * widen(x[u64(4) * g + u64(code & u8(3))])
+        sums += widen(values[u64(2) * g + u64(1)]) * widen(x[u64(4) * g + u64((code >> u8(2)) & u8(3))])
     return sums
+
+
+@row_function
+def dot_one(values, codes, o, x, t, y, spans):
+    """One row and one token; the values are asked for before the processor would foresee them."""
+    sums, step = one_zeros(), u64(64 // values.itemsize)
+    for span in range(spans):
+        prefetch(values[o], step * span, AHEAD)
+        if span % u64(16) == 0:
+            prefetch(codes[o], step * span // u64(4), CODES_AHEAD)
+        sums = add_products(sums, values, codes, o, x, t, span)
+    store_totals(sums, y, t, o)
+
+
+@row_function
+def dot_block(values, codes, o, x, t, y, spans):
+    """Four rows and two tokens, that share what they read; the four rows that follow are asked for."""
+    step = u64(64 // values.itemsize)
+    sums, ahead = block_zeros(), 4 * values.shape[1] * values.itemsize if t == 0 else 0
+    for span in range(spans):
+        if ahead:
+            for i in range(u64(4)):
+                prefetch(values[o + i], step * span, ahead)
+        sums = add_products(sums, values, codes, o, x, t, span)
+    store_totals(sums, y, t, o)
 
 
 @sums_in_parallel
 def dot_2_4(values, positions, x, y, wide):
-    """y = x Sᵀ. values: (out, in/2); positions: (out, ⌈in/8⌉); x: (tokens, in) float32; y: (tokens, out)."""
-    tokens = x.shape[0]
-    spans = x.shape[1] // SPAN if wide else 0
-    for o in prange(values.shape[0]):
-        row, codes = values[o], positions[o]
-        for t in range(0, tokens - tokens % 4, 4):
-            y[t, o], y[t + 1, o], y[t + 2, o], y[t + 3, o] = dot_of_four(row, codes, x[t : t + 4], spans)
-        for t in range(tokens - tokens % 4, tokens):
-            y[t, o] = dot_ahead(row, codes, x[t], spans)
-        if spans * SPAN < x.shape[1]:
-            for t in range(tokens):
-                y[t, o] += dot_groups(row, codes, x[t], spans * SPAN // 4)
+    """y = x Sᵀ. values: (out, in/2); positions: (out, ⌈in/8⌉); x: (tokens, in), of the dtype of the values; y: (tokens, out)."""
+    tokens, out = u64(x.shape[0]), u64(values.shape[0])
+    span = 128 // x.itemsize  # inputs: two registers
+    spans = u64(x.shape[1] // span if wide else 0)
+    for chunk in prange((values.shape[0] + 3) // 4):
+        o = u64(4) * u64(chunk)
+        rows = range(o, min(o + u64(4), out))
+        paired = tokens & ~u64(1) if o + u64(4) <= out else u64(0)
+        for t in range(u64(0), paired, u64(2)):
+            dot_block(values, positions, o, x, t, y, spans)
+        for row in rows:
+            for t in range(paired, tokens):
+                dot_one(values, positions, row, x, t, y, spans)
+            if spans * u64(span) < u64(x.shape[1]):
+                for t in range(tokens):
+                    y[t, row] += dot_groups(values[row], positions[row], x[t], spans * u64(span // 4))
 
 
 @row_function

@@ -23,6 +23,8 @@ from hasslefree.errors import KernelError, PatternError, ShapeError
 # From how many tokens on unpacking a tile once is cheaper than running through packed rows for every token.
 DIRECT_2_4 = {torch.float32: 3, torch.bfloat16: 2}
 DIRECT = {torch.float32: 6, torch.bfloat16: 6}
+# Tokens that run through the packed rows of 2:4 together: their inputs stay in the second level of the cache.
+TOGETHER = 32
 # A tile that stays in the cache; with many tokens a larger one, for larger products are faster.
 TILE_BYTES, LARGE_TILE_BYTES, MANY_TOKENS, LEAST_ROWS = 4 << 20, 32 << 20, 256, 256
 _KEPT = threading.local()
@@ -129,11 +131,16 @@ def _linear_mask(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
 def _direct_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, bits: int) -> Tensor:
     kernels, numbers = _kernels(), _numbers(values.contiguous())
-    y, array = torch.empty(len(x), len(values)), x.float().contiguous().numpy()
-    if (n, m) == (2, 4):
-        kernels.dot_2_4(numbers, positions.numpy(), array, y.numpy(), kernels.WIDE)
-    else:
-        kernels.dot_positions(numbers.reshape(-1), positions.numpy(), n, m, bits, array, y.numpy())
+    y, codes = torch.empty(len(x), len(values)), positions.numpy()
+    if (n, m) != (2, 4):
+        array = x.float().contiguous().numpy()
+        kernels.dot_positions(numbers.reshape(-1), codes, n, m, bits, array, y.numpy())
+        return y.to(x.dtype)
+    array = _numbers(x.contiguous())
+    for start in range(0, len(x), TOGETHER):
+        kernels.dot_2_4(
+            numbers, codes, array[start : start + TOGETHER], y[start : start + TOGETHER].numpy(), kernels.WIDE
+        )
     return y.to(x.dtype)
 
 
