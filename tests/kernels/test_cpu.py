@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Positions in one byte, across bytes, of no bits; masks of 5, 4 and 8 bits; a group that is longer than a word.
 PATTERNS = [(2, 4), (1, 4), (2, 8), (1, 12), (2, 66), (1, 1), (2, 5), (3, 4), (4, 8), (3, 8), (4, 4), (0, 4)]
 # On both sides of every change of way.
-TOKENS = st.sampled_from([1, 2, 5, 6, 17])
+TOKENS = st.sampled_from([1, 2, 5, 6, 17, 50])
 
 
 def inputs(tokens: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -78,7 +78,8 @@ def test_registers_of_2_4_and_what_they_leave(groups, dtype, wide, monkeypatch):
     from hasslefree.kernels import cpu
 
     monkeypatch.setattr(cpu, "WIDE", cpu.WIDE and wide)
-    monkeypatch.setattr(ops, "DIRECT_2_4", {dtype: 100})
+    for table in ("DIRECT_2_4", "DIRECT_2_4_SCALAR"):
+        monkeypatch.setattr(ops, table, {dtype: 100})
     s = reference.sparse(7, groups, 2, 4, dtype, seed=groups)
     packed = reference.pack_groups(s, 2, 4)
     for tokens in range(1, 10):
@@ -102,7 +103,7 @@ def test_unpacking_by_registers_and_bit_by_bit(width, dtype, wide, monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch):
     monkeypatch.setattr(ops, "TILE_BYTES", 1)
-    monkeypatch.setattr(ops, "LARGE_TILE_BYTES", 1)
+    monkeypatch.setattr(ops, "DIRECT_2_4", {})
     s = reference.sparse(3 * ops.LEAST_ROWS + 5, 9, 2, 4, torch.float32, seed=0)
     x = inputs(tokens, s.shape[1], torch.float32)
     reference.close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)

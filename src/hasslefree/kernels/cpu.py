@@ -76,7 +76,7 @@ def _widen(value):
     return lambda value: u32(u32(value) << u32(16)).view(np.float32)
 
 
-class BFloat(ir.Type):
+class BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat16, which llvmlite has no name for."""
 
     def _to_string(self):
@@ -97,7 +97,7 @@ class Sums(types.Type):
         super().__init__(f"Sums({rows}, {tokens})")
 
 
-ONE, BLOCK = Sums(1, 1), Sums(4, 2)
+ONE, BLOCK = Sums(1, 1), Sums(4, 4)
 
 
 @register_model(Sums)
@@ -197,7 +197,7 @@ def add_products(typing, sums, values, codes, o, x, t, span):
             place = element(context, builder, signature.args[number], arguments[number], row, (at, 0), to)
             return builder.load(place, align=1)
 
-        sums, values, codes, o, x, t, span = arguments
+        sums, _, _, o, _, t, span = arguments
         kind, wide = signature.args[0], isinstance(signature.args[1].dtype, types.Float)
         lanes = LANES if wide else 2 * LANES
         stored = FLOATS if wide else ir.VectorType(ir.IntType(16), lanes)
@@ -409,15 +409,15 @@ def dot_block(values, codes, o, x, t, y, spans):
 
 @sums_in_parallel
 def dot_2_4(values, positions, x, y, wide):
-    """y = x Sᵀ. values: (out, in/2); positions: (out, ⌈in/8⌉); x: (tokens, in), of the dtype of the values; y: (tokens, out)."""
+    """y = x Sᵀ. values: (out, in/2); positions: (out, ⌈in/8⌉); x: (tokens, in), of their dtype; y: (tokens, out)."""
     tokens, out = u64(x.shape[0]), u64(values.shape[0])
     span = 128 // x.itemsize  # inputs: two registers
     spans = u64(x.shape[1] // span if wide else 0)
     for chunk in prange((values.shape[0] + 3) // 4):
         o = u64(4) * u64(chunk)
         rows = range(o, min(o + u64(4), out))
-        paired = tokens & ~u64(1) if o + u64(4) <= out else u64(0)
-        for t in range(u64(0), paired, u64(2)):
+        paired = tokens & ~u64(3) if o + u64(4) <= out else u64(0)
+        for t in range(u64(0), paired, u64(4)):
             dot_block(values, positions, o, x, t, y, spans)
         for row in rows:
             for t in range(paired, tokens):

@@ -1,8 +1,7 @@
 """y = x Sᵀ as torch operators, so that torch.compile sees one node and no graph break.
 
 On a CPU a few tokens are multiplied with the packed rows. From `DIRECT` on, rows of S are unpacked a tile at a
-time into a buffer that stays in the cache, and torch multiplies the tile: S is read packed, and never stands in memory
-as a whole.
+time into a buffer, and torch multiplies the tile: S is read packed, and a large S never stands in memory as a whole.
 
 There is no gradient: a call that needs one raises torch's error that no autograd formula was registered. `choose`
 sends such calls the dense way.
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,14 +20,17 @@ from torch.nn import functional as F
 
 from hasslefree.errors import KernelError, PatternError, ShapeError
 
-# From how many tokens on unpacking a tile once is cheaper than running through packed rows for every token.
-DIRECT_2_4 = {torch.float32: 3, torch.bfloat16: 2}
+# From how many tokens on unpacking a tile once is cheaper than running through packed rows for every token. With the
+# vectors of `cpu.WIDE`, 2:4 halves the products as well, and float32 is never unpacked.
+DIRECT_2_4 = {torch.float32: 1 << 62, torch.bfloat16: 33}
+DIRECT_2_4_SCALAR = {torch.float32: 2, torch.bfloat16: 2}
 DIRECT = {torch.float32: 6, torch.bfloat16: 6}
 # Tokens that run through the packed rows of 2:4 together: their inputs stay in the second level of the cache.
 TOGETHER = 32
-# A tile that stays in the cache; with many tokens a larger one, for larger products are faster.
-TILE_BYTES, LARGE_TILE_BYTES, MANY_TOKENS, LEAST_ROWS = 4 << 20, 32 << 20, 256, 256
+# A tile that stays in the cache, and the rows that a product needs to be fast.
+TILE_BYTES, LEAST_ROWS = 4 << 20, 256
 _KEPT = threading.local()
+Unpack = Callable[[int, int, Any], None]
 
 
 def position_bits(n: int, m: int) -> int | None:
@@ -50,9 +53,15 @@ def linear_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) 
     bits = position_bits(n, m)
     if bits is None:
         return _linear_mask(x, values.reshape(-1), positions)
-    if len(x) < (DIRECT_2_4 if (n, m) == (2, 4) else DIRECT).get(x.dtype, 0):
+    if len(x) < _direct(n, m).get(x.dtype, 0):
         return _direct_groups(x, values, positions, n, m, bits)
-    return _by_tiles(x, len(values), lambda a, b, rows: _unpack_groups(values[a:b], positions[a:b], n, m, bits, rows))
+    return _by_tiles(x, len(values), _groups_unpacker(values, positions, n, m, bits))
+
+
+def _direct(n: int, m: int) -> dict[torch.dtype, int]:
+    if (n, m) != (2, 4):
+        return DIRECT
+    return DIRECT_2_4 if _kernels().WIDE else DIRECT_2_4_SCALAR
 
 
 @torch.library.custom_op("hasslefree::linear_mask", mutates_args=(), device_types="cpu")
@@ -100,7 +109,7 @@ def unpack_groups(values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
         flat, kernels = values.reshape(-1), _kernels()
         kernels.unpack_mask(_bits(flat), _starts(positions, flat), positions.numpy(), _bits(rows), kernels.WIDE)
     else:
-        _unpack_groups(values, positions, n, m, bits, rows)
+        _groups_unpacker(values, positions, n, m, bits)(0, len(rows), _bits(rows))
     return rows
 
 
@@ -123,8 +132,8 @@ def _linear_mask(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         return y.to(x.dtype)
     array = _bits(flat)
 
-    def unpack(a: int, b: int, rows: Tensor) -> None:
-        kernels.unpack_mask(array, starts[a:b], mask_array[a:b], _bits(rows), kernels.WIDE)
+    def unpack(a: int, b: int, rows: Any) -> None:
+        kernels.unpack_mask(array, starts[a:b], mask_array[a:b], rows, kernels.WIDE)
 
     return _by_tiles(x, len(mask), unpack)
 
@@ -144,25 +153,31 @@ def _direct_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int,
     return y.to(x.dtype)
 
 
-def _unpack_groups(values: Tensor, positions: Tensor, n: int, m: int, bits: int, rows: Tensor) -> None:
-    """Fill rows: (out, in)."""
-    kernels, array = _kernels(), _bits(values.contiguous())
-    if (n, m) != (2, 4):
-        kernels.unpack_positions(array.reshape(-1), positions.numpy(), n, m, bits, _bits(rows))
-    else:
-        kernels.unpack_2_4(array.reshape(-1), positions.numpy(), _bits(rows), kernels.WIDE)
+def _groups_unpacker(values: Tensor, positions: Tensor, n: int, m: int, bits: int) -> Unpack:
+    kernels, array, codes = _kernels(), _bits(values.contiguous()), positions.numpy()
+
+    def unpack(a: int, b: int, rows: Any) -> None:
+        if (n, m) == (2, 4) and kernels.WIDE:
+            kernels.unpack_2_4(array[a:b].reshape(-1), codes[a:b], rows, kernels.WIDE)
+        else:
+            kernels.unpack_positions(array[a:b].reshape(-1), codes[a:b], n, m, bits, rows)
+
+    return unpack
 
 
-def _by_tiles(x: Tensor, out: int, unpack: Any) -> Tensor:
-    """x Sᵀ. unpack(a, b, rows): rows a … b − 1 of S into rows (b − a, in)."""
-    y = x.new_empty(len(x), out)
-    size = LARGE_TILE_BYTES if len(x) >= MANY_TOKENS else TILE_BYTES
-    height = min(out, max(LEAST_ROWS, size // max(1, x.shape[1] * x.itemsize)))
+def _by_tiles(x: Tensor, out: int, unpack: Unpack) -> Tensor:
+    """x Sᵀ. unpack(a, b, rows): the bits of rows a … b − 1 of S into an array (b − a, in)."""
+    height = min(out, max(LEAST_ROWS, TILE_BYTES // max(1, x.shape[1] * x.itemsize)))
     tile = _workspace(height * x.shape[1] * x.itemsize).view(x.dtype).view(height, x.shape[1])
+    array = _bits(tile)
+    if height == out:
+        unpack(0, out, array)
+        return F.linear(x, tile)
+    y = x.new_empty(len(x), out)
     for start in range(0, out, height):
-        rows = tile[: min(height, out - start)]
-        unpack(start, start + len(rows), rows)
-        y[:, start : start + len(rows)] = F.linear(x, rows)
+        count = min(height, out - start)
+        unpack(start, start + count, array[:count])
+        y[:, start : start + count] = F.linear(x, tile[:count])
     return y
 
 
