@@ -90,7 +90,7 @@ class Layer:
 def possible(device: str, dtype: torch.dtype, tokens: int) -> list[str]:
     """The ways of the device that read S from a packed form."""
     case = Case(device, dtype, TwoOfFour(), tokens, grad=False)
-    return [way for way, obstacle in WAYS.items() if way != "dense" and obstacle(case) is None]
+    return [way for way, obstacle in WAYS.items() if way not in ("dense", "unpacked") and obstacle(case) is None]
 
 
 def timed(run: Callable[[], Any], device: str, clock: str) -> float:

@@ -111,12 +111,16 @@ def spread(ratios: list[float]) -> list[str]:
     return [f"{value:.4f}" for value in (geometric_mean(ratios), min(ratios), max(ratios))]
 
 
+# The order of the rows; JSON has that of the measurements.
+METHODS = ["oats", "hassle-free", "hassle-free, exact step", "eora", "3basil", "joint"]
+
+
 def layers(stem: str) -> str:
     """The ends of the curves, and all of joint's: over 3basil on the same problem."""
     content = json.loads((RESULTS / f"{stem}.json").read_text())
     problems = list(content["problems"].values())
     rows = []
-    for key in problems[0]["rows"]:
+    for key in sorted(problems[0]["rows"], key=lambda key: METHODS.index(key.partition(" @ ")[0])):  # stable: by rounds
         name, _, rounds = key.partition(" @ ")
         if name != "joint" and rounds not in ("", "80", "2000"):
             continue

@@ -396,7 +396,7 @@ def dot_one(values, codes, o, x, t, y, spans):
 
 @row_function
 def dot_block(values, codes, o, x, t, y, spans):
-    """Four rows and two tokens, that share what they read; the four rows that follow are asked for."""
+    """Four rows and four tokens, that share what they read; the four rows that follow are asked for."""
     step = u64(64 // values.itemsize)
     sums, ahead = block_zeros(), 4 * values.shape[1] * values.itemsize if t == 0 else 0
     for span in range(spans):
