@@ -225,9 +225,8 @@ def test_a_model_without_low_rank_parts_has_no_adapter(tmp_path):
         hasslefree.export(tmp_path / "packed", tmp_path / "out", "peft")
     assert {path.name for path in tmp_path.iterdir()} == {"packed"}
     hasslefree.export(tmp_path / "packed", tmp_path / "out", "dense")
-    assert torch.equal(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), segments()), logits(model, segments())
-    )
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(dense, segments()), logits(model, segments()), rtol=1e-5, atol=1e-6)
 
 
 def contents(folder):
