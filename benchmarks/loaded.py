@@ -48,11 +48,12 @@ def write_models(folder: Path, blocks: int) -> None:
     model = LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(folder / "dense")
     entries = {}
-    for index, block in enumerate(find_blocks(model).modules):
+    decoder = find_blocks(model)
+    for index, block in enumerate(decoder.modules):
         for name, layer in list(block.named_modules()):
             if isinstance(layer, torch.nn.Linear):
                 packed = random_layer(layer.weight.detach())
-                full = f"model.layers.{index}.{name}"
+                full = f"{decoder.prefix(index)}.{name}"
                 replace_module(model, full, packed)
                 entries[full] = entry_of(packed)
     model.config.quantization_config = HasslefreeConfig(entries)

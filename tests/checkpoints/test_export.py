@@ -20,9 +20,9 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.checkpoints import export as module
 from hasslefree.checkpoints.adapter import adapter_config
-from hasslefree.checkpoints.dense import compressed_layers, sparse_part
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.errors import ModelError, OutputError, UnknownNameError
+from hasslefree.models.linear import compressed_layers
 from tests.tiny_models import FAMILIES, build, logits, segments
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -108,7 +108,7 @@ def test_the_sum_is_rounded_once(dtype, tmp_path):
     hasslefree.export(tmp_path / "packed", tmp_path / "dense", "dense")
     found = load_file(tmp_path / "dense" / "model.safetensors")
     for name, layer in layers.items():
-        exact = sparse_part(layer).double() + layer.low_rank_u.double() @ layer.low_rank_v.double()
+        exact = layer.unpacked().double() + layer.low_rank_u.double() @ layer.low_rank_v.double()
         assert found[f"{name}.weight"].dtype == dtype
         error = (found[f"{name}.weight"].double() - exact).abs()
         # Beside that half, the three roundings of the sum itself, in float32 at least; and float16 has subnormals.

@@ -161,7 +161,9 @@ def test_a_way_is_told_to_all_layers_or_to_none():
     assert all(layer.held is not None and "way=unpacked" in repr(layer) for layer in model)
     with pytest.raises(KernelError, match="structured"):
         use_way(model, "numba")
-    assert all(layer.way == "unpacked" for layer in model)
+    with pytest.raises(KernelError, match="not possible"):
+        model[0].use("triton")
+    assert all(layer.way == "unpacked" and layer.held is not None for layer in model), "a refusal changed a layer"
     with pytest.raises(UnknownNameError, match="Did you mean 'numba'"):
         use_way(model, "nunba")
     use_way(model, None)

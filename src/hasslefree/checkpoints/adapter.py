@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hasslefree.checkpoints.dense import compressed_layers, make_plain, sparse_part
+from hasslefree.checkpoints.dense import make_plain
 from hasslefree.errors import ModelError
+from hasslefree.models.linear import SparseLowRankLinear, compressed_layers
 
 
 def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_shard_size: str) -> dict[str, Path]:
@@ -38,7 +39,7 @@ def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_sha
             factors[f"base_model.model.{name}.lora_B.weight"] = layer.low_rank_u.detach().contiguous()
     if not ranks:
         raise ModelError("no layer has a low-rank part, so there is nothing for an adapter; use --to dense")
-    make_plain(model, sparse_part)
+    make_plain(model, SparseLowRankLinear.unpacked)
     stored_transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in ranks)
     config = adapter_config(ranks, str(destination / "base"), stored_transposed)
     (part / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

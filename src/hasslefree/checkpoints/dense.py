@@ -12,22 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hasslefree.models.blocks import replace_module
-from hasslefree.models.linear import SparseLowRankLinear
-
-
-def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:
-    """The compressed layers by their full name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, SparseLowRankLinear)}
-
-
-def sparse_part(layer: SparseLowRankLinear) -> Tensor:
-    """S with its zeros: (out, in), in the layer's dtype."""
-    return layer.unpacked().detach()
+from hasslefree.models.linear import SparseLowRankLinear, compressed_layers
 
 
 def summed(layer: SparseLowRankLinear) -> Tensor:
     """S + u v: (out, in), summed in float32 at least and rounded once to the layer's dtype."""
-    sparse = sparse_part(layer)
+    sparse = layer.unpacked().detach()
     if layer.low_rank_u is None or layer.low_rank_v is None:
         return sparse
     wide = torch.promote_types(sparse.dtype, torch.float32)
@@ -47,10 +37,8 @@ def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear]
     quantizer.remove_quantization_config(model)
     with torch.device("meta"):
         original = AutoModelForCausalLM.from_config(model.config)
-    for name in compressed_layers(model):
-        layer, own = model.get_submodule(name), original.get_submodule(name)
-        assert isinstance(layer, SparseLowRankLinear)
-        weight = weight_of(layer)
+    for name, layer in compressed_layers(model).items():
+        own, weight = original.get_submodule(name), weight_of(layer).detach()
         own.weight = nn.Parameter(weight.T.contiguous() if isinstance(own, Conv1D) else weight)
         own.bias = layer.bias
         replace_module(model, name, own.train(model.training))

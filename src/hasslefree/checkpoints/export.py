@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 
 from hasslefree.checkpoints.adapter import write_adapter
 from hasslefree.checkpoints.cards import export_card
-from hasslefree.checkpoints.dense import compressed_layers, write_dense
+from hasslefree.checkpoints.dense import write_dense
 from hasslefree.checkpoints.entries import QUANT_METHOD
 from hasslefree.checkpoints.format import check_output, check_shard_size, replaced_whole
 from hasslefree.errors import ModelError, OutputError, UnknownNameError
+from hasslefree.models.linear import compressed_layers
 from hasslefree.models.load import load_config, load_model, load_tokenizer
 
 # (the model, changed in place; the folder to fill; where that will stand; the shard size) → the folders with a model

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hasslefree.checkpoints.entries import entry_of
 from hasslefree.checkpoints.transformers_plugin import HasslefreeConfig
 from hasslefree.errors import OutputError
-from hasslefree.models.linear import SparseLowRankLinear
+from hasslefree.models.linear import compressed_layers
 from hasslefree.report import Report, model_card
 
 
@@ -60,8 +60,8 @@ def save(model: PreTrainedModel, tokenizer: Any, folder: Path, report: Report, m
     Raises:
         OutputError: the disk is full or not writable; what was in the folder before is still there.
     """
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLowRankLinear)}
-    model.config.quantization_config = HasslefreeConfig({name: entry_of(layer) for name, layer in layers.items()})
+    entries = {name: entry_of(layer) for name, layer in compressed_layers(model).items()}
+    model.config.quantization_config = HasslefreeConfig(entries)
     with replaced_whole(folder) as part:
         model.save_pretrained(part, max_shard_size=max_shard_size)
         if tokenizer is not None:

@@ -124,14 +124,14 @@ class SparseLowRankLinear(nn.Module):
         Raises:
             UnknownNameError: no such way. KernelError: it is not possible here; the message says why.
         """
-        self.held = None
         if way is not None:
             choose(self._case(tokens=1, grad=False), way)
+        held = None
         if way == "unpacked":
-            self.held = self.unpacked().detach()
+            held = self.unpacked().detach()
         elif way == "semi-structured":
-            self.held = cuda.semi_structured(self.unpacked())
-        self.way = way
+            held = cuda.semi_structured(self.unpacked())
+        self.way, self.held = way, held
 
     def _case(self, tokens: int, grad: bool) -> Case:
         return Case(self.values.device.type, self.values.dtype, self.layout, tokens, grad)
@@ -142,13 +142,18 @@ class SparseLowRankLinear(nn.Module):
         return f"{shape}, pattern={self.pattern}, rank={self.rank}, bias={self.bias is not None}, way={way}"
 
 
+def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:
+    """The compressed layers by their full name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, SparseLowRankLinear)}
+
+
 def use_way(model: nn.Module, way: str | None) -> None:
     """`SparseLowRankLinear.use` for every such layer of a model.
 
     Raises:
         UnknownNameError, KernelError: as there, before any layer is changed where one of them cannot go that way.
     """
-    layers = [module for module in model.modules() if isinstance(module, SparseLowRankLinear)]
+    layers = compressed_layers(model).values()
     if way is not None:
         for layer in layers:
             choose(layer._case(tokens=1, grad=False), way)
@@ -159,7 +164,7 @@ def use_way(model: nn.Module, way: str | None) -> None:
 @contextmanager
 def unpacked_once(root: nn.Module) -> Iterator[None]:
     """Within it, the layers in `root` hold S unpacked over all calls. Nothing in them may change meanwhile."""
-    layers = [module for module in root.modules() if isinstance(module, SparseLowRankLinear)]
+    layers = compressed_layers(root).values()
     before = [layer.held for layer in layers]
     try:
         for layer in layers:
