@@ -24,6 +24,7 @@ from common import geometric_mean, machine, write
 from torch import Tensor
 from torch.nn import functional as F
 
+from hasslefree.core.packing import PackedGroups
 from hasslefree.kernels import Case, cuda, product
 from hasslefree.kernels.choose import WAYS
 
@@ -31,19 +32,11 @@ ROOT = Path(__file__).parents[1]
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096)]
 TOKENS = [1, 8, 64, 512, 2048]
 RANK = 64
+TWO_OF_FOUR = PackedGroups(2, 4)
 # More than the caches of a processor hold, in packed layers.
 COLD_BYTES = 192 << 20
 # Two of four, as a code of two 2-bit positions: 0,1 · 0,2 · 0,3 · 1,2 · 1,3 · 2,3.
 CODES = torch.tensor([0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110], dtype=torch.uint8)
-
-
-@dataclass(frozen=True)
-class TwoOfFour:
-    """The layout that the kernels ask for."""
-
-    index: str = "positions"
-    n: int = 2
-    m: int = 4
 
 
 @dataclass(frozen=True)
@@ -83,13 +76,13 @@ class Layer:
             assert self.converted is not None
             y = F.linear(x, self.converted)
         else:
-            y = product(way, x, self.values, self.positions, TwoOfFour())
+            y = product(way, x, self.values, self.positions, TWO_OF_FOUR)
         return torch.addmm(y, F.linear(x, self.v), self.u.T)
 
 
 def possible(device: str, dtype: torch.dtype, tokens: int) -> list[str]:
     """The ways of the device that read S from a packed form."""
-    case = Case(device, dtype, TwoOfFour(), tokens, grad=False)
+    case = Case(device, dtype, TWO_OF_FOUR, tokens, grad=False)
     return [way for way, obstacle in WAYS.items() if way not in ("dense", "unpacked") and obstacle(case) is None]
 
 

@@ -44,7 +44,7 @@ def no_weight_is_read(monkeypatch):
     return loads
 
 
-def refuses(folder, message, loads, by_inspect=True):
+def assert_refused(folder, message, loads, by_inspect=True):
     with pytest.raises(CheckpointError, match=message):
         AutoModelForCausalLM.from_pretrained(folder)
     assert not loads, "weights were loaded"
@@ -77,7 +77,7 @@ VERSIONS = {
 @pytest.mark.parametrize(("change", "message"), VERSIONS.values(), ids=VERSIONS)
 def test_another_version(change, message, folder, no_weight_is_read):
     change_config(folder, lambda c: c.update(change))
-    refuses(folder, message, no_weight_is_read)
+    assert_refused(folder, message, no_weight_is_read)
 
 
 ENTRIES = {
@@ -94,7 +94,7 @@ ENTRIES = {
 @pytest.mark.parametrize(("change", "message"), ENTRIES.values(), ids=ENTRIES)
 def test_an_entry_that_is_not_as_the_format_says(change, message, folder, no_weight_is_read):
     change_config(folder, lambda c: c["modules"][NAME].update(change))
-    refuses(folder, f"entry {re.escape(NAME)}: .*{message}.*", no_weight_is_read)
+    assert_refused(folder, f"entry {re.escape(NAME)}: .*{message}.*", no_weight_is_read)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_an_entry_that_is_not_as_the_format_says(change, message, folder, no_wei
 )
 def test_an_entry_that_does_not_go_with_the_model(name, entry, message, folder, no_weight_is_read):
     change_config(folder, lambda c: c["modules"].update({name: entry}))
-    refuses(folder, message, no_weight_is_read, by_inspect=False)
+    assert_refused(folder, message, no_weight_is_read, by_inspect=False)
 
 
 TENSORS = {
@@ -140,13 +140,13 @@ TENSORS = {
 @pytest.mark.parametrize(("edit", "message"), TENSORS.values(), ids=TENSORS)
 def test_tensors_that_are_not_as_config_json_says(edit, message, folder, no_weight_is_read):
     change_tensors(folder, edit)
-    refuses(folder, message, no_weight_is_read)
+    assert_refused(folder, message, no_weight_is_read)
 
 
 def test_a_bias_that_the_model_has_and_the_file_does_not(tmp_path, no_weight_is_read):
     hasslefree.compress(build("opt"), tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
     change_tensors(tmp_path / "out", lambda t: t.pop("model.decoder.layers.1.fc1.bias"))
-    refuses(tmp_path / "out", r"no model\.decoder\.layers\.1\.fc1\.bias in", no_weight_is_read, by_inspect=False)
+    assert_refused(tmp_path / "out", r"no model\.decoder\.layers\.1\.fc1\.bias in", no_weight_is_read, by_inspect=False)
 
 
 def test_a_shard_cut_short_names_what_is_cut(tmp_path, no_weight_is_read):
@@ -158,11 +158,11 @@ def test_a_shard_cut_short_names_what_is_cut(tmp_path, no_weight_is_read):
     for size in (0, 7, 8, header - 1, header, len(whole) // 2, len(whole) - 1):
         shard.write_bytes(whole[:size])
         message = "header" if size < header else r"cut short: \S+ ends at byte \d+ of " + str(size)
-        refuses(folder, f"{re.escape(str(shard))}.*{message}", no_weight_is_read)
+        assert_refused(folder, f"{re.escape(str(shard))}.*{message}", no_weight_is_read)
     shard.write_bytes(whole + b"\0")
-    refuses(folder, f"{re.escape(str(shard))} goes on after the last tensor", no_weight_is_read)
+    assert_refused(folder, f"{re.escape(str(shard))} goes on after the last tensor", no_weight_is_read)
     shard.write_bytes(whole[:8] + b"[" + whole[9:])
-    refuses(folder, f"{re.escape(str(shard))}.*header", no_weight_is_read)
+    assert_refused(folder, f"{re.escape(str(shard))}.*header", no_weight_is_read)
 
 
 def test_a_shard_that_lacks_what_the_index_lists(tmp_path, no_weight_is_read):
@@ -172,7 +172,7 @@ def test_a_shard_that_lacks_what_the_index_lists(tmp_path, no_weight_is_read):
     tensors = load_file(shard)
     del tensors["model.norm.weight"]
     save_file(tensors, shard, metadata={"format": "pt"})
-    refuses(folder, rf"{shard.name} does not hold model\.norm\.weight, which the index lists", no_weight_is_read)
+    assert_refused(folder, rf"{shard.name} does not hold model\.norm\.weight, which the index lists", no_weight_is_read)
     shard.unlink()
     with pytest.raises(CheckpointError, match=f"{shard.name} is missing"):
         inspect_folder(folder)
@@ -199,7 +199,7 @@ def test_a_flipped_bit_of_an_index_is_found(pattern, leaf, step, tmp_path, no_we
         data[start + bit // 8] ^= 1 << bit % 8
         file.write_bytes(data)
         message = rf"{re.escape(str(file))}: {re.escape(NAME)}\.{leaf} is damaged: its CRC-32"
-        refuses(folder, message, no_weight_is_read, by_inspect=False)
+        assert_refused(folder, message, no_weight_is_read, by_inspect=False)
 
 
 IMPOSSIBLE = [("2:4", "positions", 0), ("3:8", "positions", 255), ("row", "mask", 255), ("structured", "columns", 255)]
@@ -217,13 +217,13 @@ def test_codes_that_no_pattern_has_are_found_though_their_crc_is_right(
     file.write_bytes(data)
     change_config(folder, lambda c: c["modules"][NAME].update(crc32=f"{zlib.crc32(data[start:stop]):08x}"))
     message = rf"{re.escape(str(file))}: {re.escape(NAME)}\.{leaf} was not written by a sound writer"
-    refuses(folder, message, no_weight_is_read, by_inspect=False)
+    assert_refused(folder, message, no_weight_is_read, by_inspect=False)
 
 
 def test_pickled_weights_are_not_read(folder, no_weight_is_read):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    refuses(folder, "pytorch_model.bin is no safetensors file", no_weight_is_read, by_inspect=False)
+    assert_refused(folder, "pytorch_model.bin is no safetensors file", no_weight_is_read, by_inspect=False)
 
 
 def test_the_folder_itself_is_sound(folder, no_weight_is_read):

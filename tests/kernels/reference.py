@@ -7,22 +7,6 @@ import torch
 from torch import Tensor
 
 
-class Groups:
-    """The layout of N:M, as a layer hands it over."""
-
-    index = "positions"
-
-    def __init__(self, n: int, m: int):
-        self.n, self.m = n, m
-
-
-class Named:
-    """A layout without numbers."""
-
-    def __init__(self, index: str):
-        self.index = index
-
-
 def sparse(out: int, groups: int, n: int, m: int, dtype: torch.dtype, seed: int, empty_rows: bool = True) -> Tensor:
     """A random S (out, groups·m) with at most n entries in each m: some groups have fewer, a third of the rows none."""
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +48,7 @@ def product(x: Tensor, s: Tensor) -> Tensor:
     return x.double() @ s.double().T
 
 
-def close(y: Tensor, x: Tensor, s: Tensor) -> None:
+def assert_close(y: Tensor, x: Tensor, s: Tensor) -> None:
     """y is x Sᵀ but for the rounding of float32 sums and of the last cast: |error| ≤ ε·|x| |S|ᵀ."""
     epsilon = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[y.dtype]
     error, scale = (y.double() - product(x, s)).abs(), product(x.abs(), s.abs())

@@ -5,16 +5,16 @@ import importlib
 import pytest
 import torch
 
+from hasslefree.core.packing import Bitmask, Columns, PackedGroups
 from hasslefree.errors import KernelError, UnknownNameError
 from hasslefree.kernels import WAYS, Case, choose, cuda, ops, product
 from tests.kernels import reference
-from tests.kernels.reference import Groups, Named
 
 choosing = importlib.import_module("hasslefree.kernels.choose")  # the package has a function of that name
 
 
 def case(**changes):
-    fields = {"device": "cpu", "dtype": torch.float32, "layout": Groups(2, 4), "tokens": 1, "grad": False}
+    fields = {"device": "cpu", "dtype": torch.float32, "layout": PackedGroups(2, 4), "tokens": 1, "grad": False}
     return Case(**{**fields, **changes})
 
 
@@ -30,9 +30,9 @@ def everything(monkeypatch):
     ("changes", "expected"),
     [
         ({}, "numba"),
-        ({"layout": Groups(4, 8), "tokens": 4096}, "numba"),
-        ({"layout": Named("mask"), "dtype": torch.float16}, "numba"),
-        ({"layout": Named("columns")}, "dense"),
+        ({"layout": PackedGroups(4, 8), "tokens": 4096}, "numba"),
+        ({"layout": Bitmask(), "dtype": torch.float16}, "numba"),
+        ({"layout": Columns()}, "dense"),
         ({"grad": True}, "dense"),
         ({"dtype": torch.float64}, "dense"),
         ({"device": "cuda"}, "dense"),
@@ -54,17 +54,17 @@ def test_without_numba_the_rule_is_dense_and_the_wish_an_error_that_says_what_to
     [
         ("numba", {"device": "cuda"}, "use triton or dense"),
         ("numba", {"grad": True}, "no gradients"),
-        ("numba", {"layout": Named("columns")}, "structured"),
+        ("numba", {"layout": Columns()}, "structured"),
         ("numba", {"dtype": torch.float64}, "float64"),
         ("triton", {}, "the layer is on cpu"),
         ("triton", {"device": "cuda", "grad": True}, "no gradients"),
-        ("triton", {"device": "cuda", "layout": Groups(4, 8)}, "such as 2:4"),
-        ("triton", {"device": "cuda", "layout": Named("mask")}, "such as 2:4"),
+        ("triton", {"device": "cuda", "layout": PackedGroups(4, 8)}, "such as 2:4"),
+        ("triton", {"device": "cuda", "layout": Bitmask()}, "such as 2:4"),
         ("unpacked", {"grad": True}, "no gradients"),
         ("semi-structured", {}, "the layer is on cpu"),
         ("semi-structured", {"device": "cuda", "grad": True, "dtype": torch.float16}, "no gradients"),
         ("semi-structured", {"device": "cuda"}, "bfloat16 or float16"),
-        ("semi-structured", {"device": "cuda", "dtype": torch.float16, "layout": Groups(2, 8)}, "2:4"),
+        ("semi-structured", {"device": "cuda", "dtype": torch.float16, "layout": PackedGroups(2, 8)}, "2:4"),
     ],
 )
 def test_a_way_that_is_not_possible_says_why(everything, way, changes, reason):
@@ -107,10 +107,10 @@ def test_any_leading_dimensions(shape):
     pytest.importorskip("numba", reason="needs hasslefree[fast]")
     s = reference.sparse(24, 8, 2, 4, torch.float32, seed=4)
     x = torch.randn(*shape, s.shape[1], generator=torch.Generator().manual_seed(1))
-    for layout, packed in ((Groups(2, 4), reference.pack_groups(s, 2, 4)), (Named("mask"), reference.pack_mask(s))):
+    for layout, packed in ((PackedGroups(2, 4), reference.pack_groups(s, 2, 4)), (Bitmask(), reference.pack_mask(s))):
         y = product("numba", x, *packed, layout)
         assert y.shape == (*shape, 24)
-        reference.close(y, x, s)
+        reference.assert_close(y, x, s)
 
 
 def test_triton_refuses_masks_instead_of_reading_them_as_positions():

@@ -40,7 +40,7 @@ def test_products_of_groups(pattern, out, groups, tokens, dtype, seed):
     x = inputs(tokens, s.shape[1], dtype, seed)
     y = ops.linear_groups(x, values, positions, n, m)
     assert y.dtype == dtype
-    reference.close(y, x, s)
+    reference.assert_close(y, x, s)
 
 
 @given(
@@ -55,7 +55,7 @@ def test_products_of_a_bitmask(out, width, tokens, dtype, share, seed):
     x = inputs(tokens, width, dtype, seed + 1)
     y = ops.linear_mask(x, values, mask)
     assert y.dtype == dtype
-    reference.close(y, x, s)
+    reference.assert_close(y, x, s)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,7 +84,7 @@ def test_registers_of_2_4_and_what_they_leave(groups, dtype, wide, monkeypatch):
     packed = reference.pack_groups(s, 2, 4)
     for tokens in range(1, 10):
         x = inputs(tokens, s.shape[1], dtype)
-        reference.close(ops.linear_groups(x, *packed, 2, 4), x, s)
+        reference.assert_close(ops.linear_groups(x, *packed, 2, 4), x, s)
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -106,8 +106,8 @@ def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch)
     monkeypatch.setattr(ops, "DIRECT_2_4", {})
     s = reference.sparse(3 * ops.LEAST_ROWS + 5, 9, 2, 4, torch.float32, seed=0)
     x = inputs(tokens, s.shape[1], torch.float32)
-    reference.close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
-    reference.close(ops.linear_mask(x, *reference.pack_mask(s)), x, s)
+    reference.assert_close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
+    reference.assert_close(ops.linear_mask(x, *reference.pack_mask(s)), x, s)
 
 
 def test_inputs_and_values_may_be_views():
@@ -143,7 +143,7 @@ def test_positions_of_many_bits_lie_across_three_bytes():
     values, positions = reference.pack_groups(s, 1, 1030)
     assert torch.equal(ops.unpack_groups(values, positions, 1, 1030), s)
     x = inputs(1, s.shape[1], torch.float32)
-    reference.close(ops.linear_groups(x, values, positions, 1, 1030), x, s)
+    reference.assert_close(ops.linear_groups(x, values, positions, 1, 1030), x, s)
 
 
 def test_a_mask_that_does_not_go_with_the_values_is_an_error():

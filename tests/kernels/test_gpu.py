@@ -18,7 +18,7 @@ def test_triton(tokens, dtype):
         x = torch.randn(tokens, s.shape[1]).to(dtype)
         values, positions = reference.pack_groups(s, n, m)
         y = ops.decode_cuda(x.cuda(), values.cuda(), positions.cuda(), n, m)
-        reference.close(y.cpu(), x, s)
+        reference.assert_close(y.cpu(), x, s)
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="capability 8.0")
@@ -28,4 +28,4 @@ def test_semi_structured(tokens, dtype):
     s = reference.sparse(128, 64, 2, 4, dtype, seed=tokens)
     x = torch.randn(tokens, s.shape[1]).to(dtype)
     y = F.linear(x.cuda(), cuda.semi_structured(s.cuda()))
-    reference.close(y.cpu(), x, s)
+    reference.assert_close(y.cpu(), x, s)

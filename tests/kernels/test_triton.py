@@ -23,7 +23,7 @@ for n, m, groups in ((2, 4, 17), (2, 4, 300), (2, 8, 9), (1, 12, 5), (2, 66, 2),
             x, u, v = (torch.randn(*shape, generator=generator).to(dtype)
                        for shape in ((tokens, s.shape[1]), (13, 5), (5, s.shape[1])))
             packed = reference.pack_groups(s, n, m)
-            reference.close(triton.decode(x, *packed, n, m), x, s)
+            reference.assert_close(triton.decode(x, *packed, n, m), x, s)
             y, right = triton.decode(x, *packed, n, m, u, v), x.double() @ (s.double() + u.double() @ v.double()).T
             assert y.dtype == dtype and (y - right).norm() <= 0.01 * right.norm(), (n, m, dtype, tokens)
 print("done")

@@ -14,11 +14,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hasslefree.core.packing import Columns, Layout, PackedGroups
 from hasslefree.errors import KernelError, UnknownNameError
 from hasslefree.kernels import ops
 
@@ -28,14 +29,6 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 TRITON_TOKENS = 16
 NO_GRADIENTS = "it has no gradients; use dense, or torch.no_grad()"
-
-
-class Layout(Protocol):
-    """How S is stored. A layout whose index is `positions` has `n` and `m`."""
-
-    @property
-    def index(self) -> str:
-        """The name of the index tensor: `positions`, `mask` or `columns`."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +48,7 @@ class Case:
     @property
     def groups(self) -> tuple[int, int] | None:
         """N and M; None for other layouts."""
-        layout: Any = self.layout
-        return (layout.n, layout.m) if layout.index == "positions" else None
+        return (self.layout.n, self.layout.m) if isinstance(self.layout, PackedGroups) else None
 
 
 def choose(case: Case, way: str | None = None) -> str:
@@ -81,7 +73,7 @@ def product(way: str, x: Tensor, values: Tensor, index: Tensor, layout: Any) -> 
     flat = x.reshape(-1, x.shape[-1])
     if way == "triton":
         y = ops.decode_cuda(flat, values, index, layout.n, layout.m)
-    elif layout.index == "positions":
+    elif isinstance(layout, PackedGroups):
         y = ops.linear_groups(flat, values, index, layout.n, layout.m)
     else:
         y = ops.linear_mask(flat, values, index)
@@ -103,7 +95,7 @@ def _numba(case: Case) -> str | None:
         return f"it runs on a CPU, and the layer is on {case.device}; use triton or dense"
     if case.grad:
         return NO_GRADIENTS
-    if case.layout.index == "columns":
+    if isinstance(case.layout, Columns):
         return "pattern structured keeps whole columns, and has no kernel; use dense"
     if case.dtype not in (torch.float32, *HALF_DTYPES):
         return f"it takes float32, bfloat16 and float16, not {case.dtype}; use dense"

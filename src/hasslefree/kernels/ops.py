@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hasslefree.core.packing import PackedGroups
 from hasslefree.errors import KernelError, PatternError, ShapeError
 
 # From how many tokens on unpacking a tile once is cheaper than running through packed rows for every token. With the
 # vectors of `cpu.WIDE`, 2:4 halves the products as well, and float32 is never unpacked.
-DIRECT_2_4 = {torch.float32: 1 << 62, torch.bfloat16: 33}
+DIRECT_2_4 = {torch.float32: math.inf, torch.bfloat16: 33}
 DIRECT_2_4_SCALAR = {torch.float32: 2, torch.bfloat16: 2}
 DIRECT = {torch.float32: 6, torch.bfloat16: 6}
 # Tokens that run through the packed rows of 2:4 together: their inputs stay in the second level of the cache.
@@ -35,8 +36,8 @@ Unpack = Callable[[int, int, Any], None]
 
 def position_bits(n: int, m: int) -> int | None:
     """Bits of one position where N:M is stored as positions; None where it is stored as the mask of the group."""
-    bits = (m - 1).bit_length()
-    return bits if n * bits <= m else None
+    layout = PackedGroups(n, m)
+    return None if layout.is_mask else layout.position_bits
 
 
 @torch.library.custom_op("hasslefree::linear_groups", mutates_args=(), device_types="cpu")
@@ -58,7 +59,7 @@ def linear_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) 
     return _by_tiles(x, len(values), _groups_unpacker(values, positions, n, m, bits))
 
 
-def _direct(n: int, m: int) -> dict[torch.dtype, int]:
+def _direct(n: int, m: int) -> Mapping[torch.dtype, float]:
     if (n, m) != (2, 4):
         return DIRECT
     return DIRECT_2_4 if _kernels().WIDE else DIRECT_2_4_SCALAR
@@ -223,7 +224,7 @@ def _starts(mask: Tensor, values: Tensor) -> Any:
 
 def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> None:
     width, out = x.shape[1], len(positions)
-    code = n * bits if (bits := position_bits(n, m)) is not None else m
+    code = PackedGroups(n, m).code_bits
     _check_dtypes(x, values, positions)
     if width % m or values.shape != (out, width // m * n) or positions.shape != (out, math.ceil(width // m * code / 8)):
         raise ShapeError(
