@@ -20,17 +20,15 @@ for n, m, groups in ((2, 4, 17), (2, 4, 300), (2, 8, 9), (1, 12, 5), (2, 66, 2),
         for tokens in (1, 3, 16):
             s = reference.sparse(13, groups, n, m, dtype, seed=groups)
             generator = torch.Generator().manual_seed(1)
-            x, u, v = (torch.randn(*shape, generator=generator).to(dtype)
-                       for shape in ((tokens, s.shape[1]), (13, 5), (5, s.shape[1])))
-            packed = reference.pack_groups(s, n, m)
-            reference.assert_close(triton.decode(x, *packed, n, m), x, s)
-            y, right = triton.decode(x, *packed, n, m, u, v), x.double() @ (s.double() + u.double() @ v.double()).T
-            assert y.dtype == dtype and (y - right).norm() <= 0.01 * right.norm(), (n, m, dtype, tokens)
+            x = torch.randn(tokens, s.shape[1], generator=generator).to(dtype)
+            y = triton.decode(x, *reference.pack_groups(s, n, m), n, m)
+            assert y.dtype == dtype
+            reference.assert_close(y, x, s)
 print("done")
 """
 
 
-def test_products_with_and_without_factors():
+def test_products():
     """In a process of its own: the interpreter is chosen when the kernel is defined."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     root = Path(__file__).parents[2]

@@ -100,29 +100,6 @@ def _(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], mask.shape[0])
 
 
-def unpack_groups(values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
-    """S (out, in) on the CPU. values: (out, in/M·N), of any dtype of 16 or 32 bits; positions: (out, bytes)."""
-    width = values.shape[1] // n * m if n else 0
-    rows = values.new_empty(len(values), width)
-    _check_groups(rows, values, positions, n, m)
-    bits = position_bits(n, m)
-    if bits is None:
-        flat, kernels = values.reshape(-1), _kernels()
-        kernels.unpack_mask(_bits(flat), _starts(positions, flat), positions.numpy(), _bits(rows), kernels.WIDE)
-    else:
-        _groups_unpacker(values, positions, n, m, bits)(0, len(rows), _bits(rows))
-    return rows
-
-
-def unpack_mask(values: Tensor, mask: Tensor, width: int) -> Tensor:
-    """S (out, width) on the CPU. values: (nonzeros,), of any dtype of 16 or 32 bits; mask: (out, ⌈width/8⌉)."""
-    rows = values.new_empty(len(mask), width)
-    _check_mask(rows, values, mask)
-    kernels = _kernels()
-    kernels.unpack_mask(_bits(values.contiguous()), _starts(mask, values), mask.numpy(), _bits(rows), kernels.WIDE)
-    return rows
-
-
 def _linear_mask(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     _check_mask(x, values, mask)
     starts, kernels, flat, mask_array = _starts(mask, values), _kernels(), values.contiguous(), mask.numpy()

@@ -1,4 +1,4 @@
-"""A Triton kernel for a few tokens: y = x Sᵀ + (x vᵀ) uᵀ, with S read as N:M values and positions, once for all tokens.
+"""A Triton kernel for a few tokens: y = x Sᵀ, with S read as N:M values and positions, once for all tokens.
 
 Not measured on a GPU: its block sizes are guesses, and only its results are tested, in Triton's interpreter.
 """
@@ -18,11 +18,11 @@ BLOCK_VALUES = 512
 
 @triton.jit
 def _decode(
-    x, values, positions, u, hidden, y, out, kept, code_bytes, rank,
-    N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, RANK: tl.constexpr,
+    x, values, positions, y, out, kept, code_bytes,
+    N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """x: (in, TOKENS); values: (out, kept); u: (out, rank); hidden: (rank, TOKENS); y: (out, TOKENS)."""
+    """x: (in, TOKENS); values: (out, kept); y: (out, TOKENS)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     row_exists = rows[:, None] < out
@@ -43,28 +43,14 @@ def _decode(
         at = column[:, :, None] * TOKENS + tokens[None, None, :]
         inputs = tl.load(x + at, mask=exists[:, :, None], other=0.0).to(tl.float32)
         total += tl.sum(value[:, :, None] * inputs, axis=1)
-    if RANK > 0:
-        r = tl.arange(0, RANK)
-        left = tl.load(u + start * rank + r[None, :], mask=row_exists & (r[None, :] < rank), other=0.0).to(tl.float32)
-        right = tl.load(hidden + r[:, None] * TOKENS + tokens[None, :], mask=r[:, None] < rank, other=0.0)
-        total += tl.sum(left[:, :, None] * right.to(tl.float32)[None, :, :], axis=1)
     tl.store(y + start * TOKENS + tokens[None, :], total, mask=row_exists)
 
 
-def decode(
-    x: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    n: int,
-    m: int,
-    low_rank_u: Tensor | None = None,
-    low_rank_v: Tensor | None = None,
-) -> Tensor:
-    """x Sᵀ, or x Sᵀ + (x vᵀ) uᵀ.
+def decode(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
+    """x Sᵀ.
 
     Args:
         x: (tokens, in), at most 16 tokens. values: (out, in/M·N). positions: (out, bytes), uint8.
-        low_rank_u, low_rank_v: (out, r) and (r, in), or neither.
 
     Returns:
         (tokens, out), in x's dtype; sums are float32.
@@ -73,14 +59,10 @@ def decode(
     tokens = triton.next_power_of_2(max(count, 1))
     wide = x.new_zeros(x.shape[1], tokens)
     wide[:, :count] = x.T
-    rank = 0 if low_rank_u is None else low_rank_u.shape[1]
-    # Without factors the kernel gets any pointer, and never reads it.
-    u = values if low_rank_u is None else low_rank_u.contiguous()
-    hidden = wide if low_rank_v is None else low_rank_v @ wide
     y = torch.empty(out, tokens, dtype=torch.float32, device=x.device)
     _decode[(triton.cdiv(out, BLOCK_OUT),)](
-        wide, values.contiguous(), positions.contiguous(), u, hidden, y, out, kept, positions.shape[1], rank,
-        N=n, M=m, BITS=(m - 1).bit_length(), RANK=triton.next_power_of_2(rank) if rank else 0,
+        wide, values.contiguous(), positions.contiguous(), y, out, kept, positions.shape[1],
+        N=n, M=m, BITS=(m - 1).bit_length(),
         TOKENS=tokens, ROWS=BLOCK_OUT, VALUES=max(BLOCK_VALUES // tokens, 16),
     )  # fmt: skip
     return y.T[:count].to(x.dtype)
