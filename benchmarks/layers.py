@@ -112,15 +112,17 @@ def model_problems(
 ) -> Iterator[Problem]:
     """Four layers of the first, a middle and the last block, each with the next of the budgets, at half the rank."""
     from hasslefree.models.blocks import find_blocks
+    from hasslefree.models.calibration import first_hidden_states, gather_grams, run_block
+    from hasslefree.models.calls import block_calls
     from hasslefree.models.load import encode, load_model, load_tokenizer
-    from hasslefree.models.stream import block_calls, first_hidden_states, gather_grams, run_block
+    from hasslefree.models.streaming import Weights
     from hasslefree.texts import calibration_documents, draw_segments
 
     model, tokenizer = load_model(model_name, dtype="float32"), load_tokenizer(model_name)
     documents = calibration_documents(calibration)
     segments = draw_segments(documents, lambda text: encode(tokenizer, text), samples, seqlen, seed=0)
     blocks = find_blocks(model)
-    calls = block_calls(model, blocks, segments[:1]).calls
+    calls = block_calls(model, blocks, segments[:1], Weights(model, model.device)).calls
     hidden = first_hidden_states(model, blocks, segments)
     last, number = len(blocks.modules) - 1, 0
     for index, block in enumerate(blocks.modules):
@@ -133,7 +135,7 @@ def model_problems(
                 weight = block.get_submodule(name).weight.detach()
                 yield Problem(title, Path(model_name).name, weight, gram, pattern, sparsity, rank // 2)
                 number += 1
-        hidden = run_block(block, calls[index], hidden)
+        run_block(block, calls[index], hidden)
 
 
 def configured(name: str, rounds: int | None) -> Method:

@@ -1,5 +1,7 @@
 """The totals of a report."""
 
+import json
+
 import pytest
 
 from hasslefree.report import LayerReport, Report, summary_table
@@ -15,6 +17,10 @@ def test_the_totals_by_hand():
     assert (report.kept_parameters, report.dense_parameters) == (64, 80)
     assert report.kept_share == 0.8
     assert report.mean_relative_error == pytest.approx(0.25)
-    assert report.to_dict()["kept_parameters"] == 64
+    stored = json.loads(report.to_json())
+    assert stored["kept_parameters"] == 64
+    timed = [layer | {"seconds": seconds} for layer, seconds in zip(stored["layers"], (1.0, 2.0), strict=True)]
+    assert tuple(LayerReport.from_dict(layer) for layer in timed) == layers
+    assert "seconds" not in report.to_json()
     cells = [list(column.cells) for column in summary_table(report).columns]
     assert [column[0] for column in cells] == ["q", "2", "0–2", "0.25000", "0.40000", "3.0"]

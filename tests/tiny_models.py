@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hasslefree import Gram
@@ -47,6 +50,23 @@ def segments(samples: int = 4, seqlen: int = 16, seed: int = 0) -> torch.Tensor:
 def logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=tokens, use_cache=False).logits
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model folder, whatever its files."""
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def in_one_file(folder: Path) -> Path:
+    """The same model folder with all tensors in model.safetensors."""
+    tensors = tensors_of(folder)
+    for file in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def gram_of(model: PreTrainedModel, name: str, tokens: torch.Tensor) -> Gram:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,83 +34,89 @@ console = Console()
 _LISTS = ("--perplexity", "--leave-dense")
 
 
+# The options that make a recipe, for every command that takes one.
+RECIPE_OPTIONS: dict[str, tuple[Any, str]] = {
+    "pattern": (str, "N:M, unstructured, row or structured (default: 2:4)."),
+    "rank": (int, "Rank of the low-rank part."),
+    "sparsity": (float, "Share of zeros in S, for patterns other than N:M."),
+    "ratio": (float, "Share of the parameters to save; fixes the rank."),
+    "rank_share": (float, "Share of what is kept that goes to L."),
+    "method": (str, "joint (default), 3basil, hassle-free, oats, eora, or a pruner."),
+    "pruner": (str, "Another pruner for hassle-free: sparsegpt, alps, …"),
+    "low_rank": (str, "Another solver for hassle-free: adam, exact, …"),
+    "rounds": (int, "Rounds (default: the method's own)."),
+    "damping": (float, "λ over mean(diag H) (default: the method's)."),
+    "calibration": (str, "c4 (default), wikitext2, ptb, or a file."),
+    "samples": (int, "Calibration segments (default: 128)."),
+    "seqlen": (int, "Tokens a segment (default: at most 2048)."),
+    "sequential": (str, "layer (a pass a group) or block (a pass a block)."),
+    "leave_dense": (list[str], "Globs of layers that stay as they are."),
+    "dtype": (str, "auto, float32, bfloat16 or float16."),
+    "seed": (int, "Seed of all that is random (default: 0)."),
+}
+
+
+def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of a recipe, and `--recipe`; it gets the recipe that they make as `recipe`."""
+    own = signature(command, eval_str=True).parameters
+    added = {"recipe": (Path, "A YAML recipe; options given here win over it.")} | RECIPE_OPTIONS
+
+    @functools.wraps(command)
+    def wrapped(recipe: Path | None, **values: Any) -> None:
+        from hasslefree.recipe import Recipe
+
+        given = {name: values.pop(name) for name in RECIPE_OPTIONS}
+        given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v not in (None, [])}
+        command(recipe=Recipe.from_yaml(recipe, **given) if recipe else Recipe(**given), **values)
+
+    named = Parameter.KEYWORD_ONLY
+    parameters = [parameter.replace(kind=named) for name, parameter in own.items() if name != "recipe"]
+    parameters += [
+        Parameter(name, named, default=None, annotation=Annotated[kind | None, typer.Option(help=text)])
+        for name, (kind, text) in added.items()
+    ]
+    wrapped.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapped
+
+
+ACTIVATIONS = typer.Option(help="Where hidden states are between blocks: device, cpu (RAM) or disk.")
+TRUST = typer.Option(help="Run code that comes with the model.")
+
+
 @app.command()
+@with_recipe
 def compress(
     model: Annotated[str, typer.Argument(help="A hub name or a local folder.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
-    recipe: Annotated[Path | None, typer.Option(help="A YAML recipe; options given here win over it.")] = None,
-    pattern: Annotated[str | None, typer.Option(help="N:M, unstructured, row or structured (default: 2:4).")] = None,
-    rank: Annotated[int | None, typer.Option(help="Rank of the low-rank part.")] = None,
-    sparsity: Annotated[float | None, typer.Option(help="Share of zeros in S, for patterns other than N:M.")] = None,
-    ratio: Annotated[float | None, typer.Option(help="Share of the parameters to save; fixes the rank.")] = None,
-    rank_share: Annotated[float | None, typer.Option(help="Share of what is kept that goes to L.")] = None,
-    method: Annotated[
-        str | None, typer.Option(help="joint (default), 3basil, hassle-free, oats, eora, or a pruner.")
-    ] = None,
-    pruner: Annotated[str | None, typer.Option(help="Another pruner for hassle-free: sparsegpt, alps, …")] = None,
-    low_rank: Annotated[str | None, typer.Option(help="Another solver for hassle-free: adam, exact, …")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds (default: the method's own).")] = None,
-    damping: Annotated[float | None, typer.Option(help="λ over mean(diag H) (default: the method's).")] = None,
-    calibration: Annotated[str | None, typer.Option(help="c4 (default), wikitext2, ptb, or a file.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Calibration segments (default: 128).")] = None,
-    seqlen: Annotated[int | None, typer.Option(help="Tokens a segment (default: at most 2048).")] = None,
-    sequential: Annotated[str | None, typer.Option(help="layer (a pass a group) or block (a pass a block).")] = None,
-    leave_dense: Annotated[list[str] | None, typer.Option(help="Globs of layers that stay as they are.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of all that is random (default: 0).")] = None,
+    recipe: Any,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, … (default: the GPU if there is one).")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
-    overwrite: Annotated[bool, typer.Option(help="Replace OUT if it is not empty.")] = False,
+    activations: Annotated[str, ACTIVATIONS] = "device",
+    resume: Annotated[bool, typer.Option(help="Go on from the last whole block of a run that did not end.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUT if it is not empty; begin anew.")] = False,
+    trust_remote_code: Annotated[bool, TRUST] = False,
 ) -> None:
     """Compress MODEL into the folder OUT, which transformers loads after `import hasslefree`."""
-    given = {
-        "pattern": pattern,
-        "rank": rank,
-        "sparsity": sparsity,
-        "ratio": ratio,
-        "rank_share": rank_share,
-        "method": method,
-        "pruner": pruner,
-        "low_rank": low_rank,
-        "rounds": rounds,
-        "damping": damping,
-        "calibration": calibration,
-        "samples": samples,
-        "seqlen": seqlen,
-        "sequential": sequential,
-        "leave_dense": tuple(leave_dense) if leave_dense else None,
-        "dtype": dtype,
-        "seed": seed,
-    }
-    run_compress(
-        model, out, recipe, {k: v for k, v in given.items() if v is not None}, device, max_shard_size, overwrite
-    )
-
-
-def run_compress(
-    model: str,
-    out: Path,
-    recipe: Path | None,
-    given: dict[str, Any],
-    device: str | None,
-    max_shard_size: str,
-    overwrite: bool,
-) -> None:
-    """Compress with a bar over the layers, and a table at the end."""
+    from hasslefree.checkpoints.unfinished import kept
     from hasslefree.compress import compress as compress_model
-    from hasslefree.recipe import Recipe
     from hasslefree.report import summary_table
 
-    with layer_bar() as progress:
-        report = compress_model(
-            model,
-            out,
-            Recipe.from_yaml(recipe, **given) if recipe else Recipe(**given),
-            device=device,
-            overwrite=overwrite,
-            max_shard_size=max_shard_size,
-            progress=progress,
-        )
+    try:
+        with layer_bar() as progress:
+            report = compress_model(
+                model,
+                out,
+                recipe,
+                device=device,
+                activations=activations,
+                resume=resume,
+                overwrite=overwrite,
+                trust_remote_code=trust_remote_code,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        say(f"Interrupted; {kept(out)}.")
+        raise
     console.print(summary_table(report))
     say(f"Written to {out} in {report.seconds:.0f} s; every layer is listed in {out / 'compression.json'}.")
 
@@ -238,8 +247,9 @@ def spread_lists(arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run the command line; a HasslefreeError becomes a message and exit code 2."""
+    """Run the command line; a HasslefreeError becomes a message and exit code 2, an interruption exit code 130."""
     quiet_libraries()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what schedulers send is what Ctrl-C sends
     try:
         app(args=spread_lists(sys.argv[1:]), prog_name="hasslefree")
     except HasslefreeError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,36 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hasslefree.checkpoints.format import check_output, check_shard_size, save
+from hasslefree.checkpoints.entries import crc32, entry_of, read_entries
+from hasslefree.checkpoints.output import check_output
+from hasslefree.checkpoints.transformers_plugin import HasslefreeConfig, empty_layer
+from hasslefree.checkpoints.unfinished import Part, Unfinished, fingerprint, unfinished
 from hasslefree.core.gram import Gram
-from hasslefree.core.packing import layout_of
-from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method
 from hasslefree.decompose import solve_layer
-from hasslefree.errors import CalibrationError, HasslefreeError, ModelError, NonFiniteError
-from hasslefree.models.blocks import (
-    Blocks,
-    Linear,
-    dense_weight,
-    find_blocks,
-    linear_shape,
-    replace_module,
-    select_linears,
-)
+from hasslefree.errors import CalibrationError, HasslefreeError, ModelError, NonFiniteError, UnknownNameError
+from hasslefree.models.activations import PLACES, Activations
+from hasslefree.models.blocks import Blocks, dense_weight, find_blocks, replace_module
+from hasslefree.models.calibration import first_hidden_states, gather_grams, groups_by_input, run_block
+from hasslefree.models.calls import BlockCall, block_calls
 from hasslefree.models.linear import SparseLowRankLinear
-from hasslefree.models.load import encode, load_config, load_model, load_tokenizer, resolve_seqlen
-from hasslefree.models.stream import (
-    block_calls,
-    first_hidden_states,
-    gather_grams,
-    groups_by_input,
-    run_block,
-)
+from hasslefree.models.load import encode, load_config, load_on_disk, load_tokenizer, resolve_device, resolve_seqlen
+from hasslefree.models.streaming import Weights, outside
+from hasslefree.plan import LayerPlan, Plan, bytes_on_disk, make_plan
 from hasslefree.recipe import Recipe
-from hasslefree.report import LayerReport, Report, versions
+from hasslefree.report import LayerReport, Report, model_card, versions
 from hasslefree.texts import calibration_documents, draw_segments
 
 # Called after each layer with its report, the layers done and the layers in all.
@@ -48,16 +38,17 @@ Progress = Callable[[LayerReport, int, int], None]
 
 
 @dataclass(frozen=True)
-class LayerPlan:
-    """What a layer will become: decided, and checked, before the first one is touched."""
+class Job:
+    """What a compression works on. place: where the hidden states between blocks are."""
 
-    linear: Linear
-    pattern: Pattern
-    rank: int
-
-
-# For every block: the name of a layer in it → its plan.
-Plan = list[dict[str, LayerPlan]]
+    model: PreTrainedModel
+    blocks: Blocks
+    plan: Plan
+    weights: Weights
+    recipe: Recipe
+    method: Method
+    place: str
+    note: Callable[[LayerReport], None]
 
 
 def compress(
@@ -68,11 +59,15 @@ def compress(
     tokenizer: Any = None,
     segments: Tensor | None = None,
     device: str | None = None,
+    activations: str = "device",
+    resume: bool = False,
     overwrite: bool = False,
-    max_shard_size: str = "5GB",
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Compress a causal language model and write it to a folder that transformers loads.
+
+    One block is in memory at a time. It is on the disk, in `OUT.unfinished`, as soon as it is done.
 
     Args:
         model: a hub name, a local folder, or a loaded model, which is then changed in place.
@@ -81,7 +76,12 @@ def compress(
         segments: calibration tokens (samples, seqlen) in the place of the recipe's text. A loaded model then needs no
             tokenizer, and the folder holds one only if it is given.
         device: where to compute; None for the GPU if there is one. A loaded model stays where it is.
-        overwrite: replace a folder that is not empty, once the new one is complete.
+        activations: where the hidden states between blocks are: on the "device", in RAM ("cpu"), or in a file beside
+            OUT ("disk").
+        resume: go on after the last whole block of a compression that did not end, if there is one. The result is the
+            same, bit for bit.
+        overwrite: replace a folder that is not empty, once the new one is complete; begin anew.
+        trust_remote_code: run code that comes with the model.
         progress: called after every layer.
 
     Raises:
@@ -92,45 +92,68 @@ def compress(
     recipe.check(with_text=segments is None)
     folder = Path(out).resolve()
     check_output(folder, overwrite)
-    check_shard_size(max_shard_size)
-    name, loaded, tokenizer = open_model(model, recipe.dtype, device, tokenizer)
-    blocks = find_blocks(loaded)
-    plan = make_plan(blocks, recipe)
-    check_output(folder, overwrite, _bytes_needed(loaded, plan))
-    if segments is None:
-        tokenizer = tokenizer or load_tokenizer(name)
-        segments = draw(loaded, tokenizer, recipe)
-    check_segments(loaded, segments)
-    layers = compress_blocks(loaded, blocks, plan, segments.to(loaded.device), recipe, progress)
-    report = Report(
-        model=name,
-        recipe=dataclasses.asdict(recipe),
-        method=repr(recipe.build_method()),
-        versions=versions(),
-        device=str(loaded.device),
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        seqlen=segments.shape[1],
-        tokens=segments.numel(),
-        seconds=time.perf_counter() - start,
-        layers=tuple(layers),
-    )
-    save(loaded, tokenizer, folder, report, max_shard_size)
+    if activations not in PLACES:
+        raise UnknownNameError("place of activations", activations, PLACES)
+    with unfinished(folder, overwrite, resume) as work:
+        name, loaded, tokenizer = open_model(model, recipe.dtype, work.scratch, tokenizer, trust_remote_code)
+        target = resolve_device(device) if isinstance(model, str | Path) else loaded.device
+        blocks = find_blocks(loaded)
+        plan = make_plan(blocks, recipe)
+        check_output(folder, overwrite, bytes_on_disk(loaded, plan) - work.bytes_done)
+        if segments is None:
+            tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
+            segments = draw(loaded, tokenizer, recipe)
+        check_segments(loaded, segments)
+        method = recipe.build_method()
+        note = _counter(sum(map(len, plan)), progress)
+        job = Job(loaded, blocks, plan, Weights(loaded, target), recipe, method, activations, note)
+        calls, digests = look_over(job, segments[:1].to(target))
+        about: dict[str, Any] = {
+            "model": name,
+            "recipe": dataclasses.asdict(recipe) | {"leave_dense": list(recipe.leave_dense)},
+            "method": repr(method),
+            "versions": versions(),
+            "device": str(target),
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "seqlen": segments.shape[1],
+            "tokens": segments.numel(),
+        }
+        work.begin(about | {"segments": fingerprint(segments), "weights": digests})
+        compress_blocks(job, work, calls, segments.to(target))
+        layers = tuple(LayerReport.from_dict(layer) for part in work.parts for layer in part.layers)
+        report = Report(**about, seconds=time.perf_counter() - start, layers=layers)
+        work.finish(lambda part: write_rest(part, loaded, tokenizer, work.parts, report))
     return report
 
 
+def _counter(total: int, progress: Progress | None) -> Callable[[LayerReport], None]:
+    done = 0
+
+    def note(report: LayerReport) -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(report, done, total)
+
+    return note
+
+
 def open_model(
-    model: str | Path | PreTrainedModel, dtype: str, device: str | None, tokenizer: Any
+    model: str | Path | PreTrainedModel, dtype: str, scratch: Path, tokenizer: Any, trust_remote_code: bool
 ) -> tuple[str, PreTrainedModel, Any]:
-    """Name, model and tokenizer: loaded by name, or the loaded model as it is, with the tokenizer that was given.
+    """Name, model and tokenizer: opened by name with its weights on disk, or the loaded model as it is.
+
+    Args:
+        scratch: an empty folder, for weights that have to be converted.
 
     Raises:
         ModelError: it cannot be loaded, is compressed already, or is loaded in another dtype than the recipe's.
     """
     if isinstance(model, str | Path):
         name = str(model)
-        refuse_compressed(load_config(name), name)
-        tokenizer = tokenizer or load_tokenizer(name)
-        return name, load_model(name, dtype, device), tokenizer
+        refuse_compressed(load_config(name, trust_remote_code), name)
+        tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
+        return name, load_on_disk(name, dtype, scratch, trust_remote_code), tokenizer
     name = model.config._name_or_path or type(model).__name__
     refuse_compressed(model.config, name)
     if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
@@ -142,30 +165,6 @@ def refuse_compressed(config: Any, name: str) -> None:
     """Raise a ModelError where a model's configuration says that it is quantised or compressed already."""
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{name} is quantised or compressed already; start from the original checkpoint")
-
-
-def make_plan(blocks: Blocks, recipe: Recipe) -> Plan:
-    """The pattern and rank of every layer.
-
-    Raises:
-        HasslefreeError: with the layer's name: a budget that it cannot meet, NaN or Inf in its weight.
-    """
-    budget, method, plan = recipe.budget(), recipe.build_method(), []
-    for index, linears in enumerate(select_linears(blocks, recipe.leave_dense)):
-        plans = {}
-        for name, linear in linears.items():
-            full_name = f"{blocks.prefix(index)}.{name}"
-            weight = dense_weight(linear)
-            try:
-                pattern, rank = budget.resolve(*weight.shape)
-                method.check(rank)
-            except HasslefreeError as error:
-                raise type(error)(f"{error} ({full_name})") from None
-            if not torch.isfinite(weight).all():
-                raise NonFiniteError(f"the weight of {full_name} holds NaN or Inf; repair the checkpoint")
-            plans[name] = LayerPlan(linear, pattern, rank)
-        plan.append(plans)
-    return plan
 
 
 def draw(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> Tensor:
@@ -190,83 +189,142 @@ def check_segments(model: PreTrainedModel, segments: Tensor) -> None:
         )
 
 
-def compress_blocks(
-    model: PreTrainedModel, blocks: Blocks, plan: Plan, segments: Tensor, recipe: Recipe, progress: Progress | None
-) -> list[LayerReport]:
-    """Decompose and replace every planned layer; each block is fed with what the compressed ones before it put out."""
-    method, total = recipe.build_method(), sum(map(len, plan))
-    seen = block_calls(model, blocks, segments[:1])
+def look_over(job: Job, segment: Tensor) -> tuple[list[BlockCall], dict[str, str]]:
+    """One segment (1, tokens) through the whole model, before hours of work are spent.
+
+    Returns:
+        How each block is called; and a checksum of each part of the model by its name.
+
+    Raises:
+        ModelError: it cannot be run block by block, or a planned layer is not reached.
+        NonFiniteError: NaN or Inf in a weight.
+    """
+    model, blocks = job.model, job.blocks
+    with job.weights.present(outside(model, blocks)):
+        digests = {"outside": checksum(outside_tensors(model, blocks))}
+
+    def look(index: int) -> None:
+        tensors = block_tensors(blocks, index)
+        digests[blocks.prefix(index)] = checksum(tensors)
+        for name, tensor in tensors.items():
+            if not torch.isfinite(tensor).all():
+                raise NonFiniteError(f"the weight {name} holds NaN or Inf; repair the checkpoint")
+
+    seen = block_calls(model, blocks, segment, job.weights, look)
     if silent := [
-        f"{blocks.prefix(i)}.{n}" for i, plans in enumerate(plan) for n in plans if plans[n].linear not in seen.reached
+        f"{blocks.prefix(index)}.{name}"
+        for index, plans in enumerate(job.plan)
+        for name in plans
+        if blocks.modules[index].get_submodule(name) not in seen.reached
     ]:
         raise ModelError(f"no calibration token reaches {', '.join(silent[:8])}; name them with --leave-dense")
-    hidden = first_hidden_states(model, blocks, segments)
-    reports: list[LayerReport] = []
+    return seen.calls, digests
 
-    def note(report: LayerReport) -> None:
-        reports.append(report)
-        if progress is not None:
-            progress(report, len(reports), total)
 
-    for index, block in enumerate(blocks.modules):
-        call, prefix = seen.calls[index], blocks.prefix(index)
-        groups = groups_by_input(block, call, hidden[0], plan[index])
-        for together in [groups] if recipe.sequential == "block" else [[group] for group in groups]:
-            grams = gather_grams(block, prefix, call, hidden, together)
-            for group, gram in zip(together, grams, strict=True):
-                compress_group({n: plan[index][n] for n in group}, block, prefix, gram, method, recipe.seed, note)
-        if index + 1 < len(blocks.modules):
-            hidden = run_block(block, call, hidden)
-    return reports
+def checksum(tensors: dict[str, Tensor]) -> str:
+    """CRC-32 of the bytes of tensors, one after the other."""
+    found = 0
+    for tensor in tensors.values():
+        found = crc32(tensor, found)
+    return f"{found:08x}"
+
+
+def block_tensors(blocks: Blocks, index: int) -> dict[str, Tensor]:
+    """The parameters and stored buffers of a block by their names in the model."""
+    state = blocks.modules[index].state_dict()
+    return {f"{blocks.prefix(index)}.{name}": tensor for name, tensor in state.items()}
+
+
+def outside_tensors(model: PreTrainedModel, blocks: Blocks) -> dict[str, Tensor]:
+    """The parameters and stored buffers outside the blocks; of tied ones, the one that a checkpoint holds."""
+    tied = model.all_tied_weights_keys
+    inside = f"{blocks.name}."
+    return {n: t for n, t in model.state_dict().items() if not n.startswith(inside) and n not in tied}
+
+
+def compress_blocks(job: Job, work: Unfinished, calls: list[BlockCall], segments: Tensor) -> None:
+    """Decompose, replace and write every planned layer; each block is fed with what those before it put out."""
+    count = len(job.blocks.modules)
+    with job.weights.present(outside(job.model, job.blocks)):
+        hidden = first_hidden_states(job.model, job.blocks, segments, job.place, work.folder)
+        if not work.parts:
+            work.add(_file(0, count), outside_tensors(job.model, job.blocks))
+    for index, block in enumerate(job.blocks.modules):
+        with job.weights.present(block.modules):
+            if index + 1 < len(work.parts):
+                put_back(job, work, index)
+            else:
+                layers = compress_block(job, index, calls[index], hidden)
+                entries = {report.name: entry_of(layer) for layer, report in layers}
+                reports = [dataclasses.asdict(report) for _, report in layers]
+                work.add(_file(index + 1, count), block_tensors(job.blocks, index), entries=entries, layers=reports)
+            if index + 1 < count:
+                run_block(block, calls[index], hidden)
+
+
+def _file(part: int, blocks: int) -> str:
+    return f"model-{part + 1:05d}-of-{blocks + 1:05d}.safetensors"
+
+
+def put_back(job: Job, work: Unfinished, index: int) -> None:
+    """Put the compressed layers of a finished block in place, as they were written."""
+    part, block, prefix = work.parts[index + 1], job.blocks.modules[index], f"{job.blocks.prefix(index)}."
+    for name, entry in read_entries(part.entries).items():
+        leaf = name.removeprefix(prefix)
+        replace_module(block, leaf, empty_layer(block.get_submodule(leaf), name, entry))
+    block.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in work.read(part).items()})
+    for layer in part.layers:
+        job.note(LayerReport.from_dict(layer))
+
+
+def compress_block(
+    job: Job, index: int, call: BlockCall, hidden: Activations
+) -> list[tuple[SparseLowRankLinear, LayerReport]]:
+    """Decompose and replace the planned layers of one block."""
+    block, prefix, plans = job.blocks.modules[index], job.blocks.prefix(index), job.plan[index]
+    groups = groups_by_input(block, call, hidden[0], plans)
+    done = []
+    for together in [groups] if job.recipe.sequential == "block" else [[group] for group in groups]:
+        grams = gather_grams(block, prefix, call, hidden, together)
+        for group, gram in zip(together, grams, strict=True):
+            done += compress_group(job, block, prefix, {name: plans[name] for name in group}, gram)
+    return done
 
 
 def compress_group(
-    plans: dict[str, LayerPlan],
-    block: torch.nn.Module,
-    prefix: str,
-    gram: Gram,
-    method: Method,
-    seed: int,
-    note: Callable[[LayerReport], None],
-) -> None:
+    job: Job, block: nn.Module, prefix: str, plans: dict[str, LayerPlan], gram: Gram
+) -> list[tuple[SparseLowRankLinear, LayerReport]]:
     """Decompose the layers that share one input, with what depends on the Gram computed once, and put them in place."""
-    start = time.perf_counter()
+    start, done = time.perf_counter(), []
     try:
-        prepared = method.prepare(gram)
+        prepared = job.method.prepare(gram)
         shared = (time.perf_counter() - start) / len(plans)
         for name, plan in plans.items():
             start = time.perf_counter()
-            weight = dense_weight(plan.linear)
-            result = solve_layer(weight, gram, method, prepared, plan.pattern, plan.rank, seed)
-            bias = None if plan.linear.bias is None else plan.linear.bias.detach()
-            replace_module(block, name, SparseLowRankLinear.from_decomposition(result, bias, str(plan.pattern)))
-            out, width = weight.shape
-            note(
-                LayerReport(
-                    name=f"{prefix}.{name}",
-                    out=out,
-                    width=width,
-                    pattern=str(plan.pattern),
-                    rank=result.low_rank.rank,
-                    nonzeros=int(result.sparse.count_nonzero()),
-                    relative_error=result.relative_error,
-                    relative_error_before_cast=result.relative_error_before_cast,
-                    seconds=time.perf_counter() - start + shared,
-                    history=result.history,
-                )
-            )
+            linear: Any = block.get_submodule(name)
+            weight, pattern = dense_weight(linear), str(plan.pattern)
+            result = solve_layer(weight, gram, job.method, prepared, plan.pattern, plan.rank, job.recipe.seed)
+            bias = None if linear.bias is None else linear.bias.detach()
+            layer = SparseLowRankLinear.from_decomposition(result, bias, pattern)
+            replace_module(block, name, layer)
+            seconds = time.perf_counter() - start + shared
+            report = LayerReport.of(f"{prefix}.{name}", pattern, result, seconds)
+            job.note(report)
+            done.append((layer, report))
     except HasslefreeError as error:
         raise type(error)(f"{error} ({prefix}: {', '.join(plans)})") from None
+    return done
 
 
-def _bytes_needed(model: PreTrainedModel, plan: Plan) -> int:
-    """The size of the folder: what stays dense, the packed layers, and room for the tokenizer."""
-    total = 50_000_000 + sum(p.numel() * p.element_size() for p in model.parameters())
-    for layer in (layer for plans in plan for layer in plans.values()):
-        (out, width), weight = linear_shape(layer.linear), layer.linear.weight
-        layout = layout_of(str(layer.pattern))
-        shapes = layout.shapes(out, width, layer.pattern.kept((out, width)))
-        values = math.prod(shapes["values"]) + layer.rank * (out + width)
-        total += (values - out * width) * weight.element_size()
-        total += math.prod(shapes[layout.index]) * layout.index_dtype.itemsize
-    return total
+def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list[Part], report: Report) -> None:
+    """All of the output folder but the weights: configuration, tokenizer, compression.json and the model card."""
+    entries = {name: entry for part in parts for name, entry in part.entries.items()}
+    model.config.quantization_config = HasslefreeConfig(entries)
+    model.config.dtype, model.config.architectures = report.dtype, [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    (folder / "compression.json").write_text(report.to_json(), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(report), encoding="utf-8")

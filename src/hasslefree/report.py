@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
+
+from hasslefree.core.protocols import Decomposition
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,27 @@ class LayerReport:
     @property
     def parameters(self) -> int:
         return self.nonzeros + self.rank * (self.out + self.width)
+
+    @classmethod
+    def of(cls, name: str, pattern: str, result: Decomposition, seconds: float) -> LayerReport:
+        """The report of a decomposition."""
+        return cls(
+            name=name,
+            out=result.sparse.shape[0],
+            width=result.sparse.shape[1],
+            pattern=pattern,
+            rank=result.low_rank.rank,
+            nonzeros=int(result.sparse.count_nonzero()),
+            relative_error=result.relative_error,
+            relative_error_before_cast=result.relative_error_before_cast,
+            seconds=seconds,
+            history=result.history,
+        )
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> LayerReport:
+        """What `dataclasses.asdict` made of one, read back from JSON."""
+        return cls(**content | {"history": tuple(content["history"])})
 
 
 @dataclass(frozen=True)
@@ -76,13 +100,16 @@ class Report:
     def kept_share(self) -> float:
         return self.kept_parameters / self.dense_parameters
 
-    def to_dict(self) -> dict[str, Any]:
-        totals = {
+    def to_json(self) -> str:
+        """compression.json: all but the seconds, so that the same recipe, model and machine give the same bytes."""
+        content = dataclasses.asdict(self) | {
             "mean_relative_error": self.mean_relative_error,
             "dense_parameters": self.dense_parameters,
             "kept_parameters": self.kept_parameters,
         }
-        return dataclasses.asdict(self) | totals
+        for timed in (content, *content["layers"]):
+            del timed["seconds"]
+        return json.dumps(content, indent=1) + "\n"
 
 
 def versions() -> dict[str, str]:

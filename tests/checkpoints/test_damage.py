@@ -14,23 +14,23 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.checkpoints.inspect import inspect_folder
 from hasslefree.errors import CheckpointError
-from tests.tiny_models import build, segments
+from tests.tiny_models import build, in_one_file, segments
 
 NAME = "model.layers.1.mlp.up_proj"
 ENTRY = {"pattern": "2:4", "shape": [48, 32], "rank": 2, "nonzeros": 768, "crc32": "00000000"}
 
 
-def compressed(folder, pattern="2:4", **options):
-    """A compressed model, one file unless max_shard_size says otherwise."""
+def compressed(folder, pattern="2:4"):
+    """A compressed model, with a file for every block."""
     sparsity = None if ":" in pattern else 0.5
     recipe = Recipe(pattern=pattern, sparsity=sparsity, rank=2, method="eora")
-    hasslefree.compress(build("llama"), folder, recipe, segments=segments(), **options)
+    hasslefree.compress(build("llama"), folder, recipe, segments=segments())
     return folder
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return compressed(tmp_path / "out")
+    return in_one_file(compressed(tmp_path / "out"))
 
 
 @pytest.fixture(autouse=True)
@@ -145,13 +145,14 @@ def test_tensors_that_are_not_as_config_json_says(edit, message, folder, no_weig
 
 def test_a_bias_that_the_model_has_and_the_file_does_not(tmp_path, no_weight_is_read):
     hasslefree.compress(build("opt"), tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
+    in_one_file(tmp_path / "out")
     change_tensors(tmp_path / "out", lambda t: t.pop("model.decoder.layers.1.fc1.bias"))
     assert_refused(tmp_path / "out", r"no model\.decoder\.layers\.1\.fc1\.bias in", no_weight_is_read, by_inspect=False)
 
 
 def test_a_shard_cut_short_names_what_is_cut(tmp_path, no_weight_is_read):
     """At every place where something new is cut: in the length, in the header, in a tensor, by one byte."""
-    folder = compressed(tmp_path / "out", max_shard_size="20KB")
+    folder = compressed(tmp_path / "out")
     shard = sorted(folder.glob("*.safetensors"))[1]
     whole = shard.read_bytes()
     header = 8 + struct.unpack("<Q", whole[:8])[0]
@@ -167,7 +168,7 @@ def test_a_shard_cut_short_names_what_is_cut(tmp_path, no_weight_is_read):
 
 def test_a_shard_that_lacks_what_the_index_lists(tmp_path, no_weight_is_read):
     """Also a tensor of which the compressed layers know nothing."""
-    folder = compressed(tmp_path / "out", max_shard_size="20KB")
+    folder = compressed(tmp_path / "out")
     shard = next(file for file in folder.glob("*.safetensors") if "model.norm.weight" in load_file(file))
     tensors = load_file(shard)
     del tensors["model.norm.weight"]
@@ -191,7 +192,7 @@ def place(folder, leaf):
                                                       ("row", "mask", 131), ("structured", "columns", 41)])  # fmt: skip
 def test_a_flipped_bit_of_an_index_is_found(pattern, leaf, step, tmp_path, no_weight_is_read):
     """A sample of the bits, and the first and the last; CRC-32 finds any one."""
-    folder = compressed(tmp_path / "out", pattern)
+    folder = in_one_file(compressed(tmp_path / "out", pattern))
     file, start, stop = place(folder, leaf)
     whole, bits = file.read_bytes(), 8 * (stop - start)
     for bit in {0, bits - 1, *range(0, bits, step)}:
@@ -210,7 +211,7 @@ def test_codes_that_no_pattern_has_are_found_though_their_crc_is_right(
     pattern, leaf, byte, tmp_path, no_weight_is_read
 ):
     """A kernel that trusts them would read beyond the row."""
-    folder = compressed(tmp_path / "out", pattern)
+    folder = in_one_file(compressed(tmp_path / "out", pattern))
     file, start, stop = place(folder, leaf)
     data = bytearray(file.read_bytes())
     data[stop - 1] = byte

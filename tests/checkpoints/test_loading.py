@@ -8,13 +8,12 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.core.packing import Bitmask, Columns, PackedGroups
-from tests.tiny_models import build, logits, segments
+from tests.tiny_models import build, logits, segments, tensors_of
 
 RECIPES = {
     "2:4": Recipe(rank=2, method="eora"),
@@ -127,7 +126,7 @@ def test_config_json_describes_every_layer(folder):
 
 def test_without_the_import_the_layers_are_missing_not_taken_for_s_alone(folder):
     """S alone gives plausible text: it must not be found under the name of the dense weight."""
-    stored, layers = set(load_file(folder / "model.safetensors")), json.loads((folder / "config.json").read_text())
+    stored, layers = set(tensors_of(folder)), json.loads((folder / "config.json").read_text())
     names = layers["quantization_config"]["modules"]
     assert names
     assert not {f"{name}.weight" for name in names} & stored

@@ -7,6 +7,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hasslefree.core.packing import Layout, layout_of
@@ -57,9 +58,10 @@ def entry_of(layer: SparseLowRankLinear) -> dict[str, Any]:
     }
 
 
-def crc32(index: Tensor) -> int:
-    """zlib's CRC-32 of the bytes of a tensor in C order."""
-    return zlib.crc32(index.detach().cpu().contiguous().numpy().tobytes())
+def crc32(tensor: Tensor, start: int = 0) -> int:
+    """zlib's CRC-32 of the bytes of a tensor in C order. start: the CRC-32 of what goes before."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data, start)
 
 
 def check_version(version: Any, layout: Any) -> None:

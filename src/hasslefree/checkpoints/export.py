@@ -12,7 +12,7 @@ from hasslefree.checkpoints.adapter import write_adapter
 from hasslefree.checkpoints.cards import export_card
 from hasslefree.checkpoints.dense import write_dense
 from hasslefree.checkpoints.entries import QUANT_METHOD
-from hasslefree.checkpoints.format import check_output, check_shard_size, replaced_whole
+from hasslefree.checkpoints.output import check_output, check_shard_size, replaced_whole
 from hasslefree.errors import ModelError, OutputError, UnknownNameError
 from hasslefree.models.linear import compressed_layers
 from hasslefree.models.load import load_config, load_model, load_tokenizer
@@ -47,6 +47,8 @@ def export(
     check_shard_size(max_shard_size)
     check_folders(source, target, overwrite)
     model = load_model(str(source), device="cpu")
+    # Compressed folders have transformers' own names; the export has those that checkpoints of the family have.
+    model._weight_conversions = None  # type: ignore[assignment]
     check_output(target, overwrite, bytes_needed(model))
     with replaced_whole(target) as part:
         folders = EXPORTS[to](model, part, target, max_shard_size)

@@ -49,7 +49,7 @@ class HasslefreeQuantizer(HfQuantizer):
                 layer = model.get_submodule(name)
             except AttributeError:
                 raise CheckpointError(f"config.json lists {name}, which {type(model).__name__} does not have") from None
-            replacement = _empty_layer(layer, name, entry)
+            replacement = empty_layer(layer, name, entry)
             replace_module(model, name, replacement)
             if replacement.bias is not None:
                 biased.add(name)
@@ -74,7 +74,7 @@ class HasslefreeQuantizer(HfQuantizer):
         return True
 
 
-def _empty_layer(layer: nn.Module, name: str, entry: Entry) -> SparseLowRankLinear:
+def empty_layer(layer: nn.Module, name: str, entry: Entry) -> SparseLowRankLinear:
     """The layer to load into, with the dtype and device of the one that it replaces."""
     if not isinstance(layer, nn.Linear | Conv1D):
         raise CheckpointError(f"config.json lists {name}, which is no linear layer but a {type(layer).__name__}")

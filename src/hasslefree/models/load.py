@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hasslefree.errors import HasslefreeError, ModelError
 
 
-def load_config(name: str) -> Any:
+def load_config(name: str, trust_remote_code: bool = False) -> Any:
     """The configuration of a model, after a look that it is a decoder.
+
+    Args:
+        trust_remote_code: run code that comes with the model.
 
     Raises:
         ModelError: no such model, or one that is no causal language model.
@@ -23,10 +27,12 @@ def load_config(name: str) -> Any:
     if not Path(name).is_dir() and name.count("/") > 1:
         raise ModelError(f"the model folder {name} does not exist")
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(f"no model at {name!r}, neither as a folder nor on the hub: {_first_line(error)}") from error
-    if config.is_encoder_decoder or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    own = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if config.is_encoder_decoder or not (known or own):
         raise ModelError(
             f"{name} is a {config.model_type} model, which is not a decoder; "
             "hasslefree compresses causal language models"
@@ -34,7 +40,9 @@ def load_config(name: str) -> Any:
     return config
 
 
-def load_model(name: str, dtype: str = "auto", device: str | None = None) -> PreTrainedModel:
+def load_model(
+    name: str, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The model in evaluation mode.
 
     Args:
@@ -42,23 +50,56 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Pre
         device: such as "cpu" or "cuda"; None for the GPU if there is one.
     """
     target = resolve_device(device)
-    load_config(name)
+    model: Any = _from_pretrained(name, trust_remote_code, dtype=dtype)
+    return model.to(target)
+
+
+def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model in evaluation mode with its parameters still in their files (`models.streaming.Weights` reads them).
+
+    Buffers are there. folder: for weights that have to be converted first; it must last as long as the model.
+    """
+    return _from_pretrained(name, trust_remote_code, dtype=dtype, device_map={"": "disk"}, offload_folder=str(folder))
+
+
+def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
+    load_config(name, trust_remote_code)
+    check_index(name)
     try:
-        found: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
+        # Pickles are programs: no other format than safetensors.
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            name, output_loading_info=True, use_safetensors=True, trust_remote_code=trust_remote_code, **how
+        )
     except HasslefreeError:
         raise
-    except (OSError, RuntimeError, ValueError, ImportError, SafetensorError) as error:
+    except (OSError, RuntimeError, ValueError, ImportError, KeyError, SafetensorError) as error:
         raise ModelError(f"the model {name!r} could not be loaded: {_first_line(error)}") from error
     model, info = found
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"the checkpoint {name!r} lacks {len(missing)} tensors: {', '.join(missing[:6])}; get it anew")
-    return model.to(target).eval()
+    return model.eval()
 
 
-def load_tokenizer(name: str) -> Any:
+def check_index(name: str) -> None:
+    """Raise a ModelError where the index of a local folder names files that are not in it."""
+    file = Path(name) / "model.safetensors.index.json"
+    if not file.is_file():
+        return
+    try:
+        files = set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise ModelError(f"{file} has no readable weight_map; get it anew") from None
+    for named in files:
+        if not isinstance(named, str) or Path(named).name != named:
+            raise ModelError(f"{file} names {named!r}, which is no file beside it; get it anew")
+        if not (Path(name) / named).is_file():
+            raise ModelError(f"{file} names {named}, which is not there; get it anew")
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer that belongs to a model."""
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"no tokenizer at {name!r}: {_first_line(error)}") from error
 

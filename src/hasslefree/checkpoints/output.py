@@ -1,24 +1,17 @@
-"""Write a compressed model as an ordinary Hugging Face folder, whole or not at all."""
+"""Output folders: what is checked before the work, and how one is put in place, whole or not at all."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
 
-from hasslefree.checkpoints.entries import entry_of
-from hasslefree.checkpoints.transformers_plugin import HasslefreeConfig
 from hasslefree.errors import OutputError
-from hasslefree.models.linear import compressed_layers
-from hasslefree.report import Report, model_card
 
 
 def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0) -> None:
@@ -54,22 +47,6 @@ def check_shard_size(size: str) -> None:
         raise OutputError(f"--max-shard-size is a number and a unit, such as 5GB or 500MB, got {size!r}")
 
 
-def save(model: PreTrainedModel, tokenizer: Any, folder: Path, report: Report, max_shard_size: str = "5GB") -> None:
-    """Write model, tokenizer, compression.json and the model card.
-
-    Raises:
-        OutputError: the disk is full or not writable; what was in the folder before is still there.
-    """
-    entries = {name: entry_of(layer) for name, layer in compressed_layers(model).items()}
-    model.config.quantization_config = HasslefreeConfig(entries)
-    with replaced_whole(folder) as part:
-        model.save_pretrained(part, max_shard_size=max_shard_size)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(part)
-        (part / "compression.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
-        (part / "README.md").write_text(model_card(report), encoding="utf-8")
-
-
 @contextmanager
 def replaced_whole(folder: Path) -> Iterator[Path]:
     """A fresh folder beside `folder` that takes its place at the end; on an error it is removed, and nothing else."""
@@ -77,19 +54,32 @@ def replaced_whole(folder: Path) -> Iterator[Path]:
     try:
         part.mkdir(parents=True)
         yield part
-        umask = os.umask(0)
-        os.umask(umask)
-        for path in part.rglob("*"):
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)  # safetensors' files are for their owner alone
-        if folder.exists():
-            folder.rename(old)
-        part.rename(folder)
+        open_up(part)
+        put_in_place(part, folder, old)
     except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
-        if old.exists() and not folder.exists():
-            old.rename(folder)
         # safetensors and tokenizers report a full disk as exceptions of their own.
         if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
             raise OutputError(f"{folder} could not be written: {error}; what was there before is untouched") from error
+        raise
+
+
+def open_up(folder: Path) -> None:
+    """Give files the rights that the user's umask says: safetensors' files are for their owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+
+
+def put_in_place(part: Path, folder: Path, old: Path) -> None:
+    """Rename `part` to `folder`. What was there goes to `old` first, and comes back if that fails."""
+    try:
+        if folder.exists():
+            folder.rename(old)
+        part.rename(folder)
+    except BaseException:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
         raise
     shutil.rmtree(old, ignore_errors=True)

@@ -1,22 +1,21 @@
-"""Run a model block by block on the calibration segments, and gather the Grams of its layers."""
+"""How a model calls its blocks, and whether it can be run block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.errors import ModelError, NonFiniteError
 from hasslefree.models.blocks import Blocks
-from hasslefree.models.linear import unpacked_once
+from hasslefree.models.streaming import Weights, outside
 
 
-class _Stop(Exception):  # noqa: N818 (not an error: it ends a forward pass whose rest nobody needs)
+class Stop(Exception):  # noqa: N818 (not an error: it ends a forward pass whose rest nobody needs)
     pass
 
 
@@ -31,6 +30,10 @@ class BlockCall:
         """The block's output for hidden states (1, tokens, width)."""
         output = block(hidden, *self.args, **self.kwargs)
         return output[0] if isinstance(output, tuple) else output
+
+
+# Called with the index of a block.
+Look = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -61,26 +64,44 @@ def hooks(handles: Iterable[Any]) -> Iterator[None]:
             handle.remove()
 
 
-def probe(model: nn.Module, blocks: Blocks, segment: Tensor) -> Probe:
-    """One whole forward pass of a segment (1, tokens)."""
+def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, look: Look | None = None) -> Probe:
+    """A forward pass of a segment (1, tokens) up to the last block, with one block in memory at a time.
+
+    Args:
+        look: called with the index of each block while it is in memory.
+
+    Raises:
+        ModelError: not all blocks run. NonFiniteError: one puts out NaN or Inf.
+    """
     calls: dict[int, BlockCall] = {}
     reached: set[nn.Module] = set()
     outputs: list[Tensor] = []
+    here = ExitStack()
 
-    def record(index: int) -> Callable[..., None]:
+    def enter(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            here.enter_context(weights.present(module.modules))
             calls[index] = split_call(args, kwargs)[1]
+            if look is not None:
+                look(index)
 
         return hook
 
-    def keep_output(module: nn.Module, args: Any, output: Any) -> None:
-        outputs.append(output[0] if isinstance(output, tuple) else output)
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        here.close()
+        states = output[0] if isinstance(output, tuple) else output
+        if not torch.isfinite(states).all():
+            name = blocks.prefix(blocks.modules.index(module))
+            raise NonFiniteError(f"{name} puts out NaN or Inf; try another dtype (--dtype float32)")
+        if module is blocks.modules[-1]:
+            outputs.append(states)
+            raise Stop
 
-    handles = [b.register_forward_pre_hook(record(i), with_kwargs=True) for i, b in enumerate(blocks.modules)]
-    handles.append(blocks.modules[-1].register_forward_hook(keep_output))
+    handles = [b.register_forward_pre_hook(enter(i), with_kwargs=True) for i, b in enumerate(blocks.modules)]
+    handles += [block.register_forward_hook(leave) for block in blocks.modules]
     for block in blocks.modules:
         handles += [m.register_forward_pre_hook(lambda m, _: reached.add(m)) for m in block.modules()]
-    with hooks(handles), torch.no_grad():
+    with hooks(handles), here, weights.present(outside(model, blocks)), torch.no_grad(), suppress(Stop):
         model(input_ids=segment, use_cache=False)
     if len(calls) != len(blocks.modules):
         raise ModelError(
@@ -89,19 +110,20 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor) -> Probe:
     return Probe([calls[i] for i in range(len(calls))], reached, outputs[0])
 
 
-def block_calls(model: nn.Module, blocks: Blocks, segment: Tensor) -> Probe:
+def block_calls(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, look: Look | None = None) -> Probe:
     """Probe the model, and make sure that it can be run block by block and is a decoder.
 
     A second segment differs in its last token: a causal model gives the same output before it, and a model whose
     blocks are fed with the hidden states alone gives the blocks the same other arguments. segment: (1, tokens).
+    look: as for `probe`, in the first pass.
 
     Raises:
         ModelError: one of the two does not hold.
     """
-    first = probe(model, blocks, segment)
+    first = probe(model, blocks, segment, weights, look)
     changed = segment.clone()
     changed[0, -1] = (changed[0, -1] + 1) % model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    second = probe(model, blocks, changed)
+    second = probe(model, blocks, changed, weights)
     for index, (one, other) in enumerate(zip(first.calls, second.calls, strict=True)):
         names = [name for name in one.kwargs.keys() | other.kwargs.keys()
                  if not _same(one.kwargs.get(name), other.kwargs.get(name))]  # fmt: skip
@@ -112,7 +134,7 @@ def block_calls(model: nn.Module, blocks: Blocks, segment: Tensor) -> Probe:
             )
     before, after = first.output[0, :-1].float(), second.output[0, :-1].float()
     tolerance = 4 * torch.finfo(first.output.dtype).eps * before.abs().amax()
-    if before.numel() and torch.isfinite(before).all() and (before - after).abs().amax() > tolerance:
+    if before.numel() and (before - after).abs().amax() > tolerance:
         raise ModelError(
             f"{type(model).__name__} is not a decoder: its output at a token changes with the tokens after it; "
             "hasslefree compresses causal language models"
@@ -131,80 +153,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     return type(one) is type(other)
-
-
-def first_hidden_states(model: nn.Module, blocks: Blocks, segments: Tensor) -> list[Tensor]:
-    """What enters the first block: (1, tokens, width) for each row of segments (samples, tokens)."""
-    found: list[Tensor] = []
-
-    def catch(module: nn.Module, args: Any, kwargs: Any) -> None:
-        found.append(split_call(args, kwargs)[0])
-        raise _Stop
-
-    with hooks([blocks.modules[0].register_forward_pre_hook(catch, with_kwargs=True)]), torch.no_grad():
-        for segment in segments:
-            try:
-                model(input_ids=segment[None], use_cache=False)
-            except _Stop:
-                continue
-    return found
-
-
-def run_block(block: nn.Module, call: BlockCall, hidden: list[Tensor]) -> list[Tensor]:
-    """The block's outputs, (1, tokens, width) each, for its inputs."""
-    with unpacked_once(block), torch.no_grad():
-        return [call.run(block, states) for states in hidden]
-
-
-def groups_by_input(block: nn.Module, call: BlockCall, states: Tensor, names: Iterable[str]) -> list[list[str]]:
-    """The named linear layers in order of data flow; those that read the very same tensor (q, k, v) form a group."""
-    inputs: dict[str, list[Tensor]] = {}
-
-    def record(name: str) -> Callable[..., None]:
-        return lambda module, args: inputs.setdefault(name, []).append(args[0])
-
-    with hooks(block.get_submodule(n).register_forward_pre_hook(record(n)) for n in names), torch.no_grad():
-        call.run(block, states)
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for name, tensors in inputs.items():
-        groups.setdefault(tuple(id(tensor) for tensor in tensors), []).append(name)
-    return list(groups.values())
-
-
-def gather_grams(
-    block: nn.Module, prefix: str, call: BlockCall, hidden: list[Tensor], groups: list[list[str]]
-) -> list[Gram]:
-    """The Gram of each group's common input, over all segments, in one pass that ends at the last of the groups.
-
-    Raises:
-        NonFiniteError: an activation is NaN or Inf.
-    """
-    sums: list[Tensor | None] = [None] * len(groups)
-    tokens = [0] * len(groups)
-
-    def accumulate(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0].reshape(-1, args[0].shape[-1]).to(working_dtype(args[0]))
-            held = sums[index]
-            sums[index] = x.T @ x if held is None else held.addmm_(x.T, x)
-            tokens[index] += len(x)
-            if index == len(groups) - 1:
-                raise _Stop
-
-        return hook
-
-    handles = (block.get_submodule(g[0]).register_forward_pre_hook(accumulate(i)) for i, g in enumerate(groups))
-    with hooks(handles), unpacked_once(block), torch.no_grad():
-        for states in hidden:
-            try:
-                call.run(block, states)
-            except _Stop:
-                continue
-    grams = []
-    for total, count, group in zip(sums, tokens, groups, strict=True):
-        if total is None or not torch.isfinite(total).all():
-            raise NonFiniteError(
-                f"the inputs of {prefix}.{group[0]} hold NaN or Inf; try another dtype (--dtype float32)"
-            )
-        grams.append(Gram(total.div_(count), count))
-    return grams

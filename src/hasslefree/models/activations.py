@@ -1,0 +1,68 @@
+"""The hidden states between two blocks, for all calibration segments: on the device, in RAM or in a file."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hasslefree.errors import OutputError
+
+PLACES = ("device", "cpu", "disk")
+
+
+class Activations:
+    """Hidden states (samples, tokens, width), read and replaced one segment at a time.
+
+    Args:
+        shape: (samples, tokens, width). device: where segments are handed out.
+        place: "device", "cpu" (RAM), or "disk": a file without a name in `folder`, mapped into memory, which is gone
+            with the process.
+
+    Raises:
+        OutputError: the disk has no room.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, place: str, folder: Path):
+        self.device = device
+        if place == "disk":
+            self.states = _in_file(shape, dtype, folder)
+        else:
+            self.states = torch.empty(shape, dtype=dtype, device=device if place == "device" else "cpu")
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """(1, tokens, width), on the device."""
+        return self.states[index : index + 1].to(self.device)
+
+    def __setitem__(self, index: int, states: Tensor) -> None:
+        """states: (1, tokens, width)."""
+        self.states[index : index + 1].copy_(states)
+
+
+def _in_file(shape: tuple[int, int, int], dtype: torch.dtype, folder: Path) -> Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # Blocks are taken now: a full disk would be a SIGBUS later.
+            _reserve(file.fileno(), size)
+            mapped = mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise OutputError(
+            f"no room for {size / 1e6:,.0f} MB of activations in {folder}: {error}; make room, or use --activations cpu"
+        ) from error
+    return torch.frombuffer(mapped, dtype=dtype).view(shape)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:  # macOS
+        os.truncate(descriptor, size)

@@ -1,0 +1,88 @@
+"""A model of which one part is in memory at a time: the rest stays in its files until it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from accelerate.hooks import remove_hook_from_module
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hasslefree.models.blocks import Blocks
+from hasslefree.models.linear import SparseLowRankLinear
+
+# All modules of a part of a model, as it is when this is called.
+Part = Callable[[], Iterable[nn.Module]]
+
+
+class Weights:
+    """The parameters of a model, wherever they are; `present` brings those of a part of it to `device`.
+
+    Those that accelerate left on disk (`device_map={"": "disk"}`) are read from there for as long as they are needed.
+    Those of a model that is in memory stay where they are.
+
+    Args:
+        model: its hooks of accelerate are taken off, and its buffers moved to `device`.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device):
+        self.device = device
+        # Weak: a layer that was replaced takes its weight along.
+        self._stored: WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = WeakKeyDictionary()
+        for module in model.modules():
+            # The file of each parameter is in a hook; accelerate has no other place for it.
+            stored = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+            if stored is not None:
+                self._stored[module] = stored
+        # Where a parameter is another one: that of the module and name given.
+        self._tied: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {
+            _place(model, name): _place(model, other) for name, other in model.all_tied_weights_keys.items()
+        }
+        self.streamed = bool(self._stored)
+        if self.streamed:
+            remove_hook_from_module(model, recurse=True)
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(device))
+
+    @contextmanager
+    def present(self, part: Part) -> Iterator[None]:
+        """Within it, the parameters of a part of the model are on the device.
+
+        Afterwards they are in no memory, and neither are the compressed layers that came into the part meanwhile.
+        """
+        if not self.streamed:
+            yield
+            return
+        try:
+            for module in part():
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    if module in self._stored and (module, name) not in self._tied and parameter.is_meta:
+                        _put(module, name, self._stored[module][name].to(self.device))
+            for (module, name), (other, its_name) in self._tied.items():
+                module.register_parameter(name, other.get_parameter(its_name))
+            yield
+        finally:
+            for module in part():
+                if isinstance(module, SparseLowRankLinear):
+                    module.to("meta")
+                for name, parameter in module.named_parameters(recurse=False):
+                    _put(module, name, torch.empty_like(parameter, device="meta"))
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def _put(module: nn.Module, name: str, value: Tensor) -> None:
+    module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+
+def outside(model: nn.Module, blocks: Blocks) -> Part:
+    """All modules but the blocks and what is in them: embeddings, the last norm, the output head."""
+    inside = {module for block in blocks.modules for module in block.modules()}
+    return lambda: (module for module in model.modules() if module not in inside)

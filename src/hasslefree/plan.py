@@ -1,0 +1,71 @@
+"""What every layer will become: decided, and checked, before the first one is touched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from hasslefree.core.packing import layout_of
+from hasslefree.core.patterns import Pattern
+from hasslefree.errors import HasslefreeError
+from hasslefree.models.blocks import Blocks, linear_shape, select_linears
+from hasslefree.recipe import Recipe
+
+# Beside the weights: the tokenizer, the reports, the model card.
+ROOM = 50_000_000
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer. shape: (out, in). bytes, dense_bytes: of its weight in the file, after and before."""
+
+    shape: tuple[int, int]
+    pattern: Pattern
+    rank: int
+    bytes: int
+    dense_bytes: int
+
+    @property
+    def nonzeros(self) -> int:
+        return self.pattern.kept(self.shape)
+
+
+# For every block: the name of a layer in it → its plan.
+Plan = list[dict[str, LayerPlan]]
+
+
+def make_plan(blocks: Blocks, recipe: Recipe) -> Plan:
+    """The pattern and rank of every layer, from shapes alone.
+
+    Raises:
+        HasslefreeError: with the layer's name: a budget that it cannot meet.
+    """
+    budget, method, plan = recipe.budget(), recipe.build_method(), []
+    for index, linears in enumerate(select_linears(blocks, recipe.leave_dense)):
+        plans = {}
+        for name, linear in linears.items():
+            shape = linear_shape(linear)
+            try:
+                pattern, rank = budget.resolve(*shape)
+                method.check(rank)
+            except HasslefreeError as error:
+                raise type(error)(f"{error} ({blocks.prefix(index)}.{name})") from None
+            plans[name] = _layer_plan(shape, pattern, rank, linear.weight.dtype)
+        plan.append(plans)
+    return plan
+
+
+def _layer_plan(shape: tuple[int, int], pattern: Pattern, rank: int, dtype: torch.dtype) -> LayerPlan:
+    (out, width), layout = shape, layout_of(str(pattern))
+    shapes = layout.shapes(out, width, pattern.kept(shape))
+    values = math.prod(shapes["values"]) + rank * (out + width)
+    packed = values * dtype.itemsize + math.prod(shapes[layout.index]) * layout.index_dtype.itemsize
+    return LayerPlan(shape, pattern, rank, packed, out * width * dtype.itemsize)
+
+
+def bytes_on_disk(model: torch.nn.Module, plan: Plan) -> int:
+    """The size of the folder: what stays dense, the packed layers, and room for the rest."""
+    dense = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return ROOM + dense + sum(layer.bytes - layer.dense_bytes for plans in plan for layer in plans.values())

@@ -1,0 +1,30 @@
+"""Hidden states between blocks, wherever they are."""
+
+import pytest
+import torch
+
+from hasslefree.errors import OutputError
+from hasslefree.models.activations import PLACES, Activations
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_put_in_comes_out(place, dtype, tmp_path):
+    states = torch.randn(3, 5, 7).to(dtype)
+    held = Activations((3, 5, 7), dtype, CPU, place, tmp_path)
+    for index in (2, 0, 1):
+        held[index] = states[index : index + 1]
+    assert len(held) == 3
+    assert all(torch.equal(held[index], states[index : index + 1]) for index in range(3))
+    assert not list(tmp_path.iterdir()), "a file without a name is gone with the process"
+
+
+def test_a_disk_without_room(tmp_path, monkeypatch):
+    def full(descriptor, offset, size):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(OutputError, match=r"no room for 1 MB of activations in .*use --activations cpu"):
+        Activations((10, 50, 500), torch.float32, CPU, "disk", tmp_path)

@@ -1,0 +1,110 @@
+"""One block in memory at a time gives what the whole model in memory gives."""
+
+import filecmp
+from contextlib import suppress
+
+import pytest
+import torch
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.errors import ModelError
+from hasslefree.models.blocks import find_blocks
+from hasslefree.models.load import load_model, load_on_disk
+from hasslefree.models.streaming import Weights, outside
+from tests.tiny_models import FAMILIES, build, segments
+
+RECIPE = Recipe(rank=2, method="eora")
+EXPERTS = {"leave_dense": ("*.experts.*", "*.mlp.gate.*")}
+TOKENIZER = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
+
+
+def streamed(source, out, recipe=RECIPE, **options):
+    return hasslefree.compress(
+        str(source), out, recipe, tokenizer=TOKENIZER, segments=segments(), device="cpu", **options
+    )
+
+
+def in_memory_of(model):
+    """The names of the parameters that are on no meta device."""
+    return {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mixtral"])
+def test_a_model_from_disk_gives_the_bytes_of_one_in_memory(family, tmp_path):
+    """Oracle: the same model, loaded whole. Buffers that are computed at construction would show in every byte."""
+    model = build(family)
+    model.save_pretrained(tmp_path / "dense")
+    recipe = Recipe(rank=2, method="eora", **(EXPERTS if family == "mixtral" else {}))
+    hasslefree.compress(model, tmp_path / "whole", recipe, segments=segments())
+    streamed(tmp_path / "dense", tmp_path / "streamed", recipe)
+    files = [file.name for file in (tmp_path / "whole").glob("*.safetensors")]
+    assert len(files) == 3
+    same = filecmp.cmpfiles(tmp_path / "whole", tmp_path / "streamed", files, shallow=False)
+    assert same == (files, [], [])
+
+
+@pytest.mark.parametrize("shards", ["10KB", "1GB"])
+def test_another_dtype_and_shards(shards, tmp_path):
+    """Oracle: the model loaded whole in that dtype."""
+    build("llama").save_pretrained(tmp_path / "dense", max_shard_size=shards)
+    recipe = Recipe(rank=2, method="eora", dtype="bfloat16")
+    whole = load_model(str(tmp_path / "dense"), "bfloat16", "cpu")
+    hasslefree.compress(whole, tmp_path / "whole", recipe, segments=segments())
+    streamed(tmp_path / "dense", tmp_path / "streamed", recipe)
+    for file in (tmp_path / "whole").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "streamed" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("activations", ["cpu", "disk"])
+def test_where_the_activations_are_changes_nothing(activations, tmp_path):
+    build("llama").save_pretrained(tmp_path / "dense")
+    streamed(tmp_path / "dense", tmp_path / "device")
+    streamed(tmp_path / "dense", tmp_path / "elsewhere", activations=activations)
+    for file in (tmp_path / "device").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "elsewhere" / file.name).read_bytes()
+
+
+def test_no_more_than_one_block_is_in_memory(tmp_path, monkeypatch):
+    build("llama", num_hidden_layers=4).save_pretrained(tmp_path / "dense")
+    models, seen = [], []
+    load = load_on_disk
+    own = hasslefree.compress.__globals__  # the module has the name of the function
+    monkeypatch.setitem(own, "load_on_disk", lambda *arguments: models.append(load(*arguments)) or models[0])
+
+    def look(report, done, total):
+        seen.append({name.split(".")[2] for name in in_memory_of(models[0])})
+
+    streamed(tmp_path / "dense", tmp_path / "out", progress=look)
+    assert seen == [{str(block)} for block in range(4) for _ in range(7)]
+    assert not in_memory_of(models[0])
+    assert not any(buffer.numel() > 64 for buffer in models[0].buffers() if not buffer.is_meta), "positions of S"
+
+
+def test_weights_are_there_while_they_are_needed(tmp_path):
+    """Oracle: the model loaded whole."""
+    whole = build("gpt2")
+    whole.save_pretrained(tmp_path / "dense")
+    model = load_on_disk(str(tmp_path / "dense"), "auto", tmp_path)
+    weights, blocks = Weights(model, torch.device("cpu")), find_blocks(model)
+    expected = dict(whole.named_parameters())
+    assert not in_memory_of(model)
+    with suppress(KeyError), weights.present(outside(model, blocks)):
+        names = in_memory_of(model)
+        assert names == {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight",
+                         "transformer.ln_f.bias"}  # fmt: skip
+        assert all(torch.equal(model.get_parameter(name), expected[name]) for name in names)
+        raise KeyError  # an error in between leaves nothing behind
+    with weights.present(blocks.modules[1].modules):
+        assert {name.split(".")[2] for name in in_memory_of(model)} == {"1"}
+        assert all(torch.equal(model.get_parameter(name), expected[name]) for name in in_memory_of(model))
+    assert not in_memory_of(model)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
+    model = build("llama")
+    state = {name: tensor for name, tensor in model.state_dict().items() if "1.mlp.up_proj" not in name}
+    model.save_pretrained(tmp_path / "dense", state_dict=state)
+    with pytest.raises(ModelError, match=r"lacks 1 tensors: model\.layers\.1\.mlp\.up_proj\.weight"):
+        streamed(tmp_path / "dense", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
