@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import signal
 import sys
 import time
@@ -28,7 +29,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+# Under torchrun the first process alone speaks, but for errors.
+console = Console(quiet=os.environ.get("RANK", "0") != "0")
 
 # These take several values after one flag, as in: --perplexity wikitext2 ptb my.txt
 _LISTS = ("--perplexity", "--leave-dense")

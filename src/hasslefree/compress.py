@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hasslefree.checkpoints.unfinished import Part, Unfinished, fingerprint, unf
 from hasslefree.core.gram import Gram
 from hasslefree.core.protocols import Method
 from hasslefree.decompose import solve_layer
+from hasslefree.distributed import World, joined, own_device
 from hasslefree.errors import CalibrationError, HasslefreeError, ModelError, NonFiniteError, UnknownNameError
 from hasslefree.models.activations import PLACES, Activations
 from hasslefree.models.blocks import Blocks, dense_weight, find_blocks, replace_module
@@ -49,6 +51,7 @@ class Job:
     method: Method
     place: str
     note: Callable[[LayerReport], None]
+    world: World
 
 
 def compress(
@@ -94,36 +97,51 @@ def compress(
     check_output(folder, overwrite)
     if activations not in PLACES:
         raise UnknownNameError("place of activations", activations, PLACES)
-    with unfinished(folder, overwrite, resume) as work:
-        name, loaded, tokenizer = open_model(model, recipe.dtype, work.scratch, tokenizer, trust_remote_code)
-        target = resolve_device(device) if isinstance(model, str | Path) else loaded.device
+    target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device or own_device())
+    with joined(target) as world, workplace(folder, overwrite, resume, world) as work:
+        scratch = work.scratch / str(world.rank)
+        name, loaded, tokenizer = open_model(model, recipe.dtype, scratch, tokenizer, trust_remote_code)
         blocks = find_blocks(loaded)
         plan = make_plan(blocks, recipe)
         check_output(folder, overwrite, bytes_on_disk(loaded, plan) - work.bytes_done)
         if segments is None:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
             segments = draw(loaded, tokenizer, recipe)
-        check_segments(loaded, segments)
+        check_segments(loaded, segments, world)
         method = recipe.build_method()
         note = _counter(sum(map(len, plan)), progress)
-        job = Job(loaded, blocks, plan, Weights(loaded, target), recipe, method, activations, note)
+        job = Job(loaded, blocks, plan, Weights(loaded, target), recipe, method, activations, note, world)
         calls, digests = look_over(job, segments[:1].to(target))
         about: dict[str, Any] = {
             "model": name,
             "recipe": dataclasses.asdict(recipe) | {"leave_dense": list(recipe.leave_dense)},
             "method": repr(method),
             "versions": versions(),
-            "device": str(target),
+            "device": target.type,
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "seqlen": segments.shape[1],
             "tokens": segments.numel(),
         }
-        work.begin(about | {"segments": fingerprint(segments), "weights": digests})
-        compress_blocks(job, work, calls, segments.to(target))
-        layers = tuple(LayerReport.from_dict(layer) for part in work.parts for layer in part.layers)
+        if world.writes:
+            work.begin(about | {"segments": fingerprint(segments), "weights": digests})
+        compress_blocks(job, work, calls, world.share(segments).to(target))
+        parts = world.told(work.parts)
+        layers = tuple(LayerReport.from_dict(layer) for part in parts for layer in part.layers)
         report = Report(**about, seconds=time.perf_counter() - start, layers=layers)
-        work.finish(lambda part: write_rest(part, loaded, tokenizer, work.parts, report))
+        if world.writes:
+            work.finish(lambda part: write_rest(part, loaded, tokenizer, parts, report))
     return report
+
+
+@contextmanager
+def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterator[Unfinished]:
+    """The unfinished folder of OUT: that of the process that writes, and for the others a view of what was done."""
+    if world.writes:
+        with unfinished(out, overwrite, resume) as work:
+            world.told(work.parts)
+            yield work
+    else:
+        yield Unfinished(out, None, world.told(None))
 
 
 def _counter(total: int, progress: Progress | None) -> Callable[[LayerReport], None]:
@@ -174,11 +192,18 @@ def draw(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> Tensor:
     return draw_segments(documents, lambda text: encode(tokenizer, text), recipe.samples, seqlen, recipe.seed)
 
 
-def check_segments(model: PreTrainedModel, segments: Tensor) -> None:
-    """Raise a CalibrationError where segments are not (samples, seqlen) token ids that the model can take."""
+def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:
+    """Raise a CalibrationError where segments are not (samples, seqlen) token ids that the model can take.
+
+    And where there are fewer than processes.
+    """
     if segments.ndim != 2 or segments.is_floating_point() or len(segments) < 1 or segments.shape[1] < 2:
         raise CalibrationError(
             f"segments are token ids (samples, seqlen), seqlen at least 2; got {segments.dtype} {tuple(segments.shape)}"
+        )
+    if len(segments) < world.size:
+        raise CalibrationError(
+            f"{world.size} processes share {len(segments)} calibration segments; use fewer processes, or more --samples"
         )
     resolve_seqlen(model, segments.shape[1])
     embeddings: Any = model.get_input_embeddings()
@@ -244,20 +269,22 @@ def outside_tensors(model: PreTrainedModel, blocks: Blocks) -> dict[str, Tensor]
 
 def compress_blocks(job: Job, work: Unfinished, calls: list[BlockCall], segments: Tensor) -> None:
     """Decompose, replace and write every planned layer; each block is fed with what those before it put out."""
-    count = len(job.blocks.modules)
+    count, finished = len(job.blocks.modules), len(work.parts)
     with job.weights.present(outside(job.model, job.blocks)):
         hidden = first_hidden_states(job.model, job.blocks, segments, job.place, work.folder)
-        if not work.parts:
+        if not finished and job.world.writes:
             work.add(_file(0, count), outside_tensors(job.model, job.blocks))
     for index, block in enumerate(job.blocks.modules):
         with job.weights.present(block.modules):
-            if index + 1 < len(work.parts):
+            if index + 1 < finished:
                 put_back(job, work, index)
             else:
                 layers = compress_block(job, index, calls[index], hidden)
-                entries = {report.name: entry_of(layer) for layer, report in layers}
-                reports = [dataclasses.asdict(report) for _, report in layers]
-                work.add(_file(index + 1, count), block_tensors(job.blocks, index), entries=entries, layers=reports)
+                if job.world.writes:
+                    entries = {report.name: entry_of(layer) for layer, report in layers}
+                    reports = [dataclasses.asdict(report) for _, report in layers]
+                    tensors = block_tensors(job.blocks, index)
+                    work.add(_file(index + 1, count), tensors, entries=entries, layers=reports)
             if index + 1 < count:
                 run_block(block, calls[index], hidden)
 
@@ -277,25 +304,32 @@ def put_back(job: Job, work: Unfinished, index: int) -> None:
         job.note(LayerReport.from_dict(layer))
 
 
-def compress_block(
-    job: Job, index: int, call: BlockCall, hidden: Activations
-) -> list[tuple[SparseLowRankLinear, LayerReport]]:
-    """Decompose and replace the planned layers of one block."""
+# A layer that was compressed, and its report.
+Done = tuple[SparseLowRankLinear, LayerReport]
+
+
+def compress_block(job: Job, index: int, call: BlockCall, hidden: Activations) -> list[Done]:
+    """Decompose and replace the planned layers of one block. Each process solves its share."""
     block, prefix, plans = job.blocks.modules[index], job.blocks.prefix(index), job.plan[index]
     groups = groups_by_input(block, call, hidden[0], plans)
     done = []
     for together in [groups] if job.recipe.sequential == "block" else [[group] for group in groups]:
-        grams = gather_grams(block, prefix, call, hidden, together)
+        grams = gather_grams(block, prefix, call, hidden, together, job.world.add)
+        names = [name for group in together for name in group]
+        # What every method does most of is products out × in × in.
+        owners = job.world.deal([plans[name].shape[0] * plans[name].shape[1] ** 2 for name in names])
+        mine = {name for name, owner in zip(names, owners, strict=True) if owner == job.world.rank}
+        found: dict[str, Done] = {}
         for group, gram in zip(together, grams, strict=True):
-            done += compress_group(job, block, prefix, {name: plans[name] for name in group}, gram)
+            share = {name: plans[name] for name in group if name in mine}
+            found |= compress_group(job, block, prefix, share, gram) if share else {}
+        done += [put_in_place(job, block, n, owner, found.get(n)) for n, owner in zip(names, owners, strict=True)]
     return done
 
 
-def compress_group(
-    job: Job, block: nn.Module, prefix: str, plans: dict[str, LayerPlan], gram: Gram
-) -> list[tuple[SparseLowRankLinear, LayerReport]]:
-    """Decompose the layers that share one input, with what depends on the Gram computed once, and put them in place."""
-    start, done = time.perf_counter(), []
+def compress_group(job: Job, block: nn.Module, prefix: str, plans: dict[str, LayerPlan], gram: Gram) -> dict[str, Done]:
+    """Decompose layers that share one input, with what depends on the Gram computed once."""
+    start, done = time.perf_counter(), {}
     try:
         prepared = job.method.prepare(gram)
         shared = (time.perf_counter() - start) / len(plans)
@@ -306,14 +340,26 @@ def compress_group(
             result = solve_layer(weight, gram, job.method, prepared, plan.pattern, plan.rank, job.recipe.seed)
             bias = None if linear.bias is None else linear.bias.detach()
             layer = SparseLowRankLinear.from_decomposition(result, bias, pattern)
-            replace_module(block, name, layer)
             seconds = time.perf_counter() - start + shared
-            report = LayerReport.of(f"{prefix}.{name}", pattern, result, seconds)
-            job.note(report)
-            done.append((layer, report))
+            done[name] = layer, LayerReport.of(f"{prefix}.{name}", pattern, result, seconds)
+            job.note(done[name][1])
     except HasslefreeError as error:
         raise type(error)(f"{error} ({prefix}: {', '.join(plans)})") from None
     return done
+
+
+def put_in_place(job: Job, block: nn.Module, name: str, owner: int, done: Done | None) -> Done:
+    """Put a compressed layer in its place, in all processes. done: what its owner has."""
+    entry, report = job.world.told((entry_of(done[0]), done[1]) if done else None, owner)
+    if done is None:
+        layer = empty_layer(block.get_submodule(name), report.name, read_entries({report.name: entry})[report.name])
+        job.note(report)
+    else:
+        layer = done[0]
+    for tensor in layer.state_dict().values():
+        job.world.spread(tensor, owner)
+    replace_module(block, name, layer)
+    return layer, report
 
 
 def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list[Part], report: Report) -> None:

@@ -60,5 +60,9 @@ class CheckpointError(HasslefreeError):
     """A compressed model folder that does not hold what it says."""
 
 
+class DistributedError(HasslefreeError):
+    """A process of a compression by several that ended before the others."""
+
+
 class KernelError(HasslefreeError):
     """A way of computing a layer that this machine does not have, or that does not fit the layer."""

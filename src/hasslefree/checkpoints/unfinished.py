@@ -144,7 +144,7 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
         try:
             yield found
         finally:
-            # Once the lock is free the folder may be another's.
+            shutil.rmtree(found.scratch, ignore_errors=True)
             if not found.parts or not found.model.exists():
                 shutil.rmtree(folder, ignore_errors=True)
     finally:

@@ -73,20 +73,21 @@ def gather_sums(
 ) -> list[tuple[Tensor, int]]:
     """XᵀX and the number of tokens for each group's common input X, in one pass that ends at the last of the groups.
 
-    Sums are float32, whatever the dtype of X; no more than `CHUNK` tokens are cast at a time.
+    Products are float32, whatever the dtype of X, of at most `CHUNK` tokens. Their sum is float64: of float32 numbers it
+    is all but exact, and so the same however segments are shared between processes.
     """
     found: dict[int, tuple[Tensor, int]] = {}
 
     def accumulate(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             rows, width = args[0].reshape(-1, args[0].shape[-1]), args[0].shape[-1]
-            dtype = working_dtype(rows)
             if index not in found:
-                found[index] = rows.new_zeros(width, width, dtype=dtype), 0
+                wide = torch.float32 if rows.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+                found[index] = rows.new_zeros(width, width, dtype=wide), 0
             total, tokens = found[index]
             for part in rows.split(CHUNK):
-                chunk = part.to(dtype)
-                total.addmm_(chunk.T, chunk)
+                chunk = part.to(working_dtype(rows))
+                total.add_(chunk.T @ chunk)
             found[index] = total, tokens + len(rows)
             if index == len(groups) - 1:
                 raise Stop
@@ -128,5 +129,6 @@ def gather_grams(
             raise NonFiniteError(
                 f"the inputs of {prefix}.{group[0]} hold NaN or Inf; try another dtype (--dtype float32)"
             )
-        grams.append(Gram(total.div_(int(tokens)), int(tokens)))
+        matrix = total.div_(int(tokens)).to(working_dtype(hidden.states))
+        grams.append(Gram(matrix, int(tokens)))
     return grams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,15 @@ def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = 
 
     Buffers are there. folder: for weights that have to be converted first; it must last as long as the model.
     """
-    return _from_pretrained(name, trust_remote_code, dtype=dtype, device_map={"": "disk"}, offload_folder=str(folder))
+    # It warns of what is asked for here.
+    logger = logging.getLogger("accelerate.big_modeling")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        where = {"device_map": {"": "disk"}, "offload_folder": str(folder)}
+        return _from_pretrained(name, trust_remote_code, dtype=dtype, **where)
+    finally:
+        logger.setLevel(level)
 
 
 def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrainedModel:

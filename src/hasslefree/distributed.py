@@ -1,0 +1,98 @@
+"""The processes of one compression under `torchrun`: which of the work is whose, and how the results come together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasslefree.errors import DistributedError
+
+# How long a process waits for the others: longer than any layer takes. One that dies is noticed at once.
+PATIENCE = timedelta(hours=12)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all. rank: 0 writes. size: how many there are; alone, a process does everything."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def writes(self) -> bool:
+        return self.rank == 0
+
+    def share(self, items: Tensor) -> Tensor:
+        """This process's rows of `items`."""
+        return items[self.rank :: self.size]
+
+    def add(self, tensor: Tensor) -> None:
+        """Add to a tensor, in place, what it is in the other processes."""
+        if self.size > 1:
+            with lost_peers():
+                dist.all_reduce(tensor)
+
+    def told(self, value: Any, owner: int = 0) -> Any:
+        """The value that the owner has, in all processes."""
+        if self.size == 1:
+            return value
+        held = [value]
+        with lost_peers():
+            dist.broadcast_object_list(held, src=owner)
+        return held[0]
+
+    def spread(self, tensor: Tensor, owner: int) -> None:
+        """Overwrite a tensor with what it is in the owner's process."""
+        if self.size > 1:
+            with lost_peers():
+                dist.broadcast(tensor, src=owner)
+
+    def deal(self, costs: Sequence[float]) -> list[int]:
+        """The rank that each of the jobs falls to: the dearest first, each to whom has least so far."""
+        loads, owners = [0.0] * self.size, [0] * len(costs)
+        for job in sorted(range(len(costs)), key=lambda job: -costs[job]):
+            owners[job] = loads.index(min(loads))
+            loads[owners[job]] += costs[job]
+        return owners
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[World]:
+    """The processes that `torchrun` started, or this one alone. device: NCCL connects GPUs, gloo CPUs."""
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if dist.is_initialized():
+        yield World(dist.get_rank(), dist.get_world_size())
+    elif alone:
+        yield World()
+    else:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+        try:
+            yield World(dist.get_rank(), dist.get_world_size())
+        finally:
+            dist.destroy_process_group()
+
+
+def own_device() -> str | None:
+    """The GPU of this process under `torchrun`; None where there is no torchrun or no GPU."""
+    rank = os.environ.get("LOCAL_RANK")
+    return f"cuda:{int(rank) % torch.cuda.device_count()}" if rank and torch.cuda.is_available() else None
+
+
+@contextmanager
+def lost_peers() -> Iterator[None]:
+    """What gloo and NCCL say when a process is gone, in words."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DistributedError(
+            f"another process of this compression has ended; torchrun's last lines name it. Finished blocks are kept: "
+            f"mend it, and use --resume ({str(error).splitlines()[0][:200]})"
+        ) from error

@@ -1,0 +1,147 @@
+"""Several processes give what one gives."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.compress import check_segments
+from hasslefree.demo.run import CALIBRATION, MODEL
+from hasslefree.distributed import World
+from hasslefree.errors import CalibrationError
+from tests.tiny_models import build, segments, tensors_of
+
+forked = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+
+
+@given(costs=st.lists(st.floats(0, 1e9), max_size=12), size=st.integers(1, 5))
+def test_every_job_is_dealt_once_and_nobody_has_much_more(costs, size):
+    """Oracle: the bound of the greedy rule, mean load + largest job (Graham 1969)."""
+    owners = World(0, size).deal(costs)
+    assert len(owners) == len(costs)
+    loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(size)]
+    assert max(loads) <= sum(costs) / size + max(costs, default=0) + 1e-3
+    assert set(owners) <= set(range(size))
+
+
+@given(count=st.integers(1, 20), size=st.integers(1, 5))
+def test_every_segment_is_somebodys(count, size):
+    rows = torch.arange(count)[:, None]
+    shares = torch.cat([World(rank, size).share(rows) for rank in range(size)])
+    assert shares.flatten().sort().values.tolist() == list(range(count))
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def process(rank, size, port, out, recipe, stop_after=None):
+    """One of the processes that torchrun would start."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def progress(report, done, total):
+        if done == stop_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    report = hasslefree.compress(build("llama"), out, recipe, segments=segments(6, 32), progress=progress, resume=True)
+    assert len(report.layers) == 14
+
+
+def run(size, out, recipe, **options):
+    """Exit codes of `size` processes."""
+    context, port = multiprocessing.get_context("fork"), free_port()
+    torch.set_num_threads(1)
+    started = [context.Process(target=process, args=(r, size, port, out, recipe), kwargs=options) for r in range(size)]
+    for each in started:
+        each.start()
+    for each in started:
+        each.join(120)
+    return [each.exitcode for each in started]
+
+
+@forked
+@pytest.mark.parametrize("sequential", ["layer", "block"])
+@pytest.mark.parametrize(("size", "method"), [(2, "joint"), (3, "joint"), (2, "eora")])
+def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path):
+    """Oracle: one process. Sums of Grams are rounded in another order: supports and objective are the same."""
+    recipe = Recipe(rank=2, method=method, sequential=sequential)
+    one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))
+    assert run(size, tmp_path / "many", recipe) == [0] * size
+    expected, found = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "many")
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        if name.endswith(".positions"):
+            assert torch.equal(found[name], tensor), name
+    stored = json.loads((tmp_path / "many" / "compression.json").read_text())
+    for mine, layer in zip(one.layers, stored["layers"], strict=True):
+        assert layer["name"] == mine.name
+        assert layer["relative_error"] == pytest.approx(mine.relative_error, rel=1e-4)
+
+
+@forked
+def test_what_several_began_they_go_on_with(tmp_path):
+    """Oracle: two processes that nothing interrupted."""
+    recipe = Recipe(rank=2, method="eora")
+    assert run(2, tmp_path / "whole", recipe) == [0, 0]
+    codes = run(2, tmp_path / "out", recipe, stop_after=10)
+    assert all(codes)
+    assert (tmp_path / "out.unfinished" / "progress.json").exists()
+    assert run(2, tmp_path / "out", recipe) == [0, 0]
+    whole, out = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("whole", "out"))
+    assert whole == out
+
+
+def test_more_processes_than_segments():
+    with pytest.raises(CalibrationError, match="5 processes share 4 calibration segments"):
+        check_segments(build("llama"), segments(4), World(0, 5))
+
+
+TORCHRUN = """
+import os, signal, sys
+sys.argv = ["hasslefree", "compress", *sys.argv[1:]]
+import hasslefree.distributed as distributed
+if os.environ["RANK"] == "1":
+    add = distributed.World.add
+    calls = []
+    def dying(self, tensor):
+        calls.append(1)
+        if len(calls) == 20:  # in the second block
+            os.kill(os.getpid(), signal.SIGKILL)
+        add(self, tensor)
+    distributed.World.add = dying
+from hasslefree.cli import main
+main()
+"""
+
+
+@forked
+def test_a_process_that_dies_ends_the_job_soon_and_is_named(tmp_path):
+    """The real torchrun and the real command, on the embedded model."""
+    script = tmp_path / "dying.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+               str(free_port()), str(script), str(MODEL), str(tmp_path / "out"), "--method", "wanda", "--samples", "4",
+               "--seqlen", "32", "--calibration", str(CALIBRATION), "--device", "cpu"]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(Path(hasslefree.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    start = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    assert time.monotonic() - start < 60
+    assert done.returncode
+    assert "rank      : 1" in done.stderr
+    assert "-9" in done.stderr
+    assert (tmp_path / "out.unfinished" / "progress.json").exists()
+    assert not (tmp_path / "out").exists()
