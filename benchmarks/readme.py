@@ -40,6 +40,48 @@ def demo() -> str:
     return f"{table}\n\n{content['seconds']:.0f} seconds in all, on {where(content)}."
 
 
+def scaling() -> str:
+    """The arithmetic of large models, with the rates that it assumes."""
+    content = json.loads((RESULTS / "scaling.json").read_text())
+    rows = [
+        [
+            f"{row['size']}, {row['order']}",
+            str(row["processes"]),
+            f"{row['gpu_gb']:.0f}",
+            f"{row['ram_gb']:.0f}",
+            f"{row['network_gb_a_block']:.1f}",
+            *(f"{row['hours'][part]:.2f}" for part in ("solving", "forward and Grams", "network", "disk")),
+            f"{sum(row['hours'].values()):.1f}",
+        ]
+        for row in content["rows"]
+    ]
+    heads = ["model, order", "GPUs", "GB a GPU", "GB of RAM", "GB sent a block"]
+    heads += ["hours: solving", "forward, Grams", "network", "disk", "all"]
+    rates = content["assumed"]
+    return (
+        f"{markdown(heads, rows)}\n\nAssumed: {rates['float32'] / 1e12:.0f} TFLOP/s for float32 products and "
+        f"{rates['bfloat16'] / 1e12:.0f} for bfloat16 ones, {rates['network'] / 1e9:.0f} GB/s between processes, "
+        f"{rates['disk'] / 1e9:.0f} GB/s from the disk. Arithmetic, not measured on a GPU."
+    )
+
+
+def streaming() -> str:
+    """Peak memory and time of whole compressions of random weights."""
+    content = json.loads((RESULTS / "streaming.json").read_text())
+    rows = [
+        [
+            f"{row['blocks']}",
+            f"{row['processes']}",
+            f"{row['peak_mb']:,}",
+            f"{row['planned_mb']:,}",
+            f"{row['seconds']:.0f}",
+        ]
+        for row in content["rows"]
+    ]
+    table = markdown(["blocks", "processes", "peak MB", "as planned", "seconds"], rows)
+    return f"{table}\n\nAn idle process has {content['idle_mb']:,} MB. On {where(content)}."
+
+
 def reference() -> str:
     """One table for each setting of the reference model."""
     content = json.loads((RESULTS / "reference_model.json").read_text())
@@ -207,6 +249,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "recorded": recorded,
     },
     "docs/joint.md": {"layers_full": lambda: layers("layers_full"), "growth": growth, "ideas": ideas},
+    "docs/scaling.md": {"scaling": scaling, "streaming": streaming},
     "docs/inference.md": {"inference": inference, "loaded": loaded},
 }
 

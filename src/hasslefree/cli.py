@@ -123,6 +123,28 @@ def compress(
     say(f"Written to {out} in {report.seconds:.0f} s; every layer is listed in {out / 'compression.json'}.")
 
 
+@app.command()
+@with_recipe
+def plan(
+    model: Annotated[str, typer.Argument(help="A hub name or a local folder.")],
+    recipe: Any,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, … (default: the GPU if there is one).")] = None,
+    activations: Annotated[str, ACTIVATIONS] = "device",
+    processes: Annotated[int, typer.Option(help="Processes under torchrun; figures are for each.", min=1)] = 1,
+    trust_remote_code: Annotated[bool, TRUST] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
+) -> None:
+    """What `compress` would do to MODEL, and the memory, disk and time that it takes. No weight is read."""
+    from hasslefree.footprint import plan_model, plan_table, to_dict
+    from hasslefree.models.load import resolve_device
+
+    check_output_file(output)
+    target = resolve_device(device)
+    found = plan_model(model, recipe, target, activations, processes, trust_remote_code)
+    console.print(plan_table(found, target))
+    write_json(to_dict(found), output)
+
+
 @contextmanager
 def layer_bar() -> Iterator[Callable[[LayerReport, int, int], None]]:
     """A bar over layers with the current layer's relative error and the time left."""

@@ -22,13 +22,22 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.protocols import Method
 from hasslefree.decompose import solve_layer
 from hasslefree.distributed import World, joined, own_device
-from hasslefree.errors import CalibrationError, HasslefreeError, ModelError, NonFiniteError, UnknownNameError
-from hasslefree.models.activations import PLACES, Activations
+from hasslefree.errors import CalibrationError, HasslefreeError, ModelError, NonFiniteError
+from hasslefree.footprint import check_memory, footprint
+from hasslefree.models.activations import Activations, check_place
 from hasslefree.models.blocks import Blocks, dense_weight, find_blocks, replace_module
 from hasslefree.models.calibration import first_hidden_states, gather_grams, groups_by_input, run_block
 from hasslefree.models.calls import BlockCall, block_calls
 from hasslefree.models.linear import SparseLowRankLinear
-from hasslefree.models.load import encode, load_config, load_on_disk, load_tokenizer, resolve_device, resolve_seqlen
+from hasslefree.models.load import (
+    encode,
+    load_config,
+    load_on_disk,
+    load_tokenizer,
+    refuse_compressed,
+    resolve_device,
+    resolve_seqlen,
+)
 from hasslefree.models.streaming import Weights, outside
 from hasslefree.plan import LayerPlan, Plan, bytes_on_disk, make_plan
 from hasslefree.recipe import Recipe
@@ -95,8 +104,7 @@ def compress(
     recipe.check(with_text=segments is None)
     folder = Path(out).resolve()
     check_output(folder, overwrite)
-    if activations not in PLACES:
-        raise UnknownNameError("place of activations", activations, PLACES)
+    check_place(activations)
     target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device or own_device())
     with joined(target) as world, workplace(folder, overwrite, resume, world) as work:
         scratch = work.scratch / str(world.rank)
@@ -108,6 +116,8 @@ def compress(
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
             segments = draw(loaded, tokenizer, recipe)
         check_segments(loaded, segments, world)
+        shape = (segments.shape[0], segments.shape[1])
+        check_memory(footprint(loaded, blocks, plan, recipe, shape, target, activations, world.size), target)
         method = recipe.build_method()
         note = _counter(sum(map(len, plan)), progress)
         job = Job(loaded, blocks, plan, Weights(loaded, target), recipe, method, activations, note, world)
@@ -177,12 +187,6 @@ def open_model(
     if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         raise ModelError(f"the loaded model is {model.dtype} and the recipe says {dtype}; cast the model first")
     return name, model.eval(), tokenizer
-
-
-def refuse_compressed(config: Any, name: str) -> None:
-    """Raise a ModelError where a model's configuration says that it is quantised or compressed already."""
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{name} is quantised or compressed already; start from the original checkpoint")
 
 
 def draw(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> Tensor:

@@ -60,6 +60,10 @@ class CheckpointError(HasslefreeError):
     """A compressed model folder that does not hold what it says."""
 
 
+class MemoryShortError(HasslefreeError):
+    """A compression that does not fit into the memory that is free."""
+
+
 class DistributedError(HasslefreeError):
     """A process of a compression by several that ended before the others."""
 

@@ -17,7 +17,7 @@ from hasslefree.core.protocols import Solution
 from hasslefree.errors import BudgetError
 
 # Kernels are kept for the next layer with the same input as long as they take no more than this.
-KERNEL_BYTES = 2 << 30
+KERNEL_BYTES = 1 << 29
 # How fast ρ and S at first fall with the share of the parameters that L holds: the more L takes, the less is left to S.
 RANK_RELIEF = 7.0
 # Steps of orthogonal iteration for L in the first round, which begins with noise; one is enough in the others.

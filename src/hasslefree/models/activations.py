@@ -11,9 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hasslefree.errors import OutputError
+from hasslefree.errors import OutputError, UnknownNameError
 
 PLACES = ("device", "cpu", "disk")
+
+
+def check_place(place: str) -> None:
+    """Raise an UnknownNameError where there is no such place."""
+    if place not in PLACES:
+        raise UnknownNameError("place of activations", place, PLACES)
 
 
 class Activations:

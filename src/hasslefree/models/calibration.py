@@ -73,8 +73,8 @@ def gather_sums(
 ) -> list[tuple[Tensor, int]]:
     """XᵀX and the number of tokens for each group's common input X, in one pass that ends at the last of the groups.
 
-    Products are float32, whatever the dtype of X, of at most `CHUNK` tokens. Their sum is float64: of float32 numbers it
-    is all but exact, and so the same however segments are shared between processes.
+    Products are float32, whatever the dtype of X, of at most `CHUNK` tokens. Their sum is float64: of float32 numbers
+    it is all but exact, and so the same however segments are shared between processes.
     """
     found: dict[int, tuple[Tensor, int]] = {}
 

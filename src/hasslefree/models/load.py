@@ -41,6 +41,12 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
     return config
 
 
+def refuse_compressed(config: Any, name: str) -> None:
+    """Raise a ModelError where a model's configuration says that it is quantised or compressed already."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{name} is quantised or compressed already; start from the original checkpoint")
+
+
 def load_model(
     name: str, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
@@ -53,6 +59,17 @@ def load_model(
     target = resolve_device(device)
     model: Any = _from_pretrained(name, trust_remote_code, dtype=dtype)
     return model.to(target)
+
+
+def load_shapes(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model without weights: every parameter is on the meta device. No weight file is read."""
+    config = load_config(name, trust_remote_code)
+    chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
+    except (OSError, RuntimeError, ValueError, ImportError, KeyError) as error:
+        raise ModelError(f"the model {name!r} could not be made: {_first_line(error)}") from error
 
 
 def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -1,0 +1,102 @@
+"""What a compression of Llama-3's sizes moves and computes, by arithmetic: nothing is run, and nothing is measured.
+
+    python benchmarks/scaling.py
+
+2:4 + rank 64, joint, 128 × 2048 tokens, on 1, 8 and 64 processes with a GPU each. Memory is that of `hasslefree plan`,
+FLOPs those of `hasslefree.methods.cost`. The rates below are assumptions about an H100 and its network, and the times
+follow from them: layers of a group are dealt out as the driver does it, and a group ends with its slowest process.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import write
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hasslefree.distributed import World
+from hasslefree.footprint import footprint
+from hasslefree.methods.cost import flops
+from hasslefree.models.blocks import find_blocks, find_linears, linear_shape
+from hasslefree.plan import make_plan
+from hasslefree.recipe import Recipe
+
+ROOT = Path(__file__).parents[1]
+# width, MLP, blocks, heads, KV heads
+SIZES = {
+    "8B": (4096, 14336, 32, 32, 8),
+    "70B": (8192, 28672, 80, 64, 8),
+    "405B": (16384, 53248, 126, 128, 8),
+}
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+PROCESSES = (1, 8, 64)
+# FLOPs a second of float32 products, and of bfloat16 ones in a forward pass; bytes a second between nodes, and from
+# the disk of each.
+ASSUMED = {"float32": 40e12, "bfloat16": 400e12, "network": 50e9, "disk": 5e9}
+# The weights are read when the model is opened, twice by the look at it before the work, and once for the work.
+READS = 4
+
+
+def row(size: str, processes: int, recipe: Recipe) -> dict[str, Any]:
+    """Bytes and seconds of one size on so many processes; those of the one that takes longest."""
+    width, mlp, count, heads, kv = SIZES[size]
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=width, intermediate_size=mlp, num_hidden_layers=count, num_attention_heads=heads,
+        num_key_value_heads=kv, tie_word_embeddings=False, max_position_embeddings=8192,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).bfloat16()
+    blocks = find_blocks(model)
+    plan = make_plan(blocks, recipe)
+    tokens = (recipe.samples, recipe.seqlen or 2048)
+    found = footprint(model, blocks, plan, recipe, tokens, torch.device("cuda"), "cpu", processes)
+    shapes = {name.rpartition(".")[2]: linear_shape(linear) for name, linear in find_linears(blocks.modules[0]).items()}
+    method, solving, idle = recipe.build_method(), 0.0, 0.0
+    # In the order "block" all layers of a block are dealt out at once.
+    for group in (tuple(shapes),) if recipe.sequential == "block" else GROUPS:
+        costs = [flops(method, *shapes[name], 64) for name in group]
+        owners = World(0, processes).deal(costs)
+        loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(processes)]
+        solving += max(loads)
+        idle += max(loads) * processes - sum(costs)
+    passes = 2 if recipe.sequential == "block" else len(GROUPS) + 1
+    share = math.ceil(tokens[0] / processes) * tokens[1]
+    parameters = sum(p.numel() for p in blocks.modules[0].parameters())
+    squares = [shapes[group[0]][1] ** 2 for group in GROUPS]
+    reduced = 2 * 8 * sum(squares) if processes > 1 else 0  # a ring sends and receives everything about twice
+    spread = sum(layer.bytes for layer in plan[0].values()) if processes > 1 else 0
+    seconds = {
+        "solving": solving / ASSUMED["float32"],
+        "forward and Grams": share
+        * (2 * parameters * passes / ASSUMED["bfloat16"] + 2 * sum(squares) / ASSUMED["float32"]),
+        "network": (reduced + spread) / ASSUMED["network"],
+        "disk": READS * 2 * parameters / ASSUMED["disk"],
+    }
+    return {
+        "size": size,
+        "order": recipe.sequential,
+        "processes": processes,
+        "gpu_gb": found.device_peak / 1e9,
+        "ram_gb": found.ram_peak / 1e9,
+        "disk_gb": found.disk / 1e9,
+        "network_gb_a_block": (reduced + spread) / 1e9,
+        "hours": {name: count * value / 3600 for name, value in seconds.items()},
+        "solvers_idle": idle / (solving * processes),
+    }
+
+
+def main() -> None:
+    recipes = [Recipe(rank=64, dtype="bfloat16", seqlen=2048, sequential=order) for order in ("layer", "block")]
+    rows = [row(size, processes, recipe) for size in SIZES for recipe in recipes for processes in PROCESSES]
+    content = {"assumed": ASSUMED, "recipe": {"pattern": "2:4", "rank": 64, "tokens": [128, 2048]}, "rows": rows}
+    write(ROOT / "benchmarks" / "results" / "scaling.json", content)
+    for each in rows:
+        hours = {part: round(value, 2) for part, value in each["hours"].items()}
+        print(each["size"], each["order"], each["processes"], hours)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""What a compression will take, before it runs: memory on each device, bytes on the disk, time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from hasslefree.core.protocols import Method
+from hasslefree.errors import MemoryShortError
+from hasslefree.methods.cost import flops, workspace
+from hasslefree.models.activations import PLACES, check_place
+from hasslefree.models.blocks import Blocks, find_blocks
+from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
+from hasslefree.plan import LayerPlan, Plan, bytes_on_disk, make_plan
+from hasslefree.recipe import Recipe
+
+# What Python and the libraries take, on a CPU and of a GPU.
+LIBRARIES = 600_000_000
+# A forward pass has so many arrays (tokens, width of the widest layer) at a time.
+FORWARD = 6
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a compression takes at most, on one of its processes. Sizes are in bytes.
+
+    Args:
+        layers: kind of layer (q_proj, …), its plan and how many there are. kept, dense: parameters of all layers.
+        outside: what is outside the blocks. block, solving: of the dearest block: its weights before and after, and the
+            Grams and the solver's arrays of its dearest layer. activations: hidden states of all segments.
+        device: where it computes. place: where the activations are. disk: the size of the folder.
+        flops: of solvers, Grams and forward passes.
+    """
+
+    blocks: int
+    layers: tuple[tuple[str, LayerPlan, int], ...]
+    kept: int
+    dense: int
+    outside: int
+    block: int
+    solving: int
+    activations: int
+    device: str
+    place: str
+    disk: int
+    flops: float
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def device_peak(self) -> int:
+        """Bytes of the device's memory."""
+        here = self.place == "device" or (self.place == "cpu" and self.on_cpu)
+        work = max(2 * self.outside, self.block + self.solving)
+        return LIBRARIES + work + (self.activations if here else 0)
+
+    @property
+    def ram_peak(self) -> int:
+        """Bytes of RAM; where the device is the CPU, that is all of it."""
+        if self.on_cpu:
+            return self.device_peak
+        return 2 * LIBRARIES + 2 * max(self.outside, self.block) + (self.activations if self.place == "cpu" else 0)
+
+
+def footprint(
+    model: nn.Module,
+    blocks: Blocks,
+    plan: Plan,
+    recipe: Recipe,
+    tokens: tuple[int, int],
+    device: torch.device,
+    place: str,
+    processes: int = 1,
+) -> Footprint:
+    """The footprint of a compression on one of so many processes, from shapes alone.
+
+    Args:
+        tokens: calibration segments, and tokens in each.
+    """
+    method = recipe.build_method()
+    samples, seqlen = -(-tokens[0] // processes), tokens[1]
+    inside = {id(p) for block in blocks.modules for p in block.parameters()}
+    outside = {id(p): p for p in model.parameters() if id(p) not in inside}.values()
+    width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+    itemsize = next(iter(blocks.modules[0].parameters())).element_size()
+    layers = [layer for plans in plan for layer in plans.values()]
+    widest = max(max(layer.shape) for layer in layers)
+    return Footprint(
+        blocks=len(blocks.modules),
+        layers=tuple(kinds(plan)),
+        kept=sum(layer.nonzeros + layer.rank * sum(layer.shape) for layer in layers),
+        dense=sum(math.prod(layer.shape) for layer in layers),
+        outside=_bytes(outside),
+        block=max(
+            _bytes(block.parameters()) + sum(layer.bytes for layer in plans.values())
+            for block, plans in zip(blocks.modules, plan, strict=True)
+        ),
+        solving=max(map(lambda plans: _solving(plans, method, recipe.sequential), plan))
+        + FORWARD * seqlen * widest * itemsize,
+        activations=samples * seqlen * width * itemsize,
+        device=device.type,
+        place=place,
+        disk=bytes_on_disk(model, plan),
+        flops=_flops(blocks, plan, method, recipe, samples * seqlen, processes),
+    )
+
+
+def plan_model(
+    name: str, recipe: Recipe, device: torch.device, place: str, processes: int = 1, trust_remote_code: bool = False
+) -> Footprint:
+    """The footprint of a compression of a model by name, from its configuration.
+
+    Raises:
+        HasslefreeError: a wrong recipe, a model that cannot be compressed, or layers that cannot meet the budget.
+    """
+    recipe.check(with_text=False)
+    check_place(place)
+    model = load_shapes(name, recipe.dtype, trust_remote_code)
+    refuse_compressed(model.config, name)
+    blocks = find_blocks(model)
+    tokens = recipe.samples, resolve_seqlen(model, recipe.seqlen)
+    return footprint(model, blocks, make_plan(blocks, recipe), recipe, tokens, device, place, processes)
+
+
+def _bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def _solving(plans: dict[str, LayerPlan], method: Method, sequential: str) -> int:
+    """Grams in float32 and the arrays of a solver, or sums in float64 and a product, whichever is more."""
+    squares = [layer.shape[1] ** 2 * 4 for layer in plans.values()]
+    grams = sum(squares) if sequential == "block" else max(squares, default=0)
+    solvers = [workspace(method, *layer.shape, layer.rank) + 4 * math.prod(layer.shape) for layer in plans.values()]
+    return max(2 * grams + max(squares, default=0), grams + max(solvers, default=0))
+
+
+def kinds(plan: Plan) -> Iterator[tuple[str, LayerPlan, int]]:
+    """Each kind of layer (the last part of the name) of each shape: a plan, and how many there are."""
+    found: dict[tuple[str, LayerPlan], int] = {}
+    for name, layer in ((name, layer) for plans in plan for name, layer in plans.items()):
+        kind = name.rpartition(".")[2], layer
+        found[kind] = found.get(kind, 0) + 1
+    yield from ((name, layer, count) for (name, layer), count in found.items())
+
+
+def _flops(blocks: Blocks, plan: Plan, method: Method, recipe: Recipe, tokens: int, processes: int) -> float:
+    """Of solvers, Grams and forward passes.
+
+    A forward pass is two FLOPs a parameter and token. One is taken for each group of layers with the same input, and
+    one at the end of a block; groups are not known from shapes, and one for each two layers is near.
+    """
+    layers = [layer for plans in plan for layer in plans.values()]
+    solvers = sum(flops(method, *layer.shape, layer.rank) for layer in layers) / processes
+    grams = sum(2 * tokens * layer.shape[1] ** 2 for layer in layers)
+    passes = 2.0 if recipe.sequential == "block" else 1 + len(plan[0]) / 2
+    forward = passes * 2 * tokens * sum(p.numel() for block in blocks.modules for p in block.parameters())
+    return solvers + grams + forward
+
+
+def product_rate(device: torch.device, side: int = 1024) -> float:
+    """FLOPs a second of a float32 product (side, side) × (side, side), the best of five."""
+    one = torch.randn(side, side, device=device)
+    best = math.inf
+    for _ in range(5):
+        start = time.perf_counter()
+        one @ one
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * side**3 / best
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process could have in all, what it has now among them."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    own = psutil.Process().memory_info().rss
+    limits = [psutil.virtual_memory().available + own]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if Path(file).exists() and (text := Path(file).read_text().strip()).isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+def check_memory(found: Footprint, device: torch.device) -> None:
+    """Raise a MemoryShortError, with the plan and the way out, where a compression will not fit."""
+    if fits(found, device):
+        return
+    way = next((flag for other, where, flag in ways_out(found, device) if fits(other, where)), None)
+    remedy = f"it fits with {way}" if way else "it needs a machine with more memory"
+    raise MemoryShortError(f"the memory will not do; {remedy}\n{as_text(plan_table(found, device))}")
+
+
+def fits(found: Footprint, device: torch.device) -> bool:
+    ram = torch.device("cpu")
+    return found.ram_peak <= free_memory(ram) and found.device_peak <= free_memory(device)
+
+
+def ways_out(found: Footprint, device: torch.device) -> Iterator[tuple[Footprint, torch.device, str]]:
+    """What else could be asked for, the cheapest first."""
+    for place in PLACES[PLACES.index(found.place) + 1 :]:
+        yield dataclasses.replace(found, place=place), device, f"--activations {place}"
+    cpu = torch.device("cpu")
+    if not found.on_cpu:
+        yield dataclasses.replace(found, device="cpu"), cpu, "--device cpu"
+        yield dataclasses.replace(found, device="cpu", place="disk"), cpu, "--device cpu --activations disk"
+
+
+def plan_table(found: Footprint, device: torch.device) -> Group:
+    """What will be done, and what it takes beside what is there."""
+    table = Table(title=Text(f"{found.blocks} blocks, {sum(count for *_, count in found.layers)} layers"))
+    for heading in ("", "out×in", "pattern", "rank", "kept", "count"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, layer, count in found.layers:
+        (out, width), share = layer.shape, (layer.nonzeros + layer.rank * sum(layer.shape)) / math.prod(layer.shape)
+        table.add_row(name, f"{out}×{width}", str(layer.pattern), str(layer.rank), f"{share:.1%}", str(count))
+    takes = Table(show_header=False)
+    for name, value in totals(found, device).items():
+        takes.add_row(name, value)
+    return Group(table, takes)
+
+
+def totals(found: Footprint, device: torch.device) -> dict[str, str]:
+    """The figures of a footprint, in words."""
+
+    def against(peak: int, where: torch.device) -> str:
+        return f"{size(peak)}, of {size(free_memory(where))} that can be had"
+
+    here = found.device if found.place == "device" else found.place
+    memory = {} if found.on_cpu else {f"peak of {device}": against(found.device_peak, device)}
+    return {
+        "parameters kept": f"{found.kept / 1e6:,.1f} M of {found.dense / 1e6:,.1f} M ({found.kept / found.dense:.1%})",
+        "on the disk": size(found.disk),
+        **memory,
+        "peak of RAM": against(found.ram_peak, torch.device("cpu")),
+        "activations": f"{size(found.activations)}, on {here}",
+        "time": f"about {duration(found.flops / product_rate(device))}",
+    }
+
+
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
+
+
+def size(number: int) -> str:
+    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
+
+
+def as_text(table: Group) -> str:
+    console = Console(width=100, no_color=True)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
+def to_dict(found: Footprint) -> dict[str, Any]:
+    """A footprint as JSON has it."""
+    layers = [
+        {"kind": n, "shape": list(p.shape), "pattern": str(p.pattern), "rank": p.rank, "count": c}
+        for n, p, c in found.layers
+    ]
+    peaks = {"device_peak": found.device_peak, "ram_peak": found.ram_peak}
+    return dataclasses.asdict(dataclasses.replace(found, layers=())) | {"layers": layers} | peaks

@@ -1,0 +1,102 @@
+"""What a plan promises is what a run takes."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.errors import BudgetError, MemoryShortError, ModelError, UnknownNameError
+from hasslefree.footprint import as_text, check_memory, free_memory, plan_model, plan_table, to_dict
+from tests.tiny_models import FAMILIES, build, segments, tensors_of
+
+CPU = torch.device("cpu")
+
+
+def planned(folder, recipe=None, place="device", processes=1, **changes):
+    build("llama", **changes).save_pretrained(folder)
+    return plan_model(str(folder), recipe or Recipe(rank=2, samples=6, seqlen=16), CPU, place, processes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_of_the_layers_is_what_compress_makes(family, tmp_path):
+    """Oracle: the folder that compress writes."""
+    build(family).save_pretrained(tmp_path / "model")
+    recipe = Recipe(rank=2, method="eora", samples=4, seqlen=16)
+    found = plan_model(str(tmp_path / "model"), recipe, CPU, "device")
+    report = hasslefree.compress(build(family), tmp_path / "out", recipe, segments=segments())
+    assert found.blocks == 2
+    assert sum(count for *_, count in found.layers) == len(report.layers)
+    assert (found.kept, found.dense) == (report.kept_parameters, report.dense_parameters)
+    written = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())
+    assert found.disk == written + 50_000_000
+
+
+def test_what_memory_holds_by_hand(tmp_path):
+    """Llama in float32: width 32, MLP 48, vocabulary 64, two blocks; 6 × 16 tokens."""
+    found = planned(tmp_path, tie_word_embeddings=False)
+    assert found.activations == 6 * 16 * 32 * 4
+    assert found.outside == 4 * (2 * 64 * 32 + 32)
+    layers = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32
+    packed = layers // 2 * 4 + layers // 2 * 2 // 8 + 4 * 2 * (2 * 64 + 2 * 48 + 3 * 80)
+    assert found.block == 4 * (layers + 2 * 32) + packed
+    assert planned(tmp_path / "half", processes=2).activations == found.activations // 2
+
+
+def test_where_the_activations_count(tmp_path):
+    device, disk = (planned(tmp_path / place, place=place) for place in ("device", "disk"))
+    assert device.ram_peak - disk.ram_peak == device.activations
+    on_gpu = dataclasses.replace(device, device="cuda")
+    moved = dataclasses.replace(on_gpu, place="cpu")
+    assert on_gpu.device_peak - moved.device_peak == on_gpu.activations == moved.ram_peak - on_gpu.ram_peak
+
+
+def test_a_run_that_will_not_fit_is_refused_with_the_way_out(tmp_path, monkeypatch):
+    found = dataclasses.replace(planned(tmp_path), activations=8 * 10**9)
+    room = found.ram_peak - 10**9
+    monkeypatch.setattr("hasslefree.footprint.free_memory", lambda device: room)
+    with pytest.raises(MemoryShortError, match=r"with --activations disk(.|\n)*parameters kept(.|\n)*peak of RAM"):
+        check_memory(found, CPU)
+    check_memory(dataclasses.replace(found, activations=0), CPU)
+
+
+def test_what_a_gpu_has_no_room_for_may_fit_into_ram(tmp_path, monkeypatch):
+    found = dataclasses.replace(planned(tmp_path), device="cuda", solving=10 * 10**9)
+    gpu = torch.device("cuda")
+    monkeypatch.setattr("hasslefree.footprint.free_memory", lambda device: 10**9 if device == gpu else 20 * 10**9)
+    monkeypatch.setattr("hasslefree.footprint.product_rate", lambda device: 1e9)
+    with pytest.raises(MemoryShortError, match="it fits with --device cpu"):
+        check_memory(found, gpu)
+
+
+def test_compress_refuses_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("hasslefree.footprint.free_memory", lambda device: 10**8)
+    with pytest.raises(MemoryShortError, match="a machine with more memory"):
+        hasslefree.compress(build("llama"), tmp_path / "out", Recipe(rank=2, rounds=1), segments=segments())
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_plans(tmp_path):
+    with pytest.raises(BudgetError, match="rank 20 is larger"):
+        planned(tmp_path, Recipe(rank=20))
+    with pytest.raises(UnknownNameError, match="place of activations 'attic'"):
+        planned(tmp_path, place="attic")
+    with pytest.raises(ModelError, match="takes at most 64 tokens"):
+        planned(tmp_path, Recipe(rank=2, seqlen=65))
+
+
+def test_the_table_and_the_json_tell_the_same(tmp_path):
+    found = planned(tmp_path)
+    text, content = as_text(plan_table(found, CPU)), json.loads(json.dumps(to_dict(found)))
+    for part in ("q_proj", "48×32", "2:4", "parameters kept", "peak of RAM", "about", "on the disk"):
+        assert part in text
+    assert content["ram_peak"] == found.ram_peak
+    assert sum(layer["count"] for layer in content["layers"]) == 14
+    assert math.prod(content["layers"][0]["shape"]) == 32 * 32
+
+
+def test_free_memory_is_what_the_machine_has():
+    assert 10**8 < free_memory(CPU) < 10**14
