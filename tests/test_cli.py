@@ -13,6 +13,7 @@ from hasslefree import Recipe
 from hasslefree.cli import main, spread_lists
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
 from hasslefree.errors import OutputError
+from tests.evaluation.task_rows import write_rows
 
 QUICK = ["--calibration", str(CALIBRATION), "--samples", "2", "--seqlen", "32"]
 
@@ -109,7 +110,7 @@ def test_other_mistakes(monkeypatch, capsys, tmp_path):
         (["inspect", MODEL], "holds no compressed model"),
         (["inspect", "someone/model"], "there is no folder someone/model"),
         (["inspect", MODEL, "--output", tmp_path], "is a folder"),
-        (["evaluate", MODEL], "name at least one text"),
+        (["evaluate", MODEL], "name at least one text or task"),
         (["evaluate", MODEL, "--perplexity", HELD_OUT, "--output", "/none/r.json"], "does not exist"),
         (["evaluate", MODEL, "--perplexity", HELD_OUT, "--output", tmp_path], "is a folder"),
         (["evaluate", MODEL, "--perplexity", HELD_OUT, "--seqlen", "1"], "--seqlen"),
@@ -214,16 +215,59 @@ def test_every_option_of_evaluate_arrives(monkeypatch):
     """Oracle: the arguments, written out."""
     seen = []
 
-    def record(*arguments):
-        seen.append(arguments)
+    def record(*arguments, keep, **options):
+        seen.append((*arguments, options))
         raise OutputError("seen")
 
-    monkeypatch.setattr(sys.modules["hasslefree.evaluation.run"], "evaluate_perplexity", record)
-    flags = ["--seqlen", "33", "--max-tokens", "99", "--batch-size", "3", "--dtype", "float16", "--device", "cpu"]
+    monkeypatch.setattr(sys.modules["hasslefree.evaluation.run"], "evaluate", record)
+    flags = ["--seqlen", "33", "--max-tokens", "99", "--batch-size", "3", "--dtype", "float16", "--device", "cpu",
+             "--limit", "5", "--task-data", "d", "--cache", "c", "--tasks", "rte", "piqa"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["hasslefree", "evaluate", "m", "--perplexity", "a", "b", *flags])
     with pytest.raises(SystemExit):
         main()
-    assert seen == [("m", ["a", "b"], 33, 99, 3, "float16", "cpu")]
+    given = {
+        "seqlen": 33, "max_tokens": 99, "batch": 3, "dtype": "float16", "device": "cpu", "limit": 5,
+        "task_data": Path("d"), "cache": Path("c"),
+    }  # fmt: skip
+    assert seen == [("m", ["a", "b"], ["rte", "piqa"], given)]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    monkeypatch.setattr(sys, "argv", ["hasslefree", "evaluate", "m", "--tasks", "rte"])
+    with pytest.raises(SystemExit):
+        main()
+    silent = {"seqlen": None, "max_tokens": None, "batch": None, "dtype": "auto", "device": None, "limit": None,
+              "task_data": None, "cache": Path("/somewhere/hasslefree")}  # fmt: skip
+    assert seen[1] == ("m", [], ["rte"], silent)
+
+
+def test_tasks_and_texts_of_one_model(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: pip install "hasslefree[eval]"')
+    rows, results = write_rows(tmp_path / "rows"), tmp_path / "r.json"
+    rest = ["--task-data", rows, "--cache", tmp_path / "cache", "--output", results, "--max-tokens", "128"]
+    code, text = run(monkeypatch, capsys, "evaluate", MODEL, "--tasks", "winogrande", "piqa", "--limit", "2",
+                     "--perplexity", HELD_OUT, *rest)  # fmt: skip
+    assert code == 0, text
+    found = json.loads(results.read_text())
+    assert list(found["tasks"]) == ["winogrande", "piqa"]
+    assert list(found["perplexity"]) == [str(HELD_OUT)]
+    for task, row in found["tasks"].items():
+        line = next(line for line in text.splitlines() if task in line)
+        for part in (row["metric"], f"{100 * row['value']:.2f}", f"{100 * row[row['metric'] + '_stderr']:.2f}", "2"):
+            assert part in line
+    assert f"{100 * found['average']:.2f}" in next(line for line in text.splitlines() if "average" in line)
+    assert "only the first 2 rows" in " ".join(text.split())
+    assert "Traceback" not in text
+    for arguments, message in [
+        (["--tasks", "winograde"], "Did you mean 'winogrande'"),
+        (["--tasks", "rte", "--task-data", tmp_path], "--task-data needs rte.jsonl"),
+        (["--tasks", "rte", "--batch-size", "many"], "--batch-size is auto or a number"),
+        (["--tasks", "rte", "--batch-size", "0"], "--batch-size is auto or a number"),
+        (["--tasks", "rte", "--limit", "0"], "--limit"),
+        (["--tasks", "rte", "--task-data", rows, "--cache", results], "name another with --cache"),
+    ]:
+        code, text = run(monkeypatch, capsys, "evaluate", MODEL, *arguments)
+        assert code == 2, text
+        assert message in text.replace("\n", " "), text
 
 
 def test_paths_are_printed_as_they_are(monkeypatch, capsys, tmp_path):

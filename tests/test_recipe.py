@@ -1,6 +1,10 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hasslefree import AlternatingMinimization, Recipe
 from hasslefree.errors import RecipeError
@@ -60,12 +64,120 @@ def test_a_method_with_a_low_rank_part_needs_a_rank(text):
     Recipe(calibration=text, method="wanda").check()
 
 
-def test_the_recipes_that_ship_are_sound(monkeypatch):
-    """Their texts are hub names, which are not looked up here."""
-    files = list((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
-    assert files
-    for file in files:
-        Recipe.from_yaml(file).check()
+SHIPPED = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+BUDGETS = {
+    "2-4": {"pattern": "2:4"},
+    "4-8": {"pattern": "4:8"},
+    **{f"{n}-{m}-rank-64": {"pattern": f"{n}:{m}", "rank": 64} for n, m in ((2, 4), (2, 8), (3, 8), (4, 8))},
+    **{f"{n}-8-ratio-50": {"pattern": f"{n}:8", "ratio": 0.5} for n in (2, 3)},
+    **{f"unstructured-{10 * n}": {"pattern": "unstructured", "ratio": n / 10, "rank_share": 0.3} for n in (6, 7, 8)},
+}
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=[file.stem for file in SHIPPED])
+def test_the_recipes_that_ship_are_what_their_names_say(file):
+    """Oracle: the settings of the paper's section 4 and appendix, written out. Texts are hub names: not looked up."""
+    method = next(m for m in ("joint", "hassle-free", "oats", "sparsegpt", "wanda") if file.stem.startswith(m))
+    budget = BUDGETS[file.stem.removeprefix(f"{method}-")]
+    recipe = Recipe.from_yaml(file)
+    recipe.check()
+    assert recipe == Recipe(**budget, method=method, calibration="c4", samples=128, seqlen=2048)
+    fields = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+    assert len(fields) <= 5 or file.stem == "joint-2-4-rank-64"
+
+
+def test_every_setting_has_every_method():
+    names = {file.stem for file in SHIPPED}
+    low_rank = [name for name in BUDGETS if "-rank-" in name or "ratio" in name or "unstructured" in name]
+    alone = {f"{method}-{pattern}" for method in ("sparsegpt", "wanda") for pattern in ("2-4", "4-8")}
+    assert names == alone | {f"{m}-{name}" for m in ("joint", "hassle-free", "oats") for name in low_rank}
+
+
+def test_a_recipe_stands_on_another(tmp_path, text):
+    """The nearest file wins, `null` takes a field back, a base is looked for beside the file that names it."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.yaml").write_text(f'pattern: "2:8"\nrank: 3\nsamples: 7\ncalibration: {text}\n')
+    (tmp_path / "sub" / "b.yaml").write_text("base: ../a.yaml\nrank: null\nratio: 0.5\n")
+    (tmp_path / "c.yaml").write_text("samples: 9\nbase: sub/b.yaml\n")
+    expected = Recipe(pattern="2:8", ratio=0.5, samples=9, calibration=text)
+    assert Recipe.from_yaml(tmp_path / "c.yaml") == expected
+    assert Recipe.from_yaml(tmp_path / "c.yaml", seed=4) == dataclasses.replace(expected, seed=4)
+    (tmp_path / "d.yaml").write_text("base: c.yaml\n")
+    assert Recipe.from_yaml(tmp_path / "d.yaml") == expected
+
+
+names = st.sampled_from(["rank", "samples", "seed", "seqlen"])
+
+
+@given(st.lists(st.dictionaries(names, st.integers(2, 99)), min_size=1, max_size=5))
+def test_a_chain_of_bases_is_a_chain_of_updates(tmp_path_factory, layers):
+    """Oracle: dict.update."""
+    folder, expected = tmp_path_factory.mktemp("chain"), {"pattern": "2:4", "rank": 1}
+    (folder / "0.yaml").write_text(yaml.safe_dump(expected))
+    for number, layer in enumerate(layers, 1):
+        (folder / f"{number}.yaml").write_text(yaml.safe_dump({"base": f"{number - 1}.yaml", **layer}))
+        expected |= layer
+    assert Recipe.from_yaml(folder / f"{len(layers)}.yaml") == Recipe(**expected)
+
+
+def problems(path, **changes):
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_yaml(path, **changes)
+    return str(caught.value).replace(f"{path.parent}/", "").split("\n")
+
+
+def test_every_problem_has_its_file_and_its_line(tmp_path):
+    (tmp_path / "a.yaml").write_text("# a comment\npattern: '5:4'\n\nrnk: 3\nsamples: many\ndtype: int8\n")
+    (tmp_path / "b.yaml").write_text(
+        "base: a.yaml\nrank: -1\nratio: 0.5\nmethod: hasslefree\nseqlen: 1\nseqlen: 2\n"
+        "calibration: wikitext\nleave_dense: 3\n"
+    )
+    found = problems(tmp_path / "b.yaml", seed=-1)
+    expected = [
+        "b.yaml:6: seqlen is given twice, first at b.yaml:5",
+        "a.yaml:4: unknown field 'rnk'; did you mean 'rank'?",
+        "a.yaml:5: samples must be int, got 'many'",
+        "b.yaml:8: leave_dense must be list, got 3",
+        "b.yaml:2: rank must not be negative, got -1",
+        "b.yaml:2, b.yaml:3: give rank or ratio, not both",
+        "a.yaml:2: pattern 5:4 is impossible",
+        "b.yaml:4: unknown method 'hasslefree'",
+        "b.yaml:5: seqlen must be at least 2, got 1",
+        "given beside b.yaml: seed must be between",
+        "a.yaml:6: dtype is one of",
+        "b.yaml:7: unknown text",
+    ]
+    assert len(found) == len(expected)
+    for line, start in zip(found, expected, strict=True):
+        assert line.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"a": "base: b.yaml\nrank: 1\n"}, ["a.yaml:1: the base b.yaml does not exist; the path is relative to a"]),
+        ({"a": "rank: 1\nbase: a.yaml\n"}, ["a.yaml:2: the bases go in a circle: a.yaml → a.yaml"]),
+        (
+            {"a": "rank: 1\nbase: b.yaml\n", "b": "base: ./c.yaml", "c": "base: b.yaml"},
+            ["c.yaml:1: the bases go in a circle: a.yaml → b.yaml → c.yaml → b.yaml"],
+        ),
+        ({"a": "rank: 1\nbase: [b.yaml]\n"}, ["a.yaml:2: base must be the path of a recipe, got ['b.yaml']"]),
+        ({"a": "rank: 1\nbase: b.yaml\n", "b": "- 1"}, ["the recipe b.yaml must hold fields, such as"]),
+        ({"a": "rank: 1\nbase: b.yaml\n", "b": "rank: 1\nx: ["}, ["b.yaml:2: the recipe is not YAML: "]),
+        ({"a": "rank: 1\nbase: b.yaml\nsamples: 0", "b": "rnk: 3"},
+         ["b.yaml:1: unknown field 'rnk'", "a.yaml:3: samples must be at least 1, got 0"]),
+        ({"a": "rank: 1\nseed: !!python/name:x y\n"}, ["a.yaml:2: seed has no plain value"]),
+        ({"a": "method: oats\n"}, ["a.yaml:1: method oats needs a rank or a ratio"]),
+        ({"a": "pattern: row\nrank: four\n"}, ["a.yaml:2: rank must be int or nothing, got 'four'"]),
+        ({"a": "samples: 3\n"}, ["a.yaml: method joint needs a rank or a ratio"]),
+        ({"a": "rank: 1\nmethod: oats\npruner: sparsgpt\n"}, ["a.yaml:3: unknown pruner 'sparsgpt'"]),
+    ],
+)  # fmt: skip
+def test_bases_and_lines_that_are_wrong(tmp_path, files, expected):
+    for name, content in files.items():
+        (tmp_path / f"{name}.yaml").write_text(content)
+    found = problems(tmp_path / "a.yaml")
+    assert [any(line.startswith(start) for start in expected) for line in found] == [True] * len(expected), found
 
 
 def test_a_pruner_alone_has_no_use_for_a_rank():

@@ -74,7 +74,7 @@ def test_errors(tmp_path):
 @pytest.mark.parametrize(
     ("name", "field", "calibration", "evaluation", "joiner"),
     [
-        ("c4", "text", "c4-train.00000-of-01024", "c4-validation.00000-of-00008", "\n\n"),
+        ("c4", "text", "c4-train.00000-of-01024", "c4-validation.00000-of-00008", " "),
         ("wikitext2", "text", "train", "test", "\n\n"),
         ("ptb", "sentence", "train/0000.parquet", "test/0000.parquet", " "),
     ],

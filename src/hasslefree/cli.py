@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +33,7 @@ app = typer.Typer(
 console = Console(quiet=os.environ.get("RANK", "0") != "0")
 
 # These take several values after one flag, as in: --perplexity wikitext2 ptb my.txt
-_LISTS = ("--perplexity", "--leave-dense")
+_LISTS = ("--perplexity", "--tasks", "--leave-dense")
 
 
 # The options that make a recipe, for every command that takes one.
@@ -165,33 +165,65 @@ def evaluate(
     perplexity: Annotated[
         list[str] | None, typer.Option(help="Texts: wikitext2, ptb, c4, or .txt and .jsonl files.")
     ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(help="piqa, hellaswag, arc_easy, arc_challenge, winogrande, rte, openbookqa, boolq."),
+    ] = None,
     seqlen: Annotated[
         int | None, typer.Option(help="Tokens a window (default: 2048 or the model's most).", min=2)
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Use only the first tokens of each text.", min=2)] = None,
-    batch_size: Annotated[int, typer.Option(help="Windows at a time.", min=1)] = 1,
+    limit: Annotated[int | None, typer.Option(help="Use only the first rows of each task.", min=1)] = None,
+    task_data: Annotated[
+        Path | None, typer.Option(help="Take the tasks' rows from here, TASK.jsonl each, and not from the hub.")
+    ] = None,
+    batch_size: Annotated[
+        str, typer.Option(help="Windows or task sequences at a time; auto: 1, and for tasks what fits on the GPU.")
+    ] = "auto",
+    cache: Annotated[
+        Path | None, typer.Option(help="Keep the answers to tasks here (default: ~/.cache/hasslefree).")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, … (default: the GPU if there is one).")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the results as JSON.")] = None,
 ) -> None:
-    """Perplexity of MODEL, at full stride, as the Hugging Face guide defines it."""
-    from rich.table import Table
-    from rich.text import Text
+    """Perplexity of MODEL on texts, and its zero-shot accuracy on tasks, as docs/evaluation.md defines them."""
+    from hasslefree.evaluation import run
+    from hasslefree.evaluation.harness import default_cache
+    from hasslefree.evaluation.tables import result_tables
 
-    from hasslefree.evaluation.run import evaluate_perplexity
-
-    if not perplexity:
-        raise RecipeError("name at least one text, such as --perplexity wikitext2")
+    if not perplexity and not tasks:
+        raise RecipeError("name at least one text or task, such as --perplexity wikitext2 or --tasks piqa")
+    batch = parse_batch_size(batch_size)
     check_output_file(output)
-    with console.status("evaluating"):
-        results = evaluate_perplexity(model, perplexity, seqlen, max_tokens, batch_size, dtype, device)
-    table = Table(title=Text(model))
-    for heading in ("text", "perplexity", "tokens", "window"):
-        table.add_column(heading, justify="left" if heading == "text" else "right")
-    for text, result in results["perplexity"].items():
-        table.add_row(Text(text), f"{result['perplexity']:.3f}", f"{result['tokens']:,}", str(result["window"]))
-    console.print(table)
+    # The tasks have bars of their own.
+    with nullcontext() if tasks else console.status("evaluating"):
+        results = run.evaluate(
+            model,
+            perplexity or [],
+            tasks or [],
+            seqlen=seqlen,
+            max_tokens=max_tokens,
+            batch=batch,
+            dtype=dtype,
+            device=device,
+            limit=limit,
+            task_data=task_data,
+            cache=cache or default_cache(),
+            keep=lambda results: write_file(results, output),
+        )
+    for table in result_tables(results):
+        console.print(table)
     write_json(results, output)
+
+
+def parse_batch_size(given: str) -> int | None:
+    """The number, or None for auto."""
+    if given == "auto":
+        return None
+    if not given.isdecimal() or int(given) < 1:
+        raise RecipeError(f"--batch-size is auto or a number of at least 1, got {given!r}")
+    return int(given)
 
 
 @app.command()
@@ -246,10 +278,16 @@ def check_output_file(output: Path | None) -> None:
 
 
 def write_json(results: dict[str, Any], output: Path | None) -> None:
+    """Write results to the file of --output, if it was given, and say so."""
+    write_file(results, output)
+    if output is not None:
+        say(f"Written to {output}.")
+
+
+def write_file(results: dict[str, Any], output: Path | None) -> None:
     """Write results to the file of --output, if it was given."""
     if output is not None:
         output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        say(f"Written to {output}.")
 
 
 def say(message: str) -> None:

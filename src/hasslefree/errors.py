@@ -40,6 +40,10 @@ class CalibrationError(HasslefreeError):
     """A text that is missing, empty or too short."""
 
 
+class TaskError(HasslefreeError):
+    """A zero-shot task that cannot be run: its data are missing or malformed, or the harness is not installed."""
+
+
 class ModelError(HasslefreeError):
     """A model that cannot be compressed, or not as asked."""
 

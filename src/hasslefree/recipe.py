@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import re
 import types
 import typing
 from pathlib import Path
@@ -16,7 +18,10 @@ from hasslefree.errors import HasslefreeError, RecipeError
 from hasslefree.methods import build_method
 from hasslefree.methods.prune import Prune
 from hasslefree.texts import check_text
+from hasslefree.yaml_fields import Given, read_fields
 
+BUDGET_FIELDS = ("pattern", "rank", "sparsity", "ratio", "rank_share")
+METHOD_FIELDS = ("method", "pruner", "low_rank", "rounds", "damping", "rank")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -66,36 +71,37 @@ class Recipe:
         Args:
             with_text: look at the calibration text too.
         """
-        problems = list(self._problems())
-        if with_text:
-            try:
-                check_text(self.calibration)
-            except HasslefreeError as error:
-                problems.append(str(error))
-        if problems:
+        if problems := [message for _, message in self._problems(with_text)]:
             raise RecipeError("\n".join(problems))
 
-    def _problems(self) -> typing.Iterator[str]:
-        yield from self.budget().problems()
+    def _problems(self, with_text: bool) -> typing.Iterator[tuple[tuple[str, ...], str]]:
+        """Fields, the likeliest first, and what is wrong with one or several of them."""
+        for message in self.budget().problems():
+            yield BUDGET_FIELDS, message
         try:
             method = self.build_method()
             method.check(self.rank or 0)
             if not isinstance(method, Prune) and self.rank is None and self.ratio is None:
-                yield f"method {self.method} needs a rank or a ratio (rank 0 for S alone)"
+                yield ("method",), f"method {self.method} needs a rank or a ratio (rank 0 for S alone)"
         except HasslefreeError as error:
-            yield str(error)
+            yield METHOD_FIELDS, str(error)
         for name, least in (("samples", 1), ("seqlen", 2)):
             value = getattr(self, name)
             if value is not None and value < least:
-                yield f"{name} must be at least {least}, got {value}"
+                yield (name,), f"{name} must be at least {least}, got {value}"
         if self.damping is not None and not 0 <= self.damping < float("inf"):
-            yield f"damping must be a number and not negative, got {self.damping}"
+            yield ("damping",), f"damping must be a number and not negative, got {self.damping}"
         if not 0 <= self.seed < 2**63:
-            yield f"seed must be between 0 and 2^63 - 1, got {self.seed}"
+            yield ("seed",), f"seed must be between 0 and 2^63 - 1, got {self.seed}"
         if self.sequential not in ("layer", "block"):
-            yield f"sequential is layer or block, got {self.sequential!r}"
+            yield ("sequential",), f"sequential is layer or block, got {self.sequential!r}"
         if self.dtype not in DTYPES:
-            yield f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}"
+            yield ("dtype",), f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}"
+        if with_text:
+            try:
+                check_text(self.calibration)
+            except HasslefreeError as error:
+                yield ("calibration",), str(error)
 
     def to_yaml(self) -> str:
         """The fields that say something, as YAML that `from_yaml` reads."""
@@ -104,40 +110,60 @@ class Recipe:
 
     @classmethod
     def from_yaml(cls, path: str | Path, **changes: Any) -> Recipe:
-        """Read a recipe and put `changes` over its fields. `check` looks at the values.
+        """Read a recipe, the ones that it names as its `base`, and put `changes` over their fields.
 
         Raises:
-            RecipeError: with every unknown key and every wrong type.
+            RecipeError: with every problem of every field, its file and its line.
         """
-        try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"the recipe {path} cannot be read: {error}") from None
-        except yaml.YAMLError as error:
-            raise RecipeError(f"the recipe {path} is not YAML: {error}") from None
-        if not isinstance(content, dict):
-            raise RecipeError(f"the recipe {path} must hold fields, such as 'pattern: \"2:4\"'")
-        return cls.from_dict(content | changes)
+        fields = read_fields(Path(path))
+        given = fields.given | {name: Given(value, f"given beside {path}") for name, value in changes.items()}
+        values, wrong = _typed({name: each.value for name, each in given.items()})
+        problems = fields.problems + [f"{given[name].where}: {message}" for name, message in wrong.items()]
+        if fields.given or not fields.problems:
+            for names, message in cls(**values)._problems(with_text=True):
+                # What is wrong already is not complained of once more as missing.
+                if not any(re.search(rf"\b{name}\b", message) for name in wrong):
+                    problems.append(f"{_place(names, message, given) or path}: {message}")
+        if problems:
+            raise RecipeError("\n".join(problems))
+        return cls(**values)
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Recipe:
         """A recipe from plain values, checked for names and types. Raises RecipeError with every problem."""
-        hints = typing.get_type_hints(cls)
-        problems = [f"unknown field {key!r}; known: {', '.join(hints)}" for key in content if key not in hints]
-        values: dict[str, Any] = {}
-        for key, value in content.items():
-            if key not in hints:
-                continue
-            if key == "leave_dense" and isinstance(value, list):
-                value = tuple(str(glob) for glob in value)
-            allowed = _plain_types(hints[key])
-            if not isinstance(value, allowed) or isinstance(value, bool):
-                names = " or ".join("nothing" if t is types.NoneType else t.__name__ for t in allowed)
-                problems.append(f"{key} must be {names}, got {value!r}" + _yaml_hint(key, value))
-            values[key] = value
-        if problems:
-            raise RecipeError("\n".join(problems))
+        values, wrong = _typed(content)
+        if wrong:
+            raise RecipeError("\n".join(wrong.values()))
         return cls(**values)
+
+
+def _typed(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of known fields and right types; and for each of the others what is wrong with it."""
+    hints = typing.get_type_hints(Recipe)
+    values: dict[str, Any] = {}
+    wrong: dict[str, str] = {}
+    for key, value in content.items():
+        if key not in hints:
+            close = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            wrong[key] = f"unknown field {key!r}; {hint}known: {', '.join(hints)}"
+            continue
+        if key == "leave_dense" and isinstance(value, list):
+            value = tuple(str(glob) for glob in value)
+        allowed = _plain_types(hints[key])
+        if not isinstance(value, allowed) or isinstance(value, bool):
+            names = " or ".join({types.NoneType: "nothing", tuple: "list"}.get(t, t.__name__) for t in allowed)
+            wrong[key] = f"{key} must be {names}, got {value!r}" + _yaml_hint(key, value)
+        else:
+            values[key] = value
+    return values, wrong
+
+
+def _place(names: tuple[str, ...], message: str, given: dict[str, Given]) -> str:
+    """Where the fields that a message speaks of were given; empty where none was, which is then what is wrong."""
+    having = [name for name in names if name in given]
+    meant = [n for n in having if re.search(rf"\b{n}\b", message) or repr(given[n].value) in message]
+    return ", ".join(given[name].where for name in meant or having[:1])
 
 
 def _yaml_hint(key: str, value: Any) -> str:

@@ -18,36 +18,54 @@ _SLICE = re.compile(r"(?P<path>.+\.jsonl)\[(?P<start>\d*):(?P<stop>\d*)\]")
 
 
 @dataclass(frozen=True)
+class Protocol:
+    """What of a text the perplexity is taken of; two figures compare only where all of this is the same.
+
+    Args:
+        joiner: between two documents. documents, windows: how many, from the first on; None for all.
+        remainder: score the last window too where the tokens do not fill it.
+        special_tokens: let the tokenizer put its own (<bos>, say) before the whole text, once.
+    """
+
+    joiner: str = "\n\n"
+    documents: int | None = None
+    windows: int | None = None
+    remainder: bool = True
+    special_tokens: bool = True
+
+
+@dataclass(frozen=True)
 class HubText:
-    """Where the documents of a public text are, for calibration and for evaluation."""
+    """Where the documents of a public text are, for calibration and for evaluation, and how it is evaluated."""
 
     calibration: dict[str, Any]
     evaluation: dict[str, Any]
     field: str
-    joiner: str = "\n\n"
-    documents: int | None = None
+    protocol: Protocol
 
 
 _PTB = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank/{}/0000.parquet"
 
-# C4: the first shard for calibration, as SparseGPT and the paper use it, and the first 1,100 validation documents.
+# The texts and protocols of SparseGPT's experiments (arXiv 2301.00774), which the paper's public code shares: whole
+# windows alone; of C4 the first shard for calibration, and 256 windows of its first 1,100 validation documents.
 HUB_TEXTS = {
     "c4": HubText(
         {"path": "allenai/c4", "data_files": "en/c4-train.00000-of-01024.json.gz", "split": "train"},
         {"path": "allenai/c4", "data_files": "en/c4-validation.00000-of-00008.json.gz", "split": "train"},
         field="text",
-        documents=1100,
+        protocol=Protocol(joiner=" ", documents=1100, windows=256, remainder=False),
     ),
     "wikitext2": HubText(
         {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "train"},
         {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "test"},
         field="text",
+        protocol=Protocol(remainder=False),
     ),
     "ptb": HubText(
         {"path": "parquet", "data_files": _PTB.format("train"), "split": "train"},
         {"path": "parquet", "data_files": _PTB.format("test"), "split": "train"},
         field="sentence",
-        joiner=" ",
+        protocol=Protocol(joiner=" ", remainder=False),
     ),
 }
 
@@ -62,15 +80,23 @@ def calibration_documents(name: str) -> Sequence[str]:
         return _local(name)
     source = HUB_TEXTS[name]
     column = _from_hub(name, source.calibration)[source.field]
-    return column if name == "c4" else [source.joiner.join(column)]
+    return column if name == "c4" else [source.protocol.joiner.join(column)]
+
+
+def evaluation_protocol(name: str) -> Protocol:
+    """How the perplexity of this text is taken: as published for a hub name, all of it for a local file."""
+    return HUB_TEXTS[name].protocol if name in HUB_TEXTS else Protocol()
 
 
 def evaluation_text(name: str) -> str:
     """One text to compute the perplexity of: the documents of a hub name or a local file, joined."""
-    if name not in HUB_TEXTS:
-        return "\n\n".join(_local(name))
-    source = HUB_TEXTS[name]
-    return source.joiner.join(_from_hub(name, source.evaluation)[source.field][: source.documents])
+    protocol = evaluation_protocol(name)
+    if name in HUB_TEXTS:
+        source = HUB_TEXTS[name]
+        documents = _from_hub(name, source.evaluation)[source.field]
+    else:
+        documents = _local(name)
+    return protocol.joiner.join(documents[: protocol.documents])
 
 
 def check_text(name: str) -> None:

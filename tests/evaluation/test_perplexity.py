@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hasslefree import perplexity
 from hasslefree.errors import CalibrationError, NonFiniteError
@@ -33,6 +35,24 @@ def test_it_is_that_of_the_guide(length, batch):
     assert found.perplexity == pytest.approx(expected, rel=1e-5)
     assert (found.scored, found.tokens) == (count, length)
     assert length < 16 or found.perplexity > 70, "the model is too flat to tell one window from another"
+
+
+@given(st.integers(16, 70), st.none() | st.integers(1, 5), st.booleans())
+@settings(max_examples=20)
+def test_only_the_windows_that_were_asked_for(length, windows, remainder):
+    """Oracle: the guide's loop over a text that holds nothing else."""
+    model = build("llama", initializer_range=0.5)
+    tokens = torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(length))
+    kept = tokens[: 16 * min(length // 16, windows or 99)] if not remainder else tokens[: 16 * (windows or 99)]
+    expected, count = by_the_guide(model, kept, 16)
+    found = perplexity(model, tokens, 16, 2, windows=windows, remainder=remainder)
+    assert found.perplexity == pytest.approx(expected, rel=1e-5)
+    assert (found.scored, found.tokens) == (count, len(kept))
+
+
+def test_no_whole_window():
+    with pytest.raises(CalibrationError, match="15 tokens do not fill one window of 16"):
+        perplexity(build("llama"), torch.arange(3, 18), 16, remainder=False)
 
 
 def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():

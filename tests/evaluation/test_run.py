@@ -1,15 +1,18 @@
 """An evaluation takes what it was asked for."""
 
 import dataclasses
+import json
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hasslefree
-from hasslefree.demo.run import CALIBRATION, MODEL
-from hasslefree.evaluation.run import evaluate_perplexity
-from hasslefree.texts import calibration_documents
+from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
+from hasslefree.evaluation.run import evaluate, evaluate_perplexity, text_perplexity
+from hasslefree.texts import Protocol, calibration_documents
 
 
 def test_an_evaluation_takes_its_dtype_and_window():
@@ -19,4 +22,73 @@ def test_an_evaluation_takes_its_dtype_and_window():
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     expected = hasslefree.perplexity(model, torch.tensor(tokens), 48)
     assert found["dtype"] == "float32"
-    assert found["perplexity"][f"{CALIBRATION}[:1]"] == pytest.approx(dataclasses.asdict(expected), rel=1e-5)
+    row = found["perplexity"][f"{CALIBRATION}[:1]"]
+    assert row.pop("protocol") == dataclasses.asdict(Protocol())
+    assert row == pytest.approx(dataclasses.asdict(expected), rel=1e-5)
+
+
+FIELDS = {"wikitext2": "text", "ptb": "sentence", "c4": "text"}
+JOINED = {"wikitext2": "\n\n", "ptb": " ", "c4": " "}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_public_texts_are_measured_as_published(name, monkeypatch):
+    """Oracle: the protocol of SparseGPT's experiments, in words: join; the tokenizer's ids of the whole; as many whole
+    windows as there are, of C4 the first 256 of 1,100 documents; exp of the mean of the windows' own mean losses."""
+    window = 13
+    words = HELD_OUT.read_text().split()
+    documents = [" ".join(words[5 * i : 5 * i + 5]) for i in range(1300 if name == "c4" else 100)]
+    monkeypatch.setattr("datasets.load_dataset", lambda **_: {FIELDS[name]: documents})
+    found = evaluate(str(MODEL), [name], seqlen=window, batch=8, dtype="float32", device="cpu")["perplexity"][name]
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64)
+    text = JOINED[name].join(documents[:1100] if name == "c4" else documents)
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    count = len(ids) // window
+    assert count > 256 if name == "c4" else len(ids) % window, "nothing to drop"
+    count = min(count, 256) if name == "c4" else count
+    losses = []
+    for i in range(count):
+        piece = ids[None, i * window : (i + 1) * window]
+        with torch.no_grad():
+            losses.append(model(input_ids=piece, labels=piece).loss.item())
+    assert found["perplexity"] == pytest.approx(math.exp(sum(losses) / count), rel=1e-5)
+    assert (found["tokens"], found["scored"]) == (count * window, count * (window - 1))
+    assert found["protocol"]["joiner"] == JOINED[name]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_special_tokens_come_once_before_the_whole_text(wanted, monkeypatch, tmp_path):
+    """Not before every window. Oracle: the ids that the tokenizer gives, which the model must have seen in order."""
+    seen = []
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=4))
+
+        def forward(self, input_ids, use_cache):
+            seen.extend(input_ids.flatten().tolist())
+            return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 9))
+
+    def tokenizer(text, add_special_tokens, verbose):
+        return {"input_ids": [0] * add_special_tokens + [int(c) for c in text]}
+
+    (tmp_path / "t.txt").write_text("12345678")
+    monkeypatch.setattr("hasslefree.evaluation.run.evaluation_protocol", lambda _: Protocol(special_tokens=wanted))
+    text_perplexity(Model(), tokenizer, str(tmp_path / "t.txt"), None, None, 1)
+    assert seen == [0] * wanted + [1, 2, 3, 4, 5, 6, 7] + [8] * (not wanted)
+
+
+def test_results_are_handed_over_as_they_come(tmp_path):
+    texts = []
+    for name in ("a", "b"):
+        texts.append(str(tmp_path / f"{name}.txt"))
+        (tmp_path / f"{name}.txt").write_text("def f(x): return x")
+    kept = []
+    found = evaluate(str(MODEL), texts, keep=lambda results: kept.append(json.loads(json.dumps(results))))
+    assert [list(results["perplexity"]) for results in kept] == [texts[:1], texts]
+    assert kept[-1] == found
+    assert "tasks" not in found

@@ -18,7 +18,7 @@ from hasslefree.errors import CalibrationError, NonFiniteError
 
 @dataclass(frozen=True)
 class Perplexity:
-    """exp of the mean negative log-likelihood, in nats, over `scored` tokens of a text of `tokens` tokens."""
+    """exp of the mean negative log-likelihood, in nats, over the `scored` ones of the `tokens` tokens in windows."""
 
     perplexity: float
     tokens: int
@@ -27,12 +27,32 @@ class Perplexity:
 
 
 @torch.no_grad()
-def perplexity(model: nn.Module, tokens: Tensor, window: int, batch: int = 1) -> Perplexity:
+def perplexity(
+    model: nn.Module,
+    tokens: Tensor,
+    window: int,
+    batch: int = 1,
+    *,
+    windows: int | None = None,
+    remainder: bool = True,
+) -> Perplexity:
     """The perplexity of a causal language model on tokens: (n,), in windows of `window` tokens, `batch` at a time.
+
+    Args:
+        windows: only the first so many windows. remainder: score a last window that is shorter than the others too.
 
     Raises:
         CalibrationError: fewer than two tokens, in the text or in a window. NonFiniteError: the model gives NaN.
     """
+    if windows is not None:
+        tokens = tokens[: windows * window]
+    if not remainder:
+        if len(tokens) < window:
+            raise CalibrationError(
+                f"{len(tokens)} tokens do not fill one window of {window}, and whole windows alone are scored; "
+                "use a smaller --seqlen or more tokens"
+            )
+        tokens = tokens[: len(tokens) // window * window]
     if len(tokens) < 2 or window < 2:
         raise CalibrationError(
             f"{len(tokens)} tokens in windows of {window} have no perplexity: at least 2 are needed of both"

@@ -1,0 +1,153 @@
+"""Zero-shot accuracy through lm-evaluation-harness, with every answer kept on disk as soon as it is there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hasslefree.errors import OutputError
+from hasslefree.evaluation.fingerprint import fingerprint
+from hasslefree.evaluation.tasks import harness_tasks
+from hasslefree.report import versions
+
+# The log-softmax of a bfloat16 model is taken in float32, as for the perplexity: in bfloat16 sums of log-likelihoods
+# are so coarse that choices tie.
+SOFTMAX = "float32"
+
+
+def default_cache() -> Path:
+    """Where answers are kept: $XDG_CACHE_HOME/hasslefree, or ~/.cache/hasslefree."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hasslefree"
+
+
+def evaluate_tasks(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    tasks: Sequence[str],
+    *,
+    batch: int | None = None,
+    limit: int | None = None,
+    folder: Path | None = None,
+    cache: Path | None = None,
+) -> dict[str, Any]:
+    """Zero-shot accuracies of a loaded model; the answer to each choice is its log-likelihood after the question.
+
+    Args:
+        tasks: names of `TASKS`. folder: with <task>.jsonl files, in the place of the hub.
+        batch: sequences at a time; None for the most that fit on a GPU, up to 64, and one on a CPU, where running out
+            of memory would end the process. It changes scores by rounding alone.
+        limit: only the first so many rows of each task.
+        cache: a folder that keeps every answer; None for nowhere. A run that was cut short goes on from there.
+
+    Returns:
+        {task: {"metric", "value", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "rows", "truncated",
+        "version"}}; accuracies are shares. metric: acc_norm where the task has it, else acc, as in the paper; value is
+        that one. truncated: how many rows lost the beginning of a question that is longer than the model's window.
+
+    Raises:
+        TaskError: data that are missing or malformed. OutputError: a cache that cannot be written.
+    """
+    with quiet_harness(), harness_tasks(tasks, folder, limit) as loaded:
+        from lm_eval import evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        # Before HFLM, which gives the tokenizer a padding token.
+        kept = None if cache is None else cache_file(cache, model, tokenizer)
+        size: int | str = batch or ("auto" if model.device.type == "cuda" else 1)
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size, softmax_dtype=SOFTMAX)
+        with answers_kept(lm, kept) as answering:
+            found: Any = evaluate(answering, {"tasks": loaded}, limit=limit)
+        return {name: _row(found, lm, name) for name in tasks}
+
+
+@contextmanager
+def answers_kept(lm: Any, file: Path | None) -> Iterator[Any]:
+    """The model, answering from the file what the file holds already and adding to it every new answer at once."""
+    if file is None:
+        yield lm
+        return
+    from lm_eval.api.model import CachingLM
+
+    try:
+        # CachingLM opens it in a thread, whose errors nobody catches.
+        with closing(sqlite3.connect(file)) as connection:
+            connection.execute("PRAGMA schema_version")
+    except sqlite3.Error as error:
+        raise OutputError(f"the cache {file} cannot be used ({error}); delete it") from error
+    caching = CachingLM(lm, str(file))
+    try:
+        yield caching
+    finally:
+        caching.dbdict.close()
+
+
+def cache_file(folder: Path, model: PreTrainedModel, tokenizer: Any) -> Path:
+    """The file that keeps the answers of this model, tokenizer, kind of device and set of versions.
+
+    Raises:
+        OutputError: the folder cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"the cache folder {folder} cannot be made ({error}); name another with --cache") from None
+    if not os.access(folder, os.W_OK):
+        raise OutputError(f"the cache folder {folder} cannot be written; name another with --cache")
+    options = {
+        "versions": versions() | {"lm_eval": importlib.metadata.version("lm_eval")},
+        "device": model.device.type,
+        "softmax": SOFTMAX,
+    }
+    return folder / f"answers-{fingerprint(model, tokenizer, options)[:32]}.sqlite"
+
+
+def _row(found: dict[str, Any], lm: Any, name: str) -> dict[str, Any]:
+    """One task's results out of the harness's."""
+    scores = found["results"][name]
+    row: dict[str, Any] = {}
+    for metric in ("acc", "acc_norm"):
+        if f"{metric},none" in scores:
+            error = scores[f"{metric}_stderr,none"]
+            row[metric] = float(scores[f"{metric},none"])
+            # One row alone has no standard error: the harness then says "N/A".
+            row[f"{metric}_stderr"] = float(error) if isinstance(error, float) else None
+    metric = "acc_norm" if "acc_norm" in row else "acc"
+    samples = found["samples"][name]
+    return {
+        "metric": metric,
+        "value": row[metric],
+        **row,
+        "rows": len(samples),
+        "truncated": sum(any(_too_long(lm, *pair) for pair in sample["arguments"]) for sample in samples),
+        "version": found["versions"][name],
+    }
+
+
+def _too_long(lm: Any, question: str, choice: str) -> bool:
+    """Whether the harness cut a question from the left: it does so with a warning that `quiet_harness` hides."""
+    return len(lm.tok_encode(question + choice)) > lm.max_length + 1
+
+
+@contextmanager
+def quiet_harness() -> Iterator[None]:
+    """Only the harness's own bars: its notices and those of datasets, one for every step, are off in here."""
+    import datasets
+
+    logger, bars = logging.getLogger("lm_eval"), not datasets.are_progress_bars_disabled()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,281 @@
+"""The zero-shot tasks, offline, on rows of our own and the embedded model."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.demo.run import CALIBRATION, MODEL
+from hasslefree.errors import OutputError, TaskError, UnknownNameError
+from hasslefree.evaluation.fingerprint import fingerprint
+from hasslefree.evaluation.run import evaluate
+from hasslefree.evaluation.tasks import TASKS, check_tasks, harness_tasks
+from tests.evaluation.task_rows import ROWS, questions, write_rows
+
+pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: pip install "hasslefree[eval]"')
+NORMED = ("piqa", "hellaswag", "arc_easy", "arc_challenge", "openbookqa")
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write_rows(tmp_path / "rows")
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("compressed") / "out"
+    recipe = Recipe(rank=2, method="eora", calibration=str(CALIBRATION), samples=2, seqlen=32, dtype="float32")
+    hasslefree.compress(MODEL, out, recipe, device="cpu")
+    return out
+
+
+def score(model, tokenizer, context, continuation):
+    """log p(continuation | context) from one whole forward pass; the log-softmax in float64."""
+    start = len(tokenizer(context.rstrip())["input_ids"])
+    whole = torch.tensor(tokenizer(context + continuation)["input_ids"])
+    with torch.no_grad():
+        log_p = model(input_ids=whole[None], use_cache=False).logits[0, start - 1 : -1].double().log_softmax(-1)
+    return log_p.gather(-1, whole[start:, None]).sum().item()
+
+
+def by_hand(folder, task):
+    """The shares of rows whose right choice is the likeliest, and the likeliest a character."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    right = normed = 0
+    for question in questions(task):
+        scores = [score(model, tokenizer, *pair) for pair in question.pairs]
+        each = [value / length for value, length in zip(scores, question.lengths, strict=True)]
+        assert min(abs(a - b) for a in scores for b in scores if a != b) > 1e-3, "too close to call"
+        right += scores.index(max(scores)) == question.gold
+        normed += each.index(max(each)) == question.gold
+    return right / len(questions(task)), normed / len(questions(task))
+
+
+@pytest.mark.parametrize("which", ["dense", "compressed"])
+def test_the_scores_are_those_of_whole_forward_passes(which, rows, compressed):
+    """Oracle: the prompts written out in plain Python, and float64."""
+    folder = MODEL if which == "dense" else compressed
+    found = evaluate(str(folder), tasks=list(TASKS), task_data=rows, dtype="float32", device="cpu", batch=3)
+    expected = {task: by_hand(folder, task) for task in TASKS}
+    for task, (right, normed) in expected.items():
+        row = found["tasks"][task]
+        assert row["acc"] == right, task
+        assert ("acc_norm" in row) == (task in NORMED)
+        assert row["value"] == (normed if task in NORMED else right), task
+        assert row["metric"] == ("acc_norm" if task in NORMED else "acc")
+        n = len(ROWS[task])
+        assert row["rows"] == n
+        assert row["acc_stderr"] == pytest.approx((right * (1 - right) / (n - 1)) ** 0.5)
+        assert row["truncated"] == 0
+    assert found["average"] == pytest.approx(sum(row["value"] for row in found["tasks"].values()) / 8)
+    assert any(right != normed for task, (right, normed) in expected.items() if task in NORMED), "nothing to tell apart"
+    assert {right for right, _ in expected.values()} - {0, 1}, "nothing to tell apart"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_log_likelihood_is_kept_as_it_was_computed(dtype, tmp_path, rows):
+    """Oracle: the model's own logits, one request at a time, and their log-softmax in float64."""
+    from lm_eval.api.model import hash_args
+    from sqlitedict import SqliteDict
+
+    tasks, name = ["arc_easy", "rte"], str(dtype).removeprefix("torch.")
+    evaluate(str(MODEL), tasks=tasks, task_data=rows, dtype=name, device="cpu", cache=tmp_path / "cache")
+    (file,) = (tmp_path / "cache").iterdir()
+    with SqliteDict(str(file)) as answers:
+        kept = dict(answers)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype), AutoTokenizer.from_pretrained(MODEL)
+    asked = [pair for task in tasks for question in questions(task) for pair in question.pairs]
+    assert set(kept) == {hash_args("loglikelihood", pair) for pair in asked}
+    for pair in asked:
+        assert kept[hash_args("loglikelihood", pair)][0] == pytest.approx(score(model, tokenizer, *pair), rel=1e-5)
+
+
+def test_rows_as_they_also_circulate_score_the_same(tmp_path, rows):
+    """HellaSwag after the harness's process_docs, BoolQ outside of SuperGLUE. Oracle: the rows as published."""
+    other = {
+        "hellaswag": [
+            {"query": q.pairs[0][0], "choices": [c[1:] for _, c in q.pairs], "gold": q.gold}
+            for q in questions("hellaswag")
+        ],
+        "boolq": [
+            {"question": r["question"], "passage": r["passage"], "answer": bool(r["label"])} for r in ROWS["boolq"]
+        ],
+    }
+    tasks = list(other)
+    found = evaluate(str(MODEL), tasks=tasks, task_data=write_rows(tmp_path / "other", other), dtype="float32")
+    assert found["tasks"] == evaluate(str(MODEL), tasks=tasks, task_data=rows, dtype="float32")["tasks"]
+
+
+def test_questions_that_the_model_cannot_hold_are_counted(tmp_path):
+    long = {"boolq": [ROWS["boolq"][0] | {"passage": "a list of words " * 300}, ROWS["boolq"][1]]}
+    found = evaluate(str(MODEL), tasks=["boolq"], task_data=write_rows(tmp_path / "long", long))
+    assert found["tasks"]["boolq"]["truncated"] == 1
+
+
+def test_a_limit_takes_the_first_rows(rows):
+    found = evaluate(str(MODEL), tasks=["piqa"], task_data=rows, limit=1)
+    assert (found["limit"], found["tasks"]["piqa"]["rows"], found["tasks"]["piqa"]["acc_stderr"]) == (1, 1, None)
+    right, *_ = questions("piqa")
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64)
+    scores = [score(model, AutoTokenizer.from_pretrained(MODEL), *pair) for pair in right.pairs]
+    assert found["tasks"]["piqa"]["acc"] == float(scores.index(max(scores)) == right.gold)
+
+
+class Counter:
+    """Counts the calls of the model, and fails after so many."""
+
+    def __init__(self, monkeypatch, most=10**9):
+        from lm_eval.models.huggingface import HFLM
+
+        self.calls, call = 0, HFLM._model_call
+
+        def counted(lm, *args, **kwargs):
+            if self.calls == most:
+                raise RuntimeError("power cut")
+            self.calls += 1
+            return call(lm, *args, **kwargs)
+
+        monkeypatch.setattr(HFLM, "_model_call", counted)
+
+
+def test_what_was_answered_before_a_crash_is_not_asked_again(monkeypatch, tmp_path, rows):
+    options = {"tasks": ["piqa", "winogrande"], "task_data": rows, "device": "cpu"}
+    with monkeypatch.context() as patch:
+        all_of_it = Counter(patch)
+        whole = evaluate(str(MODEL), **options)
+    assert all_of_it.calls == 12
+    with monkeypatch.context() as patch:
+        Counter(patch, most=5)
+        with pytest.raises(RuntimeError, match="power cut"):
+            evaluate(str(MODEL), **options, cache=tmp_path / "cache")
+    with monkeypatch.context() as patch:
+        rest = Counter(patch)
+        again = evaluate(str(MODEL), **options, cache=tmp_path / "cache")
+    assert rest.calls == 7
+    assert again == whole
+    with monkeypatch.context() as patch:
+        Counter(patch, most=0)
+        assert evaluate(str(MODEL), **options, cache=tmp_path / "cache") == whole
+
+
+def test_a_changed_model_gets_none_of_the_old_answers(monkeypatch, tmp_path, rows):
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    options = {"tasks": ["rte"], "task_data": rows, "cache": tmp_path / "cache", "device": "cpu"}
+    evaluate(str(folder), **options)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    calls = Counter(monkeypatch)
+    evaluate(str(folder), **options)
+    assert calls.calls > 0
+    assert len(list((tmp_path / "cache").glob("answers-*.sqlite"))) == 2
+
+
+def test_the_fingerprint_sees_weights_configuration_tokenizer_and_options():
+    def loaded():
+        return AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
+
+    model, tokenizer = loaded()
+    first = fingerprint(model, tokenizer, {"a": 1})
+    assert fingerprint(*loaded(), {"a": 1}) == first
+    seen = {first, fingerprint(model, tokenizer, {"a": 2}), fingerprint(model.float(), tokenizer, {"a": 1})}
+    model, tokenizer = loaded()
+    with torch.no_grad():
+        bits = model.model.norm.weight.view(torch.int16)
+        bits[-1] ^= 1
+    seen.add(fingerprint(model, tokenizer, {"a": 1}))
+    model, tokenizer = loaded()
+    model.config.rms_norm_eps *= 2
+    seen.add(fingerprint(model, tokenizer, {"a": 1}))
+    model, tokenizer = loaded()
+    tokenizer.add_tokens(["hasslefree"])
+    seen.add(fingerprint(model, tokenizer, {"a": 1}))
+    assert len(seen) == 6
+
+
+def test_without_a_folder_the_data_are_those_that_the_harness_names(monkeypatch):
+    """Oracle: the data sets of the paper's references, by their names on the hub."""
+    asked = []
+
+    def load_dataset(path, name=None, **_):
+        asked.append((path.rpartition("/")[2], name))
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    for task in TASKS:
+        with (
+            pytest.raises(
+                TaskError, match=rf"task {task} could not be loaded from the hub \(ConnectionError.*--task-data"
+            ),
+            harness_tasks([task], None, None),
+        ):
+            pass
+    assert asked == [
+        ("piqa", None), ("hellaswag", None), ("ai2_arc", "ARC-Easy"), ("ai2_arc", "ARC-Challenge"),
+        ("winogrande", "winogrande_xl"), ("glue", "rte"), ("openbookqa", "main"), ("super_glue", "boolq"),
+    ]  # fmt: skip
+
+
+BAD_FILES = {
+    "missing": ("piqa", None, "data of task piqa cannot be read"),
+    "empty": ("piqa", "\n", "is empty"),
+    "not JSON": ("piqa", '{"goal": \n', "line 1: not JSON"),
+    "no object": ("piqa", "3\n", "line 1: no goal, sol1, sol2, label"),
+    "field": ("piqa", json.dumps(ROWS["piqa"][0]) + '\n\n{"goal": "x", "sol1": "a", "label": 0}\n', "line 3: no sol2"),
+    "two forms": (
+        "boolq", json.dumps(ROWS["boolq"][0]) + '\n{"passage": "", "question": "", "answer": true}', "line 2: no label",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "content", "message"), BAD_FILES.values(), ids=BAD_FILES)
+def test_files_that_are_no_rows_are_refused_before_the_model_is_loaded(tmp_path, task, content, message):
+    if content is not None:
+        (tmp_path / f"{task}.jsonl").write_text(content)
+    with pytest.raises(TaskError, match=message):
+        check_tasks([task], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        ("piqa", {"label": -1}, "row 2: its answer -1 is none of its 2 choices; take a labelled split"),
+        ("winogrande", {"answer": ""}, "row 2: not a row of this task .KeyError"),
+        ("arc_easy", {"answerKey": "E"}, "row 2: not a row of this task"),
+    ],
+)
+def test_a_row_without_a_right_answer_is_an_error(tmp_path, task, changes, message):
+    folder = write_rows(tmp_path, {task: [ROWS[task][0], ROWS[task][1] | changes]})
+    with pytest.raises(TaskError, match=message), harness_tasks([task], folder, None):
+        pass
+    with harness_tasks([task], folder, limit=1):
+        pass
+
+
+def test_names_and_a_harness_that_is_missing(monkeypatch):
+    with pytest.raises(UnknownNameError, match="Did you mean 'winogrande'"):
+        check_tasks(["winograde"], None)
+    with pytest.raises(TaskError, match="names rte more than once"):
+        check_tasks(["rte", "piqa", "rte"], None)
+    check_tasks(list(TASKS), None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(TaskError, match=r'not installed: pip install "hasslefree\[eval\]"'):
+        check_tasks(["rte"], None)
+
+
+def test_a_cache_that_cannot_be_used(tmp_path, rows):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be made .*--cache"):
+        evaluate(str(MODEL), tasks=["rte"], task_data=rows, cache=tmp_path / "file")
+    evaluate(str(MODEL), tasks=["rte"], task_data=rows, cache=tmp_path / "cache")
+    (answers,) = (tmp_path / "cache").iterdir()
+    answers.write_bytes(b"no database at all" * 100)
+    with pytest.raises(OutputError, match="cannot be used .*delete it"):
+        evaluate(str(MODEL), tasks=["rte"], task_data=rows, cache=tmp_path / "cache")
