@@ -244,7 +244,7 @@ def test_tasks_and_texts_of_one_model(monkeypatch, capsys, tmp_path):
     pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: pip install "hasslefree[eval]"')
     rows, results = write_rows(tmp_path / "rows"), tmp_path / "r.json"
     rest = ["--task-data", rows, "--cache", tmp_path / "cache", "--output", results, "--max-tokens", "128"]
-    code, text = run(monkeypatch, capsys, "evaluate", MODEL, "--tasks", "winogrande", "piqa", "--limit", "2",
+    code, text = run(monkeypatch, capsys, "evaluate", MODEL, "--tasks", "winogrande", "piqa", "--limit", "3",
                      "--perplexity", HELD_OUT, *rest)  # fmt: skip
     assert code == 0, text
     found = json.loads(results.read_text())
@@ -252,10 +252,11 @@ def test_tasks_and_texts_of_one_model(monkeypatch, capsys, tmp_path):
     assert list(found["perplexity"]) == [str(HELD_OUT)]
     for task, row in found["tasks"].items():
         line = next(line for line in text.splitlines() if task in line)
-        for part in (row["metric"], f"{100 * row['value']:.2f}", f"{100 * row[row['metric'] + '_stderr']:.2f}", "2"):
-            assert part in line
+        error = row[f"{row['metric']}_stderr"]
+        assert error > 0, "nothing to print"
+        assert line.split()[1:-1:2] == [task, row["metric"], f"{100 * row['value']:.2f}", f"{100 * error:.2f}", "3"]
     assert f"{100 * found['average']:.2f}" in next(line for line in text.splitlines() if "average" in line)
-    assert "only the first 2 rows" in " ".join(text.split())
+    assert "only the first 3 rows" in " ".join(text.split())
     assert "Traceback" not in text
     for arguments, message in [
         (["--tasks", "winograde"], "Did you mean 'winogrande'"),

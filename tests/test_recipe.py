@@ -180,6 +180,12 @@ def test_bases_and_lines_that_are_wrong(tmp_path, files, expected):
     assert [any(line.startswith(start) for start in expected) for line in found] == [True] * len(expected), found
 
 
+def test_a_circle_is_seen_by_any_name(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.yaml").write_text("rank: 1\nbase: sub/../a.yaml\n")
+    assert problems(tmp_path / "a.yaml") == ["a.yaml:2: the bases go in a circle: a.yaml → sub/../a.yaml"]
+
+
 def test_a_pruner_alone_has_no_use_for_a_rank():
     with pytest.raises(RecipeError, match="Wanda alone has no low-rank part, got rank 4"):
         Recipe(method="wanda", rank=4).check(with_text=False)

@@ -194,10 +194,11 @@ def test_the_fingerprint_sees_weights_configuration_tokenizer_and_options():
     model, tokenizer = loaded()
     model.config.rms_norm_eps *= 2
     seen.add(fingerprint(model, tokenizer, {"a": 1}))
-    model, tokenizer = loaded()
-    tokenizer.add_tokens(["hasslefree"])
-    seen.add(fingerprint(model, tokenizer, {"a": 1}))
-    assert len(seen) == 6
+    for token in ("hasslefree", "hasslefrei"):
+        model, tokenizer = loaded()
+        tokenizer.add_tokens([token])
+        seen.add(fingerprint(model, tokenizer, {"a": 1}))
+    assert len(seen) == 7
 
 
 def test_without_a_folder_the_data_are_those_that_the_harness_names(monkeypatch):
