@@ -11,6 +11,7 @@ from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hasslefree.errors import ModelError
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.linear import SparseLowRankLinear
 
@@ -30,13 +31,14 @@ class Weights:
 
     def __init__(self, model: PreTrainedModel, device: torch.device):
         self.device = device
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         # Weak: a layer that was replaced takes its weight along.
         self._stored: WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = WeakKeyDictionary()
-        for module in model.modules():
+        for path, module in model.named_modules():
             # The file of each parameter is in a hook; accelerate has no other place for it.
             stored = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
             if stored is not None:
-                self._stored[module] = stored
+                self._stored[module], self._names[module] = stored, path
         # Where a parameter is another one: that of the module and name given.
         self._tied: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {
             _place(model, name): _place(model, other) for name, other in model.all_tied_weights_keys.items()
@@ -61,7 +63,7 @@ class Weights:
             for module in part():
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     if module in self._stored and (module, name) not in self._tied and parameter.is_meta:
-                        _put(module, name, self._stored[module][name].to(self.device))
+                        _put(module, name, self._read(module, name, parameter.shape))
             for (module, name), (other, its_name) in self._tied.items():
                 module.register_parameter(name, other.get_parameter(its_name))
             yield
@@ -71,6 +73,15 @@ class Weights:
                     module.to("meta")
                 for name, parameter in module.named_parameters(recurse=False):
                     _put(module, name, torch.empty_like(parameter, device="meta"))
+
+
+    def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
+        """Raises a ModelError where the file has another shape than the model."""
+        found = self._stored[module][name]
+        if found.shape != shape:
+            full = f"{self._names[module]}.{name}"
+            raise ModelError(f"the checkpoint's {full} is {list(found.shape)}, the model's {list(shape)}; get it anew")
+        return found.to(self.device)
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -1,0 +1,182 @@
+"""End compressions in every way that a machine can, go on, and count what was lost.
+
+    python benchmarks/faults.py [--kills 20] [--seed 0]
+
+The real command on the embedded model, in processes of its own. A fault is survived where going on with --resume gives
+the folder of an uninterrupted run, byte for byte; or, where there is nothing to go on from, where the message names
+what is wrong and nothing that was there is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from common import machine, write
+
+from hasslefree.demo.run import CALIBRATION, MODEL
+
+ROOT = Path(__file__).parents[1]
+OPTIONS = ["--method", "eora", "--rank", "8", "--calibration", str(CALIBRATION), "--samples", "16", "--seqlen", "128",
+           "--device", "cpu"]  # fmt: skip
+
+
+def command(out: Path, *more: str, model: Path = Path(MODEL)) -> list[str]:
+    return [sys.executable, "-m", "hasslefree", "compress", str(model), str(out), *OPTIONS, *more]
+
+
+def run(out: Path, *more: str, model: Path = Path(MODEL)) -> tuple[int, str]:
+    """Exit code, and what was printed."""
+    done = subprocess.run(command(out, *more, model=model), capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def unfinished(out: Path) -> Path:
+    return out.with_name(f"{out.name}.unfinished")
+
+
+def whole(out: Path, expected: dict[str, bytes]) -> bool:
+    """Whether OUT is there, or going on makes it, and it is what it should be."""
+    if not out.exists():
+        run(out, "--resume")
+    return out.exists() and contents(out) == expected and not unfinished(out).exists()
+
+
+def ended_by(number: int, after: float, out: Path) -> tuple[int, str]:
+    """A run that gets a signal after so many seconds."""
+    child = subprocess.Popen(command(out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    time.sleep(after)
+    child.send_signal(number)
+    text, _ = child.communicate()
+    return child.returncode, text
+
+
+def with_a_block_done(out: Path, seconds: float) -> None:
+    """An unfinished run that has a block or more."""
+    child = subprocess.Popen(command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20 * seconds
+    while len(list(unfinished(out).glob("model/model-*"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+
+
+def kill(out: Path, expected: dict[str, bytes], seconds: float, moment: float) -> bool:
+    ended_by(signal.SIGKILL, moment * seconds, out)
+    return whole(out, expected)
+
+
+def interrupted(out: Path, expected: dict[str, bytes], seconds: float, number: int) -> bool:
+    """SIGTERM and Ctrl-C: a clean message and exit code 130, once the command has begun."""
+    code, text = ended_by(number, 0.8 * seconds, out)
+    clean = code == 130 and "Interrupted" in text and "Traceback" not in text
+    return (clean or code == 0) and whole(out, expected)
+
+
+def full_disk(out: Path, expected: dict[str, bytes], seconds: float) -> bool:
+    """A tmpfs that has room for some of the blocks; it is made larger then."""
+    out.mkdir()
+    need = sum(map(len, expected.values()))
+    if os.system(f"mount -t tmpfs -o size={need * 2 // 3} tmpfs {out}"):
+        raise SystemExit("a small disk cannot be mounted here; run this as root")
+    try:
+        # The check before the work would refuse it.
+        script = (
+            "import shutil, sys; shutil.disk_usage = lambda _: type('U', (), {'free': 10**12}); sys.argv = "
+            f"{command(out / 'out')[2:]!r}; sys.argv[0] = 'hasslefree'; from hasslefree.cli import main; main()"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        said = done.returncode == 2 and "finished blocks are kept" in done.stderr
+        os.system(f"mount -o remount,size={10 * need + 10**8} {out}")
+        return said and whole(out / "out", expected)
+    finally:
+        os.system(f"umount {out}")
+
+
+def flipped_byte(out: Path, expected: dict[str, bytes], seconds: float) -> bool:
+    """In a finished block: it is named, and once it is gone its block is done again."""
+    with_a_block_done(out, seconds)
+    file = sorted(unfinished(out).glob("model/model-*"))[1]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    code, text = run(out, "--resume")
+    file.unlink()
+    return code == 2 and file.name in text and whole(out, expected)
+
+
+def truncated_shard(out: Path, expected: dict[str, bytes], seconds: float) -> bool:
+    """Of the model that is to be compressed: an error before any work, and nothing left behind."""
+    model = out.with_name(f"{out.name}-model")
+    shutil.copytree(MODEL, model)
+    file = model / "model.safetensors"
+    with file.open("r+b") as handle:
+        handle.truncate(file.stat().st_size // 2)
+    code, text = run(out, model=model)
+    return code == 2 and "Traceback" not in text and not out.exists() and not unfinished(out).exists()
+
+
+def read_only(out: Path, expected: dict[str, bytes], seconds: float) -> bool:
+    """A mount that cannot be written."""
+    out.mkdir()
+    os.system(f"mount -t tmpfs -o ro tmpfs {out}")
+    try:
+        code, text = run(out / "out")
+        return code == 2 and "Traceback" not in text and "writ" in text
+    finally:
+        os.system(f"umount {out}")
+
+
+def two_runs(out: Path, expected: dict[str, bytes], seconds: float) -> bool:
+    """The second refuses, and the first is none the worse."""
+    first = subprocess.Popen(command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (unfinished(out) / "lock").exists() and first.poll() is None:
+        time.sleep(0.01)
+    code, text = run(out, "--resume")
+    first.wait()
+    return code == 2 and ("another compression" in text or "not empty" in text) and whole(out, expected)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "faults.json")
+    arguments = parser.parse_args()
+    moments = random.Random(arguments.seed)
+    faults: dict[str, Callable[[Path, dict[str, bytes], float], bool]] = {}
+    for number in range(arguments.kills):
+        moment = moments.random()
+        faults[f"SIGKILL {number}, at {moment:.2f} of a run"] = lambda o, e, s, m=moment: kill(o, e, s, m)
+    faults["SIGTERM"] = lambda o, e, s: interrupted(o, e, s, signal.SIGTERM)
+    faults["Ctrl-C"] = lambda o, e, s: interrupted(o, e, s, signal.SIGINT)
+    faults |= {f.__name__.replace("_", " "): f for f in (full_disk, flipped_byte, truncated_shard, read_only, two_runs)}
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        run(Path(folder) / "whole")
+        seconds, expected = time.perf_counter() - start, contents(Path(folder) / "whole")
+        for number, (name, fault) in enumerate(faults.items()):
+            results[name] = fault(Path(folder) / f"{number}", expected, seconds)
+            print(name, "survived" if results[name] else "LOST", flush=True)
+            survived = sum(results.values())
+            content = {"machine": machine(), "seed": arguments.seed, "faults": len(results), "survived": survived}
+            write(arguments.output, content | {"results": results})
+    raise SystemExit(len(results) - survived)
+
+
+if __name__ == "__main__":
+    main()

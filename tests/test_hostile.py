@@ -1,0 +1,130 @@
+"""Model folders and recipes come from strangers: they are data, and nothing in them is run."""
+
+import json
+import pickle
+
+import pytest
+import torch
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.errors import ModelError, RecipeError
+from hasslefree.models.load import load_model, load_shapes
+from tests.tiny_models import build, segments
+
+TOKENIZER = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
+
+
+class Bomb:
+    """What a pickle does when it is read."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return open, (str(self.mark), "w")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    build("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def assert_refused(folder, message, mark=None, **options):
+    """By everything that opens a model."""
+    for opened in (
+        lambda: load_model(str(folder), device="cpu", **options),
+        lambda: hasslefree.compress(
+            str(folder), folder.parent / "out", Recipe(rank=2, method="eora"), segments=segments(), tokenizer=TOKENIZER,
+            device="cpu", **options,
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match=message):
+            opened()
+    assert mark is None or not mark.exists(), "code of the folder was run"
+    assert not (folder.parent / "out").exists()
+
+
+def test_pickles_are_not_read(folder, tmp_path):
+    mark = tmp_path / "mark"
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(mark)))
+    (folder / "model.safetensors").unlink()
+    assert_refused(folder, r"model\.safetensors", mark)
+
+
+def test_safetensors_are_preferred_to_a_pickle_beside_them(folder, tmp_path):
+    mark = tmp_path / "mark"
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(mark)))
+    load_model(str(folder), device="cpu")
+    assert not mark.exists()
+
+
+CODE = """
+open({mark!r}, "w")
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_model_is_run_on_request_alone(folder, tmp_path):
+    mark = tmp_path / "mark"
+    (folder / "own.py").write_text(CODE.format(mark=str(mark)))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert_refused(folder, "trust_remote_code|custom code|own", mark)
+    with pytest.raises(ModelError):
+        load_shapes(str(folder))
+    assert not mark.exists()
+    report = hasslefree.compress(
+        str(folder), tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments(), tokenizer=TOKENIZER,
+        device="cpu", trust_remote_code=True,
+    )  # fmt: skip
+    assert mark.exists()
+    assert len(report.layers) == 14
+
+
+@pytest.mark.parametrize("name", ["../stolen.safetensors", "/etc/passwd", "sub/model.safetensors", 7])
+def test_an_index_cannot_leave_the_folder(name, folder, tmp_path):
+    weights = folder / "model.safetensors"
+    (tmp_path / "stolen.safetensors").write_bytes(weights.read_bytes())
+    (folder / "sub").mkdir()
+    (folder / "sub" / "model.safetensors").write_bytes(weights.read_bytes())
+    names = build("llama").state_dict()
+    weights.unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, name)}))
+    assert_refused(folder, "which is no file beside it")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "gone.safetensors"}}'])
+def test_an_index_that_is_none(content, folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(content)
+    assert_refused(folder, "weight_map|names gone.safetensors, which is not there")
+
+
+def test_a_recipe_makes_no_objects(tmp_path):
+    mark = tmp_path / "mark"
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f'pattern: !!python/object/apply:builtins.open ["{mark}", "w"]\n')
+    with pytest.raises(RecipeError):
+        Recipe.from_yaml(file)
+    assert not mark.exists()
+
+
+def test_a_header_that_claims_the_moon(folder):
+    """A length of 2^60 bytes must be an error, not an allocation."""
+    file = folder / "model.safetensors"
+    file.write_bytes((2**60).to_bytes(8, "little") + file.read_bytes()[8:])
+    assert_refused(folder, "could not be loaded")
+
+
+def test_a_config_with_sizes_that_the_weights_do_not_have(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    assert_refused(folder, r"could not be loaded|gate_proj\.weight is \[48, 32\], the model.s \[64, 32\]")
+    assert torch.get_default_dtype() == torch.float32, "an error in the middle of loading leaves torch as it was"
