@@ -8,13 +8,17 @@ BIN := .venv/bin
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	touch $@
 
-.PHONY: demo test lint bench
+.PHONY: demo test nightly lint bench
 demo: .venv/.ready
 	$(BIN)/hasslefree demo
 
 # One thread a process: the tests are many and small.
 test: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# Cases that were never seen before, where `make test` takes the same 200 every time.
+nightly: .venv/.ready
+	OMP_NUM_THREADS=1 HASSLEFREE_FUZZ=2000 $(BIN)/python -m pytest tests/test_fuzz.py
 
 # The README's table and plot of single layers, from scratch.
 bench: .venv/.ready

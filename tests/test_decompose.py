@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import hasslefree
-from hasslefree import Gram
+from hasslefree import Gram, LowRank, Row, SemiStructured, Structured, Unstructured
+from hasslefree.core.protocols import Solution
 from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError
 from hasslefree.methods import METHODS, build_method
 from tests import oracles
@@ -107,3 +108,82 @@ def test_a_result_prints_its_error_and_not_its_tensors():
     result = hasslefree.decompose(torch.randn(8, 16), Gram(torch.eye(16), 1), "2:4", 2, method="eora")
     assert "relative_error=" in repr(result)
     assert "tensor" not in repr(result)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_weight_that_has_the_pattern_stays_as_it_is(name):
+    """Oracle: S = W and L = 0 has no error at all; dead inputs count as zeros."""
+    weight, h = oracles.problem(12, 16)
+    weight[:, ::2] = 0
+    weight[:, 5] = 3.0
+    h[5], h[:, 5] = 0, 0
+    for pattern in (SemiStructured(2, 4), Unstructured(84), Row(7), Structured(7)):
+        result = hasslefree.decompose(weight, Gram(h, 99), pattern, method=name)
+        assert result.relative_error == 0
+        assert torch.equal(result.sparse, weight * (h.diagonal() > 0))
+        assert result.remarks[-1] == "the pattern keeps every non-zero of the weight: S = W, L = 0"
+    assert not any("S = W" in r for r in hasslefree.decompose(weight, Gram(h, 99), "1:4", method=name).remarks)
+
+
+def test_a_layer_whose_inputs_cancel_has_no_error_that_could_be_measured():
+    gram = Gram.from_activations(torch.ones(50, 4))
+    weight = torch.tensor([[1.0, -1.0, 0.3, -0.3]])
+    with pytest.raises(NonFiniteError, match="inputs cancel.*leave it dense"):
+        hasslefree.decompose(weight, gram, "2:4")
+    assert hasslefree.decompose(weight + 1e-2, gram, "2:4", method="joint").relative_error < 1e9
+
+
+def test_layers_near_the_limits_of_float32_are_refused_and_float64_takes_them():
+    weight, h = oracles.problem(12, 16, dtype=torch.float64)
+    expected = hasslefree.decompose(weight, Gram(h, 99), "2:4", 2).relative_error
+    for scale in (1e-40, 1e34):
+        with pytest.raises(NonFiniteError, match="near the limits of float32.*float64"):
+            hasslefree.decompose(weight.float(), Gram(h * scale, 99), "2:4", 2)
+        found = hasslefree.decompose(weight, Gram(h * scale, 99), "2:4", 2).relative_error
+        assert found == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(NonFiniteError, match="Gram does not fit into float32"):
+        hasslefree.decompose(weight.float(), Gram(h * 1e60, 99), "2:4", 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """A method of a user's that does what it is told instead of its work."""
+
+    answer: object
+
+    def check(self, rank):
+        pass
+
+    def prepare(self, gram):
+        return None
+
+    def solve(self, weight, prepared, pattern, rank, generator):
+        return self.answer(weight)
+
+
+def test_what_goes_wrong_in_a_method_is_an_error_with_a_remedy():
+    weight, h = oracles.problem(4, 8)
+    singular = Broken(lambda weight: torch.linalg.cholesky(torch.zeros(2, 2)))
+    with pytest.raises(FactorizationError, match="raise the damping"):
+        hasslefree.decompose(weight, Gram(h, 99), "2:4", method=singular)
+    nothing = LowRank(torch.zeros(4, 0), torch.zeros(0, 8))
+    with pytest.raises(NonFiniteError, match="came upon NaN or Inf; raise the damping"):
+        hasslefree.decompose(
+            weight, Gram(h, 99), "2:4", method=Broken(lambda weight: Solution(weight / 0, nothing, ()))
+        )
+
+
+def test_remarks_are_for_what_is_out_of_the_ordinary():
+    weight, h = oracles.problem(16, 32)
+    gram = Gram(h, 128)
+    assert hasslefree.decompose(weight.bfloat16(), gram, "2:4", 4).remarks == ()
+    assert "tokens (20)" in hasslefree.decompose(weight, Gram(h, 20), "2:4", 4).remarks[0]
+    # A part of S that bfloat16 does not hold and L takes back: nothing before the cast.
+    large = Broken(
+        lambda weight: Solution(weight + 1000, LowRank(-1000 * torch.ones(16, 1), torch.ones(1, 32)), ("x",))
+    )
+    cast, zeros = hasslefree.decompose(weight.bfloat16(), gram, "2:4", 1, method=large).remarks
+    assert cast.startswith("the cast to bfloat16 raised the relative error from ")
+    assert "a layer of zeros would be closer" in zeros
+    ours = Broken(lambda weight: Solution(weight, LowRank(torch.zeros(16, 0), torch.zeros(0, 32)), (), ("so it was",)))
+    assert hasslefree.decompose(weight, gram, "2:4", method=ours).remarks == ("so it was",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from hasslefree.core.budgets import Budget
 from hasslefree.core.gram import Gram, relative, working_dtype
+from hasslefree.core.linalg import LinAlgError
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Decomposition, Method, Solution
-from hasslefree.errors import NonFiniteError, ShapeError
+from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError
 from hasslefree.methods import build_method
 
 
@@ -54,9 +56,11 @@ def decompose(
         )
     if not torch.isfinite(weight).all() or not torch.isfinite(gram.matrix).all():
         raise NonFiniteError("the weight or the Gram holds NaN or Inf; repair the checkpoint or the activations")
+    gram = gram.to(weight)
+    if not torch.isfinite(gram.matrix).all():
+        raise NonFiniteError(f"the Gram does not fit into {_name(gram.matrix)}; scale the activations, or use float64")
     exact_pattern, exact_rank = Budget(pattern, rank, sparsity, ratio, rank_share).resolve(*weight.shape)
     solver.check(exact_rank)
-    gram = gram.to(weight)
     return solve_layer(weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed)
 
 
@@ -66,24 +70,79 @@ def solve_layer(
     """`decompose` for inputs that were checked, with `prepared` = method.prepare(gram) shared between layers.
 
     Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method.
+
+    Raises:
+        NonFiniteError: a number, on the way or in the result, that its dtype does not hold.
+        FactorizationError: a factorisation of the method's that does not succeed.
     """
     full = weight.to(working_dtype(weight))
     alive = gram.alive
-    if pattern.kept((full.shape[0], full.shape[1])) == full.numel():
-        # Nothing is removed: S = W, exactly, and no method has anything to find.
-        nothing = LowRank(full.new_zeros(len(full), rank), full.new_zeros(rank, full.shape[1]))
-        solution = Solution(full, nothing, ())
-    else:
-        solution = method.solve(full * alive, prepared, pattern, rank, torch.Generator().manual_seed(seed))
+    live = full if alive.all() else full * alive
+    norm = checked_norm(live, gram)
+    solution = unchanged(live, pattern, rank) or solve(method, live, prepared, pattern, rank, seed)
     sparse = solution.sparse * alive
     low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * alive).balanced()
-    norm = gram.loss(full)
-    before = relative(gram.loss(full - sparse - low_rank.product()), norm)
+    before = relative(gram.loss(low_rank.residual(full, sparse)), norm)
+    if not math.isfinite(before):
+        raise NonFiniteError("the method came upon NaN or Inf; raise the damping (--damping 0.01) or use joint")
     cast, cast_low_rank = sparse.to(weight.dtype), low_rank.to(weight.dtype)
     after = before
     if weight.dtype != full.dtype:
-        after = relative(gram.loss(full - cast.to(full.dtype) - cast_low_rank.to(full.dtype).product()), norm)
+        after = relative(gram.loss(cast_low_rank.to(full.dtype).residual(full, cast.to(full.dtype))), norm)
     if not math.isfinite(after):
-        name = str(weight.dtype).removeprefix("torch.")
-        raise NonFiniteError(f"S or L does not fit into {name}; use another dtype (--dtype float32)")
-    return Decomposition(cast, cast_low_rank, after, before, solution.history)
+        raise NonFiniteError(
+            f"S or L does not fit into {_name(weight)}; use another dtype (--dtype float32) or raise the damping"
+        )
+    remarks = (*gram.remarks(), *solution.remarks, *_remarks_on(after, before, weight))
+    return Decomposition(cast, cast_low_rank, after, before, solution.history, remarks)
+
+
+def checked_norm(weight: Tensor, gram: Gram) -> float:
+    """tr(W H Wᵀ) of a weight (out, in), by which errors are divided; 0 for a weight of zeros.
+
+    Raises:
+        NonFiniteError: rounding is all that is left of it, or next to nothing or to everything that a dtype holds.
+    """
+    norm, limits = gram.loss(weight), torch.finfo(weight.dtype)
+    # What it would be if no two inputs had anything in common. Sums that cancel are rounded by that much.
+    apart = (weight.square() @ gram.diagonal).sum(dtype=torch.float64).item()
+    if not (limits.tiny / limits.eps < apart < limits.max * limits.eps) and weight.any():
+        raise NonFiniteError(
+            f"the mean square of the layer's output, {apart:.0e}, is near the limits of {_name(weight)}; "
+            "scale the weight or the activations, or use float64 (--dtype float64)"
+        )
+    if norm <= limits.eps * apart and weight.any():
+        raise NonFiniteError(
+            "the layer's inputs cancel: it puts out nothing but rounding on any calibration token, so that no error "
+            "can be measured; leave it dense (--leave-dense) or use more tokens"
+        )
+    return norm
+
+
+def unchanged(weight: Tensor, pattern: Pattern, rank: int) -> Solution | None:
+    """S = W and L = 0 where the pattern keeps all there is, so that no method has anything to find."""
+    kept = pattern.kept((weight.shape[0], weight.shape[1]))
+    if weight.count_nonzero() > kept or (weight != 0)[~pattern.mask(weight.square())].any():
+        return None
+    nothing = LowRank(weight.new_zeros(len(weight), rank), weight.new_zeros(rank, weight.shape[1]))
+    remarks = () if kept == weight.numel() else ("the pattern keeps every non-zero of the weight: S = W, L = 0",)
+    return Solution(weight, nothing, (), remarks)
+
+
+def solve(method: Method, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, seed: int) -> Solution:
+    """The method's answer, with an error of LAPACK's as one that names the remedy."""
+    try:
+        return method.solve(weight, prepared, pattern, rank, torch.Generator().manual_seed(seed))
+    except LinAlgError as error:
+        raise FactorizationError(f"{error}; raise the damping (--damping 0.01)") from None
+
+
+def _remarks_on(after: float, before: float, weight: Tensor) -> Iterator[str]:
+    if after > 2 * before + 1e-4:
+        yield f"the cast to {_name(weight)} raised the relative error from {before:.2g} to {after:.2g}"
+    if after > 1:
+        yield f"the relative error is {after:.2g}: a layer of zeros would be closer"
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -56,3 +56,19 @@ def test_errors():
         Gram.from_activations(torch.tensor([[1.0, float("nan")]]))
     with pytest.raises(ShapeError, match="square"):
         Gram(torch.zeros(2, 3), 1)
+
+
+def test_squares_that_overflow_are_an_error_and_float64_holds_them():
+    x = torch.full((4, 2), 1e20)
+    with pytest.raises(NonFiniteError, match="squares of the activations overflow float32; .*float64"):
+        Gram.from_activations(x)
+    assert Gram.from_activations(x.double()).matrix[0, 1] == pytest.approx(1e40)
+
+
+def test_remarks_count_dead_inputs_and_tokens():
+    x = torch.randn(5, 8)
+    assert Gram.from_activations(torch.cat([x, x])).remarks() == ()
+    x[:, [2, 7]] = 0
+    dead, few = Gram.from_activations(x).remarks()
+    assert dead == "2 of 8 inputs are always zero: they get no weight"
+    assert few == "more inputs (8) than tokens (5): H has rank at most 5"

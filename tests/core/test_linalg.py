@@ -1,4 +1,5 @@
 import contextlib
+import itertools
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from hasslefree.core import linalg
 from hasslefree.core.linalg import (
     _matmul_setting,
+    eigh,
     inverse,
     inverse_factor,
     lower_cholesky,
@@ -96,3 +98,33 @@ def test_nothing_is_set_where_there_is_no_cuda(monkeypatch):
         with matmul_precision(True, torch.device(device)):
             touched.append(device)
     assert touched == ["cpu", True, "cuda"]
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 23), (torch.float64, 52)])
+def test_an_input_that_rounding_alone_tells_from_others_is_an_error(dtype, least):
+    """Oracle: 1 − c², the share of the second input that the first does not explain, with c = 1 − 2⁻ᵏ."""
+    for k in range(10, 54 if dtype == torch.float64 else 25):
+        c = 1 - 2.0**-k
+        matrix = torch.tensor([[1.0, c], [c, 1.0]], dtype=dtype)
+        if k <= least - 1:
+            left = lower_cholesky(matrix)[1, 1].square().item()
+            assert left == pytest.approx(2.0 ** (1 - k) - 2.0 ** (-2 * k), rel=0.1)
+        elif k > least:
+            with pytest.raises(FactorizationError, match="combinations of others; raise the damping"):
+                lower_cholesky(matrix)
+
+
+def test_masked_cg_never_rises_on_a_singular_matrix():
+    """Directions along which the inputs cancel have a curvature that is made of rounding."""
+    for tokens, seed in itertools.product((1, 2), range(250)):
+        target, h = oracles.problem(12, 8, tokens=tokens, seed=seed)
+        mask = torch.rand(12, 8, generator=torch.Generator().manual_seed(seed)) < 0.5
+        for start in (torch.zeros(12, 8), target * mask):
+            found = masked_cg(h, target, start, mask, 5).double()
+            before, after = ((r @ h.double() * r).sum(1) for r in (target.double() - start, target.double() - found))
+            assert (after <= before + 1e-6 * oracles.loss(target, h)).all()
+
+
+def test_an_eigendecomposition_that_does_not_converge_is_an_error_with_a_remedy():
+    with pytest.raises(FactorizationError, match="raise the damping"):
+        eigh(torch.full((3, 3), torch.nan))

@@ -1,3 +1,4 @@
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -5,8 +6,9 @@ import torch
 
 import hasslefree
 from hasslefree import AlternatingMinimization, Gram
+from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import SemiStructured
-from hasslefree.errors import BudgetError, UnknownNameError
+from hasslefree.errors import BudgetError, NonFiniteError, UnknownNameError
 from hasslefree.low_rank_solvers.diagonal_svd import DiagonalSVD
 from hasslefree.low_rank_solvers.exact import Exact
 from hasslefree.low_rank_solvers.svd import SVD
@@ -152,3 +154,39 @@ def test_hassle_free_is_never_worse_than_its_pruner(scale):
     alone, both = solve("sparsegpt", weight, h, rank=0), solve(build_method("hassle-free", rounds=5), weight, h)
     assert oracles.loss(weight - both.product(), damped) <= oracles.loss(weight - alone.product(), damped) * (1 + 1e-6)
     assert (max(both.history) > alone.history[0]) == (scale == 1e-3), "the scale does not show what it should"
+
+
+@dataclass(frozen=True)
+class Failing:
+    """Finds the best L, but for one round, in which it finds something else."""
+
+    value: float
+    round: int
+
+    def prepare(self, gram):
+        return Exact().prepare(gram)
+
+    def fit(self, target, prepared, start, round):
+        found = Exact().fit(target, prepared, start, round)
+        return LowRank(found.u, found.v * self.value) if round == self.round else found
+
+
+def test_a_round_that_is_not_finite_ends_the_alternation():
+    """Oracle: the same alternation, ended before that round."""
+    weight, h = oracles.problem(12, 16)
+    broken = AlternatingMinimization(low_rank=Failing(torch.nan, 3), rounds=6)
+    found, expected = solve(broken, weight, h), solve(AlternatingMinimization(low_rank=Exact(), rounds=3), weight, h)
+    assert torch.equal(found.product(), expected.product())
+    assert found.history == expected.history
+    assert "round 4 came upon NaN or Inf: the best before it is kept; raise the damping" in found.remarks[-1]
+    last = AlternatingMinimization(low_rank=Failing(torch.nan, 3), rounds=6, keep_best=False)
+    with pytest.raises(NonFiniteError, match="round 4 came upon NaN or Inf; raise the damping"):
+        solve(last, weight, h)
+
+
+def test_where_the_pruner_alone_is_best_a_remark_says_that_the_rank_is_not_used():
+    weight, h = oracles.problem(12, 16)
+    found = solve(AlternatingMinimization(low_rank=Failing(1e3, 0), rounds=1), weight, h)
+    assert torch.equal(found.sparse, solve("sparsegpt", weight, h, rank=0).sparse)
+    assert not found.low_rank.product().any()
+    assert found.remarks[-1] == "no round was better than the pruner alone: L is nothing"

@@ -295,3 +295,21 @@ def test_a_high_rank_needs_no_damping():
     weight, h = oracles.problem(64, 64, tokens=20)
     found = solve(weight, h, rank=48, damping=0.0)
     assert found.relative_error < 1e-3
+
+
+def test_without_damping_a_singular_h_ends_below_a_layer_of_zeros():
+    for seed in range(40):
+        weight, h = oracles.problem(8, 8, tokens=1, seed=seed)
+        for rank in (0, 1):
+            found = solve(weight, h, rank=rank, rounds=20, damping=0.0)
+            assert oracles.loss(weight - found.product(), h) <= oracles.loss(weight, h)
+
+
+def test_a_sweep_of_the_polish_that_rounding_spoils_is_undone(monkeypatch):
+    """Oracle: the same without a polish."""
+    weight, h = oracles.problem(12, 16)
+    monkeypatch.setattr(joint, "masked_cg", lambda matrix, target, start, mask, steps: start * 3)
+    found, expected = solve(weight, h), solve(weight, h, sweeps=0)
+    assert torch.equal(found.product(), expected.product())
+    assert found.history == expected.history
+    assert "sweep 1 of the polish was undone" in found.remarks[-1]

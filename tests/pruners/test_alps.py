@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from hasslefree import ALPS, Gram, SemiStructured, Unstructured
+import hasslefree
+from hasslefree import ALPS, Gram, Prune, SemiStructured, Unstructured
 from hasslefree.core.admm import SupportPenalty
 from hasslefree.errors import FactorizationError
 from hasslefree.pruners import PRUNERS
@@ -49,3 +50,13 @@ def test_a_matrix_that_is_no_second_moment_is_an_error():
     h[0, 1] = h[1, 0] = 1.1
     with pytest.raises(FactorizationError, match="is no second moment"):
         ALPS().prepare(Gram(h, 1))
+
+
+def test_an_eigenvalue_that_rounding_put_below_zero_does_no_harm():
+    """Inputs whose correlation is 1 + 1e-4: H + ρI would be singular at ρ = 1e-4."""
+    h = torch.full((16, 16), 1 + 1e-4, dtype=torch.float64).fill_diagonal_(1)
+    weight = oracles.problem(4, 16, dtype=torch.float64)[0]
+    method = Prune(ALPS(SupportPenalty(1e-4, every=3, most=30, growth=(1.3, 1.2, 1.1), settled=30)), damping=0.0)
+    sparse = hasslefree.decompose(weight, Gram(h, 99), "2:4", method=method).sparse
+    assert torch.isfinite(sparse).all()
+    assert sparse.abs().max() < 1e3 * weight.abs().max()

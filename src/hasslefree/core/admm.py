@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
-from hasslefree.core.linalg import unit_diagonal_scale
+from hasslefree.core.linalg import eigh, unit_diagonal_scale
 from hasslefree.core.patterns import Pattern
 from hasslefree.errors import FactorizationError
 
@@ -31,13 +31,14 @@ class ScaledSpectrum:
     def of(cls, gram: Gram) -> ScaledSpectrum:
         scale = unit_diagonal_scale(gram.diagonal)
         matrix = gram.matrix / torch.outer(scale, scale)
-        values, vectors = torch.linalg.eigh(matrix.double())
+        values, vectors = eigh(matrix.double())
         if values[0] < -1e-5 * values[-1]:
             raise FactorizationError(
                 f"the Gram ({len(matrix)}×{len(matrix)}) is no second moment: it has the eigenvalue "
                 f"{values[0].item():.1e} in units of its diagonal; gather it anew"
             )
-        return cls(scale, matrix, values, vectors)
+        # What rounding has put below zero would make H + ρI singular at a small ρ.
+        return cls(scale, matrix, values.clamp_min(0), vectors)
 
     def resolvent(self, rho: float) -> Tensor:
         """ρ(H + ρI)⁻¹: (in, in), in the working dtype."""

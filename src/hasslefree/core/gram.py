@@ -36,12 +36,16 @@ class Gram:
         """The Gram of x: (..., in), any floating dtype; float64 stays, all else is summed in float32.
 
         Raises:
-            NonFiniteError: x holds NaN or Inf.
+            NonFiniteError: x holds NaN or Inf, or its squares overflow.
         """
         rows = x.detach().reshape(-1, x.shape[-1]).to(working_dtype(x))
         if not torch.isfinite(rows).all():
             raise NonFiniteError("the activations hold NaN or Inf; mask or drop those tokens")
-        return cls(rows.T @ rows / max(len(rows), 1), len(rows))
+        matrix = rows.T @ rows / max(len(rows), 1)
+        if not torch.isfinite(matrix).all():
+            name = str(rows.dtype).removeprefix("torch.")
+            raise NonFiniteError(f"the squares of the activations overflow {name}; scale them down, or pass float64")
+        return cls(matrix, len(rows))
 
     @property
     def diagonal(self) -> Tensor:
@@ -67,6 +71,15 @@ class Gram:
         diagonal.add_(damping * self.diagonal.mean())
         diagonal[diagonal == 0] = 1.0
         return Gram(matrix, self.tokens)
+
+    def remarks(self) -> tuple[str, ...]:
+        """What is out of the ordinary about the inputs, for the report of a layer."""
+        width, found = len(self.matrix), []
+        if dead := width - int(torch.count_nonzero(self.alive)):
+            found.append(f"{dead} of {width} inputs are always zero: they get no weight")
+        if self.tokens < width:
+            found.append(f"more inputs ({width}) than tokens ({self.tokens}): H has rank at most {self.tokens}")
+        return tuple(found)
 
     def loss(self, residual: Tensor) -> float:
         """f = tr(R H Rᵀ), the mean squared output error per token, of residual R: (out, in)."""

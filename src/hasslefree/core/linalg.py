@@ -13,20 +13,39 @@ from torch import Tensor
 
 from hasslefree.errors import FactorizationError
 
+LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+
 
 def lower_cholesky(matrix: Tensor) -> Tensor:
     """C with matrix = C Cᵀ: (n, n), lower triangular, in float64.
 
+    C_jj² / H_jj is the share of input j that the inputs before it do not explain. Where rounding is all that is left of
+    one, what is computed with C would be made of rounding too.
+
     Raises:
-        FactorizationError: the matrix is not positive definite.
+        FactorizationError: the matrix is not positive definite, or not by more than the rounding of its entries.
     """
     factor, info = torch.linalg.cholesky_ex(matrix.double())
-    if info.item() != 0:
+    rounding = max(torch.finfo(matrix.dtype).eps, len(matrix) * torch.finfo(torch.float64).eps)
+    if info.item() != 0 or (factor.diagonal().square() <= rounding * matrix.diagonal()).any():
         raise FactorizationError(
-            f"the damped Gram ({len(matrix)}×{len(matrix)}) is not positive definite; "
-            "raise the damping or use more calibration tokens than inputs"
+            f"the damped Gram ({len(matrix)}×{len(matrix)}) is not positive definite: some inputs are combinations of "
+            "others; raise the damping (--damping 0.01) or use more calibration tokens than inputs"
         )
     return factor
+
+
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, rising, and eigenvectors of a symmetric matrix (n, n).
+
+    Raises:
+        FactorizationError: LAPACK's iteration does not converge.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except LinAlgError as error:
+        raise FactorizationError(f"{error}; raise the damping (--damping 0.01)") from None
+    return values, vectors
 
 
 def inverse_factor(matrix: Tensor) -> Tensor:
@@ -65,17 +84,21 @@ def masked_cg(matrix: Tensor, target: Tensor, start: Tensor, mask: Tensor, steps
         target: T, (out, in). start: S at first, zero off the mask. mask: the support, bool (out, in).
 
     Each step minimises the loss of a row along a direction of descent, so that no step raises it. Where the gradient
-    of a row is zero, it rests.
+    of a row is zero, it rests; and where H is singular, it takes no step along a direction whose inputs cancel to
+    rounding: how far to go would be made of rounding too.
     """
     sparse = start.clone()
     inverse_diagonal = 1 / matrix.diagonal()
+    rounding = 4 * torch.finfo(matrix.dtype).eps * matrix.diagonal()
     gradient = torch.sub(target, sparse).mm(matrix).mul_(mask)  # of −loss / 2
     direction = gradient * inverse_diagonal
     energy = torch.linalg.vecdot(gradient, direction).unsqueeze(1)
     for step in range(steps):
-        image = direction.mm(matrix).mul_(mask)
+        image = direction.square()
+        least = image.mv(rounding).unsqueeze(1)
+        torch.mm(direction, matrix, out=image).mul_(mask)
         curvature = torch.linalg.vecdot(direction, image).unsqueeze(1)
-        length = torch.where(curvature > 0, energy / curvature, 0.0)
+        length = torch.where(curvature > least, energy / curvature, 0.0)
         sparse.addcmul_(direction, length)
         if step == steps - 1:
             break

@@ -23,6 +23,10 @@ class LowRank:
         """L: (out, in)."""
         return self.u @ self.v
 
+    def residual(self, weight: Tensor, sparse: Tensor) -> Tensor:
+        """W − S − L for a weight and S, (out, in), with no more than two arrays of that size."""
+        return torch.sub(weight, sparse).sub_(self.product())
+
     def balanced(self) -> LowRank:
         """The same product with ‖column of u‖ = ‖row of v‖, so that neither factor overflows a narrow dtype."""
         columns, rows = self.u.norm(dim=0), self.v.norm(dim=1)

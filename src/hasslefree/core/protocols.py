@@ -45,11 +45,13 @@ class Solution:
         sparse: (out, in). low_rank: (out, r), (r, in).
         history: the damped objective over the damped norm of W, as often as the method measures it; empty where
             nothing was removed.
+        remarks: what the method did that is out of the ordinary, a sentence each.
     """
 
     sparse: Tensor
     low_rank: LowRank
     history: tuple[float, ...]
+    remarks: tuple[str, ...] = ()
 
 
 class Method(Protocol):
@@ -75,6 +77,7 @@ class Decomposition:
         relative_error: tr(R H Rᵀ) / tr(W H Wᵀ) with the undamped H, measured on what is returned here.
         relative_error_before_cast: the same before the cast to the dtype of W.
         history: the objective of the method (damped, relative), as often as it measures it.
+        remarks: what is out of the ordinary about the inputs, the way to the result, or the result; empty as a rule.
     """
 
     sparse: Tensor = field(repr=False)
@@ -82,6 +85,7 @@ class Decomposition:
     relative_error: float
     relative_error_before_cast: float
     history: tuple[float, ...] = field(repr=False)
+    remarks: tuple[str, ...] = ()
 
     def product(self) -> Tensor:
         """S + L: (out, in)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,11 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import LowRankSolver, Pruner, Solution
-from hasslefree.errors import BudgetError
+from hasslefree.errors import BudgetError, NonFiniteError
 from hasslefree.low_rank_solvers.adam import Adam
 from hasslefree.pruners.sparsegpt import SparseGPT
+
+REMEDY = "raise the damping (--damping 0.01) or take another low-rank solver (--low-rank exact)"
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class AlternatingMinimization:
         sparse = torch.zeros_like(weight)
         best, least = (sparse, low_rank), float("inf")
         history: list[float] = []
+        remarks: list[str] = []
         for t in range(self.rounds):
             if self.low_rank_first:
                 low_rank = self.low_rank.fit(weight - sparse, for_solver, low_rank, t)
@@ -74,7 +78,15 @@ class AlternatingMinimization:
                     # The pruner alone is the first candidate: Adam's steps have a fixed size, and can overshoot.
                     best, least = (sparse, low_rank), gram.relative_error(weight - sparse, weight)
                 low_rank = self.low_rank.fit(weight - sparse, for_solver, low_rank, t)
-            history.append(gram.relative_error(weight - sparse - low_rank.product(), weight))
-            if history[-1] < least or not self.keep_best:
-                best, least = (sparse, low_rank), history[-1]
-        return Solution(*best, tuple(history))
+            error = gram.relative_error(low_rank.residual(weight, sparse), weight)
+            if not math.isfinite(error):
+                if math.isinf(least) or not self.keep_best:
+                    raise NonFiniteError(f"round {t + 1} came upon NaN or Inf; {REMEDY}")
+                remarks.append(f"round {t + 1} came upon NaN or Inf: the best before it is kept; {REMEDY}")
+                break
+            history.append(error)
+            if error < least or not self.keep_best:
+                best, least = (sparse, low_rank), error
+        if least and not best[1].v.any():
+            remarks.append("no round was better than the pruner alone: L is nothing")
+        return Solution(*best, tuple(history), tuple(remarks))

@@ -188,15 +188,25 @@ class Joint:
         self, weight: Tensor, problem: ScaledProblem, sparse: Tensor, mask: Tensor, low_rank: LowRank
     ) -> Solution:
         """Conjugate gradients on S and a subspace step on L in turn, on the support that was found."""
-        gram, history = problem.gram, []
+        gram = problem.gram
+        history: list[float] = []
+        remarks: list[str] = []
         norm = gram.loss(weight) or 1.0
         for sweep in range(self.sweeps + 1):
+            before = sparse, low_rank
             if sweep:
                 sparse = masked_cg(gram.matrix, weight - low_rank.product(), sparse, mask, CG_STEPS)
             if low_rank.rank:
                 low_rank = subspace_steps(weight - sparse, gram.matrix, low_rank.u, 1)
-            history.append(gram.loss(weight - sparse - low_rank.product()) / norm)
-        return Solution(sparse / problem.scale, LowRank(low_rank.u, low_rank.v / problem.scale), tuple(history))
+            error = gram.loss(low_rank.residual(weight, sparse)) / norm
+            if sweep and error > 1.01 * history[-1] + 1e-9:
+                remarks.append(f"sweep {sweep} of the polish was undone: rounding raised the objective to {error:.2g}")
+                sparse, low_rank = before
+                break
+            history.append(error)
+        return Solution(
+            sparse / problem.scale, LowRank(low_rank.u, low_rank.v / problem.scale), tuple(history), tuple(remarks)
+        )
 
 
 def refit_scale(matrix: Tensor) -> Tensor:

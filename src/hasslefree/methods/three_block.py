@@ -65,5 +65,5 @@ class ThreeBlock:
             fit(weight * spectrum.scale)
         sparse = dense * pattern.mask(dense.square()) / spectrum.scale
         low_rank = LowRank(best.u, best.v / spectrum.scale)
-        error = gram.relative_error(weight - sparse - low_rank.product(), weight)
+        error = gram.relative_error(low_rank.residual(weight, sparse), weight)
         return Solution(sparse, low_rank, (error,))
