@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +20,12 @@ from hasslefree.checkpoints.output import check_output
 from hasslefree.checkpoints.transformers_plugin import HasslefreeConfig, empty_layer
 from hasslefree.checkpoints.unfinished import Part, Unfinished, fingerprint, unfinished
 from hasslefree.core.gram import Gram
-from hasslefree.core.protocols import Method
+from hasslefree.core.protocols import Decomposition, Method
 from hasslefree.decompose import solve_layer
 from hasslefree.distributed import World, joined, own_device
-from hasslefree.errors import CalibrationError, HasslefreeError, ModelError, NonFiniteError
+from hasslefree.errors import CalibrationError, HasslefreeError, MemoryShortError, ModelError, NonFiniteError
 from hasslefree.footprint import check_memory, footprint
+from hasslefree.methods.row_chunks import InRowChunks
 from hasslefree.models.activations import Activations, check_place
 from hasslefree.models.blocks import Blocks, dense_weight, find_blocks, replace_module
 from hasslefree.models.calibration import first_hidden_states, gather_grams, groups_by_input, run_block
@@ -43,6 +45,11 @@ from hasslefree.plan import LayerPlan, Plan, bytes_on_disk, make_plan
 from hasslefree.recipe import Recipe
 from hasslefree.report import LayerReport, Report, model_card, versions
 from hasslefree.texts import calibration_documents, draw_segments
+
+logger = logging.getLogger(__name__)
+
+# Into so many chunks of rows is a layer cut that the device has no room for.
+CHUNKS = (2, 4, 8, 16)
 
 # Called after each layer with its report, the layers done and the layers in all.
 Progress = Callable[[LayerReport, int, int], None]
@@ -341,7 +348,7 @@ def compress_group(job: Job, block: nn.Module, prefix: str, plans: dict[str, Lay
             start = time.perf_counter()
             linear: Any = block.get_submodule(name)
             weight, pattern = dense_weight(linear), str(plan.pattern)
-            result = solve_layer(weight, gram, job.method, prepared, plan.pattern, plan.rank, job.recipe.seed)
+            result = solve_with_room(weight, gram, job.method, prepared, plan, job.recipe.seed)
             bias = None if linear.bias is None else linear.bias.detach()
             layer = SparseLowRankLinear.from_decomposition(result, bias, pattern)
             seconds = time.perf_counter() - start + shared
@@ -350,6 +357,27 @@ def compress_group(job: Job, block: nn.Module, prefix: str, plans: dict[str, Lay
     except HasslefreeError as error:
         raise type(error)(f"{error} ({prefix}: {', '.join(plans)})") from None
     return done
+
+
+def solve_with_room(
+    weight: Tensor, gram: Gram, method: Method, prepared: Any, plan: LayerPlan, seed: int
+) -> Decomposition:
+    """`solve_layer`; where the device has no room for it, again in 2, 4, 8, … chunks of rows. The result remarks it.
+
+    Raises:
+        MemoryShortError: no number of chunks helps.
+    """
+    for chunks in (1, *CHUNKS):
+        way = method if chunks == 1 else InRowChunks(method, chunks, gram)
+        try:
+            return solve_layer(weight, gram, way, prepared, plan.pattern, plan.rank, seed)
+        except torch.OutOfMemoryError as error:
+            logger.warning("out of memory with %d chunk(s) of rows of a layer %s: %s", chunks, plan.shape, error)
+        torch.cuda.empty_cache()
+    raise MemoryShortError(
+        f"{weight.device} has no room for a layer {plan.shape[0]}×{plan.shape[1]}, not even in {CHUNKS[-1]} chunks of "
+        "rows; use another method, a larger device, or --device cpu"
+    )
 
 
 def put_in_place(job: Job, block: nn.Module, name: str, owner: int, done: Done | None) -> Done:

@@ -25,6 +25,7 @@ class LayerReport:
         relative_error: with the undamped Gram, after the cast to the dtype of the model; and before it.
         seconds: of the decomposition, its share of the factorisation included.
         history: the method's objective, as often as it measures it.
+        remarks: what is out of the ordinary, a sentence each.
     """
 
     name: str
@@ -37,6 +38,7 @@ class LayerReport:
     relative_error_before_cast: float
     seconds: float
     history: tuple[float, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -56,12 +58,13 @@ class LayerReport:
             relative_error_before_cast=result.relative_error_before_cast,
             seconds=seconds,
             history=result.history,
+            remarks=result.remarks,
         )
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> LayerReport:
         """What `dataclasses.asdict` made of one, read back from JSON."""
-        return cls(**content | {"history": tuple(content["history"])})
+        return cls(**content | {"history": tuple(content["history"]), "remarks": tuple(content["remarks"])})
 
 
 @dataclass(frozen=True)

@@ -64,16 +64,16 @@ def unit_diagonal_scale(diagonal: Tensor) -> Tensor:
     return torch.where(diagonal > 0, diagonal, 1.0).sqrt()
 
 
-def inverse(matrix: Tensor) -> Tensor:
-    """The inverse of a positive definite matrix (n, n) that is not ill-conditioned, by its Cholesky factor.
+def inverse_(matrix: Tensor) -> Tensor:
+    """Overwrite a positive definite matrix (n, n) that is not ill-conditioned by its inverse; by its Cholesky factor.
 
     Its own dtype will do as long as the least eigenvalue is well above the rounding of the largest. Where the
     factorisation says that it is not, float64 takes over; the result is in the dtype of `matrix`.
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
     if info.item() != 0:
-        factor = lower_cholesky(matrix)
-    return torch.cholesky_inverse(factor).to(matrix.dtype)
+        return matrix.copy_(torch.cholesky_inverse(lower_cholesky(matrix)))
+    return torch.cholesky_inverse(factor, out=matrix)
 
 
 def masked_cg(matrix: Tensor, target: Tensor, start: Tensor, mask: Tensor, steps: int) -> Tensor:

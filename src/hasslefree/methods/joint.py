@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
-from hasslefree.core.linalg import inverse, masked_cg, matmul_precision, multiplies_bfloat16, unit_diagonal_scale
+from hasslefree.core.linalg import inverse_, masked_cg, matmul_precision, multiplies_bfloat16, unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Solution
@@ -51,7 +51,7 @@ class ScaledProblem:
         if found is None or found.dtype != dtype:
             shifted = self.gram.matrix.clone()
             shifted.diagonal().add_(rho)
-            found = inverse(shifted).mul_(-rho)
+            found = inverse_(shifted).mul_(-rho)
             found.diagonal().add_(1)
             found = found.to(dtype)
             if (len(self._kernels) + 1) * found.nbytes <= KERNEL_BYTES:
@@ -102,7 +102,8 @@ class Joint:
     def prepare(self, gram: Gram) -> ScaledProblem:
         damped = gram.damped(self.damping)
         scale = refit_scale(damped.matrix)
-        return ScaledProblem(scale, Gram(damped.matrix / torch.outer(scale, scale), damped.tokens))
+        outer = torch.outer(scale, scale)
+        return ScaledProblem(scale, Gram(torch.div(damped.matrix, outer, out=outer), damped.tokens))
 
     def solve(
         self, weight: Tensor, prepared: ScaledProblem, pattern: Pattern, rank: int, generator: torch.Generator
@@ -216,6 +217,7 @@ def refit_scale(matrix: Tensor) -> Tensor:
     nothing: a hundredth of H_jj is added before the inversion.
     """
     diagonal = unit_diagonal_scale(matrix.diagonal())
-    unit = matrix / torch.outer(diagonal, diagonal)
+    unit = torch.outer(diagonal, diagonal)
+    torch.div(matrix, unit, out=unit)
     unit.diagonal().add_(1e-2)
-    return diagonal * inverse(unit).diagonal().rsqrt()
+    return diagonal * inverse_(unit).diagonal().rsqrt()

@@ -74,7 +74,6 @@ class Weights:
                 for name, parameter in module.named_parameters(recurse=False):
                     _put(module, name, torch.empty_like(parameter, device="meta"))
 
-
     def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
         """Raises a ModelError where the file has another shape than the model."""
         found = self._stored[module][name]
