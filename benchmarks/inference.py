@@ -77,7 +77,7 @@ class Layer:
             y = F.linear(x, self.converted)
         else:
             y = product(way, x, self.values, self.positions, TWO_OF_FOUR)
-        return torch.addmm(y, F.linear(x, self.v), self.u.T)
+        return y.addmm_(F.linear(x, self.v), self.u.T)
 
 
 def possible(device: str, dtype: torch.dtype, tokens: int) -> list[str]:

@@ -119,6 +119,41 @@ def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch)
     reference.assert_close(ops.linear_mask(x, *reference.pack_mask(s)), x, s)
 
 
+@pytest.mark.parametrize("tokens", [33, 64, 65, 100, 161])
+@pytest.mark.parametrize(("out", "width"), [(1, 64), (15, 64), (16, 128), (70, 64), (150, 192)])
+def test_many_tokens_by_tables(out, width, tokens, monkeypatch):
+    """Whole tiles and blocks of tokens, and what they leave."""
+    monkeypatch.setattr(ops, "MOST_ROWS", 64)
+    s = reference.sparse(out, width // 4, 2, 4, torch.bfloat16, seed=out)
+    x = inputs(tokens + 1, width, torch.bfloat16).view(-1)[3 : 3 + tokens * width].view(tokens, width)  # 2-byte aligned
+    reference.assert_close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
+
+
+def test_every_pair_of_a_table_is_exact():
+    """Oracle: the matrix that was packed, by the product with the identity; NaN and Inf pass where they are used."""
+    s = reference.sparse(96, 32, 2, 4, torch.bfloat16, seed=2, empty_rows=False)
+    packed = reference.pack_groups(s, 2, 4)
+    assert torch.equal(ops.linear_groups(torch.eye(128).bfloat16(), *packed, 2, 4).T, s)
+    for value in (float("inf"), float("nan")):
+        x = torch.zeros(64, 128).bfloat16()
+        x[5, 7] = value
+        y = ops.linear_groups(x, *packed, 2, 4)
+        assert torch.equal(y[5].isfinite(), s[:, 7] == 0)
+        assert y[torch.arange(64) != 5].isfinite().all()
+        assert torch.equal(y[5].isnan(), (s[:, 7] != 0) & x[5, 7].isnan())
+
+
+def test_sums_are_rounded_to_the_nearest_and_ties_to_even():
+    """Oracle: torch's cast. The sums are 1 + i/512, with ties of both kinds, and their negatives."""
+    parts = torch.tensor([[1.0, i / 512] for i in range(32)]).repeat(2, 1)
+    parts[32:] *= -1
+    s = torch.zeros(64, 64).bfloat16()
+    s[:, :2] = parts.bfloat16()
+    x = torch.ones(64, 64).bfloat16()
+    expected = s.float().sum(1).bfloat16().expand(64, 64)
+    assert torch.equal(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), expected)
+
+
 def test_inputs_and_values_may_be_views():
     """Oracle: their contiguous copies."""
     s = reference.sparse(16, 8, 2, 4, torch.float32, seed=1)
@@ -213,6 +248,9 @@ for n, m in ((2, 4), (2, 8), (4, 8)):
     found.append(ops.linear_groups(x, *packed, n, m).view(torch.int32).tolist())
     found.append(ops.linear_groups(torch.eye(s.shape[1]), *packed, n, m).view(torch.int32).tolist())
     found.append(ops.linear_mask(x, *reference.pack_mask(s)).view(torch.int32).tolist())
+s = reference.sparse(257, 32, 2, 4, torch.bfloat16, seed=5)
+x = torch.randn(200, 128, generator=torch.Generator().manual_seed(6)).bfloat16()
+found.append(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4).view(torch.int16).tolist())
 import numba
 print(json.dumps([[numba.get_num_threads(), torch.get_num_threads()], found]))
 """

@@ -68,15 +68,23 @@ def choose(case: Case, way: str | None = None) -> str:
     return "dense" if way == "triton" and case.tokens > TRITON_TOKENS else way
 
 
+def wants_numba(case: Case) -> bool:
+    """Whether S is unpacked at every call for no other reason than that Numba is not installed."""
+    return not HAS_NUMBA and case.device == "cpu" and not isinstance(case.layout, Columns)
+
+
 def product(way: str, x: Tensor, values: Tensor, index: Tensor, layout: Any) -> Tensor:
     """x Sᵀ, by `numba` or `triton`. x: (..., in) → (..., out); values and index as `layout` stores S."""
     flat = x.reshape(-1, x.shape[-1])
+    # An operator is for what traces the call; for a small layer, going through it costs as much as its product.
+    traced = torch.compiler.is_compiling() or type(x) is not Tensor
     if way == "triton":
         y = ops.decode_cuda(flat, values, index, layout.n, layout.m)
     elif isinstance(layout, PackedGroups):
-        y = ops.linear_groups(flat, values, index, layout.n, layout.m)
+        groups = ops.linear_groups if traced else ops.groups_product
+        y = groups(flat, values, index, layout.n, layout.m)
     else:
-        y = ops.linear_mask(flat, values, index)
+        y = (ops.linear_mask if traced else ops.mask_product)(flat, values, index)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 

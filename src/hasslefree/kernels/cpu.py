@@ -31,6 +31,13 @@ WINDOW = 4
 LANES, SPAN = 16, 32
 # Bytes of values and of codes between what is multiplied and what is asked for; one row is too near.
 AHEAD, CODES_AHEAD = 8192, 1024
+# A table of 2:4: the tokens and the groups that it is for, whose values fill a cache line; its rows for a group, one
+# for each code from 4, which is (0, 1), to 14, which is (2, 3); and all its rows, with room for what is no code.
+TOKENS, GROUPS, CODES = 64, 16, 11
+TABLE_ROWS = GROUPS * CODES + 5
+PAIRS = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+# Rows of S between those that are multiplied with a table and those that are asked for.
+ROWS_AHEAD = 32
 
 WIDE = {"+avx512f", "+avx512vbmi2", "+avx512bf16"} <= set(get_host_cpu_features().split(","))
 FLOATS, INTEGERS = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32)))
@@ -444,3 +451,163 @@ def unpack_2_4(values, positions, rows, wide):
         for i in range(codes.shape[0]):
             mask[i] = mask_of(codes[i], 0) | (mask_of(codes[i], 4) << u8(4))
         expand_mask(values, o * (rows.shape[1] // 2), mask, rows[o], wide)
+
+
+# 2:4 in bfloat16 with many tokens. The two kept values of a group meet one of six pairs of its inputs: a table holds
+# the pairs of some groups for 64 tokens, and stays in the first level of the cache while rows of S run through it. A
+# code is the row of the table, so that nothing is selected, and half of the products of a dense layer are left.
+
+
+def shuffled(builder, low, high, places):
+    """The numbers of two registers at the places: those of `high` come after those of `low`."""
+    places = ir.Constant(ir.VectorType(ir.IntType(32), len(places)), list(places))
+    return builder.shuffle_vector(low, high, places)
+
+
+def transposed(builder, rows):
+    """As many registers as each has numbers, by exchanging the two halves of pairs, of fours, …: log₂ steps."""
+    rows, count = list(rows), len(rows)
+    for step in (1 << bit for bit in range(count.bit_length() - 1)):
+        low = [lane if not lane & step else count + (lane ^ step) for lane in range(count)]
+        high = [lane | step if not lane & step else count + lane for lane in range(count)]
+        for i in (i for i in range(count) if not i & step):
+            pair = rows[i], rows[i | step]
+            rows[i], rows[i | step] = shuffled(builder, *pair, low), shuffled(builder, *pair, high)
+    return rows
+
+
+@intrinsic
+def tabulate(typing, x, t, g, table, first, lane):
+    """The rows of `table` for eight groups of x, from g on, which is the table's `first`, and 16 tokens from t on.
+
+    They go to the columns from `lane` on. x: (tokens, in), uint16; table: (TABLE_ROWS, TOKENS), uint32.
+    """
+
+    def generate(context, builder, signature, arguments):
+        x, t, g, table, first, lane = arguments
+        groups, numbers = ir.VectorType(ir.IntType(64), 8), ir.VectorType(ir.IntType(16), 2 * LANES)
+        column, row = builder.mul(g, ir.Constant(g.type, 4)), builder.mul(first, ir.Constant(first.type, CODES))
+        halves = []
+        for half in (0, 8):
+            rows = [(t, half + i) for i in range(8)]
+            places = [element(context, builder, signature.args[0], x, at, (column, 0), groups) for at in rows]
+            loaded = transposed(builder, [builder.load(place, align=2) for place in places])
+            halves.append([builder.bitcast(group, numbers) for group in loaded])
+        for i, (low, high) in enumerate(zip(*halves, strict=True)):
+            for a, b in PAIRS:
+                pairs = shuffled(builder, low, high, [4 * token + place for token in range(LANES) for place in (a, b)])
+                place = (row, i * CODES + a + 4 * b), (lane, 0)
+                builder.store(pairs, element(context, builder, signature.args[3], table, *place, numbers), align=64)
+        return context.get_dummy_value()
+
+    return types.none(x, types.uint64, types.uint64, table, types.uint64, types.uint64), generate
+
+
+@intrinsic
+def add_tabulated(typing, values, codes, o, k, table, sums, row):
+    """sums[row] += the row o of S with the k-th table, its groups from GROUPS·k on. sums: (rows, TOKENS), float32."""
+
+    def generate(context, builder, signature, arguments):
+        _, _, o, k, table, _, row = arguments
+        integers, pairs = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(BFloat(), 2 * LANES)
+
+        def place(number, at, column, more, to):
+            return element(context, builder, signature.args[number], arguments[number], (at, 0), (column, more), to)
+
+        zero = ir.Constant(k.type, 0)
+        column, byte = (builder.mul(k, ir.Constant(k.type, step)) for step in (2 * GROUPS, GROUPS // 2))
+        starts = [place(5, row, zero, first, FLOATS) for first in range(0, TOKENS, LANES)]
+        totals = [builder.load(start, align=64) for start in starts]
+        word = builder.load(place(1, o, byte, 0, ir.IntType(64)), align=1)
+        known = ir.ArrayType(pairs, TOKENS // LANES)  # a row of the table: a known length spares multiplications
+        rows = builder.bitcast(context.make_array(signature.args[4])(context, builder, table).data, known.as_pointer())
+        for g in range(GROUPS):
+            code = builder.and_(builder.lshr(word, ir.Constant(word.type, 4 * g)), ir.Constant(word.type, 15))
+            code = builder.add(code, ir.Constant(code.type, g * CODES))
+            both = builder.load(place(0, o, column, 2 * g, ir.IntType(32)), align=2)
+            both = builder.insert_element(ir.Constant(integers, ir.Undefined), both, ir.Constant(ir.IntType(32), 0))
+            both = builder.bitcast(shuffled(builder, both, both, [0] * LANES), pairs)
+            for i, total in enumerate(totals):
+                inputs = builder.load(builder.gep(rows, [code, ir.Constant(ir.IntType(32), i)]), align=64)
+                totals[i] = native(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, both, inputs])
+        for start, total in zip(starts, totals, strict=True):
+            builder.store(total, start, align=64)
+        return context.get_dummy_value()
+
+    return types.none(values, codes, types.uint64, types.uint64, table, sums, types.uint64), generate
+
+
+@intrinsic
+def store_rounded(typing, sums, row, lane, y, t, o, tokens):
+    """y[t : t + 16, o : o + 16] = 16 rows of sums from `row` on and 16 tokens from `lane` on, in bfloat16; t < tokens.
+
+    To the nearest, ties to even: a NaN stays one, for the low bits of those that bfloat16 products give are zero.
+    """
+
+    def generate(context, builder, signature, arguments):
+        sums, row, lane, y, t, o, tokens = arguments
+        halves = ir.VectorType(ir.IntType(16), LANES)
+
+        def constant(number):
+            return ir.Constant(INTEGERS, [number] * LANES)
+
+        at = [(row, i) for i in range(LANES)]
+        places = [element(context, builder, signature.args[0], sums, place, (lane, 0), INTEGERS) for place in at]
+        loaded = transposed(builder, [builder.load(place, align=64) for place in places])
+        for i, bits in enumerate(loaded):
+            odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+            rounded = builder.lshr(builder.add(builder.add(bits, odd), constant(0x7FFF)), constant(16))
+            with builder.if_then(builder.icmp_unsigned("<", builder.add(t, ir.Constant(t.type, i)), tokens)):
+                place = element(context, builder, signature.args[3], y, (t, i), (o, 0), halves)
+                builder.store(builder.trunc(rounded, halves), place, align=2)
+        return context.get_dummy_value()
+
+    u64 = types.uint64
+    return types.none(sums, u64, u64, y, u64, u64, u64), generate
+
+
+@row_function
+def multiply_tile(values, codes, x, start, table, sums, first, last):
+    """sums = 64 tokens from `start` on with the rows from `first` to `last` of S."""
+    sums[: last - first] = 0
+    for k in range(u64(codes.shape[1] // (GROUPS // 2))):
+        for g in range(u64(0), u64(GROUPS), u64(8)):
+            for lane in range(u64(0), u64(TOKENS), u64(LANES)):
+                tabulate(x, start + lane, u64(GROUPS) * k + g, table, g, lane)
+        for o in range(first, last):
+            prefetch(values[o], u64(2 * GROUPS) * k, ROWS_AHEAD * values.shape[1] * 2)
+            prefetch(codes[o], u64(GROUPS // 2) * k, ROWS_AHEAD * codes.shape[1])
+            add_tabulated(values, codes, o, k, table, sums, o - first)
+
+
+@row_function
+def store_tile(sums, y, start, tokens, first, last):
+    """y = the sums of a tile, rounded to bfloat16."""
+    rows = last - first
+    whole = rows & ~u64(LANES - 1)
+    for row in range(u64(0), whole, u64(LANES)):
+        for lane in range(u64(0), u64(TOKENS), u64(LANES)):
+            store_rounded(sums, row, lane, y, start + lane, first + row, tokens)
+    for t in range(start, min(start + u64(TOKENS), tokens)):
+        for row in range(whole, rows):
+            bits = sums[row, t - start]
+            y[t, first + row] = (bits + ((bits >> u32(16)) & u32(1)) + u32(0x7FFF)) >> u32(16)
+
+
+@rows_in_parallel
+def dot_tables_2_4(values, positions, x, y, memory):
+    """y = x Sᵀ, with AVX-512 only. values: (out, in/2), positions: (out, in/8), x: (tokens in whole 64s, in), uint16.
+
+    y: (tokens, out), of the bits of bfloat16. memory: (parts, TABLE_ROWS + rows of a tile, TOKENS), float32, aligned to
+    64 bytes: a table and sums for each part. A part goes through its share of the tiles of rows and tokens.
+    """
+    out, tokens, parts = u64(values.shape[0]), u64(y.shape[0]), memory.shape[0]
+    height, blocks = u64(memory.shape[1] - TABLE_ROWS), (tokens + u64(TOKENS - 1)) // u64(TOKENS)
+    tiles = (out + height - u64(1)) // height * blocks
+    for part in prange(parts):
+        table, sums = memory[part, :TABLE_ROWS].view(u32), memory[part, TABLE_ROWS:]
+        for tile in range(u64(part), tiles, u64(parts)):
+            first, start = tile // blocks * height, tile % blocks * u64(TOKENS)
+            last = min(first + height, out)
+            multiply_tile(values, positions, x, start, table, sums, first, last)
+            store_tile(sums.view(u32), y, start, tokens, first, last)

@@ -1,7 +1,8 @@
 """y = x Sᵀ as torch operators, so that torch.compile sees one node and no graph break.
 
-On a CPU a few tokens are multiplied with the packed rows. From `DIRECT` on, rows of S are unpacked a tile at a
-time into a buffer, and torch multiplies the tile: S is read packed, and a large S never stands in memory as a whole.
+On a CPU a few tokens are multiplied with the packed rows, and so are many in bfloat16 with 2:4, by way of tables of the
+inputs. Otherwise rows of S are unpacked from `DIRECT` on, a tile at a time into a buffer, and torch multiplies them:
+S is read packed, and a large S never stands in memory as a whole.
 
 There is no gradient: a call that needs one raises torch's error that no autograd formula was registered. `choose`
 sends such calls the dense way.
@@ -30,6 +31,8 @@ DIRECT = {torch.float32: 6, torch.bfloat16: 6}
 TOGETHER = 32
 # A tile that stays in the cache, and the rows that a product needs to be fast.
 TILE_BYTES, LEAST_ROWS = 4 << 20, 256
+# The rows of a tile that runs through tables: its sums stay in the second level of the cache.
+MOST_ROWS = 1024
 _KEPT = threading.local()
 Unpack = Callable[[int, int, Any], None]
 
@@ -40,8 +43,7 @@ def position_bits(n: int, m: int) -> int | None:
     return None if layout.is_mask else layout.position_bits
 
 
-@torch.library.custom_op("hasslefree::linear_groups", mutates_args=(), device_types="cpu")
-def linear_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
+def groups_product(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
     """x Sᵀ for S with the pattern N:M.
 
     Args:
@@ -53,9 +55,11 @@ def linear_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) 
     _check_groups(x, values, positions, n, m)
     bits = position_bits(n, m)
     if bits is None:
-        return _linear_mask(x, values.reshape(-1), positions)
+        return mask_product(x, values.reshape(-1), positions)
     if len(x) < _direct(n, m).get(x.dtype, 0):
         return _direct_groups(x, values, positions, n, m, bits)
+    if (n, m) == (2, 4) and _fits_tables(x):
+        return _by_tables(x, values, positions)
     return _by_tiles(x, len(values), _groups_unpacker(values, positions, n, m, bits))
 
 
@@ -65,8 +69,7 @@ def _direct(n: int, m: int) -> Mapping[torch.dtype, float]:
     return DIRECT_2_4 if _kernels().WIDE else DIRECT_2_4_SCALAR
 
 
-@torch.library.custom_op("hasslefree::linear_mask", mutates_args=(), device_types="cpu")
-def linear_mask(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """x Sᵀ for S with any pattern, from its bitmask.
 
     Args:
@@ -75,7 +78,25 @@ def linear_mask(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     Returns:
         (tokens, out), in x's dtype.
     """
-    return _linear_mask(x, values, mask)
+    _check_mask(x, values, mask)
+    starts, kernels, flat, mask_array = _starts(mask, values), _kernels(), values.contiguous(), mask.numpy()
+    if len(x) < DIRECT.get(x.dtype, 0):
+        y = torch.empty(len(x), len(mask))
+        inputs = x.float().contiguous().numpy()
+        kernels.dot_mask(_numbers(flat), starts, mask_array, inputs, y.numpy(), kernels.WIDE)
+        return y.to(x.dtype)
+    array = _bits(flat)
+
+    def unpack(a: int, b: int, rows: Any) -> None:
+        kernels.unpack_mask(array, starts[a:b], mask_array[a:b], rows, kernels.WIDE)
+
+    return _by_tiles(x, len(mask), unpack)
+
+
+linear_groups = torch.library.custom_op(
+    "hasslefree::linear_groups", groups_product, mutates_args=(), device_types="cpu"
+)
+linear_mask = torch.library.custom_op("hasslefree::linear_mask", mask_product, mutates_args=(), device_types="cpu")
 
 
 @torch.library.custom_op("hasslefree::decode_cuda", mutates_args=(), device_types="cuda")
@@ -100,22 +121,6 @@ def _(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], mask.shape[0])
 
 
-def _linear_mask(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    _check_mask(x, values, mask)
-    starts, kernels, flat, mask_array = _starts(mask, values), _kernels(), values.contiguous(), mask.numpy()
-    if len(x) < DIRECT.get(x.dtype, 0):
-        y = torch.empty(len(x), len(mask))
-        inputs = x.float().contiguous().numpy()
-        kernels.dot_mask(_numbers(flat), starts, mask_array, inputs, y.numpy(), kernels.WIDE)
-        return y.to(x.dtype)
-    array = _bits(flat)
-
-    def unpack(a: int, b: int, rows: Any) -> None:
-        kernels.unpack_mask(array, starts[a:b], mask_array[a:b], rows, kernels.WIDE)
-
-    return _by_tiles(x, len(mask), unpack)
-
-
 def _direct_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, bits: int) -> Tensor:
     kernels, numbers = _kernels(), _numbers(values.contiguous())
     y, codes = torch.empty(len(x), len(values)), positions.numpy()
@@ -129,6 +134,29 @@ def _direct_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int,
             numbers, codes, array[start : start + TOGETHER], y[start : start + TOGETHER].numpy(), kernels.WIDE
         )
     return y.to(x.dtype)
+
+
+def _fits_tables(x: Tensor) -> bool:
+    kernels = _kernels()
+    return bool(kernels.WIDE and x.dtype == torch.bfloat16 and x.shape[1] % (4 * kernels.GROUPS) == 0)
+
+
+def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """x Sᵀ of 2:4 in bfloat16, 64 tokens at a time; a few that are left go directly."""
+    kernels, out, tokens, parts = _kernels(), len(values), len(x), torch.get_num_threads()
+    left = tokens % kernels.TOKENS
+    y = x.new_empty(tokens, out)
+    if 0 < left < DIRECT_2_4[x.dtype]:
+        tokens -= left
+        y[tokens:] = _direct_groups(x[tokens:], values, positions, 2, 4, 2)
+    missing = -tokens % kernels.TOKENS
+    inputs = F.pad(x[:tokens], (0, 0, 0, missing)) if missing else x[:tokens].contiguous()
+    height = min(out, MOST_ROWS, max(kernels.TOKENS, -(-out * len(inputs) // (parts * kernels.TOKENS))))
+    shape = parts, kernels.TABLE_ROWS + height, kernels.TOKENS
+    memory = _workspace(4 * math.prod(shape)).view(torch.float32).view(shape).numpy()
+    arrays = _bits(values.contiguous()), positions.numpy(), _bits(inputs)
+    kernels.dot_tables_2_4(*arrays, _bits(y[:tokens]), memory)
+    return y
 
 
 def _groups_unpacker(values: Tensor, positions: Tensor, n: int, m: int, bits: int) -> Unpack:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hasslefree.core.packing import layout_of
 from hasslefree.core.protocols import Decomposition
-from hasslefree.kernels import Case, choose, cuda, product
+from hasslefree.kernels import Case, choose, cuda, product, wants_numba
 
 
 class SparseLowRankLinear(nn.Module):
@@ -100,7 +100,10 @@ class SparseLowRankLinear(nn.Module):
         y = self.sparse_product(x)
         if self.low_rank_u is not None and self.low_rank_v is not None:
             hidden = F.linear(x, self.low_rank_v).reshape(-1, self.rank)
-            y = torch.addmm(y.reshape(-1, self.out_features), hidden, self.low_rank_u.T).view(y.shape)
+            flat = y.reshape(-1, self.out_features)
+            # In place, where autocast leaves the dtypes alike: for a long prompt new memory costs more than this.
+            add = flat.addmm_ if flat.dtype == hidden.dtype == self.low_rank_u.dtype else flat.addmm
+            y = add(hidden, self.low_rank_u.T).view(y.shape)
         return y if self.bias is None else y + self.bias
 
     def sparse_product(self, x: Tensor) -> Tensor:
@@ -145,6 +148,12 @@ class SparseLowRankLinear(nn.Module):
 def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:
     """The compressed layers by their full name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, SparseLowRankLinear)}
+
+
+def layers_without_numba(model: nn.Module) -> list[str]:
+    """The layers that unpack S at every call because Numba is not installed, by their full name."""
+    layers = compressed_layers(model).items()
+    return [name for name, layer in layers if wants_numba(layer._case(tokens=1, grad=False))]
 
 
 def use_way(model: nn.Module, way: str | None) -> None:
