@@ -1,6 +1,7 @@
 """Loading a folder: whole, in every way that transformers offers, without ever building a dense S."""
 
 import copy
+import importlib
 import json
 import os
 import subprocess
@@ -50,6 +51,20 @@ def test_a_fresh_process_needs_one_import(folder):
     )
     assert done.returncode == 0, done.stderr
     assert "SparseLowRankLinear(in_features=32, out_features=48, pattern=2:4, rank=2, bias=False" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("numba", "pattern", "warnings"), [(False, "2:4", 1), (True, "2:4", 0), (False, "structured", 0)]
+)
+def test_a_missing_numba_is_said_once_at_load(numba, pattern, warnings, tmp_path, monkeypatch, caplog):
+    """And neither with Numba nor for the pattern that has no kernel."""
+    hasslefree.compress(build("llama"), tmp_path / "out", RECIPES[pattern], segments=segments())
+    monkeypatch.setattr(importlib.import_module("hasslefree.kernels.choose"), "HAS_NUMBA", numba)
+    caplog.clear()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    found = [record.getMessage() for record in caplog.records if "Numba" in record.getMessage()]
+    assert len(found) == warnings
+    assert all('pip install "hasslefree[fast]"' in text and "14 layers" in text for text in found)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

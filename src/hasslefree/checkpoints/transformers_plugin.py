@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from hasslefree.checkpoints.headers import read_headers
 from hasslefree.checkpoints.verify import check_indices, check_layers
 from hasslefree.errors import CheckpointError
 from hasslefree.models.blocks import linear_shape, replace_module
-from hasslefree.models.linear import SparseLowRankLinear
+from hasslefree.models.linear import SparseLowRankLinear, layers_without_numba
+
+logger = logging.getLogger(__name__)
 
 
 class HasslefreeConfig(QuantizationConfigMixin):
@@ -61,6 +64,12 @@ class HasslefreeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         # For transformers this forbids .half(), .float() and training; here the values are floats like any others.
         model.is_quantized = False  # type: ignore[assignment]
+        if slow := layers_without_numba(model):
+            logger.warning(
+                "Numba is not installed: %d layers, %s the first, unpack their weights at every call, which is slow on "
+                'a CPU; pip install "hasslefree[fast]", or hasslefree.use_way(model, "unpacked") where memory allows',
+                len(slow), slow[0],
+            )  # fmt: skip
 
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
         return True
