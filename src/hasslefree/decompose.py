@@ -65,9 +65,21 @@ def decompose(
 
 
 def solve_layer(
-    weight: Tensor, gram: Gram, method: Method, prepared: Any, pattern: Pattern, rank: int, seed: int
+    weight: Tensor,
+    gram: Gram,
+    method: Method,
+    prepared: Any,
+    pattern: Pattern,
+    rank: int,
+    seed: int,
+    target: Tensor | None = None,
 ) -> Decomposition:
     """`decompose` for inputs that were checked, with `prepared` = method.prepare(gram) shared between layers.
+
+    Args:
+        target: W̃ of `core.targets`, (out, in), in the working dtype: what S + L shall be close to in the place of W.
+            The relative errors are then tr(R H Rᵀ) / tr(W̃ H W̃ᵀ) with R = W̃ − S − L: how well the solver did what it
+            was asked, and no distance to the dense model.
 
     Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method.
 
@@ -75,7 +87,7 @@ def solve_layer(
         NonFiniteError: a number, on the way or in the result, that its dtype does not hold.
         FactorizationError: a factorisation of the method's that does not succeed.
     """
-    full = weight.to(working_dtype(weight))
+    full = weight.to(working_dtype(weight)) if target is None else target
     alive = gram.alive
     live = full if alive.all() else full * alive
     norm = checked_norm(live, gram)

@@ -47,7 +47,7 @@ class SparseLowRankLinear(nn.Module):
         self.in_features, self.out_features, self.rank, self.pattern = in_features, out_features, rank, pattern
         self.layout = layout_of(pattern)
         self.way: str | None = None
-        self.held: Tensor | None = None  # S in another form, for calls without gradients
+        self.held: Tensor | None = None  # S in another form, for calls without gradients or with its own
         shapes = self.layout.shapes(out_features, in_features, nonzeros)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -109,7 +109,7 @@ class SparseLowRankLinear(nn.Module):
     def sparse_product(self, x: Tensor) -> Tensor:
         """x Sᵀ: (..., in) → (..., out)."""
         grad = torch.is_grad_enabled() and (x.requires_grad or self.values.requires_grad)
-        if self.held is not None and not grad:
+        if self.held is not None and (self.held.requires_grad or not grad):
             return F.linear(x, self.held)
         way = choose(self._case(x.numel() // self.in_features, grad), self.way)
         if way in ("numba", "triton"):

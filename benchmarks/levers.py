@@ -1,0 +1,251 @@
+"""What is won beyond the single layer: dense targets, block matching, windows of blocks, a last step on the logits.
+
+    python benchmarks/levers.py MODEL TEXT… --calibration FILE [--settings 2:4/4 2:8/16] [--only NAME …]
+
+TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents. Rows that the output
+file already holds are kept. `compress_two_streams` is the whole loop: one stream of hidden states through the dense
+blocks, one through the compressed ones. The gap is the mean over the texts of log(perplexity / dense perplexity).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from common import resumed, write
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hasslefree
+from hasslefree.core.budgets import Budget
+from hasslefree.core.gram import Gram
+from hasslefree.core.protocols import Method
+from hasslefree.core.targets import corrected, drift_correction
+from hasslefree.decompose import solve_layer
+from hasslefree.matching import Loss, Matching, MatchReport, match_block, squared_distance
+from hasslefree.methods import build_method
+from hasslefree.models.blocks import dense_weight, find_blocks, replace_module, select_linears
+from hasslefree.models.linear import SparseLowRankLinear, compressed_layers, unpacked_once
+from hasslefree.models.load import encode, load_model, load_tokenizer
+from hasslefree.models.stream import BlockCall, block_calls, first_hidden_states, groups_by_input, hooks, run_block
+from hasslefree.texts import calibration_documents, draw_segments, evaluation_text
+
+# The published transformer matching (3BASiL-TM, arXiv 2603.01376): 20 epochs of which the first is idle, 2e-5 for
+# every tensor, a cosine down to a fifth, no segments held out; the teacher is the dense block on compressed inputs.
+PUBLISHED = Matching(
+    epochs=19, learning_rate=2e-5, relative=False, warm_up=0.0, decay=0.2, batch=8, held_out=0.0, patience=19
+)
+
+
+@dataclass(frozen=True)
+class Levers:
+    """What is done beside the decomposition of single layers.
+
+    Args:
+        share: a of the dense targets; None for no targets. matching: of each block; None for none.
+        teacher: the dense block on the dense stream, or on the compressed one.
+        window: matched blocks, so many at a time, each window ending at the block that was just decomposed.
+        loss: of the blocks. logits: a last step on the whole model, by KL to the dense one's logits.
+        whole: what the last step trains: the factors and vectors, or the values of S too.
+    """
+
+    share: float | None = None
+    matching: Matching | None = None
+    teacher: Literal["dense", "compressed"] = "dense"
+    window: int = 1
+    loss: Loss = squared_distance
+    logits: Matching | None = None
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Consecutive blocks as one: `match_block` runs them one after the other."""
+
+    calls: Sequence[BlockCall]
+
+    def run(self, blocks: nn.Module, hidden: Tensor) -> Tensor:
+        for block, call in zip(blocks, self.calls, strict=True):  # type: ignore[call-overload]
+            hidden = call.run(block, hidden)
+        return hidden
+
+
+def compress_two_streams(
+    model: Any, segments: Tensor, budget: Budget, method: Method, levers: Levers, seed: int
+) -> list[MatchReport]:
+    """Decompose every layer of a model in place, block by block, and pull the levers."""
+    blocks = find_blocks(model)
+    linears, calls = select_linears(blocks, ()), block_calls(model, blocks, segments[:1]).calls
+    dense = first_hidden_states(model, blocks, segments)
+    first, entering, reports = dense, [dense], []  # entering[i]: the compressed stream before block i
+    for index, (block, call) in enumerate(zip(blocks.modules, calls, strict=True)):
+        original = copy.deepcopy(block)
+        inputs, wanted = entering[-1], run_block(original, call, dense)
+        for group in groups_by_input(block, call, inputs[0], linears[index]):
+            gram, drift = gather(original, block, call, dense, inputs, group[0], levers.share is not None)
+            prepared = method.prepare(gram)
+            correction = None if levers.share is None else drift_correction(gram, drift, levers.share, 0.01)
+            for name in group:
+                weight = dense_weight(linears[index][name])
+                target = None if correction is None else corrected(weight, correction)
+                pattern, rank = budget.resolve(*weight.shape)
+                result = solve_layer(weight, gram, method, prepared, pattern, rank, seed, target)
+                bias = linears[index][name].bias
+                replace_module(block, name, SparseLowRankLinear.from_decomposition(result, bias, str(pattern)))
+        if levers.matching is not None:
+            targets = wanted if levers.teacher == "dense" else run_block(original, call, inputs)
+            start = max(index + 1 - levers.window, 0)
+            window = nn.ModuleList(blocks.modules[start : index + 1])
+            chain = Chain(calls[start : index + 1])
+            reports.append(match_block(window, chain, entering[start], targets, levers.matching, seed, levers.loss))
+            for i in range(start, index):
+                entering[i + 1] = run_block(blocks.modules[i], calls[i], entering[i])
+        dense = wanted
+        entering.append(run_block(block, call, entering[-1]))
+    if levers.logits is not None:
+        reports.append(match_logits(model, Chain(calls), blocks.modules, first, dense, levers, seed))
+    return reports
+
+
+def gather(
+    original: nn.Module,
+    block: nn.Module,
+    call: BlockCall,
+    dense: list[Tensor],
+    inputs: list[Tensor],
+    name: str,
+    with_drift: bool,
+) -> tuple[Gram, Tensor]:
+    """H = X̂ᵀX̂ / tokens of a layer in the compressed block, and D = X̂ᵀ(X − X̂) / tokens; zeros without drift."""
+    caught: dict[str, Tensor] = {}
+
+    def catch(which: str) -> Callable[..., None]:
+        return lambda module, args: caught.__setitem__(which, args[0].flatten(0, -2))
+
+    handles = [block.get_submodule(name).register_forward_pre_hook(catch("compressed"))]
+    handles.append(original.get_submodule(name).register_forward_pre_hook(catch("dense")))
+    second, cross, tokens = torch.zeros(()), torch.zeros(()), 0
+    with hooks(handles), unpacked_once(block), torch.no_grad():
+        for states, wanted in zip(inputs, dense, strict=True):
+            call.run(block, states)
+            x = caught["compressed"]
+            second, tokens = second + x.T @ x, tokens + len(x)
+            if with_drift:
+                call.run(original, wanted)
+                cross = cross + x.T @ (caught["dense"] - x)
+    drift = cross / tokens if with_drift else torch.zeros_like(second)
+    return Gram(second / tokens, tokens), drift
+
+
+def logit_divergence(head: Callable[[Tensor], Tensor]) -> Loss:
+    """Σ over tokens of KL(softmax head(target) ‖ softmax head(output)), in nats."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = F.log_softmax(head(target).float(), -1)
+        found = F.log_softmax(head(output).float(), -1)
+        return F.kl_div(found, wanted, reduction="sum", log_target=True)
+
+    return loss
+
+
+def head_of(model: Any) -> Callable[[Tensor], Tensor]:
+    """From the last block's output to the logits, for Llama-like models."""
+    norm, linear = model.model.norm, model.lm_head
+    return lambda hidden: linear(norm(hidden))
+
+
+def match_logits(
+    model: Any,
+    chain: Chain,
+    modules: Sequence[nn.Module],
+    first: list[Tensor],
+    wanted: list[Tensor],
+    levers: Levers,
+    seed: int,
+) -> MatchReport:
+    """Train the factors and vectors of the whole model against the dense model's logits."""
+    assert levers.logits is not None
+    every = nn.ModuleList(modules)
+    fixed = set() if levers.whole else {id(layer.values) for layer in compressed_layers(every).values()}
+    chosen = [p for p in every.parameters() if id(p) not in fixed]
+    return match_block(every, chain, first, wanted, levers.logits, seed, logit_divergence(head_of(model)), chosen)
+
+
+ROOT = Path(__file__).parents[1]
+OURS = Matching()
+VARIANTS: dict[str, tuple[str, Levers]] = {
+    "joint": ("joint", Levers()),
+    "3basil": ("3basil", Levers()),
+    "3basil, published matching": ("3basil", Levers(matching=PUBLISHED, teacher="compressed")),
+    "joint, published matching": ("joint", Levers(matching=PUBLISHED, teacher="compressed")),
+    **{f"joint, a = {a}": ("joint", Levers(share=a)) for a in (0.25, 0.5, 0.75, 1.0)},
+    "joint, matching": ("joint", Levers(matching=OURS)),
+    "joint, a = 0.5, matching": ("joint", Levers(share=0.5, matching=OURS)),
+    "joint, matching, teacher on the compressed stream": ("joint", Levers(matching=OURS, teacher="compressed")),
+    "joint, matching in windows of two": ("joint", Levers(matching=OURS, window=2)),
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("texts", nargs="+")
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--settings", nargs="+", default=["2:4/4", "2:8/16"], help="PATTERN/RANK")
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS))
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--seqlen", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, default=65536)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "levers.json")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    header = {name: getattr(args, name) for name in ("samples", "seqlen", "max_tokens", "seed")}
+    content = resumed(args.output, header | {"model": Path(args.model).name}, "results")
+    tokenizer = load_tokenizer(args.model)
+    texts = {
+        Path(text).name: torch.tensor(encode(tokenizer, evaluation_text(text))[: args.max_tokens])
+        for text in args.texts
+    }
+    documents = calibration_documents(args.calibration)
+    segments = draw_segments(documents, lambda text: encode(tokenizer, text), args.samples, args.seqlen, args.seed)
+
+    def measured(model: Any) -> dict[str, float]:
+        return {name: hasslefree.perplexity(model, t, args.seqlen, batch=8).perplexity for name, t in texts.items()}
+
+    if "dense" not in content:
+        content["dense"] = measured(load_model(args.model, "float32", "cpu"))
+    for setting in args.settings:
+        pattern, rank = setting.split("/")
+        rows = content["results"].setdefault(setting, {})
+        for name in (name for name in args.only if name not in rows):
+            method, levers = VARIANTS[name]
+            model, start = load_model(args.model, "float32", "cpu"), time.perf_counter()
+            budget = Budget(pattern, int(rank))
+            reports = compress_two_streams(model, segments, budget, build_method(method), levers, args.seed)
+            seconds, found = time.perf_counter() - start, measured(model)
+            rows[name] = {
+                "gap": sum(math.log(found[text] / content["dense"][text]) for text in texts) / len(texts),
+                "perplexity": {text: round(value, 3) for text, value in found.items()},
+                "seconds": round(seconds, 1),
+                "matching_seconds": round(sum(report.seconds for report in reports), 1),
+                "matching": [dataclasses.asdict(report) for report in reports],
+            }
+            write(args.output, content)
+            print(f"{setting} {name:50s} gap {rows[name]['gap']:.4f} {seconds:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
