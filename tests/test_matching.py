@@ -147,6 +147,19 @@ def test_a_rate_that_ruins_the_block_leaves_it_as_it_was(rate):
     assert all(torch.equal(p, before[name]) for name, p in block.state_dict().items())
 
 
+def test_it_retreats_from_a_rate_that_is_too_large():
+    """Oracle: the same block at the rate that is left after the retreats."""
+    block, call, inputs, targets = compressed_block("llama", "oats", rank=2)
+    report = match_block(block, call, inputs, targets, Matching(learning_rate=81.0, retreats=9, held_out=0.0), seed=0)
+    assert report.after < report.before
+    assert report.learning_rate < 27.0
+    other, *_ = compressed_block("llama", "oats", rank=2)
+    same = Matching(learning_rate=report.learning_rate, retreats=0, held_out=0.0)
+    again = match_block(other, call, inputs, targets, same, seed=0)
+    assert again.history == report.history
+    assert all(torch.equal(p, q) for p, q in zip(block.parameters(), other.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_gather_steps_that_a_narrow_dtype_would_lose(dtype):
     """Oracle: with steps below half a unit in the last place of most values, the block still learns."""

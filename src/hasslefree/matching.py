@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -50,10 +50,13 @@ class Matching:
             share of the peak at the end.
         batch: segments in a step. held_out: the share of segments that are never trained on, and judge.
         patience: epochs without a better iterate after which to stop.
+        retreats: where the first epoch ends worse than the block was, matching starts over with a third of the
+            learning rate, at most so many times: how far a step moves the output grows with the width, and no rate
+            fits every model.
         betas, epsilon: of Adam. Gradients are sums over tokens, so that epsilon is next to nothing.
     """
 
-    epochs: int = 10
+    epochs: int = 6
     learning_rate: float = 0.01
     relative: bool = True
     warm_up: float = 0.05
@@ -61,6 +64,7 @@ class Matching:
     batch: int = 4
     held_out: float = 0.125
     patience: int = 3
+    retreats: int = 4
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
 
@@ -80,13 +84,15 @@ class MatchReport:
     Args:
         before, after: Σ‖output − target‖² / Σ‖target‖² over the judging segments, in the block's dtype; with another
             loss, that loss over Σ‖target‖². after ≤ before.
-        history: the same after each epoch. best_epoch: the one that was kept; 0 for the block as it was.
+        best_epoch: the one that was kept; 0 for the block as it was.
+        history: the error after each epoch, since the last retreat. learning_rate: then, as `Matching` has it.
     """
 
     before: float
     after: float
     best_epoch: int
     history: tuple[float, ...] = field(repr=False)
+    learning_rate: float
     seconds: float
 
 
@@ -121,32 +127,62 @@ def match_block(
     generator = torch.Generator().manual_seed(seed)
     training, judging = split(len(inputs), settings.held_out, generator)
     kept = kept_parameters(block) if parameters is None else list(parameters)
+    device = next(block.parameters()).device
     norm = sum(squared_distance(targets[i], torch.zeros_like(targets[i])).item() for i in judging)
+    unit = norm / max(sum(targets[i].numel() for i in judging), 1) or 1.0
+
+    def lost(i: int) -> Tensor:
+        return loss(call.run(block, inputs[i].to(device)), targets[i].to(device))
 
     def judged() -> float:
         with unpacked_once(block), torch.no_grad():
-            device = next(block.parameters()).device
-            outputs = ((call.run(block, inputs[i].to(device)), targets[i].to(device)) for i in judging)
-            return relative(sum(loss(output, target).item() for output, target in outputs), norm)
+            return relative(sum(lost(i).item() for i in judging), norm)
 
-    before = best = judged()
+    def order() -> list[int]:
+        return [training[i] for i in torch.randperm(len(training), generator=generator).tolist()]
+
+    before = judged()
     if not math.isfinite(before):
         raise NonFiniteError("the output of the compressed block is NaN or Inf; try another dtype (--dtype float32)")
-    best_epoch, history, snapshot = 0, [], [p.detach().clone() for p in kept]
+    shuffles = generator.get_state()
     with only_trained(block, kept):
-        trainer = Trainer(block, call, kept, settings, len(training), loss, norm / max(_numel(targets, judging), 1))
-        for epoch in range(1, settings.epochs + 1):
-            order = [training[i] for i in torch.randperm(len(training), generator=generator).tolist()]
-            trainer.epoch(order, inputs, targets)
-            history.append(judged())
-            if history[-1] < best:
-                best, best_epoch, snapshot = history[-1], epoch, [p.detach().clone() for p in kept]
-            elif not math.isfinite(history[-1]) or epoch - best_epoch >= settings.patience:
+        for retreat in range(settings.retreats + 1):
+            generator.set_state(shuffles)
+            tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
+            trainer = Trainer(block, kept, tried, len(training), lambda i: lost(i) / unit)
+            last = retreat == settings.retreats
+            history, best = attempt(trainer, order, judged, before, settings.patience if last else 1)
+            if best:
                 break
+    after = history[best - 1] if best else before
+    return MatchReport(before, after, best, tuple(history), tried.learning_rate, time.perf_counter() - start)
+
+
+def attempt(
+    trainer: Trainer, order: Callable[[], list[int]], judged: Callable[[], float], before: float, patience: int
+) -> tuple[list[float], int]:
+    """Train for the epochs of the settings, and leave the best iterate in the block.
+
+    Args:
+        order: the segments of an epoch. judged: the error of the block as it is.
+        before: the error at first. patience: epochs to wait for the first iterate that is better.
+
+    Returns:
+        The errors after each epoch, and the number of the best; 0 where none was better than before.
+    """
+    history: list[float] = []
+    best, best_epoch, snapshot = before, 0, [p.detach().clone() for p in trainer.kept]
+    for epoch in range(1, trainer.settings.epochs + 1):
+        trainer.epoch(order())
+        history.append(judged())
+        if history[-1] < best:
+            best, best_epoch, snapshot = history[-1], epoch, [p.detach().clone() for p in trainer.kept]
+        elif epoch - best_epoch >= (trainer.settings.patience if best_epoch else patience):
+            break
     with torch.no_grad():
-        for parameter, value in zip(kept, snapshot, strict=True):
+        for parameter, value in zip(trainer.kept, snapshot, strict=True):
             parameter.copy_(value)
-    return MatchReport(before, best, best_epoch, tuple(history), time.perf_counter() - start)
+    return history, best_epoch
 
 
 def split(count: int, held_out: float, generator: torch.Generator) -> tuple[list[int], list[int]]:
@@ -204,20 +240,21 @@ def unpacked_for_gradients(layers: Sequence[SparseLowRankLinear]) -> Iterator[No
 
 
 class Trainer:
-    """Adam on float32 masters of a block's parameters, and the block's own parameters as their rounded copies."""
+    """Adam on float32 masters of a block's parameters, and the block's own parameters as their rounded copies.
+
+    Args:
+        segments: the number in an epoch. lost: the loss of a segment by its number, with gradients.
+    """
 
     def __init__(
         self,
         block: nn.Module,
-        call: Call,
         kept: Sequence[nn.Parameter],
         settings: Matching,
         segments: int,
-        loss: Loss,
-        unit: float,
+        lost: Callable[[int], Tensor],
     ):
-        self.block, self.call, self.kept, self.settings, self.loss = block, call, list(kept), settings, loss
-        self.unit = unit or 1.0
+        self.kept, self.settings, self.lost = list(kept), settings, lost
         self.layers = [layer for layer in compressed_layers(block).values() if layer.values.requires_grad]
         self.masters = masters_of(block, kept)
         self.peaks = [settings.learning_rate * (_rms(m) if settings.relative else 1.0) for m in self.masters]
@@ -225,14 +262,12 @@ class Trainer:
         self.optimizer = torch.optim.Adam(groups, betas=settings.betas, eps=settings.epsilon)
         self.step, self.steps = 0, settings.epochs * math.ceil(segments / settings.batch)
 
-    def epoch(self, order: list[int], inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def epoch(self, order: Sequence[int]) -> None:
         """One pass over the segments, in this order."""
-        device = self.kept[0].device
         for first in range(0, len(order), self.settings.batch):
             with unpacked_for_gradients(self.layers), torch.enable_grad():
                 for i in order[first : first + self.settings.batch]:
-                    output = self.call.run(self.block, inputs[i].to(device))
-                    (self.loss(output, targets[i].to(device)) / self.unit).backward()
+                    self.lost(i).backward()
             self.update()
 
     @torch.no_grad()
@@ -264,7 +299,3 @@ def masters_of(block: nn.Module, kept: Sequence[nn.Parameter]) -> list[Tensor]:
 
 def _rms(tensor: Tensor) -> float:
     return tensor.square().mean().sqrt().item()
-
-
-def _numel(tensors: Sequence[Tensor], indices: Sequence[int]) -> int:
-    return sum(tensors[i].numel() for i in indices)
