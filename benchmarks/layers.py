@@ -112,7 +112,7 @@ def model_problems(
 ) -> Iterator[Problem]:
     """Four layers of the first, a middle and the last block, each with the next of the budgets, at half the rank."""
     from hasslefree.models.blocks import find_blocks
-    from hasslefree.models.calibration import first_hidden_states, gather_grams, run_block
+    from hasslefree.models.calibration import first_hidden_states, gather, run_block
     from hasslefree.models.calls import block_calls
     from hasslefree.models.load import encode, load_model, load_tokenizer
     from hasslefree.models.streaming import Weights
@@ -127,7 +127,8 @@ def model_problems(
     last, number = len(blocks.modules) - 1, 0
     for index, block in enumerate(blocks.modules):
         if index in (0, last // 2, last):
-            grams = gather_grams(block, blocks.prefix(index), calls[index], hidden, [[name] for name in LAYERS])
+            found = gather(block, blocks.prefix(index), calls[index], hidden, [[name] for name in LAYERS])
+            grams = [moments.gram for moments in found]
             for name, gram in zip(LAYERS, grams, strict=True):
                 pattern, sparsity, rank = budgets[number % len(budgets)]
                 label = pattern if sparsity is None else f"{pattern} {sparsity:.0%}"

@@ -52,6 +52,8 @@ RECIPE_OPTIONS: dict[str, tuple[Any, str]] = {
     "samples": (int, "Calibration segments (default: 128)."),
     "seqlen": (int, "Tokens a segment (default: at most 2048)."),
     "sequential": (str, "layer (a pass a group) or block (a pass a block)."),
+    "dense_target": (float, "How far layers aim at the dense model's outputs, 0 to 1 (default: 0)."),
+    "match_blocks": (bool, "Train what each block keeps against the dense block (default: no)."),
     "leave_dense": (list[str], "Globs of layers that stay as they are."),
     "dtype": (str, "auto, float32, bfloat16 or float16."),
     "seed": (int, "Seed of all that is random (default: 0)."),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,30 @@ from hasslefree.checkpoints.transformers_plugin import HasslefreeConfig, empty_l
 from hasslefree.checkpoints.unfinished import Part, Unfinished, fingerprint, unfinished
 from hasslefree.core.gram import Gram
 from hasslefree.core.protocols import Decomposition, Method
+from hasslefree.core.targets import corrected, drift_correction
 from hasslefree.decompose import solve_layer
 from hasslefree.distributed import World, joined, own_device
-from hasslefree.errors import CalibrationError, HasslefreeError, MemoryShortError, ModelError, NonFiniteError
+from hasslefree.errors import (
+    CalibrationError,
+    HasslefreeError,
+    MemoryShortError,
+    ModelError,
+    NonFiniteError,
+    RecipeError,
+)
 from hasslefree.footprint import check_memory, footprint
+from hasslefree.matching import Matching, match_block
 from hasslefree.methods.row_chunks import InRowChunks
 from hasslefree.models.activations import Activations, check_place
 from hasslefree.models.blocks import Blocks, dense_weight, find_blocks, replace_module
-from hasslefree.models.calibration import first_hidden_states, gather_grams, groups_by_input, run_block
+from hasslefree.models.calibration import (
+    Moments,
+    Stream,
+    first_hidden_states,
+    gather,
+    groups_by_input,
+    run_block,
+)
 from hasslefree.models.calls import BlockCall, block_calls
 from hasslefree.models.linear import SparseLowRankLinear
 from hasslefree.models.load import (
@@ -50,6 +67,9 @@ logger = logging.getLogger(__name__)
 
 # Into so many chunks of rows is a layer cut that the device has no room for.
 CHUNKS = (2, 4, 8, 16)
+
+# λ over the mean of diag H, where the target of a layer is moved towards the dense model.
+TARGET_DAMPING = 0.01
 
 # Called after each layer with its report, the layers done and the layers in all.
 Progress = Callable[[LayerReport, int, int], None]
@@ -123,6 +143,8 @@ def compress(
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
             segments = draw(loaded, tokenizer, recipe)
         check_segments(loaded, segments, world)
+        if recipe.match_blocks and world.size > 1:
+            raise RecipeError("blocks are matched in one process: leave out --match-blocks, or torchrun")
         shape = (segments.shape[0], segments.shape[1])
         check_memory(footprint(loaded, blocks, plan, recipe, shape, target, activations, world.size), target)
         method = recipe.build_method()
@@ -144,7 +166,8 @@ def compress(
         compress_blocks(job, work, calls, world.share(segments).to(target))
         parts = world.told(work.parts)
         layers = tuple(LayerReport.from_dict(layer) for part in parts for layer in part.layers)
-        report = Report(**about, seconds=time.perf_counter() - start, layers=layers)
+        matching = tuple(part.matching for part in parts if part.matching)
+        report = Report(**about, seconds=time.perf_counter() - start, layers=layers, matching=matching)
         if world.writes:
             work.finish(lambda part: write_rest(part, loaded, tokenizer, parts, report))
     return report
@@ -285,17 +308,20 @@ def compress_blocks(job: Job, work: Unfinished, calls: list[BlockCall], segments
         hidden = first_hidden_states(job.model, job.blocks, segments, job.place, work.folder)
         if not finished and job.world.writes:
             work.add(_file(0, count), outside_tensors(job.model, job.blocks))
+    dense = hidden.copy() if job.recipe.two_streams else None
     for index, block in enumerate(job.blocks.modules):
         with job.weights.present(block.modules):
             if index + 1 < finished:
+                if dense is not None:
+                    run_block(block, calls[index], dense)
                 put_back(job, work, index)
             else:
-                layers = compress_block(job, index, calls[index], hidden)
+                layers, matching = compress_block(job, index, calls[index], hidden, dense)
                 if job.world.writes:
                     entries = {report.name: entry_of(layer) for layer, report in layers}
                     reports = [dataclasses.asdict(report) for _, report in layers]
                     tensors = block_tensors(job.blocks, index)
-                    work.add(_file(index + 1, count), tensors, entries=entries, layers=reports)
+                    work.add(_file(index + 1, count), tensors, entries=entries, layers=reports, matching=matching)
             if index + 1 < count:
                 run_block(block, calls[index], hidden)
 
@@ -319,36 +345,72 @@ def put_back(job: Job, work: Unfinished, index: int) -> None:
 Done = tuple[SparseLowRankLinear, LayerReport]
 
 
-def compress_block(job: Job, index: int, call: BlockCall, hidden: Activations) -> list[Done]:
-    """Decompose and replace the planned layers of one block. Each process solves its share."""
+def compress_block(
+    job: Job, index: int, call: BlockCall, hidden: Activations, dense: Activations | None
+) -> tuple[list[Done], dict[str, Any] | None]:
+    """Decompose and replace the planned layers of one block, each process its share; and match the block, if asked.
+
+    Args:
+        dense: what enters the block in the dense model; afterwards what leaves it there. None for one stream.
+
+    Returns:
+        The layers with their reports, and the report of the matching.
+    """
     block, prefix, plans = job.blocks.modules[index], job.blocks.prefix(index), job.plan[index]
     groups = groups_by_input(block, call, hidden[0], plans)
+    original = None if dense is None else copied_but_for(block, plans)
+    drifting = (original, dense) if original is not None and dense is not None and job.recipe.dense_target else None
     done = []
     for together in [groups] if job.recipe.sequential == "block" else [[group] for group in groups]:
-        grams = gather_grams(block, prefix, call, hidden, together, job.world.add)
-        names = [name for group in together for name in group]
-        # What every method does most of is products out × in × in.
-        owners = job.world.deal([plans[name].shape[0] * plans[name].shape[1] ** 2 for name in names])
-        mine = {name for name, owner in zip(names, owners, strict=True) if owner == job.world.rank}
-        found: dict[str, Done] = {}
-        for group, gram in zip(together, grams, strict=True):
-            share = {name: plans[name] for name in group if name in mine}
-            found |= compress_group(job, block, prefix, share, gram) if share else {}
-        done += [put_in_place(job, block, n, owner, found.get(n)) for n, owner in zip(names, owners, strict=True)]
-    return done
+        done += compress_groups(job, index, call, hidden, together, drifting)
+    matching = None
+    if original is not None and dense is not None:
+        run_block(original, call, dense)
+        if job.recipe.match_blocks:
+            report = match_block(block, call, hidden, dense, Matching(), job.recipe.seed)
+            matching = {"block": prefix, **report.to_dict()}
+    return done, matching
 
 
-def compress_group(job: Job, block: nn.Module, prefix: str, plans: dict[str, LayerPlan], gram: Gram) -> dict[str, Done]:
-    """Decompose layers that share one input, with what depends on the Gram computed once."""
+def copied_but_for(block: nn.Module, names: Iterable[str]) -> nn.Module:
+    """A copy of a block that shares the named layers with it: in one they are replaced, in the other they stay."""
+    shared: dict[int, Any] = {id(layer): layer for layer in map(block.get_submodule, names)}
+    return copy.deepcopy(block, shared)
+
+
+def compress_groups(
+    job: Job, index: int, call: BlockCall, hidden: Activations, groups: list[list[str]], dense: Stream | None
+) -> list[Done]:
+    """Decompose and replace the layers of some groups, each process its share. dense: for targets that lead to it."""
+    block, prefix, plans = job.blocks.modules[index], job.blocks.prefix(index), job.plan[index]
+    moments = gather(block, prefix, call, hidden, groups, dense, job.world.add)
+    names = [name for group in groups for name in group]
+    # What every method does most of is products out × in × in.
+    owners = job.world.deal([plans[name].shape[0] * plans[name].shape[1] ** 2 for name in names])
+    mine = {name for name, owner in zip(names, owners, strict=True) if owner == job.world.rank}
+    found: dict[str, Done] = {}
+    for group, known in zip(groups, moments, strict=True):
+        share = {name: plans[name] for name in group if name in mine}
+        found |= compress_group(job, block, prefix, share, known) if share else {}
+    return [put_in_place(job, block, n, owner, found.get(n)) for n, owner in zip(names, owners, strict=True)]
+
+
+def compress_group(
+    job: Job, block: nn.Module, prefix: str, plans: dict[str, LayerPlan], known: Moments
+) -> dict[str, Done]:
+    """Decompose layers that share one input, with what depends on its moments computed once."""
     start, done = time.perf_counter(), {}
+    gram, share = known.gram, job.recipe.dense_target
     try:
         prepared = job.method.prepare(gram)
+        correction = None if known.drift is None else drift_correction(gram, known.drift, share, TARGET_DAMPING)
         shared = (time.perf_counter() - start) / len(plans)
         for name, plan in plans.items():
             start = time.perf_counter()
             linear: Any = block.get_submodule(name)
             weight, pattern = dense_weight(linear), str(plan.pattern)
-            result = solve_with_room(weight, gram, job.method, prepared, plan, job.recipe.seed)
+            target = None if correction is None else corrected(weight, correction)
+            result = solve_with_room(weight, gram, job.method, prepared, plan, job.recipe.seed, target)
             bias = None if linear.bias is None else linear.bias.detach()
             layer = SparseLowRankLinear.from_decomposition(result, bias, pattern)
             seconds = time.perf_counter() - start + shared
@@ -360,7 +422,7 @@ def compress_group(job: Job, block: nn.Module, prefix: str, plans: dict[str, Lay
 
 
 def solve_with_room(
-    weight: Tensor, gram: Gram, method: Method, prepared: Any, plan: LayerPlan, seed: int
+    weight: Tensor, gram: Gram, method: Method, prepared: Any, plan: LayerPlan, seed: int, target: Tensor | None
 ) -> Decomposition:
     """`solve_layer`; where the device has no room for it, again in 2, 4, 8, … chunks of rows. The result remarks it.
 
@@ -370,7 +432,7 @@ def solve_with_room(
     for chunks in (1, *CHUNKS):
         way = method if chunks == 1 else InRowChunks(method, chunks, gram)
         try:
-            return solve_layer(weight, gram, way, prepared, plan.pattern, plan.rank, seed)
+            return solve_layer(weight, gram, way, prepared, plan.pattern, plan.rank, seed, target)
         except torch.OutOfMemoryError as error:
             logger.warning("out of memory with %d chunk(s) of rows of a layer %s: %s", chunks, plan.shape, error)
         torch.cuda.empty_cache()

@@ -15,8 +15,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,13 @@ class Call(Protocol):
 
     def run(self, block: nn.Module, hidden: Tensor, /) -> Tensor:
         """The output for hidden states (1, tokens, width)."""
+
+
+class Segments(Protocol):
+    """Hidden states (1, tokens, width) of each segment: a list, or `Activations`."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Tensor: ...
 
 
 # Sum over the tokens of a segment of how far an output is from its target, both (1, tokens, width); a scalar.
@@ -95,6 +102,10 @@ class MatchReport:
     learning_rate: float
     seconds: float
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it, without the seconds: the same run gives the same bytes."""
+        return {name: value for name, value in asdict(self).items() if name != "seconds"}
+
 
 def squared_distance(output: Tensor, target: Tensor) -> Tensor:
     """Σ‖output − target‖² in float32 at least; a scalar."""
@@ -105,8 +116,8 @@ def squared_distance(output: Tensor, target: Tensor) -> Tensor:
 def match_block(
     block: nn.Module,
     call: Call,
-    inputs: Sequence[Tensor],
-    targets: Sequence[Tensor],
+    inputs: Segments,
+    targets: Segments,
     settings: Matching,
     seed: int,
     loss: Loss = squared_distance,

@@ -36,6 +36,8 @@ class Recipe:
         samples, seqlen: how many segments of how many tokens. seqlen None: 2048, or what the model takes if less.
         sequential: "layer" gathers the Gram of a layer after all layers before it were compressed, within a block
             too; "block" gathers all Grams of a block in one pass, as the authors' code does.
+        dense_target: a of docs/levers.md: how far the target of a layer leads back to the dense model, from 0 to 1.
+        match_blocks: train what each block keeps against the dense block's output, once its layers are decomposed.
         leave_dense: globs of full layer or parameter names that stay as they are.
         dtype: of the model while it is compressed and when it is saved; "auto" is the checkpoint's.
         seed: of the calibration draw and of the random start of every layer.
@@ -55,9 +57,16 @@ class Recipe:
     samples: int = 128
     seqlen: int | None = None
     sequential: Literal["layer", "block"] = "layer"
+    dense_target: float = 0.0
+    match_blocks: bool = False
     leave_dense: tuple[str, ...] = ()
     dtype: str = "auto"
     seed: int = 0
+
+    @property
+    def two_streams(self) -> bool:
+        """Whether hidden states run through the dense blocks beside those through the compressed ones."""
+        return self.match_blocks or self.dense_target > 0
 
     def budget(self) -> Budget:
         return Budget(self.pattern, self.rank, self.sparsity, self.ratio, self.rank_share)
@@ -93,6 +102,8 @@ class Recipe:
             yield ("damping",), f"damping must be a number and not negative, got {self.damping}"
         if not 0 <= self.seed < 2**63:
             yield ("seed",), f"seed must be between 0 and 2^63 - 1, got {self.seed}"
+        if not 0 <= self.dense_target <= 1:
+            yield ("dense_target",), f"dense_target is a share between 0 and 1, got {self.dense_target}"
         if self.sequential not in ("layer", "block"):
             yield ("sequential",), f"sequential is layer or block, got {self.sequential!r}"
         if self.dtype not in DTYPES:
@@ -151,7 +162,7 @@ def _typed(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         if key == "leave_dense" and isinstance(value, list):
             value = tuple(str(glob) for glob in value)
         allowed = _plain_types(hints[key])
-        if not isinstance(value, allowed) or isinstance(value, bool):
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             names = " or ".join({types.NoneType: "nothing", tuple: "list"}.get(t, t.__name__) for t in allowed)
             wrong[key] = f"{key} must be {names}, got {value!r}" + _yaml_hint(key, value)
         else:

@@ -74,6 +74,7 @@ class Report:
     Args:
         recipe: its fields. method: with every hyper-parameter that was in force. versions: of the libraries.
         seqlen: as resolved for the model. tokens: of the calibration text.
+        matching: for each block that was matched, its name and error before and after.
     """
 
     model: str
@@ -86,6 +87,7 @@ class Report:
     tokens: int
     seconds: float
     layers: tuple[LayerReport, ...]
+    matching: tuple[dict[str, Any], ...] = ()
 
     @property
     def mean_relative_error(self) -> float:

@@ -10,7 +10,7 @@ import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import dense_weight, find_blocks, find_linears
-from hasslefree.models.calibration import first_hidden_states, gather_grams, groups_by_input, run_block
+from hasslefree.models.calibration import first_hidden_states, gather, groups_by_input, run_block
 from hasslefree.models.calls import block_calls
 from hasslefree.models.streaming import Weights
 from tests import oracles
@@ -45,7 +45,8 @@ def test_streamed_grams_are_those_of_the_whole_model(family):
     seen = set()
     for index, block in enumerate(blocks.modules):
         groups = groups_by_input(block, calls[index], hidden[0], find_linears(block))
-        grams = gather_grams(block, blocks.prefix(index), calls[index], hidden, groups)
+        found = gather(block, blocks.prefix(index), calls[index], hidden, groups)
+        grams = [moments.gram for moments in found]
         for group, gram in zip(groups, grams, strict=True):
             for name in (f"{blocks.prefix(index)}.{n}" for n in group):
                 assert gram.tokens == tokens.numel()

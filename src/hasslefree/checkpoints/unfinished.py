@@ -32,7 +32,7 @@ class Part:
 
     Args:
         file: its name. sha256: of its bytes. tensors: their names and sizes in bytes.
-        entries: those of config.json for its compressed layers. layers: their reports.
+        entries: those of config.json for its compressed layers. layers: their reports. matching: that of the block.
     """
 
     file: str
@@ -40,6 +40,7 @@ class Part:
     tensors: dict[str, int]
     entries: dict[str, Any] = field(default_factory=dict)
     layers: list[dict[str, Any]] = field(default_factory=list)
+    matching: dict[str, Any] | None = None
 
 
 class Unfinished:
@@ -75,7 +76,7 @@ class Unfinished:
         self.identity = identity
 
     def add(self, file: str, tensors: dict[str, Tensor], **rest: Any) -> None:
-        """Write one more part. rest: `entries` and `layers` of `Part`."""
+        """Write one more part. rest: `entries`, `layers` and `matching` of `Part`."""
         with room_errors(self.folder):
             kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
             beside = self.model / f".{file}"

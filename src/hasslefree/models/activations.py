@@ -35,11 +35,18 @@ class Activations:
     """
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, place: str, folder: Path):
-        self.device = device
+        self.device, self.place, self.folder = device, place, folder
         if place == "disk":
             self.states = _in_file(shape, dtype, folder)
         else:
             self.states = torch.empty(shape, dtype=dtype, device=device if place == "device" else "cpu")
+
+    def copy(self) -> Activations:
+        """The same states in a place of their own of the same kind."""
+        shape = (self.states.shape[0], self.states.shape[1], self.states.shape[2])
+        other = Activations(shape, self.states.dtype, self.device, self.place, self.folder)
+        other.states.copy_(self.states)
+        return other
 
     def __len__(self) -> int:
         return len(self.states)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -68,67 +70,97 @@ def groups_by_input(block: nn.Module, call: BlockCall, states: Tensor, names: It
     return list(groups.values())
 
 
-def gather_sums(
-    block: nn.Module, call: BlockCall, hidden: Activations, groups: list[list[str]]
-) -> list[tuple[Tensor, int]]:
-    """XᵀX and the number of tokens for each group's common input X, in one pass that ends at the last of the groups.
+# A block and the hidden states that enter it.
+Stream = tuple[nn.Module, Activations]
 
-    Products are float32, whatever the dtype of X, of at most `CHUNK` tokens. Their sum is float64: of float32 numbers
-    it is all but exact, and so the same however segments are shared between processes.
+
+@dataclass(frozen=True)
+class Moments:
+    """What is known of the inputs of a group of layers.
+
+    Args:
+        gram: H = X̂ᵀX̂ / tokens. drift: X̂ᵀ(X − X̂) / tokens, (in, in), with X the inputs in the dense stream; None where
+            that was not asked for.
     """
-    found: dict[int, tuple[Tensor, int]] = {}
 
-    def accumulate(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            rows, width = args[0].reshape(-1, args[0].shape[-1]), args[0].shape[-1]
-            if index not in found:
-                wide = torch.float32 if rows.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-                found[index] = rows.new_zeros(width, width, dtype=wide), 0
-            total, tokens = found[index]
-            for part in rows.split(CHUNK):
-                chunk = part.to(working_dtype(rows))
-                total.add_(chunk.T @ chunk)
-            found[index] = total, tokens + len(rows)
-            if index == len(groups) - 1:
-                raise Stop
-
-        return hook
-
-    handles = (block.get_submodule(g[0]).register_forward_pre_hook(accumulate(i)) for i, g in enumerate(groups))
-    with hooks(handles), unpacked_once(block), torch.no_grad():
-        for segment in range(len(hidden)):
-            try:
-                call.run(block, hidden[segment])
-            except Stop:
-                continue
-    return [found[index] for index in range(len(groups))]
+    gram: Gram
+    drift: Tensor | None = None
 
 
-def gather_grams(
+def gather(
     block: nn.Module,
     prefix: str,
     call: BlockCall,
     hidden: Activations,
     groups: list[list[str]],
+    dense: Stream | None = None,
     add: Callable[[Tensor], None] = lambda sums: None,
-) -> list[Gram]:
-    """The Gram of each group's common input, over all segments.
+) -> list[Moments]:
+    """The moments of each group's common input, over all segments, in one pass that ends at the last of the groups.
+
+    Products are float32, whatever the dtype of X, of at most `CHUNK` tokens. Their sum is float64: of float32 numbers
+    it is all but exact, and so the same however segments are shared between processes.
 
     Args:
-        prefix: the name of the block. add: adds to a tensor, in place, what it is in other processes.
+        prefix: the name of the block. dense: the block as it was, with its own inputs, for the drift.
+        add: adds to a tensor, in place, what it is in other processes.
 
     Raises:
         NonFiniteError: an activation is NaN or Inf.
     """
-    grams = []
-    for (total, count), group in zip(gather_sums(block, call, hidden, groups), groups, strict=True):
-        tokens = torch.tensor(count, device=total.device)
+    names = [group[0] for group in groups]
+    second: list[Tensor | None] = [None] * len(groups)
+    drift: list[Tensor | None] = [None] * len(groups)
+    count = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    with unpacked_once(block), torch.no_grad():
+        for segment in range(len(hidden)):
+            wanted = _inputs(dense[0], call, dense[1][segment], names) if dense else []
+            states = hidden[segment]
+            count += states.shape[1]
+            for index, rows in enumerate(_inputs(block, call, states, names)):
+                second[index] = _added(second[index], rows, rows)
+                if dense:
+                    drift[index] = _added(drift[index], rows, wanted[index].sub_(rows))
+    add(count)
+
+    def mean(total: Tensor) -> Tensor:
         add(total)
-        add(tokens)
-        if not torch.isfinite(total).all():
+        return total.div_(int(count)).to(working_dtype(hidden.states))
+
+    found = []
+    for group, total, apart in zip(groups, second, drift, strict=True):
+        assert total is not None
+        found.append(Moments(Gram(mean(total), int(count)), None if apart is None else mean(apart)))
+        if not torch.isfinite(found[-1].gram.matrix).all():
             raise NonFiniteError(
                 f"the inputs of {prefix}.{group[0]} hold NaN or Inf; try another dtype (--dtype float32)"
             )
-        matrix = total.div_(int(tokens)).to(working_dtype(hidden.states))
-        grams.append(Gram(matrix, int(tokens)))
-    return grams
+    return found
+
+
+def _inputs(block: nn.Module, call: BlockCall, states: Tensor, names: list[str]) -> list[Tensor]:
+    """What enters the named layers for one segment: (tokens, in) each, in the working dtype."""
+    caught: dict[str, Tensor] = {}
+
+    def catch(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            rows = args[0].reshape(-1, args[0].shape[-1])
+            caught[name] = rows.to(working_dtype(rows), copy=True)
+            if len(caught) == len(names):
+                raise Stop
+
+        return hook
+
+    with hooks(block.get_submodule(name).register_forward_pre_hook(catch(name)) for name in names), suppress(Stop):
+        call.run(block, states)
+    return [caught[name] for name in names]
+
+
+def _added(total: Tensor | None, one: Tensor, other: Tensor) -> Tensor:
+    """total + oneᵀ other, for (tokens, in) each."""
+    if total is None:
+        wide = torch.float32 if one.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+        total = one.new_zeros(one.shape[1], one.shape[1], dtype=wide)
+    for rows, others in zip(one.split(CHUNK), other.split(CHUNK), strict=True):
+        total.add_(rows.T @ others)
+    return total
