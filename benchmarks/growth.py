@@ -10,13 +10,13 @@ import math
 import time
 from pathlib import Path
 
-import flops
 import layers
 import torch
 from common import machine, write
 
 import hasslefree
 from hasslefree import Joint
+from hasslefree.methods.cost import flops
 
 
 def main() -> None:
@@ -28,12 +28,11 @@ def main() -> None:
     rows = []
     for size in args.sizes:
         weight, gram = layers.synthetic(size, size, seed=0)
+        method = Joint(rounds=args.rounds)
         start = time.perf_counter()
-        hasslefree.decompose(weight, gram, "2:4", size // 16, method=Joint(rounds=args.rounds))
+        hasslefree.decompose(weight, gram, "2:4", size // 16, method=method)
         seconds = time.perf_counter() - start
-        rows.append(
-            {"size": size, "seconds": round(seconds, 3), "flops": flops.joint(size, size, size // 16, args.rounds)}
-        )
+        rows.append({"size": size, "seconds": round(seconds, 3), "flops": flops(method, size, size, size // 16)})
         print(rows[-1], flush=True)
     # Least squares of log seconds on log size.
     x = torch.tensor([math.log(row["size"]) for row in rows])

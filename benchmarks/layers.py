@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import flops
 import torch
 from common import geometric_mean, machine, resumed, write
 
@@ -28,6 +27,7 @@ from hasslefree.core.protocols import Method
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.low_rank_solvers.svd import RandomizedSVD
 from hasslefree.methods import build_method
+from hasslefree.methods.cost import flops
 
 # Pattern, sparsity where the pattern does not say, rank.
 Budget = tuple[str, float | None, int]
@@ -144,7 +144,7 @@ def configured(name: str, rounds: int | None) -> Method:
     if name == "3basil":
         method: Any = build_method("3basil")
         penalty = dataclasses.replace(method.penalty, most=rounds)
-        return dataclasses.replace(method, penalty=penalty, svd=CountedSVD(method.svd))
+        return dataclasses.replace(method, penalty=penalty)
     low_rank = "exact" if name.endswith("exact step") else None
     return build_method(name.split(",")[0], low_rank=low_rank, rounds=rounds)
 
@@ -152,6 +152,8 @@ def configured(name: str, rounds: int | None) -> Method:
 def run(problem: Problem, name: str, rounds: int | None, seed: int) -> dict[str, Any]:
     """One method on one problem, with all that depends on H made anew."""
     method: Any = configured(name, rounds)
+    if name == "3basil":
+        method = dataclasses.replace(method, svd=CountedSVD(method.svd))
     start = time.perf_counter()
     result = hasslefree.decompose(
         problem.weight, problem.gram, problem.pattern, problem.rank,
@@ -173,8 +175,8 @@ def measure(problems: list[Problem], methods: list[str], content: dict[str, Any]
                 if key not in entry["rows"]:
                     entry["rows"][key] = run(problem, name, rounds, seed)
         for key, row in entry["rows"].items():
-            name, rounds = key.partition(" @ ")[0], row["rounds"] or 1
-            row["flops"] = flops.COUNTS[name](entry["out"], entry["in"], entry["rank"], rounds)
+            method = configured(key.partition(" @ ")[0], row["rounds"])
+            row["flops"] = flops(method, entry["out"], entry["in"], entry["rank"])
         write(output, content)
         shown = {key: f"{row['relative_error']:.5f} in {row['seconds']:.2f} s" for key, row in entry["rows"].items()}
         print(problem.name, shown, flush=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import geometric_mean
 
 ROOT = Path(__file__).parents[1]
@@ -233,6 +234,31 @@ def loaded() -> str:
     return f"{text}\n\n{table}\n\nOn {where(content)}."
 
 
+def workspace() -> str:
+    """Peak memory of every method, fitted over shapes: arrays of out × in and of in × in, and a rest in MB."""
+    content = json.loads((RESULTS / "workspace.json").read_text())
+    rows: dict[str, list[list[float]]] = {}
+    for row in content["rows"].values():
+        arrays, squares = row["out"] * row["in"] * 4 / 1e6, row["in"] ** 2 * 4 / 1e6
+        label = row["method"] + (", unstructured" if row["pattern"] == "unstructured" else "")
+        rows.setdefault(label, []).append([arrays, squares, *(row[f] / 1e6 for f in ("prepare", "kept", "solve"))])
+    cells = []
+    for label, values in rows.items():
+        prepare, kept = (max(v[field] / v[1] for v in values) for field in (2, 3))
+        a, b, rest = fit([v[:2] for v in values], [v[4] for v in values])
+        cells.append([label, f"{prepare:.1f}", f"{kept:.1f}", f"{a:.1f}", f"{round(b, 1) + 0.0:.1f}", f"{rest:.0f}"])
+    heads = ["2:4 but where it says so", "prepare: in×in", "kept: in×in", "solve: out×in", "in×in", "MB"]
+    shapes = ", ".join(dict.fromkeys(f"{row['out']}×{row['in']}" for row in content["rows"].values()))
+    return f"{markdown(heads, cells)}\n\n{shapes}; rank {content['rank']} where there is one; on {where(content)}."
+
+
+def fit(points: list[list[float]], values: list[float]) -> list[float]:
+    """a, b and c of a·x + b·y + c by least squares."""
+    matrix = torch.tensor([[*point, 1.0] for point in points], dtype=torch.float64)
+    found: list[float] = torch.linalg.lstsq(matrix, torch.tensor(values, dtype=torch.float64)).solution.tolist()
+    return found
+
+
 def where(content: dict[str, Any]) -> str:
     machine = content["machine"]
     threads = f"{machine['threads']} thread" + ("s" if machine["threads"] > 1 else "")
@@ -250,6 +276,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/joint.md": {"layers_full": lambda: layers("layers_full"), "growth": growth, "ideas": ideas},
     "docs/scaling.md": {"scaling": scaling, "streaming": streaming},
+    "docs/numerics.md": {"workspace": workspace},
     "docs/inference.md": {"inference": inference, "loaded": loaded},
 }
 

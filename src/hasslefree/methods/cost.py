@@ -17,7 +17,7 @@ from hasslefree.low_rank_solvers.exact import Exact
 from hasslefree.low_rank_solvers.subspace import Subspace
 from hasslefree.low_rank_solvers.svd import SVD, RandomizedSVD
 from hasslefree.methods.alternating import AlternatingMinimization
-from hasslefree.methods.joint import CG_STEPS, FIRST_STEPS, KERNEL_BYTES, Joint
+from hasslefree.methods.joint import CG_STEPS, FIRST_STEPS, KERNEL_BYTES, LOOKS, Joint
 from hasslefree.methods.prune import Prune
 from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.pruners.alps import ALPS
@@ -27,7 +27,7 @@ from hasslefree.pruners.wanda import Wanda
 
 FLOAT = 4
 # What the libraries of products and factorisations keep for themselves.
-LIBRARIES = 32 << 20
+LIBRARIES = 16 << 20
 
 
 def flops(method: Method, out: int, width: int, rank: int) -> int:
@@ -186,8 +186,8 @@ def workspace(method: Method, out: int, width: int, rank: int) -> int:
         solve += least * (out + width) + 8 * least**2
     kernels = 0
     if isinstance(method, Joint):
-        # ρ takes a value more for each of 20 looks at most. One kernel is there even where there is no room for it.
-        kernels = max(min(KERNEL_BYTES, 20 * square * FLOAT), square * FLOAT)
+        # ρ may grow at every look, but after the last round. One kernel is there even where there is no room for it.
+        kernels = max(min(KERNEL_BYTES, min(method.rounds, LOOKS) * square * FLOAT), square * FLOAT)
     numbers = max(need.prepare * square, need.kept * square + solve)
     return LIBRARIES + max(round(numbers * FLOAT), round((need.kept * square + solve) * FLOAT) + kernels)
 

@@ -1,0 +1,74 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hasslefree import Adam, AlternatingMinimization, Gram, Joint, Prune, SemiStructured, SparseGPT, ThreeBlock, Wanda
+from hasslefree.core.admm import SupportPenalty
+from hasslefree.methods import METHODS, build_method
+from hasslefree.methods.cost import LIBRARIES, flops, workspace
+from tests import oracles
+
+MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "workspace.json").read_text())
+SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (64, 4096)]
+
+
+def test_the_workspace_is_a_bound_on_what_was_measured_and_not_a_loose_one():
+    """Oracle: the peak of the resident set, for every method, shape and pattern of the benchmark."""
+    assert {row["method"] for row in MEASURED["rows"].values()} == set(METHODS) - {"magnitude"}
+    for row in MEASURED["rows"].values():
+        rounds = MEASURED["rounds"] if row["method"] == "joint" else None  # its kernels grow in number
+        bound = workspace(build_method(row["method"], rounds=rounds), row["out"], row["in"], row["rank"])
+        assert row["peak"] <= bound <= 2 * row["peak"] + LIBRARIES, row
+
+
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+def test_methods_and_parts_of_users_count_as_the_dearest(out, width):
+    class Own:
+        pass
+
+    for count in (workspace, flops):
+        dearest = count(Own(), out, width, 64)
+        for method in (*METHODS.values(), AlternatingMinimization(Own(), Own()), Prune(Own())):
+            rank = 0 if isinstance(method, Prune) else 64
+            if count is workspace and not isinstance(method, Joint):
+                assert count(method, out, width, rank) <= dearest, method
+        assert count(Prune(Own()), out, width, 0) == count(METHODS["alps"], out, width, 0)
+        assert count(AlternatingMinimization(low_rank=Own()), out, width, 8) == count(
+            AlternatingMinimization(low_rank=METHODS["eora"].low_rank), out, width, 8
+        )
+
+
+@pytest.mark.parametrize("rank", [0, 8, 64])
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+def test_more_of_anything_costs_no_less(out, width, rank):
+    for method in METHODS.values():
+        r = 0 if isinstance(method, Prune) else rank
+        for count in (flops, workspace):
+            here = count(method, out, width, r)
+            assert isinstance(here, int)
+            assert here <= min(count(method, out + 64, width, r), count(method, out, width + 64, r))
+
+
+@pytest.mark.parametrize(("out", "width", "rank"), [(96, 64, 4), (64, 96, 4), (64, 64, 0)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        Joint(rounds=40, precision="float32"),
+        AlternatingMinimization(low_rank=Adam(steps=20), rounds=6),
+        AlternatingMinimization(pruner=Wanda(), low_rank=METHODS["eora"].low_rank, rounds=6),
+        ThreeBlock(SupportPenalty(0.1, every=10, most=40, growth=(1.1, 1.05, 1.02), settled=100)),
+        Prune(SparseGPT()),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_flops_are_those_of_the_products_that_run_and_of_the_factorisations(method, out, width, rank):
+    """Oracle: torch's count of the products; it does not see factorisations and SparseGPT's single columns."""
+    weight, h = oracles.problem(out, width)
+    rank = 0 if isinstance(method, Prune) else rank
+    with FlopCounterMode(display=False) as counter:
+        prepared = method.prepare(Gram(h, 999))
+        method.solve(weight, prepared, SemiStructured(2, 4), rank, torch.Generator().manual_seed(0))
+    assert counter.get_total_flops() <= 1.1 * flops(method, out, width, rank)
