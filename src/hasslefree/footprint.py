@@ -105,13 +105,10 @@ def footprint(
         kept=sum(layer.nonzeros + layer.rank * sum(layer.shape) for layer in layers),
         dense=sum(math.prod(layer.shape) for layer in layers),
         outside=_bytes(outside),
-        block=max(
-            _bytes(block.parameters()) + sum(layer.bytes for layer in plans.values())
-            for block, plans in zip(blocks.modules, plan, strict=True)
-        ),
-        solving=max(map(lambda plans: _solving(plans, method, recipe.sequential), plan))
+        block=max(_bytes(b.parameters()) + _compressed(p, recipe) for b, p in zip(blocks.modules, plan, strict=True)),
+        solving=max(_solving(plans, method, recipe, device.type) for plans in plan)
         + FORWARD * seqlen * widest * itemsize,
-        activations=samples * seqlen * width * itemsize,
+        activations=(1 + recipe.two_streams) * samples * seqlen * width * itemsize,
         device=device.type,
         place=place,
         disk=bytes_on_disk(model, plan),
@@ -140,12 +137,27 @@ def _bytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
-def _solving(plans: dict[str, LayerPlan], method: Method, sequential: str) -> int:
-    """Grams in float32 and the arrays of a solver, or sums in float64 and a product, whichever is more."""
+def _compressed(plans: dict[str, LayerPlan], recipe: Recipe) -> int:
+    """The compressed layers of a block; where it is matched, with S unpacked, its gradient, and what Adam holds."""
+    held = sum(layer.bytes for layer in plans.values())
+    if recipe.match_blocks:
+        kept = sum(layer.nonzeros + layer.rank * sum(layer.shape) for layer in plans.values())
+        held += 4 * 4 * kept + 2 * sum(layer.dense_bytes for layer in plans.values())
+    return held
+
+
+def _solving(plans: dict[str, LayerPlan], method: Method, recipe: Recipe, device: str) -> int:
+    """Grams in float32 and the arrays of a solver, or sums in float64 and a product, whichever is more.
+
+    Where targets lead to the dense model, the drift is there beside each Gram, and its correction in float64.
+    """
     squares = [layer.shape[1] ** 2 * 4 for layer in plans.values()]
-    grams = sum(squares) if sequential == "block" else max(squares, default=0)
-    solvers = [workspace(method, *layer.shape, layer.rank) + 4 * math.prod(layer.shape) for layer in plans.values()]
-    return max(2 * grams + max(squares, default=0), grams + max(solvers, default=0))
+    most = max(squares, default=0)
+    grams = (sum(squares) if recipe.sequential == "block" else most) * (2 if recipe.dense_target else 1)
+    solvers = [
+        workspace(method, *layer.shape, layer.rank, device) + 4 * math.prod(layer.shape) for layer in plans.values()
+    ]
+    return max(2 * grams + most, grams + max(solvers, default=0) + (6 * most if recipe.dense_target else 0))
 
 
 def kinds(plan: Plan) -> Iterator[tuple[str, LayerPlan, int]]:

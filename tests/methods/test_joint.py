@@ -172,7 +172,7 @@ def test_the_kernel_is_what_it_says_and_is_kept_while_there_is_room(monkeypatch)
     torch.testing.assert_close(kept, expected, rtol=1e-9, atol=1e-9)
     assert problem.kernel(0.3, torch.float64) is kept
     assert problem.kernel(0.5, torch.float64) is not kept
-    monkeypatch.setattr(joint, "KERNEL_BYTES", 16 * 16 * 8 * 2)
+    monkeypatch.setattr(joint, "KERNEL_BYTES", {"cpu": 16 * 16 * 8 * 2})
     anew = problem.kernel(0.7, torch.float64)
     assert problem.kernel(0.7, torch.float64) is not anew
     assert torch.equal(problem.kernel(0.7, torch.float64), anew)
@@ -282,7 +282,7 @@ def test_a_kernel_is_made_once_for_a_penalty_whatever_the_room(room, monkeypatch
     weight, h = oracles.problem(12, 16)
     made = []
     monkeypatch.setattr(joint, "inverse_", lambda matrix: made.append(matrix) or linalg.inverse_(matrix))
-    monkeypatch.setattr(joint, "KERNEL_BYTES", room * 16 * 16 * 4)
+    monkeypatch.setattr(joint, "KERNEL_BYTES", {"cpu": room * 16 * 16 * 4})
     expected = solve(weight, h)
     traces = [matrix.trace().item() for matrix in made]
     assert len(traces) == len(set(traces)) > 3  # the scale, and as many as ρ took values

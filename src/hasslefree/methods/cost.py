@@ -17,7 +17,7 @@ from hasslefree.low_rank_solvers.exact import Exact
 from hasslefree.low_rank_solvers.subspace import Subspace
 from hasslefree.low_rank_solvers.svd import SVD, RandomizedSVD
 from hasslefree.methods.alternating import AlternatingMinimization
-from hasslefree.methods.joint import CG_STEPS, FIRST_STEPS, KERNEL_BYTES, LOOKS, Joint
+from hasslefree.methods.joint import CG_STEPS, FIRST_STEPS, LOOKS, Joint, kernel_bytes
 from hasslefree.methods.prune import Prune
 from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.pruners.alps import ALPS
@@ -171,8 +171,10 @@ SOLVER_NEEDS: dict[type, Need] = {
 RESULT = 5.5
 
 
-def workspace(method: Method, out: int, width: int, rank: int) -> int:
+def workspace(method: Method, out: int, width: int, rank: int, device: str = "cpu") -> int:
     """Bytes at most that a layer (out, in) takes beside W and H: of a float32 solver, with what it returns.
+
+    device: its kind, such as "cuda".
 
     An upper bound, for planning: every pattern, inputs that are always zero, and what the libraries keep. Where layers
     share an input, what is kept of it is counted once by each. A method or part that is not of this package counts as
@@ -187,7 +189,7 @@ def workspace(method: Method, out: int, width: int, rank: int) -> int:
     kernels = 0
     if isinstance(method, Joint):
         # ρ may grow at every look, but after the last round. One kernel is there even where there is no room for it.
-        kernels = max(min(KERNEL_BYTES, min(method.rounds, LOOKS) * square * FLOAT), square * FLOAT)
+        kernels = max(min(kernel_bytes(device), min(method.rounds, LOOKS) * square * FLOAT), square * FLOAT)
     numbers = max(need.prepare * square, need.kept * square + solve)
     return LIBRARIES + max(round(numbers * FLOAT), round((need.kept * square + solve) * FLOAT) + kernels)
 

@@ -16,8 +16,9 @@ from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Solution
 from hasslefree.errors import BudgetError
 
-# Kernels are kept for the next layer with the same input as long as they take no more than this.
-KERNEL_BYTES = 1 << 29
+# Kernels are kept for the next layer with the same input as long as they take no more than this: on a CPU a little,
+# for the widest layers, whose kernels are the largest, often have an input of their own.
+KERNEL_BYTES = {"cpu": 1 << 27, "cuda": 1 << 31}
 # How fast ρ and S at first fall with the share of the parameters that L holds: the more L takes, the less is left to S.
 RANK_RELIEF = 7.0
 # Steps of orthogonal iteration for L in the first round, which begins with noise; one is enough in the others.
@@ -54,9 +55,14 @@ class ScaledProblem:
             found = inverse_(shifted).mul_(-rho)
             found.diagonal().add_(1)
             found = found.to(dtype)
-            if (len(self._kernels) + 1) * found.nbytes <= KERNEL_BYTES:
+            if (len(self._kernels) + 1) * found.nbytes <= kernel_bytes(found.device.type):
                 self._kernels[rho] = found
         return found
+
+
+def kernel_bytes(device: str) -> int:
+    """What kept kernels may take on a kind of device."""
+    return KERNEL_BYTES.get(device, KERNEL_BYTES["cpu"])
 
 
 @dataclass(frozen=True)
