@@ -221,13 +221,13 @@ def test_every_option_of_evaluate_arrives(monkeypatch):
 
     monkeypatch.setattr(sys.modules["hasslefree.evaluation.run"], "evaluate", record)
     flags = ["--seqlen", "33", "--max-tokens", "99", "--batch-size", "3", "--dtype", "float16", "--device", "cpu",
-             "--limit", "5", "--task-data", "d", "--cache", "c", "--tasks", "rte", "piqa"]  # fmt: skip
+             "--limit", "5", "--task-data", "d", "--cache", "c", "--trust-remote-code", "--tasks", "rte", "piqa"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["hasslefree", "evaluate", "m", "--perplexity", "a", "b", *flags])
     with pytest.raises(SystemExit):
         main()
     given = {
-        "seqlen": 33, "max_tokens": 99, "batch": 3, "dtype": "float16", "device": "cpu", "limit": 5,
-        "task_data": Path("d"), "cache": Path("c"),
+        "seqlen": 33, "max_tokens": 99, "batch": 3, "dtype": "float16", "device": "cpu", "trust_remote_code": True,
+        "limit": 5, "task_data": Path("d"), "cache": Path("c"),
     }  # fmt: skip
     assert seen == [("m", ["a", "b"], ["rte", "piqa"], given)]
 
@@ -235,7 +235,8 @@ def test_every_option_of_evaluate_arrives(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hasslefree", "evaluate", "m", "--tasks", "rte"])
     with pytest.raises(SystemExit):
         main()
-    silent = {"seqlen": None, "max_tokens": None, "batch": None, "dtype": "auto", "device": None, "limit": None,
+    silent = {"seqlen": None, "max_tokens": None, "batch": None, "dtype": "auto", "device": None,
+              "trust_remote_code": False, "limit": None,
               "task_data": None, "cache": Path("/somewhere/hasslefree")}  # fmt: skip
     assert seen[1] == ("m", [], ["rte"], silent)
 

@@ -5,10 +5,12 @@ import pickle
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import ModelError, RecipeError
+from hasslefree.models.linear import compressed_layers
 from hasslefree.models.load import load_model, load_shapes
 from tests.tiny_models import build, segments
 
@@ -86,6 +88,9 @@ def test_code_of_a_model_is_run_on_request_alone(folder, tmp_path):
     )  # fmt: skip
     assert mark.exists()
     assert len(report.layers) == 14
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(loaded).__name__ == "OwnModel"
+    assert len(compressed_layers(loaded)) == 14
 
 
 @pytest.mark.parametrize("name", ["../stolen.safetensors", "/etc/passwd", "sub/model.safetensors", 7])

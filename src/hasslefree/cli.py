@@ -187,6 +187,7 @@ def evaluate(
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, … (default: the GPU if there is one).")] = None,
+    trust_remote_code: Annotated[bool, TRUST] = False,
     output: Annotated[Path | None, typer.Option(help="Write the results as JSON.")] = None,
 ) -> None:
     """Perplexity of MODEL on texts, and its zero-shot accuracy on tasks, as docs/evaluation.md defines them."""
@@ -209,6 +210,7 @@ def evaluate(
             batch=batch,
             dtype=dtype,
             device=device,
+            trust_remote_code=trust_remote_code,
             limit=limit,
             task_data=task_data,
             cache=cache or default_cache(),
@@ -312,8 +314,8 @@ def spread_lists(arguments: list[str]) -> list[str]:
 
 def main() -> None:
     """Run the command line; a HasslefreeError becomes a message and exit code 2, an interruption exit code 130."""
-    quiet_libraries()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what schedulers send is what Ctrl-C sends
+    quiet_libraries()
     try:
         app(args=spread_lists(sys.argv[1:]), prog_name="hasslefree")
     except HasslefreeError as error:

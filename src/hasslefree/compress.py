@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 
 from hasslefree.blockwise import Job, compress_blocks, look_over
 from hasslefree.checkpoints.output import check_output
@@ -207,6 +208,8 @@ def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list
     entries = {name: entry for part in parts for name, entry in part.entries.items()}
     model.config.quantization_config = HasslefreeConfig(entries)
     model.config.dtype, model.config.architectures = report.dtype, [type(model).__name__]
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=model.config)  # type: ignore[arg-type]
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

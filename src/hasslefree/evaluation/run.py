@@ -28,6 +28,7 @@ def evaluate(
     batch: int | None = None,
     dtype: str = "auto",
     device: str | None = None,
+    trust_remote_code: bool = False,
     limit: int | None = None,
     task_data: Path | None = None,
     cache: Path | None = None,
@@ -40,7 +41,8 @@ def evaluate(
         seqlen: tokens a window; None for 2048, or what the model takes if that is less.
         max_tokens: only the first tokens of each text.
         batch: windows, or sequences of a task, at a time; None for 1 window, and as for `evaluate_tasks`.
-        dtype, device: as for `load_model`. limit, task_data, cache: of the tasks, as for `evaluate_tasks`.
+        dtype, device, trust_remote_code: as for `load_model`.
+        limit, task_data, cache: of the tasks, as for `evaluate_tasks`.
         keep: called with the results so far, whenever there is something new.
 
     Returns:
@@ -56,8 +58,8 @@ def evaluate(
         check_text(text)
     if tasks:
         check_tasks(tasks, task_data)
-    tokenizer = load_tokenizer(model)
-    loaded = load_model(model, dtype, device)
+    tokenizer = load_tokenizer(model, trust_remote_code)
+    loaded = load_model(model, dtype, device, trust_remote_code)
     results: dict[str, Any] = {
         "model": model,
         "dtype": str(loaded.dtype).removeprefix("torch."),

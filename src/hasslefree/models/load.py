@@ -55,6 +55,7 @@ def load_model(
     Args:
         dtype: "auto" for the checkpoint's, or "float32", "bfloat16", "float16".
         device: such as "cpu" or "cuda"; None for the GPU if there is one.
+        trust_remote_code: run code that comes with the model.
     """
     target = resolve_device(device)
     model: Any = _from_pretrained(name, trust_remote_code, dtype=dtype)
