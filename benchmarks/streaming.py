@@ -1,6 +1,6 @@
 """Peak memory and time of a whole compression, for models that are written here with random weights.
 
-    python benchmarks/streaming.py [--blocks 4 8] [--processes 1 2] [--rounds 10]
+    python benchmarks/streaming.py [--blocks 4 8] [--processes 1] [--rounds 10]
 
 A bf16 checkpoint with the shapes of Llama-3.2-1B (vocabulary, width 2048, MLP 8192) and so many blocks, 8 × 128 tokens
 of the demo's calibration text, 2:4 + rank 64, joint. Each run is a process of its own, `hasslefree compress`; its peak
@@ -11,6 +11,7 @@ and each has one thread.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -86,19 +87,22 @@ def planned_peak(model: Path, rounds: int, processes: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--scratch", type=Path, help="where models are written (default: the system's)")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "streaming.json")
     arguments = parser.parse_args()
     script = "import hasslefree.compress, resource as r; print(r.getrusage(r.RUSAGE_SELF).ru_maxrss)"
     idle = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    content = {"machine": machine(), "rounds": arguments.rounds, "idle_mb": int(idle.stdout) // 1024, "rows": []}
+    # Rows of an earlier run with the same rounds stay.
+    before = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+    rows = before["rows"] if before.get("rounds") == arguments.rounds else []
+    content = {"machine": machine(), "rounds": arguments.rounds, "idle_mb": int(idle.stdout) // 1024, "rows": rows}
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         for blocks in arguments.blocks:
             model = Path(scratch) / f"{blocks}"
             write_model(model, blocks)
-            for processes in arguments.processes if blocks == arguments.blocks[0] else [1]:
+            for processes in arguments.processes:
                 # The same threads for each process, so that two are compared with one.
                 found = run(model, Path(scratch) / f"out{blocks}-{processes}", processes, 1, arguments.rounds)
                 planned = {"planned_mb": planned_peak(model, arguments.rounds, processes) // 2**20}

@@ -221,7 +221,8 @@ def test_every_option_of_evaluate_arrives(monkeypatch):
 
     monkeypatch.setattr(sys.modules["hasslefree.evaluation.run"], "evaluate", record)
     flags = ["--seqlen", "33", "--max-tokens", "99", "--batch-size", "3", "--dtype", "float16", "--device", "cpu",
-             "--limit", "5", "--task-data", "d", "--cache", "c", "--trust-remote-code", "--tasks", "rte", "piqa"]  # fmt: skip
+             "--limit", "5", "--task-data", "d", "--cache", "c", "--trust-remote-code",
+             "--tasks", "rte", "piqa"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["hasslefree", "evaluate", "m", "--perplexity", "a", "b", *flags])
     with pytest.raises(SystemExit):
         main()
