@@ -42,7 +42,7 @@ from hasslefree.models.calibration import (
 )
 from hasslefree.models.calls import BlockCall, block_calls
 from hasslefree.models.linear import SparseLowRankLinear
-from hasslefree.models.streaming import Weights, outside
+from hasslefree.models.streaming import Weights, outside, trim
 from hasslefree.plan import LayerPlan, Plan
 from hasslefree.recipe import Recipe
 from hasslefree.report import LayerReport
@@ -215,7 +215,9 @@ def compress_groups(
     for group, known in zip(groups, moments, strict=True):
         share = {name: plans[name] for name in group if name in mine}
         found |= compress_group(job, block, prefix, share, known) if share else {}
-    return [put_in_place(job, block, n, owner, found.get(n)) for n, owner in zip(names, owners, strict=True)]
+    done = [put_in_place(job, block, n, owner, found.get(n)) for n, owner in zip(names, owners, strict=True)]
+    trim()
+    return done
 
 
 def compress_group(

@@ -1,6 +1,8 @@
 """One block in memory at a time gives what the whole model in memory gives."""
 
 import filecmp
+import gc
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import ModelError
-from hasslefree.models.blocks import find_blocks
+from hasslefree.models.blocks import find_blocks, replace_module
 from hasslefree.models.load import load_model, load_on_disk
 from hasslefree.models.streaming import Weights, outside
 from tests.tiny_models import FAMILIES, build, segments
@@ -79,6 +81,22 @@ def test_no_more_than_one_block_is_in_memory(tmp_path, monkeypatch):
     assert seen == [{str(block)} for block in range(4) for _ in range(7)]
     assert not in_memory_of(models[0])
     assert not any(buffer.numel() > 64 for buffer in models[0].buffers() if not buffer.is_meta), "positions of S"
+
+
+def test_a_replaced_layer_is_gone_at_once(tmp_path):
+    """A cycle would keep its weight until Python happens to collect."""
+    build("llama").save_pretrained(tmp_path / "dense")
+    model = load_on_disk(str(tmp_path / "dense"), "auto", tmp_path)
+    weights, block = Weights(model, torch.device("cpu")), find_blocks(model).modules[0]
+    gc.disable()
+    try:
+        with weights.present(block.modules):
+            weight = weakref.ref(block.mlp.up_proj.weight)
+            assert weight() is not None
+            replace_module(block, "mlp.up_proj", torch.nn.Identity())
+            assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_weights_are_there_while_they_are_needed(tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,6 +49,8 @@ class Weights:
         if self.streamed:
             remove_hook_from_module(model, recurse=True)
             for module in model.modules():
+                # What accelerate puts back is a bound method: a cycle, that would keep a replaced layer's weight.
+                module.__dict__.pop("forward", None)
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(device))
 
@@ -90,6 +94,13 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def _put(module: nn.Module, name: str, value: Tensor) -> None:
     module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+
+def trim() -> None:
+    """Give freed memory back to the system, where the C library would keep it: glibc, below 32 MB an array."""
+    if sys.platform == "linux":
+        with suppress(AttributeError, OSError):  # another C library
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def outside(model: nn.Module, blocks: Blocks) -> Part:
