@@ -18,6 +18,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+# The texts of the reference model, and what they are called.
+TEXTS = {"wiki.test.raw": "wikitext2", "ptb.test.txt": "ptb", "c4_sample.jsonl[700:]": "c4"}
+
+
 def markdown(heads: list[str], rows: list[list[str]]) -> str:
     """A table whose first column is text and whose other columns are numbers."""
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
@@ -86,12 +90,11 @@ def streaming() -> str:
 def reference() -> str:
     """One table for each setting of the reference model."""
     content = json.loads((RESULTS / "reference_model.json").read_text())
-    names = {"wiki.test.raw": "wikitext2", "ptb.test.txt": "ptb", "c4_sample.jsonl[700:]": "c4"}
     tables = []
     for setting, results in content["results"].items():
         rows = []
         for method, row in results.items():
-            cells = [method, *(f"{row['perplexity'][text]:.1f}" for text in names)]
+            cells = [method, *(f"{row['perplexity'][text]:.1f}" for text in TEXTS)]
             if method == "dense":
                 cells += ["", "100 %", "", ""]
             else:
@@ -99,7 +102,7 @@ def reference() -> str:
                 cells += [f"{row['solver_seconds']:.0f}", f"{row['peak_mb']}"]
             rows.append(cells)
         pattern, rank = setting.split("/")
-        heads = [f"{pattern} + rank {rank}", *names.values(), "relative error", "kept", "seconds", "peak MB"]
+        heads = [f"{pattern} + rank {rank}", *TEXTS.values(), "relative error", "kept", "seconds", "peak MB"]
         tables.append(markdown(heads, rows))
     calibration = f"{content['samples']} × {content['seqlen']} tokens of C4"
     return "\n\n".join(tables) + f"\n\nCalibrated on {calibration}, seed {content['seed']}, on {where(content)}."
@@ -200,6 +203,23 @@ def ideas() -> str:
     return f"{table}\n\n{content['problems']} problems, seed {content['seed']}, on {where(content)}."
 
 
+def levers() -> str:
+    """One table for each setting: what every lever wins, and what it costs."""
+    content = json.loads((RESULTS / "levers.json").read_text())
+    tables = []
+    for setting, rows in content["results"].items():
+        base = rows["joint"]["gap"]
+        cells = []
+        for name, row in rows.items():
+            figures = [f"{row['gap']:.4f}", f"{row['gap'] / base:.2f}", f"{row['cpu_seconds']:.0f}"]
+            cells.append([name, *(f"{row['perplexity'][text]:.1f}" for text in TEXTS), *figures])
+        pattern, rank = setting.split("/")
+        heads = [f"{pattern} + rank {rank}", *TEXTS.values(), "gap", "share", "CPU seconds"]
+        tables.append(markdown(heads, cells))
+    protocol = f"{content['samples']} × {content['seqlen']} tokens, perplexity on {content['max_tokens']} tokens a text"
+    return "\n\n".join(tables) + f"\n\nCalibrated on {protocol}, seed {content['seed']}, on {where(content)}."
+
+
 def inference() -> str:
     """Milliseconds of the packed and of the dense layer, and their ratio at every number of tokens."""
     content = json.loads((RESULTS / "inference.json").read_text())
@@ -275,6 +295,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "recorded": recorded,
     },
     "docs/joint.md": {"layers_full": lambda: layers("layers_full"), "growth": growth, "ideas": ideas},
+    "docs/levers.md": {"levers": levers},
     "docs/scaling.md": {"scaling": scaling, "streaming": streaming},
     "docs/numerics.md": {"workspace": workspace},
     "docs/inference.md": {"inference": inference, "loaded": loaded},

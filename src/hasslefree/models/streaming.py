@@ -50,7 +50,8 @@ class Weights:
             remove_hook_from_module(model, recurse=True)
             for module in model.modules():
                 # What accelerate puts back is a bound method: a cycle, that would keep a replaced layer's weight.
-                module.__dict__.pop("forward", None)
+                if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
+                    del module.forward
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(device))
 
