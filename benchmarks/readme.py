@@ -203,6 +203,17 @@ def ideas() -> str:
     return f"{table}\n\n{content['problems']} problems, seed {content['seed']}, on {where(content)}."
 
 
+def faults() -> str:
+    """How many ways to end a compression were tried, and how many lost nothing."""
+    content = json.loads((RESULTS / "faults.json").read_text())
+    kills = sum(name.startswith("SIGKILL") for name in content["results"])
+    others = ", ".join(name for name in content["results"] if not name.startswith("SIGKILL"))
+    return (
+        f"{content['faults']} faults, {content['survived']} survived, seed {content['seed']}: {kills} × SIGKILL at "
+        f"random moments, {others}. On {where(content)}."
+    )
+
+
 def levers() -> str:
     """One table for each setting: what every lever wins, and what it costs."""
     content = json.loads((RESULTS / "levers.json").read_text())
@@ -296,7 +307,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/joint.md": {"layers_full": lambda: layers("layers_full"), "growth": growth, "ideas": ideas},
     "docs/levers.md": {"levers": levers},
-    "docs/scaling.md": {"scaling": scaling, "streaming": streaming},
+    "docs/scaling.md": {"scaling": scaling, "streaming": streaming, "faults": faults},
     "docs/numerics.md": {"workspace": workspace},
     "docs/inference.md": {"inference": inference, "loaded": loaded},
 }
