@@ -266,7 +266,7 @@ def loaded() -> str:
 
 
 def workspace() -> str:
-    """Peak memory of every method, fitted over shapes: arrays of out × in and of in × in, and a rest in MB."""
+    """Peak memory of every method, fitted over shapes: arrays of out × in and of in × in."""
     content = json.loads((RESULTS / "workspace.json").read_text())
     rows: dict[str, list[list[float]]] = {}
     for row in content["rows"].values():
@@ -276,16 +276,16 @@ def workspace() -> str:
     cells = []
     for label, values in rows.items():
         prepare, kept = (max(v[field] / v[1] for v in values) for field in (2, 3))
-        a, b, rest = fit([v[:2] for v in values], [v[4] for v in values])
-        cells.append([label, f"{prepare:.1f}", f"{kept:.1f}", f"{a:.1f}", f"{round(b, 1) + 0.0:.1f}", f"{rest:.0f}"])
-    heads = ["2:4 but where it says so", "prepare: in×in", "kept: in×in", "solve: out×in", "in×in", "MB"]
+        a, b = fit([v[:2] for v in values], [v[4] for v in values])
+        cells.append([label, f"{prepare:.1f}", f"{kept:.1f}", f"{a:.1f}", f"{round(b, 1) + 0.0:.1f}"])
+    heads = ["2:4 but where it says so", "prepare: in×in", "kept: in×in", "solve: out×in", "in×in"]
     shapes = ", ".join(dict.fromkeys(f"{row['out']}×{row['in']}" for row in content["rows"].values()))
     return f"{markdown(heads, cells)}\n\n{shapes}; rank {content['rank']} where there is one; on {where(content)}."
 
 
 def fit(points: list[list[float]], values: list[float]) -> list[float]:
-    """a, b and c of a·x + b·y + c by least squares."""
-    matrix = torch.tensor([[*point, 1.0] for point in points], dtype=torch.float64)
+    """a and b of a·x + b·y by least squares."""
+    matrix = torch.tensor(points, dtype=torch.float64)
     found: list[float] = torch.linalg.lstsq(matrix, torch.tensor(values, dtype=torch.float64)).solution.tolist()
     return found
 

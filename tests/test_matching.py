@@ -18,8 +18,10 @@ from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import CalibrationError, NonFiniteError
 from hasslefree.matching import Matching, kept_parameters, match_block, split
 from hasslefree.models.blocks import find_blocks, replace_module, select_linears
+from hasslefree.models.calibration import first_hidden_states
+from hasslefree.models.calls import block_calls
 from hasslefree.models.linear import SparseLowRankLinear, compressed_layers
-from hasslefree.models.stream import block_calls, first_hidden_states, run_block
+from hasslefree.models.streaming import Weights
 from tests.oracles import on_support
 from tests.tiny_models import build, segments
 
@@ -45,13 +47,19 @@ def one_layer(pattern: str = "2:4", rank: int = 0, dtype: torch.dtype = torch.fl
     return block, [s.to(dtype) for s in x], [F.linear(s, weight).to(dtype) for s in x], weight, gram
 
 
+def outputs_of(block, call, inputs):
+    with torch.no_grad():
+        return [call.run(block, states) for states in inputs]
+
+
 def compressed_block(family: str, method: str = "wanda", rank: int = 0, dtype: torch.dtype = torch.float32):
     """The first block of a tiny model with its layers replaced, its call, and the dense inputs and outputs."""
     model = build(family, dtype)
     blocks, tokens = find_blocks(model), segments(samples=6)
-    call, inputs = block_calls(model, blocks, tokens[:1]).calls[0], first_hidden_states(model, blocks, tokens)
-    block = blocks.modules[0]
-    targets = run_block(block, call, inputs)
+    call = block_calls(model, blocks, tokens[:1], Weights(model, model.device)).calls[0]
+    hidden = first_hidden_states(model, blocks, tokens)
+    inputs, block = [hidden[i] for i in range(len(hidden))], blocks.modules[0]
+    targets = outputs_of(block, call, inputs)
     for name, linear in select_linears(blocks, ())[0].items():
         weight = linear.weight.detach().T if family == "gpt2" else linear.weight.detach()
         gram = Gram(torch.eye(weight.shape[1]), 100)
@@ -124,7 +132,7 @@ def test_every_family_gets_better_on_segments_it_was_not_trained_on(family, meth
     judging = split(len(inputs), 1 / 3, torch.Generator().manual_seed(3))[1]
 
     def error() -> float:
-        outputs = [run_block(block, call, [inputs[i]])[0].double() for i in judging]
+        outputs = [outputs_of(block, call, [inputs[i]])[0].double() for i in judging]
         rest = sum((o - targets[i].double()).square().sum() for o, i in zip(outputs, judging, strict=True))
         return float(rest / sum(targets[i].double().square().sum() for i in judging))
 
@@ -175,7 +183,7 @@ def test_in_a_narrow_dtype_it_is_judged_after_the_cast():
     """Oracle: the outputs of the block as it is handed back."""
     block, call, inputs, targets = compressed_block("llama", "oats", rank=2, dtype=torch.bfloat16)
     report = match_block(block, call, inputs, targets, Matching(held_out=0.0), seed=0)
-    outputs = run_block(block, call, inputs)
+    outputs = outputs_of(block, call, inputs)
     rest = sum((o.double() - t.double()).square().sum() for o, t in zip(outputs, targets, strict=True))
     assert report.after == pytest.approx(float(rest / sum(t.double().square().sum() for t in targets)), rel=1e-4)
     assert report.after < report.before

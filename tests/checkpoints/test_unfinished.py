@@ -182,6 +182,16 @@ def test_an_error_before_the_first_block_leaves_nothing(tmp_path):
     assert not list((tmp_path / "deep").iterdir())
 
 
+def test_what_was_there_comes_back_after_a_kill_between_the_last_two_renames(tmp_path):
+    """OUT has gone aside then, and the new folder is not yet in its place."""
+    before = tmp_path / "out.unfinished" / "before"
+    before.mkdir(parents=True)
+    (before / "mine.txt").write_text("precious")
+    with pytest.raises(OutputError, match="not empty; use --overwrite"):
+        compress(tmp_path / "out")
+    assert (tmp_path / "out" / "mine.txt").read_text() == "precious"
+
+
 def test_two_at_once(tmp_path):
     """flock belongs to an open file: another one in this process is as good as another process."""
     left = interrupted(tmp_path / "out", 8)
