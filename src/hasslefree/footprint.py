@@ -102,7 +102,7 @@ def footprint(
     return Footprint(
         blocks=len(blocks.modules),
         layers=tuple(kinds(plan)),
-        kept=sum(layer.nonzeros + layer.rank * sum(layer.shape) for layer in layers),
+        kept=sum(layer.parameters for layer in layers),
         dense=sum(math.prod(layer.shape) for layer in layers),
         outside=_bytes(outside),
         block=max(_bytes(b.parameters()) + _compressed(p, recipe) for b, p in zip(blocks.modules, plan, strict=True)),
@@ -141,7 +141,7 @@ def _compressed(plans: dict[str, LayerPlan], recipe: Recipe) -> int:
     """The compressed layers of a block; where it is matched, with S unpacked, its gradient, and what Adam holds."""
     held = sum(layer.bytes for layer in plans.values())
     if recipe.match_blocks:
-        kept = sum(layer.nonzeros + layer.rank * sum(layer.shape) for layer in plans.values())
+        kept = sum(layer.parameters for layer in plans.values())
         held += 4 * 4 * kept + 2 * sum(layer.dense_bytes for layer in plans.values())
     return held
 
@@ -239,7 +239,7 @@ def plan_table(found: Footprint, device: torch.device) -> Group:
     for heading in ("", "out×in", "pattern", "rank", "kept", "count"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, layer, count in found.layers:
-        (out, width), share = layer.shape, (layer.nonzeros + layer.rank * sum(layer.shape)) / math.prod(layer.shape)
+        (out, width), share = layer.shape, layer.parameters / math.prod(layer.shape)
         table.add_row(name, f"{out}×{width}", str(layer.pattern), str(layer.rank), f"{share:.1%}", str(count))
     takes = Table(show_header=False)
     for name, value in totals(found, device).items():

@@ -31,6 +31,11 @@ class LayerPlan:
     def nonzeros(self) -> int:
         return self.pattern.kept(self.shape)
 
+    @property
+    def parameters(self) -> int:
+        """Non-zeros and both factors."""
+        return self.nonzeros + self.rank * sum(self.shape)
+
 
 # For every block: the name of a layer in it → its plan.
 Plan = list[dict[str, LayerPlan]]

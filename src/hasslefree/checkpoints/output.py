@@ -58,10 +58,14 @@ def replaced_whole(folder: Path) -> Iterator[Path]:
         put_in_place(part, folder, old)
     except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
-        # safetensors and tokenizers report a full disk as exceptions of their own.
-        if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
+        if is_of_the_disk(error):
             raise OutputError(f"{folder} could not be written: {error}; what was there before is untouched") from error
         raise
+
+
+def is_of_the_disk(error: BaseException) -> bool:
+    """Whether a write failed: safetensors and tokenizers report a full disk as exceptions of their own."""
+    return isinstance(error, OSError | SafetensorError) or "os error" in str(error)
 
 
 def open_up(folder: Path) -> None:

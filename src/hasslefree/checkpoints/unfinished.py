@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hasslefree.checkpoints.headers import read_json
-from hasslefree.checkpoints.output import check_output, open_up, put_in_place
+from hasslefree.checkpoints.output import check_output, is_of_the_disk, open_up, put_in_place
 from hasslefree.errors import CheckpointError, OutputError
 
 JOURNAL, BEFORE = "progress.json", "before"
@@ -258,8 +257,7 @@ def room_errors(folder: Path) -> Iterator[None]:
     except OutputError:
         raise
     except Exception as error:
-        # safetensors and tokenizers report a full disk as exceptions of their own.
-        if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
+        if is_of_the_disk(error):
             raise OutputError(
                 f"{folder} cannot be written: {error}; finished blocks are kept. Mend it, and use --resume"
             ) from error

@@ -48,11 +48,7 @@ class InRowChunks:
         for _ in range(self.rounds if rank else 1):
             for chunk in range(self.chunks):
                 start, stop = out * chunk // self.chunks, out * (chunk + 1) // self.chunks
-                own = (
-                    Unstructured(pattern.count * stop // out - pattern.count * start // out)
-                    if isinstance(pattern, Unstructured)
-                    else pattern
-                )
+                own = pattern.restricted(start, stop, out) if isinstance(pattern, Unstructured) else pattern
                 target = weight[start:stop] - low_rank.u[start:stop] @ low_rank.v
                 sparse[start:stop] = self.method.solve(target, prepared, own, 0, generator).sparse
             if rank:
