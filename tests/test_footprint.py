@@ -10,7 +10,9 @@ import torch
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import BudgetError, MemoryShortError, ModelError, UnknownNameError
-from hasslefree.footprint import as_text, check_memory, free_memory, plan_model, plan_table, to_dict
+from hasslefree.footprint import as_text, check_memory, footprint, free_memory, plan_model, plan_table, to_dict
+from hasslefree.models.blocks import find_blocks
+from hasslefree.plan import make_plan
 from tests.tiny_models import FAMILIES, build, segments, tensors_of
 
 CPU = torch.device("cpu")
@@ -52,6 +54,20 @@ def test_where_the_activations_count(tmp_path):
     on_gpu = dataclasses.replace(device, device="cuda")
     moved = dataclasses.replace(on_gpu, place="cpu")
     assert on_gpu.device_peak - moved.device_peak == on_gpu.activations == moved.ram_peak - on_gpu.ram_peak
+
+
+def test_a_model_that_is_loaded_counts_whole(tmp_path, monkeypatch):
+    """Oracle: the bytes of its parameters."""
+    model, recipe = build("llama"), Recipe(rank=2)
+    blocks = find_blocks(model)
+    loaded = footprint(model, blocks, make_plan(blocks, recipe), recipe, (6, 16), CPU, "device")
+    whole, block = (sum(p.nbytes for p in part.parameters()) for part in (model, model.model.layers[0]))
+    assert loaded.resident == whole - block
+    assert loaded == dataclasses.replace(planned(tmp_path), resident=whole - block)
+    on_disk = dataclasses.replace(loaded, place="disk", activations=0)
+    monkeypatch.setattr("hasslefree.footprint.free_memory", lambda device: on_disk.ram_peak - 1)
+    with pytest.raises(MemoryShortError, match="it fits with (.|\n)*folder in the place of the loaded model"):
+        check_memory(on_disk, CPU)
 
 
 def test_a_run_that_will_not_fit_is_refused_with_the_way_out(tmp_path, monkeypatch):

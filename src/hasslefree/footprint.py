@@ -39,7 +39,8 @@ class Footprint:
     Args:
         layers: kind of layer (q_proj, …), its plan and how many there are. kept, dense: parameters of all layers.
         outside: what is outside the blocks. block, solving: of the dearest block: its weights before and after, and the
-            Grams and the solver's arrays of its dearest layer. activations: hidden states of all segments.
+            Grams and the solver's arrays of its dearest layer. resident: the rest of a model that is loaded already.
+        activations: hidden states of all segments.
         device: where it computes. place: where the activations are. disk: the size of the folder.
         flops: of solvers, Grams and forward passes.
     """
@@ -51,6 +52,7 @@ class Footprint:
     outside: int
     block: int
     solving: int
+    resident: int
     activations: int
     device: str
     place: str
@@ -66,7 +68,7 @@ class Footprint:
         """Bytes of the device's memory."""
         here = self.place == "device" or (self.place == "cpu" and self.on_cpu)
         work = max(2 * self.outside, self.block + self.solving)
-        return LIBRARIES + work + (self.activations if here else 0)
+        return LIBRARIES + self.resident + work + (self.activations if here else 0)
 
     @property
     def ram_peak(self) -> int:
@@ -99,6 +101,7 @@ def footprint(
     itemsize = next(iter(blocks.modules[0].parameters())).element_size()
     layers = [layer for plans in plan for layer in plans.values()]
     widest = max(max(layer.shape) for layer in layers)
+    loaded = _bytes(p for p in model.parameters() if not p.is_meta)
     return Footprint(
         blocks=len(blocks.modules),
         layers=tuple(kinds(plan)),
@@ -108,6 +111,7 @@ def footprint(
         block=max(_bytes(b.parameters()) + _compressed(p, recipe) for b, p in zip(blocks.modules, plan, strict=True)),
         solving=max(_solving(plans, method, recipe, device.type) for plans in plan)
         + FORWARD * seqlen * widest * itemsize,
+        resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
         activations=(1 + recipe.two_streams) * samples * seqlen * width * itemsize,
         device=device.type,
         place=place,
@@ -213,7 +217,7 @@ def check_memory(found: Footprint, device: torch.device) -> None:
     """Raise a MemoryShortError, with the plan and the way out, where a compression will not fit."""
     if fits(found, device):
         return
-    way = next((flag for other, where, flag in ways_out(found, device) if fits(other, where)), None)
+    way = next((way for other, where, way in ways_out(found, device) if fits(other, where)), None)
     remedy = f"it fits with {way}" if way else "it needs a machine with more memory"
     raise MemoryShortError(f"the memory will not do; {remedy}\n{as_text(plan_table(found, device))}")
 
@@ -227,6 +231,10 @@ def ways_out(found: Footprint, device: torch.device) -> Iterator[tuple[Footprint
     """What else could be asked for, the cheapest first."""
     for place in PLACES[PLACES.index(found.place) + 1 :]:
         yield dataclasses.replace(found, place=place), device, f"--activations {place}"
+    if found.resident:
+        by_name = dataclasses.replace(found, resident=0, place="disk")
+        yield by_name, device, "--activations disk and the model's name or folder in the place of the loaded model"
+        return
     cpu = torch.device("cpu")
     if not found.on_cpu:
         yield dataclasses.replace(found, device="cpu"), cpu, "--device cpu"
