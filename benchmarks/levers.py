@@ -91,8 +91,7 @@ def compress_two_streams(
         select_linears(blocks, ()),
         block_calls(model, blocks, segments[:1], Weights(model, model.device)).calls,
     )
-    hidden = first_hidden_states(model, blocks, segments)
-    dense = [hidden[i] for i in range(len(hidden))]
+    dense = list(first_hidden_states(model, blocks, segments))
     losses = block_losses(model, blocks.modules, segments, levers.loss)
     first, entering, reports = dense, [dense], []  # entering[i]: the compressed stream before block i
     for index, (block, call) in enumerate(zip(blocks.modules, calls, strict=True)):

@@ -1,5 +1,7 @@
 """Hidden states between blocks, wherever they are."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -17,7 +19,9 @@ def test_what_is_put_in_comes_out(place, dtype, tmp_path):
     for index in (2, 0, 1):
         held[index] = states[index : index + 1]
     assert len(held) == 3
-    assert all(torch.equal(held[index], states[index : index + 1]) for index in range(3))
+    found = list(itertools.islice(held, 4))
+    assert len(found) == 3, "a loop over them ends"
+    assert all(torch.equal(one, states[None, index]) for index, one in enumerate(found))
     assert not list(tmp_path.iterdir()), "a file without a name is gone with the process"
 
 

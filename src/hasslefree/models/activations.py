@@ -52,12 +52,12 @@ class Activations:
         return len(self.states)
 
     def __getitem__(self, index: int) -> Tensor:
-        """(1, tokens, width), on the device."""
-        return self.states[index : index + 1].to(self.device)
+        """(1, tokens, width), on the device. Raises an IndexError past the end, where a loop stops."""
+        return self.states[index].unsqueeze(0).to(self.device)
 
     def __setitem__(self, index: int, states: Tensor) -> None:
         """states: (1, tokens, width)."""
-        self.states[index : index + 1].copy_(states)
+        self.states[index].copy_(states.squeeze(0))
 
 
 def _in_file(shape: tuple[int, int, int], dtype: torch.dtype, folder: Path) -> Tensor:
