@@ -43,6 +43,7 @@ RECIPE_OPTIONS: dict[str, tuple[Any, str]] = {
     "sparsity": (float, "Share of zeros in S, for patterns other than N:M."),
     "ratio": (float, "Share of the parameters to save; fixes the rank."),
     "rank_share": (float, "Share of what is kept that goes to L."),
+    "allocate": (str, "uniform (default), or error: budgets go where they win most."),
     "method": (str, "joint (default), 3basil, hassle-free, oats, eora, or a pruner."),
     "pruner": (str, "Another pruner for hassle-free: sparsegpt, alps, …"),
     "low_rank": (str, "Another solver for hassle-free: adam, exact, …"),

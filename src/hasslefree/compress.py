@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
+from hasslefree.allocation import allocated
 from hasslefree.blockwise import Job, compress_blocks, look_over
 from hasslefree.checkpoints.output import check_output
 from hasslefree.checkpoints.transformers_plugin import HasslefreeConfig
@@ -36,7 +37,7 @@ from hasslefree.models.load import (
     resolve_seqlen,
 )
 from hasslefree.models.streaming import Weights
-from hasslefree.plan import bytes_on_disk, make_plan
+from hasslefree.plan import bytes_on_disk, digest, make_plan
 from hasslefree.recipe import Recipe
 from hasslefree.report import LayerReport, Report, model_card, versions
 from hasslefree.texts import calibration_documents, draw_segments
@@ -106,6 +107,9 @@ def compress(
         note = _counter(sum(map(len, plan)), progress)
         job = Job(loaded, blocks, plan, Weights(loaded, target), recipe, method, activations, note, world)
         calls, digests = look_over(job, segments[:1].to(target))
+        mine = world.share(segments).to(target)
+        if recipe.allocate == "error":
+            job = dataclasses.replace(job, plan=allocated(job, calls, mine, work.folder))
         about: dict[str, Any] = {
             "model": name,
             "recipe": dataclasses.asdict(recipe) | {"leave_dense": list(recipe.leave_dense)},
@@ -117,8 +121,8 @@ def compress(
             "tokens": segments.numel(),
         }
         if world.writes:
-            work.begin(about | {"segments": fingerprint(segments), "weights": digests})
-        compress_blocks(job, work, calls, world.share(segments).to(target))
+            work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(job.plan)})
+        compress_blocks(job, work, calls, mine)
         parts = world.told(work.parts)
         layers = tuple(LayerReport.from_dict(layer) for part in parts for layer in part.layers)
         matching = tuple(part.matching for part in parts if part.matching)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -57,17 +58,23 @@ def make_plan(blocks: Blocks, recipe: Recipe) -> Plan:
                 method.check(rank)
             except HasslefreeError as error:
                 raise type(error)(f"{error} ({blocks.prefix(index)}.{name})") from None
-            plans[name] = _layer_plan(shape, pattern, rank, linear.weight.dtype)
+            plans[name] = plan_layer(shape, pattern, rank, linear.weight.dtype)
         plan.append(plans)
     return plan
 
 
-def _layer_plan(shape: tuple[int, int], pattern: Pattern, rank: int, dtype: torch.dtype) -> LayerPlan:
+def plan_layer(shape: tuple[int, int], pattern: Pattern, rank: int, dtype: torch.dtype) -> LayerPlan:
     (out, width), layout = shape, layout_of(str(pattern))
     shapes = layout.shapes(out, width, pattern.kept(shape))
     values = math.prod(shapes["values"]) + rank * (out + width)
     packed = values * dtype.itemsize + math.prod(shapes[layout.index]) * layout.index_dtype.itemsize
     return LayerPlan(shape, pattern, rank, packed, out * width * dtype.itemsize)
+
+
+def digest(plan: Plan) -> str:
+    """CRC-32 of every layer's rank and non-zeros."""
+    layers = [(name, layer.rank, layer.nonzeros) for plans in plan for name, layer in plans.items()]
+    return f"{zlib.crc32(repr(layers).encode()):08x}"
 
 
 def bytes_on_disk(model: torch.nn.Module, plan: Plan) -> int:

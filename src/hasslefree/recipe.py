@@ -22,6 +22,7 @@ from hasslefree.yaml_fields import Given, read_fields
 
 BUDGET_FIELDS = ("pattern", "rank", "sparsity", "ratio", "rank_share")
 METHOD_FIELDS = ("method", "pruner", "low_rank", "rounds", "damping", "rank")
+ALLOCATIONS = ("uniform", "error")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -31,6 +32,8 @@ class Recipe:
 
     Args:
         pattern, rank, sparsity, ratio, rank_share: the budget of every layer; see `Budget`.
+        allocate: "uniform": the same budget for every layer; "error": ranks, and non-zeros where the pattern counts
+            them, go where they lower the relative errors most, in the bytes of the uniform plan (docs/levers.md).
         method: a name from the table; pruner, low_rank, rounds and damping replace parts of it.
         calibration: a hub name (c4, wikitext2, ptb) or a local .txt or .jsonl file.
         samples, seqlen: how many segments of how many tokens. seqlen None: 2048, or what the model takes if less.
@@ -48,6 +51,7 @@ class Recipe:
     sparsity: float | None = None
     ratio: float | None = None
     rank_share: float | None = None
+    allocate: Literal["uniform", "error"] = "uniform"
     method: str = "joint"
     pruner: str | None = None
     low_rank: str | None = None
@@ -104,6 +108,10 @@ class Recipe:
             yield ("seed",), f"seed must be between 0 and 2^63 - 1, got {self.seed}"
         if not 0 <= self.dense_target <= 1:
             yield ("dense_target",), f"dense_target is a share between 0 and 1, got {self.dense_target}"
+        if self.allocate not in ALLOCATIONS:
+            yield ("allocate",), f"allocate is one of {', '.join(ALLOCATIONS)}, got {self.allocate!r}"
+        elif self.allocate == "error" and self.pattern != "unstructured" and not self.rank and self.ratio is None:
+            yield ("allocate",), f"allocate error has nothing to move: pattern {self.pattern} without rank; give a rank"
         if self.sequential not in ("layer", "block"):
             yield ("sequential",), f"sequential is layer or block, got {self.sequential!r}"
         if self.dtype not in DTYPES:

@@ -156,11 +156,15 @@ def _inputs(block: nn.Module, call: BlockCall, states: Tensor, names: list[str])
     return [caught[name] for name in names]
 
 
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Of sums over tokens: float64, which Apple's GPUs do not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def _added(total: Tensor | None, one: Tensor, other: Tensor) -> Tensor:
     """total + oneᵀ other, for (tokens, in) each."""
     if total is None:
-        wide = torch.float32 if one.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-        total = one.new_zeros(one.shape[1], one.shape[1], dtype=wide)
+        total = one.new_zeros(one.shape[1], one.shape[1], dtype=widest_dtype(one.device))
     for rows, others in zip(one.split(CHUNK), other.split(CHUNK), strict=True):
         total.add_(rows.T @ others)
     return total

@@ -1,0 +1,148 @@
+"""A plan that is not uniform: what each layer of the dense model has to lose decides its share of one budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasslefree.blockwise import Job
+from hasslefree.core.allocation import Ladder, climb, rank_gains
+from hasslefree.core.gram import Gram, working_dtype
+from hasslefree.core.patterns import Unstructured
+from hasslefree.decompose import solve_layer
+from hasslefree.distributed import World
+from hasslefree.methods.joint import Joint
+from hasslefree.models.activations import Activations
+from hasslefree.models.blocks import dense_weight, replace_module
+from hasslefree.models.calibration import first_hidden_states, gather, groups_by_input, run_block, widest_dtype
+from hasslefree.models.calls import BlockCall
+from hasslefree.models.linear import SparseLowRankLinear, unpacked_once
+from hasslefree.models.streaming import outside
+from hasslefree.plan import LayerPlan, Plan, plan_layer
+
+# The S whose residual tells what ranks win is found by so many rounds of `joint`, without a low-rank part.
+LOOK = Joint(rounds=10)
+# A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
+LEAST, MOST = 0.5, 2.0
+# Non-zeros move in so many steps between the two.
+STEPS = 256
+# Calibration segments on which the harm to a block's output is measured.
+PROBES = 16
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a layer may become: at least `rank` and `count` non-zeros (None: as the pattern has it), and then more.
+
+    Args:
+        ranks: a ladder of single ranks. entries: one of `step` non-zeros at a time, where the pattern counts them.
+    """
+
+    plan: LayerPlan
+    dtype: torch.dtype
+    rank: int
+    ranks: Ladder
+    count: int | None = None
+    entries: Ladder | None = None
+    step: int = 0
+
+    @property
+    def ladders(self) -> list[Ladder]:
+        return [self.ranks] if self.entries is None else [self.ranks, self.entries]
+
+    def taken(self, ranks: int, steps: int = 0) -> LayerPlan:
+        """The plan with so many steps on each ladder."""
+        pattern = self.plan.pattern if self.count is None else Unstructured(self.count + steps * self.step)
+        return plan_layer(self.plan.shape, pattern, self.rank + ranks, self.dtype)
+
+
+def allocated(job: Job, calls: list[BlockCall], segments: Tensor, folder: Path) -> Plan:
+    """The plan by error: the bytes of the uniform one, spent where they bring the blocks' outputs closest.
+
+    In the dense model each layer is pruned alone, by its pattern, and it is measured how far that moves the output of
+    its block. The spectrum of what was pruned tells what share of it each rank would undo; the scores of Wanda, what
+    share each non-zero.
+
+    Args:
+        segments: of this process. folder: for hidden states on the disk.
+    """
+    with job.weights.present(outside(job.model, job.blocks)):
+        hidden = first_hidden_states(job.model, job.blocks, segments, job.place, folder)
+    choices = []
+    for index, block in enumerate(job.blocks.modules):
+        with job.weights.present(block.modules):
+            choices.append(choices_of(job, index, calls[index], hidden))
+            run_block(block, calls[index], hidden)
+    every = [choice for block in choices for choice in block.values()]
+    budget = sum(layer.bytes for plans in job.plan for layer in plans.values())
+    ladders = [ladder for choice in every for ladder in choice.ladders]
+    steps = iter(climb(ladders, budget - sum(choice.taken(0).bytes for choice in every)))
+    return [
+        {name: block[name].taken(*(next(steps) for _ in block[name].ladders)) for name in block} for block in choices
+    ]
+
+
+def choices_of(job: Job, index: int, call: BlockCall, hidden: Activations) -> dict[str, Choice]:
+    """What each planned layer of a block may become, in the order of the plan. hidden: what enters the block."""
+    block, prefix, plans = job.blocks.modules[index], job.blocks.prefix(index), job.plan[index]
+    probes = [hidden[i] for i in range(len(hidden)) if job.world.rank + i * job.world.size < PROBES]
+    wanted = outputs(block, call, probes)
+    found = {}
+    for group in groups_by_input(block, call, hidden[0], plans):
+        [moments] = gather(block, prefix, call, hidden, [group], add=job.world.add)
+        prepared = LOOK.prepare(moments.gram)
+        for name in group:
+            linear: Any = block.get_submodule(name)
+            weight = dense_weight(linear)
+            pruned = solve_layer(weight, moments.gram, LOOK, prepared, plans[name].pattern, 0, 0)
+            bias = None if linear.bias is None else linear.bias.detach()
+            replace_module(block, name, SparseLowRankLinear.from_decomposition(pruned, bias, str(plans[name].pattern)))
+            harm = distance(outputs(block, call, probes), wanted, hidden.device, job.world)
+            replace_module(block, name, linear)
+            found[name] = choice_of(weight, pruned.sparse, moments.gram, harm, plans[name])
+    return {name: found[name] for name in plans}
+
+
+def outputs(block: nn.Module, call: BlockCall, inputs: list[Tensor]) -> list[Tensor]:
+    with unpacked_once(block), torch.no_grad():
+        return [call.run(block, states) for states in inputs]
+
+
+def distance(found: list[Tensor], wanted: list[Tensor], device: torch.device, world: World) -> float:
+    """The mean over tokens, those of all processes, of ‖found − wanted‖² / ‖wanted‖²."""
+    total = torch.zeros(2, dtype=widest_dtype(device), device=device)
+    for one, other in zip(found, wanted, strict=True):
+        dense = other.to(working_dtype(other))
+        apart = (one.to(dense.dtype) - dense).square().sum(-1) / dense.square().sum(-1).clamp_min(1e-30)
+        total[0] += apart.sum(dtype=total.dtype)
+        total[1] += apart.numel()
+    world.add(total)
+    return float(total[0] / total[1])
+
+
+def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, harm: float, plan: LayerPlan) -> Choice:
+    """What a layer may become, and what each step would undo of the harm that pruning alone does."""
+    (out, width), size = plan.shape, weight.element_size()
+    dense = weight.to(gram.matrix.dtype)
+    low, high = int(LEAST * plan.rank), min(int(MOST * plan.rank), out, width)
+    spectrum = rank_gains(dense - sparse.to(dense.dtype), gram)
+    ranks = Ladder(spectrum[low:high] * per_unit(harm, spectrum), (out + width) * size)
+    if not isinstance(plan.pattern, Unstructured):
+        return Choice(plan, weight.dtype, low, ranks)
+    count = plan.pattern.count
+    first, last = int(LEAST * count), min(int(MOST * count), out * width)
+    step = max((last - first) // STEPS, 1)
+    scores = (dense.square() * gram.matrix.diagonal()).flatten().sort(descending=True).values.double()
+    gains = scores[first : first + (last - first) // step * step].view(-1, step).sum(1)
+    entries = Ladder(gains * per_unit(harm, scores[count:]), step * size)
+    return Choice(plan, weight.dtype, low, ranks, first, entries, step)
+
+
+def per_unit(harm: float, parts: Tensor) -> float:
+    """The harm over the sum of the parts that did it; 0 where there are none, and harm is rounding."""
+    total = float(parts.sum())
+    return harm / total if total > 0 else 0.0

@@ -1,0 +1,89 @@
+"""Budgets moved between the layers of a model."""
+
+import dataclasses
+import filecmp
+
+import pytest
+import torch
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.core.patterns import SemiStructured
+from hasslefree.errors import RecipeError
+from hasslefree.models.blocks import find_blocks
+from hasslefree.plan import make_plan
+from tests.tiny_models import build, segments, tensors_of
+
+BY_ERROR = [
+    Recipe(rank=8, rounds=3, allocate="error"),
+    Recipe(pattern="unstructured", ratio=0.5, rank_share=0.4, rounds=3, allocate="error"),
+]
+
+
+def uniform(recipe):
+    """Name → plan of the uniform budget."""
+    blocks = find_blocks(build("llama"))
+    plan = make_plan(blocks, recipe)
+    return {f"{blocks.prefix(i)}.{name}": layer for i, plans in enumerate(plan) for name, layer in plans.items()}
+
+
+@pytest.mark.parametrize("recipe", BY_ERROR, ids=["2:4", "unstructured"])
+def test_the_bytes_are_those_of_the_uniform_plan(recipe, tmp_path):
+    """Oracle: the bytes of the tensors in both folders."""
+    reports = {}
+    for name in ("uniform", "error"):
+        settings = dataclasses.replace(recipe, allocate=name)
+        reports[name] = hasslefree.compress(build("llama"), tmp_path / name, settings, segments=segments())
+    size = {name: sum(t.nbytes for t in tensors_of(tmp_path / name).values()) for name in reports}
+    dearest = 4 * (32 + 48)
+    assert size["uniform"] - dearest < size["error"] <= size["uniform"]
+    before = {layer.name: layer for layer in reports["uniform"].layers}
+    moved = [layer.rank - before[layer.name].rank for layer in reports["error"].layers]
+    assert min(moved) < 0 < max(moved)
+    for layer in reports["error"].layers:
+        was = before[layer.name]
+        assert was.rank // 2 <= layer.rank <= 2 * was.rank
+        assert was.nonzeros // 2 <= layer.nonzeros <= 2 * was.nonzeros
+
+
+@pytest.mark.parametrize("recipe", BY_ERROR, ids=["2:4", "unstructured"])
+def test_a_layer_with_nothing_to_lose_keeps_the_least(recipe, tmp_path):
+    """Its weight is sparser than any pattern asks for."""
+    model = build("llama")
+    name = "model.layers.1.mlp.up_proj"
+    with torch.no_grad():
+        weight = model.get_submodule(name).weight
+        weight *= SemiStructured(1, 8).mask(weight.square())
+    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
+    ranks = {layer.name: layer.rank for layer in report.layers}
+    plans = uniform(recipe)
+    assert ranks[name] == plans[name].rank // 2
+    assert sum(ranks[other] > plan.rank for other, plan in plans.items()) > 3
+
+
+def test_a_run_that_ended_early_goes_on_to_the_same_bytes(tmp_path):
+    def run(out, **options):
+        hasslefree.compress(build("llama"), tmp_path / out, BY_ERROR[0], segments=segments(), **options)
+
+    def stop(report, done, total):
+        if done == total:
+            raise KeyboardInterrupt
+
+    run("whole")
+    with pytest.raises(KeyboardInterrupt):
+        run("out", progress=stop)
+    run("out", resume=True)
+    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert filecmp.cmpfiles(tmp_path / "whole", tmp_path / "out", names, shallow=False)[0] == names
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"allocate": "fair"}, "allocate is one of uniform, error, got 'fair'"),
+        ({"allocate": "error", "rank": 0}, "nothing to move: pattern 2:4 without rank; give a rank"),
+    ],
+)
+def test_wrong_allocations(changes, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe(**{"rank": 4} | changes).check(with_text=False)
