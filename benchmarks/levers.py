@@ -1,10 +1,11 @@
-"""What is won beyond the single layer: dense targets, block matching, windows of blocks, a last step on the logits.
+"""What is won beyond the single layer: dense targets, block matching, allocation, and what was tried beside them.
 
-    python benchmarks/levers.py MODEL TEXT… --calibration FILE [--settings 2:4/4 2:8/16] [--only NAME …]
+    python benchmarks/levers.py MODEL TEXT… --calibration FILE [--settings 2:4/4 …] [--only NAME …] [--seeds 0 1 2]
 
 TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents. Rows that the output
-file already holds are kept. `compress_two_streams` is the whole loop: one stream of hidden states through the dense
-blocks, one through the compressed ones. The gap is the mean over the texts of log(perplexity / dense perplexity).
+file already holds are kept. What hasslefree offers runs through `hasslefree.compress`; what it does not offer, through
+`compress_two_streams`, which is the whole loop. Each row has a process of its own. The gap is the mean over the texts
+of log(perplexity / dense perplexity).
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import itertools
 import math
+import multiprocessing
+import resource
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,10 +31,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hasslefree
+from hasslefree.compress import draw
 from hasslefree.core.budgets import Budget
 from hasslefree.core.gram import Gram
 from hasslefree.core.protocols import Method
-from hasslefree.core.targets import corrected, drift_correction
+from hasslefree.core.targets import corrected, drift_correction, target_damping
 from hasslefree.decompose import solve_layer
 from hasslefree.matching import Loss, Matching, MatchReport, match_block, squared_distance
 from hasslefree.methods import build_method
@@ -38,7 +45,8 @@ from hasslefree.models.calls import BlockCall, block_calls, hooks
 from hasslefree.models.linear import SparseLowRankLinear, compressed_layers, unpacked_once
 from hasslefree.models.load import encode, load_model, load_tokenizer
 from hasslefree.models.streaming import Weights
-from hasslefree.texts import calibration_documents, draw_segments, evaluation_text
+from hasslefree.recipe import Recipe
+from hasslefree.texts import evaluation_text
 
 # The published transformer matching (3BASiL-TM, arXiv 2603.01376): 20 epochs of which the first is idle, 2e-5 for
 # every tensor, a cosine down to a fifth, no segments held out; the teacher is the dense block on compressed inputs.
@@ -100,7 +108,9 @@ def compress_two_streams(
         for group in groups_by_input(block, call, inputs[0], linears[index]):
             gram, drift = gather(original, block, call, dense, inputs, group[0], levers.share is not None)
             prepared = method.prepare(gram)
-            correction = None if levers.share is None else drift_correction(gram, drift, levers.share, 0.01)
+            correction = (
+                None if levers.share is None else drift_correction(gram, drift, levers.share, target_damping(gram))
+            )
             for name in group:
                 weight = dense_weight(linears[index][name])
                 target = None if correction is None else corrected(weight, correction)
@@ -255,22 +265,46 @@ def match_logits(
 
 ROOT = Path(__file__).parents[1]
 BOTH = Levers(share=1.0, matching=Matching())
-VARIANTS: dict[str, tuple[str, Levers]] = {
-    "joint": ("joint", Levers()),
-    "3basil": ("3basil", Levers()),
-    "joint, a = 1, matching": ("joint", BOTH),
+LAYERS = {"allocate": "uniform", "dense_target": 0.0, "match_blocks": False}
+# Fields of a recipe, or a method and what the loop above does with it.
+VARIANTS: dict[str, dict[str, Any] | tuple[str, Levers]] = {
+    "joint": LAYERS,
+    "dense targets": LAYERS | {"dense_target": 1.0},
+    "matching": LAYERS | {"match_blocks": True},
+    "allocation": LAYERS | {"allocate": "error"},
+    "targets, matching": LAYERS | {"dense_target": 1.0, "match_blocks": True},
+    "effort fast": {"effort": "fast"},
+    "effort balanced": {"effort": "balanced"},
+    "effort best": {"effort": "best"},
+    "3basil": LAYERS | {"method": "3basil"},
     "3basil, published matching": ("3basil", Levers(matching=PUBLISHED, teacher="compressed")),
-    "joint, matching": ("joint", Levers(matching=Matching())),
-    **{f"joint, a = {a:g}": ("joint", Levers(share=a)) for a in (1.0, 0.75, 0.5, 0.25)},
-    "both, a = 0.5": ("joint", replace(BOTH, share=0.5)),
-    "both, then the logits": ("joint", replace(BOTH, logits=Matching(learning_rate=0.003))),
-    "both, windows of two blocks": ("joint", replace(BOTH, window=2)),
-    "both, teacher on the compressed stream": ("joint", replace(BOTH, teacher="compressed")),
-    "both, each token over its norm": ("joint", replace(BOTH, loss="per token")),
-    "both, in the Fisher metric": ("joint", replace(BOTH, loss="fisher")),
-    "both, twice the epochs": ("joint", replace(BOTH, matching=Matching(epochs=12))),
-    "both, published rate and teacher": ("joint", Levers(1.0, PUBLISHED, "compressed")),
-    "hassle-free": ("hassle-free", Levers()),
+    "hassle-free": LAYERS | {"method": "hassle-free"},
+    "targets by half": LAYERS | {"dense_target": 0.5},
+    "targets, matching, then the logits": ("joint", replace(BOTH, logits=Matching(learning_rate=0.003))),
+    "targets, matching, then the logits, S too": (
+        "joint", replace(BOTH, logits=Matching(learning_rate=0.003), whole=True)
+    ),
+    "targets, matching in windows of two": ("joint", replace(BOTH, window=2)),
+    "targets, matching to the compressed stream": ("joint", replace(BOTH, teacher="compressed")),
+    "targets, matching of each token over its norm": ("joint", replace(BOTH, loss="per token")),
+    "targets, matching in the Fisher metric": ("joint", replace(BOTH, loss="fisher")),
+    "targets, matching, twice the epochs": ("joint", replace(BOTH, matching=Matching(epochs=12))),
+    "targets, published matching": ("joint", Levers(1.0, PUBLISHED, "compressed")),
+}  # fmt: skip
+# The efforts, and whom they are measured against.
+PLOTTED = [
+    "effort fast",
+    "effort balanced",
+    "effort best",
+    "joint",
+    "3basil",
+    "3basil, published matching",
+    "hassle-free",
+]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "2:4 + rank 4": {"pattern": "2:4", "rank": 4},
+    "2:8 + rank 16": {"pattern": "2:8", "rank": 16},
+    "70 %, rank share 0.3": {"pattern": "unstructured", "ratio": 0.7, "rank_share": 0.3},
 }
 
 
@@ -279,50 +313,102 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("texts", nargs="+")
     parser.add_argument("--calibration", required=True)
-    parser.add_argument("--settings", nargs="+", default=["2:4/4", "2:8/16"], help="PATTERN/RANK")
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=32768)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, help="draw perplexity against time")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "levers.json")
     return parser.parse_args()
 
 
+def measured(args: argparse.Namespace, model: Any) -> dict[str, float]:
+    """The perplexity of a model on every text, by the name of its file."""
+    tokenizer = load_tokenizer(args.model)
+    found = {}
+    for text in args.texts:
+        tokens = torch.tensor(encode(tokenizer, evaluation_text(text))[: args.max_tokens])
+        found[Path(text).name] = hasslefree.perplexity(model, tokens, args.seqlen, batch=8).perplexity
+    return found
+
+
+def run(args: argparse.Namespace, setting: str, variant: str, seed: int) -> dict[str, Any]:
+    """One row: compress, and measure."""
+    recipe = Recipe(
+        calibration=args.calibration, samples=args.samples, seqlen=args.seqlen, seed=seed, dtype="float32",
+        **SETTINGS[setting],
+    )  # fmt: skip
+    chosen, start = VARIANTS[variant], time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(chosen, dict):
+            hasslefree.compress(args.model, f"{folder}/out", dataclasses.replace(recipe, **chosen))
+            model = load_model(f"{folder}/out", "float32", "cpu")
+        else:
+            method, levers = chosen
+            model = load_model(args.model, "float32", "cpu")
+            segments = draw(model, load_tokenizer(args.model), recipe)
+            compress_two_streams(model, segments, recipe.budget(), build_method(method), levers, seed)
+        seconds = time.process_time() - start
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        found = measured(args, model)
+    return {
+        "perplexity": {text: round(value, 3) for text, value in found.items()},
+        "cpu_seconds": round(seconds, 1),
+        "peak_mb": peak,
+    }
+
+
+def plot(content: dict[str, Any], path: Path) -> None:
+    """Perplexity over the dense model's, the geometric mean over texts, against time; a panel for each setting."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [setting for setting in SETTINGS if setting in content["results"]]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), layout="constrained", squeeze=False)
+    for axis, setting in zip(axes[0], panels, strict=True):
+        points = {
+            name: tuple(sum(row[f] for row in rows.values()) / len(rows) for f in ("cpu_seconds", "gap"))
+            for name, rows in content["results"][setting].items()
+            if name in PLOTTED
+        }
+        efforts = [points[name] for name in PLOTTED[:3] if name in points]
+        axis.plot([s for s, _ in efforts], [math.exp(g) for _, g in efforts], "-", color="C0", zorder=1)
+        for name, (seconds, gap) in points.items():
+            axis.scatter(seconds, math.exp(gap), color="C0" if name in PLOTTED[:3] else "C3", zorder=2)
+            axis.annotate(name, (seconds, math.exp(gap)), textcoords="offset points", xytext=(4, 4), fontsize=7)
+        axis.set(xscale="log", xlabel="CPU seconds", title=setting)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("")
+        axis.margins(0.2)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("perplexity / dense perplexity")
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    pyplot.close(figure)
+
+
 def main() -> None:
     args = arguments()
-    header = {name: getattr(args, name) for name in ("samples", "seqlen", "max_tokens", "seed")}
+    header = {name: getattr(args, name) for name in ("samples", "seqlen", "max_tokens")}
     content = resumed(args.output, header | {"model": Path(args.model).name}, "results")
-    tokenizer = load_tokenizer(args.model)
-    texts = {
-        Path(text).name: torch.tensor(encode(tokenizer, evaluation_text(text))[: args.max_tokens])
-        for text in args.texts
-    }
-    documents = calibration_documents(args.calibration)
-    segments = draw_segments(documents, lambda text: encode(tokenizer, text), args.samples, args.seqlen, args.seed)
-
-    def measured(model: Any) -> dict[str, float]:
-        return {name: hasslefree.perplexity(model, t, args.seqlen, batch=8).perplexity for name, t in texts.items()}
-
     if "dense" not in content:
-        content["dense"] = measured(load_model(args.model, "float32", "cpu"))
-    for setting in args.settings:
-        pattern, rank = setting.split("/")
-        rows = content["results"].setdefault(setting, {})
-        for name in (name for name in args.only if name not in rows):
-            method, levers = VARIANTS[name]
-            model, start = load_model(args.model, "float32", "cpu"), time.process_time()
-            budget = Budget(pattern, int(rank))
-            reports = compress_two_streams(model, segments, budget, build_method(method), levers, args.seed)
-            seconds, found = time.process_time() - start, measured(model)
-            rows[name] = {
-                "gap": sum(math.log(found[text] / content["dense"][text]) for text in texts) / len(texts),
-                "perplexity": {text: round(value, 3) for text, value in found.items()},
-                "cpu_seconds": round(seconds, 1),
-                "matching": [dataclasses.asdict(report) for report in reports],
-            }
-            write(args.output, content)
-            print(f"{setting} {name:50s} gap {rows[name]['gap']:.4f} {seconds:.0f} s", flush=True)
+        content["dense"] = measured(args, load_model(args.model, "float32", "cpu"))
+    spawn = multiprocessing.get_context("spawn")
+    for seed, setting, variant in itertools.product(args.seeds, args.settings, args.only):
+        row = content["results"].setdefault(setting, {}).setdefault(variant, {})
+        if str(seed) in row:
+            continue
+        with ProcessPoolExecutor(1, spawn) as own:
+            found = own.submit(run, args, setting, variant, seed).result()
+        ratios = [math.log(value / content["dense"][text]) for text, value in found["perplexity"].items()]
+        row[str(seed)] = {"gap": sum(ratios) / len(ratios), **found}
+        write(args.output, content)
+        print(
+            f"{setting}, {variant}, seed {seed}: gap {row[str(seed)]['gap']:.4f}, {found['cpu_seconds']} s", flush=True
+        )
 
 
 if __name__ == "__main__":

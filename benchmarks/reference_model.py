@@ -68,6 +68,7 @@ def run_one(args: argparse.Namespace, setting: str, method: str) -> dict[str, An
                 hasslefree.Recipe(
                     pattern=pattern, rank=int(rank), dtype="float32", seed=args.seed,
                     calibration=args.calibration, samples=args.samples, seqlen=args.seqlen,
+                    allocate="uniform", dense_target=0.0, match_blocks=False,
                 ),
                 **METHODS[method],
             )  # fmt: skip

@@ -3,9 +3,9 @@
     python benchmarks/streaming.py [--blocks 4 8] [--processes 1] [--rounds 10]
 
 A bf16 checkpoint with the shapes of Llama-3.2-1B (vocabulary, width 2048, MLP 8192) and so many blocks, 8 × 128 tokens
-of the demo's calibration text, 2:4 + rank 64, joint. Each run is a process of its own, `hasslefree compress`; its peak
-is the largest resident set that the kernel saw. With several processes, under torchrun, it is that of the largest one,
-and each has one thread.
+of the demo's calibration text, 2:4 + rank 64, joint without levers. Each run is a process of its own, `hasslefree
+compress`; its peak is the largest resident set that the kernel saw. With several processes, under torchrun, it is that
+of the largest one, and each has one thread.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def run(model: Path, out: Path, processes: int, threads: int, rounds: int) -> di
     """One compression. Peak memory in MB, seconds of wall clock."""
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
     command = [sys.executable, *start, "-m", "hasslefree", "compress", str(model), str(out), "--rank", "64",
-               "--rounds", str(rounds), "--calibration", str(CALIBRATION), "--samples", "8", "--seqlen", "128",
-               "--device", "cpu"]  # fmt: skip
+               "--effort", "fast", "--rounds", str(rounds), "--calibration", str(CALIBRATION), "--samples", "8",
+               "--seqlen", "128", "--device", "cpu"]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     began = time.perf_counter()
     child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
@@ -80,7 +80,7 @@ def run(model: Path, out: Path, processes: int, threads: int, rounds: int) -> di
 
 def planned_peak(model: Path, rounds: int, processes: int) -> int:
     """What `hasslefree plan` says of the same run: bytes of RAM."""
-    recipe = Recipe(rank=64, rounds=rounds, samples=8, seqlen=128)
+    recipe = Recipe(rank=64, effort="fast", rounds=rounds, samples=8, seqlen=128)
     return plan_model(str(model), recipe, torch.device("cpu"), "device", processes).ram_peak
 
 

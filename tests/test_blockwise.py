@@ -37,7 +37,8 @@ def reference(model, tokens, share):
                 x, wanted = rows_of(model, name, tokens), rows_of(dense, name, tokens)
                 gram, drift = Gram.from_activations(x), x.T @ (wanted - x) / len(x)
                 weight = model.get_submodule(name).weight.detach()
-                target = corrected(weight, drift_correction(gram, drift, share, 0.01))
+                damping = max(0.01, 0.3 * len(drift) / len(x))
+                target = corrected(weight, drift_correction(gram, drift, share, damping))
                 result = hasslefree.decompose(target, gram, "2:4", 2, method="eora")
                 replace_module(model, name, SparseLowRankLinear.from_decomposition(result, None, "2:4"))
                 errors[name] = result.relative_error

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 def planned(folder, recipe=None, place="device", processes=1, **changes):
     build("llama", **changes).save_pretrained(folder)
-    return plan_model(str(folder), recipe or Recipe(rank=2, samples=6, seqlen=16), CPU, place, processes)
+    return plan_model(str(folder), recipe or Recipe(rank=2, effort="fast", samples=6, seqlen=16), CPU, place, processes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,7 +58,7 @@ def test_where_the_activations_count(tmp_path):
 
 def test_a_model_that_is_loaded_counts_whole(tmp_path, monkeypatch):
     """Oracle: the bytes of its parameters."""
-    model, recipe = build("llama"), Recipe(rank=2)
+    model, recipe = build("llama"), Recipe(rank=2, effort="fast").filled()
     blocks = find_blocks(model)
     loaded = footprint(model, blocks, make_plan(blocks, recipe), recipe, (6, 16), CPU, "device")
     whole, block = (sum(p.nbytes for p in part.parameters()) for part in (model, model.model.layers[0]))

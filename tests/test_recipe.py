@@ -218,3 +218,32 @@ def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "r.yaml").write_bytes(b"pattern: \xff\xfe")
     with pytest.raises(RecipeError, match="cannot be read"):
         Recipe.from_yaml(tmp_path / "r.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"rank": 4}, {"effort": "balanced", "rounds": 100, "dense_target": 1.0, "match_blocks": False}),
+        ({"rank": 4, "effort": "best"}, {"match_blocks": True, "rounds": 100}),
+        ({"rank": 4, "effort": "fast"}, {"rounds": 25, "dense_target": 0.0, "allocate": "uniform"}),
+        # What is given wins over the effort.
+        ({"rank": 4, "effort": "best", "match_blocks": False, "rounds": 7, "dense_target": 0.5},
+         {"match_blocks": False, "rounds": 7, "dense_target": 0.5, "allocate": "error"}),
+        # The methods of others are what was published, unless more is asked for; their rounds are their own.
+        ({"rank": 4, "method": "oats"},
+         {"effort": None, "rounds": None, "dense_target": 0.0, "match_blocks": False, "allocate": "uniform"}),
+        ({"rank": 4, "method": "oats", "effort": "best"}, {"rounds": None, "dense_target": 1.0, "match_blocks": True}),
+        # Without ranks, layers of N:M have nothing to give each other.
+        ({"rank": 0}, {"allocate": "uniform", "dense_target": 1.0}),
+        ({"pattern": "unstructured", "sparsity": 0.5, "rank": 0}, {"allocate": "error"}),
+    ],
+)  # fmt: skip
+def test_what_an_effort_stands_for(given, expected):
+    found = Recipe(**given).filled()
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert found.filled() == found
+
+
+def test_an_unknown_effort_is_refused():
+    with pytest.raises(RecipeError, match="effort is one of fast, balanced, best, got 'much'"):
+        Recipe(rank=4, effort="much").check(with_text=False)

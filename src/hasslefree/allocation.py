@@ -15,7 +15,7 @@ from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.patterns import Unstructured
 from hasslefree.decompose import solve_layer
 from hasslefree.distributed import World
-from hasslefree.methods.joint import Joint
+from hasslefree.methods.joint import LOOK
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import dense_weight, replace_module
 from hasslefree.models.calibration import first_hidden_states, gather, groups_by_input, run_block, widest_dtype
@@ -24,8 +24,6 @@ from hasslefree.models.linear import SparseLowRankLinear, unpacked_once
 from hasslefree.models.streaming import outside
 from hasslefree.plan import LayerPlan, Plan, plan_layer
 
-# The S whose residual tells what ranks win is found by so many rounds of `joint`, without a low-rank part.
-LOOK = Joint(rounds=10)
 # A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
 LEAST, MOST = 0.5, 2.0
 # Non-zeros move in so many steps between the two.

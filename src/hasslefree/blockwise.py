@@ -19,7 +19,7 @@ from hasslefree.checkpoints.transformers_plugin import empty_layer
 from hasslefree.checkpoints.unfinished import Unfinished
 from hasslefree.core.gram import Gram
 from hasslefree.core.protocols import Decomposition, Method
-from hasslefree.core.targets import corrected, drift_correction
+from hasslefree.core.targets import corrected, drift_correction, target_damping
 from hasslefree.decompose import solve_layer
 from hasslefree.distributed import World
 from hasslefree.errors import (
@@ -51,9 +51,6 @@ logger = logging.getLogger(__name__)
 
 # Into so many chunks of rows is a layer cut that the device has no room for.
 CHUNKS = (2, 4, 8, 16)
-
-# λ over the mean of diag H, where the target of a layer is moved towards the dense model.
-TARGET_DAMPING = 0.01
 
 
 @dataclass(frozen=True)
@@ -228,7 +225,7 @@ def compress_group(
     gram, share = known.gram, job.recipe.dense_target
     try:
         prepared = job.method.prepare(gram)
-        correction = None if known.drift is None else drift_correction(gram, known.drift, share, TARGET_DAMPING)
+        correction = None if known.drift is None else drift_correction(gram, known.drift, share, target_damping(gram))
         shared = (time.perf_counter() - start) / len(plans)
         for name, plan in plans.items():
             start = time.perf_counter()

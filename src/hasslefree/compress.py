@@ -85,6 +85,7 @@ def compress(
     start = time.perf_counter()
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe) if recipe else Recipe()
     recipe.check(with_text=segments is None)
+    recipe = recipe.filled()
     folder = Path(out).resolve()
     check_output(folder, overwrite)
     check_place(activations)
@@ -100,7 +101,7 @@ def compress(
             segments = draw(loaded, tokenizer, recipe)
         check_segments(loaded, segments, world)
         if recipe.match_blocks and world.size > 1:
-            raise RecipeError("blocks are matched in one process: leave out --match-blocks, or torchrun")
+            raise RecipeError("blocks are matched in one process: leave out --match-blocks (or --effort best)")
         shape = (segments.shape[0], segments.shape[1])
         check_memory(footprint(loaded, blocks, plan, recipe, shape, target, activations, world.size), target)
         method = recipe.build_method()

@@ -20,6 +20,7 @@ from torch import nn
 from hasslefree.core.protocols import Method
 from hasslefree.errors import MemoryShortError
 from hasslefree.methods.cost import flops, workspace
+from hasslefree.methods.joint import LOOK
 from hasslefree.models.activations import PLACES, check_place
 from hasslefree.models.blocks import Blocks, find_blocks
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
@@ -129,6 +130,7 @@ def plan_model(
         HasslefreeError: a wrong recipe, a model that cannot be compressed, or layers that cannot meet the budget.
     """
     recipe.check(with_text=False)
+    recipe = recipe.filled()
     check_place(place)
     model = load_shapes(name, recipe.dtype, trust_remote_code)
     refuse_compressed(model.config, name)
@@ -158,8 +160,11 @@ def _solving(plans: dict[str, LayerPlan], method: Method, recipe: Recipe, device
     squares = [layer.shape[1] ** 2 * 4 for layer in plans.values()]
     most = max(squares, default=0)
     grams = (sum(squares) if recipe.sequential == "block" else most) * (2 if recipe.dense_target else 1)
+    methods = [method, LOOK] if recipe.allocate == "error" else [method]
     solvers = [
-        workspace(method, *layer.shape, layer.rank, device) + 4 * math.prod(layer.shape) for layer in plans.values()
+        workspace(each, *layer.shape, layer.rank, device) + 4 * math.prod(layer.shape)
+        for layer in plans.values()
+        for each in methods
     ]
     return max(2 * grams + most, grams + max(solvers, default=0) + (6 * most if recipe.dense_target else 0))
 
@@ -182,7 +187,10 @@ def _flops(blocks: Blocks, plan: Plan, method: Method, recipe: Recipe, tokens: i
     layers = [layer for plans in plan for layer in plans.values()]
     solvers = sum(flops(method, *layer.shape, layer.rank) for layer in layers) / processes
     grams = sum(2 * tokens * layer.shape[1] ** 2 for layer in layers)
-    passes = 2.0 if recipe.sequential == "block" else 1 + len(plan[0]) / 2
+    passes = (2.0 if recipe.sequential == "block" else 1 + len(plan[0]) / 2) * (1 + recipe.two_streams)
+    if recipe.allocate == "error":
+        solvers += sum(flops(LOOK, *layer.shape, 0) for layer in layers)
+        grams, passes = 2 * grams, passes + 1 + len(plan[0]) / 2
     forward = passes * 2 * tokens * sum(p.numel() for block in blocks.modules for p in block.parameters())
     return solvers + grams + forward
 

@@ -23,6 +23,12 @@ from hasslefree.yaml_fields import Given, read_fields
 BUDGET_FIELDS = ("pattern", "rank", "sparsity", "ratio", "rank_share")
 METHOD_FIELDS = ("method", "pruner", "low_rank", "rounds", "damping", "rank")
 ALLOCATIONS = ("uniform", "error")
+# What is done where the recipe does not say. The rounds are those of `joint`.
+EFFORTS: dict[str, dict[str, Any]] = {
+    "fast": {"rounds": 25, "allocate": "uniform", "dense_target": 0.0, "match_blocks": False},
+    "balanced": {"rounds": 100, "allocate": "error", "dense_target": 1.0, "match_blocks": False},
+    "best": {"rounds": 100, "allocate": "error", "dense_target": 1.0, "match_blocks": True},
+}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -32,6 +38,8 @@ class Recipe:
 
     Args:
         pattern, rank, sparsity, ratio, rank_share: the budget of every layer; see `Budget`.
+        effort: "fast", "balanced" or "best": rounds, and the levers of docs/levers.md that are not given one by one.
+            None: balanced for `joint`; the methods of others are left as they were published.
         allocate: "uniform": the same budget for every layer; "error": ranks, and non-zeros where the pattern counts
             them, go where they lower the relative errors most, in the bytes of the uniform plan (docs/levers.md).
         method: a name from the table; pruner, low_rank, rounds and damping replace parts of it.
@@ -51,8 +59,9 @@ class Recipe:
     sparsity: float | None = None
     ratio: float | None = None
     rank_share: float | None = None
-    allocate: Literal["uniform", "error"] = "uniform"
     method: str = "joint"
+    effort: Literal["fast", "balanced", "best"] | None = None
+    allocate: Literal["uniform", "error"] | None = None
     pruner: str | None = None
     low_rank: str | None = None
     rounds: int | None = None
@@ -61,8 +70,8 @@ class Recipe:
     samples: int = 128
     seqlen: int | None = None
     sequential: Literal["layer", "block"] = "layer"
-    dense_target: float = 0.0
-    match_blocks: bool = False
+    dense_target: float | None = None
+    match_blocks: bool | None = None
     leave_dense: tuple[str, ...] = ()
     dtype: str = "auto"
     seed: int = 0
@@ -70,7 +79,23 @@ class Recipe:
     @property
     def two_streams(self) -> bool:
         """Whether hidden states run through the dense blocks beside those through the compressed ones."""
-        return self.match_blocks or self.dense_target > 0
+        return bool(self.match_blocks or self.dense_target)
+
+    def filled(self) -> Recipe:
+        """The same recipe with everything said that the effort decides."""
+        effort = self.effort or ("balanced" if self.method == "joint" else None)
+        bundle = dict(EFFORTS[effort or "fast"])
+        if self.method != "joint":
+            del bundle["rounds"]
+        if not self._movable:
+            bundle["allocate"] = "uniform"
+        given = {name: getattr(self, name) for name in bundle if getattr(self, name) is not None}
+        return dataclasses.replace(self, effort=effort, **(bundle | given))
+
+    @property
+    def _movable(self) -> bool:
+        """Whether layers have anything to give each other."""
+        return self.pattern == "unstructured" or bool(self.rank) or self.ratio is not None
 
     def budget(self) -> Budget:
         return Budget(self.pattern, self.rank, self.sparsity, self.ratio, self.rank_share)
@@ -106,11 +131,13 @@ class Recipe:
             yield ("damping",), f"damping must be a number and not negative, got {self.damping}"
         if not 0 <= self.seed < 2**63:
             yield ("seed",), f"seed must be between 0 and 2^63 - 1, got {self.seed}"
-        if not 0 <= self.dense_target <= 1:
+        if self.effort is not None and self.effort not in EFFORTS:
+            yield ("effort",), f"effort is one of {', '.join(EFFORTS)}, got {self.effort!r}"
+        if not 0 <= (self.dense_target or 0) <= 1:
             yield ("dense_target",), f"dense_target is a share between 0 and 1, got {self.dense_target}"
-        if self.allocate not in ALLOCATIONS:
+        if self.allocate not in (None, *ALLOCATIONS):
             yield ("allocate",), f"allocate is one of {', '.join(ALLOCATIONS)}, got {self.allocate!r}"
-        elif self.allocate == "error" and self.pattern != "unstructured" and not self.rank and self.ratio is None:
+        elif self.allocate == "error" and not self._movable:
             yield ("allocate",), f"allocate error has nothing to move: pattern {self.pattern} without rank; give a rank"
         if self.sequential not in ("layer", "block"):
             yield ("sequential",), f"sequential is layer or block, got {self.sequential!r}"
@@ -192,9 +219,8 @@ def _yaml_hint(key: str, value: Any) -> str:
 
 def _plain_types(hint: Any) -> tuple[type, ...]:
     """The classes that a field's annotation admits."""
-    if typing.get_origin(hint) is Literal:
-        return (str,)
     if typing.get_origin(hint) is tuple:
         return (tuple,)
-    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return (*members, int) if float in members else members
+    members = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    plain = tuple(str if typing.get_origin(member) is Literal else member for member in members)
+    return (*plain, int) if float in plain else plain

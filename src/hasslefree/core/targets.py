@@ -26,6 +26,15 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.errors import ShapeError
 
+# λ over the mean of diag H is at least the first, and at least the second times inputs over tokens: the correction is a
+# regression with `in` unknowns a row, and with few tokens it follows their noise.
+LEAST_DAMPING, NOISE = 0.01, 0.3
+
+
+def target_damping(gram: Gram) -> float:
+    """λ over the mean of diag H for `drift_correction`."""
+    return max(LEAST_DAMPING, NOISE * gram.matrix.shape[0] / gram.tokens)
+
 
 def drift_correction(gram: Gram, drift: Tensor, share: float, damping: float) -> Tensor:
     """M = a · Dᵀ (H + λI)⁻¹, so that W̃ = W + W M; shared by all layers with the same input.

@@ -227,3 +227,7 @@ def refit_scale(matrix: Tensor) -> Tensor:
     torch.div(matrix, unit, out=unit)
     unit.diagonal().add_(1e-2)
     return diagonal * inverse_(unit).diagonal().rsqrt()
+
+
+# A first look at what a pattern costs a layer: few rounds, and no low-rank part.
+LOOK = Joint(rounds=10)
