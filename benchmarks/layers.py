@@ -3,8 +3,9 @@
     python benchmarks/layers.py [--set small|full] [--model MODEL --calibration FILE --seqlen N] [--methods …]
 
 Problems: layers of a model (default: the embedded one) with the Grams of the dense model, and synthetic ones with
-power-law spectra and outlier channels. Rows that the output file already holds are kept. The plot is written beside
-the documentation: error against time, relative to 3basil's, geometric means over the problems.
+power-law spectra and outlier channels. A pruner alone has rank 0. Rows that the output file already holds are kept.
+The plot is written beside the documentation: error against time, relative to 3basil's, geometric means over the
+problems.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from common import geometric_mean, machine, resumed, write
 
 import hasslefree
-from hasslefree import Gram
+from hasslefree import Gram, Prune
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Method
 from hasslefree.demo.run import CALIBRATION, MODEL
@@ -46,6 +47,7 @@ CURVES: dict[str, list[int | None]] = {
     "eora": [None],
     "3basil": [25, 50, 100, 200, 2000],
     "joint": [25, 50, 100, 200],
+    "dsnot": [None],
 }
 
 
@@ -155,8 +157,9 @@ def run(problem: Problem, name: str, rounds: int | None, seed: int) -> dict[str,
     if name == "3basil":
         method = dataclasses.replace(method, svd=CountedSVD(method.svd))
     start = time.perf_counter()
+    rank = 0 if isinstance(method, Prune) else problem.rank
     result = hasslefree.decompose(
-        problem.weight, problem.gram, problem.pattern, problem.rank,
+        problem.weight, problem.gram, problem.pattern, rank,
         sparsity=problem.sparsity, method=method, seed=seed,
     )  # fmt: skip
     seconds = time.perf_counter() - start
@@ -176,7 +179,8 @@ def measure(problems: list[Problem], methods: list[str], content: dict[str, Any]
                     entry["rows"][key] = run(problem, name, rounds, seed)
         for key, row in entry["rows"].items():
             method = configured(key.partition(" @ ")[0], row["rounds"])
-            row["flops"] = flops(method, entry["out"], entry["in"], entry["rank"])
+            rank = 0 if isinstance(method, Prune) else entry["rank"]
+            row["flops"] = flops(method, entry["out"], entry["in"], rank)
         write(output, content)
         shown = {key: f"{row['relative_error']:.5f} in {row['seconds']:.2f} s" for key, row in entry["rows"].items()}
         print(problem.name, shown, flush=True)

@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dense": {},
     "magnitude": {"method": "magnitude", "rank": 0},
     "wanda": {"method": "wanda", "rank": 0},
+    "dsnot": {"method": "dsnot", "rank": 0},
     "sparsegpt": {"method": "sparsegpt", "rank": 0},
     "oats": {"method": "oats"},
     "eora": {"method": "eora"},

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from common import resumed, write
 
-from hasslefree import Budget, Gram
+from hasslefree import Budget, Gram, Prune
 from hasslefree.core.admm import SupportPenalty
 from hasslefree.core.protocols import Method
 from hasslefree.decompose import solve_layer
@@ -30,7 +30,7 @@ from hasslefree.methods import METHODS, build_method
 from hasslefree.methods.three_block import ThreeBlock
 
 ROOT = Path(__file__).parents[1]
-NAMES = ["joint", "3basil", "hassle-free", "oats", "eora", "sparsegpt", "alps", "wanda"]
+NAMES = ["joint", "3basil", "hassle-free", "oats", "eora", "sparsegpt", "alps", "wanda", "dsnot"]
 SHAPES = ["1024x1024", "2048x512", "512x2048"]
 
 
@@ -89,7 +89,7 @@ def one(name: str, out: int, width: int, pattern: str, rank: int, rounds: int, d
         weight = torch.randn(o, n).bfloat16()
         x = torch.randn(64, n)
         matrix = torch.diag(1 + torch.rand(n)).addmm_(x.T, x, alpha=1 / 64)
-        gram = Gram(matrix.to(device), 64)
+        gram = Gram(matrix.to(device), 64, x.mean(0).to(device))
         found = run(method, weight.to(device), gram, pattern, min(rank, o), device)
     print(json.dumps(found))
 
@@ -117,7 +117,7 @@ def main() -> None:
         if key in content["rows"]:
             continue
         out, width = map(int, shape.split("x"))
-        rank = 0 if name in ("sparsegpt", "alps", "wanda") else args.rank
+        rank = 0 if isinstance(METHODS[name], Prune) else args.rank
         command = [sys.executable, __file__, "--one", name, str(out), str(width), pattern, "--rank", str(rank)]
         command += ["--rounds", str(args.rounds), "--device", args.device]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)

@@ -19,6 +19,12 @@ def problem(out: int, width: int, tokens: int = 0, seed: int = 0, dtype: torch.d
     return weight.to(dtype), (x.T @ x / len(x)).to(dtype)
 
 
+def mean_of(h: Tensor) -> Tensor:
+    """A mean that inputs with the second moment h may have: H − μμᵀ ⪰ H/2, all inputs pulling one way."""
+    total = h.double().sum(1)
+    return (total * (0.5 / total.sum().clamp_min(1e-300)).sqrt()).to(h.dtype)
+
+
 def loss(residual: Tensor, h: Tensor) -> float:
     """tr(R H Rᵀ), term by term."""
     r, h = residual.double(), h.double()

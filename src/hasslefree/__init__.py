@@ -25,6 +25,7 @@ from hasslefree.methods.prune import Prune
 from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.models.linear import SparseLowRankLinear, use_way
 from hasslefree.pruners.alps import ALPS
+from hasslefree.pruners.dsnot import DSNoT
 from hasslefree.pruners.magnitude import Magnitude
 from hasslefree.pruners.sparsegpt import SparseGPT
 from hasslefree.pruners.wanda import Wanda
@@ -38,6 +39,7 @@ __all__ = [
     "Adam",
     "AlternatingMinimization",
     "Budget",
+    "DSNoT",
     "Decomposition",
     "DiagonalSVD",
     "Exact",

@@ -52,6 +52,10 @@ class NonFiniteError(HasslefreeError):
     """NaN or Inf in weights or activations."""
 
 
+class MomentError(HasslefreeError):
+    """A Gram that lacks a moment of the inputs that a method asks for."""
+
+
 class FactorizationError(HasslefreeError):
     """A Gram matrix that is not positive definite at the damping in use."""
 

@@ -13,7 +13,12 @@ def test_the_matrix_is_the_mean_outer_product():
     expected = sum(torch.outer(row, row) for row in x.reshape(-1, 4)) / 15
     gram = Gram.from_activations(x)
     torch.testing.assert_close(gram.matrix, expected)
+    torch.testing.assert_close(gram.mean, sum(x.reshape(-1, 4)) / 15)
+    torch.testing.assert_close(gram.variances, x.reshape(-1, 4).var(0, correction=0))
     assert gram.tokens == 15
+    wide = gram.damped(0.5).to(x.double())
+    assert wide.mean.dtype == torch.float64
+    assert torch.equal(wide.mean.float(), gram.mean)
 
 
 def test_half_precision_inputs_are_summed_in_float32():

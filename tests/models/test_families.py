@@ -24,12 +24,13 @@ def test_streamed_grams_are_those_of_the_whole_model(family):
     """Oracle: hooks on every linear layer during ordinary forward passes of the whole model."""
     model, tokens = build(family), segments()
     blocks = find_blocks(model)
-    expected = {}
+    expected, means = {}, {}
 
     def record(name):
         def hook(module, args):
             x = args[0].reshape(-1, args[0].shape[-1]).double()
             expected[name] = expected.get(name, 0) + x.T @ x / tokens.numel()
+            means[name] = means.get(name, 0) + x.sum(0) / tokens.numel()
 
         return hook
 
@@ -51,6 +52,7 @@ def test_streamed_grams_are_those_of_the_whole_model(family):
             for name in (f"{blocks.prefix(index)}.{n}" for n in group):
                 assert gram.tokens == tokens.numel()
                 torch.testing.assert_close(gram.matrix.double(), expected[name], rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(gram.mean.double(), means[name], rtol=1e-4, atol=1e-6)
                 seen.add(name)
         run_block(block, calls[index], hidden)
     assert seen == names.keys()

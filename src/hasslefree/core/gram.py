@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.errors import NonFiniteError, ShapeError
+from hasslefree.errors import MomentError, NonFiniteError, ShapeError
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Gram:
     Args:
         matrix: (in, in), symmetric positive semi-definite, float32 or float64.
         tokens: the number of rows of X.
+        mean: (in,), the mean of the rows of X; None where nobody asked for it. DSNoT does.
 
     Example:
         >>> gram = Gram.from_activations(torch.randn(1000, 64))
@@ -26,10 +27,15 @@ class Gram:
 
     matrix: Tensor
     tokens: int
+    mean: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.matrix.ndim != 2 or self.matrix.shape[0] != self.matrix.shape[1]:
             raise ShapeError(f"a Gram matrix is square, got shape {tuple(self.matrix.shape)}")
+        if self.mean is not None and self.mean.shape != self.matrix.shape[:1]:
+            raise ShapeError(
+                f"the mean of the inputs has a number for each of {len(self.matrix)}, got {tuple(self.mean.shape)}"
+            )
 
     @classmethod
     def from_activations(cls, x: Tensor) -> Gram:
@@ -45,7 +51,7 @@ class Gram:
         if not torch.isfinite(matrix).all():
             name = str(rows.dtype).removeprefix("torch.")
             raise NonFiniteError(f"the squares of the activations overflow {name}; scale them down, or pass float64")
-        return cls(matrix, len(rows))
+        return cls(matrix, len(rows), rows.sum(0) / max(len(rows), 1))
 
     @property
     def diagonal(self) -> Tensor:
@@ -57,9 +63,29 @@ class Gram:
         """(in,) bool: the inputs that are not always zero."""
         return self.diagonal > 0
 
+    @property
+    def variances(self) -> Tensor:
+        """(in,): H_jj − mean², the variance of each input; what rounding puts below zero is zero.
+
+        Raises:
+            MomentError: the Gram has no mean.
+        """
+        return (self.diagonal - self.means.square()).clamp_min(0)
+
+    @property
+    def means(self) -> Tensor:
+        """(in,): the mean of each input. Raises MomentError where the Gram has none."""
+        if self.mean is None:
+            raise MomentError(
+                "this method needs the mean of the inputs beside their second moment; make the Gram with "
+                "Gram.from_activations, or give it: Gram(matrix, tokens, mean)"
+            )
+        return self.mean
+
     def to(self, like: Tensor) -> Gram:
         """The same Gram in the working dtype and on the device of `like`."""
-        return Gram(self.matrix.to(like.device, working_dtype(like)), self.tokens)
+        place = like.device, working_dtype(like)
+        return Gram(self.matrix.to(*place), self.tokens, None if self.mean is None else self.mean.to(*place))
 
     def damped(self, damping: float) -> Gram:
         """H + λI with λ = damping · mean(diag H), as SparseGPT does (arXiv 2301.00774).
@@ -70,7 +96,7 @@ class Gram:
         diagonal = matrix.diagonal()
         diagonal.add_(damping * self.diagonal.mean())
         diagonal[diagonal == 0] = 1.0
-        return Gram(matrix, self.tokens)
+        return Gram(matrix, self.tokens, self.mean)
 
     def remarks(self) -> tuple[str, ...]:
         """What is out of the ordinary about the inputs, for the report of a layer."""

@@ -17,7 +17,7 @@ from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.pruners import PRUNERS
 from hasslefree.pruners.wanda import Wanda
 
-# Magnitude, Wanda and OATS are defined by the undamped H: nothing in them is inverted.
+# Magnitude, Wanda, DSNoT and OATS are defined by the undamped H: nothing in them is inverted.
 METHODS: dict[str, Method] = {
     "joint": Joint(),
     "hassle-free": AlternatingMinimization(),
@@ -26,6 +26,7 @@ METHODS: dict[str, Method] = {
     "3basil": ThreeBlock(),
     "magnitude": Prune(PRUNERS["magnitude"], damping=0.0),
     "wanda": Prune(PRUNERS["wanda"], damping=0.0),
+    "dsnot": Prune(PRUNERS["dsnot"], damping=0.0),
 }
 METHODS |= {name: Prune(pruner) for name, pruner in PRUNERS.items() if name not in METHODS}
 

@@ -21,6 +21,7 @@ from hasslefree.methods.joint import CG_STEPS, FIRST_STEPS, LOOKS, Joint, kernel
 from hasslefree.methods.prune import Prune
 from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.pruners.alps import ALPS
+from hasslefree.pruners.dsnot import DSNoT
 from hasslefree.pruners.magnitude import Magnitude
 from hasslefree.pruners.sparsegpt import SparseGPT
 from hasslefree.pruners.wanda import Wanda
@@ -80,16 +81,21 @@ def _prepare_flops(pruner: Pruner, width: int) -> int:
     match pruner:
         case Magnitude() | Wanda():
             return 0
+        case DSNoT():
+            return _prepare_flops(pruner.start, width)
         case SparseGPT():
             return width**3
     return 9 * width**3
 
 
 def _prune_flops(pruner: Pruner, out: int, width: int) -> int:
-    """SparseGPT's columns each update those to their right; ALPS takes a product a round, then those of its refit."""
+    """DSNoT scores all entries twice a cycle; SparseGPT's columns each update those to their right; ALPS takes a
+    product a round, then those of its refit."""
     match pruner:
         case Magnitude() | Wanda():
             return 0
+        case DSNoT():
+            return _prune_flops(pruner.start, out, width) + pruner.cycles * 4 * out * width
         case SparseGPT():
             return out * width**2
     alps = pruner if isinstance(pruner, ALPS) else ALPS()
@@ -156,6 +162,7 @@ WHITENED = Need(prepare=5, kept=1, large=4, svd=True)
 PRUNER_NEEDS: dict[type, Need] = {
     Magnitude: SCORED,
     Wanda: SCORED,
+    DSNoT: Need(large=8),
     SparseGPT: Need(prepare=10, kept=2, large=5),
     ALPS: SPECTRAL,
 }

@@ -79,8 +79,8 @@ class Moments:
     """What is known of the inputs of a group of layers.
 
     Args:
-        gram: H = X̂ᵀX̂ / tokens. drift: X̂ᵀ(X − X̂) / tokens, (in, in), with X the inputs in the dense stream; None where
-            that was not asked for.
+        gram: H = X̂ᵀX̂ / tokens, with the mean of X̂. drift: X̂ᵀ(X − X̂) / tokens, (in, in), with X the inputs in the dense
+            stream; None where that was not asked for.
     """
 
     gram: Gram
@@ -110,6 +110,7 @@ def gather(
     """
     names = [group[0] for group in groups]
     second: list[Tensor | None] = [None] * len(groups)
+    first: list[Tensor | None] = [None] * len(groups)
     drift: list[Tensor | None] = [None] * len(groups)
     count = torch.zeros((), dtype=torch.int64, device=hidden.device)
     with unpacked_once(block), torch.no_grad():
@@ -118,7 +119,9 @@ def gather(
             states = hidden[segment]
             count += states.shape[1]
             for index, rows in enumerate(_inputs(block, call, states, names)):
-                second[index] = _added(second[index], rows, rows)
+                second[index] = squares = _added(second[index], rows, rows)
+                sums, before = rows.sum(0, dtype=squares.dtype), first[index]
+                first[index] = sums if before is None else before.add_(sums)
                 if dense:
                     drift[index] = _added(drift[index], rows, wanted[index].sub_(rows))
     add(count)
@@ -128,9 +131,11 @@ def gather(
         return total.div_(int(count)).to(working_dtype(hidden.states))
 
     found = []
-    for group, total, apart in zip(groups, second, drift, strict=True):
+    for group, total, summed, apart in zip(groups, second, first, drift, strict=True):
         assert total is not None
-        found.append(Moments(Gram(mean(total), int(count)), None if apart is None else mean(apart)))
+        assert summed is not None
+        gram = Gram(mean(total), int(count), mean(summed))
+        found.append(Moments(gram, None if apart is None else mean(apart)))
         if not torch.isfinite(found[-1].gram.matrix).all():
             raise NonFiniteError(
                 f"the inputs of {prefix}.{group[0]} hold NaN or Inf; try another dtype (--dtype float32)"

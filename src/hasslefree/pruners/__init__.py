@@ -2,6 +2,7 @@
 
 from hasslefree.core.protocols import Pruner
 from hasslefree.pruners.alps import ALPS
+from hasslefree.pruners.dsnot import DSNoT
 from hasslefree.pruners.magnitude import Magnitude
 from hasslefree.pruners.sparsegpt import SparseGPT
 from hasslefree.pruners.wanda import Wanda
@@ -9,6 +10,7 @@ from hasslefree.pruners.wanda import Wanda
 PRUNERS: dict[str, Pruner] = {
     "magnitude": Magnitude(),
     "wanda": Wanda(),
+    "dsnot": DSNoT(),
     "sparsegpt": SparseGPT(),
     "alps": ALPS(),
 }
