@@ -48,6 +48,7 @@ CURVES: dict[str, list[int | None]] = {
     "3basil": [25, 50, 100, 200, 2000],
     "joint": [25, 50, 100, 200],
     "dsnot": [None],
+    "wanda, refit": [None],
 }
 
 
@@ -148,7 +149,7 @@ def configured(name: str, rounds: int | None) -> Method:
         penalty = dataclasses.replace(method.penalty, most=rounds)
         return dataclasses.replace(method, penalty=penalty)
     low_rank = "exact" if name.endswith("exact step") else None
-    return build_method(name.split(",")[0], low_rank=low_rank, rounds=rounds)
+    return build_method(name.split(",")[0], low_rank=low_rank, rounds=rounds, refit=name.endswith("refit"))
 
 
 def run(problem: Problem, name: str, rounds: int | None, seed: int) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def spread(ratios: list[float]) -> list[str]:
 
 
 # The order of the rows; JSON has that of the measurements.
-METHODS = ["oats", "hassle-free", "hassle-free, exact step", "eora", "3basil", "joint", "dsnot"]
+METHODS = ["oats", "hassle-free", "hassle-free, exact step", "eora", "3basil", "joint", "dsnot", "wanda, refit"]
 
 
 def layers(stem: str) -> str:

@@ -28,6 +28,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "magnitude": {"method": "magnitude", "rank": 0},
     "wanda": {"method": "wanda", "rank": 0},
     "dsnot": {"method": "dsnot", "rank": 0},
+    "wanda, refit": {"method": "wanda", "rank": 0, "refit": True},
+    "sparsegpt, refit": {"method": "sparsegpt", "rank": 0, "refit": True},
     "sparsegpt": {"method": "sparsegpt", "rank": 0},
     "oats": {"method": "oats"},
     "eora": {"method": "eora"},

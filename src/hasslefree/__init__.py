@@ -27,6 +27,7 @@ from hasslefree.models.linear import SparseLowRankLinear, use_way
 from hasslefree.pruners.alps import ALPS
 from hasslefree.pruners.dsnot import DSNoT
 from hasslefree.pruners.magnitude import Magnitude
+from hasslefree.pruners.refit import Refit
 from hasslefree.pruners.sparsegpt import SparseGPT
 from hasslefree.pruners.wanda import Wanda
 from hasslefree.recipe import Recipe
@@ -51,6 +52,7 @@ __all__ = [
     "Prune",
     "RandomizedSVD",
     "Recipe",
+    "Refit",
     "Row",
     "SemiStructured",
     "SparseGPT",

@@ -49,6 +49,7 @@ RECIPE_OPTIONS: dict[str, tuple[Any, str]] = {
     "low_rank": (str, "Another solver for hassle-free: adam, exact, …"),
     "rounds": (int, "Rounds (default: the method's own)."),
     "damping": (float, "λ over mean(diag H) (default: the method's)."),
+    "refit": (bool, "Least squares on the support after the pruner (default: no)."),
     "calibration": (str, "c4 (default), wikitext2, ptb, or a file."),
     "samples": (int, "Calibration segments (default: 128)."),
     "seqlen": (int, "Tokens a segment (default: at most 2048)."),

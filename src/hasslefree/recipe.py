@@ -21,7 +21,7 @@ from hasslefree.texts import check_text
 from hasslefree.yaml_fields import Given, read_fields
 
 BUDGET_FIELDS = ("pattern", "rank", "sparsity", "ratio", "rank_share")
-METHOD_FIELDS = ("method", "pruner", "low_rank", "rounds", "damping", "rank")
+METHOD_FIELDS = ("method", "pruner", "low_rank", "rounds", "damping", "refit", "rank")
 ALLOCATIONS = ("uniform", "error")
 # What is done where the recipe does not say. The rounds are those of `joint`.
 EFFORTS: dict[str, dict[str, Any]] = {
@@ -43,6 +43,7 @@ class Recipe:
         allocate: "uniform": the same budget for every layer; "error": ranks, and non-zeros where the pattern counts
             them, go where they lower the relative errors most, in the bytes of the uniform plan (docs/levers.md).
         method: a name from the table; pruner, low_rank, rounds and damping replace parts of it.
+        refit: let least squares on the support follow the pruner.
         calibration: a hub name (c4, wikitext2, ptb) or a local .txt or .jsonl file.
         samples, seqlen: how many segments of how many tokens. seqlen None: 2048, or what the model takes if less.
         sequential: "layer" gathers the Gram of a layer after all layers before it were compressed, within a block
@@ -66,6 +67,7 @@ class Recipe:
     low_rank: str | None = None
     rounds: int | None = None
     damping: float | None = None
+    refit: bool = False
     calibration: str = "c4"
     samples: int = 128
     seqlen: int | None = None
@@ -101,7 +103,7 @@ class Recipe:
         return Budget(self.pattern, self.rank, self.sparsity, self.ratio, self.rank_share)
 
     def build_method(self) -> Method:
-        return build_method(self.method, self.pruner, self.low_rank, self.rounds, self.damping)
+        return build_method(self.method, self.pruner, self.low_rank, self.rounds, self.damping, self.refit)
 
     def check(self, with_text: bool = True) -> None:
         """Raise a RecipeError with every problem that can be seen without the model.

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasslefree import Gram
+from hasslefree import Gram, Refit
 from hasslefree.core.patterns import Row, SemiStructured, Structured, Unstructured
 from hasslefree.pruners import PRUNERS
 from tests import oracles
@@ -13,7 +13,8 @@ from tests import oracles
 patterns = st.sampled_from(
     [SemiStructured(2, 4), SemiStructured(1, 8), SemiStructured(3, 8), Unstructured(50), Row(5), Structured(6)]
 )
-pruners = pytest.mark.parametrize("pruner", PRUNERS.values(), ids=PRUNERS)
+ALL = PRUNERS | {"wanda, refit": Refit(PRUNERS["wanda"])}
+pruners = pytest.mark.parametrize("pruner", ALL.values(), ids=ALL)
 
 
 def gram_of(h):

@@ -76,12 +76,16 @@ def inverse_(matrix: Tensor) -> Tensor:
     return torch.cholesky_inverse(factor, out=matrix)
 
 
-def masked_cg(matrix: Tensor, target: Tensor, start: Tensor, mask: Tensor, steps: int) -> Tensor:
+def masked_cg(
+    matrix: Tensor, target: Tensor, start: Tensor, mask: Tensor, steps: int, tolerance: float = 0.0
+) -> Tensor:
     """S on a support with tr((T − S) H (T − S)ᵀ) small, by conjugate gradients on every row, Jacobi-preconditioned.
 
     Args:
         matrix: H, (in, in), positive semi-definite with a positive diagonal.
         target: T, (out, in). start: S at first, zero off the mask. mask: the support, bool (out, in).
+        steps: at most. tolerance: the end, where in no row g diag(H)⁻¹ gᵀ is more than its square times Σ t²·H_jj, with
+            g the gradient on the support; 0 takes all steps.
 
     Each step minimises the loss of a row along a direction of descent, so that no step raises it. Where the gradient
     of a row is zero, it rests; and where H is singular, it takes no step along a direction whose inputs cancel to
@@ -93,7 +97,10 @@ def masked_cg(matrix: Tensor, target: Tensor, start: Tensor, mask: Tensor, steps
     gradient = torch.sub(target, sparse).mm(matrix).mul_(mask)  # of −loss / 2
     direction = gradient * inverse_diagonal
     energy = torch.linalg.vecdot(gradient, direction).unsqueeze(1)
+    enough = target.square().mv(matrix.diagonal()).mul_(tolerance**2).unsqueeze(1) if tolerance else None
     for step in range(steps):
+        if enough is not None and (energy <= enough).all():
+            break
         image = direction.square()
         least = image.mv(rounding).unsqueeze(1)
         torch.mm(direction, matrix, out=image).mul_(mask)

@@ -15,7 +15,11 @@ from hasslefree.methods.joint import Joint
 from hasslefree.methods.prune import Prune
 from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.pruners import PRUNERS
+from hasslefree.pruners.refit import Refit
 from hasslefree.pruners.wanda import Wanda
+
+# λ over the mean of diag H of a refit, in a method that has none of its own.
+REFIT_DAMPING = 0.01
 
 # Magnitude, Wanda, DSNoT and OATS are defined by the undamped H: nothing in them is inverted.
 METHODS: dict[str, Method] = {
@@ -37,12 +41,15 @@ def build_method(
     low_rank: str | None = None,
     rounds: int | None = None,
     damping: float | None = None,
+    refit: bool = False,
 ) -> Method:
     """The method of this name, with parts of it replaced.
 
     Args:
         pruner, low_rank: names from the tables, in the place of the method's own.
         rounds, damping: hyper-parameters of the method.
+        refit: let least squares on the support follow the pruner (`Refit`), by the method's damping, or where it has
+            none by 0.01.
 
     Raises:
         UnknownNameError: no such method, pruner or solver. BudgetError: the method has no such part.
@@ -56,7 +63,22 @@ def build_method(
         having = [other for other, its in METHODS.items() if all(hasattr(its, part) for part in missing)]
         remedy = f"; use --method {' or '.join(having)}" if having else ""
         raise BudgetError(f"method {name!r} has no {', '.join(missing)} to set{remedy}")
-    return dataclasses.replace(method, **chosen)
+    built = dataclasses.replace(method, **chosen)
+    return refitted(name, built) if refit else built
+
+
+def refitted(name: str, method: Any) -> Method:
+    """The method with least squares on the support after its pruner.
+
+    Raises:
+        BudgetError: it has no pruner.
+    """
+    if not hasattr(method, "pruner"):
+        raise BudgetError(
+            f"method {name!r} has no pruner that a refit could follow: it fits S by itself; leave out refit (--refit)"
+        )
+    pruner = Refit(method.pruner, damping=0.0 if method.damping else REFIT_DAMPING)
+    return dataclasses.replace(method, pruner=pruner)
 
 
 def look_up(kind: str, name: str, table: dict[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.pruners.alps import ALPS
 from hasslefree.pruners.dsnot import DSNoT
 from hasslefree.pruners.magnitude import Magnitude
+from hasslefree.pruners.refit import Refit
 from hasslefree.pruners.sparsegpt import SparseGPT
 from hasslefree.pruners.wanda import Wanda
 
@@ -34,8 +35,8 @@ LIBRARIES = 16 << 20
 def flops(method: Method, out: int, width: int, rank: int) -> int:
     """FLOPs of a method on a layer (out, in), with all that depends on H made anew.
 
-    3BASiL and ALPS stop by themselves: theirs is the count of the most rounds that they may take. A method or part that
-    is not of this package counts as the dearest one of it.
+    3BASiL, ALPS and a refit stop by themselves: theirs is the count of the most rounds that they may take. A method or
+    part that is not of this package counts as the dearest one of it.
     """
     match method:
         case Joint():
@@ -83,6 +84,8 @@ def _prepare_flops(pruner: Pruner, width: int) -> int:
             return 0
         case DSNoT():
             return _prepare_flops(pruner.start, width)
+        case Refit():
+            return _prepare_flops(pruner.pruner, width)
         case SparseGPT():
             return width**3
     return 9 * width**3
@@ -96,6 +99,8 @@ def _prune_flops(pruner: Pruner, out: int, width: int) -> int:
             return 0
         case DSNoT():
             return _prune_flops(pruner.start, out, width) + pruner.cycles * 4 * out * width
+        case Refit():
+            return _prune_flops(pruner.pruner, out, width) + (pruner.steps + 1) * 2 * out * width**2
         case SparseGPT():
             return out * width**2
     alps = pruner if isinstance(pruner, ALPS) else ALPS()
@@ -203,6 +208,9 @@ def workspace(method: Method, out: int, width: int, rank: int, device: str = "cp
 
 def _need(method: Method) -> Need:
     match method:
+        case Prune(pruner=Refit() as refit) | AlternatingMinimization(pruner=Refit() as refit):
+            before = dataclasses.replace(method, pruner=refit.pruner)
+            return _need(before).joined(Need(prepare=1, kept=1, large=7))
         case Joint():
             return Need(prepare=4.5, kept=1, large=7.5, square=3, thin=8)
         case ThreeBlock():
