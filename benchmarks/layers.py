@@ -47,6 +47,8 @@ CURVES: dict[str, list[int | None]] = {
     "eora": [None],
     "3basil": [25, 50, 100, 200, 2000],
     "joint": [25, 50, 100, 200],
+    "godec": [5, 20, 80],
+    "pcp": [None],
     "dsnot": [None],
     "wanda, refit": [None],
 }

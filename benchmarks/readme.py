@@ -158,7 +158,8 @@ def spread(ratios: list[float]) -> list[str]:
 
 
 # The order of the rows; JSON has that of the measurements.
-METHODS = ["oats", "hassle-free", "hassle-free, exact step", "eora", "3basil", "joint", "dsnot", "wanda, refit"]
+METHODS = ["oats", "hassle-free", "hassle-free, exact step", "eora", "3basil", "joint", "godec", "pcp"]
+METHODS += ["dsnot", "wanda, refit"]  # of rank 0
 
 
 def layers(stem: str) -> str:

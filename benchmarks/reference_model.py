@@ -32,6 +32,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "sparsegpt, refit": {"method": "sparsegpt", "rank": 0, "refit": True},
     "sparsegpt": {"method": "sparsegpt", "rank": 0},
     "oats": {"method": "oats"},
+    "godec": {"method": "godec"},
+    "pcp": {"method": "pcp"},
     "eora": {"method": "eora"},
     "hassle-free, unscaled": {"method": "hassle-free", "low_rank": "adam-unscaled"},
     "hassle-free": {"method": "hassle-free"},

@@ -30,7 +30,7 @@ from hasslefree.methods import METHODS, build_method
 from hasslefree.methods.three_block import ThreeBlock
 
 ROOT = Path(__file__).parents[1]
-NAMES = ["joint", "3basil", "hassle-free", "oats", "eora", "sparsegpt", "alps", "wanda", "dsnot"]
+NAMES = ["joint", "3basil", "hassle-free", "oats", "eora", "sparsegpt", "alps", "wanda", "dsnot", "godec", "pcp"]
 SHAPES = ["1024x1024", "2048x512", "512x2048"]
 
 

@@ -64,8 +64,10 @@ class Case:
             pruner, solver = parts.split("+")
             return AlternatingMinimization(PRUNERS[pruner], LOW_RANK_SOLVERS[solver], rounds=3, **changes)
         method = METHODS[name]
+        if not hasattr(method, "damping"):
+            changes = {}
         if hasattr(method, "rounds"):
-            changes["rounds"] = min(method.rounds, 20 if name == "joint" else 6)
+            changes["rounds"] = min(method.rounds, 20 if name in ("joint", "pcp") else 6)
         if name == "3basil":
             changes["penalty"] = SupportPenalty(0.1, every=10, most=200, growth=(1.1, 1.05, 1.02), settled=100)
         return dataclasses.replace(method, **changes)

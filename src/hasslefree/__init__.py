@@ -22,6 +22,7 @@ from hasslefree.low_rank_solvers.svd import SVD, RandomizedSVD
 from hasslefree.methods.alternating import AlternatingMinimization
 from hasslefree.methods.joint import Joint
 from hasslefree.methods.prune import Prune
+from hasslefree.methods.pursuit import PrincipalComponentPursuit
 from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.models.linear import SparseLowRankLinear, use_way
 from hasslefree.pruners.alps import ALPS
@@ -49,6 +50,7 @@ __all__ = [
     "Joint",
     "LowRank",
     "Magnitude",
+    "PrincipalComponentPursuit",
     "Prune",
     "RandomizedSVD",
     "Recipe",

@@ -44,7 +44,7 @@ RECIPE_OPTIONS: dict[str, tuple[Any, str]] = {
     "ratio": (float, "Share of the parameters to save; fixes the rank."),
     "rank_share": (float, "Share of what is kept that goes to L."),
     "effort": (str, "fast, balanced (default for joint) or best: time against quality."),
-    "method": (str, "joint (default), 3basil, hassle-free, oats, eora, or a pruner."),
+    "method": (str, "joint (default), 3basil, hassle-free, oats, eora, godec, pcp, or a pruner."),
     "pruner": (str, "Another pruner for hassle-free: sparsegpt, alps, …"),
     "low_rank": (str, "Another solver for hassle-free: adam, exact, …"),
     "rounds": (int, "Rounds (default: the method's own)."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -18,10 +19,12 @@ from hasslefree.core.protocols import Decomposition, Method, Solution
 from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError
 from hasslefree.methods import build_method
 
+DATA_FREE = "no Gram was given: data-free, with H = I, so that errors are of the weight and not of the layer's output"
+
 
 def decompose(
     weight: Tensor,
-    gram: Gram,
+    gram: Gram | None = None,
     pattern: str | Pattern = "2:4",
     rank: int | None = None,
     *,
@@ -35,7 +38,8 @@ def decompose(
 
     Args:
         weight: W, (out, in), any floating dtype. The result has its dtype and device.
-        gram: the second moment H of the layer's inputs, (in, in).
+        gram: the second moment H of the layer's inputs, (in, in). None for a matrix in general, or where there are no
+            data: H = I, the errors are ‖W − S − L‖² / ‖W‖², and a remark says so.
         pattern, rank, sparsity, ratio, rank_share: the budget; see `Budget`.
         method: a name, or an object such as `Joint(rounds=50)`.
         seed: of the random start. Same seed, same machine, same result.
@@ -50,6 +54,8 @@ def decompose(
     """
     solver = build_method(method) if isinstance(method, str) else method
     weight = weight.detach()
+    data_free = gram is None
+    gram = Gram.identity(weight.shape[-1:].numel()) if gram is None else gram
     if weight.ndim != 2 or weight.shape[1] != len(gram.matrix):
         raise ShapeError(
             f"weight (out, in) and Gram (in, in) do not go together: {tuple(weight.shape)}, {tuple(gram.matrix.shape)}"
@@ -61,7 +67,8 @@ def decompose(
         raise NonFiniteError(f"the Gram does not fit into {_name(gram.matrix)}; scale the activations, or use float64")
     exact_pattern, exact_rank = Budget(pattern, rank, sparsity, ratio, rank_share).resolve(*weight.shape)
     solver.check(exact_rank)
-    return solve_layer(weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed)
+    found = solve_layer(weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed)
+    return dataclasses.replace(found, remarks=(DATA_FREE, *found.remarks)) if data_free else found
 
 
 def solve_layer(

@@ -53,6 +53,11 @@ class Gram:
             raise NonFiniteError(f"the squares of the activations overflow {name}; scale them down, or pass float64")
         return cls(matrix, len(rows), rows.sum(0) / max(len(rows), 1))
 
+    @classmethod
+    def identity(cls, width: int) -> Gram:
+        """H = I, of inputs about which nothing is known: what counts is then the weight itself."""
+        return cls(torch.eye(width, dtype=torch.float64), width, torch.zeros(width, dtype=torch.float64))
+
     @property
     def diagonal(self) -> Tensor:
         """(in,): the mean square of each input."""

@@ -10,24 +10,30 @@ from hasslefree.errors import BudgetError, UnknownNameError
 from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
 from hasslefree.low_rank_solvers.diagonal_svd import DiagonalSVD
 from hasslefree.low_rank_solvers.exact import Exact
+from hasslefree.low_rank_solvers.svd import SVD
 from hasslefree.methods.alternating import AlternatingMinimization
 from hasslefree.methods.joint import Joint
 from hasslefree.methods.prune import Prune
+from hasslefree.methods.pursuit import PrincipalComponentPursuit
 from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.pruners import PRUNERS
+from hasslefree.pruners.magnitude import Magnitude
 from hasslefree.pruners.refit import Refit
 from hasslefree.pruners.wanda import Wanda
 
 # λ over the mean of diag H of a refit, in a method that has none of its own.
 REFIT_DAMPING = 0.01
 
-# Magnitude, Wanda, DSNoT and OATS are defined by the undamped H: nothing in them is inverted.
+# Magnitude, Wanda, DSNoT and OATS are defined by the undamped H: nothing in them is inverted. GoDec and the pursuit do
+# not look at H.
 METHODS: dict[str, Method] = {
     "joint": Joint(),
     "hassle-free": AlternatingMinimization(),
     "oats": AlternatingMinimization(Wanda(), DiagonalSVD(), damping=0.0, low_rank_first=True, keep_best=False),
     "eora": AlternatingMinimization(low_rank=Exact(), rounds=1),
     "3basil": ThreeBlock(),
+    "godec": AlternatingMinimization(Magnitude(), SVD(), damping=0.0, low_rank_first=True, keep_best=False),
+    "pcp": PrincipalComponentPursuit(),
     "magnitude": Prune(PRUNERS["magnitude"], damping=0.0),
     "wanda": Prune(PRUNERS["wanda"], damping=0.0),
     "dsnot": Prune(PRUNERS["dsnot"], damping=0.0),

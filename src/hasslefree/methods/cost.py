@@ -19,6 +19,7 @@ from hasslefree.low_rank_solvers.svd import SVD, RandomizedSVD
 from hasslefree.methods.alternating import AlternatingMinimization
 from hasslefree.methods.joint import CG_STEPS, FIRST_STEPS, LOOKS, Joint, kernel_bytes
 from hasslefree.methods.prune import Prune
+from hasslefree.methods.pursuit import PrincipalComponentPursuit
 from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.pruners.alps import ALPS
 from hasslefree.pruners.dsnot import DSNoT
@@ -35,14 +36,16 @@ LIBRARIES = 16 << 20
 def flops(method: Method, out: int, width: int, rank: int) -> int:
     """FLOPs of a method on a layer (out, in), with all that depends on H made anew.
 
-    3BASiL, ALPS and a refit stop by themselves: theirs is the count of the most rounds that they may take. A method or
-    part that is not of this package counts as the dearest one of it.
+    3BASiL, ALPS, a refit and a pursuit stop by themselves: theirs is the count of the most rounds that they may take. A
+    method or part that is not of this package counts as the dearest one of it.
     """
     match method:
         case Joint():
             return _joint_flops(method, out, width, rank)
         case ThreeBlock():
             return _three_block_flops(method, out, width, rank)
+        case PrincipalComponentPursuit():
+            return method.searches * (method.rounds + 1) * (_svd_flops(out, width) + 2 * out * width * min(out, width))
         case AlternatingMinimization() if rank:
             fit = _fit_flops(method.low_rank, out, width, rank) + 4 * out * width * rank
             rounds = method.rounds * (_prune_flops(method.pruner, out, width) + fit + _objective(out, width))
@@ -108,9 +111,13 @@ def _prune_flops(pruner: Pruner, out: int, width: int) -> int:
     return (most + alps.cg_steps + 1) * 2 * out * width**2 + most // alps.penalty.every * 2 * width**3
 
 
-def _fit_flops(solver: LowRankSolver, out: int, width: int, rank: int) -> int:
+def _svd_flops(out: int, width: int) -> int:
     large, least = max(out, width), min(out, width)
-    svd = 6 * large * least**2 + 20 * least**3
+    return 6 * large * least**2 + 20 * least**3
+
+
+def _fit_flops(solver: LowRankSolver, out: int, width: int, rank: int) -> int:
+    svd = _svd_flops(out, width)
     match solver:
         case Adam():
             return 2 * out * width**2 + solver.steps * 2 * rank * (2 * out * width + width**2)
@@ -213,6 +220,8 @@ def _need(method: Method) -> Need:
             return _need(before).joined(Need(prepare=1, kept=1, large=7))
         case Joint():
             return Need(prepare=4.5, kept=1, large=7.5, square=3, thin=8)
+        case PrincipalComponentPursuit():
+            return Need(large=10, svd=True)
         case ThreeBlock():
             return SPECTRAL.joined(Need(prepare=5, kept=1, thin=8)).around(1, 1)
         case Prune():

@@ -1,0 +1,107 @@
+"""Robust PCA: principal component pursuit by the inexact augmented Lagrangian (Candès et al. 2011, arXiv 0912.3599).
+
+The convex relaxation of sparse plus low-rank, which knows of no budget and of no inputs:
+
+    minimise   ‖L‖_* + λ‖S‖₁   subject to S + L = W
+
+It finds rank and support by itself, and λ is what weighs one against the other; λ = 1/√max(out, in) recovers what is
+sparse plus low-rank indeed (theorem 1.1 there). A layer is not, and its budget is given: λ is halved in until L has
+the rank that is granted, and what is then over is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.gram import Gram
+from hasslefree.core.low_rank import LowRank, truncated_svd
+from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Solution
+from hasslefree.errors import BudgetError
+
+
+@dataclass(frozen=True)
+class PrincipalComponentPursuit:
+    """For every λ that is tried: S ← the largest of W − L in the pattern, L ← C_r(W − S). The closest pair is kept.
+
+    The larger λ, the more L takes. λ·√max(out, in) is searched between 1/16 and 16, by halving on a logarithmic scale,
+    first at 1, for the largest one whose L has no more than the rank. S + L = W exactly at every λ, with a support and
+    a rank of its own; the cut to the budget is a round of GoDec, which also undoes that ‖·‖_* shrinks what it keeps.
+    The history is ‖W − S − L‖² / ‖W‖² after the cut, for every λ.
+
+    Args:
+        searches: values of λ. rounds: of the augmented Lagrangian at most; it rests where ‖W − S − L‖ is below
+            `tolerance` of ‖W‖. growth: its penalty is multiplied by this in every round; 1.5 is the authors'
+            (Lin et al., arXiv 1009.5055, algorithm 5).
+    """
+
+    searches: int = 8
+    rounds: int = 100
+    growth: float = 1.5
+    tolerance: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.searches < 1 or self.rounds < 1 or self.growth <= 1:
+            raise BudgetError(
+                f"searches and rounds must be at least 1 and growth above 1, got {self.searches}, {self.rounds} and "
+                f"{self.growth}"
+            )
+
+    def check(self, rank: int) -> None:
+        """Every rank will do; 0 leaves the largest entries."""
+
+    def prepare(self, gram: Gram) -> None:
+        return None
+
+    def solve(
+        self, weight: Tensor, prepared: None, pattern: Pattern, rank: int, generator: torch.Generator
+    ) -> Solution:
+        norm = weight.square().sum(dtype=torch.float64).item()
+        history: list[float] = []
+        least, most, power = -4.0, 4.0, 0.0
+        best: tuple[Tensor, LowRank] | None = None
+        for _ in range(self.searches if rank else 1):
+            found = self.pursue(weight, 2.0**power / max(weight.shape) ** 0.5)
+            least, most = (least, power) if found.rank > rank else (power, most)
+            power = (least + most) / 2
+            residual = weight - truncated(found, rank).product()
+            sparse = residual * pattern.mask(residual.square())
+            low_rank = truncated_svd(weight - sparse, rank)
+            history.append(low_rank.residual(weight, sparse).square().sum(dtype=torch.float64).item() / norm)
+            if best is None or history[-1] < min(history[:-1]):
+                best = sparse, low_rank
+        assert best is not None
+        return Solution(*best, tuple(history))
+
+    def pursue(self, weight: Tensor, balance: float) -> LowRank:
+        """The L of the pursuit, with the rank that it takes; S is W − L. balance: λ."""
+        largest = torch.linalg.matrix_norm(weight, 2)
+        dual = weight / torch.maximum(largest, weight.abs().max() / balance)
+        penalty, sparse = 1.25 / largest, torch.zeros_like(weight)
+        limit, enough = penalty * 1e7, self.tolerance * weight.norm()
+        for _ in range(self.rounds):
+            low_rank = shrunk_svd(weight - sparse + dual / penalty, 1 / penalty)
+            free = weight - low_rank.product()
+            wanted = free + dual / penalty
+            sparse = wanted - wanted.clamp(-balance / penalty, balance / penalty)
+            residual = free - sparse
+            dual = dual + penalty * residual
+            penalty = torch.minimum(penalty * self.growth, limit)
+            if residual.norm() <= enough:
+                break
+        return low_rank
+
+
+def shrunk_svd(matrix: Tensor, threshold: Tensor) -> LowRank:
+    """The singular values less a threshold, those that are left: the proximal map of threshold·‖·‖_*."""
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    rank = int(torch.count_nonzero(s > threshold))
+    return LowRank(u[:, :rank] * (s[:rank] - threshold), vh[:rank])
+
+
+def truncated(low_rank: LowRank, rank: int) -> LowRank:
+    """The first columns of a factorisation by falling singular values."""
+    return LowRank(low_rank.u[:, :rank], low_rank.v[:rank])
