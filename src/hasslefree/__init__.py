@@ -8,6 +8,7 @@ from hasslefree.checkpoints.transformers_plugin import register as _register
 from hasslefree.compress import compress
 from hasslefree.core.budgets import Budget
 from hasslefree.core.gram import Gram
+from hasslefree.core.grids import Grid
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Row, SemiStructured, Structured, Unstructured
 from hasslefree.core.protocols import Decomposition
@@ -46,6 +47,7 @@ __all__ = [
     "DiagonalSVD",
     "Exact",
     "Gram",
+    "Grid",
     "HasslefreeError",
     "Joint",
     "LowRank",

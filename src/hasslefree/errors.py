@@ -28,6 +28,10 @@ class PatternError(HasslefreeError):
     """A sparsity pattern that is malformed or does not fit a weight."""
 
 
+class GridError(HasslefreeError):
+    """A grid of quantised values that is malformed or does not fit a weight."""
+
+
 class BudgetError(HasslefreeError):
     """A rank, sparsity or ratio that cannot be met."""
 

@@ -1,0 +1,191 @@
+"""A grid as a constraint set: the entries of a group of inputs of a row are whole multiples of one step.
+
+    S_ij = (code_ij − zero_g)·scale_g,   code_ij in 0 … 2^bits − 1,   zero_g too   (g: the group of row i, input j)
+
+Zero is on every grid, to the bit, so that S can be on a support and on a grid at once. A scale has the eight
+significant bits of bfloat16: it is the same number in every dtype that S is stored in, and (code − zero)·scale is
+exact in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasslefree.errors import GridError
+
+# Each further range that is tried for a group is narrower by this share of the whole one.
+NARROWER = 0.01
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What the entries of S may be: 2^bits values in each group of inputs of a row.
+
+    Args:
+        bits: of a code: 4 or 8.
+        group: consecutive inputs that share a scale and a zero, 32 to 128 as a rule; None for a whole row.
+        symmetric: around zero, with zero = 2^(bits − 1) everywhere; otherwise from the least to the largest entry.
+        ranges: how many ranges of values are tried for a group. 1: from its least entry to its largest (arXiv
+            2210.17323). More: each narrower than the one before by 1 % of the whole, and the one with the least sum of
+            squared rounding errors is taken.
+
+    Example:
+        >>> scaling = Grid(bits=4, group=64).scaling(weight)  # weight: (out, in)
+        >>> rounded = scaling.nearest(weight)
+    """
+
+    bits: int = 4
+    group: int | None = 64
+    symmetric: bool = False
+    ranges: int = 1
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise GridError(f"a grid has 4 or 8 bits, got {self.bits}; use --bits 4 or --bits 8")
+        if self.group is not None and self.group < 1:
+            raise GridError(f"a group of a grid has at least one input, got {self.group}; use --group-size 64")
+        if not 1 <= self.ranges <= round(1 / NARROWER):
+            raise GridError(f"a grid tries 1 to {round(1 / NARROWER)} ranges, got {self.ranges}; use 1 or 80")
+
+    def __str__(self) -> str:
+        groups = "rows" if self.group is None else f"groups of {self.group}"
+        return f"int{self.bits} in {groups}{', symmetric' if self.symmetric else ''}"
+
+    @property
+    def top(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+    def check(self, shape: tuple[int, int]) -> None:
+        """Raise GridError where the groups do not divide the inputs of a weight (out, in)."""
+        if self.group is not None and shape[1] % self.group:
+            fitting = math.gcd(shape[1], 128)
+            remedy = f"--group-size {fitting}, or " if fitting > 1 else ""
+            raise GridError(
+                f"groups of {self.group} inputs need in_features divisible by {self.group}, got {shape[1]}; "
+                f"use {remedy}--group-size 0 for whole rows"
+            )
+
+    def groups(self, width: int) -> int:
+        """How many groups a row of `width` inputs has."""
+        return 1 if self.group is None else width // self.group
+
+    def fit(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and zero, (…, 1) each, of groups of entries (…, n), in the dtype of the entries."""
+        high = entries.amax(-1, keepdim=True).clamp_min_(0)
+        low = entries.amin(-1, keepdim=True).clamp_max_(0)
+        if self.symmetric:
+            high = torch.maximum(high, -low)
+            low = -high
+        scale, zero = self._spanning(low, high)
+        if self.ranges == 1:
+            return scale, zero
+        least = self._squared_error(entries, scale, zero)
+        for step in range(1, self.ranges):
+            share = 1 - NARROWER * step
+            other, its_zero = self._spanning(low * share, high * share)
+            error = self._squared_error(entries, other, its_zero)
+            better = error < least
+            least = torch.where(better, error, least)
+            scale, zero = torch.where(better, other, scale), torch.where(better, its_zero, zero)
+        return scale, zero
+
+    def _spanning(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and zero with which the codes run from low ≤ 0 to high ≥ 0."""
+        scale = ((high - low) / self.top).bfloat16().to(high.dtype)
+        scale = torch.where(scale > 0, scale, 1.0)  # a group of zeros
+        if self.symmetric:
+            return scale, torch.full_like(scale, (self.top + 1) / 2)
+        return scale, (-low / scale).round_().clamp_(0, self.top)
+
+    def _squared_error(self, entries: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        return (entries - self.nearest(entries, scale, zero)).square_().sum(-1, keepdim=True)
+
+    def nearest(self, entries: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """The values on the grid that are nearest to entries; scale and zero: of shapes that go with theirs."""
+        return self.codes(entries, scale, zero).sub_(zero).mul_(scale)
+
+    def codes(self, entries: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """The codes of those values, whole numbers in the dtype of the entries."""
+        return (entries / scale).round_().add_(zero).clamp_(0, self.top)
+
+    def scaling(self, matrix: Tensor) -> Scaling:
+        """Scales and zeros that suit a matrix (out, in).
+
+        Raises:
+            GridError: the groups do not divide its inputs.
+        """
+        self.check((matrix.shape[0], matrix.shape[1]))
+        scale, zero = self.fit(matrix.unflatten(1, (self.groups(matrix.shape[1]), -1)))
+        return Scaling(self, scale.squeeze(-1), zero.squeeze(-1))
+
+    def empty_scaling(self, like: Tensor) -> Scaling:
+        """A scaling for a matrix (out, in), to be written into group by group."""
+        shape = (like.shape[0], self.groups(like.shape[1]))
+        return Scaling(self, like.new_ones(shape), like.new_zeros(shape))
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Where the grid lies for each group of a matrix (out, in).
+
+    Args:
+        scale, zero: (out, groups), floating; zero holds whole numbers.
+    """
+
+    grid: Grid
+    scale: Tensor
+    zero: Tensor
+
+    def codes(self, matrix: Tensor) -> Tensor:
+        """The codes of the values nearest to a matrix (out, in): uint8. For a matrix on the grid they are its own.
+
+        Not for one that was rounded since: bfloat16 does not tell neighbours apart that are 128 steps from zero.
+        """
+        parts = matrix.unflatten(1, (self.scale.shape[1], -1))
+        return self.grid.codes(parts, self.scale.unsqueeze(-1), self.zero.unsqueeze(-1)).flatten(1).to(torch.uint8)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """(code − zero)·scale for codes (out, in) of any dtype, in the dtype of the scale."""
+        parts = codes.to(self.scale.dtype).unflatten(1, (self.scale.shape[1], -1))
+        return ((parts - self.zero.unsqueeze(-1)) * self.scale.unsqueeze(-1)).flatten(1)
+
+    def nearest(self, matrix: Tensor) -> Tensor:
+        """The matrix on the grid that is nearest to a matrix (out, in)."""
+        parts = matrix.unflatten(1, (self.scale.shape[1], -1))
+        return self.grid.nearest(parts, self.scale.unsqueeze(-1), self.zero.unsqueeze(-1)).flatten(1)
+
+    @classmethod
+    def of_rows(cls, parts: Sequence[Scaling]) -> Scaling:
+        """Scalings of consecutive rows, put together."""
+        return cls(parts[0].grid, torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]))
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A matrix (out, in) on a grid, as its codes: uint8 (out, in). What is not on the support has the code of zero."""
+
+    codes: Tensor
+    scaling: Scaling
+
+    @classmethod
+    def of(cls, matrix: Tensor, scaling: Scaling, dtype: torch.dtype) -> Quantised:
+        """The codes of a matrix on the grid, (out, in) in the working dtype, with scales for values of another dtype.
+
+        Raises:
+            GridError: a scale does not fit into that dtype.
+        """
+        scale = scaling.scale.to(dtype)
+        if not torch.equal(scale.to(scaling.scale.dtype), scaling.scale):
+            name = str(dtype).removeprefix("torch.")
+            raise GridError(f"a scale of the grid does not fit into {name}; use another dtype (--dtype bfloat16)")
+        return cls(scaling.codes(matrix), Scaling(scaling.grid, scale, scaling.zero.to(dtype)))
+
+    def values(self) -> Tensor:
+        """The matrix, in the dtype of the scales."""
+        return self.scaling.values(self.codes)

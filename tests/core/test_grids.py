@@ -1,0 +1,149 @@
+"""Grids: against their definition written out entry by entry in Python's own numbers, and brute force."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasslefree import Grid
+from hasslefree.core.grids import Quantised, Scaling
+from hasslefree.errors import GridError
+from tests import oracles
+
+GRIDS = [Grid(bits, group, symmetric) for bits in (4, 8) for group in (8, None) for symmetric in (False, True)]
+grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
+
+
+def group_of(grid, width):
+    return grid.group or width
+
+
+@grids
+@settings(max_examples=15)
+@given(st.integers(0, 999), st.sampled_from([1e-20, 1e-3, 1.0, 1e10]))
+def test_the_grid_of_a_group_is_that_of_its_definition(grid, seed, size):
+    """Oracle: GPTQ's rule for one group at a time; scales to the eight bits of bfloat16."""
+    weight = oracles.problem(3, 16, seed=seed)[0] * size
+    scaling, step = grid.scaling(weight), group_of(grid, 16)
+    for (i, g), scale in [((i, g), float(scaling.scale[i, g])) for i in range(3) for g in range(16 // step)]:
+        entries = weight[i, g * step : (g + 1) * step].tolist()
+        low, high = min(0.0, *entries), max(0.0, *entries)
+        if grid.symmetric:
+            low, high = -max(high, -low), max(high, -low)
+        assert scale == pytest.approx((high - low) / grid.top, rel=2**-8)
+        assert scale == float(torch.tensor(scale).bfloat16())
+        zero = (grid.top + 1) // 2 if grid.symmetric else min(max(round(-low / scale), 0), grid.top)
+        assert abs(float(scaling.zero[i, g]) - zero) <= (abs(-low / scale % 1 - 0.5) < 1e-4)
+
+
+@grids
+@settings(max_examples=15)
+@given(st.integers(0, 999))
+def test_nearest_is_nearest(grid, seed):
+    """Oracle: the distances to all values of the grid, in float64."""
+    weight = oracles.problem(2, 16, seed=seed)[0]
+    scaling = grid.scaling(weight)
+    rounded, codes = scaling.nearest(weight).double(), scaling.codes(weight)
+    step = group_of(grid, 16)
+    for i, j in itertools.product(range(2), range(16)):
+        scale, zero = float(scaling.scale[i, j // step]), float(scaling.zero[i, j // step])
+        values = [(code - zero) * scale for code in range(grid.top + 1)]
+        least = min(abs(value - float(weight[i, j])) for value in values)
+        assert abs(float(rounded[i, j]) - float(weight[i, j])) == pytest.approx(least, abs=1e-6 * scale)
+        assert float(rounded[i, j]) == values[int(codes[i, j])]
+
+
+@grids
+@settings(max_examples=15)
+@given(st.integers(0, 999), st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+def test_codes_come_back_from_values_in_every_dtype(grid, seed, dtype):
+    """Every code once in each group: also the largest, where rounding to the dtype moves the value by most."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.rand(3, 2, generator=generator).bfloat16().float() + 2**-5
+    zero = torch.full((3, 2), float(torch.randint(grid.top + 1, (1,), generator=generator)))
+    scaling = Scaling(grid, scale.bfloat16().float(), zero)
+    codes = torch.arange(grid.top + 1).repeat(3, 2)
+    values = scaling.values(codes)
+    assert torch.equal(values.double(), (codes - zero.repeat_interleave(grid.top + 1, 1).double())
+                       * scaling.scale.repeat_interleave(grid.top + 1, 1).double())  # fmt: skip
+    assert torch.equal(scaling.nearest(values), values)
+    stored = Quantised.of(values, scaling, dtype)
+    assert torch.equal(stored.codes, codes.to(torch.uint8))
+    assert torch.equal(stored.values(), values.to(dtype))
+
+
+@grids
+def test_zero_is_on_every_grid(grid):
+    weight = oracles.problem(4, 16)[0].abs() + 3  # zero is not among the entries, nor between them
+    for sign in (1, -1):
+        scaling = grid.scaling(weight * sign)
+        assert not scaling.nearest(torch.zeros(4, 16)).any()
+        step = scaling.scale.repeat_interleave(group_of(grid, 16), 1)
+        assert ((scaling.nearest(weight * sign) - weight * sign).abs() < 0.52 * step + 2**-8 * weight).all()
+        assert (scaling.zero >= 0).all()
+        assert (scaling.zero <= grid.top).all()
+
+
+@grids
+def test_a_group_of_zeros_stays_one(grid):
+    weight = torch.zeros(2, 16)
+    assert not grid.scaling(weight).nearest(weight).any()
+    assert grid.scaling(torch.full((2, 16), 1e-45)).nearest(torch.zeros(2, 16)).isfinite().all()
+
+
+@grids
+@settings(max_examples=15)
+@given(st.integers(0, 99))
+def test_the_search_takes_the_best_of_its_ranges(grid, seed):
+    """Oracle: every range by itself, its end points written out; an outlier makes the narrower ones worth it."""
+    weight = oracles.problem(3, 16, seed=seed, dtype=torch.float64)[0]
+    weight[0, 3] = 9.0
+    searching = Grid(grid.bits, grid.group, grid.symmetric, ranges=40)
+    found = (searching.scaling(weight).nearest(weight) - weight).square()
+    parts = weight.unflatten(1, (grid.groups(16), -1))
+    best = torch.full(parts.shape[:2], torch.inf, dtype=torch.float64)
+    for step in range(40):
+        high, low = parts.amax(-1).clamp_min(0), parts.amin(-1).clamp_max(0)
+        if grid.symmetric:
+            high = torch.maximum(high, -low)
+            low = -high
+        scale = ((high - low) * (1 - step / 100) / grid.top).bfloat16().double()
+        zero = torch.full_like(scale, (grid.top + 1) // 2)
+        if not grid.symmetric:
+            zero = (-low * (1 - step / 100) / scale).round().clamp(0, grid.top)
+        candidates = torch.arange(grid.top + 1) - zero[..., None]
+        distances = (parts[..., None] - (candidates * scale[..., None])[:, :, None]).square().amin(-1)
+        best = torch.minimum(best, distances.sum(-1))
+    torch.testing.assert_close(found.unflatten(1, (grid.groups(16), -1)).sum(-1), best)
+    assert found.sum() <= (grid.scaling(weight).nearest(weight) - weight).square().sum()
+
+
+def half(weight):
+    return Quantised.of(weight, Grid(group=None).scaling(weight), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Grid(bits=3), "4 or 8 bits, got 3; use --bits 4"),
+        (lambda: Grid(group=0), "at least one input, got 0"),
+        (lambda: Grid(ranges=0), "1 to 100 ranges, got 0"),
+        (lambda: Grid().scaling(torch.ones(2, 96)), "divisible by 64, got 96; use --group-size 32, or --group-size 0"),
+        (lambda: Grid().check((4, 33)), "got 33; use --group-size 0 for whole rows"),
+        (lambda: half(torch.full((1, 8), 1e-9)), "does not fit into float16; use another dtype"),
+    ],
+)
+def test_wrong_grids(make, message):
+    with pytest.raises(GridError, match=message):
+        make()
+    Grid(group=None).check((4, 33))
+
+
+def test_rows_are_put_together():
+    weight = oracles.problem(5, 16)[0]
+    whole = Grid(group=8).scaling(weight)
+    parts = Scaling.of_rows([Grid(group=8).scaling(weight[:2]), Grid(group=8).scaling(weight[2:])])
+    assert torch.equal(whole.scale, parts.scale)
+    assert torch.equal(whole.zero, parts.zero)
