@@ -27,10 +27,12 @@ from hasslefree.core.admm import SupportPenalty
 from hasslefree.core.protocols import Method
 from hasslefree.decompose import solve_layer
 from hasslefree.methods import METHODS, build_method
+from hasslefree.methods.prune import Prune
 from hasslefree.methods.three_block import ThreeBlock
 
 ROOT = Path(__file__).parents[1]
 NAMES = ["joint", "3basil", "hassle-free", "oats", "eora", "sparsegpt", "alps", "wanda", "dsnot", "godec", "pcp"]
+NAMES += ["rtn", "gptq", "loftq", "lq-lora", "caldera"]
 SHAPES = ["1024x1024", "2048x512", "512x2048"]
 
 
@@ -85,7 +87,7 @@ def run(method: Method, weight: torch.Tensor, gram: Gram, pattern: str, rank: in
 def one(name: str, out: int, width: int, pattern: str, rank: int, rounds: int, device: str) -> None:
     """Measure in this process, after a small layer that loads what torch loads on first use; print JSON."""
     method = method_of(name, rounds)
-    for o, n in ((64, 96), (out, width)):
+    for o, n in ((64, 128), (out, width)):
         weight = torch.randn(o, n).bfloat16()
         x = torch.randn(64, n)
         matrix = torch.diag(1 + torch.rand(n)).addmm_(x.T, x, alpha=1 / 64)

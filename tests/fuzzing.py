@@ -12,6 +12,7 @@ from torch import Tensor
 from hasslefree import (
     AlternatingMinimization,
     Gram,
+    Grid,
     Prune,
     Row,
     SemiStructured,
@@ -22,6 +23,7 @@ from hasslefree import (
 )
 from hasslefree.core.admm import SupportPenalty
 from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import grid_of
 from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
 from hasslefree.low_rank_solvers.exact import Exact
 from hasslefree.methods import METHODS
@@ -62,15 +64,24 @@ class Case:
         changes = {} if self.damping is None else {"damping": self.damping}
         if parts:
             pruner, solver = parts.split("+")
-            return AlternatingMinimization(PRUNERS[pruner], LOW_RANK_SOLVERS[solver], rounds=3, **changes)
+            return AlternatingMinimization(self.fitted(PRUNERS[pruner]), LOW_RANK_SOLVERS[solver], rounds=3, **changes)
         method = METHODS[name]
         if not hasattr(method, "damping"):
             changes = {}
+        if grid_of(method):
+            changes["pruner"] = self.fitted(method.pruner)
         if hasattr(method, "rounds"):
             changes["rounds"] = min(method.rounds, 20 if name in ("joint", "pcp") else 6)
         if name == "3basil":
             changes["penalty"] = SupportPenalty(0.1, every=10, most=200, growth=(1.1, 1.05, 1.02), settled=100)
         return dataclasses.replace(method, **changes)
+
+    def fitted(self, pruner):
+        """The pruner, with a grid that goes with the shape and the pattern, if it has one."""
+        if not grid_of(pruner):
+            return pruner
+        group = self.pattern.m if isinstance(self.pattern, SemiStructured) and self.seed % 2 else None
+        return dataclasses.replace(pruner, grid=Grid(8 if self.seed % 3 else 4, group, self.seed % 5 == 0))
 
     def layer(self) -> tuple[Tensor, Tensor]:
         """The weight, (out, width), and the activations, (tokens, width)."""

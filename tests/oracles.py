@@ -61,6 +61,45 @@ def obs_semi_structured(weight: Tensor, h: Tensor, n: int, m: int) -> Tensor:
     return w
 
 
+def rounded(entries: list[float], bits: int, symmetric: bool, of: list[float]) -> list[float]:
+    """Entries rounded to GPTQ's grid for the entries `of`, one number at a time; the scale has bfloat16's bits."""
+    low, high, top = min(0.0, *of), max(0.0, *of), 2**bits - 1
+    if symmetric:
+        low, high = -max(high, -low), max(high, -low)
+    scale = float(torch.tensor((high - low) / top, dtype=torch.float64).bfloat16()) or 1.0
+    zero = (top + 1) // 2 if symmetric else min(max(round(-low / scale), 0), top)
+    return [(min(max(round(entry / scale) + zero, 0), top) - zero) * scale for entry in entries]
+
+
+def obs_quantised(weight: Tensor, h: Tensor, bits: int, group: int, symmetric: bool, n: int = 1, m: int = 1) -> Tensor:
+    """GPTQ's sweep, with N:M pruning in it, with an explicit inverse of the remaining Hessian at every column.
+
+    The grid of a group is fitted at its first column: to the row as it is then, or, where N < M, to what the sweep
+    without rounding would leave of the group.
+    """
+    h, found = h.double(), []
+    inverses = [torch.linalg.inv(h[j:, j:]) for j in range(len(h))]
+
+    def sweep(row: Tensor, start: int, stop: int, of: list[float] | None, rounding: bool) -> Tensor:
+        row, keep = row.clone(), set()
+        for j in range(start, stop):
+            if j % m == 0:
+                scores = {k: float(row[k]) ** 2 / float(inverses[k][0, 0]) for k in range(j, j + m)}
+                keep = set(sorted(scores, key=lambda k: -scores[k])[:n])
+            if rounding and j % group == 0:
+                of = (row if n == m else sweep(row, j, j + group, None, False))[j : j + group].tolist()
+            decided = float(row[j]) if j in keep else 0.0
+            if rounding:
+                decided = rounded([decided], bits, symmetric, of)[0]
+            row[j:] -= (row[j] - decided) / inverses[j][0, 0] * inverses[j][0]
+            row[j] = decided
+        return row
+
+    for row in weight.double():
+        found.append(sweep(row, 0, len(row), None, True))
+    return torch.stack(found)
+
+
 def eckart_young_bound(target: Tensor, h: Tensor, rank: int) -> float:
     """The least tr((T − L) H (T − L)ᵀ) over rank(L) ≤ r: the tail of the spectrum of T H Tᵀ."""
     t, h = target.double(), h.double()

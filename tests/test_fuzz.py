@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 import hasslefree
 from hasslefree import AlternatingMinimization, Gram, Joint, SparseGPT
+from hasslefree.core.protocols import grid_of
 from hasslefree.errors import FactorizationError, HasslefreeError, NonFiniteError
 from tests.fuzzing import (
     Case,
@@ -48,6 +49,8 @@ def test_a_hard_layer_has_an_honest_result_or_an_error_with_a_remedy(case):
     assert (result.low_rank.u.shape, result.low_rank.v.shape) == ((case.out, case.rank), (case.rank, case.width))
     assert torch.isfinite(product).all()
     assert feasible(result.sparse, case.pattern)
+    assert result.quantised is None or torch.equal(result.quantised.values(), result.sparse)
+    assert (result.quantised is None) == (grid_of(case.solver()) is None)
     assert not product[:, gram.diagonal == 0].any()
     assert_honest(result, weight, product, gram)
     assert_remarked(result, case, weight, gram)
@@ -64,7 +67,8 @@ def solve(case: Case, weight, gram):
 
 
 def tensors(result):
-    return result.sparse, result.low_rank.u, result.low_rank.v
+    quantised = (result.quantised.values(),) if result.quantised else ()
+    return result.sparse, result.low_rank.u, result.low_rank.v, *quantised
 
 
 def gram_of(x):
@@ -114,7 +118,8 @@ def assert_remarked(result, case, weight, gram):
     assert ("a layer of zeros would be closer" in text) == (result.relative_error > 1)
     kept = case.pattern.kept((case.out, case.width))
     seen = weight * (gram.diagonal != 0)
-    assert ("S = W" in text) == (kept < weight.numel() and feasible(seen, case.pattern))
+    free = grid_of(case.solver()) is None
+    assert ("S = W" in text) == (free and kept < weight.numel() and feasible(seen, case.pattern))
     if "S = W" in text:
         assert torch.equal(result.sparse, seen)
 

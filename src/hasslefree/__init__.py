@@ -30,6 +30,7 @@ from hasslefree.pruners.alps import ALPS
 from hasslefree.pruners.dsnot import DSNoT
 from hasslefree.pruners.magnitude import Magnitude
 from hasslefree.pruners.refit import Refit
+from hasslefree.pruners.round_to_nearest import RoundToNearest
 from hasslefree.pruners.sparsegpt import SparseGPT
 from hasslefree.pruners.wanda import Wanda
 from hasslefree.recipe import Recipe
@@ -57,6 +58,7 @@ __all__ = [
     "RandomizedSVD",
     "Recipe",
     "Refit",
+    "RoundToNearest",
     "Row",
     "SemiStructured",
     "SparseGPT",

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from hasslefree.core.budgets import Budget
 from hasslefree.core.gram import Gram, relative, working_dtype
+from hasslefree.core.grids import Quantised
 from hasslefree.core.linalg import LinAlgError
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Decomposition, Method, Solution
+from hasslefree.core.protocols import Decomposition, Method, Solution, grid_of
 from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError
 from hasslefree.methods import build_method
 
@@ -67,6 +68,8 @@ def decompose(
         raise NonFiniteError(f"the Gram does not fit into {_name(gram.matrix)}; scale the activations, or use float64")
     exact_pattern, exact_rank = Budget(pattern, rank, sparsity, ratio, rank_share).resolve(*weight.shape)
     solver.check(exact_rank)
+    if grid := grid_of(solver):
+        grid.check((weight.shape[0], weight.shape[1]), exact_pattern.group)
     found = solve_layer(weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed)
     return dataclasses.replace(found, remarks=(DATA_FREE, *found.remarks)) if data_free else found
 
@@ -93,17 +96,20 @@ def solve_layer(
     Raises:
         NonFiniteError: a number, on the way or in the result, that its dtype does not hold.
         FactorizationError: a factorisation of the method's that does not succeed.
+        GridError: the dtype of W does not hold a scale of the grid.
     """
     full = weight.to(working_dtype(weight)) if target is None else target
     alive = gram.alive
     live = full if alive.all() else full * alive
     norm = checked_norm(live, gram)
-    solution = unchanged(live, pattern, rank) or solve(method, live, prepared, pattern, rank, seed)
+    solution = None if grid_of(method) else unchanged(live, pattern, rank)
+    solution = solution or solve(method, live, prepared, pattern, rank, seed)
     sparse = solution.sparse * alive
     low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * alive).balanced()
     before = relative(gram.loss(low_rank.residual(full, sparse)), norm)
     if not math.isfinite(before):
         raise NonFiniteError("the method came upon NaN or Inf; raise the damping (--damping 0.01) or use joint")
+    quantised = Quantised.of(sparse, solution.scaling, weight.dtype) if solution.scaling else None
     cast, cast_low_rank = sparse.to(weight.dtype), low_rank.to(weight.dtype)
     after = before
     if weight.dtype != full.dtype:
@@ -113,7 +119,7 @@ def solve_layer(
             f"S or L does not fit into {_name(weight)}; use another dtype (--dtype float32) or raise the damping"
         )
     remarks = (*gram.remarks(), *solution.remarks, *_remarks_on(after, before, weight))
-    return Decomposition(cast, cast_low_rank, after, before, solution.history, remarks)
+    return Decomposition(cast, cast_low_rank, after, before, solution.history, remarks, quantised)
 
 
 def checked_norm(weight: Tensor, gram: Gram) -> float:

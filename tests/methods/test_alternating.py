@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import hasslefree
-from hasslefree import AlternatingMinimization, Gram
+from hasslefree import AlternatingMinimization, Gram, Grid
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import SemiStructured
 from hasslefree.errors import BudgetError, NonFiniteError, UnknownNameError
@@ -190,3 +190,53 @@ def test_where_the_pruner_alone_is_best_a_remark_says_that_the_rank_is_not_used(
     assert torch.equal(found.sparse, solve("sparsegpt", weight, h, rank=0).sparse)
     assert not found.low_rank.product().any()
     assert found.remarks[-1] == "no round was better than the pruner alone: L is nothing"
+
+
+@pytest.mark.parametrize("method", ["loftq", "lq-lora"])
+def test_quantised_alternations_are_those_of_their_papers(method):
+    """Oracle: LoftQ (arXiv 2310.08659, algorithm 1) in float64, and the same on W·D, D² = diag H, for LQ-LoRA; the grid
+    has an oracle of its own. For LQ-LoRA all rounds are compared, of which the best is kept."""
+    weight, h = oracles.problem(12, 16, dtype=torch.float64)
+    d = h.diagonal().sqrt() if method == "lq-lora" else torch.ones(16, dtype=torch.float64)
+    low_rank, grid, errors = torch.zeros_like(weight), Grid(group=8), []
+    for _ in range(METHODS[method].rounds):
+        quantised = grid.scaling(weight - low_rank).nearest(weight - low_rank)
+        u, s, vh = torch.linalg.svd((weight - quantised) * d)
+        low_rank = (u[:, :4] * s[:4]) @ vh[:4] / d
+        errors.append(oracles.loss(weight - quantised - low_rank, h) / oracles.loss(weight, h))
+    found = decomposed_densely(build_method(method, group_size=8), weight, h)
+    if method == "loftq":
+        torch.testing.assert_close(found.product(), quantised + low_rank)
+        assert METHODS["loftq"].rounds == 5
+    assert list(found.history) == pytest.approx(errors, rel=0.02 if method == "lq-lora" else 1e-9)
+
+
+def decomposed_densely(method, weight, h, rank=4):
+    return hasslefree.decompose(weight, Gram(h, 1), "1:1", rank, method=method)
+
+
+def test_the_order_of_the_quantised_systems():
+    """LoftQ below plain rounding, what knows more of H below what knows less, and a low-rank part below none."""
+    names = ("rtn", "loftq", "lq-lora", "gptq", "caldera")
+    for seed in range(4):
+        weight, h = oracles.problem(48, 64, seed=seed)
+        plain = {n: decomposed_densely(n, weight, h, 0 if n in ("rtn", "gptq") else 4) for n in names}
+        errors = {name: result.relative_error for name, result in plain.items()}
+        distances = {name: float((weight - result.product()).norm()) for name, result in plain.items()}
+        assert distances["loftq"] < distances["rtn"]
+        assert errors["caldera"] < errors["lq-lora"] < errors["rtn"]
+        assert errors["caldera"] < errors["gptq"] < errors["rtn"]
+
+
+def test_the_last_fit_is_taken_where_it_is_better():
+    """Oracle: the Eckart–Young bound of what S leaves, in the damped norm; and an alternation that it cannot help."""
+    weight, h = oracles.problem(24, 32, dtype=torch.float64)
+    damped = Gram(h, 1).damped(0.01).matrix
+    found = decomposed_densely(build_method("caldera", group_size=8, rounds=4), weight, h)
+    bound = oracles.eckart_young_bound(weight - found.sparse, damped, 4) / oracles.loss(weight, damped)
+    assert found.history[-1] == pytest.approx(bound, rel=1e-9)
+    assert len(found.history) == 5
+    assert bound < min(found.history[:-1])
+    worse = AlternatingMinimization(Magnitude(), Failing(7.0, 4), rounds=4, last_fit=True)
+    without = AlternatingMinimization(Magnitude(), Failing(7.0, 4), rounds=4)
+    assert torch.equal(solve(worse, weight, h).product(), solve(without, weight, h).product())

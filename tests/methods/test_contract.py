@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hasslefree
-from hasslefree import AlternatingMinimization, Gram, Prune, Row, SemiStructured, Structured, Unstructured
-from hasslefree.errors import BudgetError
+from hasslefree import AlternatingMinimization, Gram, Grid, Prune, Row, SemiStructured, Structured, Unstructured
+from hasslefree.core.protocols import grid_of
+from hasslefree.errors import BudgetError, GridError
 from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
 from hasslefree.methods import METHODS, build_method
 from hasslefree.pruners import PRUNERS
@@ -15,6 +16,12 @@ from tests import oracles
 
 PATTERNS = [SemiStructured(2, 4), SemiStructured(3, 8), Unstructured(80), Row(7), Structured(6)]
 methods = pytest.mark.parametrize("name", METHODS)
+QUANTISED = [name for name, method in METHODS.items() if grid_of(method)]
+
+
+def groups_of(part):
+    """Groups that go into few inputs, where the method or pruner has a grid."""
+    return 8 if grid_of(part) else None
 
 
 def gram_of(h):
@@ -25,9 +32,8 @@ def gram_of(h):
 def short(name):
     """The method with few rounds, and the rank that it takes."""
     method = METHODS[name]
-    if isinstance(method, Prune):
-        return method, 0
-    return (build_method(name, rounds=min(method.rounds, 4)) if hasattr(method, "rounds") else method), 3
+    rounds = min(method.rounds, 4) if hasattr(method, "rounds") else None
+    return build_method(name, rounds=rounds, group_size=groups_of(method)), 0 if isinstance(method, Prune) else 3
 
 
 @methods
@@ -73,7 +79,7 @@ def test_a_layer_that_is_never_used_becomes_nothing(name):
     assert result.relative_error == 0
 
 
-@methods
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in QUANTISED])
 def test_full_density_is_the_identity(name):
     weight, h = oracles.problem(12, 16)
     for rank in {0, short(name)[1]}:
@@ -86,8 +92,9 @@ def test_full_density_is_the_identity(name):
 @pytest.mark.parametrize("solver", LOW_RANK_SOLVERS)
 def test_every_pruner_composes_with_every_solver(pruner, solver):
     weight, h = oracles.problem(24, 32)
-    method = build_method("hassle-free", pruner=pruner, low_rank=solver, rounds=6)
-    alone = hasslefree.decompose(weight, gram_of(h), "2:4", 0, method=build_method(pruner))
+    size = groups_of(PRUNERS[pruner])
+    method = build_method("hassle-free", pruner=pruner, low_rank=solver, rounds=6, group_size=size)
+    alone = hasslefree.decompose(weight, gram_of(h), "2:4", 0, method=build_method(pruner, group_size=size))
     result = hasslefree.decompose(weight, gram_of(h), "2:4", 6, method=method)
     assert len(result.history) == 6
     assert result.relative_error < alone.relative_error
@@ -118,3 +125,50 @@ def test_without_s_the_low_rank_part_is_the_best_one(name):
 def test_3basil_s_svd_is_not_a_part_to_choose():
     with pytest.raises(BudgetError, match="'3basil' has no low_rank to set; use --method hassle-free"):
         build_method("3basil", low_rank="exact")
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("pattern", ["1:1", "2:4", "3:8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_codes_are_those_of_s(name, pattern, dtype):
+    """Oracle: the sparse matrix of the result; and the grid's own words for what a code may be."""
+    method, rank = short(name)
+    weight, h = oracles.problem(12, 16, dtype=dtype)
+    result = hasslefree.decompose(weight, Gram(h.float(), 1), pattern, rank, method=method)
+    codes, scaling = result.quantised.codes, result.quantised.scaling
+    assert torch.equal(result.quantised.values(), result.sparse)
+    assert (codes.dtype, scaling.scale.dtype, scaling.zero.dtype) == (torch.uint8, dtype, dtype)
+    assert codes.amax() <= 15
+    assert scaling.scale.shape == scaling.zero.shape == (12, 2)
+    assert torch.equal(scaling.scale.bfloat16().to(dtype), scaling.scale)
+
+
+def test_a_weight_that_has_the_pattern_is_rounded_all_the_same():
+    """S = W is not on the grid."""
+    weight, h = oracles.problem(12, 16)
+    weight = weight * SemiStructured(2, 4).mask(weight.square())
+    result = hasslefree.decompose(weight, Gram(h, 1), "2:4", method=short("gptq")[0])
+    assert not torch.equal(result.sparse, weight)
+    assert torch.equal(result.quantised.values(), result.sparse)
+    assert not result.sparse[:, ~weight.any(0)].any()
+
+
+def test_groups_and_patterns_are_checked_before_the_work():
+    with pytest.raises(GridError, match="got 48; use --group-size 16"):
+        hasslefree.decompose(torch.randn(4, 48), Gram(torch.eye(48), 1), "1:1", 0, method="gptq")
+    method = build_method("rtn", group_size=8)
+    with pytest.raises(GridError, match="cut the pattern's groups of 5"):
+        hasslefree.decompose(torch.randn(4, 40), Gram(torch.eye(40), 1), "2:5", 0, method=method)
+
+
+def test_a_grid_is_set_part_by_part():
+    method = build_method("caldera", bits=8, group_size=0, symmetric=True)
+    assert method.pruner.grid == grid_of(method) == Grid(8, None, True)
+    assert build_method("caldera", symmetric=True).pruner.grid == Grid(4, 64, True)
+    assert build_method("hassle-free", pruner="gptq", group_size=32).pruner.grid == Grid(group=32)
+    with pytest.raises(GridError, match="'joint' has no grid: bits, .* are for --method rtn, .*caldera, gptq.*, and"):
+        build_method("joint", bits=4)
+    with pytest.raises(GridError, match="4 or 8 bits, got 3"):
+        build_method("gptq", bits=3)
+    with pytest.raises(BudgetError, match="SparseGPT alone has no low-rank part, got rank 2; use .* such as caldera"):
+        METHODS["gptq"].check(2)

@@ -56,6 +56,19 @@ def test_without_l_rows_are_independent():
     torch.testing.assert_close(parts.sparse, whole.sparse, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gptq", "caldera"])
+def test_codes_of_chunks_are_those_of_s(name):
+    """Oracle: S itself, and for a rank of 0 all rows at once."""
+    weight, gram = problem()
+    exact, _ = Budget("2:4").resolve(*weight.shape)
+    method = build_method(name, group_size=8)
+    whole, parts = (solved(weight, gram, way, exact, 0) for way in (method, InRowChunks(method, 3, gram)))
+    assert torch.equal(parts.quantised.codes, whole.quantised.codes)
+    if name == "caldera":
+        parts = solved(weight, gram, InRowChunks(method, 3, gram), exact, 4)
+        assert torch.equal(parts.quantised.values(), parts.sparse)
+
+
 def test_whole_channels_cannot_be_cut():
     weight, gram = problem()
     with pytest.raises(MemoryShortError, match="pattern structured ties rows together"):

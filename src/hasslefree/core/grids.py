@@ -61,14 +61,23 @@ class Grid:
         """The largest code."""
         return (1 << self.bits) - 1
 
-    def check(self, shape: tuple[int, int]) -> None:
-        """Raise GridError where the groups do not divide the inputs of a weight (out, in)."""
+    def check(self, shape: tuple[int, int], together: int | None = None) -> None:
+        """Raise GridError where a weight (out, in) cannot have this grid.
+
+        Args:
+            together: consecutive inputs whose support is decided together, as `Pattern.group` says.
+        """
         if self.group is not None and shape[1] % self.group:
             fitting = math.gcd(shape[1], 128)
             remedy = f"--group-size {fitting}, or " if fitting > 1 else ""
             raise GridError(
                 f"groups of {self.group} inputs need in_features divisible by {self.group}, got {shape[1]}; "
                 f"use {remedy}--group-size 0 for whole rows"
+            )
+        if self.group is not None and together is not None and self.group % together:
+            raise GridError(
+                f"groups of {self.group} inputs cut the pattern's groups of {together}; use a --group-size divisible "
+                f"by {together}, or --group-size 0 for whole rows"
             )
 
     def groups(self, width: int) -> int:
@@ -126,8 +135,8 @@ class Grid:
 
     def empty_scaling(self, like: Tensor) -> Scaling:
         """A scaling for a matrix (out, in), to be written into group by group."""
-        shape = (like.shape[0], self.groups(like.shape[1]))
-        return Scaling(self, like.new_ones(shape), like.new_zeros(shape))
+        shape = (self.groups(like.shape[1]), like.shape[0])  # the column of a group lies in one piece
+        return Scaling(self, like.new_ones(shape).T, like.new_zeros(shape).T)
 
 
 @dataclass(frozen=True)
@@ -159,6 +168,11 @@ class Scaling:
         """The matrix on the grid that is nearest to a matrix (out, in)."""
         parts = matrix.unflatten(1, (self.scale.shape[1], -1))
         return self.grid.nearest(parts, self.scale.unsqueeze(-1), self.zero.unsqueeze(-1)).flatten(1)
+
+    def nearest_column(self, column: Tensor, j: int) -> Tensor:
+        """The values on the grid that are nearest to those of input j: (out,)."""
+        g = j // self.grid.group if self.grid.group else 0
+        return self.grid.nearest(column, self.scale[:, g], self.zero[:, g])
 
     @classmethod
     def of_rows(cls, parts: Sequence[Scaling]) -> Scaling:

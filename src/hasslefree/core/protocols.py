@@ -13,18 +13,35 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
+from hasslefree.core.grids import Grid, Quantised, Scaling
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 
 
 class Pruner(Protocol):
-    """Solves P1: a sparse S close to a target in the norm of H."""
+    """Solves P1: a sparse S close to a target in the norm of H.
+
+    One whose S lies on a grid has a field `grid: Grid`, and a method `quantise` with the arguments of `prune`, which
+    returns S and its `Scaling`; `quantise` here calls it.
+    """
 
     def prepare(self, gram: Gram) -> Any:
         """What the pruner needs of the (damped) Gram."""
 
     def prune(self, target: Tensor, prepared: Any, pattern: Pattern) -> Tensor:
         """S: (out, in) with this pattern, for a target (out, in). The target is not changed."""
+
+
+def grid_of(part: object) -> Grid | None:
+    """The grid on which the S of a pruner or method lies; None where S may hold any number."""
+    return getattr(part, "grid", None)
+
+
+def quantise(pruner: Any, target: Tensor, prepared: Any, pattern: Pattern) -> tuple[Tensor, Scaling | None]:
+    """A pruner's S for a target (out, in); and where its grid lies, if it has one."""
+    if grid_of(pruner) is None:
+        return pruner.prune(target, prepared, pattern), None
+    return pruner.quantise(target, prepared, pattern)
 
 
 class LowRankSolver(Protocol):
@@ -46,16 +63,18 @@ class Solution:
         history: the damped objective over the damped norm of W, as often as the method measures it; empty where
             nothing was removed.
         remarks: what the method did that is out of the ordinary, a sentence each.
+        scaling: where the grid lies on which S is; None where S may hold any number.
     """
 
     sparse: Tensor
     low_rank: LowRank
     history: tuple[float, ...]
     remarks: tuple[str, ...] = ()
+    scaling: Scaling | None = None
 
 
 class Method(Protocol):
-    """Solves the whole problem."""
+    """Solves the whole problem. One whose S lies on a grid has `grid: Grid`, and its solutions say where that lies."""
 
     def check(self, rank: int) -> None:
         """Raise BudgetError where the method has no use for such a rank."""
@@ -78,6 +97,7 @@ class Decomposition:
         relative_error_before_cast: the same before the cast to the dtype of W.
         history: the objective of the method (damped, relative), as often as it measures it.
         remarks: what is out of the ordinary about the inputs, the way to the result, or the result; empty as a rule.
+        quantised: the codes of S, where it is on a grid: `sparse` holds their values, rounded to the dtype of W.
     """
 
     sparse: Tensor = field(repr=False)
@@ -86,6 +106,7 @@ class Decomposition:
     relative_error_before_cast: float
     history: tuple[float, ...] = field(repr=False)
     remarks: tuple[str, ...] = ()
+    quantised: Quantised | None = field(default=None, repr=False)
 
     def product(self) -> Tensor:
         """S + L: (out, in)."""

@@ -8,16 +8,23 @@ from torch import Tensor
 
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import unit_diagonal_scale
-from hasslefree.core.low_rank import LowRank, truncated_svd
+from hasslefree.core.low_rank import LowRank
+from hasslefree.low_rank_solvers.svd import SVD, RandomizedSVD
 
 
 @dataclass(frozen=True)
 class DiagonalSVD:
-    """L = C_r(T D) D⁻¹ with D = diag(H)^½."""
+    """L = C_r(T D) D⁻¹ with D = diag(H)^½.
+
+    Args:
+        svd: how C_r is computed: exactly, or by `RandomizedSVD`.
+    """
+
+    svd: SVD | RandomizedSVD = SVD()
 
     def prepare(self, gram: Gram) -> Tensor:
         return unit_diagonal_scale(gram.diagonal)
 
     def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int) -> LowRank:
-        scaled = truncated_svd(target * prepared, start.rank)
+        scaled = self.svd.fit(target * prepared, None, start, round)
         return LowRank(scaled.u, scaled.v / prepared)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hasslefree.core.protocols import Method
-from hasslefree.errors import BudgetError, UnknownNameError
+from hasslefree.core.protocols import Method, grid_of
+from hasslefree.errors import BudgetError, GridError, UnknownNameError
 from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
 from hasslefree.low_rank_solvers.diagonal_svd import DiagonalSVD
 from hasslefree.low_rank_solvers.exact import Exact
-from hasslefree.low_rank_solvers.svd import SVD
+from hasslefree.low_rank_solvers.svd import SVD, RandomizedSVD
 from hasslefree.methods.alternating import AlternatingMinimization
 from hasslefree.methods.joint import Joint
 from hasslefree.methods.prune import Prune
@@ -19,13 +19,14 @@ from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.pruners import PRUNERS
 from hasslefree.pruners.magnitude import Magnitude
 from hasslefree.pruners.refit import Refit
+from hasslefree.pruners.round_to_nearest import RoundToNearest
 from hasslefree.pruners.wanda import Wanda
 
 # λ over the mean of diag H of a refit, in a method that has none of its own.
 REFIT_DAMPING = 0.01
 
-# Magnitude, Wanda, DSNoT and OATS are defined by the undamped H: nothing in them is inverted. GoDec and the pursuit do
-# not look at H.
+# Magnitude, Wanda, DSNoT, OATS, rounding, LoftQ and LQ-LoRA are defined by the undamped H: nothing in them is inverted.
+# GoDec and the pursuit do not look at H.
 METHODS: dict[str, Method] = {
     "joint": Joint(),
     "hassle-free": AlternatingMinimization(),
@@ -37,6 +38,12 @@ METHODS: dict[str, Method] = {
     "magnitude": Prune(PRUNERS["magnitude"], damping=0.0),
     "wanda": Prune(PRUNERS["wanda"], damping=0.0),
     "dsnot": Prune(PRUNERS["dsnot"], damping=0.0),
+    "rtn": Prune(PRUNERS["rtn"], damping=0.0),
+    "loftq": AlternatingMinimization(RoundToNearest(), SVD(), rounds=5, damping=0.0, keep_best=False),
+    "lq-lora": AlternatingMinimization(
+        RoundToNearest(weighted=True), DiagonalSVD(RandomizedSVD()), rounds=20, damping=0.0
+    ),
+    "caldera": AlternatingMinimization(PRUNERS["gptq"], Exact(), rounds=15, low_rank_first=True, last_fit=True),
 }
 METHODS |= {name: Prune(pruner) for name, pruner in PRUNERS.items() if name not in METHODS}
 
@@ -48,6 +55,9 @@ def build_method(
     rounds: int | None = None,
     damping: float | None = None,
     refit: bool = False,
+    bits: int | None = None,
+    group_size: int | None = None,
+    symmetric: bool | None = None,
 ) -> Method:
     """The method of this name, with parts of it replaced.
 
@@ -56,9 +66,11 @@ def build_method(
         rounds, damping: hyper-parameters of the method.
         refit: let least squares on the support follow the pruner (`Refit`), by the method's damping, or where it has
             none by 0.01.
+        bits, group_size, symmetric: of the grid of its pruner; see `Grid`. A group size of 0 stands for whole rows.
 
     Raises:
         UnknownNameError: no such method, pruner or solver. BudgetError: the method has no such part.
+        GridError: no such grid, or a method without one.
     """
     method: Any = look_up("method", name, METHODS)
     parts: dict[str, Any] = {"rounds": rounds, "damping": damping}
@@ -69,7 +81,12 @@ def build_method(
         having = [other for other, its in METHODS.items() if all(hasattr(its, part) for part in missing)]
         remedy = f"; use --method {' or '.join(having)}" if having else ""
         raise BudgetError(f"method {name!r} has no {', '.join(missing)} to set{remedy}")
-    built = dataclasses.replace(method, **chosen)
+    method = dataclasses.replace(method, **chosen)
+    of_grid: dict[str, Any] = {"bits": bits, "group": group_size, "symmetric": symmetric}
+    changes = {part: value for part, value in of_grid.items() if value is not None}
+    if group_size == 0:
+        changes["group"] = None
+    built = _with_grid(name, method, changes) if changes else method
     return refitted(name, built) if refit else built
 
 
@@ -84,6 +101,19 @@ def refitted(name: str, method: Any) -> Method:
             f"method {name!r} has no pruner that a refit could follow: it fits S by itself; leave out refit (--refit)"
         )
     pruner = Refit(method.pruner, damping=0.0 if method.damping else REFIT_DAMPING)
+    return dataclasses.replace(method, pruner=pruner)
+
+
+def _with_grid(name: str, method: Any, changes: dict[str, Any]) -> Method:
+    """The method with other fields of its grid."""
+    grid = grid_of(method)
+    if grid is None:
+        having = [other for other, its in METHODS.items() if grid_of(its)]
+        raise GridError(
+            f"method {name!r} has no grid: bits, group_size and symmetric are for --method {', '.join(having)}, and "
+            "for hassle-free with --pruner gptq"
+        )
+    pruner = dataclasses.replace(method.pruner, grid=dataclasses.replace(grid, **changes))
     return dataclasses.replace(method, pruner=pruner)
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
+from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import LowRankSolver, Pruner, Solution
+from hasslefree.core.protocols import LowRankSolver, Pruner, Solution, grid_of, quantise
 from hasslefree.errors import BudgetError, NonFiniteError
 from hasslefree.low_rank_solvers.adam import Adam
 from hasslefree.pruners.sparsegpt import SparseGPT
@@ -32,6 +33,8 @@ class AlternatingMinimization:
         low_rank_first: fit L to W before S is pruned for the first time, as OATS does.
         keep_best: return the round with the least damped objective, or the pruner alone if no round is better; not the
             last round.
+        last_fit: fit L once more at the end, to W minus the S that was kept, where that lowers the objective. For
+            alternations that end with S.
 
     Example:
         >>> method = AlternatingMinimization(pruner=SparseGPT(), low_rank=Adam(steps=50), rounds=80)
@@ -44,10 +47,15 @@ class AlternatingMinimization:
     damping: float = 0.01
     low_rank_first: bool = False
     keep_best: bool = True
+    last_fit: bool = False
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise BudgetError(f"rounds must be at least 1, got {self.rounds}")
+
+    @property
+    def grid(self) -> Grid | None:
+        return grid_of(self.pruner)
 
     def check(self, rank: int) -> None:
         """Every rank will do; 0 leaves the pruner alone."""
@@ -62,21 +70,22 @@ class AlternatingMinimization:
         gram, for_pruner, for_solver = prepared
         low_rank = LowRank.gaussian_start(weight, rank, generator)
         if rank == 0:
-            sparse = self.pruner.prune(weight, for_pruner, pattern)
-            return Solution(sparse, low_rank, (gram.relative_error(weight - sparse, weight),))
+            sparse, scaling = quantise(self.pruner, weight, for_pruner, pattern)
+            return Solution(sparse, low_rank, (gram.relative_error(weight - sparse, weight),), scaling=scaling)
         sparse = torch.zeros_like(weight)
-        best, least = (sparse, low_rank), float("inf")
+        best: tuple[Tensor, LowRank, Scaling | None] = (sparse, low_rank, None)
+        least = float("inf")
         history: list[float] = []
         remarks: list[str] = []
         for t in range(self.rounds):
             if self.low_rank_first:
                 low_rank = self.low_rank.fit(weight - sparse, for_solver, low_rank, t)
-                sparse = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
+                sparse, scaling = quantise(self.pruner, weight - low_rank.product(), for_pruner, pattern)
             else:
-                sparse = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
+                sparse, scaling = quantise(self.pruner, weight - low_rank.product(), for_pruner, pattern)
                 if t == 0:
                     # The pruner alone is the first candidate: Adam's steps have a fixed size, and can overshoot.
-                    best, least = (sparse, low_rank), gram.relative_error(weight - sparse, weight)
+                    best, least = (sparse, low_rank, scaling), gram.relative_error(weight - sparse, weight)
                 low_rank = self.low_rank.fit(weight - sparse, for_solver, low_rank, t)
             error = gram.relative_error(low_rank.residual(weight, sparse), weight)
             if not math.isfinite(error):
@@ -86,7 +95,12 @@ class AlternatingMinimization:
                 break
             history.append(error)
             if error < least or not self.keep_best:
-                best, least = (sparse, low_rank), error
-        if least and not best[1].v.any():
+                best, least = (sparse, low_rank, scaling), error
+        sparse, low_rank, scaling = best
+        if self.last_fit:
+            last = self.low_rank.fit(weight - sparse, for_solver, low_rank, len(history))
+            error = gram.relative_error(last.residual(weight, sparse), weight)
+            low_rank, history = (last, [*history, error]) if error < least else (low_rank, history)
+        if least and not low_rank.v.any():
             remarks.append("no round was better than the pruner alone: L is nothing")
-        return Solution(*best, tuple(history), tuple(remarks))
+        return Solution(sparse, low_rank, tuple(history), tuple(remarks), scaling)

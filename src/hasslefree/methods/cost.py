@@ -25,6 +25,7 @@ from hasslefree.pruners.alps import ALPS
 from hasslefree.pruners.dsnot import DSNoT
 from hasslefree.pruners.magnitude import Magnitude
 from hasslefree.pruners.refit import Refit
+from hasslefree.pruners.round_to_nearest import RoundToNearest
 from hasslefree.pruners.sparsegpt import SparseGPT
 from hasslefree.pruners.wanda import Wanda
 
@@ -83,7 +84,7 @@ def _three_block_flops(method: ThreeBlock, out: int, width: int, rank: int) -> i
 
 def _prepare_flops(pruner: Pruner, width: int) -> int:
     match pruner:
-        case Magnitude() | Wanda():
+        case Magnitude() | Wanda() | RoundToNearest():
             return 0
         case DSNoT():
             return _prepare_flops(pruner.start, width)
@@ -96,16 +97,20 @@ def _prepare_flops(pruner: Pruner, width: int) -> int:
 
 def _prune_flops(pruner: Pruner, out: int, width: int) -> int:
     """DSNoT scores all entries twice a cycle; SparseGPT's columns each update those to their right; ALPS takes a
-    product a round, then those of its refit."""
+    product a round, then those of its refit.
+
+    Where whole rows share a grid, SparseGPT may sweep twice.
+    """
     match pruner:
-        case Magnitude() | Wanda():
+        case Magnitude() | Wanda() | RoundToNearest():
             return 0
         case DSNoT():
             return _prune_flops(pruner.start, out, width) + pruner.cycles * 4 * out * width
         case Refit():
             return _prune_flops(pruner.pruner, out, width) + (pruner.steps + 1) * 2 * out * width**2
         case SparseGPT():
-            return out * width**2
+            twice = pruner.grid is not None and pruner.grid.group is None
+            return (1 + twice) * out * width**2
     alps = pruner if isinstance(pruner, ALPS) else ALPS()
     most = alps.penalty.most
     return (most + alps.cg_steps + 1) * 2 * out * width**2 + most // alps.penalty.every * 2 * width**3
@@ -126,7 +131,9 @@ def _fit_flops(solver: LowRankSolver, out: int, width: int, rank: int) -> int:
             return products * 2 * columns * (out * width + (out + width) * columns)
         case Subspace():
             return 2 * width**2 * rank + 6 * out * width * rank + 4 * out * rank**2
-        case SVD() | DiagonalSVD():
+        case DiagonalSVD():
+            return _fit_flops(solver.svd, out, width, rank)
+        case SVD():
             return svd
     # T C, its SVD, and a triangular solve for the factor.
     return 2 * out * width**2 + svd + rank * width**2
@@ -175,6 +182,7 @@ PRUNER_NEEDS: dict[type, Need] = {
     Magnitude: SCORED,
     Wanda: SCORED,
     DSNoT: Need(large=8),
+    RoundToNearest: SCORED,
     SparseGPT: Need(prepare=10, kept=2, large=5),
     ALPS: SPECTRAL,
 }

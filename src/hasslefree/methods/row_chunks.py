@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
+from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern, Row, SemiStructured, Unstructured
-from hasslefree.core.protocols import Method, Solution
+from hasslefree.core.protocols import Method, Solution, grid_of
 from hasslefree.errors import MemoryShortError
 
 
@@ -31,6 +32,10 @@ class InRowChunks:
     gram: Gram
     rounds: int = 4
 
+    @property
+    def grid(self) -> Grid | None:
+        return grid_of(self.method)
+
     def check(self, rank: int) -> None:
         """As the method."""
         self.method.check(rank)
@@ -46,16 +51,19 @@ class InRowChunks:
         basis = torch.linalg.qr(low_rank.u).Q
         sparse = torch.empty_like(weight)
         for _ in range(self.rounds if rank else 1):
+            scalings = []
             for chunk in range(self.chunks):
                 start, stop = out * chunk // self.chunks, out * (chunk + 1) // self.chunks
                 own = pattern.restricted(start, stop, out) if isinstance(pattern, Unstructured) else pattern
                 target = weight[start:stop] - low_rank.u[start:stop] @ low_rank.v
-                sparse[start:stop] = self.method.solve(target, prepared, own, 0, generator).sparse
+                solution = self.method.solve(target, prepared, own, 0, generator)
+                sparse[start:stop] = solution.sparse
+                scalings += [solution.scaling] if solution.scaling else []
             if rank:
                 low_rank = self._fit(weight, sparse, basis)
                 basis = low_rank.u
         remark = f"out of memory: solved in {self.chunks} chunks of rows"
-        return Solution(sparse, low_rank, (), (remark,))
+        return Solution(sparse, low_rank, (), (remark,), Scaling.of_rows(scalings) if scalings else None)
 
     def _fit(self, weight: Tensor, sparse: Tensor, basis: Tensor, steps: int = 4) -> LowRank:
         """Steps of orthogonal iteration for W − S in the norm of H, with no array out × in."""
