@@ -27,7 +27,6 @@ from hasslefree.core.admm import SupportPenalty
 from hasslefree.core.protocols import Method
 from hasslefree.decompose import solve_layer
 from hasslefree.methods import METHODS, build_method
-from hasslefree.methods.prune import Prune
 from hasslefree.methods.three_block import ThreeBlock
 
 ROOT = Path(__file__).parents[1]

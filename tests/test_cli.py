@@ -83,6 +83,11 @@ BAD = {
     "short text": (["--rank", "4", "--samples", "9999", "--seqlen", "512"], "are needed"),
     "positions": (["--rank", "4", "--seqlen", "4096"], "takes at most 512 tokens"),
     "device": (["--rank", "4", "--device", "gpu"], "unknown device 'gpu'"),
+    "a grid": (["--bits", "4", "--rank", "4"], "method 'joint' has no grid"),
+    "bits": (["--method", "gptq", "--bits", "3"], "4 or 8 bits, got 3"),
+    "groups": (["--method", "gptq", "--group-size", "128"], "divisible by 128, got 192; use --group-size 64"),
+    "cut groups": (["--method", "gptq", "--pattern", "2:6", "--asymmetric"], "cut the pattern's groups of 6"),
+    "dense": (["--pattern", "dense", "--rank", "4"], "pattern dense keeps every entry"),
     "glob": (["--rank", "4", "--leave-dense", "*.nothing"], "matches no layer"),
 }
 

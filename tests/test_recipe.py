@@ -6,7 +6,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasslefree import AlternatingMinimization, Recipe
+from hasslefree import AlternatingMinimization, Grid, Recipe
 from hasslefree.errors import RecipeError
 from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
 from hasslefree.pruners import PRUNERS
@@ -247,3 +247,36 @@ def test_what_an_effort_stands_for(given, expected):
 def test_an_unknown_effort_is_refused():
     with pytest.raises(RecipeError, match="effort is one of fast, balanced, best, got 'much'"):
         Recipe(rank=4, effort="much").check(with_text=False)
+
+
+QUANTISED = ["rtn", "gptq", "loftq", "lq-lora", "caldera"]
+
+
+def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
+    recipe = Recipe(method="caldera", rank=2, bits=8, group_size=32, symmetric=True)
+    assert recipe.build_method().pruner.grid == Grid(8, 32, True)
+    assert Recipe(method="gptq", group_size=0).build_method().pruner.grid == Grid(group=None)
+    assert {name: Recipe(method=name).pattern for name in QUANTISED} == dict.fromkeys(QUANTISED, "dense")
+    assert Recipe(method="hassle-free", pruner="gptq").pattern == "dense"
+    assert Recipe().pattern == Recipe(method="oats").pattern == Recipe(method="nonsense").pattern == "2:4"
+    assert Recipe(method="gptq", pattern="2:4").pattern == "2:4"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bits": 4, "rank": 2}, "method 'joint' has no grid: bits.*--method rtn, loftq, lq-lora, caldera, gptq"),
+        ({"method": "wanda", "symmetric": False}, "method 'wanda' has no grid"),
+        ({"method": "hassle-free", "group_size": 64, "rank": 2}, "no grid.*hassle-free with --pruner gptq"),
+        ({"method": "gptq", "bits": 3}, "4 or 8 bits, got 3; use --bits 4"),
+        ({"method": "gptq", "group_size": -1}, "0 for whole rows, got -1"),
+        ({"pattern": "dense", "rank": 2}, "pattern dense keeps every entry.*method joint.*caldera, gptq"),
+        ({"method": "caldera", "rank": 2, "match_blocks": True}, "match_blocks trains the values of S"),
+        ({"method": "gptq", "rank": 2}, "no low-rank part, got rank 2; use rank 0, or a method such as caldera"),
+        ({"method": "gptq", "pattern": "dense", "sparsity": 0.5}, "pattern dense already fixes the sparsity"),
+        ({"method": "caldera"}, "method caldera needs a rank"),
+    ],
+)
+def test_what_does_not_go_with_a_grid(fields, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe(**fields).check(with_text=False)

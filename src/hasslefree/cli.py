@@ -38,18 +38,21 @@ _LISTS = ("--perplexity", "--tasks", "--leave-dense")
 
 # The options that make a recipe, for every command that takes one.
 RECIPE_OPTIONS: dict[str, tuple[Any, str]] = {
-    "pattern": (str, "N:M, unstructured, row or structured (default: 2:4)."),
+    "pattern": (str, "N:M, unstructured, row, structured or dense (default: 2:4; on a grid, dense)."),
     "rank": (int, "Rank of the low-rank part."),
     "sparsity": (float, "Share of zeros in S, for patterns other than N:M."),
     "ratio": (float, "Share of the parameters to save; fixes the rank."),
     "rank_share": (float, "Share of what is kept that goes to L."),
     "effort": (str, "fast, balanced (default for joint) or best: time against quality."),
-    "method": (str, "joint (default), 3basil, hassle-free, oats, eora, godec, pcp, or a pruner."),
+    "method": (str, "joint (default), 3basil, hassle-free, oats, eora, caldera, … or a pruner; the README lists them."),
     "pruner": (str, "Another pruner for hassle-free: sparsegpt, alps, …"),
     "low_rank": (str, "Another solver for hassle-free: adam, exact, …"),
     "rounds": (int, "Rounds (default: the method's own)."),
     "damping": (float, "λ over mean(diag H) (default: the method's)."),
     "refit": (bool, "Least squares on the support after the pruner (default: no)."),
+    "bits": (int, "Bits of the grid of S, 4 or 8, for gptq, rtn, caldera, lq-lora and loftq (default: 4)."),
+    "group_size": (int, "Inputs that share a scale of the grid; 0: a whole row (default: 64)."),
+    "symmetric": (bool, "A grid around zero, or from the least to the largest entry (default: asymmetric)."),
     "calibration": (str, "c4 (default), wikitext2, ptb, or a file."),
     "samples": (int, "Calibration segments (default: 128)."),
     "seqlen": (int, "Tokens a segment (default: at most 2048)."),
@@ -61,6 +64,10 @@ RECIPE_OPTIONS: dict[str, tuple[Any, str]] = {
     "dtype": (str, "auto, float32, bfloat16 or float16."),
     "seed": (int, "Seed of all that is random (default: 0)."),
 }
+
+
+# Flags of another form than --name and --no-name.
+FLAGS = {"symmetric": ("--symmetric/--asymmetric",)}
 
 
 def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
@@ -79,7 +86,9 @@ def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
     named = Parameter.KEYWORD_ONLY
     parameters = [parameter.replace(kind=named) for name, parameter in own.items() if name != "recipe"]
     parameters += [
-        Parameter(name, named, default=None, annotation=Annotated[kind | None, typer.Option(help=text)])
+        Parameter(
+            name, named, default=None, annotation=Annotated[kind | None, typer.Option(*FLAGS.get(name, ()), help=text)]
+        )
         for name, (kind, text) in added.items()
     ]
     wrapped.__signature__ = Signature(parameters)  # type: ignore[attr-defined]

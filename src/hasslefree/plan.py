@@ -10,6 +10,7 @@ import torch
 
 from hasslefree.core.packing import layout_of
 from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import grid_of
 from hasslefree.errors import HasslefreeError
 from hasslefree.models.blocks import Blocks, linear_shape, select_linears
 from hasslefree.recipe import Recipe
@@ -56,6 +57,8 @@ def make_plan(blocks: Blocks, recipe: Recipe) -> Plan:
             try:
                 pattern, rank = budget.resolve(*shape)
                 method.check(rank)
+                if grid := grid_of(method):
+                    grid.check(shape, pattern.group)
             except HasslefreeError as error:
                 raise type(error)(f"{error} ({blocks.prefix(index)}.{name})") from None
             plans[name] = plan_layer(shape, pattern, rank, linear.weight.dtype)

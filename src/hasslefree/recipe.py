@@ -13,15 +13,15 @@ from typing import Any, Literal
 import yaml
 
 from hasslefree.core.budgets import Budget
-from hasslefree.core.protocols import Method
+from hasslefree.core.protocols import Method, grid_of
 from hasslefree.errors import HasslefreeError, RecipeError
-from hasslefree.methods import build_method
+from hasslefree.methods import METHODS, build_method
 from hasslefree.methods.prune import Prune
+from hasslefree.pruners import PRUNERS
 from hasslefree.texts import check_text
 from hasslefree.yaml_fields import Given, read_fields
 
 BUDGET_FIELDS = ("pattern", "rank", "sparsity", "ratio", "rank_share")
-METHOD_FIELDS = ("method", "pruner", "low_rank", "rounds", "damping", "refit", "rank")
 ALLOCATIONS = ("uniform", "error")
 # What is done where the recipe does not say. The rounds are those of `joint`.
 EFFORTS: dict[str, dict[str, Any]] = {
@@ -29,6 +29,8 @@ EFFORTS: dict[str, dict[str, Any]] = {
     "balanced": {"rounds": 100, "allocate": "error", "dense_target": 1.0, "match_blocks": False},
     "best": {"rounds": 100, "allocate": "error", "dense_target": 1.0, "match_blocks": True},
 }
+GRID_FIELDS = ("bits", "group_size", "symmetric")
+METHOD_FIELDS = (*GRID_FIELDS, "method", "pruner", "low_rank", "rounds", "damping", "refit", "rank")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -37,13 +39,15 @@ class Recipe:
     """A compression, complete: the same recipe, model and machine give the same folder.
 
     Args:
-        pattern, rank, sparsity, ratio, rank_share: the budget of every layer; see `Budget`.
+        pattern, rank, sparsity, ratio, rank_share: the budget of every layer; see `Budget`. pattern None: "dense" where
+            the method has a grid, so that only the grid constrains S, else "2:4".
         effort: "fast", "balanced" or "best": rounds, and the levers of docs/levers.md that are not given one by one.
             None: balanced for `joint`; the methods of others are left as they were published.
         allocate: "uniform": the same budget for every layer; "error": ranks, and non-zeros where the pattern counts
             them, go where they lower the relative errors most, in the bytes of the uniform plan (docs/levers.md).
         method: a name from the table; pruner, low_rank, rounds and damping replace parts of it.
         refit: let least squares on the support follow the pruner.
+        bits, group_size, symmetric: of the grid of a method that has one; see `Grid`. group_size 0: whole rows.
         calibration: a hub name (c4, wikitext2, ptb) or a local .txt or .jsonl file.
         samples, seqlen: how many segments of how many tokens. seqlen None: 2048, or what the model takes if less.
         sequential: "layer" gathers the Gram of a layer after all layers before it were compressed, within a block
@@ -55,7 +59,7 @@ class Recipe:
         seed: of the calibration draw and of the random start of every layer.
     """
 
-    pattern: str = "2:4"
+    pattern: str | None = None
     rank: int | None = None
     sparsity: float | None = None
     ratio: float | None = None
@@ -68,6 +72,9 @@ class Recipe:
     rounds: int | None = None
     damping: float | None = None
     refit: bool = False
+    bits: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
     calibration: str = "c4"
     samples: int = 128
     seqlen: int | None = None
@@ -77,6 +84,16 @@ class Recipe:
     leave_dense: tuple[str, ...] = ()
     dtype: str = "auto"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.pattern is None:
+            object.__setattr__(self, "pattern", "dense" if self.has_grid else "2:4")
+
+    @property
+    def has_grid(self) -> bool:
+        """Whether S lies on a grid, as far as known names tell."""
+        part = METHODS.get(self.method) if self.pruner is None else PRUNERS.get(self.pruner)
+        return grid_of(part) is not None
 
     @property
     def two_streams(self) -> bool:
@@ -100,10 +117,11 @@ class Recipe:
         return self.pattern == "unstructured" or bool(self.rank) or self.ratio is not None
 
     def budget(self) -> Budget:
-        return Budget(self.pattern, self.rank, self.sparsity, self.ratio, self.rank_share)
+        return Budget(self.pattern or "2:4", self.rank, self.sparsity, self.ratio, self.rank_share)
 
     def build_method(self) -> Method:
-        return build_method(self.method, self.pruner, self.low_rank, self.rounds, self.damping, self.refit)
+        grid = {name: getattr(self, name) for name in GRID_FIELDS}
+        return build_method(self.method, self.pruner, self.low_rank, self.rounds, self.damping, self.refit, **grid)
 
     def check(self, with_text: bool = True) -> None:
         """Raise a RecipeError with every problem that can be seen without the model.
@@ -125,6 +143,7 @@ class Recipe:
                 yield ("method",), f"method {self.method} needs a rank or a ratio (rank 0 for S alone)"
         except HasslefreeError as error:
             yield METHOD_FIELDS, str(error)
+        yield from self._grid_problems()
         for name, least in (("samples", 1), ("seqlen", 2)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -150,6 +169,19 @@ class Recipe:
                 check_text(self.calibration)
             except HasslefreeError as error:
                 yield ("calibration",), str(error)
+
+    def _grid_problems(self) -> typing.Iterator[tuple[tuple[str, ...], str]]:
+        if self.group_size is not None and self.group_size < 0:
+            yield ("group_size",), f"group_size is a number of inputs, or 0 for whole rows, got {self.group_size}"
+        if self.pattern == "dense" and not self.has_grid:
+            quantised = ", ".join(name for name, method in METHODS.items() if grid_of(method))
+            yield (
+                ("pattern",),
+                f"pattern dense keeps every entry of S, and method {self.method} changes none: use a method that puts "
+                f"them on a grid ({quantised}), or another pattern",
+            )
+        if self.has_grid and self.match_blocks:
+            yield ("match_blocks",), "match_blocks trains the values of S, which a grid does not let go: leave it out"
 
     def to_yaml(self) -> str:
         """The fields that say something, as YAML that `from_yaml` reads."""

@@ -23,7 +23,7 @@ class Budget:
     """A budget in one of three modes, the same for layers of every shape.
 
     Args:
-        pattern: "N:M", "unstructured", "row" or "structured"; or a `Pattern` with its exact count.
+        pattern: "N:M", "unstructured", "row", "structured" or "dense"; or a `Pattern` with its exact count.
         rank: the rank r of L (fixed rank; 0 where nothing is said).
         sparsity: the share of zeros in S, for the patterns that do not imply it. With `rank`.
         ratio: ρ, the share of the parameters that is saved. With N:M it fixes the rank,
@@ -125,17 +125,19 @@ class Budget:
 
 
 def parse_pattern(name: str) -> SemiStructured | None:
-    """The N:M pattern of this name; None for a pattern that needs a count to be complete.
+    """The N:M pattern of this name (dense is 1:1); None for a pattern that needs a count to be complete.
 
     Raises:
         PatternError: N > M. UnknownNameError: no such pattern.
     """
+    if name == "dense":
+        return SemiStructured(1, 1)
     if match := _N_OF_M.fullmatch(name):
         return SemiStructured(int(match[1]), int(match[2]))
     if ":" in name:
         raise PatternError(f"pattern {name!r} is not of the form N:M with two whole numbers, such as 2:4")
     if name not in COUNTED:
-        raise UnknownNameError("pattern", name, ["N:M", "2:4", *COUNTED])
+        raise UnknownNameError("pattern", name, ["N:M", "2:4", "dense", *COUNTED])
     return None
 
 

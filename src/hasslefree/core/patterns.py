@@ -42,7 +42,7 @@ class Pattern(Protocol):
 
 @dataclass(frozen=True)
 class SemiStructured:
-    """N:M: at most n non-zeros in each m consecutive inputs of a row."""
+    """N:M: at most n non-zeros in each m consecutive inputs of a row. 1:1 keeps everything, and is called dense."""
 
     n: int
     m: int
@@ -52,7 +52,7 @@ class SemiStructured:
             raise PatternError(f"pattern {self.n}:{self.m} is impossible: N:M needs 0 <= N <= M and M >= 1")
 
     def __str__(self) -> str:
-        return f"{self.n}:{self.m}"
+        return "dense" if self.n == self.m == 1 else f"{self.n}:{self.m}"
 
     @property
     def group(self) -> int | None:
