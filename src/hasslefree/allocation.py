@@ -55,7 +55,7 @@ class Choice:
     def taken(self, ranks: int, steps: int = 0) -> LayerPlan:
         """The plan with so many steps on each ladder."""
         pattern = self.plan.pattern if self.count is None else Unstructured(self.count + steps * self.step)
-        return plan_layer(self.plan.shape, pattern, self.rank + ranks, self.dtype)
+        return plan_layer(self.plan.shape, pattern, self.rank + ranks, self.dtype, self.plan.grid)
 
 
 def allocated(job: Job, calls: list[BlockCall], segments: Tensor, folder: Path) -> Plan:
@@ -129,7 +129,7 @@ def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, harm: float, plan: Lay
     low, high = int(LEAST * plan.rank), min(int(MOST * plan.rank), out, width)
     spectrum = rank_gains(dense - sparse.to(dense.dtype), gram)
     ranks = Ladder(spectrum[low:high] * per_unit(harm, spectrum), (out + width) * size)
-    if not isinstance(plan.pattern, Unstructured):
+    if not isinstance(plan.pattern, Unstructured) or plan.grid is not None:
         return Choice(plan, weight.dtype, low, ranks)
     count = plan.pattern.count
     first, last = int(LEAST * count), min(int(MOST * count), out * width)

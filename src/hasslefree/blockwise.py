@@ -236,7 +236,7 @@ def compress_group(
             bias = None if linear.bias is None else linear.bias.detach()
             layer = SparseLowRankLinear.from_decomposition(result, bias, pattern)
             seconds = time.perf_counter() - start + shared
-            done[name] = layer, LayerReport.of(f"{prefix}.{name}", pattern, result, seconds)
+            done[name] = layer, LayerReport.of(f"{prefix}.{name}", pattern, result, seconds, layer.stored_bytes)
             job.note(done[name][1])
     except HasslefreeError as error:
         raise type(error)(f"{error} ({prefix}: {', '.join(plans)})") from None

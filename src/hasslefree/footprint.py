@@ -256,7 +256,7 @@ def plan_table(found: Footprint, device: torch.device) -> Group:
         table.add_column(heading, justify="left" if not heading else "right")
     for name, layer, count in found.layers:
         (out, width), share = layer.shape, layer.parameters / math.prod(layer.shape)
-        table.add_row(name, f"{out}×{width}", str(layer.pattern), str(layer.rank), f"{share:.1%}", str(count))
+        table.add_row(name, f"{out}×{width}", layer.kind, str(layer.rank), f"{share:.1%}", str(count))
     takes = Table(show_header=False)
     for name, value in totals(found, device).items():
         takes.add_row(name, value)
@@ -301,8 +301,7 @@ def as_text(table: Group) -> str:
 def to_dict(found: Footprint) -> dict[str, Any]:
     """A footprint as JSON has it."""
     layers = [
-        {"kind": n, "shape": list(p.shape), "pattern": str(p.pattern), "rank": p.rank, "count": c}
-        for n, p, c in found.layers
+        {"kind": n, "shape": list(p.shape), "pattern": p.kind, "rank": p.rank, "count": c} for n, p, c in found.layers
     ]
     peaks = {"device_peak": found.device_peak, "ram_peak": found.ram_peak}
     return dataclasses.asdict(dataclasses.replace(found, layers=())) | {"layers": layers} | peaks

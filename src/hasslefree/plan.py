@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from dataclasses import dataclass
 
 import torch
 
-from hasslefree.core.packing import layout_of
+from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import grid_of
+from hasslefree.core.storage import Storage
 from hasslefree.errors import HasslefreeError
 from hasslefree.models.blocks import Blocks, linear_shape, select_linears
 from hasslefree.recipe import Recipe
@@ -21,13 +21,22 @@ ROOM = 50_000_000
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer. shape: (out, in). bytes, dense_bytes: of its weight in the file, after and before."""
+    """One layer. shape: (out, in). bytes, dense_bytes: of its weight in the file, after (at most) and before.
+
+    grid: on which S will lie, or None.
+    """
 
     shape: tuple[int, int]
     pattern: Pattern
     rank: int
     bytes: int
     dense_bytes: int
+    grid: Grid | None = None
+
+    @property
+    def kind(self) -> str:
+        """The pattern, and the grid if there is one."""
+        return f"{self.pattern}, {self.grid}" if self.grid else str(self.pattern)
 
     @property
     def nonzeros(self) -> int:
@@ -61,17 +70,15 @@ def make_plan(blocks: Blocks, recipe: Recipe) -> Plan:
                     grid.check(shape, pattern.group)
             except HasslefreeError as error:
                 raise type(error)(f"{error} ({blocks.prefix(index)}.{name})") from None
-            plans[name] = plan_layer(shape, pattern, rank, linear.weight.dtype)
+            plans[name] = plan_layer(shape, pattern, rank, linear.weight.dtype, grid_of(method))
         plan.append(plans)
     return plan
 
 
-def plan_layer(shape: tuple[int, int], pattern: Pattern, rank: int, dtype: torch.dtype) -> LayerPlan:
-    (out, width), layout = shape, layout_of(str(pattern))
-    shapes = layout.shapes(out, width, pattern.kept(shape))
-    values = math.prod(shapes["values"]) + rank * (out + width)
-    packed = values * dtype.itemsize + math.prod(shapes[layout.index]) * layout.index_dtype.itemsize
-    return LayerPlan(shape, pattern, rank, packed, out * width * dtype.itemsize)
+def plan_layer(shape: tuple[int, int], pattern: Pattern, rank: int, dtype: torch.dtype, grid: Grid | None) -> LayerPlan:
+    (out, width), storage = shape, Storage.of(str(pattern), grid)
+    packed = storage.bytes(out, width, pattern.kept(shape), dtype) + rank * (out + width) * dtype.itemsize
+    return LayerPlan(shape, pattern, rank, packed, out * width * dtype.itemsize, grid)
 
 
 def digest(plan: Plan) -> str:

@@ -114,7 +114,8 @@ class Recipe:
     @property
     def _movable(self) -> bool:
         """Whether layers have anything to give each other."""
-        return self.pattern == "unstructured" or bool(self.rank) or self.ratio is not None
+        ranked = bool(self.rank) or self.ratio is not None
+        return self.pattern != "dense" and (ranked or self.pattern == "unstructured")
 
     def budget(self) -> Budget:
         return Budget(self.pattern or "2:4", self.rank, self.sparsity, self.ratio, self.rank_share)

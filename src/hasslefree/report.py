@@ -23,6 +23,7 @@ class LayerReport:
         name: in the model. out, width: the shape of its weight. pattern, rank: what it became.
         nonzeros: of S. parameters: non-zeros and both factors, beside out × width before.
         relative_error: with the undamped Gram, after the cast to the dtype of the model; and before it.
+        bytes, dense_bytes: of its weight as stored, and before.
         seconds: of the decomposition, its share of the factorisation included.
         history: the method's objective, as often as it measures it.
         remarks: what is out of the ordinary, a sentence each.
@@ -39,14 +40,16 @@ class LayerReport:
     seconds: float
     history: tuple[float, ...] = ()
     remarks: tuple[str, ...] = ()
+    bytes: int = 0
+    dense_bytes: int = 0
 
     @property
     def parameters(self) -> int:
         return self.nonzeros + self.rank * (self.out + self.width)
 
     @classmethod
-    def of(cls, name: str, pattern: str, result: Decomposition, seconds: float) -> LayerReport:
-        """The report of a decomposition."""
+    def of(cls, name: str, pattern: str, result: Decomposition, seconds: float, stored: int) -> LayerReport:
+        """The report of a decomposition. stored: the bytes that it takes."""
         return cls(
             name=name,
             out=result.sparse.shape[0],
@@ -59,6 +62,8 @@ class LayerReport:
             seconds=seconds,
             history=result.history,
             remarks=result.remarks,
+            bytes=stored,
+            dense_bytes=result.sparse.nbytes,
         )
 
     @classmethod
@@ -105,12 +110,22 @@ class Report:
     def kept_share(self) -> float:
         return self.kept_parameters / self.dense_parameters
 
+    @property
+    def stored_bytes(self) -> int:
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(layer.dense_bytes for layer in self.layers)
+
     def to_json(self) -> str:
         """compression.json: all but the seconds, so that the same recipe, model and machine give the same bytes."""
         content = dataclasses.asdict(self) | {
             "mean_relative_error": self.mean_relative_error,
             "dense_parameters": self.dense_parameters,
             "kept_parameters": self.kept_parameters,
+            "stored_bytes": self.stored_bytes,
+            "dense_bytes": self.dense_bytes,
         }
         for timed in (content, *content["layers"]):
             del timed["seconds"]
@@ -159,6 +174,7 @@ def model_card(report: Report) -> str:
     )
     left = report.recipe.get("leave_dense")
     dense = "Every linear layer in the blocks" + (f" (but for {_cell(left)})" if left else "")
+    stored = f"{report.stored_bytes:,} of {report.dense_bytes:,} ({report.stored_bytes / report.dense_bytes:.1%})"
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     from_hub = report.model.count("/") == 1 and not Path(report.model).exists()
     base = f"base_model: {report.model}\nbase_model_relation: quantized\n" if from_hub else ""
@@ -181,6 +197,7 @@ were.
 |---|---|
 | layers | {len(report.layers)} |
 | parameters kept in them | {report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%}) |
+| bytes of their weights | {stored} |
 | mean relative error | {report.mean_relative_error:.5f} |
 | calibration | {report.tokens:,} tokens in segments of {report.seqlen} |
 | dtype | {report.dtype} |

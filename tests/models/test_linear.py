@@ -1,16 +1,19 @@
 """The layer: what it computes, and that copies, casts, state dicts and compilation keep it whole."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from hasslefree import SparseLowRankLinear, use_way
+import hasslefree
+from hasslefree import Gram, Grid, Prune, SparseGPT, SparseLowRankLinear, use_way
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import KernelError, PatternError, UnknownNameError
-from hasslefree.models.linear import unpacked_once
+from hasslefree.models.linear import layers_without_numba, unpacked_once
+from tests import oracles
 
 PATTERNS = ["2:4", "2:8", "3:8", "2:3", "unstructured", "row", "structured"]
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
@@ -185,3 +188,67 @@ def test_any_leading_dimensions(shape):
     layer, x = layer_of("2:4"), torch.randn(shape)
     sparse, u, v, bias = parts("2:4")
     torch.testing.assert_close(layer(x), F.linear(x, sparse + u @ v, bias))
+
+
+QUANTISED = ["dense", "2:4", "3:8", "row", "structured"]
+
+
+def quantised_layer(pattern, dtype=torch.float32, symmetric=False):
+    """A layer (12, 24) of gptq, with a low-rank part and a bias, and its decomposition."""
+    weight, h = oracles.problem(12, 24)
+    method = Prune(SparseGPT(grid=Grid(4, 8, symmetric)))
+    sparsity = 0.5 if pattern in ("row", "structured") else None
+    result = hasslefree.decompose(weight.to(dtype), Gram(h, 1), pattern, 0, sparsity=sparsity, method=method)
+    result = dataclasses.replace(result, low_rank=LowRank(torch.randn(12, 2).to(dtype), torch.randn(2, 24).to(dtype)))
+    return SparseLowRankLinear.from_decomposition(result, torch.ones(12).to(dtype), pattern), result
+
+
+@pytest.mark.parametrize("pattern", QUANTISED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_layer_on_a_grid_computes_what_its_decomposition_says(pattern, dtype, symmetric):
+    """Oracles: S of the decomposition, bit for bit; the dense matrix in float64; the bytes of the tensors."""
+    layer, result = quantised_layer(pattern, dtype, symmetric)
+    assert torch.equal(layer.unpacked(), result.sparse)
+    x = torch.randn(3, 5, 24).to(dtype)
+    tight = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
+    expected = F.linear(x.double(), result.product().double()) + 1
+    torch.testing.assert_close(layer(x).double(), expected, **tight)
+    with torch.no_grad():
+        for way in (None, "unpacked", "dense"):
+            layer.use(way)
+            torch.testing.assert_close(layer(x).double(), expected, **tight)
+    assert "grid=int4 in groups of 8" in repr(layer)
+    assert not hasattr(layer, "values")
+    assert {n for n, _ in layer.named_parameters()} == {"weight_scale", "low_rank_u", "low_rank_v", "bias"}
+    assert layer.stored_bytes == sum(t.nbytes for n, t in layer.state_dict().items() if n != "bias")
+
+
+@pytest.mark.parametrize("pattern", QUANTISED)
+def test_casts_copies_and_state_dicts_of_a_layer_on_a_grid(pattern):
+    layer, result = quantised_layer(pattern)
+    other = copy.deepcopy(layer).to(torch.bfloat16)
+    assert other.weight.dtype == torch.bfloat16
+    assert torch.equal(other.weight_packed, layer.weight_packed)
+    assert torch.equal(other.unpacked(), result.sparse.to(torch.bfloat16))
+    fresh = SparseLowRankLinear(24, 12, 2, True, pattern, layer.nonzeros, grid=layer.grid)
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(fresh(torch.eye(24)), layer(torch.eye(24)))
+    layer(torch.randn(4, 24)).square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in layer.parameters())
+
+
+@pytest.mark.parametrize("pattern", QUANTISED)
+def test_a_layer_on_a_grid_compiles(pattern):
+    torch.compiler.reset()
+    layer, x = quantised_layer(pattern)[0], torch.randn(4, 24)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_codes_have_no_kernel():
+    layer, _ = quantised_layer("2:4")
+    for way in ("numba", "triton"):
+        with pytest.raises(KernelError, match="codes of a grid, for which there is no kernel; use dense or unpacked"):
+            layer.use(way)
+    assert not layers_without_numba(torch.nn.Sequential(layer))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasslefree.core.packing import Layout, layout_of
+from hasslefree.core.grids import Grid
+from hasslefree.core.storage import Storage
 from hasslefree.errors import CheckpointError, HasslefreeError
 from hasslefree.models.linear import SparseLowRankLinear
 
@@ -24,8 +25,10 @@ class Entry:
     """One compressed layer.
 
     Args:
-        pattern: its name. shape: (out, in). rank: of the low-rank part. nonzeros: the number of stored values.
+        pattern: its name. shape: (out, in). rank: of the low-rank part. nonzeros: the number of stored values
+            or codes.
         crc32: of the bytes of the index tensor.
+        grid: on which S lies; None where its values are stored.
     """
 
     pattern: str
@@ -33,15 +36,16 @@ class Entry:
     rank: int
     nonzeros: int
     crc32: int
+    grid: Grid | None = None
 
     @property
-    def layout(self) -> Layout:
-        return layout_of(self.pattern)
+    def storage(self) -> Storage:
+        return Storage.of(self.pattern, self.grid)
 
     def shapes(self, bias: bool) -> dict[str, tuple[int, ...]]:
         """The tensors of the layer, by their names in it, with their shapes."""
         out, width = self.shape
-        shapes = self.layout.shapes(out, width, self.nonzeros)
+        shapes = self.storage.shapes(out, width, self.nonzeros)
         if self.rank:
             shapes |= {"low_rank_u": (out, self.rank), "low_rank_v": (self.rank, width)}
         return shapes | ({"bias": (out,)} if bias else {})
@@ -49,11 +53,14 @@ class Entry:
 
 def entry_of(layer: SparseLowRankLinear) -> dict[str, Any]:
     """The entry of a layer, as config.json holds it."""
+    grid = layer.grid
+    on_grid = {"grid": {"bits": grid.bits, "group": grid.group, "symmetric": grid.symmetric}} if grid else {}
     return {
         "pattern": layer.pattern,
         "shape": [layer.out_features, layer.in_features],
         "rank": layer.rank,
-        "nonzeros": layer.values.numel(),
+        "nonzeros": layer.nonzeros,
+        **on_grid,
         "crc32": f"{crc32(layer.index):08x}",
     }
 
@@ -102,12 +109,23 @@ def _read(name: str, entry: Any) -> Entry:
         raise wrong("rank and nonzeros are whole numbers, 0 or more")
     if not isinstance(crc, str) or not re.fullmatch("[0-9a-f]{8}", crc):
         raise wrong("its crc32 is not of eight hexadecimal digits")
-    found = Entry(pattern, (shape[0], shape[1]), entry["rank"], entry["nonzeros"], int(crc, 16))
+    grid = entry.get("grid")
+    if grid is not None and not _is_grid(grid):
+        raise wrong("its grid is not of bits, group (a whole number or null) and symmetric")
     try:
+        on = None if grid is None else Grid(grid["bits"], grid["group"], grid["symmetric"])
+        found = Entry(pattern, (shape[0], shape[1]), entry["rank"], entry["nonzeros"], int(crc, 16), on)
         found.shapes(bias=False)
     except HasslefreeError as error:
         raise wrong(str(error)) from None
     return found
+
+
+def _is_grid(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"bits", "group", "symmetric"}:
+        return False
+    group = value["group"]
+    return _is_count(value["bits"]) and isinstance(value["symmetric"], bool) and (group is None or _is_count(group))
 
 
 def _is_count(value: Any, least: int = 0) -> bool:

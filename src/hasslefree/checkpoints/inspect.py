@@ -22,7 +22,7 @@ class LayerSize:
     """One compressed layer.
 
     Args:
-        shape: (out, in). nonzeros: the values stored for S. dtype: of the values.
+        shape: (out, in). nonzeros: the values or codes stored for S. dtype: of the values, or of the grid's scales.
         bytes: of all its tensors. dense_bytes: of the layer as it was, in the same dtype.
     """
 
@@ -34,6 +34,12 @@ class LayerSize:
     dtype: str
     bytes: int
     dense_bytes: int
+    grid: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The pattern, and the grid if there is one."""
+        return self.pattern if self.grid is None else f"{self.pattern}, {self.grid}"
 
 
 @dataclass(frozen=True)
@@ -85,10 +91,12 @@ def inspect_folder(folder: Path) -> FolderSize:
 
 def _layer_size(name: str, entry: Entry, stored: Mapping[str, Stored]) -> LayerSize:
     (out, width), bias = entry.shape, f"{name}.bias" in stored
-    tensors, dtype = [stored[f"{name}.{leaf}"] for leaf in entry.shapes(bias)], stored[f"{name}.values"].dtype
+    tensors = [stored[f"{name}.{leaf}"] for leaf in entry.shapes(bias)]
+    dtype = stored[f"{name}.{'weight_scale' if entry.grid else 'values'}"].dtype
     dense = out * (width + bias) * ELEMENT_BYTES[dtype]
     size = sum(tensor.size for tensor in tensors)
-    return LayerSize(name, entry.pattern, entry.shape, entry.rank, entry.nonzeros, dtype, size, dense)
+    grid = str(entry.grid) if entry.grid else None
+    return LayerSize(name, entry.pattern, entry.shape, entry.rank, entry.nonzeros, dtype, size, dense, grid)
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
@@ -108,7 +116,7 @@ def size_table(found: FolderSize) -> Table:
         table.add_row(Text(name), pattern, rank, nonzeros, f"{size:,}", f"{dense:,}", share)
 
     for layer in found.layers:
-        line(layer.name, layer.bytes, layer.dense_bytes, layer.pattern, str(layer.rank), f"{layer.nonzeros:,}")
+        line(layer.name, layer.bytes, layer.dense_bytes, layer.kind, str(layer.rank), f"{layer.nonzeros:,}")
     table.add_section()
     nonzeros = f"{sum(layer.nonzeros for layer in found.layers):,}"
     line("compressed layers", found.layer_bytes, found.layer_dense_bytes, nonzeros=nonzeros)

@@ -90,8 +90,8 @@ def empty_layer(layer: nn.Module, name: str, entry: Entry) -> SparseLowRankLinea
     (out, width), weight = linear_shape(layer), layer.weight
     if entry.shape != (out, width):
         raise CheckpointError(f"config.json says that {name} is {list(entry.shape)}; the model's is {[out, width]}")
-    bias = layer.bias is not None
-    return SparseLowRankLinear(width, out, entry.rank, bias, entry.pattern, entry.nonzeros, weight.dtype, weight.device)
+    bias, like = layer.bias is not None, (weight.dtype, weight.device)
+    return SparseLowRankLinear(width, out, entry.rank, bias, entry.pattern, entry.nonzeros, *like, entry.grid)
 
 
 def register() -> None:

@@ -12,7 +12,7 @@ from hasslefree.checkpoints.headers import Stored
 from hasslefree.errors import CheckpointError, PatternError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-INDICES = {"positions": "U8", "mask": "U8", "columns": "I32"}
+INTEGERS = {"positions": "U8", "mask": "U8", "columns": "I32", "weight_packed": "I32", "weight_zero_point": "I32"}
 
 
 def check_layers(entries: Mapping[str, Entry], biased: set[str], stored: Mapping[str, Stored]) -> None:
@@ -45,7 +45,7 @@ def _check_tensor(name: str, tensor: Stored, shape: tuple[int, ...] | None) -> N
         raise CheckpointError(
             f"{tensor.file}: {name} is {list(tensor.shape)}, and {list(shape)} by config.json; get both anew"
         )
-    allowed = INDICES.get(name.rpartition(".")[2])
+    allowed = INTEGERS.get(name.rpartition(".")[2])
     if tensor.dtype != allowed if allowed else tensor.dtype not in FLOATS:
         raise CheckpointError(f"{tensor.file}: {name} is {tensor.dtype}, not {allowed or 'a float'}; get it anew")
 
@@ -57,7 +57,7 @@ def check_indices(entries: Mapping[str, Entry], stored: Mapping[str, Stored]) ->
         CheckpointError: with the file and the tensor.
     """
     for name, entry in entries.items():
-        layout, (out, width) = entry.layout, entry.shape
+        layout, (out, width) = entry.storage.layout, entry.shape
         tensor = stored[f"{name}.{layout.index}"]
         data = tensor.read()
         where = f"{tensor.file}: {name}.{layout.index}"

@@ -4,8 +4,8 @@
 |---|---|---|
 | `dense` | S is unpacked by torch at every call, then `F.linear`; the caller's own | everywhere, with gradients |
 | `unpacked` | S is unpacked once by the caller, and takes the memory of a dense layer | everywhere, no gradients |
-| `numba` | `kernels.ops`: from the packed tensors | CPU, N:M and bitmask, no gradients |
-| `triton` | `kernels.triton`; more than 16 tokens go `dense` | CUDA, N:M stored as positions, no gradients |
+| `numba` | `kernels.ops`: from the packed tensors | CPU, N:M and bitmask, no grid, no gradients |
+| `triton` | `kernels.triton`; more than 16 tokens go `dense` | CUDA, N:M stored as positions, no grid, no gradients |
 | `semi-structured` | `kernels.cuda`: torch's 2:4 tensors, converted once by the caller | CUDA of capability 8.0, 2:4 |
 """
 
@@ -28,6 +28,7 @@ HAS_NUMBA = importlib.util.find_spec("numba") is not None
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 TRITON_TOKENS = 16
+NO_CODES = "S is stored as codes of a grid, for which there is no kernel; use dense or unpacked"
 NO_GRADIENTS = "it has no gradients; use dense, or torch.no_grad()"
 
 
@@ -37,6 +38,7 @@ class Case:
 
     Args:
         device: "cpu" or "cuda". tokens: the rows of x. grad: whether a gradient to x or to the values is wanted.
+        quantised: whether S is stored as codes of a grid.
     """
 
     device: str
@@ -44,6 +46,7 @@ class Case:
     layout: Layout
     tokens: int
     grad: bool
+    quantised: bool = False
 
     @property
     def groups(self) -> tuple[int, int] | None:
@@ -70,7 +73,7 @@ def choose(case: Case, way: str | None = None) -> str:
 
 def wants_numba(case: Case) -> bool:
     """Whether S is unpacked at every call for no other reason than that Numba is not installed."""
-    return not HAS_NUMBA and case.device == "cpu" and not isinstance(case.layout, Columns)
+    return not HAS_NUMBA and case.device == "cpu" and not isinstance(case.layout, Columns) and not case.quantised
 
 
 def product(way: str, x: Tensor, values: Tensor, index: Tensor, layout: Any) -> Tensor:
@@ -97,6 +100,8 @@ def _unpacked(case: Case) -> str | None:
 
 
 def _numba(case: Case) -> str | None:
+    if case.quantised:
+        return NO_CODES
     if not HAS_NUMBA:
         return 'Numba is not installed; pip install "hasslefree[fast]"'
     if case.device != "cpu":
@@ -111,6 +116,8 @@ def _numba(case: Case) -> str | None:
 
 
 def _triton(case: Case) -> str | None:
+    if case.quantised:
+        return NO_CODES
     if not HAS_TRITON:
         return "Triton is not installed; pip install triton"
     if case.device != "cuda":

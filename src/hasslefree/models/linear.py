@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hasslefree.core.packing import layout_of
+from hasslefree.core.grids import Grid
 from hasslefree.core.protocols import Decomposition
+from hasslefree.core.storage import Storage
 from hasslefree.kernels import Case, choose, cuda, product, wants_numba
 
 
@@ -19,11 +20,14 @@ class SparseLowRankLinear(nn.Module):
 
     Args:
         pattern: the name of the sparsity pattern; it says how S is stored (`core.packing`).
-        nonzeros: the number of stored values.
+        nonzeros: the number of stored values, or codes.
         bias: whether there is one.
+        grid: on which S lies; None where it holds any number.
 
     S is in two tensors: the parameter `values`, and the integer buffer `positions`, `mask` or `columns`, which no cast
-    to another dtype touches. The factors are `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank 0.
+    to another dtype touches. On a grid (`core.storage`), the integer buffers `weight_packed` and `weight_zero_point`
+    and the parameter `weight_scale` take the place of the values, and S is unpacked at every call.
+    The factors are `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank 0.
     How x Sᵀ is computed is chosen at every call (`hasslefree.kernels`), or told by `use`.
     """
 
@@ -42,20 +46,24 @@ class SparseLowRankLinear(nn.Module):
         nonzeros: int,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        grid: Grid | None = None,
     ):
         super().__init__()
         self.in_features, self.out_features, self.rank, self.pattern = in_features, out_features, rank, pattern
-        self.layout = layout_of(pattern)
+        self.storage, self.nonzeros = Storage.of(pattern, grid), nonzeros
+        self.layout, self.grid = self.storage.layout, grid
         self.way: str | None = None
         self.held: Tensor | None = None  # S in another form, for calls without gradients or with its own
-        shapes = self.layout.shapes(out_features, in_features, nonzeros)
+        shapes = self.storage.shapes(out_features, in_features, nonzeros)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
-        self.values = parameter(*shapes["values"])
-        index = torch.zeros(shapes[self.layout.index], dtype=self.layout.index_dtype, device=device)
-        self.register_buffer(self.layout.index, index)
+        for name, own in self.storage.dtypes().items():
+            if own is None:
+                self.register_parameter(name, parameter(*shapes[name]))
+            else:
+                self.register_buffer(name, torch.zeros(shapes[name], dtype=own, device=device))
         self.register_parameter("low_rank_u", parameter(out_features, rank) if rank else None)
         self.register_parameter("low_rank_v", parameter(rank, in_features) if rank else None)
         self.register_parameter("bias", parameter(out_features) if bias else None)
@@ -67,13 +75,14 @@ class SparseLowRankLinear(nn.Module):
         Raises:
             PatternError: S does not have the pattern.
         """
-        out, width = result.sparse.shape
-        values, index = layout_of(pattern).pack(result.sparse + 0.0)  # −0.0 becomes +0.0, which is not stored
+        (out, width), sparse = result.sparse.shape, result.sparse
+        grid = result.quantised.scaling.grid if result.quantised else None
+        tensors, nonzeros = Storage.of(pattern, grid).pack(sparse, result.quantised)
         rank = result.low_rank.rank
-        layer = cls(width, out, rank, bias is not None, pattern, values.numel(), values.dtype, values.device)
+        layer = cls(width, out, rank, bias is not None, pattern, nonzeros, sparse.dtype, sparse.device, grid)
         with torch.no_grad():
-            layer.values.copy_(values)
-            layer.index.copy_(index)
+            for name, tensor in tensors.items():
+                getattr(layer, name).copy_(tensor)
             if layer.low_rank_u is not None and layer.low_rank_v is not None:
                 layer.low_rank_u.copy_(result.low_rank.u)
                 layer.low_rank_v.copy_(result.low_rank.v)
@@ -88,12 +97,19 @@ class SparseLowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The values, under the name by which model code asks a linear layer for its dtype or device. Not a matrix."""
-        return self.values
+        """The values, or the scales of the grid, under the name by which model code asks a linear layer for its dtype
+        or device. Not the matrix."""
+        return self.values if self.grid is None else self.get_parameter("weight_scale")
 
     def unpacked(self) -> Tensor:
         """S: (out, in), made anew at each call."""
-        return self.layout.unpack(self.values, self.index, self.in_features)
+        tensors = {name: getattr(self, name) for name in self.storage.dtypes()}
+        return self.storage.unpack(tensors, self.in_features, self.nonzeros)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What S and the factors take on the disk."""
+        return sum(t.nbytes for name, t in self.state_dict().items() if name != "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) → (..., out)."""
@@ -108,7 +124,7 @@ class SparseLowRankLinear(nn.Module):
 
     def sparse_product(self, x: Tensor) -> Tensor:
         """x Sᵀ: (..., in) → (..., out)."""
-        grad = torch.is_grad_enabled() and (x.requires_grad or self.values.requires_grad)
+        grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         if self.held is not None and (self.held.requires_grad or not grad):
             return F.linear(x, self.held)
         way = choose(self._case(x.numel() // self.in_features, grad), self.way)
@@ -137,12 +153,13 @@ class SparseLowRankLinear(nn.Module):
         self.way, self.held = way, held
 
     def _case(self, tokens: int, grad: bool) -> Case:
-        return Case(self.values.device.type, self.values.dtype, self.layout, tokens, grad)
+        return Case(self.weight.device.type, self.weight.dtype, self.layout, tokens, grad, self.grid is not None)
 
     def extra_repr(self) -> str:
         shape = f"in_features={self.in_features}, out_features={self.out_features}"
         way = self.way or choose(self._case(tokens=1, grad=False))
-        return f"{shape}, pattern={self.pattern}, rank={self.rank}, bias={self.bias is not None}, way={way}"
+        grid = f", grid={self.grid}" if self.grid else ""
+        return f"{shape}, pattern={self.pattern}, rank={self.rank}, bias={self.bias is not None}, way={way}{grid}"
 
 
 def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:
