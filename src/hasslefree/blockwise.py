@@ -45,7 +45,7 @@ from hasslefree.models.linear import SparseLowRankLinear
 from hasslefree.models.streaming import Weights, outside, trim
 from hasslefree.plan import LayerPlan, Plan
 from hasslefree.recipe import Recipe
-from hasslefree.report import LayerReport
+from hasslefree.record import LayerReport
 
 logger = logging.getLogger(__name__)
 

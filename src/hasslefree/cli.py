@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hasslefree.errors import HasslefreeError, OutputError, RecipeError
 
 if TYPE_CHECKING:
-    from hasslefree.report import LayerReport
+    from hasslefree.record import LayerReport
 
 app = typer.Typer(
     help="Make a language model smaller without retraining it: every linear layer becomes sparse plus low-rank.",
@@ -115,7 +115,8 @@ def compress(
     """Compress MODEL into the folder OUT, which transformers loads after `import hasslefree`."""
     from hasslefree.checkpoints.unfinished import kept
     from hasslefree.compress import compress as compress_model
-    from hasslefree.report import summary_table
+    from hasslefree.record import summary_table
+    from hasslefree.report.content import write_seconds
 
     try:
         with layer_bar() as progress:
@@ -133,6 +134,8 @@ def compress(
     except KeyboardInterrupt:
         say(f"Interrupted; {kept(out)}.")
         raise
+    if not console.quiet:
+        write_seconds(out, report)
     console.print(summary_table(report))
     say(f"Written to {out} in {report.seconds:.0f} s; every layer is listed in {out / 'compression.json'}.")
 
@@ -254,6 +257,34 @@ def inspect(
     found = inspect_folder(folder)
     console.print(size_table(found))
     write_json(found.to_dict(), output)
+
+
+@app.command(name="report")
+def report_page(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(metavar="FOLDER...", help="Folders that compress wrote; and JSON results of evaluate."),
+    ],
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    figures: Annotated[Path | None, typer.Option(help="Write the figures here too, as PNG and SVG.")] = None,
+) -> None:
+    """One HTML page about compressed folders, side by side where there are several, that needs no network.
+
+    Perplexities and tasks are taken from the files evaluation*.json in FOLDER, and from results named beside it, which
+    may be those of the dense model.
+    """
+    from hasslefree.report.content import read_content
+    from hasslefree.report.figures import write_figures
+    from hasslefree.report.page import render
+
+    check_output_file(output)
+    if figures is not None and figures.exists() and not figures.is_dir():
+        raise OutputError(f"--figures {figures} is a file; give a folder")
+    content = read_content(sources)
+    output.write_text(render(content), encoding="utf-8")
+    say(f"Written to {output}.")
+    if figures is not None:
+        say(f"{len(write_figures(content, figures))} figures written to {figures}.")
 
 
 @app.command()

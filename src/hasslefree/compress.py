@@ -15,6 +15,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from hasslefree.allocation import allocated
 from hasslefree.blockwise import Job, compress_blocks, look_over
+from hasslefree.checkpoints.cards import FIGURE, base_licence, model_card
 from hasslefree.checkpoints.output import check_output
 from hasslefree.checkpoints.transformers_plugin import HasslefreeConfig
 from hasslefree.checkpoints.unfinished import Part, Unfinished, fingerprint, unfinished
@@ -39,7 +40,8 @@ from hasslefree.models.load import (
 from hasslefree.models.streaming import Weights
 from hasslefree.plan import bytes_on_disk, digest, make_plan
 from hasslefree.recipe import Recipe
-from hasslefree.report import LayerReport, Report, model_card, versions
+from hasslefree.record import LayerReport, Report, versions
+from hasslefree.report.figures import heat_map, save
 from hasslefree.texts import calibration_documents, draw_segments
 
 # Called after each layer with its report, the layers done and the layers in all.
@@ -96,6 +98,7 @@ def compress(
         blocks = find_blocks(loaded)
         plan = make_plan(blocks, recipe)
         check_output(folder, overwrite, bytes_on_disk(loaded, plan) - work.bytes_done)
+        own_segments = segments is not None
         if segments is None:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
             segments = draw(loaded, tokenizer, recipe)
@@ -120,6 +123,7 @@ def compress(
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "seqlen": segments.shape[1],
             "tokens": segments.numel(),
+            "own_segments": own_segments,
         }
         if world.writes:
             work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(job.plan)})
@@ -221,4 +225,6 @@ def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     (folder / "compression.json").write_text(report.to_json(), encoding="utf-8")
-    (folder / "README.md").write_text(model_card(report), encoding="utf-8")
+    save(heat_map(report), folder / FIGURE)
+    card = model_card(report, base_licence(report.model), model.is_remote_code())
+    (folder / "README.md").write_text(card, encoding="utf-8")

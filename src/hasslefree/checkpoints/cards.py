@@ -1,6 +1,21 @@
-"""README.md of the exported folders, in the Hub's format."""
+"""README.md of the folders that are written, in the Hub's format."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers.utils.hub import cached_file
+
+from hasslefree.command import command_of
+from hasslefree.record import Report
+
+# The picture in the card of a compressed folder.
+FIGURE = "relative_error.png"
+
+# What the card of a base model says of its licence, in the Hub's format.
+LICENCE_FIELDS = ("license", "license_name", "license_link")
 
 _LOAD = """```python
 from transformers import AutoModelForCausalLM
@@ -69,3 +84,126 @@ Exported by hasslefree from a model of sparse + low-rank layers, `{source}`.{rec
 ## Load it
 
 {load}"""
+
+
+def base_licence(model: str) -> dict[str, str]:
+    """What the model card of a local folder or of the hub says of the licence; empty where it says nothing.
+
+    No network and no card are no reason to lose a compression.
+    """
+    lenient = {
+        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")
+    }
+    try:
+        file = cached_file(model, "README.md", **lenient)
+        text = Path(file).read_text(encoding="utf-8") if file else ""
+        start, _, rest = text.partition("---\n")
+        found = yaml.safe_load(rest.partition("\n---")[0]) if not start.strip() else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    given = found if isinstance(found, dict) else {}
+    return {name: given[name] for name in LICENCE_FIELDS if isinstance(given.get(name), str)}
+
+
+def model_card(report: Report, licence: dict[str, str], trust_remote_code: bool = False) -> str:
+    """The card of a compressed folder, with the picture `FIGURE` beside it.
+
+    Args:
+        licence: of the base model, as from `base_licence`.
+    """
+    left = report.recipe.get("leave_dense")
+    dense = "Every linear layer in the blocks" + (f" (but for {_cell(left)})" if left else "")
+    stored = f"{report.stored_bytes:,} of {report.dense_bytes:,} ({report.stored_bytes / report.dense_bytes:.1%})"
+    worst = max(report.layers, key=lambda layer: layer.relative_error)
+    recipe = "\n".join(
+        f"| {key} | {_cell(value)} |" for key, value in report.recipe.items() if value not in (None, (), [])
+    )
+    versions = ", ".join(f"{library} {version}" for library, version in report.versions.items())
+    return f"""---
+{_front(report, licence)}---
+
+# {report.model.rstrip("/").rpartition("/")[2]}, sparse + low-rank
+
+{dense} of `{report.model}` was replaced by a sparse matrix plus a low-rank one, without
+retraining, by hasslefree, which starts from [the paper HASSLE-free]. Embeddings, norms and the output head are as they
+were.
+
+| | |
+|---|---|
+| layers | {len(report.layers)} |
+| parameters kept in them | {report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%}) |
+| bytes of their weights | {stored} |
+| mean relative error | {report.mean_relative_error:.5f} |
+| largest relative error | {worst.relative_error:.5f} ({worst.name}) |
+| calibration | {report.tokens:,} tokens in segments of {report.seqlen} |
+| dtype | {report.dtype} |
+
+![Relative error of every layer, block by block]({FIGURE})
+
+The relative error of a layer is tr(R H Rᵀ) / tr(W H Wᵀ), with R = W − S − L and H the second moment of its inputs.
+All layers are listed in `compression.json`; `hasslefree report` makes a page of them.
+
+## Licence
+
+{_licence(report, licence)}
+
+## Load it
+
+```python
+import hasslefree  # needed: it registers the layer with transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+
+## Make it again
+
+{_again(report, trust_remote_code)}
+
+| field | value |
+|---|---|
+{recipe}
+
+The method in full: `{report.method}`. Made with {versions}.
+
+[the paper HASSLE-free]: https://arxiv.org/abs/2502.00899
+"""
+
+
+def _front(report: Report, licence: dict[str, str]) -> str:
+    """The fields that the Hub reads."""
+    fields: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["hasslefree", "sparse", "low-rank"],
+        **licence,
+    }
+    if report.model.count("/") == 1 and not Path(report.model).exists():
+        fields |= {"base_model": report.model, "base_model_relation": "quantized"}
+    return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+
+
+def _licence(report: Report, licence: dict[str, str]) -> str:
+    """The licence in words."""
+    if not licence:
+        return (
+            f"That of the base model, `{report.model}`, which names none in its model card, or whose card could not be "
+            "read: look it up before you pass this model on."
+        )
+    named = licence.get("license_name") or licence.get("license") or licence["license_link"]
+    link = f" ({_cell(licence['license_link'])})" if licence.get("license_link", named) != named else ""
+    return f"That of the base model, `{report.model}`: {_cell(named)}{link}."
+
+
+def _again(report: Report, trust_remote_code: bool) -> str:
+    command = command_of(report, trust_remote_code=trust_remote_code)
+    if command is None:
+        return "The calibration tokens were given from Python; all else is in the recipe."
+    return f"    {command}"
+
+
+def _cell(value: Any) -> str:
+    """A value in a line of a table."""
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return " ".join(text.replace("|", "\\|").split())

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hasslefree.errors import OutputError
 from hasslefree.evaluation.fingerprint import fingerprint
 from hasslefree.evaluation.tasks import harness_tasks
-from hasslefree.report import versions
+from hasslefree.record import versions
 
 # The log-softmax of a bfloat16 model is taken in float32, as for the perplexity: in bfloat16 sums of log-likelihoods
 # are so coarse that choices tie.

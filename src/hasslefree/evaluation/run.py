@@ -14,7 +14,7 @@ from hasslefree.evaluation.harness import evaluate_tasks
 from hasslefree.evaluation.perplexity import perplexity
 from hasslefree.evaluation.tasks import check_tasks
 from hasslefree.models.load import load_model, load_tokenizer, resolve_seqlen
-from hasslefree.report import versions
+from hasslefree.record import versions
 from hasslefree.texts import check_text, evaluation_protocol, evaluation_text
 
 

@@ -1,18 +1,20 @@
-"""What a compression did: per layer and in total, as JSON, as a table and as a model card."""
+"""What a compression did: per layer and in total, as JSON and as a table."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
 import json
+import math
+import typing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from hasslefree.core.protocols import Decomposition
+from hasslefree.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Report:
         recipe: its fields. method: with every hyper-parameter that was in force. versions: of the libraries.
         seqlen: as resolved for the model. tokens: of the calibration text.
         matching: for each block that was matched, its name and error before and after.
+        own_segments: the calibration tokens were given, and not drawn from the text that the recipe names.
     """
 
     model: str
@@ -93,6 +96,7 @@ class Report:
     seconds: float
     layers: tuple[LayerReport, ...]
     matching: tuple[dict[str, Any], ...] = ()
+    own_segments: bool = False
 
     @property
     def mean_relative_error(self) -> float:
@@ -131,6 +135,46 @@ class Report:
             del timed["seconds"]
         return json.dumps(content, indent=1) + "\n"
 
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """What `to_json` wrote, all seconds 0.
+
+        Raises:
+            CheckpointError: it is not JSON, or a field is missing or of another type.
+        """
+        try:
+            content = json.loads(text)
+            layers = tuple(LayerReport.from_dict(_typed(LayerReport, layer)) for layer in content["layers"])
+            found = _typed(cls, content) | {"layers": layers, "matching": tuple(content.get("matching", ()))}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            cause = f"no {error}" if isinstance(error, KeyError) else error
+            raise CheckpointError(f"compression.json is not as this hasslefree writes it ({cause})") from None
+        if not layers:
+            raise CheckpointError("compression.json lists no layer")
+        return cls(**found)
+
+
+def _typed(kind: type[Any], content: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass in an object read from JSON, each of the kind of its annotation, and seconds of 0.
+
+    Raises:
+        KeyError, TypeError, ValueError: a field is missing, of another type, or a number that is not finite.
+    """
+    found: dict[str, Any] = {"seconds": 0.0}
+    for name, hint in typing.get_type_hints(kind).items():
+        if name in found or (name not in content and hasattr(kind, name)):
+            continue
+        value, plain = content[name], typing.get_origin(hint) or hint
+        expected: Any = {tuple: list, float: (int, float)}.get(plain, plain)
+        numbers = value if hint == tuple[float, ...] else [value] if plain in (int, float) else []
+        if not isinstance(value, expected) or (isinstance(value, bool) and plain is not bool):
+            raise TypeError(f"{name} is {value!r:.40}")
+        least = {"out": 1, "width": 1}.get(name, 0)
+        if not all(isinstance(number, int | float) and least <= number < math.inf for number in numbers):
+            raise ValueError(f"{name} holds something that is no number of {least} or more")
+        found[name] = value
+    return found
+
 
 def versions() -> dict[str, str]:
     """The versions of the libraries that a figure depends on."""
@@ -165,67 +209,3 @@ def summary_table(report: Report) -> Table:
         "all", str(len(report.layers)), "", f"{report.mean_relative_error:.5f}", f"{worst:.5f}", f"{seconds:.1f}"
     )
     return table
-
-
-def model_card(report: Report) -> str:
-    """README.md of the output folder, in the Hub's format."""
-    recipe = "\n".join(
-        f"| {name} | {_cell(value)} |" for name, value in report.recipe.items() if value not in (None, ())
-    )
-    left = report.recipe.get("leave_dense")
-    dense = "Every linear layer in the blocks" + (f" (but for {_cell(left)})" if left else "")
-    stored = f"{report.stored_bytes:,} of {report.dense_bytes:,} ({report.stored_bytes / report.dense_bytes:.1%})"
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    from_hub = report.model.count("/") == 1 and not Path(report.model).exists()
-    base = f"base_model: {report.model}\nbase_model_relation: quantized\n" if from_hub else ""
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- hasslefree
-- sparse
-- low-rank
-{base}---
-
-# {report.model.rstrip("/").rpartition("/")[2]}, sparse + low-rank
-
-{dense} of `{report.model}` was replaced by a sparse matrix plus a low-rank one, without
-retraining, by hasslefree, which starts from [the paper HASSLE-free]. Embeddings, norms and the output head are as they
-were.
-
-| | |
-|---|---|
-| layers | {len(report.layers)} |
-| parameters kept in them | {report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%}) |
-| bytes of their weights | {stored} |
-| mean relative error | {report.mean_relative_error:.5f} |
-| calibration | {report.tokens:,} tokens in segments of {report.seqlen} |
-| dtype | {report.dtype} |
-
-The relative error of a layer is tr(R H Rᵀ) / tr(W H Wᵀ), with R = W − S − L and H the second moment of its inputs.
-All layers are listed in `compression.json`.
-
-## Load it
-
-```python
-import hasslefree  # needed: it registers the layer with transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
-```
-
-## Recipe
-
-| field | value |
-|---|---|
-{recipe}
-
-The method in full: `{report.method}`. Made with {versions}.
-
-[the paper HASSLE-free]: https://arxiv.org/abs/2502.00899
-"""
-
-
-def _cell(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hasslefree.report import LayerReport, Report, summary_table
+from hasslefree.record import LayerReport, Report, summary_table
 
 
 def test_the_totals_by_hand():

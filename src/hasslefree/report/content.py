@@ -1,0 +1,227 @@
+"""What a report is made from: compressed folders, and the results of evaluations."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hasslefree.checkpoints.headers import read_headers, read_json, weight_files
+from hasslefree.checkpoints.inspect import FolderSize, inspect_folder
+from hasslefree.command import command_of
+from hasslefree.errors import CheckpointError
+from hasslefree.record import Report
+
+# What `evaluate` writes is looked for under these names in a folder.
+EVALUATIONS = "evaluation*.json"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured on one model.
+
+    Args:
+        perplexity: by text, a file by its name alone. tasks: accuracies, as shares.
+        average: of the tasks; None without any. limit: rows of each task; None for all.
+    """
+
+    perplexity: dict[str, float] = field(default_factory=dict)
+    tasks: dict[str, float] = field(default_factory=dict)
+    average: float | None = None
+    limit: int | None = None
+
+    def __or__(self, other: Evaluation) -> Evaluation:
+        """Both; where both have a figure, that of `other`."""
+        texts = self.perplexity | other.perplexity
+        return dataclasses.replace(other if other.tasks else self, perplexity=texts)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A compressed folder.
+
+    Args:
+        name: unlike that of any other run. spectra: by layer the singular values of L, the largest first.
+        command: that repeats it; None where there is none. seconds: of the whole compression, where they are known.
+    """
+
+    name: str
+    record: Report
+    sizes: FolderSize
+    spectra: dict[str, tuple[float, ...]]
+    evaluation: Evaluation
+    command: str | None
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Content:
+    """A report. others: evaluations of other models, such as the dense one, by their name."""
+
+    runs: tuple[Run, ...]
+    others: dict[str, Evaluation]
+
+
+def read_content(paths: Sequence[Path]) -> Content:
+    """Folders that `compress` wrote, and JSON files that `evaluate` wrote, of these folders or of other models.
+
+    Raises:
+        CheckpointError: one that is neither, or is not as it should be; no folder at all; or one named twice.
+    """
+    folders = [path for path in paths if path.is_dir()]
+    files = [path for path in paths if not path.is_dir()]
+    if not folders:
+        raise CheckpointError("a report needs at least one folder that `hasslefree compress` wrote")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise CheckpointError("a folder is named twice; once is enough")
+    about: dict[Path, Evaluation] = {}
+    others: dict[str, Evaluation] = {}
+    for file in files:
+        model, found = read_evaluation(file)
+        home = Path(model).resolve()
+        if home in [folder.resolve() for folder in folders]:
+            about[home] = about.get(home, Evaluation()) | found
+        else:
+            others[model] = others.get(model, Evaluation()) | found
+    runs = [
+        read_run(folder, name, about.get(folder.resolve(), Evaluation()))
+        for folder, name in zip(folders, distinct_names(folders), strict=True)
+    ]
+    return Content(tuple(runs), others)
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """The last parts of resolved paths, as many as it takes to tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(path[-count:]) for path in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def read_run(folder: Path, name: str, evaluation: Evaluation) -> Run:
+    """All that a folder and the files beside it tell. Weights are read for the spectra alone."""
+    sizes = inspect_folder(folder)
+    try:
+        text = (folder / "compression.json").read_text(encoding="utf-8")
+        record = Report.from_json(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder} has no readable compression.json ({error}); compress the model anew") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}; compress the model anew") from None
+    for file in sorted(folder.glob(EVALUATIONS)):
+        evaluation = read_evaluation(file)[1] | evaluation
+    own_code = "auto_map" in read_json(folder / "config.json")
+    seconds = read_seconds(folder, text)
+    if seconds is not None:
+        times = seconds["layers"]
+        layers = (dataclasses.replace(layer, seconds=times.get(layer.name, 0.0)) for layer in record.layers)
+        record = dataclasses.replace(record, layers=tuple(layers))
+    return Run(
+        name=name,
+        record=record,
+        sizes=sizes,
+        spectra=read_spectra(folder),
+        evaluation=evaluation,
+        command=command_of(record, trust_remote_code=own_code),
+        seconds=None if seconds is None else seconds["seconds"],
+    )
+
+
+def seconds_file(folder: Path) -> Path:
+    """Beside the folder, which has no seconds in it, so that the same compression gives the same bytes."""
+    return folder.resolve().with_name(f"{folder.resolve().name}.seconds.json")
+
+
+def write_seconds(folder: Path, report: Report) -> None:
+    """Keep how long a compression took, for the folder that it wrote."""
+    times = {layer.name: round(layer.seconds, 3) for layer in report.layers}
+    digest = hashlib.sha256((folder / "compression.json").read_bytes()).hexdigest()
+    content = {"compression": digest, "seconds": round(report.seconds, 3), "layers": times}
+    seconds_file(folder).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_seconds(folder: Path, compression: str) -> dict[str, Any] | None:
+    """What `write_seconds` wrote; None where there is nothing, or it is of another compression.
+
+    Args:
+        compression: the content of compression.json.
+    """
+    file = seconds_file(folder)
+    if not file.is_file():
+        return None
+    content = read_json(file)
+    if content.get("compression") != hashlib.sha256(compression.encode()).hexdigest():
+        return None
+    times = content.get("layers")
+    if not isinstance(times, dict) or not all(map(_is_figure, (content.get("seconds"), *times.values()))):
+        raise CheckpointError(f"{file} is not as `hasslefree compress` writes it; delete it")
+    return content
+
+
+def read_evaluation(file: Path) -> tuple[str, Evaluation]:
+    """The model and the figures in a file that `evaluate` wrote.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    content = read_json(file)
+    try:
+        texts = {Path(text).name: row["perplexity"] for text, row in content.get("perplexity", {}).items()}
+        tasks = {task: row["value"] for task, row in content.get("tasks", {}).items()}
+        model, average, limit = content["model"], content.get("average"), content.get("limit")
+        figures = [*texts.values(), *tasks.values(), *([average] if tasks else []), limit or 0]
+        if isinstance(model, str) and (texts or tasks) and all(map(_is_figure, figures)):
+            return model, Evaluation(texts, tasks, average, limit)
+    except (KeyError, TypeError, AttributeError):
+        pass
+    raise CheckpointError(f"{file} holds no results of `hasslefree evaluate`")
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
+    """The singular values of every L in a folder whose headers were checked, by the layer's name.
+
+    Raises:
+        CheckpointError: a factor holds NaN or Inf.
+    """
+    ends = {"low_rank_u", "low_rank_v"}
+    stored = {name: tensor for name, tensor in read_headers(weight_files(folder)).items()}
+    found = {}
+    for name in (name for name in stored if name.rpartition(".")[2] in ends):
+        layer = name.rpartition(".")[0]
+        if layer in found:
+            continue
+        u, v = (_tensor(stored[f"{layer}.{leaf}"].file, f"{layer}.{leaf}") for leaf in sorted(ends))
+        if not (torch.isfinite(u).all() and torch.isfinite(v).all()):
+            raise CheckpointError(f"the factors of {layer} in {folder} hold NaN or Inf; compress the model anew")
+        found[layer] = tuple(spectrum(u, v).tolist())
+    return found
+
+
+def _tensor(file: Path, name: str) -> Tensor:
+    with safe_open(file, "pt") as handle:
+        tensor: Tensor = handle.get_tensor(name)
+    return tensor
+
+
+def spectrum(u: Tensor, v: Tensor) -> Tensor:
+    """The singular values of u v, float64, the largest first, for u: (out, r), v: (r, in).
+
+    With u = Q R and vᵀ = P T they are those of R Tᵀ, which is small.
+    """
+    left, right = (torch.linalg.qr(factor.double(), mode="r").R for factor in (u, v.T))
+    return torch.linalg.svdvals(left @ right.T)

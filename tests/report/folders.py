@@ -1,0 +1,32 @@
+"""Compressed folders for reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hasslefree
+from hasslefree import Recipe
+from tests.tiny_models import build, segments
+
+
+def compressed(folder: Path, **changes) -> Path:
+    """A tiny Llama, compressed into a folder."""
+    recipe = Recipe(**{"rank": 2, "method": "hassle-free", "rounds": 5} | changes)
+    hasslefree.compress(build("llama"), folder, recipe, segments=segments())
+    return folder
+
+
+def evaluation(file: Path, model: str | Path, perplexity: float, **rest) -> Path:
+    """Results as `evaluate` writes them."""
+    content = {"model": str(model), "perplexity": {"texts/held_out.txt": {"perplexity": perplexity}}} | rest
+    file.write_text(json.dumps(content))
+    return file
+
+
+def edit(folder: Path, change) -> None:
+    """Change compression.json in place."""
+    file = folder / "compression.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))

@@ -1,0 +1,183 @@
+"""The page in a real Chromium: no errors, what clicks and keys do, both colour schemes, and the width of a phone."""
+
+import shutil
+
+import pytest
+
+from hasslefree.report.content import read_content
+from hasslefree.report.page import render
+from tests.report.folders import compressed, edit, evaluation
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)", allow_module_level=True)
+
+# No sandbox, because tests may run as root; no connections of the browser's own.
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+         "--disable-sync", "--no-first-run"]  # fmt: skip
+SIZES = {"desktop": (1200, 900), "phone": (380, 800)}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """Two folders and a dense model; names that are long, and one that is a script."""
+    folder = tmp_path_factory.mktemp("browser")
+    one = compressed(folder / "one")
+    two = compressed(folder / ("two-" + 60 * "x"), method="wanda", rank=None, rounds=None)
+    evil = "<img src=x onerror=\"document.title='pwned'\">"
+    edit(one, lambda content: content.update(model="a/" + 80 * "m", method=evil))
+    edit(one, lambda content: content["layers"][3].update(remarks=[evil]))
+    for run, value in ((one, 33.0), (two, 44.0)):
+        evaluation(run / "evaluation.json", "m", value, tasks={"piqa": {"value": 0.5}}, average=0.5)
+    dense = evaluation(folder / "dense.json", "base/dense", 30.0)
+    path = folder / "page.html"
+    path.write_text(render(read_content([one, two, dense])), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def opened(browser, file):
+    """A function that opens the page; at the end there must have been no message, error or request."""
+    heard, contexts = [], []
+
+    def open_page(scheme="light", size="desktop"):
+        width, height = SIZES[size]
+        context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": height})
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: heard.append(message.text))
+        page.on("pageerror", lambda error: heard.append(str(error)))
+        page.on("request", lambda asked: heard.append(asked.url) if not asked.url.startswith(("file:", "data:")) else 0)
+        page.goto(file.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert heard == []
+
+
+def inked(page, canvas):
+    """How many pixels of a canvas are not empty."""
+    return page.evaluate(
+        """id => {
+            const canvas = document.getElementById(id), context = canvas.getContext('2d');
+            const data = context.getImageData(0, 0, canvas.width, canvas.height).data;
+            return data.filter((value, index) => index % 4 === 3 && value > 0).length; }""",
+        canvas,
+    )
+
+
+def curve(page, canvas):
+    """The points that a chart was given, as Chart.js has them."""
+    return page.evaluate("id => Chart.getChart(id).data.datasets[0].data.map(point => [point.x, point.y])", canvas)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_it_opens_whole_and_nothing_overflows(opened, scheme, size):
+    page = opened(scheme, size)
+    width = SIZES[size][0]
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    # What is wider than the window must be in a part that scrolls by itself.
+    wide = page.evaluate(
+        "[...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll, .hidden, .skip') && "
+        "e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"
+    )
+    assert wide == []
+    for canvas in ("blocks", "history", "spectrum", "parameters"):
+        assert inked(page, canvas) > 500, canvas
+    assert page.title().endswith("hasslefree report")
+
+
+def test_a_click_shows_the_layer(opened, file):
+    """Oracle: compression.json of the folder."""
+    page = opened()
+    (run, _) = read_content([file.parent / "one", file.parent / ("two-" + 60 * "x")]).runs
+    layer = run.record.layers[10]
+    page.locator(f'.map button[data-layer="{layer.name}"]:visible').click()
+    assert page.locator("#layer-name").inner_text() == layer.name
+    assert page.locator(':visible[aria-pressed="true"]').get_attribute("data-layer") == layer.name
+    measured = [[index, pytest.approx(value, rel=1e-5)] for index, value in enumerate(layer.history, 1)]
+    assert curve(page, "history") == measured
+    kept = [[index, pytest.approx(value, rel=1e-3)] for index, value in enumerate(run.spectra[layer.name], 1)]
+    assert curve(page, "spectrum") == kept
+
+
+def test_remarks_are_text(opened, file):
+    page = opened()
+    name = read_content([file.parent / "one"]).runs[0].record.layers[3].name
+    page.locator(f'.map button[data-layer="{name}"]:visible').click()
+    assert page.locator("#layer-remarks li").inner_text().startswith("<img src=x")
+    assert "pwned" not in page.title()
+
+
+def test_the_keyboard_alone_is_enough(opened):
+    """Tab reaches the map once, arrows walk in it, and the layer below follows."""
+    page = opened()
+    page.locator(':visible[aria-pressed="true"]').focus()
+    page.keyboard.press("Home")
+    walk = {"ArrowRight": "0.self_attn.k_proj", "ArrowDown": "1.self_attn.k_proj", "ArrowLeft": "1.self_attn.q_proj",
+            "End": "1.mlp.down_proj", "ArrowUp": "0.mlp.down_proj"}  # fmt: skip
+    for key, name in walk.items():
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.dataset.layer") == f"model.layers.{name}"
+        assert page.locator("#layer-name").inner_text() == f"model.layers.{name}"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.closest('.map')") is None
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.tagName") == "SUMMARY":
+            break
+    page.keyboard.press("Enter")
+    assert page.locator("details[open]:visible tbody tr").count() == 14
+
+
+def test_another_folder_by_its_button(opened):
+    page = opened()
+    layer = page.locator("#layer-name").inner_text()
+    page.locator("#choice input").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".of-run:visible").first.get_attribute("data-run") == "1"
+    assert page.locator("#layer-name").inner_text() == layer, "the same layer of the other model"
+    assert "rank 0" in page.locator("#spectrum-note").inner_text()
+    assert page.locator('.of-run[data-run="0"]:visible').count() == 0
+
+
+def test_a_change_of_scheme_changes_the_page_and_the_charts(opened):
+    page = opened("light")
+    colours = []
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        colours.append((paper, page.evaluate("Chart.getChart('history').data.datasets[0].borderColor")))
+    assert all(one != other for one, other in zip(*colours, strict=True))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_cell_can_be_read(opened, scheme):
+    """Oracle: WCAG 2.1, contrast of at least 4.5, from the colours as they are painted."""
+    page = opened(scheme)
+    contrasts = page.evaluate(
+        """() => {
+            const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1});
+            const context = canvas.getContext('2d', {willReadFrequently: true});
+            const light = colour => {
+                context.fillStyle = colour; context.fillRect(0, 0, 1, 1);
+                const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].slice(0, 3)
+                    .map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+                return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05; };
+            return [...document.querySelectorAll('.map button')].map(button => {
+                const style = getComputedStyle(button), a = light(style.color), b = light(style.backgroundColor);
+                return Math.max(a, b) / Math.min(a, b); }); }"""
+    )
+    assert min(contrasts) >= 4.5

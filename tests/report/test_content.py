@@ -1,0 +1,143 @@
+"""What a report reads from folders and files, and what it says of those that are not as they should be."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hasslefree.checkpoints.headers import read_json
+from hasslefree.errors import CheckpointError
+from hasslefree.record import LayerReport, Report
+from hasslefree.report.content import (
+    distinct_names,
+    read_content,
+    seconds_file,
+    spectrum,
+    write_seconds,
+)
+from hasslefree.report.grid import error_range, grid_of, place, shade
+from tests.report.folders import compressed, edit, evaluation
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return compressed(tmp_path_factory.mktemp("content") / "out")
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("out", "width", "rank"), [(7, 9, 3), (9, 7, 7), (2, 5, 4), (5, 5, 1)])
+def test_the_spectrum_is_that_of_the_product(out, width, rank):
+    """Oracle: the SVD of the whole matrix. A rank above a side leaves as many values as the side has."""
+    u, v = torch.randn(out, rank), torch.randn(rank, width)
+    whole = torch.linalg.svdvals(u.double() @ v.double())
+    found = spectrum(u, v)
+    torch.testing.assert_close(found, whole[: len(found)])
+    assert len(found) == min(out, width, rank)
+
+
+def test_a_run_is_what_the_folder_holds(folder):
+    """Oracles: the loaded model's own matrices, and compression.json."""
+    (run,) = read_content([folder]).runs
+    stored = json.loads((folder / "compression.json").read_text())
+    assert [layer.relative_error for layer in run.record.layers] == [row["relative_error"] for row in stored["layers"]]
+    layer = AutoModelForCausalLM.from_pretrained(folder).get_submodule("model.layers.1.mlp.down_proj")
+    whole = torch.linalg.svdvals(layer.low_rank_u.double() @ layer.low_rank_v.double())[:2]
+    torch.testing.assert_close(torch.tensor(run.spectra["model.layers.1.mlp.down_proj"]), whole, check_dtype=False)
+    assert len(run.spectra) == 14
+    assert (run.name, run.command, run.seconds) == ("out", None, None), "segments were given, and nothing was timed"
+
+
+def test_seconds_are_those_of_this_compression_and_of_no_other(folder):
+    report = Report.from_json((folder / "compression.json").read_text())
+    layers = tuple(dataclasses.replace(layer, seconds=float(index)) for index, layer in enumerate(report.layers))
+    write_seconds(folder, dataclasses.replace(report, layers=layers, seconds=99.5))
+    (run,) = read_content([folder]).runs
+    assert run.seconds == 99.5
+    assert [layer.seconds for layer in run.record.layers] == [*map(float, range(14))]
+    edit(folder, lambda content: content.update(seqlen=17))
+    assert read_content([folder]).runs[0].seconds is None
+    write_seconds(folder, report)
+    seconds_file(folder).write_text(json.dumps(read_json(seconds_file(folder)) | {"seconds": "long"}))
+    with pytest.raises(CheckpointError, match="out.seconds.json is not as"):
+        read_content([folder])
+
+
+def test_evaluations_find_their_models(folder, tmp_path, monkeypatch):
+    """In the folder, by the path of the folder however it is written, and of other models."""
+    monkeypatch.chdir(tmp_path)
+    tasks = {"tasks": {"piqa": {"value": 0.75}}, "average": 0.75, "limit": 8}
+    evaluation(folder / "evaluation.json", "anywhere", 40.0)
+    named = evaluation(tmp_path / "tasks.json", "./out", 41.0, **tasks)
+    dense = evaluation(tmp_path / "dense.json", "a/base", 30.0)
+    content = read_content([folder, dense, named])
+    assert content.runs[0].evaluation.perplexity == {"held_out.txt": 41.0}, "what is named wins"
+    assert (content.runs[0].evaluation.tasks, content.runs[0].evaluation.limit) == ({"piqa": 0.75}, 8)
+    assert {name: found.perplexity for name, found in content.others.items()} == {"a/base": {"held_out.txt": 30.0}}
+
+
+def test_names_tell_folders_apart(tmp_path):
+    assert distinct_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+    assert distinct_names([tmp_path / "x/out", tmp_path / "y/out"]) == ["x/out", "y/out"]
+
+
+DAMAGE = {
+    "no JSON": (lambda f: (f / "compression.json").write_text("{"), "compression.json is not as"),
+    "gone": (lambda f: (f / "compression.json").unlink(), "no readable compression.json"),
+    "a field": (lambda f: edit(f, lambda c: c.pop("layers")), "no 'layers'"),
+    "a layer's": (lambda f: edit(f, lambda c: c["layers"][0].pop("rank")), "no 'rank'"),
+    "a type": (lambda f: edit(f, lambda c: c["layers"][0].update(rank="4")), "rank is '4'"),
+    "no list": (lambda f: edit(f, lambda c: c.update(layers=[3])), "not as"),
+    "no layers": (lambda f: edit(f, lambda c: c.update(layers=[])), "lists no layer"),
+    "NaN": (lambda f: edit(f, lambda c: c["layers"][0].update(relative_error=float("nan"))), "relative_error holds"),
+    "infinite": (lambda f: edit(f, lambda c: c["layers"][0].update(history=[1, float("inf")])), "history holds"),
+    "no rows": (lambda f: edit(f, lambda c: c["layers"][0].update(out=0)), "out holds"),
+    "a shard": (lambda f: next(f.glob("*.safetensors")).unlink(), "is missing"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_folder_is_one_message(folder, damage, message):
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        read_content([folder])
+
+
+def test_what_is_no_folder_and_no_result_is_refused(folder, tmp_path):
+    for name, content in {"list": "[]", "other": '{"model": "m"}', "nan": '{"model": "m", "perplexity": {"a": NaN}}',
+                          "text": '{"model": "m", "perplexity": {"a": {"perplexity": "<b>"}}}'}.items():  # fmt: skip
+        (tmp_path / name).write_text(content)
+        with pytest.raises(CheckpointError, match=name):
+            read_content([folder, tmp_path / name])
+    with pytest.raises(CheckpointError, match="at least one folder"):
+        read_content([tmp_path / "list"])
+    with pytest.raises(CheckpointError, match="twice"):
+        read_content([folder, folder / ".." / "out"])
+
+
+def layer(name, error=0.1):
+    return LayerReport(name, 4, 8, "2:4", 0, 16, error, error, 0.0)
+
+
+def test_the_grid_by_hand():
+    names = ["model.layers.10.self_attn.q_proj", "model.layers.2.self_attn.q_proj", "model.layers.2.mlp.up_proj"]
+    grid = grid_of(map(layer, names))
+    assert (grid.blocks, grid.kinds) == ((2, 10), ("q_proj", "up_proj"))
+    assert {key: cell.name for key, cell in grid.cells.items()} == {
+        (10, "q_proj"): names[0], (2, "q_proj"): names[1], (2, "up_proj"): names[2],
+    }  # fmt: skip
+    assert grid_of([layer("h.0.attn.c_proj"), layer("h.0.mlp.c_proj")]).kinds == ("attn.c_proj", "mlp.c_proj")
+    assert place("m.layers.3.mlp.experts.5.w1") == (3, "mlp.experts.5.w1")
+    assert place("lm_head") == (0, "lm_head")
+
+
+def test_shades_by_hand():
+    assert [shade(error, 0.01, 1.0) for error in (0.0, 0.01, 0.1, 1.0)] == pytest.approx([0, 0, 0.5, 1])
+    assert error_range([layer("a", 0.0), layer("b", 0.2), layer("c", 0.1)]) == (0.1, 0.2)
+    assert error_range([layer("a", 0.0)]) == (1.0, 1.0)

@@ -1,0 +1,135 @@
+"""The page and the figures: whole in themselves, and safe whatever a folder says."""
+
+import base64
+import hashlib
+import re
+import shutil
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+
+import pytest
+
+from hasslefree.report.content import read_content
+from hasslefree.report.figures import block_means, write_figures
+from hasslefree.report.page import ASSETS, curve, leading, percent, render
+from tests.report.folders import compressed, edit, evaluation
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\" onmouseover='alert(3)' {{ 7*7 }} $x_{"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    return compressed(folder / "one"), compressed(folder / "two", method="wanda", rank=None, rounds=None)
+
+
+class Tags(HTMLParser):
+    """Every tag with its attributes, and all text outside of scripts and styles."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text = [("", {})], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        if self.tags[-1][0] not in ("script", "style"):
+            self.text += data
+
+
+def test_the_page_needs_nothing_but_itself(made):
+    text = render(read_content(made))
+    tags = Tags(text).tags
+    assert len(text.encode()) < 400_000
+    assert not [each for tag, each in tags if "src" in each or each.get("href", "").startswith(("http", "/"))]
+    assert "@import" not in text
+    assert "url(" not in text
+    assert "sourceMappingURL" not in text
+
+
+def test_every_layer_of_every_run_is_a_button_and_a_line(made):
+    content = read_content(made)
+    tags = Tags(render(content)).tags
+    buttons = [each["data-layer"] for tag, each in tags if tag == "button" and "data-layer" in each]
+    assert sorted(buttons) == sorted(layer.name for run in content.runs for layer in run.record.layers)
+    labels = [each["aria-label"] for tag, each in tags if tag == "button" and "data-layer" in each]
+    assert labels[0] == f"block 0, q_proj: {content.runs[0].record.layers[0].relative_error:.5f}"
+
+
+def test_whatever_a_folder_says_is_text(made, tmp_path):
+    folder = shutil.copytree(made[0], tmp_path / "<b>evil")
+
+    def spoil(content):
+        content["model"] = content["method"] = content["recipe"]["method"] = EVIL
+        content["recipe"]["calibration"] = content["device"] = content["dtype"] = content["versions"]["torch"] = EVIL
+        content["layers"][0] |= {"remarks": [EVIL], "pattern": EVIL, "name": EVIL}
+
+    edit(folder, spoil)
+    evaluation(folder / "evaluation.json", "m", 3.0, tasks={EVIL: {"value": 0.5}}, average=0.5)
+    dense = evaluation(tmp_path / "dense.json", EVIL, 2.0)
+    content = read_content([folder, dense])
+    found = Tags(render(content))
+    plain = Tags(render(read_content([made[0], dense])))
+    assert sum(tag == "script" for tag, _ in found.tags) == 3
+    assert not [each for tag, each in found.tags if tag in ("img", "b") and each]
+    assert not [name for _, each in found.tags for name in each if name.startswith("on")]
+    assert EVIL in found.text
+    assert {name for _, each in found.tags for name in each} <= {name for _, each in plain.tags for name in each}
+    assert len(write_figures(content, tmp_path / "figures")) == 8, "a dollar begins no formula"
+
+
+def test_the_browser_is_told_to_run_the_two_scripts_of_the_page_alone(made):
+    """Oracle: SHA-256 of what stands between the tags."""
+    text = render(read_content(made))
+    policy = next(each["content"] for tag, each in Tags(text).tags if each.get("http-equiv"))
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    hashes = [f"'sha256-{digest}'" for digest in digests]
+    assert len(hashes) == 2
+    assert policy.startswith("default-src 'none';")
+    assert re.findall(r"'sha256-\S+'", policy) == hashes
+    assert "unsafe" not in policy.partition("script-src")[2]
+
+
+def test_chart_js_is_the_release_that_the_readme_names():
+    text = (ASSETS / "README.md").read_text()
+    assert hashlib.sha256((ASSETS / "chart.umd.min.js").read_bytes()).hexdigest() in text
+    version = re.search(r"Chart\.js v([\d.]+)", (ASSETS / "chart.umd.min.js").read_text())[1]
+    assert f"Chart.js](https://www.chartjs.org) {version}," in text
+    assert f"Chart.js {version}" in (ASSETS / "page.html").read_text()
+
+
+def test_curves_keep_their_ends():
+    values = [float(value) for value in range(1, 101)]
+    assert curve(values, 200) == [[index, float(index)] for index in range(1, 101)]
+    thin = curve(values, 8)
+    assert (len(thin), thin[0], thin[-1]) == (8, [1, 1.0], [100, 100.0])
+    assert curve([], 8) == []
+
+
+def test_small_figures_by_hand():
+    assert [percent(share) for share in (0, 0.00001, 0.0032, 0.0123, 0.5)] == ["0.00", "<.01", "0.32", "1.2", "50"]
+    assert [leading(values, 0.9) for values in ([3.0, 1.0], [2.0, 2.0], [], [0.0])] == [1, 2, 0, 1]
+
+
+def test_figures_are_whole_and_the_same_twice(made, tmp_path):
+    content = read_content(made)
+    first, again = write_figures(content, tmp_path / "a"), write_figures(content, tmp_path / "b")
+    names = {path.name for path in first}
+    stems = {"relative-error-one", "parameters-one", "rounds-one", "spectra-one"}
+    stems |= {"relative-error-two", "parameters-two", "comparison"}
+    assert names == {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
+    for one, other in zip(first, again, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+        if one.suffix == ".svg":
+            ET.parse(one)
+        else:
+            assert one.read_bytes().startswith(b"\x89PNG")
+
+
+def test_block_means_by_hand(made):
+    (run,) = read_content(made[:1]).runs
+    errors = [layer.relative_error for layer in run.record.layers]
+    assert block_means(run.record.layers) == pytest.approx({0: sum(errors[:7]) / 7, 1: sum(errors[7:]) / 7})
