@@ -148,7 +148,7 @@ def test_export(monkeypatch, capsys, tmp_path):
         assert code == 2, text
         assert message in text.replace("\n", " "), text
         assert "Traceback" not in text
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "dense", "peft"}
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.seconds.json", "dense", "peft"}
 
 
 def test_every_option_of_export_arrives(monkeypatch):

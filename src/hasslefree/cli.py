@@ -33,7 +33,7 @@ app = typer.Typer(
 console = Console(quiet=os.environ.get("RANK", "0") != "0")
 
 # These take several values after one flag, as in: --perplexity wikitext2 ptb my.txt
-_LISTS = ("--perplexity", "--tasks", "--leave-dense")
+_LISTS = ("--perplexity", "--tasks", "--leave-dense", "--methods", "--texts")
 
 
 # The options that make a recipe, for every command that takes one.
@@ -243,6 +243,48 @@ def parse_batch_size(given: str) -> int | None:
     if not given.isdecimal() or int(given) < 1:
         raise RecipeError(f"--batch-size is auto or a number of at least 1, got {given!r}")
     return int(given)
+
+
+@app.command()
+def reproduce(
+    what: Annotated[str, typer.Argument(help="table1, table2, table3, table4 or figure1 of arXiv 2502.00899.")],
+    model: Annotated[str | None, typer.Option(help="Instead of the paper's models (figure1: Llama-3.2-1B).")] = None,
+    like: Annotated[str | None, typer.Option(help="The paper's model whose figures stand beside.")] = None,
+    methods: Annotated[list[str] | None, typer.Option(help="Only these (default: all that are built).")] = None,
+    output: Annotated[Path, typer.Option(help="The folder for results; what it holds is not done again.")] = Path(
+        "reproduction"
+    ),
+    plan_only: Annotated[bool, typer.Option("--plan", help="Show what it takes, and stop.")] = False,
+    keep: Annotated[bool, typer.Option(help="Keep the compressed models.")] = False,
+    rank: Annotated[int | None, typer.Option(help="In the place of rank 64.", min=0)] = None,
+    samples: Annotated[int | None, typer.Option(help="Calibration segments (paper: 128).", min=1)] = None,
+    seqlen: Annotated[int | None, typer.Option(help="Tokens a segment and a window (paper: 2048).", min=2)] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of every method that has them (paper: 80).", min=1)] = None,
+    calibration: Annotated[str | None, typer.Option(help="A text in the place of c4.")] = None,
+    texts: Annotated[list[str] | None, typer.Option(help="NAME=FILE: texts in the place of the paper's.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Use only the first tokens of each text.", min=2)] = None,
+    tasks: Annotated[list[str] | None, typer.Option(help="Only these tasks; none for none.")] = None,
+    task_data: Annotated[Path | None, typer.Option(help="Take the tasks' rows from here.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only the first rows of each task.", min=1)] = None,
+    block: Annotated[int, typer.Option(help="figure1: the block, from 0.", min=0)] = 0,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, … (default: the GPU if there is one).")] = None,
+) -> None:
+    """A table or a figure of the paper: measured, the paper's figures beside it. See docs/reproduction.md."""
+    from hasslefree.reproduction import command
+    from hasslefree.reproduction.plan import Scale
+
+    scale = Scale(rank, samples, seqlen, rounds, calibration, dtype, command.local_texts(texts or []), max_tokens,
+                  command.chosen_tasks(tasks), limit, task_data)  # fmt: skip
+    chosen, desk = tuple(methods) if methods else None, command.Desk(output, device, console, say)
+    if what == "figure1":
+        command.reproduce_figure(model, chosen, scale, desk, block)
+        return
+    table = command.table_number(what)
+    with layer_bar() as progress:
+        command.reproduce_table(
+            table, model, like, chosen, scale, desk, plan_only=plan_only, keep=keep, progress=progress
+        )
 
 
 @app.command()

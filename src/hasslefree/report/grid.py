@@ -27,13 +27,18 @@ def place(name: str) -> tuple[int, str]:
     return (int(found[1]), found[2]) if found else (0, name)
 
 
-def grid_of(layers: Iterable[LayerReport]) -> Grid:
-    """The grid of some layers. A kind is the last part of a name where that tells them apart, else all of it."""
-    found = [(*place(layer.name), layer) for layer in layers]
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """The last part of each name where that tells them apart, else all of it."""
     leaves: dict[str, set[str]] = {}
-    for _, kind, _ in found:
-        leaves.setdefault(kind.rpartition(".")[2], set()).add(kind)
-    short = {kind: leaf if len(kinds) == 1 else kind for leaf, kinds in leaves.items() for kind in kinds}
+    for name in names:
+        leaves.setdefault(name.rpartition(".")[2], set()).add(name)
+    return {name: leaf if len(alike) == 1 else name for leaf, alike in leaves.items() for name in alike}
+
+
+def grid_of(layers: Iterable[LayerReport]) -> Grid:
+    """The grid of some layers."""
+    found = [(*place(layer.name), layer) for layer in layers]
+    short = short_names(kind for _, kind, _ in found)
     cells = {(block, short[kind]): layer for block, kind, layer in found}
     blocks = tuple(sorted({block for block, _ in cells}))
     return Grid(blocks, tuple(dict.fromkeys(kind for _, kind in cells)), cells)

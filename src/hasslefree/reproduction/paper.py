@@ -1,0 +1,56 @@
+"""The paper's tables (arXiv 2502.00899) as data, and the recipe of each row."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RECIPES = HERE / "recipes"
+
+TEXTS = ("c4", "wikitext2", "ptb")
+TASKS = ("piqa", "hellaswag", "arc_easy", "arc_challenge", "winogrande", "rte", "openbookqa", "boolq")
+
+# The models as the paper calls them, and where they are.
+MODELS = {
+    "Llama-3-8B": "meta-llama/Meta-Llama-3-8B",
+    "Llama-3.2-1B": "meta-llama/Llama-3.2-1B",
+    "Llama-3.2-3B": "meta-llama/Llama-3.2-3B",
+}
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """One row of a table, or the row that `joint` would have there.
+
+    Args:
+        config: such as 2:4 + rank 64; empty for a dense model. recipe: the name of a file; None where there is none.
+        figures: perplexities by text, accuracies in per cent by task and `average`; empty for `joint`.
+    """
+
+    table: int
+    model: str
+    config: str
+    method: str
+    recipe: str | None
+    figures: dict[str, float]
+
+
+def paper_rows(table: int) -> list[PaperRow]:
+    """The rows of a table, in its order, and one for `joint` in every setting with a low-rank part."""
+    with (HERE / "tables.csv").open(encoding="utf-8", newline="") as file:
+        printed = [_row(line) for line in csv.DictReader(file) if line["table"] == str(table)]
+    rows = []
+    for row in printed:
+        rows.append(row)
+        if row.method == "hassle-free" and row.recipe:
+            ours = row.recipe.replace("hassle-free-", "joint-")
+            rows.append(PaperRow(table, row.model, row.config, "joint", ours, {}))
+    return rows
+
+
+def _row(line: dict[str, str]) -> PaperRow:
+    figures = {name: float(line[name]) for name in (*TEXTS, *TASKS, "average") if line[name]}
+    recipe = line["recipe"] or None
+    return PaperRow(int(line["table"]), line["model"], line["config"], line["method"], recipe, figures)

@@ -1,0 +1,98 @@
+"""A reproduction as tables for the terminal: what it will take, and the paper's figures beside the measured ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from hasslefree.footprint import Footprint, duration, size
+from hasslefree.reproduction.paper import TASKS
+from hasslefree.reproduction.plan import Job
+
+
+def cost_table(jobs: Sequence[tuple[Job, Footprint | None]], done: Iterable[str], rate: float, keep: bool) -> Table:
+    """A line for each row with the parameters kept, time and disk of its compression; and what all take together.
+
+    Args:
+        done: keys of what is measured already. rate: of the device, in FLOPs a second.
+        keep: all compressed models stay on the disk.
+    """
+    done = set(done)
+    table = Table(title=f"{len(jobs)} rows, {sum(job.key in done for job, _ in jobs)} of them measured already")
+    for heading in ("model", "setting", "method", "kept", "disk", "time"):
+        table.add_column(heading, justify="left" if heading in ("model", "setting", "method") else "right")
+    for job, takes in jobs:
+        cells = ["", "", ""]
+        if takes is not None:
+            time = "done" if job.key in done else duration(takes.flops / rate)
+            cells = [f"{takes.kept / takes.dense:.1%}", size(takes.disk), time]
+        table.add_row(Text(job.model), job.row.config, job.row.method, *cells)
+    left = [takes for job, takes in jobs if takes is not None and job.key not in done]
+    disk = [takes.disk for takes in left]
+    needed = sum(disk) if keep else max(disk, default=0)
+    table.add_section()
+    table.add_row("all that is left", "", "", "", size(needed), duration(sum(takes.flops for takes in left) / rate))
+    table.caption = "Compressions alone; evaluations come on top."
+    return table
+
+
+def compare(job: Job, result: dict[str, Any]) -> dict[str, Any]:
+    """One row of a reproduced table: what was measured, what the paper prints, and measured − printed."""
+    measured, printed = result["figures"], job.row.figures
+    return {
+        "model": job.model,
+        "beside": job.row.model,
+        "config": job.row.config,
+        "method": job.row.method,
+        **{name: result[name] for name in ("relative_error", "kept_share", "seconds") if name in result},
+        "measured": measured,
+        "paper": printed,
+        "difference": {name: measured[name] - printed[name] for name in measured if name in printed},
+    }
+
+
+def result_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """Three lines a row: measured, the paper's, and the difference."""
+    names = list(dict.fromkeys(name for row in rows for name in row["measured"]))
+    table = Table(title=Text(title))
+    for heading in ("setting", "method", "", *names, "relative error"):
+        table.add_column(heading, justify="left" if heading in ("setting", "method", "") else "right")
+    for row in rows:
+        lines = {"measured": row["measured"], "paper": row["paper"], "difference": row["difference"]}
+        for label, figures in lines.items():
+            if label != "measured" and not figures:
+                continue
+            first = [row["config"] or "dense", row["method"]] if label == "measured" else ["", ""]
+            form = "{:+.2f}" if label == "difference" else "{:.2f}"
+            error = f"{row['relative_error']:.4f}" if label == "measured" and "relative_error" in row else ""
+            cells = [form.format(figures[name]) if name in figures else "" for name in names]
+            table.add_row(*first, label, *cells, error)
+        table.add_section()
+    return table
+
+
+def paper_order(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[int, int, int]]:
+    """For two methods: in how many settings the first is ahead in the paper, in the measurements, and in how many both.
+
+    A method is ahead that has the lesser mean over texts of log(perplexity). Counted are settings in which the paper
+    has both methods: (in the paper, measured, settings).
+    """
+    found: dict[tuple[str, str], tuple[int, int, int]] = {}
+    for one, other in itertools.permutations(rows, 2):
+        alike = all(one[field] == other[field] for field in ("model", "beside", "config"))
+        if alike and one["method"] < other["method"] and one["paper"] and other["paper"]:
+            ahead = [log_mean(one, of) < log_mean(other, of) for of in ("paper", "measured")]
+            counts = found.get((one["method"], other["method"]), (0, 0, 0))
+            found[one["method"], other["method"]] = (counts[0] + ahead[0], counts[1] + ahead[1], counts[2] + 1)
+    return found
+
+
+def log_mean(row: dict[str, Any], of: str) -> float:
+    """The mean of log(perplexity) over the texts of a row. of: "paper" or "measured"."""
+    logs = [math.log(value) for name, value in row[of].items() if name not in (*TASKS, "average")]
+    return sum(logs) / len(logs)
