@@ -69,6 +69,31 @@ def test_a_recipe_and_options_that_win_over_it(monkeypatch, capsys, tmp_path):
     assert (recipe["pattern"], recipe["method"], recipe["rank"], recipe["dtype"]) == ("2:8", "eora", 3, "float32")
 
 
+def test_compress_then_report(monkeypatch, capsys, tmp_path):
+    out, page = tmp_path / "out", tmp_path / "page.html"
+    code, text = run(monkeypatch, capsys, "compress", MODEL, out, "--rank", "4", "--method", "eora", *QUICK)
+    assert code == 0, text
+    seconds = json.loads((tmp_path / "out.seconds.json").read_text())["seconds"]
+    assert f"in {seconds:.0f} s" in text
+    # Where the page names it, rich must not take it for markup.
+    code, text = run(monkeypatch, capsys, "report", out, "--output", page, "--figures", tmp_path / "[red]")
+    assert code == 0, text
+    assert f"Written to {page}." in text
+    assert "figures written to" in text
+    assert "[red]" in text
+    assert f"hasslefree compress {MODEL} OUT --pattern 2:4 --method eora --rank 4" in page.read_text()
+    assert (tmp_path / "[red]" / "relative-error-out.svg").exists()
+    for arguments, message in [
+        (["report", MODEL], "holds no compressed model"),
+        (["report", "none"], "at least one folder"),
+        (["report", out, "--output", tmp_path], "is a folder"),
+        (["report", out, "--output", page, "--figures", page], "is a file"),
+    ]:
+        code, text = run(monkeypatch, capsys, *arguments)
+        assert code == 2, text
+        assert message in text
+
+
 BAD = {
     "unknown method": (["--method", "hasslefre"], "Did you mean 'hassle-free'"),
     "unknown pattern": (["--pattern", "unstructred", "--rank", "4"], "Did you mean 'unstructured'"),

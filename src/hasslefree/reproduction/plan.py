@@ -88,8 +88,14 @@ class Job:
         return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:16]
 
     @property
+    def setting(self) -> str:
+        """The paper's, with the rank that is in force."""
+        fixed = None if self.recipe is None else self.recipe.rank
+        return self.row.config.replace("rank 64", f"rank {fixed}")
+
+    @property
     def name(self) -> str:
-        return f"{self.row.config or 'dense'} {self.row.method}" if self.recipe else "dense"
+        return f"{self.setting} {self.row.method}" if self.recipe else "dense"
 
 
 def plan_table(

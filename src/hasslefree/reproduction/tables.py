@@ -31,7 +31,7 @@ def cost_table(jobs: Sequence[tuple[Job, Footprint | None]], done: Iterable[str]
         if takes is not None:
             time = "done" if job.key in done else duration(takes.flops / rate)
             cells = [f"{takes.kept / takes.dense:.1%}", size(takes.disk), time]
-        table.add_row(Text(job.model), job.row.config, job.row.method, *cells)
+        table.add_row(Text(job.model), job.setting, job.row.method, *cells)
     left = [takes for job, takes in jobs if takes is not None and job.key not in done]
     disk = [takes.disk for takes in left]
     needed = sum(disk) if keep else max(disk, default=0)
@@ -48,6 +48,7 @@ def compare(job: Job, result: dict[str, Any]) -> dict[str, Any]:
         "model": job.model,
         "beside": job.row.model,
         "config": job.row.config,
+        "setting": job.setting,
         "method": job.row.method,
         **{name: result[name] for name in ("relative_error", "kept_share", "seconds") if name in result},
         "measured": measured,
@@ -67,7 +68,7 @@ def result_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         for label, figures in lines.items():
             if label != "measured" and not figures:
                 continue
-            first = [row["config"] or "dense", row["method"]] if label == "measured" else ["", ""]
+            first = [row["setting"] or "dense", row["method"]] if label == "measured" else ["", ""]
             form = "{:+.2f}" if label == "difference" else "{:.2f}"
             error = f"{row['relative_error']:.4f}" if label == "measured" and "relative_error" in row else ""
             cells = [form.format(figures[name]) if name in figures else "" for name in names]
