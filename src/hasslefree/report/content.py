@@ -21,6 +21,9 @@ from hasslefree.command import command_of
 from hasslefree.errors import CheckpointError
 from hasslefree.record import Report
 
+# After what a method measures its objective, by the beginning of its repr.
+STEPS = {"AlternatingMinimization(": "round", "Joint(": "sweep of the polish, after the rounds"}
+
 # What `evaluate` writes is looked for under these names in a folder.
 EVALUATIONS = "evaluation*.json"
 
@@ -61,6 +64,11 @@ class Run:
     evaluation: Evaluation
     command: str | None
     seconds: float | None
+
+    @property
+    def step(self) -> str:
+        """After what the objective was measured."""
+        return next((step for method, step in STEPS.items() if self.record.method.startswith(method)), "measurement")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from hasslefree.record import LayerReport, Report
 from hasslefree.report.content import Content, Run
@@ -34,7 +35,7 @@ def write_figures(content: Content, folder: Path) -> list[Path]:
         drawn[f"relative-error-{name}"] = heat_map(run.record)
         drawn[f"parameters-{name}"] = parameter_bars(run.record)
         if any(len(layer.history) > 1 for layer in run.record.layers):
-            drawn[f"rounds-{name}"] = histories(run.record)
+            drawn[f"rounds-{name}"] = histories(run)
         if run.spectra:
             drawn[f"spectra-{name}"] = spectra(run)
     if len(content.runs) > 1:
@@ -67,12 +68,11 @@ def _error(layer: LayerReport | None) -> float:
     return float("nan") if layer is None else layer.relative_error
 
 
-def histories(report: Report) -> Figure:
+def histories(run: Run) -> Figure:
     """The method's objective each time that it was measured, a line for each layer."""
     figure, axes = _figure(7, 4)
-    curves = {layer.name: layer.history for layer in report.layers}
-    _lines_by_kind(axes, report.layers, lambda layer: curves[layer.name], start=1)
-    axes.set(xlabel="measurement", ylabel="objective", yscale="log", title="the method's objective")
+    _lines_by_kind(axes, run.record.layers, lambda layer: layer.history)
+    axes.set(xlabel=run.step, ylabel="objective", yscale="log", title="the method's objective")
     return figure
 
 
@@ -80,24 +80,23 @@ def spectra(run: Run) -> Figure:
     """The singular values of L over the largest of them, a line for each layer."""
     figure, axes = _figure(7, 4)
     found = {name: [value / values[0] for value in values] if values[0] else [] for name, values in run.spectra.items()}
-    _lines_by_kind(axes, run.record.layers, lambda layer: found.get(layer.name, []), start=1)
+    _lines_by_kind(axes, run.record.layers, lambda layer: found.get(layer.name, []))
     axes.set(xlabel="singular value of L", ylabel="share of the largest", title="what the low-rank part keeps")
     axes.set_ylim(bottom=0)
     return figure
 
 
-def _lines_by_kind(
-    axes: Axes, layers: Iterable[LayerReport], values: Callable[[LayerReport], Sequence[float]], start: int
-) -> None:
+def _lines_by_kind(axes: Axes, layers: Iterable[LayerReport], values: Callable[[LayerReport], Sequence[float]]) -> None:
     """A thin line for each layer, in the colour of its kind."""
     grid, colours = grid_of(layers), matplotlib.rcParams["axes.prop_cycle"].by_key()["color"]
     for (_, kind), layer in grid.cells.items():
         found = values(layer)
         colour = colours[grid.kinds.index(kind) % len(colours)]
-        axes.plot(range(start, start + len(found)), found, color=colour, alpha=0.6, linewidth=1)
+        axes.plot(range(1, len(found) + 1), found, color=colour, alpha=0.6, linewidth=1)
     for index, kind in enumerate(grid.kinds[: len(colours)]):
         axes.plot([], [], color=colours[index], label=plain(kind))
-    axes.legend(fontsize=7)
+    axes.figure.legend(fontsize=7, loc="outside right upper")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
 
 
@@ -154,8 +153,9 @@ def grouped_bars(groups: dict[str, dict[str, float]], label: str) -> Figure:
 
 
 def plain(text: str) -> str:
-    """A text in which a dollar is a dollar, and begins no formula."""
-    return text.replace("$", r"\$")
+    """A text in which a dollar is a dollar, and begins no formula; what is too long for a figure is cut."""
+    short = text if len(text) <= 40 else f"{text[:39]}…"
+    return short.replace("$", r"\$")
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Any]:

@@ -32,6 +32,7 @@ def render(content: Content) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"percent": percent, "error": error_text, "size": size_text, "duration": duration}
+    environment.filters |= {"layer": layer_text, "leaf": lambda path: Path(path).name or path}
     layers = [layer for run in content.runs for layer in run.record.layers]
     texts = [text for found in evaluations(content) for text in found.perplexity]
     tasks = [task for found in evaluations(content) for task in found.tasks]
@@ -110,6 +111,7 @@ def layer_data(run: Run, layer: LayerReport, kind: str, most: int) -> dict[str, 
         "spectrum": curve(values, most),
         "ninety": leading(values, 0.9),
         "remarks": list(layer.remarks),
+        "step": run.step,
     }
 
 
@@ -148,6 +150,12 @@ def percent(share: float) -> str:
 
 def error_text(value: float) -> str:
     return f"{value:.5f}" if value >= 1e-4 or value == 0 else f"{value:.2e}"
+
+
+def layer_text(name: str) -> str:
+    """A layer by its block and the last part of its name."""
+    block, kind = place(name)
+    return f"block {block}, {kind.rpartition('.')[2]}"
 
 
 def size_text(number: int) -> str:

@@ -72,7 +72,7 @@
       layer.history.length > 1
         ? "the method's own objective, relative and damped"
         : "this method measures it once, at its end";
-    draw("history", "line", [line("objective", points(measured))], { x: "measurement", y: "relative objective", error: true, last: Math.max(2, layer.history.length) });
+    draw("history", "line", [line("objective", points(measured))], { x: layer.step, y: "relative objective", error: true, last: Math.max(2, layer.history.length) });
     byId("spectrum-note").textContent = layer.rank
       ? `the largest ${layer.ninety} of ${layer.rank} singular values hold 90 % of ‖L‖²`
       : "rank 0: there is no low-rank part";
