@@ -75,10 +75,11 @@ def run(size, out, recipe, **options):
 
 @forked
 @pytest.mark.parametrize("sequential", ["layer", "block"])
-@pytest.mark.parametrize(("size", "method"), [(2, "joint"), (3, "joint"), (2, "eora")])
+@pytest.mark.parametrize(("size", "method"), [(2, "joint"), (3, "joint"), (2, "eora"), (2, "caldera")])
 def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path):
     """Oracle: one process. Sums of Grams are rounded in another order: supports and objective are the same."""
-    recipe = Recipe(rank=2, method=method, sequential=sequential)
+    grid = {"rounds": 2, "group_size": 16} if method == "caldera" else {}
+    recipe = Recipe(rank=2, method=method, sequential=sequential, **grid)
     one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))
     assert run(size, tmp_path / "many", recipe) == [0] * size
     expected, found = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "many")

@@ -9,7 +9,7 @@ import torch
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.errors import BudgetError, MemoryShortError, ModelError, UnknownNameError
+from hasslefree.errors import BudgetError, GridError, MemoryShortError, ModelError, UnknownNameError
 from hasslefree.footprint import as_text, check_memory, footprint, free_memory, plan_model, plan_table, to_dict
 from hasslefree.models.blocks import find_blocks
 from hasslefree.plan import make_plan
@@ -35,6 +35,36 @@ def test_the_plan_of_the_layers_is_what_compress_makes(family, tmp_path):
     assert (found.kept, found.dense) == (report.kept_parameters, report.dense_parameters)
     written = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())
     assert found.disk == written + 50_000_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"method": "gptq"},
+        {"method": "caldera", "rank": 2, "rounds": 1, "pattern": "2:4"},
+        {"method": "rtn", "pattern": "row", "sparsity": 0.5, "symmetric": True},
+    ],
+    ids=lambda fields: fields["method"],
+)
+def test_bytes_of_a_grid_are_those_that_are_written(fields, tmp_path):
+    """Oracle: the tensors of the folder. Where a pattern does not store zeros, rounding to zero makes it smaller."""
+    recipe = Recipe(**fields, group_size=16, samples=4, seqlen=16)
+    found = planned(tmp_path / "model", recipe)
+    report = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
+    written = tensors_of(tmp_path / "out")
+    total = sum(tensor.nbytes for tensor in written.values())
+    assert found.disk - 50_000_000 == total if recipe.pattern != "row" else found.disk - 50_000_000 >= total > 0
+    of_layers = sum(
+        t.nbytes for name, t in written.items() if name.rpartition(".")[0] in {r.name for r in report.layers}
+    )
+    assert report.stored_bytes == sum(layer.bytes for layer in report.layers) == of_layers
+    assert report.dense_bytes == 4 * report.dense_parameters
+    stored = json.loads((tmp_path / "out" / "compression.json").read_text())
+    assert (stored["stored_bytes"], stored["dense_bytes"]) == (report.stored_bytes, report.dense_bytes)
+    assert f"{report.stored_bytes:,} of {report.dense_bytes:,}" in (tmp_path / "out" / "README.md").read_text()
+    text = as_text(plan_table(found, CPU)).replace("\n", " ")
+    assert "int4" in text
+    assert to_dict(found)["layers"][0]["pattern"].startswith(f"{recipe.pattern}, int4 in groups of 16")
 
 
 def test_what_memory_holds_by_hand(tmp_path):
@@ -98,6 +128,8 @@ def test_compress_refuses_before_the_work(tmp_path, monkeypatch):
 def test_wrong_plans(tmp_path):
     with pytest.raises(BudgetError, match="rank 20 is larger"):
         planned(tmp_path, Recipe(rank=20))
+    with pytest.raises(GridError, match=r"divisible by 64, got 32; use --group-size 32.*model\.layers\.0\.\S*q_proj"):
+        planned(tmp_path, Recipe(method="gptq"))
     with pytest.raises(UnknownNameError, match="place of activations 'attic'"):
         planned(tmp_path, place="attic")
     with pytest.raises(ModelError, match="takes at most 64 tokens"):

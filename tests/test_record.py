@@ -9,8 +9,8 @@ from hasslefree.record import LayerReport, Report, summary_table
 
 def test_the_totals_by_hand():
     layers = (
-        LayerReport("a.q", 4, 8, "2:4", 2, 16, 0.1, 0.09, 1.0),
-        LayerReport("b.q", 6, 8, "2:4", 0, 24, 0.4, 0.39, 2.0),
+        LayerReport("a.q", 4, 8, "2:4", 2, 16, 0.1, 0.09, 1.0, bytes=50, dense_bytes=64),
+        LayerReport("b.q", 6, 8, "2:4", 0, 24, 0.4, 0.39, 2.0, bytes=60, dense_bytes=96),
     )
     report = Report("m", {}, "Prune()", {}, "cpu", "float32", 8, 8, 3.0, layers)
     assert [layer.parameters for layer in layers] == [16 + 2 * 12, 24]
@@ -19,6 +19,7 @@ def test_the_totals_by_hand():
     assert report.mean_relative_error == pytest.approx(0.25)
     stored = json.loads(report.to_json())
     assert stored["kept_parameters"] == 64
+    assert (stored["stored_bytes"], stored["dense_bytes"]) == (110, 160)
     timed = [layer | {"seconds": seconds} for layer, seconds in zip(stored["layers"], (1.0, 2.0), strict=True)]
     assert tuple(LayerReport.from_dict(layer) for layer in timed) == layers
     assert "seconds" not in report.to_json()

@@ -28,13 +28,32 @@ def kept(index, pattern, width):
     return (places[..., None] == np.arange(m)).any(2).reshape(-1, width)
 
 
+def codes(words, bits):
+    return (words[..., None] >> np.arange(0, 32, bits) & (1 << bits) - 1).reshape(*words.shape[:-1], -1)
+
+
 def read(folder):
     held = {name: array for file in folder.glob("*.safetensors") for name, array in tensors(file)}
     for name, entry in json.loads((folder / "config.json").read_text())["quantization_config"]["modules"].items():
-        values, pattern, sparse = held[f"{name}.values"], entry["pattern"], np.zeros(entry["shape"])
+        pattern, (out, width), grid = entry["pattern"], entry["shape"], entry.get("grid")
         if pattern == "structured":
-            sparse[:, held[f"{name}.columns"]] = values
+            places = np.isin(np.arange(width), held[f"{name}.columns"])[None].repeat(out, 0)
+        elif pattern == "dense":
+            places = np.ones((out, width), bool)
         else:
             index = held[f"{name}.positions" if ":" in pattern else f"{name}.mask"]
-            sparse[kept(index, pattern, sparse.shape[1])] = values.ravel()
+            places = kept(index, pattern, width)
+        sparse = np.zeros((out, width))
+        if grid is None:
+            sparse[places] = held[f"{name}.values"].ravel()
+        else:
+            packed, scale = codes(held[f"{name}.weight_packed"], grid["bits"]), held[f"{name}.weight_scale"]
+            of_group = np.arange(width) // (grid["group"] or width)
+            zero = np.full(scale.shape, 1 << grid["bits"] - 1)
+            if not grid["symmetric"]:
+                zero = codes(held[f"{name}.weight_zero_point"].T, grid["bits"]).T[:out]
+            last = entry["nonzeros"] if packed.ndim == 1 else entry["nonzeros"] // out
+            steps = zero[:, of_group].astype(int)
+            steps[places] = packed[..., :last].ravel()
+            sparse = (steps - zero[:, of_group]) * scale[:, of_group].astype("f8")
         yield name, sparse

@@ -143,6 +143,31 @@ def test_tensors_that_are_not_as_config_json_says(edit, message, folder, no_weig
     assert_refused(folder, message, no_weight_is_read)
 
 
+GRID_TROUBLES = {
+    "bits": ({"bits": 3, "group": 16, "symmetric": False}, "4 or 8 bits, got 3"),
+    "group": ({"bits": 4, "group": 5, "symmetric": False}, "divisible by 5"),
+    "no object": (4, "its grid is not of bits, group"),
+    "a field too few": ({"bits": 4, "group": 16}, "its grid is not of bits, group"),
+    "a truth value": ({"bits": 4, "group": True, "symmetric": False}, "its grid is not of bits, group"),
+    "another group": ({"bits": 4, "group": 8, "symmetric": False}, r"weight_scale is \[48, 2\], and \[48, 4\]"),
+    "symmetric": ({"bits": 4, "group": 16, "symmetric": True}, "weight_zero_point, which is no part of the layer"),
+    "none": (None, r"no .*up_proj\.values in"),
+}
+
+
+@pytest.mark.parametrize(("grid", "message"), GRID_TROUBLES.values(), ids=GRID_TROUBLES)
+def test_a_grid_that_is_not_that_of_the_tensors(grid, message, tmp_path, no_weight_is_read):
+    recipe = Recipe(method="gptq", pattern="2:4", group_size=16)
+    hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
+    folder = in_one_file(tmp_path / "out")
+    change_config(folder, lambda c: c["modules"][NAME].update(grid=grid))
+    assert_refused(folder, message, no_weight_is_read)
+    change_config(folder, lambda c: c["modules"][NAME].update(grid={"bits": 4, "group": 16, "symmetric": False}))
+    inspect_folder(folder)
+    change_tensors(folder, lambda t: t.update({f"{NAME}.weight_packed": t[f"{NAME}.weight_packed"].float()}))
+    assert_refused(folder, r"up_proj\.weight_packed is F32, not I32", no_weight_is_read)
+
+
 def test_a_bias_that_the_model_has_and_the_file_does_not(tmp_path, no_weight_is_read):
     hasslefree.compress(build("opt"), tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
     in_one_file(tmp_path / "out")

@@ -181,6 +181,19 @@ def test_half_precision(dtype, to, tmp_path):
     torch.testing.assert_close(logits(other, segments()), expected, rtol=0, atol=close)
 
 
+@pytest.mark.parametrize("pattern", ["dense", "2:4"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_model_on_a_grid_is_exported_as_any_other(pattern, family, tmp_path):
+    """Oracle: the compressed model."""
+    grid = {"method": "caldera", "rounds": 2, "group_size": 16, "pattern": pattern}
+    model = compress(with_biases(family), tmp_path / "packed", **grid)
+    expected = logits(model, segments())
+    for to in ("dense", "peft"):
+        hasslefree.export(tmp_path / "packed", tmp_path / to, to)
+        other = with_adapter(tmp_path / to) if to == "peft" else AutoModelForCausalLM.from_pretrained(tmp_path / to)
+        torch.testing.assert_close(logits(other, segments()), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
 def test_a_folder_that_was_moved_and_merged_is_the_dense_export(folders, family, tmp_path):
     """Oracle: the dense export. The two-step load asks nothing of the path in adapter_config.json, nor of DEST."""

@@ -31,7 +31,8 @@ def test_the_sizes_are_those_of_the_tensors(recipe, tmp_path):
         assert layer.dense_bytes == before[f"{layer.name}.weight"] + before[f"{layer.name}.bias"]
         assert layer.shape == tuple(module.unpacked().shape)
         assert (layer.pattern, layer.rank, layer.dtype) == (recipe.pattern, recipe.rank or 0, "BF16")
-        assert layer.nonzeros == module.values.numel()
+        assert layer.nonzeros == module.nonzeros
+        assert layer.grid == (str(module.grid) if module.grid else None)
     totals = found.to_dict()
     files = [load_file(file) for file in (tmp_path / "out").glob("*.safetensors")]
     assert totals["bytes"] == sum(tensor.nbytes for file in files for tensor in file.values())

@@ -23,6 +23,11 @@ RECIPES = {
     "unstructured": Recipe(pattern="unstructured", sparsity=0.7, rank=2, method="eora"),
     "row": Recipe(pattern="row", sparsity=0.5, method="wanda"),
     "structured": Recipe(pattern="structured", sparsity=0.5, rank=2, method="eora"),
+    "int4": Recipe(method="gptq", group_size=16),
+    "int8 rows": Recipe(method="caldera", rank=2, rounds=2, bits=8, group_size=0, symmetric=True),
+    "2:4 int4": Recipe(method="caldera", rank=2, rounds=2, pattern="2:4", group_size=8),
+    "row int4": Recipe(method="gptq", pattern="row", sparsity=0.5, group_size=16),
+    "structured int8": Recipe(method="rtn", pattern="structured", sparsity=0.5, bits=8, group_size=16),
     # Nothing is kept: tensors without elements.
     "0:4": Recipe(pattern="0:4", rank=2, method="eora"),
     "no columns": Recipe(pattern="structured", sparsity=1.0, rank=2, method="eora"),
@@ -139,6 +144,31 @@ def test_config_json_describes_every_layer(folder):
     assert entry == {"pattern": "2:4", "shape": [32, 48], "rank": 2, "nonzeros": 32 * 24}
 
 
+def test_config_json_describes_the_grid(tmp_path):
+    hasslefree.compress(build("llama"), tmp_path / "out", RECIPES["2:4 int4"], segments=segments())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    entry = config["modules"]["model.layers.1.mlp.down_proj"]
+    assert len(entry.pop("crc32")) == 8
+    grid = {"bits": 4, "group": 8, "symmetric": False}
+    assert entry == {"pattern": "2:4", "shape": [32, 48], "rank": 2, "nonzeros": 32 * 24, "grid": grid}
+
+
+def test_without_pruning_the_tensors_are_those_of_pack_quantized(tmp_path):
+    """Oracle: the format of compressed-tensors, decoded here: offset binary, eight codes a word, low bits first."""
+    model = build("llama", torch.bfloat16)
+    hasslefree.compress(model, tmp_path / "out", RECIPES["int4"], segments=segments())
+    stored = tensors_of(tmp_path / "out")
+    name = "model.layers.1.mlp.down_proj"
+    packed, scale, zero = (stored[f"{name}.weight_{part}"] for part in ("packed", "scale", "zero_point"))
+    assert (packed.dtype, packed.shape) == (torch.int32, (32, 48 // 8))
+    assert (scale.dtype, scale.shape) == (torch.bfloat16, (32, 3))
+    assert (zero.dtype, zero.shape) == (torch.int32, (32 // 8, 3))
+    signed = torch.stack([(packed >> 4 * k & 15) - 8 for k in range(8)], -1).flatten(1)
+    points = torch.stack([(zero >> 4 * k & 15) - 8 for k in range(8)], 1).flatten(0, 1)
+    values = (signed.view(32, 3, 16) - points[..., None]).bfloat16() * scale[..., None]
+    assert torch.equal(values.view(32, 48), model.get_submodule(name).unpacked())
+
+
 def test_without_the_import_the_layers_are_missing_not_taken_for_s_alone(folder):
     """S alone gives plausible text: it must not be found under the name of the dense weight."""
     stored, layers = set(tensors_of(folder)), json.loads((folder / "config.json").read_text())
@@ -146,6 +176,8 @@ def test_without_the_import_the_layers_are_missing_not_taken_for_s_alone(folder)
     assert names
     assert not {f"{name}.weight" for name in names} & stored
     assert {f"{name}.values" for name in names} <= stored
+    hasslefree.compress(build("llama"), folder / "grid", RECIPES["int4"], segments=segments())
+    assert not {f"{name}.weight" for name in names} & set(tensors_of(folder / "grid"))
 
 
 def test_every_file_can_be_read_by_whom_the_umask_lets(folder):

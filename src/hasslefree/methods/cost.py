@@ -236,5 +236,11 @@ def _need(method: Method) -> Need:
             return PRUNER_NEEDS.get(type(method.pruner), SPECTRAL).around(1, 0)
         case AlternatingMinimization():
             pruner = PRUNER_NEEDS.get(type(method.pruner), SPECTRAL)
-            return pruner.joined(SOLVER_NEEDS.get(type(method.low_rank), WHITENED)).around(1, 3)
+            return pruner.joined(_solver_need(method.low_rank)).around(1, 3)
     return SPECTRAL.joined(WHITENED).joined(SOLVER_NEEDS[Adam]).around(1, 3)
+
+
+def _solver_need(solver: LowRankSolver) -> Need:
+    if isinstance(solver, DiagonalSVD) and isinstance(solver.svd, RandomizedSVD):
+        return SOLVER_NEEDS[RandomizedSVD].joined(Need(large=2))  # T D beside T
+    return SOLVER_NEEDS.get(type(solver), WHITENED)
