@@ -77,10 +77,27 @@ def test_a_run_that_ended_early_goes_on_to_the_same_bytes(tmp_path):
     assert filecmp.cmpfiles(tmp_path / "whole", tmp_path / "out", names, shallow=False)[0] == names
 
 
+@pytest.mark.parametrize("field", ["ratio", "sparsity"])
+def test_owl_moves_the_ratio_between_blocks(field, tmp_path):
+    """Oracle: OWL's formula for two blocks, one of which has the outliers."""
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[::7, ::5] *= 30  # outliers
+    recipe = Recipe(pattern="unstructured", **{field: 0.5}, rank_share=0.2 if field == "ratio" else None,
+                    rank=None if field == "ratio" else 2, method="eora", allocate="owl")  # fmt: skip
+    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
+    for layer in report.layers:
+        saved = 0.58 if ".0." in layer.name else 0.42
+        budget = dataclasses.replace(recipe.budget(), **{field: saved})
+        pattern, rank = budget.resolve(layer.out, layer.width)
+        assert (layer.rank, layer.nonzeros) == (rank, pytest.approx(pattern.kept((layer.out, layer.width)), abs=1))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"allocate": "fair"}, "allocate is one of uniform, error, got 'fair'"),
+        ({"allocate": "fair"}, "allocate is one of uniform, owl, error, got 'fair'"),
+        ({"allocate": "owl"}, "allocate owl moves a ratio, or a sparsity.*give one"),
         ({"allocate": "error", "rank": 0}, "nothing to move: pattern 2:4 without rank; give a rank"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from hasslefree.blockwise import Job
 from hasslefree.core.allocation import Ladder, climb, rank_gains
 from hasslefree.core.gram import Gram, working_dtype
+from hasslefree.core.owl import outlier_share, owl_ratios
 from hasslefree.core.patterns import Unstructured
 from hasslefree.decompose import solve_layer
 from hasslefree.distributed import World
@@ -22,7 +25,7 @@ from hasslefree.models.calibration import first_hidden_states, gather, groups_by
 from hasslefree.models.calls import BlockCall
 from hasslefree.models.linear import SparseLowRankLinear, unpacked_once
 from hasslefree.models.streaming import outside
-from hasslefree.plan import LayerPlan, Plan, plan_layer
+from hasslefree.plan import LayerPlan, Plan, make_plan, plan_layer
 
 # A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
 LEAST, MOST = 0.5, 2.0
@@ -59,22 +62,48 @@ class Choice:
 
 
 def allocated(job: Job, calls: list[BlockCall], segments: Tensor, folder: Path) -> Plan:
-    """The plan by error: the bytes of the uniform one, spent where they bring the blocks' outputs closest.
-
-    In the dense model each layer is pruned alone, by its pattern, and it is measured how far that moves the output of
-    its block. The spectrum of what was pruned tells what share of it each rank would undo; the scores of Wanda, what
-    share each non-zero.
+    """The plan that the recipe's `allocate` asks for, from one pass of the dense model over the calibration text.
 
     Args:
         segments: of this process. folder: for hidden states on the disk.
     """
+    look, plan = {"error": (choices_of, by_error), "owl": (outliers_of, by_outliers)}[str(job.recipe.allocate)]
     with job.weights.present(outside(job.model, job.blocks)):
         hidden = first_hidden_states(job.model, job.blocks, segments, job.place, folder)
-    choices = []
+    seen: list[Any] = []
     for index, block in enumerate(job.blocks.modules):
         with job.weights.present(block.modules):
-            choices.append(choices_of(job, index, calls[index], hidden))
+            seen.append(look(job, index, calls[index], hidden))
             run_block(block, calls[index], hidden)
+    return plan(job, seen)
+
+
+def by_outliers(job: Job, shares: list[float]) -> Plan:
+    """OWL (arXiv 2310.05175): every block has a ratio, or a sparsity, of its own, around the recipe's."""
+    recipe, sizes = job.recipe, [sum(math.prod(p.shape) for p in plans.values()) for plans in job.plan]
+    field = "sparsity" if recipe.ratio is None else "ratio"
+    ratios = owl_ratios(shares, getattr(recipe, field), sizes=sizes)
+    fields: list[dict[str, Any]] = [{field: ratio} for ratio in ratios]
+    return [make_plan(job.blocks, dataclasses.replace(recipe, **own))[index] for index, own in enumerate(fields)]
+
+
+def outliers_of(job: Job, index: int, call: BlockCall, hidden: Activations) -> float:
+    """The share of outliers in the planned layers of a block. hidden: what enters it."""
+    block, layers = job.blocks.modules[index], []
+    for group in groups_by_input(block, call, hidden[0], job.plan[index]):
+        [moments] = gather(block, job.blocks.prefix(index), call, hidden, [group], add=job.world.add)
+        linears: list[Any] = [block.get_submodule(name) for name in group]
+        layers += [(dense_weight(linear), moments.gram.matrix.diagonal()) for linear in linears]
+    return outlier_share(layers)
+
+
+def by_error(job: Job, choices: list[dict[str, Choice]]) -> Plan:
+    """The bytes of the uniform plan, spent where they bring the blocks' outputs closest to the dense ones.
+
+    In the dense model each layer was pruned alone, by its pattern, and it was measured how far that moves the output
+    of its block. The spectrum of what was pruned tells what share of it each rank would undo; the scores of Wanda,
+    what share each non-zero.
+    """
     every = [choice for block in choices for choice in block.values()]
     budget = sum(layer.bytes for plans in job.plan for layer in plans.values())
     ladders = [ladder for choice in every for ladder in choice.ladders]

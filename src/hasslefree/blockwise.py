@@ -222,7 +222,7 @@ def compress_group(
 ) -> dict[str, Done]:
     """Decompose layers that share one input, with what depends on its moments computed once."""
     start, done = time.perf_counter(), {}
-    gram, share = known.gram, job.recipe.dense_target
+    gram, share = known.gram, job.recipe.dense_target or 0.0
     try:
         prepared = job.method.prepare(gram)
         correction = None if known.drift is None else drift_correction(gram, known.drift, share, target_damping(gram))

@@ -57,7 +57,7 @@ RECIPE_OPTIONS: dict[str, tuple[Any, str]] = {
     "samples": (int, "Calibration segments (default: 128)."),
     "seqlen": (int, "Tokens a segment (default: at most 2048)."),
     "sequential": (str, "layer (a pass a group) or block (a pass a block)."),
-    "allocate": (str, "uniform, or error: budgets go where they win most (default: the effort's)."),
+    "allocate": (str, "uniform, owl, or error: budgets go where they win most (default: the effort's)."),
     "dense_target": (float, "How far layers aim at the dense outputs, 0 to 1 (default: the effort's)."),
     "match_blocks": (bool, "Train what each block keeps against the dense block (default: the effort's)."),
     "leave_dense": (list[str], "Globs of layers that stay as they are."),

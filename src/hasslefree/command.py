@@ -21,14 +21,16 @@ def command_of(report: Report, out: str = "OUT", trust_remote_code: bool = False
         return None
     given = {name: value for name, value in report.recipe.items() if value is not None}
     recipe = Recipe.from_dict(given | {"seqlen": report.seqlen})
-    words = ["hasslefree", "compress", report.model, out, "--pattern", recipe.pattern, "--method", recipe.method]
+    words = ["hasslefree", "compress", report.model, out, "--pattern", str(recipe.pattern), "--method", recipe.method]
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
         if field.name in ("pattern", "method") or value == field.default:
             continue
         flag = f"--{field.name.replace('_', '-')}"
-        values = value if isinstance(value, tuple) else () if value is True else (value,)
-        words += [flag, *map(str, values)]
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
     if report.device != "cuda":
         words += ["--device", report.device]
     return shlex.join(words + ["--trust-remote-code"] * trust_remote_code)

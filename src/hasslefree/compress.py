@@ -112,7 +112,7 @@ def compress(
         job = Job(loaded, blocks, plan, Weights(loaded, target), recipe, method, activations, note, world)
         calls, digests = look_over(job, segments[:1].to(target))
         mine = world.share(segments).to(target)
-        if recipe.allocate == "error":
+        if recipe.allocate != "uniform":
             job = dataclasses.replace(job, plan=allocated(job, calls, mine, work.folder))
         about: dict[str, Any] = {
             "model": name,
@@ -226,5 +226,8 @@ def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list
         tokenizer.save_pretrained(folder)
     (folder / "compression.json").write_text(report.to_json(), encoding="utf-8")
     save(heat_map(report), folder / FIGURE)
-    card = model_card(report, base_licence(report.model), model.is_remote_code())
+    # A model that was made in memory has no card to be found; the hub is not asked for what never was there.
+    known = Path(report.model).is_dir() or getattr(model.config, "_commit_hash", None)
+    licence = base_licence(report.model) if known else {}
+    card = model_card(report, licence, model.is_remote_code())
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -22,7 +22,7 @@ from hasslefree.texts import check_text
 from hasslefree.yaml_fields import Given, read_fields
 
 BUDGET_FIELDS = ("pattern", "rank", "sparsity", "ratio", "rank_share")
-ALLOCATIONS = ("uniform", "error")
+ALLOCATIONS = ("uniform", "owl", "error")
 # What is done where the recipe does not say. The rounds are those of `joint`.
 EFFORTS: dict[str, dict[str, Any]] = {
     "fast": {"rounds": 25, "allocate": "uniform", "dense_target": 0.0, "match_blocks": False},
@@ -44,7 +44,8 @@ class Recipe:
         effort: "fast", "balanced" or "best": rounds, and the levers of docs/levers.md that are not given one by one.
             None: balanced for `joint`; the methods of others are left as they were published.
         allocate: "uniform": the same budget for every layer; "error": ranks, and non-zeros where the pattern counts
-            them, go where they lower the relative errors most, in the bytes of the uniform plan (docs/levers.md).
+            them, go where they bring the blocks' outputs closest to the dense ones, in the bytes of the uniform plan;
+            "owl": blocks with more outliers keep more, around the ratio or sparsity (docs/levers.md).
         method: a name from the table; pruner, low_rank, rounds and damping replace parts of it.
         refit: let least squares on the support follow the pruner.
         bits, group_size, symmetric: of the grid of a method that has one; see `Grid`. group_size 0: whole rows.
@@ -66,7 +67,7 @@ class Recipe:
     rank_share: float | None = None
     method: str = "joint"
     effort: Literal["fast", "balanced", "best"] | None = None
-    allocate: Literal["uniform", "error"] | None = None
+    allocate: Literal["uniform", "owl", "error"] | None = None
     pruner: str | None = None
     low_rank: str | None = None
     rounds: int | None = None
@@ -161,6 +162,8 @@ class Recipe:
             yield ("allocate",), f"allocate is one of {', '.join(ALLOCATIONS)}, got {self.allocate!r}"
         elif self.allocate == "error" and not self._movable:
             yield ("allocate",), f"allocate error has nothing to move: pattern {self.pattern} without rank; give a rank"
+        elif self.allocate == "owl" and self.ratio is None and self.sparsity is None:
+            yield ("allocate",), "allocate owl moves a ratio, or a sparsity, between blocks: give one of them"
         if self.sequential not in ("layer", "block"):
             yield ("sequential",), f"sequential is layer or block, got {self.sequential!r}"
         if self.dtype not in DTYPES:
