@@ -120,7 +120,7 @@ class Joint:
         relief = math.exp(-RANK_RELIEF * rank * sum(weight.shape) / weight.numel())
         power = self.first_power(density, relief)
         with matmul_precision(self.precision == "tf32", weight.device):
-            sparse, mask, low_rank = self._search(scaled, prepared, pattern, low_rank, power, relief)
+            sparse, mask, low_rank = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief)
         with matmul_precision(False, weight.device):
             return self._polish(scaled, prepared, sparse, mask, low_rank)
 
@@ -160,15 +160,15 @@ class Joint:
         pattern: Pattern,
         low_rank: LowRank,
         power: int,
-        relief: float,
+        state: Tensor,
     ) -> tuple[Tensor, Tensor, LowRank]:
-        """S, its support, and L, by ADMM. weight: (out, in), scaled.
+        """S, its support, and L, by ADMM. weight: (out, in), scaled. state: (out, in), at first; it is overwritten.
 
         The state is X = Z + Y, the dense copy of S with the scaled dual: S = project(X) and Y = X − S.
         """
         dtype = self._product_dtype(weight)
         low_rank = LowRank(torch.linalg.qr(low_rank.u).Q, low_rank.v)
-        state, target = weight * relief, torch.empty_like(weight)
+        target = torch.empty_like(weight)
         mask = pattern.mask(torch.mul(state, state, out=target))
         sparse = state * mask
         kernel = problem.kernel(self.growth**power, dtype)
