@@ -295,6 +295,27 @@ def workspace() -> str:
     return f"{markdown(heads, cells)}\n\n{shapes}; rank {content['rank']} where there is one; on {where(content)}."
 
 
+def quantised() -> str:
+    """Error over plain rounding's, in the mean and at most, and the bits of a weight."""
+    content = json.loads((RESULTS / "quantised.json").read_text())
+    problems = list(content["problems"].values())
+    cells = []
+    for name in problems[0]:
+        ratios = [rows[name]["relative_error"] / rows["rtn"]["relative_error"] for rows in problems]
+        bits = mean([rows[name]["bits"] for rows in problems])
+        seconds = mean([rows[name]["seconds"] for rows in problems])
+        cells.append([name, f"{bits:.2f}", f"{geometric_mean(ratios):.3f}", f"{max(ratios):.3f}", f"{seconds:.2f}"])
+    table = markdown([f"{content['grid']}; rank {content['rank']}", "bits", "error / rtn's", "most", "seconds"], cells)
+    both, names = "2:4 in one sweep", ("2:4, then nearest", "2:4, then a second sweep")
+    over = [geometric_mean(rows[both]["relative_error"] / rows[name]["relative_error"] for rows in problems) for name in names]
+    most = [max(rows[both]["relative_error"] / rows[name]["relative_error"] for rows in problems) for name in names]
+    compared = (
+        f"One sweep over pruning first and rounding then: {over[0]:.3f} of the error (at most {most[0]:.3f}); over a second "
+        f"sweep, {over[1]:.3f} (at most {most[1]:.3f})."
+    )
+    return f"{table}\n\n{compared} Geometric means over {len(problems)} layers, on {where(content)}."
+
+
 def fit(points: list[list[float]], values: list[float]) -> list[float]:
     """a and b of a·x + b·y by least squares."""
     matrix = torch.tensor(points, dtype=torch.float64)
@@ -321,6 +342,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/levers.md": {"levers": lambda: levers("levers"), "levers_demo": lambda: levers("levers_demo")},
     "docs/scaling.md": {"scaling": scaling, "streaming": streaming, "faults": faults},
     "docs/numerics.md": {"workspace": workspace},
+    "docs/quantised.md": {"quantised": quantised},
     "docs/inference.md": {"inference": inference, "loaded": loaded},
 }
 

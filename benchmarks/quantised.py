@@ -1,0 +1,123 @@
+"""S on a grid of four bits: every quantised method on single layers, with and without 2:4, and the bytes that it takes.
+
+    python benchmarks/quantised.py [--rank 16] [--output FILE]
+
+Problems: four layers of the embedded model with the Grams of the dense model, and a synthetic one, as in layers.py.
+Pruning and rounding in one sweep stands beside doing one after the other: rounding to the nearest value, and a second
+sweep that keeps the support.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import machine, write
+from layers import BUDGETS, SHAPES, Problem, model_problems, synthetic_problems
+from torch import Tensor
+
+import hasslefree
+from hasslefree import Budget, Gram, Grid, Prune, SparseGPT
+from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import grid_of
+from hasslefree.core.storage import Storage
+from hasslefree.demo.run import CALIBRATION, MODEL
+from hasslefree.methods import METHODS, build_method
+
+ROOT = Path(__file__).parents[1]
+# Name → the method, the pattern, and whether it has a low-rank part.
+ROWS: dict[str, tuple[str, str, bool]] = {
+    "rtn": ("rtn", "dense", False),
+    "gptq": ("gptq", "dense", False),
+    "loftq": ("loftq", "dense", True),
+    "lq-lora": ("lq-lora", "dense", True),
+    "caldera": ("caldera", "dense", True),
+    "2:4, then nearest": ("sparsegpt, nearest", "2:4", False),
+    "2:4, then a second sweep": ("sparsegpt, sweep", "2:4", False),
+    "2:4 in one sweep": ("gptq", "2:4", False),
+    "caldera, 2:4": ("caldera", "2:4", True),
+    "sparsegpt, 2:4, no grid": ("sparsegpt", "2:4", False),
+    "joint, 2:4, no grid": ("joint", "2:4", True),
+}
+
+
+@dataclass(frozen=True)
+class Support:
+    """The pattern of a support that is known: bool (out, in)."""
+
+    known: Tensor
+    group: None = None
+
+    def check(self, shape: tuple[int, int]) -> None:
+        """Any weight of its shape."""
+
+    def kept(self, shape: tuple[int, int]) -> int:
+        return int(self.known.sum())
+
+    def mask(self, score: Tensor) -> Tensor:
+        return self.known
+
+    def restricted(self, start: int, stop: int, width: int) -> Support:
+        return Support(self.known[:, start:stop])
+
+
+@dataclass(frozen=True)
+class Twice:
+    """SparseGPT, and on what it kept plain rounding or a second sweep."""
+
+    sweep: bool
+    grid: Grid = Grid()
+
+    def prepare(self, gram: Gram) -> Any:
+        return SparseGPT().prepare(gram)
+
+    def quantise(self, target: Tensor, prepared: Any, pattern: Pattern) -> Any:
+        pruned = SparseGPT().prune(target, prepared, pattern)
+        if self.sweep:
+            return SparseGPT(grid=self.grid).quantise(pruned, prepared, Support(pruned != 0))
+        scaling = self.grid.scaling(pruned)
+        return scaling.nearest(pruned), scaling
+
+
+def run(problem: Problem, method_name: str, pattern: str, rank: int) -> dict[str, Any]:
+    """One method on one problem: its relative error, its seconds, and the bits a weight that its tensors take."""
+    name, _, after = method_name.partition(", ")
+    method = Prune(Twice(after == "sweep")) if after else build_method(name)  # type: ignore[arg-type]
+    weight = problem.weight.to(torch.bfloat16)
+    start = time.perf_counter()
+    result = hasslefree.decompose(weight, problem.gram, pattern, rank, method=method)
+    seconds = time.perf_counter() - start
+    (out, width), grid = weight.shape, grid_of(method)
+    kept = Budget(pattern).resolve(out, width)[0].kept((out, width))
+    stored = Storage.of(pattern, grid).bytes(out, width, kept, weight.dtype) + 2 * rank * (out + width)
+    return {
+        "relative_error": result.relative_error,
+        "seconds": round(seconds, 4),
+        "bits": 8 * stored / weight.numel(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "quantised.json")
+    args = parser.parse_args()
+    layers = model_problems(str(MODEL), str(CALIBRATION), 64, 256, BUDGETS)
+    problems = [next(layers) for _ in range(4)] + list(synthetic_problems(SHAPES[:1], BUDGETS[:1]))
+    grid = METHODS["gptq"].grid  # type: ignore[attr-defined]
+    content: dict[str, Any] = {"machine": machine(), "rank": args.rank, "grid": str(grid), "problems": {}}
+    run(problems[0], "caldera", "2:4", args.rank)  # what is slow the first time
+    for problem in problems:
+        name = problem.name.partition(f" {problem.pattern}")[0]
+        rows = {key: run(problem, m, pattern, args.rank * low) for key, (m, pattern, low) in ROWS.items()}
+        content["problems"][name] = rows
+        print(name, {key: f"{row['relative_error']:.5f} at {row['bits']:.2f}" for key, row in rows.items()}, flush=True)
+    write(args.output, content)
+
+
+if __name__ == "__main__":
+    main()
