@@ -306,14 +306,14 @@ def quantised() -> str:
         seconds = mean([rows[name]["seconds"] for rows in problems])
         cells.append([name, f"{bits:.2f}", f"{geometric_mean(ratios):.3f}", f"{max(ratios):.3f}", f"{seconds:.2f}"])
     table = markdown([f"{content['grid']}; rank {content['rank']}", "bits", "error / rtn's", "most", "seconds"], cells)
-    both, names = "2:4 in one sweep", ("2:4, then nearest", "2:4, then a second sweep")
-    over = [geometric_mean(rows[both]["relative_error"] / rows[name]["relative_error"] for rows in problems) for name in names]
-    most = [max(rows[both]["relative_error"] / rows[name]["relative_error"] for rows in problems) for name in names]
-    compared = (
-        f"One sweep over pruning first and rounding then: {over[0]:.3f} of the error (at most {most[0]:.3f}); over a second "
-        f"sweep, {over[1]:.3f} (at most {most[1]:.3f})."
+    compared = []
+    for other in ("2:4, then nearest", "2:4, then a second sweep"):
+        over = [rows["2:4 in one sweep"]["relative_error"] / rows[other]["relative_error"] for rows in problems]
+        compared.append(f"{geometric_mean(over):.3f} (at most {max(over):.3f})")
+    return (
+        f"{table}\n\nOne sweep over pruning first and rounding then: {compared[0]} of the error; over a second sweep, "
+        f"{compared[1]}. Geometric means over {len(problems)} layers, on {where(content)}."
     )
-    return f"{table}\n\n{compared} Geometric means over {len(problems)} layers, on {where(content)}."
 
 
 def fit(points: list[list[float]], values: list[float]) -> list[float]:
