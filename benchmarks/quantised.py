@@ -22,7 +22,7 @@ from torch import Tensor
 
 import hasslefree
 from hasslefree import Budget, Gram, Grid, Prune, SparseGPT
-from hasslefree.core.patterns import Pattern
+from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import grid_of
 from hasslefree.core.storage import Storage
 from hasslefree.demo.run import CALIBRATION, MODEL
@@ -40,29 +40,10 @@ ROWS: dict[str, tuple[str, str, bool]] = {
     "2:4, then a second sweep": ("sparsegpt, sweep", "2:4", False),
     "2:4 in one sweep": ("gptq", "2:4", False),
     "caldera, 2:4": ("caldera", "2:4", True),
+    "joint-grid, 2:4": ("joint-grid", "2:4", True),
     "sparsegpt, 2:4, no grid": ("sparsegpt", "2:4", False),
     "joint, 2:4, no grid": ("joint", "2:4", True),
 }
-
-
-@dataclass(frozen=True)
-class Support:
-    """The pattern of a support that is known: bool (out, in)."""
-
-    known: Tensor
-    group: None = None
-
-    def check(self, shape: tuple[int, int]) -> None:
-        """Any weight of its shape."""
-
-    def kept(self, shape: tuple[int, int]) -> int:
-        return int(self.known.sum())
-
-    def mask(self, score: Tensor) -> Tensor:
-        return self.known
-
-    def restricted(self, start: int, stop: int, width: int) -> Support:
-        return Support(self.known[:, start:stop])
 
 
 @dataclass(frozen=True)
@@ -78,7 +59,7 @@ class Twice:
     def quantise(self, target: Tensor, prepared: Any, pattern: Pattern) -> Any:
         pruned = SparseGPT().prune(target, prepared, pattern)
         if self.sweep:
-            return SparseGPT(grid=self.grid).quantise(pruned, prepared, Support(pruned != 0))
+            return SparseGPT(grid=self.grid).quantise(pruned, prepared, KnownSupport(pruned != 0))
         scaling = self.grid.scaling(pruned)
         return scaling.nearest(pruned), scaling
 

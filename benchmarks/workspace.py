@@ -31,7 +31,7 @@ from hasslefree.methods.three_block import ThreeBlock
 
 ROOT = Path(__file__).parents[1]
 NAMES = ["joint", "3basil", "hassle-free", "oats", "eora", "sparsegpt", "alps", "wanda", "dsnot", "godec", "pcp"]
-NAMES += ["rtn", "gptq", "loftq", "lq-lora", "caldera"]
+NAMES += ["rtn", "gptq", "loftq", "lq-lora", "caldera", "joint-grid"]
 SHAPES = ["1024x1024", "2048x512", "512x2048"]
 
 

@@ -13,6 +13,7 @@ from hasslefree import (
     AlternatingMinimization,
     Gram,
     Grid,
+    JointOnGrid,
     Prune,
     Row,
     SemiStructured,
@@ -69,7 +70,8 @@ class Case:
         if not hasattr(method, "damping"):
             changes = {}
         if grid_of(method):
-            changes["pruner"] = self.fitted(method.pruner)
+            part = self.fitted(getattr(method, "pruner", method))
+            changes |= {"pruner": part} if hasattr(method, "pruner") else {"grid": part.grid}
         if hasattr(method, "rounds"):
             changes["rounds"] = min(method.rounds, 20 if name in ("joint", "pcp") else 6)
         if name == "3basil":
@@ -223,7 +225,7 @@ def least_eigenvalue(h: Tensor) -> float:
 
 def factors_the_gram(method) -> bool:
     """Whether the method cannot do without a Cholesky factor of H itself."""
-    if isinstance(method, ThreeBlock):
+    if isinstance(method, ThreeBlock | JointOnGrid):
         return True
     return isinstance(getattr(method, "pruner", None), SparseGPT) or isinstance(
         getattr(method, "low_rank", None), Exact

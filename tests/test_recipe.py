@@ -249,7 +249,7 @@ def test_an_unknown_effort_is_refused():
         Recipe(rank=4, effort="much").check(with_text=False)
 
 
-QUANTISED = ["rtn", "gptq", "loftq", "lq-lora", "caldera"]
+QUANTISED = ["rtn", "gptq", "loftq", "lq-lora", "caldera", "joint-grid"]
 
 
 def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
@@ -265,12 +265,15 @@ def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"bits": 4, "rank": 2}, "method 'joint' has no grid: bits.*--method rtn, loftq, lq-lora, caldera, gptq"),
+        (
+            {"bits": 4, "rank": 2},
+            "method 'joint' has no grid: bits.*--method rtn, loftq, lq-lora, caldera, joint-grid, gptq",
+        ),
         ({"method": "wanda", "symmetric": False}, "method 'wanda' has no grid"),
         ({"method": "hassle-free", "group_size": 64, "rank": 2}, "no grid.*hassle-free with --pruner gptq"),
         ({"method": "gptq", "bits": 3}, "4 or 8 bits, got 3; use --bits 4"),
         ({"method": "gptq", "group_size": -1}, "0 for whole rows, got -1"),
-        ({"pattern": "dense", "rank": 2}, "pattern dense keeps every entry.*method joint.*caldera, gptq"),
+        ({"pattern": "dense", "rank": 2}, "pattern dense keeps every entry.*method joint.*caldera, joint-grid, gptq"),
         ({"method": "caldera", "rank": 2, "match_blocks": True}, "match_blocks trains the values of S"),
         ({"method": "gptq", "rank": 2}, "no low-rank part, got rank 2; use rank 0, or a method such as caldera"),
         ({"method": "gptq", "pattern": "dense", "sparsity": 0.5}, "pattern dense already fixes the sparsity"),

@@ -22,6 +22,7 @@ from hasslefree.low_rank_solvers.subspace import Subspace
 from hasslefree.low_rank_solvers.svd import SVD, RandomizedSVD
 from hasslefree.methods.alternating import AlternatingMinimization
 from hasslefree.methods.joint import Joint
+from hasslefree.methods.joint_on_grid import JointOnGrid
 from hasslefree.methods.prune import Prune
 from hasslefree.methods.pursuit import PrincipalComponentPursuit
 from hasslefree.methods.three_block import ThreeBlock
@@ -51,6 +52,7 @@ __all__ = [
     "Grid",
     "HasslefreeError",
     "Joint",
+    "JointOnGrid",
     "LowRank",
     "Magnitude",
     "PrincipalComponentPursuit",

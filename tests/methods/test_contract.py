@@ -166,7 +166,9 @@ def test_a_grid_is_set_part_by_part():
     assert method.pruner.grid == grid_of(method) == Grid(8, None, True)
     assert build_method("caldera", symmetric=True).pruner.grid == Grid(4, 64, True)
     assert build_method("hassle-free", pruner="gptq", group_size=32).pruner.grid == Grid(group=32)
-    with pytest.raises(GridError, match="'joint' has no grid: bits, .* are for --method rtn, .*caldera, gptq.*, and"):
+    with pytest.raises(
+        GridError, match="'joint' has no grid: bits, .* are for --method rtn, .*caldera, joint-grid, gptq.*, and"
+    ):
         build_method("joint", bits=4)
     with pytest.raises(GridError, match="4 or 8 bits, got 3"):
         build_method("gptq", bits=3)

@@ -158,6 +158,35 @@ class Structured:
         return Structured(_share(self.count, start, stop, width))
 
 
+@dataclass(frozen=True)
+class KnownSupport:
+    """A support that was chosen already: the entries that are set in `known`, bool (out, in)."""
+
+    known: Tensor
+
+    def __str__(self) -> str:
+        return "known support"
+
+    @property
+    def group(self) -> int | None:
+        return None
+
+    def check(self, shape: tuple[int, int]) -> None:
+        if tuple(self.known.shape) != tuple(shape):
+            raise PatternError(f"the support of a weight {tuple(self.known.shape)} is none of one {tuple(shape)}")
+
+    def kept(self, shape: tuple[int, int]) -> int:
+        self.check(shape)
+        return int(torch.count_nonzero(self.known))
+
+    def mask(self, score: Tensor) -> Tensor:
+        self.check((score.shape[0], score.shape[1]))
+        return self.known
+
+    def restricted(self, start: int, stop: int, width: int) -> KnownSupport:
+        return KnownSupport(self.known[:, start:stop])
+
+
 def largest(score: Tensor, count: int) -> Tensor:
     """The `count` largest along the last dimension, as a bool mask; equal scores are kept from the left.
 

@@ -13,6 +13,7 @@ from hasslefree.low_rank_solvers.exact import Exact
 from hasslefree.low_rank_solvers.svd import SVD, RandomizedSVD
 from hasslefree.methods.alternating import AlternatingMinimization
 from hasslefree.methods.joint import Joint
+from hasslefree.methods.joint_on_grid import JointOnGrid
 from hasslefree.methods.prune import Prune
 from hasslefree.methods.pursuit import PrincipalComponentPursuit
 from hasslefree.methods.three_block import ThreeBlock
@@ -44,6 +45,7 @@ METHODS: dict[str, Method] = {
         RoundToNearest(weighted=True), DiagonalSVD(RandomizedSVD()), rounds=20, damping=0.0
     ),
     "caldera": AlternatingMinimization(PRUNERS["gptq"], Exact(), rounds=15, low_rank_first=True, last_fit=True),
+    "joint-grid": JointOnGrid(),
 }
 METHODS |= {name: Prune(pruner) for name, pruner in PRUNERS.items() if name not in METHODS}
 
@@ -115,7 +117,10 @@ def _with_grid(name: str, method: Any, changes: dict[str, Any]) -> Method:
             f"method {name!r} has no grid: bits, group_size and symmetric are for --method {', '.join(having)}, and "
             "for hassle-free with --pruner gptq"
         )
-    pruner = dataclasses.replace(method.pruner, grid=dataclasses.replace(grid, **changes))
+    grid = dataclasses.replace(grid, **changes)
+    if not hasattr(method, "pruner"):
+        return dataclasses.replace(method, grid=grid)
+    pruner = dataclasses.replace(method.pruner, grid=grid)
     return dataclasses.replace(method, pruner=pruner)
 
 

@@ -18,6 +18,8 @@ from hasslefree.low_rank_solvers.subspace import Subspace
 from hasslefree.low_rank_solvers.svd import SVD, RandomizedSVD
 from hasslefree.methods.alternating import AlternatingMinimization
 from hasslefree.methods.joint import CG_STEPS, FIRST_STEPS, LOOKS, Joint, kernel_bytes
+from hasslefree.methods.joint_on_grid import CG_STEPS as CG_ON_GRID
+from hasslefree.methods.joint_on_grid import JointOnGrid
 from hasslefree.methods.prune import Prune
 from hasslefree.methods.pursuit import PrincipalComponentPursuit
 from hasslefree.methods.three_block import ThreeBlock
@@ -43,6 +45,11 @@ def flops(method: Method, out: int, width: int, rank: int) -> int:
     match method:
         case Joint():
             return _joint_flops(method, out, width, rank)
+        case JointOnGrid():
+            turn = _prune_flops(SparseGPT(), out, width) + _fit_flops(Exact(), out, width, rank) * (rank > 0)
+            turn += (CG_ON_GRID + 1) * 2 * out * width**2 + _objective(out, width)
+            found = _joint_flops(Joint(rounds=method.rounds), out, width, rank) + 2 * width**3
+            return found + (method.turns if rank else 1) * turn
         case ThreeBlock():
             return _three_block_flops(method, out, width, rank)
         case PrincipalComponentPursuit():
@@ -214,7 +221,7 @@ def workspace(method: Method, out: int, width: int, rank: int, device: str = "cp
     if need.svd and rank:
         solve += least * (out + width) + 8 * least**2
     kernels = 0
-    if isinstance(method, Joint):
+    if isinstance(method, Joint | JointOnGrid):
         # ρ may grow at every look, but after the last round. One kernel is there even where there is no room for it.
         kernels = max(min(kernel_bytes(device), min(method.rounds, LOOKS) * square * FLOAT), square * FLOAT)
     numbers = max(need.prepare * square, need.kept * square + solve)
@@ -230,6 +237,9 @@ def _need(method: Method) -> Need:
             return Need(prepare=4.5, kept=1, large=7.5, square=3, thin=8)
         case PrincipalComponentPursuit():
             return Need(large=10, svd=True)
+        case JointOnGrid():
+            joint = Need(prepare=4.5, kept=1, large=7.5, square=3, thin=8)
+            return joint.joined(PRUNER_NEEDS[SparseGPT]).joined(WHITENED).around(1, 3)
         case ThreeBlock():
             return SPECTRAL.joined(Need(prepare=5, kept=1, thin=8)).around(1, 1)
         case Prune():
