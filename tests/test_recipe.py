@@ -233,6 +233,8 @@ def test_a_file_that_is_no_text(tmp_path):
         ({"rank": 4, "method": "oats"},
          {"effort": None, "rounds": None, "dense_target": 0.0, "match_blocks": False, "allocate": "uniform"}),
         ({"rank": 4, "method": "oats", "effort": "best"}, {"rounds": None, "dense_target": 1.0, "match_blocks": True}),
+        # Values on a grid are not trained.
+        ({"rank": 4, "method": "caldera", "effort": "best"}, {"match_blocks": False, "dense_target": 1.0}),
         # Without ranks, layers of N:M have nothing to give each other.
         ({"rank": 0}, {"allocate": "uniform", "dense_target": 1.0}),
         ({"pattern": "unstructured", "sparsity": 0.5, "rank": 0}, {"allocate": "error"}),

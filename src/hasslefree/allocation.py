@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,11 @@ def allocated(job: Job, calls: list[BlockCall], segments: Tensor, folder: Path) 
     Args:
         segments: of this process. folder: for hidden states on the disk.
     """
-    look, plan = {"error": (choices_of, by_error), "owl": (outliers_of, by_outliers)}[str(job.recipe.allocate)]
+    ways: dict[str | None, tuple[Callable[..., Any], Callable[..., Plan]]] = {
+        "error": (choices_of, by_error),
+        "owl": (outliers_of, by_outliers),
+    }
+    look, plan = ways[job.recipe.allocate]
     with job.weights.present(outside(job.model, job.blocks)):
         hidden = first_hidden_states(job.model, job.blocks, segments, job.place, folder)
     seen: list[Any] = []

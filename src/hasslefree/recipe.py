@@ -109,6 +109,8 @@ class Recipe:
             del bundle["rounds"]
         if not self._movable:
             bundle["allocate"] = "uniform"
+        if self.has_grid:
+            bundle["match_blocks"] = False
         given = {name: getattr(self, name) for name in bundle if getattr(self, name) is not None}
         return dataclasses.replace(self, effort=effort, **(bundle | given))
 
