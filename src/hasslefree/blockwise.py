@@ -224,8 +224,11 @@ def compress_group(
     start, done = time.perf_counter(), {}
     gram, share = known.gram, job.recipe.dense_target or 0.0
     try:
+        # In the place of the drift, and before the solver makes what it holds: neither is needed beside the other.
+        correction = known.drift
+        if correction is not None:
+            correction.copy_(drift_correction(gram, correction, share, target_damping(gram)))
         prepared = job.method.prepare(gram)
-        correction = None if known.drift is None else drift_correction(gram, known.drift, share, target_damping(gram))
         shared = (time.perf_counter() - start) / len(plans)
         for name, plan in plans.items():
             start = time.perf_counter()

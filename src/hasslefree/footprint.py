@@ -166,7 +166,7 @@ def _solving(plans: dict[str, LayerPlan], method: Method, recipe: Recipe, device
         for layer in plans.values()
         for each in methods
     ]
-    return max(2 * grams + most, grams + max(solvers, default=0) + (6 * most if recipe.dense_target else 0))
+    return max(2 * grams + most, grams + max([6 * most if recipe.dense_target else 0, *solvers]))
 
 
 def kinds(plan: Plan) -> Iterator[tuple[str, LayerPlan, int]]:
