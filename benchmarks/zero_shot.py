@@ -1,4 +1,4 @@
-"""Zero-shot accuracy before and after a compression, on the tasks where the dense model knows more than chance.
+"""Zero-shot accuracy before and after a compression.
 
     python benchmarks/zero_shot.py MODEL --task-data FOLDER --calibration FILE [--limit 500]
 
@@ -33,13 +33,14 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--task-data", type=Path, required=True)
     parser.add_argument("--calibration", required=True)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--limit", type=int, help="questions of each task (default: all)")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "zero_shot.json")
     args = parser.parse_args()
-    header = {name: getattr(args, name) for name in ("limit", "samples", "seqlen", "seed")}
+    header = {name: getattr(args, name) for name in ("tasks", "limit", "samples", "seqlen", "seed")}
     content = resumed(args.output, header | {"model": Path(args.model).name}, "results")
     for name, changes in RECIPES.items():
         if name in content["results"]:
@@ -54,7 +55,7 @@ def main() -> None:
                 )  # fmt: skip
                 hasslefree.compress(args.model, model, recipe)
             found = evaluate(
-                model, tasks=list(TASKS), dtype="float32", limit=args.limit, task_data=args.task_data, batch=16
+                model, tasks=args.tasks, dtype="float32", limit=args.limit, task_data=args.task_data, batch=16
             )
         content["results"][name] = found["tasks"]
         write(args.output, content)
