@@ -61,6 +61,20 @@ def test_a_layer_with_nothing_to_lose_keeps_the_least(recipe, tmp_path):
     assert sum(ranks[other] > plan.rank for other, plan in plans.items()) > 3
 
 
+@pytest.mark.parametrize("recipe", BY_ERROR, ids=["2:4", "unstructured"])
+def test_what_does_not_reach_the_output_of_the_block_counts_for_nothing(recipe, tmp_path):
+    """Behind a down_proj of zeros, errors of gate_proj and up_proj are lost, however large they are."""
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.zero_()
+    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
+    found = {layer.name: layer for layer in report.layers}
+    for name in ("gate_proj", "up_proj"):
+        layer, plan = found[f"model.layers.1.mlp.{name}"], uniform(recipe)[f"model.layers.1.mlp.{name}"]
+        assert layer.relative_error > 0.05
+        assert (layer.rank, layer.nonzeros <= plan.nonzeros) == (plan.rank // 2, True)
+
+
 def test_a_run_that_ended_early_goes_on_to_the_same_bytes(tmp_path):
     def run(out, **options):
         hasslefree.compress(build("llama"), tmp_path / out, BY_ERROR[0], segments=segments(), **options)
