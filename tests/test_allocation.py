@@ -71,7 +71,7 @@ def test_what_does_not_reach_the_output_of_the_block_counts_for_nothing(recipe, 
     found = {layer.name: layer for layer in report.layers}
     for name in ("gate_proj", "up_proj"):
         layer, plan = found[f"model.layers.1.mlp.{name}"], uniform(recipe)[f"model.layers.1.mlp.{name}"]
-        assert layer.relative_error > 0.05
+        assert layer.relative_error > 0.01
         assert (layer.rank, layer.nonzeros <= plan.nonzeros) == (plan.rank // 2, True)
 
 
