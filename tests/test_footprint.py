@@ -146,5 +146,15 @@ def test_the_table_and_the_json_tell_the_same(tmp_path):
     assert math.prod(content["layers"][0]["shape"]) == 32 * 32
 
 
+def test_the_plan_names_what_is_done_beyond_the_layer(tmp_path):
+    def told(**changes):
+        return as_text(plan_table(planned(tmp_path, Recipe(rank=2, samples=6, seqlen=16, **changes)), CPU))
+
+    assert "beyond the layer" not in told(effort="fast")
+    assert all(word in told() for word in ("allocation error", "dense targets: a second forward pass"))
+    assert "block matching" not in told()
+    assert "block matching" in told(effort="best")
+
+
 def test_free_memory_is_what_the_machine_has():
     assert 10**8 < free_memory(CPU) < 10**14

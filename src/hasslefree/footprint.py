@@ -43,7 +43,7 @@ class Footprint:
             Grams and the solver's arrays of its dearest layer. resident: the rest of a model that is loaded already.
         activations: hidden states of all segments.
         device: where it computes. place: where the activations are. disk: the size of the folder.
-        flops: of solvers, Grams and forward passes.
+        flops: of solvers, Grams and forward passes. levers: what is done beyond the layer, in words.
     """
 
     blocks: int
@@ -59,6 +59,7 @@ class Footprint:
     place: str
     disk: int
     flops: float
+    levers: tuple[str, ...] = ()
 
     @property
     def on_cpu(self) -> bool:
@@ -118,7 +119,19 @@ def footprint(
         place=place,
         disk=bytes_on_disk(model, plan),
         flops=_flops(blocks, plan, method, recipe, samples * seqlen, processes),
+        levers=tuple(levers_of(recipe)),
     )
+
+
+def levers_of(recipe: Recipe) -> Iterator[str]:
+    """What is done beyond the layer, and what it costs beside it."""
+    if recipe.allocate in ("error", "owl"):
+        moved = "ranks and non-zeros move between layers" if recipe.allocate == "error" else "budgets differ by block"
+        yield f"allocation {recipe.allocate}: {moved}; one more pass of the dense model"
+    if recipe.dense_target:
+        yield "dense targets: a second forward pass of each block, and a second in×in matrix beside each Gram"
+    if recipe.match_blocks:
+        yield "block matching: forward and backward passes, and 16 bytes for each value that is kept"
 
 
 def plan_model(
@@ -277,6 +290,7 @@ def totals(found: Footprint, device: torch.device) -> dict[str, str]:
         **memory,
         "peak of RAM": against(found.ram_peak, torch.device("cpu")),
         "activations": f"{size(found.activations)}, on {here}",
+        **({"beyond the layer": "\n".join(found.levers)} if found.levers else {}),
         "time": f"about {duration(found.flops / product_rate(device))}",
     }
 
