@@ -7,11 +7,13 @@ import pytest
 import torch
 
 import hasslefree
-from hasslefree import Recipe
-from hasslefree.core.patterns import SemiStructured
+from hasslefree import Gram, Recipe
+from hasslefree.allocation import choice_of
+from hasslefree.core.patterns import SemiStructured, Unstructured
 from hasslefree.errors import RecipeError
 from hasslefree.models.blocks import find_blocks
-from hasslefree.plan import make_plan
+from hasslefree.plan import make_plan, plan_layer
+from tests import oracles
 from tests.tiny_models import build, segments, tensors_of
 
 BY_ERROR = [
@@ -73,6 +75,25 @@ def test_what_does_not_reach_the_output_of_the_block_counts_for_nothing(recipe, 
         layer, plan = found[f"model.layers.1.mlp.{name}"], uniform(recipe)[f"model.layers.1.mlp.{name}"]
         assert layer.relative_error > 0.01
         assert (layer.rank, layer.nonzeros <= plan.nonzeros) == (plan.rank // 2, True)
+
+
+@pytest.mark.parametrize("pattern", [SemiStructured(2, 4), Unstructured(60)])
+def test_what_a_step_would_undo(pattern):
+    """Oracle: shares of the squared singular values of R H^½, and of the scores that were removed, in float64."""
+    weight, h = (part.double() for part in oracles.problem(12, 16))
+    plan = plan_layer((12, 16), pattern, 4, torch.float32, None)
+    sparse = weight * pattern.mask(weight.square())
+    choice = choice_of(weight.float(), sparse.float(), Gram(h.float(), 1), 0.6, plan)
+    values = torch.linalg.svdvals((weight - sparse) @ torch.linalg.cholesky(h)).square()
+    torch.testing.assert_close(choice.ranks.gains, 0.6 * (values / values.sum())[2:8], rtol=1e-4, atol=1e-8)
+    assert choice.ranks.cost == 4 * (12 + 16)
+    if choice.entries is not None:
+        scores = (weight.square() * h.diagonal()).flatten().sort(descending=True).values
+        expected = 0.6 * (scores / scores[60:].sum())[30:120]
+        torch.testing.assert_close(choice.entries.gains, expected, rtol=1e-4, atol=1e-8)
+        assert (choice.entries.cost, choice.step, choice.count) == (4, 1, 30)
+        assert choice.taken(3, 5).nonzeros == 35
+    assert choice.taken(3, 0).rank == 5
 
 
 def test_a_run_that_ended_early_goes_on_to_the_same_bytes(tmp_path):
