@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import geometric_mean
+
+from hasslefree.reproduction.tables import log_mean, paper_order
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -243,6 +246,61 @@ def over_seeds(seeds: dict[str, dict[str, Any]], field: str) -> float:
     return mean([row[field] for row in seeds.values()])
 
 
+def reproduction(name: str) -> str:
+    """The tables of the paper on a small model, and where the paper's order of methods holds."""
+    content = json.loads((RESULTS / f"reproduction_{name}.json").read_text())
+    parts = []
+    for table, rows in content["tables"].items():
+        texts = list(rows[0]["measured"])
+        # The paper's own texts, whatever was measured.
+        printed = [text for text in rows[0]["paper"] if text in PAPER_TEXTS]
+        cells = []
+        for row in rows:
+            line = [f"{row['setting']}: {row['method']}" if row["setting"] else "dense"]
+            line += [f"{row['measured'][text]:.2f}" for text in texts]
+            line += [f"{row['relative_error']:.4f}" if "relative_error" in row else ""]
+            line += [f"{row['kept_share']:.1%}".replace("%", " %") if "kept_share" in row else ""]
+            cells.append(line + [f"{row['paper'][text]:.2f}" if row["paper"] else "" for text in printed])
+        heads = [f"table {table[-1]}", *texts, "relative error", "kept", *(f"paper: {text}" for text in printed)]
+        parts.append(markdown(heads, cells))
+    calibration = f"{content['samples']} × {content['seqlen']} tokens, {content['rounds']} rounds of every method"
+    text = f"at most {content['max_tokens']:,} tokens of each text"
+    parts.append(f"Calibrated on {calibration}; {text}. The paper's figures are those of {rows[0]['beside']}.")
+    return "\n\n".join([*parts, order(content)])
+
+
+# In the order of the paper's tables.
+PAPER_TEXTS = ("c4", "wikitext2", "ptb")
+
+
+def order(content: dict[str, Any]) -> str:
+    """For pairs of methods, in how many settings the first is ahead: in the paper, and measured."""
+    pairs: dict[tuple[str, str], list[int]] = {}
+    best = [0, 0]
+    for rows in content["tables"].values():
+        for pair, counts in paper_order(rows).items():
+            found = pairs.setdefault(pair, [0, 0, 0])
+            pairs[pair] = [a + b for a, b in zip(found, counts, strict=True)]
+        for joint in (row for row in rows if row["method"] == "joint"):
+            rivals = [row for row in rows if row["config"] == joint["config"] and row is not joint]
+            best[0] += all(log_mean(joint, "measured") < log_mean(row, "measured") for row in rivals)
+            best[1] += 1
+    cells = [[f"{one} before {other}", *map(str, counts)] for (one, other), counts in pairs.items()]
+    table = markdown(["settings in which", "the paper has it so", "so here", "of"], cells)
+    return f"{table}\n\n`joint` is before the others in {best[0]} of {best[1]} settings. On {where(content)}."
+
+
+def figure1(name: str) -> str:
+    """The relative error of each layer of one block, by method."""
+    content = json.loads((RESULTS / f"reproduction_{name}.json").read_text())["figure1"]
+    methods = list(content["errors"])
+    rows = [
+        [layer, *(f"{content['errors'][method][layer]:.4f}" for method in methods)]
+        for layer in content["errors"][methods[0]]
+    ]
+    return markdown([f"block {content['block']}, {content['pattern']} + rank {content['rank']}", *methods], rows)
+
+
 def inference() -> str:
     """Milliseconds of the packed and of the dense layer, and their ratio at every number of tokens."""
     content = json.loads((RESULTS / "inference.json").read_text())
@@ -360,6 +418,11 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/scaling.md": {"scaling": scaling, "streaming": streaming, "faults": faults, "widest": widest},
     "docs/numerics.md": {"workspace": workspace},
     "docs/quantised.md": {"quantised": quantised},
+    "docs/reproduction.md": {
+        f"{table}_{name}": partial(make, name)
+        for name in ("embedded", "reference")
+        for table, make in {"reproduction": reproduction, "figure1": figure1}.items()
+    },
     "docs/inference.md": {"inference": inference, "loaded": loaded},
 }
 

@@ -1,0 +1,73 @@
+"""Every table of the paper and its first figure on one small model, by `hasslefree reproduce`.
+
+    python benchmarks/reproduction.py NAME MODEL --work FOLDER --calibration FILE --texts NAME=FILE… [--rank …]
+
+What FOLDER holds is not measured again. Results go to benchmarks/results/reproduction_NAME.json, and the figure to
+docs/figure1_NAME.png. The embedded model is measured on --texts held_out=…/demo/held_out.txt with --samples 32
+--seqlen 256 --max-tokens 16384, and the reference model on the three texts of the paper with --max-tokens 8192; both
+with --rank 16 --rounds 20, and --parts as the results have them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from common import machine, write
+
+from hasslefree.cli import app, spread_lists
+
+ROOT = Path(__file__).parents[1]
+# Table 3 has rows of table 1 alone, for one model.
+PARTS = ("table1", "table2", "table4", "figure1")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name")
+    parser.add_argument("model")
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--texts", nargs="+", required=True)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    for option, number in {"rank": 16, "samples": 32, "seqlen": 256, "rounds": 20, "max-tokens": 16384}.items():
+        parser.add_argument(f"--{option}", type=int, default=number)
+    return parser.parse_args()
+
+
+def command(args: argparse.Namespace, part: str) -> list[str]:
+    """The arguments of `hasslefree` that measure one table, or the figure."""
+    words = ["reproduce", part, "--model", args.model, "--output", str(args.work)]
+    words += ["--calibration", args.calibration, "--texts", *args.texts, "--tasks", "none", "--dtype", "float32"]
+    for option in ("rank", "samples", "seqlen", "rounds", "max_tokens"):
+        words += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
+    return words
+
+
+def collected(args: argparse.Namespace) -> dict[str, Any]:
+    """All that was measured, without the machine's paths."""
+    settings = {option: getattr(args, option) for option in ("rank", "samples", "seqlen", "rounds", "max_tokens")}
+    found: dict[str, Any] = {"machine": machine(), "model": args.name, **settings, "tables": {}}
+    for part in args.parts:
+        content = json.loads((args.work / f"{part}.json").read_text())
+        if part == "figure1":
+            found[part] = content | {"model": args.name}
+        else:
+            found["tables"][part] = [row | {"model": args.name} for row in content["rows"]]
+    return found
+
+
+def main() -> None:
+    args = arguments()
+    for part in args.parts:
+        if part != "figure1" or not (args.work / "figure1.json").exists():
+            app(args=spread_lists(command(args, part)), standalone_mode=False)
+    write(ROOT / f"benchmarks/results/reproduction_{args.name}.json", collected(args))
+    shutil.copyfile(args.work / "figure1.png", ROOT / f"docs/figure1_{args.name}.png")
+
+
+if __name__ == "__main__":
+    main()
