@@ -241,6 +241,30 @@ def levers(stem: str) -> str:
     return "\n\n".join(tables) + f"\n\nCalibrated on {protocol}; {seeds}, on {where(content)}."
 
 
+def efforts() -> str:
+    """The gap, and time, of the three efforts and of rivals; and the ratios."""
+    content = json.loads((RESULTS / "levers.json").read_text())
+    ours = ["effort fast", "effort balanced", "effort best"]
+    rivals = ["3basil", "3basil, published matching", "hassle-free"]
+    rows = []
+    for setting, variants in content["results"].items():
+        gaps = {n: over_seeds(v, "gap") for n, v in variants.items()}
+        cells = [
+            f"{gaps[n]:.4f} ({over_seeds(variants[n], 'cpu_seconds'):.0f})" if n in gaps else ""
+            for n in [*ours, *rivals]
+        ]
+        # Like for like: the seeds that both have.
+        ratios = []
+        for rival in rivals:
+            common = variants["effort best"].keys() & variants.get(rival, {}).keys()
+            best, other = (sum(variants[n][s]["gap"] for s in common) for n in ("effort best", rival))
+            ratios.append(f"{best / other:.2f}" if common else "")
+        rows.append([setting, *cells, *ratios])
+    names = [name.removeprefix("effort ") for name in ours] + rivals
+    heads = ["gap", *names, *(f"best / {name}" for name in rivals)]
+    return f"{markdown(heads, rows)}\n\nSeeds as in docs/levers.md, on {where(content)}."
+
+
 def over_seeds(seeds: dict[str, dict[str, Any]], field: str) -> float:
     """The mean of a field."""
     return mean([row[field] for row in seeds.values()])
@@ -411,6 +435,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "layers": lambda: layers("layers"),
         "reference": reference,
         "gap": gap,
+        "efforts": efforts,
         "recorded": recorded,
     },
     "docs/joint.md": {"layers_full": lambda: layers("layers_full"), "growth": growth, "ideas": ideas},

@@ -160,9 +160,12 @@ def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, harm: float, plan: Lay
     """What a layer may become, and what each step would undo of the harm that pruning alone does."""
     (out, width), size = plan.shape, weight.element_size()
     dense = weight.to(gram.matrix.dtype)
-    low, high = int(LEAST * plan.rank), min(int(MOST * plan.rank), out, width)
+    cost = (out + width) * size
+    # Beyond the bytes of the dense layer there is nothing to win.
+    room = plan.rank + max(plan.dense_bytes - plan.bytes, 0) // cost
+    low, high = int(LEAST * plan.rank), min(int(MOST * plan.rank), room, out, width)
     spectrum = rank_gains(dense - sparse.to(dense.dtype), gram)
-    ranks = Ladder(spectrum[low:high] * per_unit(harm, spectrum), (out + width) * size)
+    ranks = Ladder(spectrum[low:high] * per_unit(harm, spectrum), cost)
     if not isinstance(plan.pattern, Unstructured) or plan.grid is not None:
         return Choice(plan, weight.dtype, low, ranks)
     count = plan.pattern.count
