@@ -350,7 +350,7 @@ def demo(
     out: Annotated[Path | None, typer.Option(help="Keep the compressed models here (default: nowhere).")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds of hassle-free; the paper takes 80.", min=1)] = 20,
 ) -> None:
-    """Compress the small model that ships with the package in four ways, and compare."""
+    """Compress the small model that ships with the package in several ways, and compare."""
     from hasslefree.demo.run import demo_table, run_demo
 
     start = time.perf_counter()
