@@ -4,7 +4,7 @@
 
 Problems: four layers of the embedded model with the Grams of the dense model, and a synthetic one, as in layers.py.
 Pruning and rounding in one sweep stands beside doing one after the other: rounding to the nearest value, and a second
-sweep that keeps the support.
+sweep that keeps the support. Rows that the output file already holds are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine, write
+from common import resumed, write
 from layers import BUDGETS, SHAPES, Problem, model_problems, synthetic_problems
 from torch import Tensor
 
@@ -90,11 +90,15 @@ def main() -> None:
     layers = model_problems(str(MODEL), str(CALIBRATION), 64, 256, BUDGETS)
     problems = [next(layers) for _ in range(4)] + list(synthetic_problems(SHAPES[:1], BUDGETS[:1]))
     grid = METHODS["gptq"].grid  # type: ignore[attr-defined]
-    content: dict[str, Any] = {"machine": machine(), "rank": args.rank, "grid": str(grid), "problems": {}}
+    content = resumed(args.output, {"rank": args.rank, "grid": str(grid)}, "problems")
     run(problems[0], "caldera", "2:4", args.rank)  # what is slow the first time
     for problem in problems:
         name = problem.name.partition(f" {problem.pattern}")[0]
-        rows = {key: run(problem, m, pattern, args.rank * low) for key, (m, pattern, low) in ROWS.items()}
+        held = content["problems"].get(name, {})
+        rows = {
+            key: held.get(key) or run(problem, method, pattern, args.rank * low)
+            for key, (method, pattern, low) in ROWS.items()
+        }
         content["problems"][name] = rows
         print(name, {key: f"{row['relative_error']:.5f} at {row['bits']:.2f}" for key, row in rows.items()}, flush=True)
     write(args.output, content)
