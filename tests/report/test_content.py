@@ -110,8 +110,9 @@ def test_a_damaged_folder_is_one_message(folder, damage, message):
 
 
 def test_what_is_no_folder_and_no_result_is_refused(folder, tmp_path):
-    for name, content in {"list": "[]", "other": '{"model": "m"}', "nan": '{"model": "m", "perplexity": {"a": NaN}}',
-                          "text": '{"model": "m", "perplexity": {"a": {"perplexity": "<b>"}}}'}.items():  # fmt: skip
+    figures = '{"model": "m", "perplexity": {"a": {"perplexity": %s}}}'
+    wrong = {"list": "[]", "other": '{"model": "m"}', "nan": figures % "NaN", "text": figures % '"<b>"'}
+    for name, content in wrong.items():
         (tmp_path / name).write_text(content)
         with pytest.raises(CheckpointError, match=name):
             read_content([folder, tmp_path / name])

@@ -103,10 +103,10 @@ def test_chart_js_is_the_release_that_the_readme_names():
 
 def test_curves_keep_their_ends():
     values = [float(value) for value in range(1, 101)]
-    assert curve(values, 200) == [[index, float(index)] for index in range(1, 101)]
+    assert curve(values, 200) == {"count": 100, "values": values}
     thin = curve(values, 8)
-    assert (len(thin), thin[0], thin[-1]) == (8, [1, 1.0], [100, 100.0])
-    assert curve([], 8) == []
+    assert (thin["count"], len(thin["values"]), thin["values"][0], thin["values"][-1]) == (100, 8, 1.0, 100.0)
+    assert curve([], 8) == {"count": 0, "values": []}
 
 
 def test_small_figures_by_hand():

@@ -10,7 +10,8 @@
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const short = (value) => Number(value.toPrecision(3)).toString();
   const grouped = (value) => value.toLocaleString("en");
-  const points = (pairs) => pairs.map(([x, y]) => ({ x, y }));
+  const points = ({ count, values }) =>
+    values.map((y, step) => ({ x: 1 + Math.floor((step * (count - 1)) / Math.max(1, values.length - 1)), y }));
 
   /* One chart in the place of the one before. The colours are those of the scheme in force. */
   function draw(id, type, datasets, { x, y, labels, last, ...rest }) {
@@ -67,12 +68,11 @@
 
   function drawLayer() {
     const layer = chosen();
-    const measured = layer.history.filter(([, value]) => value > 0);
     byId("history-note").textContent =
-      layer.history.length > 1
+      layer.history.count > 1
         ? "the method's own objective, relative and damped"
         : "this method measures it once, at its end";
-    draw("history", "line", [line("objective", points(measured))], { x: layer.step, y: "relative objective", error: true, last: Math.max(2, layer.history.length) });
+    draw("history", "line", [line("objective", points(layer.history))], { x: layer.step, y: "relative objective", error: true, last: Math.max(2, layer.history.count) });
     byId("spectrum-note").textContent = layer.rank
       ? `the largest ${layer.ninety} of ${layer.rank} singular values hold 90 % of ‖L‖²`
       : "rank 0: there is no low-rank part";
@@ -196,6 +196,9 @@
   const redraw = () => { drawLayer(); drawParameters(); drawBlocks(); };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 
+  for (const button of document.querySelectorAll("#map button")) {
+    button.title = button.getAttribute("aria-label");
+  }
   const worst = layers().reduce((best, layer, index) => (layer.error > layers()[best].error ? index : best), 0);
   choose(worst);
   drawParameters();
