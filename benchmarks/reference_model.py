@@ -34,6 +34,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "oats": {"method": "oats"},
     "godec": {"method": "godec"},
     "pcp": {"method": "pcp"},
+    "osscar, 50 %": {"method": "osscar", "rank": 0, "pattern": "structured", "sparsity": 0.5},
+    "losparse, 50 %": {"method": "losparse", "pattern": "structured", "sparsity": 0.5},
     "eora": {"method": "eora"},
     "hassle-free, unscaled": {"method": "hassle-free", "low_rank": "adam-unscaled"},
     "hassle-free": {"method": "hassle-free"},

@@ -30,7 +30,20 @@ from hasslefree.methods import METHODS, build_method
 from hasslefree.methods.three_block import ThreeBlock
 
 ROOT = Path(__file__).parents[1]
-NAMES = ["joint", "3basil", "hassle-free", "oats", "eora", "sparsegpt", "alps", "wanda", "dsnot", "godec", "pcp"]
+NAMES = [
+    "joint",
+    "3basil",
+    "hassle-free",
+    "oats",
+    "eora",
+    "sparsegpt",
+    "alps",
+    "wanda",
+    "dsnot",
+    "godec",
+    "pcp",
+    "osscar",
+]
 NAMES += ["rtn", "gptq", "loftq", "lq-lora", "caldera", "joint-grid"]
 SHAPES = ["1024x1024", "2048x512", "512x2048"]
 
@@ -69,7 +82,7 @@ class Peak:
 def run(method: Method, weight: torch.Tensor, gram: Gram, pattern: str, rank: int, device: str) -> dict[str, Any]:
     """Bytes at most while what depends on H is made, of what is kept of it, and at most while the layer is solved."""
     shape = (weight.shape[0], weight.shape[1])
-    resolved, _ = Budget(pattern, rank, sparsity=0.5 if pattern == "unstructured" else None).resolve(*shape)
+    resolved, _ = Budget(pattern, rank, sparsity=None if ":" in pattern else 0.5).resolve(*shape)
     start, peak = time.perf_counter(), Peak(device)
     prepared = method.prepare(gram)
     found = {"prepare": peak.reached(), "kept": peak.now() - peak.before}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hasslefree import (
+    OSSCAR,
     AlternatingMinimization,
     Gram,
     Grid,
@@ -173,6 +174,8 @@ def cases(draw) -> Case:
     composed = [f"alternating {pruner}+{solver}" for pruner in PRUNERS for solver in LOW_RANK_SOLVERS]
     method = draw(st.one_of(st.sampled_from(list(METHODS)), st.sampled_from(composed)))
     alone = isinstance(METHODS.get(method), Prune)
+    if "osscar" in method or method == "losparse":  # nothing but whole channels
+        pattern = pattern if isinstance(pattern, Structured) else Structured(draw(st.integers(0, width)))
     return Case(
         out, width,
         tokens=draw(st.integers(0, 3 * width)),
@@ -227,6 +230,6 @@ def factors_the_gram(method) -> bool:
     """Whether the method cannot do without a Cholesky factor of H itself."""
     if isinstance(method, ThreeBlock | JointOnGrid):
         return True
-    return isinstance(getattr(method, "pruner", None), SparseGPT) or isinstance(
+    return isinstance(getattr(method, "pruner", None), SparseGPT | OSSCAR) or isinstance(
         getattr(method, "low_rank", None), Exact
     )

@@ -9,6 +9,7 @@ from hasslefree import Gram, Joint, Prune, Recipe
 from hasslefree.core.packing import layout_of
 from hasslefree.methods import METHODS, build_method
 from tests import oracles
+from tests.suited import suited
 from tests.tiny_models import build, logits, segments
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -22,12 +23,13 @@ def test_methods_reach_the_error_that_they_reach_on_the_cpu(name):
     rounds = getattr(METHODS[name], "rounds", None)
     method = build_method(name, rounds=rounds and min(rounds, 5))
     gram, rank = Gram(h, 1, oracles.mean_of(h)), 0 if alone else 8
+    pattern = suited(name, "2:4", 96)
     here, there = (
-        hasslefree.decompose(weight.to(d), gram.to(weight.to(d)), "2:4", rank, method=method) for d in ("cpu", "cuda")
+        hasslefree.decompose(weight.to(d), gram.to(weight.to(d)), pattern, rank, method=method) for d in ("cpu", "cuda")
     )
     assert there.sparse.device.type == "cuda"
     assert there.relative_error == pytest.approx(here.relative_error, rel=0.02)
-    again = hasslefree.decompose(weight.cuda(), gram.to(weight.cuda()), "2:4", rank, method=method)
+    again = hasslefree.decompose(weight.cuda(), gram.to(weight.cuda()), pattern, rank, method=method)
     assert torch.equal(there.product(), again.product())
 
 

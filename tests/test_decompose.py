@@ -9,6 +9,7 @@ from hasslefree.core.protocols import Solution
 from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError
 from hasslefree.methods import METHODS, build_method
 from tests import oracles
+from tests.suited import suited
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -119,11 +120,15 @@ def test_a_weight_that_has_the_pattern_stays_as_it_is(name):
     h[5], h[:, 5] = 0, 0
     gram = Gram(h, 99, oracles.mean_of(h))
     for pattern in (SemiStructured(2, 4), Unstructured(84), Row(7), Structured(7)):
+        if suited(name, pattern) != pattern:
+            continue
         result = hasslefree.decompose(weight, gram, pattern, method=name)
         assert result.relative_error == 0
         assert torch.equal(result.sparse, weight * (h.diagonal() > 0))
         assert result.remarks[-1] == "the pattern keeps every non-zero of the weight: S = W, L = 0"
-    assert not any("S = W" in r for r in hasslefree.decompose(weight, gram, "1:4", method=name).remarks)
+    assert not any(
+        "S = W" in r for r in hasslefree.decompose(weight, gram, suited(name, "1:4", 6), method=name).remarks
+    )
 
 
 def test_a_layer_whose_inputs_cancel_has_no_error_that_could_be_measured():

@@ -30,6 +30,7 @@ from hasslefree.models.linear import SparseLowRankLinear, use_way
 from hasslefree.pruners.alps import ALPS
 from hasslefree.pruners.dsnot import DSNoT
 from hasslefree.pruners.magnitude import Magnitude
+from hasslefree.pruners.osscar import OSSCAR
 from hasslefree.pruners.refit import Refit
 from hasslefree.pruners.round_to_nearest import RoundToNearest
 from hasslefree.pruners.sparsegpt import SparseGPT
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ALPS",
+    "OSSCAR",
     "SVD",
     "Adam",
     "AlternatingMinimization",

@@ -333,7 +333,12 @@ def report_page(
 def export(
     folder: Annotated[Path, typer.Argument(help="A folder that compress wrote.")],
     destination: Annotated[Path, typer.Argument(metavar="DEST", help="The folder to write.")],
-    to: Annotated[str, typer.Option(help="dense (plain weights) or peft (sparse weights and a LoRA adapter).")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="dense (plain weights), peft (sparse weights, a LoRA adapter) or narrow (no idle heads, neurons)."
+        ),
+    ],
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
     overwrite: Annotated[bool, typer.Option(help="Replace DEST if it is not empty.")] = False,
 ) -> None:

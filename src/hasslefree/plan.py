@@ -13,6 +13,8 @@ from hasslefree.core.protocols import grid_of
 from hasslefree.core.storage import Storage
 from hasslefree.errors import HasslefreeError
 from hasslefree.models.blocks import Blocks, linear_shape, select_linears
+from hasslefree.models.heads import head_unit
+from hasslefree.pruners.osscar import OSSCAR
 from hasslefree.recipe import Recipe
 
 # Beside the weights: the tokenizer, the reports, the model card.
@@ -59,15 +61,21 @@ def make_plan(blocks: Blocks, recipe: Recipe) -> Plan:
         HasslefreeError: with the layer's name: a budget that it cannot meet.
     """
     budget, method, plan = recipe.budget(), recipe.build_method(), []
+    pruner = getattr(method, "pruner", None)
     for index, linears in enumerate(select_linears(blocks, recipe.leave_dense)):
         plans = {}
         for name, linear in linears.items():
             shape = linear_shape(linear)
             try:
-                pattern, rank = budget.resolve(*shape)
+                unit = 1
+                if isinstance(pruner, OSSCAR):
+                    unit = head_unit(blocks.modules[index], name)
+                pattern, rank = budget.resolve(*shape, unit)
                 method.check(rank)
                 if grid := grid_of(method):
                     grid.check(shape, pattern.group)
+                if isinstance(pruner, OSSCAR):
+                    pruner.check(pattern)
             except HasslefreeError as error:
                 raise type(error)(f"{error} ({blocks.prefix(index)}.{name})") from None
             plans[name] = plan_layer(shape, pattern, rank, linear.weight.dtype, grid_of(method))

@@ -13,6 +13,7 @@ from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
 from hasslefree.methods import METHODS, build_method
 from hasslefree.pruners import PRUNERS
 from tests import oracles
+from tests.suited import suited
 
 PATTERNS = [SemiStructured(2, 4), SemiStructured(3, 8), Unstructured(80), Row(7), Structured(6)]
 methods = pytest.mark.parametrize("name", METHODS)
@@ -42,6 +43,7 @@ def short(name):
 def test_feasible_honest_and_the_same_every_time(name, pattern, seed):
     method, rank = short(name)
     weight, h = oracles.problem(12, 16, seed=seed)
+    pattern = suited(name, pattern)
     before, h_before = weight.clone(), h.clone()
     result = hasslefree.decompose(weight, gram_of(h), pattern, rank, method=method)
     assert result.sparse.count_nonzero() <= pattern.kept((12, 16))
@@ -63,7 +65,7 @@ def test_dead_inputs_get_no_weight(name):
     dead = torch.tensor([0, 5, 6, 7, 15])
     h[dead] = 0
     h[:, dead] = 0
-    result = hasslefree.decompose(weight, gram_of(h), "2:4", rank, method=method)
+    result = hasslefree.decompose(weight, gram_of(h), suited(name, "2:4"), rank, method=method)
     assert torch.isfinite(result.product()).all()
     assert not result.sparse[:, dead].any()
     assert not result.low_rank.v[:, dead].any()
@@ -74,7 +76,7 @@ def test_dead_inputs_get_no_weight(name):
 def test_a_layer_that_is_never_used_becomes_nothing(name):
     method, rank = short(name)
     weight = torch.randn(8, 16)
-    result = hasslefree.decompose(weight, gram_of(torch.zeros(16, 16)), "2:4", rank, method=method)
+    result = hasslefree.decompose(weight, gram_of(torch.zeros(16, 16)), suited(name, "2:4"), rank, method=method)
     assert not result.product().any()
     assert result.relative_error == 0
 
@@ -83,7 +85,9 @@ def test_a_layer_that_is_never_used_becomes_nothing(name):
 def test_full_density_is_the_identity(name):
     weight, h = oracles.problem(12, 16)
     for rank in {0, short(name)[1]}:
-        result = hasslefree.decompose(weight, gram_of(h), "4:4", rank, method=name)
+        result = hasslefree.decompose(
+            weight, gram_of(h), Structured(16) if suited(name, "4:4") != "4:4" else "4:4", rank, method=name
+        )
         assert torch.equal(result.product(), weight)
         assert result.low_rank.rank == rank
 
@@ -92,10 +96,10 @@ def test_full_density_is_the_identity(name):
 @pytest.mark.parametrize("solver", LOW_RANK_SOLVERS)
 def test_every_pruner_composes_with_every_solver(pruner, solver):
     weight, h = oracles.problem(24, 32)
-    size = groups_of(PRUNERS[pruner])
+    size, pattern = groups_of(PRUNERS[pruner]), suited(pruner, "2:4", 32)
     method = build_method("hassle-free", pruner=pruner, low_rank=solver, rounds=6, group_size=size)
-    alone = hasslefree.decompose(weight, gram_of(h), "2:4", 0, method=build_method(pruner, group_size=size))
-    result = hasslefree.decompose(weight, gram_of(h), "2:4", 6, method=method)
+    alone = hasslefree.decompose(weight, gram_of(h), pattern, 0, method=build_method(pruner, group_size=size))
+    result = hasslefree.decompose(weight, gram_of(h), pattern, 6, method=method)
     assert len(result.history) == 6
     assert result.relative_error < alone.relative_error
 

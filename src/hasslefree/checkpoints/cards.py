@@ -42,6 +42,12 @@ _WHAT = {
         "is as large as before its compression, and needs no library of its own.",
         _LOAD,
     ),
+    "narrow": (
+        "transformers",
+        "A plain model with fewer attention heads and fewer neurons than the one that it was made of: those that its "
+        "compressed layers did not read are gone. It needs no library of its own.",
+        _LOAD,
+    ),
     "peft": (
         "peft",
         "A PEFT adapter with the low-rank matrices, and in `base` the model with the sparse ones as its weights.",
@@ -60,7 +66,8 @@ def export_card(kind: str, source: str, recorded: bool) -> str:
     """The card of one folder.
 
     Args:
-        kind: "dense", "peft", or "base" for the base model of a "peft". source: the name of the compressed folder.
+        kind: "dense", "narrow", "peft", or "base" for the base model of a "peft".
+        source: the name of the compressed folder.
         recorded: compression.json lies in the exported folder.
     """
     library, what, load = _WHAT[kind]

@@ -12,6 +12,7 @@ from hasslefree.checkpoints.adapter import write_adapter
 from hasslefree.checkpoints.cards import export_card
 from hasslefree.checkpoints.dense import write_dense
 from hasslefree.checkpoints.entries import QUANT_METHOD
+from hasslefree.checkpoints.narrow import write_narrow
 from hasslefree.checkpoints.output import check_output, check_shard_size, replaced_whole
 from hasslefree.errors import ModelError, OutputError, UnknownNameError
 from hasslefree.models.linear import compressed_layers
@@ -20,7 +21,7 @@ from hasslefree.models.load import load_config, load_model, load_tokenizer
 # (the model, changed in place; the folder to fill; where that will stand; the shard size) → the folders with a model
 # card, by its kind
 Write = Callable[[PreTrainedModel, Path, Path, str], dict[str, Path]]
-EXPORTS: dict[str, Write] = {"dense": write_dense, "peft": write_adapter}
+EXPORTS: dict[str, Write] = {"dense": write_dense, "peft": write_adapter, "narrow": write_narrow}
 
 
 def export(
@@ -35,7 +36,8 @@ def export(
 
     Args:
         folder: a compressed model. destination: the folder to write.
-        to: "dense" (S + u v as plain weights) or "peft" (an adapter with u v, and S as its base model in base/).
+        to: "dense" (S + u v as plain weights), "peft" (an adapter with u v, and S as its base model in base/) or
+            "narrow" (dense, without the heads and neurons that nothing reads).
         overwrite: replace a destination that is not empty, once the new one is complete.
 
     Raises:

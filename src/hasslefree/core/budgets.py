@@ -91,8 +91,11 @@ class Budget:
             return ["rank_share goes with ratio; with sparsity give rank"]
         return []
 
-    def resolve(self, out: int, width: int) -> tuple[Pattern, int]:
+    def resolve(self, out: int, width: int, unit: int = 1) -> tuple[Pattern, int]:
         """The pattern with its exact count, and the rank, of a weight (out, width).
+
+        Args:
+            unit: with "structured", so many consecutive channels stay or go together.
 
         Raises:
             BudgetError, PatternError: with every problem, or where the weight is too small or does not divide.
@@ -100,6 +103,8 @@ class Budget:
         if found := self.problems():
             raise BudgetError("; ".join(found))
         pattern, rank = self._resolve(out, width)
+        if isinstance(pattern, Structured) and unit > 1:
+            pattern = Structured(pattern.count // unit * unit, unit)
         pattern.check((out, width))
         if rank > min(out, width):
             raise BudgetError(

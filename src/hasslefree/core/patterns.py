@@ -133,9 +133,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Structured:
-    """`count` whole input channels (columns of the weight) of the largest total score."""
+    """`count` whole input channels (columns of the weight) of the largest total score.
+
+    Args:
+        unit: so many consecutive channels stay or go together, such as those of an attention head.
+    """
 
     count: int
+    unit: int = 1
 
     def __str__(self) -> str:
         return "structured"
@@ -146,13 +151,19 @@ class Structured:
 
     def check(self, shape: tuple[int, int]) -> None:
         _check_count(self, self.count, shape[1], "input channels")
+        if self.unit < 1 or shape[1] % self.unit or self.count % self.unit:
+            raise PatternError(
+                f"pattern {self} cannot keep {self.count} of {shape[1]} input channels in units of {self.unit}; "
+                "both must be multiples of it"
+            )
 
     def kept(self, shape: tuple[int, int]) -> int:
         return shape[0] * self.count
 
     def mask(self, score: Tensor) -> Tensor:
         self.check((score.shape[0], score.shape[1]))
-        return largest(score.sum(0), self.count).expand(score.shape)
+        units = largest(score.sum(0).view(-1, self.unit).sum(1), self.count // self.unit)
+        return units.repeat_interleave(self.unit).expand(score.shape)
 
     def restricted(self, start: int, stop: int, width: int) -> Structured:
         return Structured(_share(self.count, start, stop, width))

@@ -19,6 +19,7 @@ from hasslefree.methods.pursuit import PrincipalComponentPursuit
 from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.pruners import PRUNERS
 from hasslefree.pruners.magnitude import Magnitude
+from hasslefree.pruners.osscar import OSSCAR
 from hasslefree.pruners.refit import Refit
 from hasslefree.pruners.round_to_nearest import RoundToNearest
 from hasslefree.pruners.wanda import Wanda
@@ -35,6 +36,7 @@ METHODS: dict[str, Method] = {
     "eora": AlternatingMinimization(low_rank=Exact(), rounds=1),
     "3basil": ThreeBlock(),
     "godec": AlternatingMinimization(Magnitude(), SVD(), damping=0.0, low_rank_first=True, keep_best=False),
+    "losparse": AlternatingMinimization(OSSCAR(), Exact(), rounds=10),
     "pcp": PrincipalComponentPursuit(),
     "magnitude": Prune(PRUNERS["magnitude"], damping=0.0),
     "wanda": Prune(PRUNERS["wanda"], damping=0.0),

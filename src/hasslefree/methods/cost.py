@@ -26,6 +26,7 @@ from hasslefree.methods.three_block import ThreeBlock
 from hasslefree.pruners.alps import ALPS
 from hasslefree.pruners.dsnot import DSNoT
 from hasslefree.pruners.magnitude import Magnitude
+from hasslefree.pruners.osscar import OSSCAR
 from hasslefree.pruners.refit import Refit
 from hasslefree.pruners.round_to_nearest import RoundToNearest
 from hasslefree.pruners.sparsegpt import SparseGPT
@@ -97,7 +98,7 @@ def _prepare_flops(pruner: Pruner, width: int) -> int:
             return _prepare_flops(pruner.start, width)
         case Refit():
             return _prepare_flops(pruner.pruner, width)
-        case SparseGPT():
+        case SparseGPT() | OSSCAR():
             return width**3
     return 9 * width**3
 
@@ -115,6 +116,9 @@ def _prune_flops(pruner: Pruner, out: int, width: int) -> int:
             return _prune_flops(pruner.start, out, width) + pruner.cycles * 4 * out * width
         case Refit():
             return _prune_flops(pruner.pruner, out, width) + (pruner.steps + 1) * 2 * out * width**2
+        case OSSCAR():
+            tried = pruner.swaps * min(pruner.candidates, width) * 4 * out * width
+            return 2 * (out + width) * width**2 + tried
         case SparseGPT():
             twice = pruner.grid is not None and pruner.grid.group is None
             return (1 + twice) * out * width**2
@@ -190,6 +194,7 @@ PRUNER_NEEDS: dict[type, Need] = {
     Wanda: SCORED,
     DSNoT: Need(large=8),
     RoundToNearest: SCORED,
+    OSSCAR: Need(prepare=10, kept=2, large=8, square=6),
     SparseGPT: Need(prepare=10, kept=2, large=5),
     ALPS: SPECTRAL,
 }

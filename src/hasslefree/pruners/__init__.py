@@ -5,6 +5,7 @@ from hasslefree.core.protocols import Pruner
 from hasslefree.pruners.alps import ALPS
 from hasslefree.pruners.dsnot import DSNoT
 from hasslefree.pruners.magnitude import Magnitude
+from hasslefree.pruners.osscar import OSSCAR
 from hasslefree.pruners.round_to_nearest import RoundToNearest
 from hasslefree.pruners.sparsegpt import SparseGPT
 from hasslefree.pruners.wanda import Wanda
@@ -17,4 +18,5 @@ PRUNERS: dict[str, Pruner] = {
     "alps": ALPS(),
     "rtn": RoundToNearest(),
     "gptq": SparseGPT(grid=Grid()),
+    "osscar": OSSCAR(),
 }
