@@ -44,7 +44,7 @@ NAMES = [
     "pcp",
     "osscar",
 ]
-NAMES += ["rtn", "gptq", "loftq", "lq-lora", "caldera", "joint-grid"]
+NAMES += ["osscar", "rtn", "gptq", "loftq", "lq-lora", "caldera", "joint-grid"]
 SHAPES = ["1024x1024", "2048x512", "512x2048"]
 
 

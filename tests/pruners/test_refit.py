@@ -15,7 +15,8 @@ from hasslefree import (
     Structured,
     Unstructured,
 )
-from hasslefree.errors import BudgetError, RecipeError
+from hasslefree.core.protocols import grid_of
+from hasslefree.errors import BudgetError, GridError, RecipeError
 from hasslefree.methods import METHODS, build_method
 from hasslefree.pruners import PRUNERS
 from tests import oracles
@@ -29,7 +30,10 @@ def prune(pruner, weight, h, pattern):
     return pruner.prune(weight, pruner.prepare(Gram(h, 1, oracles.mean_of(h))), pattern)
 
 
-@pytest.mark.parametrize("name", PRUNERS)
+FREE = [name for name, pruner in PRUNERS.items() if not grid_of(pruner)]
+
+
+@pytest.mark.parametrize("name", FREE)
 @settings(max_examples=15)
 @given(st.sampled_from(PATTERNS), st.sampled_from([0.0, 0.01, 0.5]), st.integers(0, 999))
 def test_it_is_the_least_squares_on_the_pruner_s_support(name, pattern, damping, seed):
@@ -44,7 +48,7 @@ def test_it_is_the_least_squares_on_the_pruner_s_support(name, pattern, damping,
     assert torch.equal(found != 0, support)
 
 
-@pytest.mark.parametrize("name", PRUNERS)
+@pytest.mark.parametrize("name", FREE)
 def test_in_float32_its_loss_is_the_least_there_is(name):
     """Oracle: the loss of the normal equations in float64."""
     pattern = suited(PRUNERS[name], SemiStructured(2, 4), 48)
@@ -108,3 +112,8 @@ def test_a_recipe_s_refit_reaches_every_layer(tmp_path):
     assert all(mine.relative_error < plain.relative_error for mine, plain in pairs)
     with pytest.raises(RecipeError, match="no pruner that a refit could follow"):
         Recipe(method="joint", rank=1, refit=True).check(with_text=False)
+
+
+def test_what_lies_on_a_grid_stays_there():
+    with pytest.raises(GridError, match="off the grid of its pruner; leave out refit"):
+        build_method("gptq", refit=True)

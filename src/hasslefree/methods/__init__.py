@@ -100,8 +100,6 @@ def refitted(name: str, method: Any) -> Method:
     Raises:
         BudgetError: it has no pruner. GridError: its pruner rounds, and a refit would leave the grid.
     """
-    if grid_of(method):
-        raise GridError(f"a refit would take S of method {name!r} off its grid; leave out refit (--refit)")
     if not hasattr(method, "pruner"):
         raise BudgetError(
             f"method {name!r} has no pruner that a refit could follow: it fits S by itself; leave out refit (--refit)"

@@ -10,7 +10,8 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import masked_cg
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Pruner
+from hasslefree.core.protocols import Pruner, grid_of
+from hasslefree.errors import GridError
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class Refit:
         steps: of conjugate gradients at most. tolerance: a row rests where its gradient, in units of what the row
             puts out, is below.
 
+    Raises:
+        GridError: the pruner rounds.
+
     Example:
         >>> hasslefree.decompose(weight, gram, pattern="2:4", method=Prune(Refit(Wanda(), damping=0.01), damping=0.0))
     """
@@ -35,6 +39,10 @@ class Refit:
     damping: float = 0.0
     steps: int = 300
     tolerance: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if grid_of(self.pruner):
+            raise GridError("a refit would take S off the grid of its pruner; leave out refit (--refit)")
 
     def prepare(self, gram: Gram) -> tuple[Tensor, Any]:
         return gram.damped(self.damping).matrix, self.pruner.prepare(gram)
