@@ -85,7 +85,10 @@ def test_it_follows_the_pruner_of_a_method_by_name():
         build_method("joint", refit=True)
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if hasattr(method, "pruner")])
+WITH_PRUNER = [name for name, method in METHODS.items() if hasattr(method, "pruner") and not grid_of(method)]
+
+
+@pytest.mark.parametrize("name", WITH_PRUNER)
 def test_every_method_with_a_pruner_gains_by_it(name):
     """In the norm that it minimises. Oracle: the method without; ALPS is all but there by itself."""
     weight, h = oracles.problem(24, 32)
