@@ -161,7 +161,7 @@ def test_export(monkeypatch, capsys, tmp_path):
         assert f"Written to {tmp_path / to}" in text
         assert (tmp_path / to / file).is_file()
     for arguments, message in [
-        ([out, "--to", "onnx", tmp_path / "new"], "unknown export 'onnx'. Known: dense, peft"),
+        ([out, "--to", "onnx", tmp_path / "new"], "unknown export 'onnx'. Known: dense, narrow, peft"),
         ([out, tmp_path / "new"], "--to"),
         ([out, "--to", "dense"], "DEST"),
         ([MODEL, "--to", "dense", tmp_path / "new"], "is not compressed by hasslefree"),

@@ -96,7 +96,7 @@ def test_saving_and_loading_never_pickle(folders, model, tmp_path, monkeypatch):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert torch.equal(logits(again, segments()), logits(model, segments()))
     names = {path.name for folder in (folders / "llama", tmp_path / "again") for path in folder.iterdir()}
-    assert {name.rpartition(".")[2] for name in names} <= {"json", "safetensors", "md"}
+    assert {name.rpartition(".")[2] for name in names} <= {"json", "safetensors", "md", "png"}
 
 
 @pytest.fixture(scope="module")
