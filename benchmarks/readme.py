@@ -241,6 +241,26 @@ def levers(stem: str) -> str:
     return "\n\n".join(tables) + f"\n\nCalibrated on {protocol}; {seeds}, on {where(content)}."
 
 
+def systems() -> str:
+    """Every system by the bytes that it takes."""
+    content = json.loads((RESULTS / "systems.json").read_text())
+    ordered = sorted(content["results"].items(), key=lambda item: (item[1]["bytes_a_weight"], item[1]["gap"]))
+    rows = [
+        [
+            name,
+            f"{row['bytes_a_weight']:.3f}",
+            *(f"{row['perplexity'][text]:.1f}" for text in TEXTS),
+            f"{row['gap']:.4f}",
+            f"{row['mean_relative_error']:.4f}",
+        ]
+        for name, row in ordered
+    ]
+    dense = ["dense", "2.000", *(f"{content['dense'][text]:.1f}" for text in TEXTS), "", ""]
+    table = markdown(["", "bytes a weight", *TEXTS.values(), "gap", "relative error"], [*rows, dense])
+    protocol = f"{content['samples']} × {content['seqlen']} tokens, perplexity on {content['max_tokens']} tokens a text"
+    return f"{table}\n\nCalibrated on {protocol}, seed {content['seed']}, on {where(content)}."
+
+
 def efforts() -> str:
     """The gap, and time, of the three efforts and of rivals; and the ratios."""
     content = json.loads((RESULTS / "levers.json").read_text())
@@ -443,6 +463,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/scaling.md": {"scaling": scaling, "streaming": streaming, "faults": faults, "widest": widest},
     "docs/numerics.md": {"workspace": workspace},
     "docs/quantised.md": {"quantised": quantised},
+    "docs/unified.md": {"systems": systems},
     "docs/reproduction.md": {
         f"{table}_{name}": partial(make, name)
         for name in ("embedded", "reference")
