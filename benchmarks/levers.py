@@ -378,8 +378,9 @@ def plot(content: dict[str, Any], path: Path) -> None:
         efforts = [points[name] for name in PLOTTED[:3] if name in points]
         axis.plot([s for s, _ in efforts], [math.exp(g) for _, g in efforts], "-", color="C0", zorder=1)
         for name, (seconds, gap) in points.items():
-            axis.scatter(seconds, math.exp(gap), color="C0" if name in PLOTTED[:3] else "C3", zorder=2)
-            axis.annotate(name.removeprefix("effort "), (seconds, math.exp(gap)), textcoords="offset points", xytext=(4, 4), fontsize=7)
+            place, label = (seconds, math.exp(gap)), name.removeprefix("effort ")
+            axis.scatter(*place, color="C0" if name in PLOTTED[:3] else "C3", zorder=2)
+            axis.annotate(label, place, textcoords="offset points", xytext=(4, 4), fontsize=7)
         axis.set(xscale="log", xlabel="CPU seconds", title=setting)
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter("")
