@@ -57,7 +57,9 @@ def test_rows_are_those_of_the_paper_and_joint_in_every_setting(table):
 @pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.iterdir()))
 def test_a_scale_changes_what_it_says_and_nothing_else(name):
     """Oracle: the recipe. A rank that follows from a ratio stays, and a method without rounds has none."""
-    plain, scaled = Recipe.from_yaml(RECIPES / name), SMALL.recipe(name)
+    # Layers alone, `joint` too.
+    alone = {"allocate": "uniform", "dense_target": 0.0, "match_blocks": False}
+    plain, scaled = dataclasses.replace(Recipe.from_yaml(RECIPES / name), **alone), SMALL.recipe(name)
     changed = {"samples": 2, "seqlen": 32, "calibration": str(CALIBRATION), "dtype": "float32"}
     changed |= {"rank": 4} if "rank-64" in name else {}
     changed |= {} if name.startswith(("wanda", "sparsegpt")) else {"rounds": 1}

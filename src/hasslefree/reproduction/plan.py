@@ -18,6 +18,9 @@ from hasslefree.recipe import Recipe
 from hasslefree.reproduction.paper import MODELS, RECIPES, TEXTS, PaperRow, paper_rows
 from hasslefree.texts import check_text
 
+# No levers: what the paper's methods do not have beside them, `joint` does not have either.
+LAYERS_ALONE: dict[str, Any] = {"allocate": "uniform", "dense_target": 0.0, "match_blocks": False}
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -43,9 +46,9 @@ class Scale:
     task_data: Path | None = None
 
     def recipe(self, name: str) -> Recipe:
-        """A recipe of the paper's, with these changes."""
+        """A recipe of the paper's, with these changes; of the layers alone, as the paper's methods are."""
         plain = Recipe.from_yaml(RECIPES / name)
-        changes: dict[str, Any] = {
+        changes: dict[str, Any] = LAYERS_ALONE | {
             field: value
             for field in ("samples", "seqlen", "calibration", "dtype")
             if (value := getattr(self, field)) is not None
