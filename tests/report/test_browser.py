@@ -171,12 +171,11 @@ def test_another_folder_by_its_button(opened):
 
 def test_a_change_of_scheme_changes_the_page_and_the_charts(opened):
     page = opened("light")
-    colours = []
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        colours.append((paper, page.evaluate("Chart.getChart('history').data.datasets[0].borderColor")))
-    assert all(one != other for one, other in zip(*colours, strict=True))
+    look = "[getComputedStyle(document.body).backgroundColor, Chart.getChart('history').data.datasets[0].borderColor]"
+    light = page.evaluate(look)
+    page.emulate_media(color_scheme="dark")
+    # The browser tells the page in its own time.
+    page.wait_for_function(f"light => {look}.every((colour, i) => colour !== light[i])", arg=light)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
