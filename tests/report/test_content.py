@@ -118,6 +118,8 @@ def test_what_is_no_folder_and_no_result_is_refused(folder, tmp_path):
             read_content([folder, tmp_path / name])
     with pytest.raises(CheckpointError, match="at least one folder"):
         read_content([tmp_path / "list"])
+    with pytest.raises(CheckpointError, match="none does not exist; name a folder"):
+        read_content([folder, tmp_path / "none"])
     with pytest.raises(CheckpointError, match="twice"):
         read_content([folder, folder / ".." / "out"])
 

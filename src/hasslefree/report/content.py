@@ -85,6 +85,8 @@ def read_content(paths: Sequence[Path]) -> Content:
     Raises:
         CheckpointError: one that is neither, or is not as it should be; no folder at all; or one named twice.
     """
+    if missing := [str(path) for path in paths if not path.exists()]:
+        raise CheckpointError(f"{', '.join(missing)} does not exist; name a folder that `hasslefree compress` wrote")
     folders = [path for path in paths if path.is_dir()]
     files = [path for path in paths if not path.is_dir()]
     if not folders:
