@@ -237,7 +237,7 @@ def levers(stem: str) -> str:
         heads = [setting, *texts.values(), "gap", "of joint's", "CPU seconds", "peak MB"]
         tables.append(markdown(heads, [dense, *cells]))
     protocol = f"{content['samples']} × {content['seqlen']} tokens, perplexity on {content['max_tokens']} tokens a text"
-    seeds = "seed 0, or the mean over seeds 0, 1, 2 with least and most"
+    seeds = "seed 0, or the mean over seeds from 0 on, with the least and the most"
     return "\n\n".join(tables) + f"\n\nCalibrated on {protocol}; {seeds}, on {where(content)}."
 
 
