@@ -176,6 +176,7 @@ def test_a_change_of_scheme_changes_the_page_and_the_charts(opened):
     page.emulate_media(color_scheme="dark")
     # The browser tells the page in its own time.
     page.wait_for_function(f"light => {look}.every((colour, i) => colour !== light[i])", arg=light)
+    assert all(one != other for one, other in zip(light, page.evaluate(look), strict=True))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
