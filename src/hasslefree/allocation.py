@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hasslefree.blockwise import Job
-from hasslefree.core.allocation import Ladder, climb, rank_gains
+from hasslefree.core.allocation import Ladder, climb, rank_gains, root_of
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.owl import outlier_share, owl_ratios
 from hasslefree.core.patterns import Unstructured
@@ -127,6 +127,8 @@ def choices_of(job: Job, index: int, call: BlockCall, hidden: Activations) -> di
     for group in groups_by_input(block, call, hidden[0], plans):
         [moments] = gather(block, prefix, call, hidden, [group], add=job.world.add)
         prepared = LOOK.prepare(moments.gram)
+        tall = any(plans[name].shape[0] > plans[name].shape[1] for name in group)
+        root = root_of(moments.gram) if tall else None
         for name in group:
             linear: Any = block.get_submodule(name)
             weight = dense_weight(linear)
@@ -135,7 +137,7 @@ def choices_of(job: Job, index: int, call: BlockCall, hidden: Activations) -> di
             replace_module(block, name, SparseLowRankLinear.from_decomposition(pruned, bias, str(plans[name].pattern)))
             harm = distance(outputs(block, call, probes), wanted, hidden.device, job.world)
             replace_module(block, name, linear)
-            found[name] = choice_of(weight, pruned.sparse, moments.gram, harm, plans[name])
+            found[name] = choice_of(weight, pruned.sparse, moments.gram, harm, plans[name], root)
     return {name: found[name] for name in plans}
 
 
@@ -156,15 +158,21 @@ def distance(found: list[Tensor], wanted: list[Tensor], device: torch.device, wo
     return float(total[0] / total[1])
 
 
-def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, harm: float, plan: LayerPlan) -> Choice:
-    """What a layer may become, and what each step would undo of the harm that pruning alone does."""
+def choice_of(
+    weight: Tensor, sparse: Tensor, gram: Gram, harm: float, plan: LayerPlan, root: Tensor | None = None
+) -> Choice:
+    """What a layer may become, and what each step would undo of the harm that pruning alone does.
+
+    Args:
+        root: as for `rank_gains`.
+    """
     (out, width), size = plan.shape, weight.element_size()
     dense = weight.to(gram.matrix.dtype)
     cost = (out + width) * size
     # Beyond the bytes of the dense layer there is nothing to win.
     room = plan.rank + max(plan.dense_bytes - plan.bytes, 0) // cost
     low, high = int(LEAST * plan.rank), min(int(MOST * plan.rank), room, out, width)
-    spectrum = rank_gains(dense - sparse.to(dense.dtype), gram)
+    spectrum = rank_gains(dense - sparse.to(dense.dtype), gram, root)
     ranks = Ladder(spectrum[low:high] * per_unit(harm, spectrum), cost)
     if not isinstance(plan.pattern, Unstructured) or plan.grid is not None:
         return Choice(plan, weight.dtype, low, ranks)

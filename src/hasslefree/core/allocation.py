@@ -43,17 +43,25 @@ def climb(ladders: Sequence[Ladder], budget: int) -> list[int]:
     return taken
 
 
-def rank_gains(residual: Tensor, gram: Gram) -> Tensor:
+def root_of(gram: Gram) -> Tensor:
+    """F with H = F Fᵀ: (in, in), float64. H may be singular."""
+    values, vectors = torch.linalg.eigh(gram.matrix.double())
+    return vectors * values.clamp_min(0).sqrt()
+
+
+def rank_gains(residual: Tensor, gram: Gram, root: Tensor | None = None) -> Tensor:
     """By how much each further rank of L lowers tr(R H Rᵀ), for R = W − S: (min(out, in),), falling, float64.
 
     They are the squared singular values of R H^½ (Eckart and Young), the eigenvalues of R H Rᵀ.
+
+    Args:
+        root: `root_of(gram)`, where it is known; more rows than columns need it.
     """
     wide, matrix = residual.double(), gram.matrix.double()
     if wide.shape[0] <= wide.shape[1]:
         square = wide @ matrix @ wide.T
     else:
         # The same but for zeros: of FᵀRᵀRF, with H = F Fᵀ.
-        values, vectors = torch.linalg.eigh(matrix)
-        factor = vectors * values.clamp_min(0).sqrt()
+        factor = root_of(gram) if root is None else root
         square = factor.T @ (wide.T @ wide) @ factor
     return torch.linalg.eigvalsh(square).flip(0).clamp_min(0)
