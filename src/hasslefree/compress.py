@@ -19,6 +19,7 @@ from hasslefree.checkpoints.cards import FIGURE, base_licence, model_card
 from hasslefree.checkpoints.output import check_output
 from hasslefree.checkpoints.transformers_plugin import HasslefreeConfig
 from hasslefree.checkpoints.unfinished import Part, Unfinished, fingerprint, unfinished
+from hasslefree.core.protocols import Method
 from hasslefree.distributed import World, joined, own_device
 from hasslefree.errors import (
     CalibrationError,
@@ -114,15 +115,8 @@ def compress(
         mine = world.share(segments).to(target)
         if recipe.allocate != "uniform":
             job = dataclasses.replace(job, plan=allocated(job, calls, mine, work.folder))
-        about: dict[str, Any] = {
-            "model": name,
-            "recipe": dataclasses.asdict(recipe) | {"leave_dense": list(recipe.leave_dense)},
-            "method": repr(method),
-            "versions": versions(),
+        about = described(name, loaded, recipe, method, segments) | {
             "device": target.type,
-            "dtype": str(loaded.dtype).removeprefix("torch."),
-            "seqlen": segments.shape[1],
-            "tokens": segments.numel(),
             "own_segments": own_segments,
         }
         if world.writes:
@@ -135,6 +129,19 @@ def compress(
         if world.writes:
             work.finish(lambda part: write_rest(part, loaded, tokenizer, parts, report))
     return report
+
+
+def described(name: str, model: PreTrainedModel, recipe: Recipe, method: Method, segments: Tensor) -> dict[str, Any]:
+    """What is done, to what, as `Report` and the journal have it."""
+    return {
+        "model": name,
+        "recipe": dataclasses.asdict(recipe) | {"leave_dense": list(recipe.leave_dense)},
+        "method": repr(method),
+        "versions": versions(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "seqlen": segments.shape[1],
+        "tokens": segments.numel(),
+    }
 
 
 @contextmanager
