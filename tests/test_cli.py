@@ -85,7 +85,7 @@ def test_compress_then_report(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "[red]" / "relative-error-out.svg").exists()
     for arguments, message in [
         (["report", MODEL], "holds no compressed model"),
-        (["report", "none"], "at least one folder"),
+        (["report", "none"], "none does not exist"),
         (["report", out, "--output", tmp_path], "is a folder"),
         (["report", out, "--output", page, "--figures", page], "is a file"),
     ]:
