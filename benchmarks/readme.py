@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from common import geometric_mean
 
+from hasslefree.reproduction.paper import TASKS
 from hasslefree.reproduction.tables import log_mean, paper_order
 
 ROOT = Path(__file__).parents[1]
@@ -295,7 +296,8 @@ def reproduction(name: str) -> str:
     content = json.loads((RESULTS / f"reproduction_{name}.json").read_text())
     parts = []
     for table, rows in content["tables"].items():
-        texts = list(rows[0]["measured"])
+        # Of the tasks the average, where they were measured.
+        texts = [name for name in rows[0]["measured"] if name not in TASKS]
         # The paper's own texts, whatever was measured.
         printed = [text for text in rows[0]["paper"] if text in PAPER_TEXTS]
         cells = []
@@ -307,8 +309,11 @@ def reproduction(name: str) -> str:
             cells.append(line + [f"{row['paper'][text]:.2f}" if row["paper"] else "" for text in printed])
         heads = [f"table {table[-1]}", *texts, "relative error", "kept", *(f"paper: {text}" for text in printed)]
         parts.append(markdown(heads, cells))
-    calibration = f"{content['samples']} × {content['seqlen']} tokens, {content['rounds']} rounds of every method"
+    rounds = f"{content['rounds']} rounds of every method" if content["rounds"] else "each method's own rounds"
+    calibration = f"{content['samples']} × {content['seqlen']} tokens, {rounds}"
     text = f"at most {content['max_tokens']:,} tokens of each text"
+    if any(name in rows[0]["measured"] for name in TASKS):
+        text += f"; average: of eight zero-shot tasks, in per cent, {content['limit']} rows of each"
     parts.append(f"Calibrated on {calibration}; {text}. The paper's figures are those of {rows[0]['beside']}.")
     return "\n\n".join([*parts, order(content)])
 

@@ -77,7 +77,7 @@ BUDGETS = {
 @pytest.mark.parametrize("file", SHIPPED, ids=[file.stem for file in SHIPPED])
 def test_the_recipes_that_ship_are_what_their_names_say(file):
     """Oracle: the settings of the paper's section 4 and appendix, written out. Texts are hub names: not looked up."""
-    method = next(m for m in ("joint", "hassle-free", "oats", "sparsegpt", "wanda") if file.stem.startswith(m))
+    method = next(m for m in ("joint", "hassle-free", "oats", "sparsegpt", "wanda", "dsnot") if file.stem.startswith(m))
     budget = BUDGETS[file.stem.removeprefix(f"{method}-")]
     recipe = Recipe.from_yaml(file)
     recipe.check()
@@ -89,7 +89,7 @@ def test_the_recipes_that_ship_are_what_their_names_say(file):
 def test_every_setting_has_every_method():
     names = {file.stem for file in SHIPPED}
     low_rank = [name for name in BUDGETS if "-rank-" in name or "ratio" in name or "unstructured" in name]
-    alone = {f"{method}-{pattern}" for method in ("sparsegpt", "wanda") for pattern in ("2-4", "4-8")}
+    alone = {f"{method}-{pattern}" for method in ("sparsegpt", "wanda", "dsnot") for pattern in ("2-4", "4-8")}
     assert names == alone | {f"{m}-{name}" for m in ("joint", "hassle-free", "oats") for name in low_rank}
 
 

@@ -62,7 +62,7 @@ def test_a_scale_changes_what_it_says_and_nothing_else(name):
     plain, scaled = dataclasses.replace(Recipe.from_yaml(RECIPES / name), **alone), SMALL.recipe(name)
     changed = {"samples": 2, "seqlen": 32, "calibration": str(CALIBRATION), "dtype": "float32"}
     changed |= {"rank": 4} if "rank-64" in name else {}
-    changed |= {} if name.startswith(("wanda", "sparsegpt")) else {"rounds": 1}
+    changed |= {} if name.startswith(("wanda", "sparsegpt", "dsnot")) else {"rounds": 1}
     assert scaled == dataclasses.replace(plain, **changed)
     assert Scale().recipe(name) == plain
 
@@ -237,7 +237,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     out = tmp_path / "out"
     code, text = run(monkeypatch, capsys, "reproduce", "table1", *QUICK, "--output", out, "--plan")
     assert code == 0, text
-    assert "11 rows, 0 of them measured already" in text
+    assert "13 rows, 0 of them measured already" in text
     assert not out.exists()
     code, text = run(monkeypatch, capsys, "reproduce", "table1", *QUICK, "--output", out, "--methods", "wanda")
     assert code == 0, text

@@ -25,7 +25,7 @@ class PaperRow:
     """One row of a table, or the row that `joint` would have there.
 
     Args:
-        config: such as 2:4 + rank 64; empty for a dense model. recipe: the name of a file; None where there is none.
+        config: such as 2:4 + rank 64; empty for a dense model. recipe: the name of a file; None for a dense model.
         figures: perplexities by text, accuracies in per cent by task and `average`; empty for `joint`.
     """
 

@@ -125,7 +125,7 @@ def plan_table(
     wanted = [
         row
         for row in sorted(rows, key=lambda row: row.method != "dense")
-        if row.method == "dense" or (row.recipe and (methods is None or row.method in methods))
+        if row.recipe is None or methods is None or row.method in methods
     ]
     jobs = [
         Job(row, model or MODELS[row.model], scale.recipe(row.recipe) if row.recipe else None, scale.evaluation(row))
