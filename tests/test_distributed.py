@@ -41,6 +41,11 @@ def test_every_segment_is_somebodys(count, size):
     rows = torch.arange(count)[:, None]
     shares = torch.cat([World(rank, size).share(rows) for rank in range(size)])
     assert shares.flatten().sort().values.tolist() == list(range(count))
+    numbers = torch.randperm(count).tolist()
+    for rank in range(size):
+        world = World(rank, size)
+        expected = [i for i in numbers if i in world.share(rows)]
+        assert world.share(rows)[world.own(numbers)].flatten().tolist() == expected
 
 
 def free_port():
@@ -94,6 +99,22 @@ def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path):
 
 
 @forked
+@pytest.mark.parametrize("size", [2, 3])
+def test_blocks_are_matched_by_several_as_by_one(size, tmp_path):
+    """Oracle: one process. Adam turns what is left of a gradient near zero into a step: not to the last digits."""
+    recipe = Recipe(method="wanda", match_blocks=True)
+    one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))
+    assert run(size, tmp_path / "many", recipe) == [0] * size
+    many = json.loads((tmp_path / "many" / "compression.json").read_text())["matching"]
+    assert len(many) == len(one.matching) == 2
+    for mine, found in zip(one.matching, many, strict=True):
+        assert found["best_epoch"] == mine["best_epoch"] > 0
+        assert found["before"] == pytest.approx(mine["before"], rel=1e-4)
+        assert found["after"] == pytest.approx(mine["after"], rel=1e-3)
+        assert found["history"] == pytest.approx(mine["history"], rel=1e-3)
+
+
+@forked
 def test_what_several_began_they_go_on_with(tmp_path):
     """Oracle: two processes that nothing interrupted."""
     recipe = Recipe(rank=2, method="eora")
@@ -112,7 +133,8 @@ def test_more_processes_than_segments():
 
 
 TORCHRUN = """
-import os, signal, sys
+import os, pathlib, signal, sys
+clock = pathlib.Path(__file__).with_suffix(".clock")
 sys.argv = ["hasslefree", "compress", *sys.argv[1:]]
 import hasslefree.distributed as distributed
 if os.environ["RANK"] == "1":
@@ -121,6 +143,7 @@ if os.environ["RANK"] == "1":
     def dying(self, tensor):
         calls.append(1)
         if len(calls) == 20:  # in the second block
+            clock.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         add(self, tensor)
     distributed.World.add = dying
@@ -138,9 +161,9 @@ def test_a_process_that_dies_ends_the_job_soon_and_is_named(tmp_path):
                str(free_port()), str(script), str(MODEL), str(tmp_path / "out"), "--method", "wanda", "--samples", "4",
                "--seqlen", "32", "--calibration", str(CALIBRATION), "--device", "cpu"]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(Path(hasslefree.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    start = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
-    assert time.monotonic() - start < 60
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    # What the design promises: within a minute of the death.
+    assert time.time() - script.with_suffix(".clock").stat().st_mtime < 60
     assert done.returncode
     assert "rank      : 1" in done.stderr
     assert "-9" in done.stderr

@@ -187,7 +187,7 @@ def compress_block(
     if original is not None and dense is not None:
         run_block(original, call, dense)
         if job.recipe.match_blocks:
-            report = match_block(block, call, hidden, dense, Matching(), job.recipe.seed)
+            report = match_block(block, call, hidden, dense, Matching(), job.recipe.seed, world=job.world)
             matching = {"block": prefix, **report.to_dict()}
     return done, matching
 

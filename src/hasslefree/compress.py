@@ -24,7 +24,6 @@ from hasslefree.distributed import World, joined, own_device
 from hasslefree.errors import (
     CalibrationError,
     ModelError,
-    RecipeError,
 )
 from hasslefree.footprint import check_memory, footprint
 from hasslefree.models.activations import check_place
@@ -104,8 +103,6 @@ def compress(
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
             segments = draw(loaded, tokenizer, recipe)
         check_segments(loaded, segments, world)
-        if recipe.match_blocks and world.size > 1:
-            raise RecipeError("blocks are matched in one process: leave out --match-blocks (or --effort best)")
         shape = (segments.shape[0], segments.shape[1])
         check_memory(footprint(loaded, blocks, plan, recipe, shape, target, activations, world.size), target)
         method = recipe.build_method()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,11 +34,23 @@ class World:
         """This process's rows of `items`."""
         return items[self.rank :: self.size]
 
+    def own(self, items: Iterable[int]) -> list[int]:
+        """Of items by their number among all, this process's own, by their number in its share."""
+        return [item // self.size for item in items if item % self.size == self.rank]
+
     def add(self, tensor: Tensor) -> None:
         """Add to a tensor, in place, what it is in the other processes."""
         if self.size > 1:
             with lost_peers():
                 dist.all_reduce(tensor)
+
+    def total(self, value: float, device: torch.device) -> float:
+        """The sum of the values of all processes. device: where they exchange tensors."""
+        if self.size == 1:
+            return value
+        held = torch.tensor(value, dtype=torch.float64, device=device)
+        self.add(held)
+        return held.item()
 
     def told(self, value: Any, owner: int = 0) -> Any:
         """The value that the owner has, in all processes."""
@@ -64,6 +76,9 @@ class World:
         return owners
 
 
+ALONE = World()
+
+
 @contextmanager
 def joined(device: torch.device) -> Iterator[World]:
     """The processes that `torchrun` started, or this one alone. device: NCCL connects GPUs, gloo CPUs."""
@@ -71,7 +86,7 @@ def joined(device: torch.device) -> Iterator[World]:
     if dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size())
     elif alone:
-        yield World()
+        yield ALONE
     else:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
         try:

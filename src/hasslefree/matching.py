@@ -7,6 +7,9 @@ Layer by layer, each S + L is fitted alone. Here all kept values of a block are 
 with x̂ from the compressed blocks before it and y from the dense model: what the layers before lost is made good where
 that is possible. The support of S stays as it is. Masters are float32 beside the block's own dtype; the block runs,
 and is judged, in its own dtype, so that what is kept is what was measured.
+
+Several processes have the segments of a mini-batch between them, and add their gradients: the steps are those of one
+process, up to the order of sums. A sum over processes has the same bits in all of them, so that none goes its own way.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 
 from hasslefree.core.gram import relative, working_dtype
 from hasslefree.core.low_rank import LowRank
+from hasslefree.distributed import ALONE, World
 from hasslefree.errors import CalibrationError, NonFiniteError
 from hasslefree.models.linear import SparseLowRankLinear, compressed_layers, unpacked_once
 
@@ -122,32 +126,37 @@ def match_block(
     seed: int,
     loss: Loss = squared_distance,
     parameters: Sequence[nn.Parameter] | None = None,
+    world: World = ALONE,
 ) -> MatchReport:
     """Train the kept values of a block in place; it is never worse on the judging segments than it was.
 
     Args:
         block: with its layers replaced, in evaluation mode.
-        inputs, targets: what enters the block, and what should leave it: (1, tokens, width) for each segment.
+        inputs, targets: what enters the block, and what should leave it: (1, tokens, width) for each segment of this
+            process.
         seed: of the split into training and judging segments, and of the order of the segments.
         parameters: what to train; None for `kept_parameters(block)`.
+        world: the processes that share the segments as `World.share` does, each with the same block.
 
     Raises:
         CalibrationError: no segment is left to train on. NonFiniteError: the block's output is NaN or Inf at first.
     """
     start = time.perf_counter()
     generator = torch.Generator().manual_seed(seed)
-    training, judging = split(len(inputs), settings.held_out, generator)
     kept = kept_parameters(block) if parameters is None else list(parameters)
     device = next(block.parameters()).device
-    norm = sum(squared_distance(targets[i], torch.zeros_like(targets[i])).item() for i in judging)
-    unit = norm / max(sum(targets[i].numel() for i in judging), 1) or 1.0
+    training, judging = split(round(world.total(len(inputs), device)), settings.held_out, generator)
+    norm = world.total(
+        sum(squared_distance(targets[i], torch.zeros_like(targets[i])).item() for i in world.own(judging)), device
+    )
+    unit = norm / max(len(judging) * targets[0].numel(), 1) or 1.0
 
     def lost(i: int) -> Tensor:
         return loss(call.run(block, inputs[i].to(device)), targets[i].to(device))
 
     def judged() -> float:
         with unpacked_once(block), torch.no_grad():
-            return relative(sum(lost(i).item() for i in judging), norm)
+            return relative(world.total(sum(lost(i).item() for i in world.own(judging)), device), norm)
 
     def order() -> list[int]:
         return [training[i] for i in torch.randperm(len(training), generator=generator).tolist()]
@@ -160,7 +169,7 @@ def match_block(
         for retreat in range(settings.retreats + 1):
             generator.set_state(shuffles)
             tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
-            trainer = Trainer(block, kept, tried, len(training), lambda i: lost(i) / unit)
+            trainer = Trainer(block, kept, tried, len(training), lambda i: lost(i) / unit, world)
             last = retreat == settings.retreats
             history, best = attempt(trainer, order, judged, before, settings.patience if last else 1)
             if best:
@@ -254,7 +263,9 @@ class Trainer:
     """Adam on float32 masters of a block's parameters, and the block's own parameters as their rounded copies.
 
     Args:
-        segments: the number in an epoch. lost: the loss of a segment by its number, with gradients.
+        segments: the number in an epoch, of all processes.
+        lost: the loss, with gradients, of a segment by its number in this process.
+        world: the processes that share the segments.
     """
 
     def __init__(
@@ -264,8 +275,9 @@ class Trainer:
         settings: Matching,
         segments: int,
         lost: Callable[[int], Tensor],
+        world: World = ALONE,
     ):
-        self.kept, self.settings, self.lost = list(kept), settings, lost
+        self.kept, self.settings, self.lost, self.world = list(kept), settings, lost, world
         self.layers = [layer for layer in compressed_layers(block).values() if layer.values.requires_grad]
         self.masters = masters_of(block, kept)
         self.peaks = [settings.learning_rate * (_rms(m) if settings.relative else 1.0) for m in self.masters]
@@ -277,7 +289,7 @@ class Trainer:
         """One pass over the segments, in this order."""
         for first in range(0, len(order), self.settings.batch):
             with unpacked_for_gradients(self.layers), torch.enable_grad():
-                for i in order[first : first + self.settings.batch]:
+                for i in self.world.own(order[first : first + self.settings.batch]):
                     self.lost(i).backward()
             self.update()
 
@@ -288,7 +300,10 @@ class Trainer:
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * rate
         for parameter, master in zip(self.kept, self.masters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
+            # A process without a segment of the mini-batch has no gradients to add.
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            master.grad = grad.to(master.dtype)
+            self.world.add(master.grad)
             parameter.grad = None
         self.optimizer.step()
         for parameter, master in zip(self.kept, self.masters, strict=True):
