@@ -47,6 +47,19 @@ def test_the_narrow_model_computes_what_the_compressed_one_does(heads, tmp_path)
     assert narrow.num_parameters() < parameters
 
 
+def test_heads_that_transformers_does_not_do_without_stay(tmp_path):
+    """Six of eight heads: 64 is no multiple of six. Oracle: the compressed model's logits."""
+    model = build("llama", num_attention_heads=8, num_key_value_heads=8)
+    compressed = compress(model, tmp_path / "out", sparsity=0.25)
+    dead = [(block.self_attn.o_proj.unpacked() == 0).all(0).view(8, -1).all(1) for block in compressed.model.layers]
+    assert [int(found.sum()) for found in dead] == [2, 2]
+    hasslefree.export(tmp_path / "out", tmp_path / "narrow", "narrow")
+    narrow = AutoModelForCausalLM.from_pretrained(tmp_path / "narrow")
+    torch.testing.assert_close(logits(narrow, segments()), logits(compressed, segments()), rtol=1e-4, atol=1e-5)
+    assert (narrow.config.num_attention_heads, narrow.config.num_key_value_heads) == (8, 8)
+    assert narrow.config.intermediate_size == model.config.intermediate_size * 3 // 4
+
+
 def test_what_cannot_be_narrow_is_an_error(tmp_path):
     compress(build("llama"), tmp_path / "eora", pattern="2:4", sparsity=None, rank=2, method="eora")
     with pytest.raises(ModelError, match="every head and neuron is read.*--method osscar"):

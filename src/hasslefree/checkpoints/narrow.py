@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,7 +24,8 @@ def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_sha
     """Write the model, which is changed in place, without the channels whose weights are all zero.
 
     The input channels of o_proj go by all query heads of a key head, with the rows of q_proj, k_proj and v_proj that
-    make them; those of down_proj with the rows of gate_proj and up_proj. The configuration says how many are left.
+    make them; those of down_proj with the rows of gate_proj and up_proj. The configuration says how many are left. Some
+    that nothing reads stay where transformers does not accept as many heads as are read.
 
     Raises:
         ModelError: layers of other names; blocks that keep different numbers, which no plain model can have; or
@@ -34,14 +37,12 @@ def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_sha
     counts = {reader: common_count(reader, found) for reader, found in kept.items()}
     if all(counts[reader] == len(found[0]) for reader, found in kept.items()):
         raise ModelError("every head and neuron is read: compress with --method osscar --pattern structured, at rank 0")
+    heads, config = kept["self_attn.o_proj"], model.config
+    counts["self_attn.o_proj"] = accepted_count(config, len(heads[0]), counts["self_attn.o_proj"])
     for index, block in enumerate(blocks.modules):
         for reader in MAKERS:
-            narrow(block, reader, kept[reader][index])
-    config: Any = model.config
-    groups = len(kept["self_attn.o_proj"][0])
-    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    config.num_attention_heads = config.num_attention_heads // groups * counts["self_attn.o_proj"]
-    config.num_key_value_heads = counts["self_attn.o_proj"]
+            narrow(block, reader, filled_up(kept[reader][index], counts[reader]))
+    set_heads(config, len(heads[0]), counts["self_attn.o_proj"])
     config.intermediate_size = counts["mlp.down_proj"]
     model.save_pretrained(part, max_shard_size=max_shard_size)
     return {"narrow": part}
@@ -75,6 +76,35 @@ def common_count(reader: str, kept: list[Tensor]) -> int:
             "one, in each: use --to dense"
         )
     return counts[0]
+
+
+def set_heads(config: Any, groups: int, count: int) -> None:
+    """Let a configuration have `count` key heads, with the query heads of each, in the place of `groups`."""
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config.num_attention_heads = config.num_attention_heads // groups * count
+    config.num_key_value_heads = count
+
+
+def accepted_count(config: Any, groups: int, least: int) -> int:
+    """The least number of key heads, from `least` to `groups`, with which transformers takes the configuration.
+
+    Llama's must divide the hidden size, though with a head_dim of its own nothing depends on that.
+    """
+    for count in range(least, groups):
+        tried = copy.deepcopy(config)
+        set_heads(tried, groups, count)
+        try:
+            tried.validate()
+            return count
+        except StrictDataclassError:
+            continue
+    return groups
+
+
+def filled_up(kept: Tensor, count: int) -> Tensor:
+    """`kept` with so many of the others, the first ones, that there are `count`."""
+    others = torch.nonzero(~kept).flatten()
+    return kept.index_fill(0, others[: count - int(kept.sum())], True)
 
 
 def narrow(block: nn.Module, reader: str, kept: Tensor) -> None:
