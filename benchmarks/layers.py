@@ -1,11 +1,14 @@
 """Every method on single layers: relative error, seconds and FLOPs, on the same H and from the same start.
 
     python benchmarks/layers.py [--set small|full] [--model MODEL --calibration FILE --seqlen N] [--methods …]
+                                [--clock wall|cpu] [--anew]
 
 Problems: layers of a model (default: the embedded one) with the Grams of the dense model, and synthetic ones with
-power-law spectra and outlier channels. A pruner alone has rank 0. Rows that the output file already holds are kept.
+power-law spectra and outlier channels. Rows that the output file already holds are kept, but for --anew.
 The plot is written beside the documentation: error against time, relative to 3basil's, geometric means over the
-problems.
+problems. It holds what has a support and a rank, as 3basil has; a system with a budget of another kind has a room of
+its own, with the bytes that it takes. `--clock cpu` counts the time of the one thread on the processor: for machines
+with other work on them.
 """
 
 from __future__ import annotations
@@ -22,24 +25,27 @@ import torch
 from common import geometric_mean, machine, resumed, write
 
 import hasslefree
-from hasslefree import Gram, Prune
+from hasslefree import Budget, Gram
 from hasslefree.core.low_rank import LowRank
-from hasslefree.core.protocols import Method
+from hasslefree.core.protocols import Method, grid_of
 from hasslefree.demo.run import CALIBRATION, MODEL
+from hasslefree.errors import GridError
 from hasslefree.low_rank_solvers.svd import RandomizedSVD
 from hasslefree.methods import build_method
 from hasslefree.methods.cost import flops
+from hasslefree.plan import LayerPlan, plan_layer
 
 # Pattern, sparsity where the pattern does not say, rank.
-Budget = tuple[str, float | None, int]
+Setting = tuple[str, float | None, int]
 ROOT = Path(__file__).parents[1]
-BUDGETS: list[Budget] = [
+BUDGETS: list[Setting] = [
     ("2:4", None, 32), ("4:8", None, 64), ("3:8", None, 32), ("2:8", None, 16),
     ("unstructured", 0.6, 32), ("unstructured", 0.7, 64),
 ]  # fmt: skip
 SHAPES = [(512, 512), (1024, 256), (256, 1024), (1024, 1024)]
 LAYERS = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
-# Method → (the name in the table, its numbers of rounds; None where the method has none).
+# What has a support of the problem's pattern and a low-rank part of its rank → its numbers of rounds; None where it
+# has none.
 CURVES: dict[str, list[int | None]] = {
     "oats": [5, 20, 80],
     "hassle-free": [5, 20, 80],
@@ -49,8 +55,35 @@ CURVES: dict[str, list[int | None]] = {
     "joint": [25, 50, 100, 200],
     "godec": [5, 20, 80],
     "pcp": [None],
-    "dsnot": [None],
-    "wanda, refit": [None],
+}
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a system takes of a problem's budget.
+
+    Args:
+        holds: what S is in: a "support", "channels" (as large a share of them as the pattern keeps of the entries), a
+            "grid" (nothing is pruned) or a "support on a grid". ranked: whether it has the rank.
+    """
+
+    holds: str
+    ranked: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.holds} + rank" if self.ranked else self.holds
+
+
+RANKED = Room("support", ranked=True)  # of all CURVES
+ROOMS: dict[str, Room] = {
+    **dict.fromkeys(["magnitude", "wanda", "wanda, refit", "dsnot", "sparsegpt", "alps"], Room("support")),
+    "joint, S alone": Room("support"),
+    "osscar": Room("channels"),
+    "losparse": Room("channels", ranked=True),
+    **dict.fromkeys(["rtn", "gptq"], Room("grid")),
+    **dict.fromkeys(["loftq", "lq-lora", "caldera", "joint-grid"], Room("grid", ranked=True)),
+    "gptq, pruned": Room("support on a grid"),
+    "joint-grid, pruned": Room("support on a grid", ranked=True),
 }
 
 
@@ -70,6 +103,17 @@ class Problem:
         out, width = self.weight.shape
         fields = {"out": out, "in": width, "pattern": self.pattern, "sparsity": self.sparsity, "rank": self.rank}
         return {"source": self.source, **fields, "tokens": self.gram.tokens}
+
+    def planned(self, room: Room, method: Method) -> LayerPlan:
+        """The pattern, the rank and the bytes that a method has in a room, S and L being in bfloat16."""
+        shape = (self.weight.shape[0], self.weight.shape[1])
+        budget = Budget(self.pattern, sparsity=self.sparsity)
+        if room.holds == "channels":
+            budget = Budget("structured", sparsity=1 - budget.resolve(*shape)[0].kept(shape) / self.weight.numel())
+        elif room.holds == "grid":
+            budget = Budget("dense")
+        rank = self.rank if room.ranked else 0
+        return plan_layer(shape, budget.resolve(*shape)[0], rank, torch.bfloat16, grid_of(method))
 
 
 @dataclass
@@ -104,7 +148,7 @@ def synthetic(out: int, width: int, seed: int) -> tuple[torch.Tensor, Gram]:
     return weight * (0.02 / weight.std()), Gram.from_activations(x)
 
 
-def synthetic_problems(shapes: list[tuple[int, int]], budgets: list[Budget]) -> Iterator[Problem]:
+def synthetic_problems(shapes: list[tuple[int, int]], budgets: list[Setting]) -> Iterator[Problem]:
     for out, width in shapes:
         weight, gram = synthetic(out, width, seed=out + width)
         for pattern, sparsity, rank in budgets:
@@ -113,7 +157,7 @@ def synthetic_problems(shapes: list[tuple[int, int]], budgets: list[Budget]) -> 
 
 
 def model_problems(
-    model_name: str, calibration: str, samples: int, seqlen: int, budgets: list[Budget]
+    model_name: str, calibration: str, samples: int, seqlen: int, budgets: list[Setting]
 ) -> Iterator[Problem]:
     """Four layers of the first, a middle and the last block, each with the next of the budgets, at half the rank."""
     from hasslefree.models.blocks import find_blocks
@@ -154,38 +198,53 @@ def configured(name: str, rounds: int | None) -> Method:
     return build_method(name.split(",")[0], low_rank=low_rank, rounds=rounds, refit=name.endswith("refit"))
 
 
-def run(problem: Problem, name: str, rounds: int | None, seed: int) -> dict[str, Any]:
+def run(problem: Problem, name: str, rounds: int | None, seed: int, clock: str) -> dict[str, Any]:
     """One method on one problem, with all that depends on H made anew."""
     method: Any = configured(name, rounds)
     if name == "3basil":
         method = dataclasses.replace(method, svd=CountedSVD(method.svd))
-    start = time.perf_counter()
-    rank = 0 if isinstance(method, Prune) else problem.rank
-    result = hasslefree.decompose(
-        problem.weight, problem.gram, problem.pattern, rank,
-        sparsity=problem.sparsity, method=method, seed=seed,
-    )  # fmt: skip
-    seconds = time.perf_counter() - start
+    now = time.thread_time if clock == "cpu" else time.perf_counter
+    planned = problem.planned(ROOMS.get(name, RANKED), method)
+    start = now()
+    result = hasslefree.decompose(problem.weight, problem.gram, planned.pattern, planned.rank, method=method, seed=seed)
+    seconds = now() - start
     if name == "3basil":
         rounds = method.svd.rounds
-    return {"relative_error": result.relative_error, "seconds": round(seconds, 4), "rounds": rounds}
+    row = {"relative_error": result.relative_error, "seconds": round(seconds, 4), "rounds": rounds}
+    return row | {"bytes_a_weight": planned.bytes / problem.weight.numel()}
 
 
-def measure(problems: list[Problem], methods: list[str], content: dict[str, Any], output: Path, seed: int) -> None:
+def possible(problem: Problem, name: str) -> bool:
+    """Whether the groups of a system's grid divide the inputs and hold whole groups of the pattern."""
+    method = configured(name, None)
+    planned = problem.planned(ROOMS[name], method)
+    try:
+        if grid := grid_of(method):
+            grid.check(planned.shape, planned.pattern.group)
+    except GridError:
+        return False
+    return True
+
+
+def measure(problems: list[Problem], methods: list[str], content: dict[str, Any], output: Path) -> None:
     """Fill content["problems"], and write it after every problem."""
+    seed, clock = content["seed"], content["clock"]
     for problem in problems:
         entry = content["problems"].setdefault(problem.name, {**problem.as_json(), "rows": {}})
+        rooms = entry.setdefault("rooms", {})
         for name in methods:
-            for rounds in CURVES[name]:
+            for rounds in CURVES.get(name, []):
                 key = name if rounds is None else f"{name} @ {rounds}"
                 if key not in entry["rows"]:
-                    entry["rows"][key] = run(problem, name, rounds, seed)
+                    entry["rows"][key] = run(problem, name, rounds, seed, clock)
+            if name in ROOMS and name not in rooms and possible(problem, name):
+                rooms[name] = {"room": str(ROOMS[name]), **run(problem, name, None, seed, clock)}
         for key, row in entry["rows"].items():
             method = configured(key.partition(" @ ")[0], row["rounds"])
-            rank = 0 if isinstance(method, Prune) else entry["rank"]
-            row["flops"] = flops(method, entry["out"], entry["in"], rank)
+            row["flops"] = flops(method, entry["out"], entry["in"], entry["rank"])
         write(output, content)
-        shown = {key: f"{row['relative_error']:.5f} in {row['seconds']:.2f} s" for key, row in entry["rows"].items()}
+        rows = {**entry["rows"], **rooms}
+        shown = {key: f"{row['relative_error']:.5f} in {row['seconds']:.2f} s" for key, row in rows.items()}
         print(problem.name, shown, flush=True)
 
 
@@ -239,12 +298,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calibration", default=str(CALIBRATION))
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seqlen", type=int, default=256)
-    parser.add_argument("--methods", nargs="+", default=list(CURVES), choices=list(CURVES))
+    names = [*CURVES, *ROOMS]
+    parser.add_argument("--methods", nargs="+", default=names, choices=names)
     parser.add_argument("--shapes", nargs="+", help="of the synthetic problems, such as 512x512")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--anew", action="store_true", help="measure all, whatever the output file holds")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--plot", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.clock == "cpu" and torch.get_num_threads() > 1:
+        parser.error("--clock cpu counts one thread: it needs OMP_NUM_THREADS=1")
+    return args
 
 
 def main() -> None:
@@ -254,13 +319,15 @@ def main() -> None:
     output = args.output or ROOT / "benchmarks" / "results" / f"{stem}.json"
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes] if args.shapes else SHAPES[: 1 if small else None]
     header = {"seed": args.seed, "model": Path(args.model).name, "samples": args.samples, "seqlen": args.seqlen}
-    content = {"machine": machine(), **header, "problems": {}} if small else resumed(output, header, "problems")
+    header["clock"] = args.clock
+    content = {"machine": machine(), **header, "problems": {}} if args.anew else resumed(output, header, "problems")
     problems = list(model_problems(args.model, args.calibration, args.samples, args.seqlen, BUDGETS))
     problems = problems[:4] if small else problems
     problems += synthetic_problems(shapes, BUDGETS[:5:4] if small else BUDGETS)  # type: ignore[arg-type]
     for name in args.methods:
-        run(problems[0], name, CURVES[name][0], args.seed)  # what is slow the first time
-    measure(problems, args.methods, content, output, args.seed)
+        if name in CURVES or possible(problems[0], name):  # what is slow the first time
+            run(problems[0], name, CURVES.get(name, [None])[0], args.seed, args.clock)
+    measure(problems, args.methods, content, output)
     plot(content, args.plot or ROOT / "docs" / f"{stem}.png")
     for source in ("model", "synthetic"):
         for key, (error, seconds, count) in means(content, source).items():

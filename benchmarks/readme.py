@@ -162,8 +162,7 @@ def spread(ratios: list[float]) -> list[str]:
 
 
 # The order of the rows; JSON has that of the measurements.
-METHODS = ["oats", "hassle-free", "hassle-free, exact step", "eora", "3basil", "joint", "godec", "pcp"]
-METHODS += ["dsnot", "wanda, refit"]  # of rank 0
+METHODS = ["godec", "pcp", "oats", "hassle-free", "hassle-free, exact step", "eora", "3basil", "joint"]
 
 
 def layers(stem: str) -> str:
@@ -172,10 +171,9 @@ def layers(stem: str) -> str:
     problems = list(content["problems"].values())
     rows = []
     for key in sorted(problems[0]["rows"], key=lambda key: METHODS.index(key.partition(" @ ")[0])):  # stable: by rounds
-        name, _, rounds = key.partition(" @ ")
-        if name != "joint" and rounds not in ("", "80", "2000"):
+        if not key.startswith("joint") and not ends(key):
             continue
-        cells = [f"{name}, {rounds} rounds" if rounds not in ("", "2000") else name]
+        cells = [label(key)]
         for synthetic in (False, True):
             mine = [p["rows"] for p in problems if (p["source"] == "synthetic") == synthetic]
             error, time = (
@@ -186,7 +184,41 @@ def layers(stem: str) -> str:
         flops = [p["rows"][key]["flops"] / p["rows"]["3basil @ 2000"]["flops"] for p in problems]
         rows.append([*cells, f"{geometric_mean(flops):.2f}"])
     heads = ["over 3basil", "model: error", "most", "time", "synthetic: error", "most", "time", "FLOPs"]
-    return f"{markdown(heads, rows)}\n\n{len(problems)} problems, seed {content['seed']}, on {where(content)}."
+    return f"{markdown(heads, rows)}\n\n{protocol(content)}"
+
+
+def ends(key: str) -> bool:
+    """Whether a row is the end of its curve: the rounds of the published method, or the default."""
+    return key.partition(" @ ")[2] in ("", "80", "2000") or key == "joint @ 100"
+
+
+def label(key: str) -> str:
+    name, _, rounds = key.partition(" @ ")
+    return f"{name}, {rounds} rounds" if rounds not in ("", "2000") else name
+
+
+def protocol(content: dict[str, Any]) -> str:
+    clock = ", processor time" if content["clock"] == "cpu" else ""
+    return f"{len(content['problems'])} problems, seed {content['seed']}{clock}, on {where(content)}."
+
+
+def rooms() -> str:
+    """Every system on single layers, with the budget that it has: geometric means."""
+    content = json.loads((RESULTS / "layers.json").read_text())
+    found: dict[str, list[dict[str, Any]]] = {}
+    for problem in content["problems"].values():
+        for key in filter(ends, problem["rows"]):
+            found.setdefault(f"support + rank: {label(key)}", []).append(problem["rows"][key])
+        for name, row in problem["rooms"].items():
+            found.setdefault(f"{row['room']}: {name}", []).append(row)
+    fields = ("bytes_a_weight", "relative_error", "seconds")
+    means = {name: [geometric_mean(row[field] for row in rows) for field in fields] for name, rows in found.items()}
+    cells = [
+        [name, f"{size:.3f}", f"{error:.5f}", f"{seconds:.3f}"]
+        for name, (size, error, seconds) in sorted(means.items(), key=lambda item: item[1][:2])
+    ]
+    heads = ["budget: system", "bytes a weight", "relative error", "seconds"]
+    return f"{markdown(heads, cells)}\n\nGeometric means. {protocol(content)}"
 
 
 def growth() -> str:
@@ -468,7 +500,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/scaling.md": {"scaling": scaling, "streaming": streaming, "faults": faults, "widest": widest},
     "docs/numerics.md": {"workspace": workspace},
     "docs/quantised.md": {"quantised": quantised},
-    "docs/unified.md": {"systems": systems},
+    "docs/unified.md": {"systems": systems, "rooms": rooms},
     "docs/reproduction.md": {
         f"{table}_{name}": partial(make, name)
         for name in ("embedded", "reference")

@@ -1,7 +1,11 @@
 """The tables of README and docs are those of the committed results."""
 
 import importlib.util
+import json
+import re
 from pathlib import Path
+
+from hasslefree.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 
@@ -15,3 +19,15 @@ def test_the_tables_are_those_that_the_results_give(monkeypatch):
         text = (ROOT / page).read_text(encoding="utf-8")
         assert text.count("<!-- /") == len(tables)
         assert module.filled(page, text) == text, "run python benchmarks/readme.py"
+
+
+def test_every_system_is_measured_on_single_layers():
+    """Those of the first table of docs/unified.md, which are all methods; a system may have variants after a comma."""
+    table = (ROOT / "docs" / "unified.md").read_text(encoding="utf-8").partition("## ")[0]
+    systems = set(re.findall(r"^\| `([a-z0-9-]+)` \|", table, re.MULTILINE))
+    assert systems == METHODS.keys()
+    results = json.loads((ROOT / "benchmarks" / "results" / "layers.json").read_text())
+    for problem in results["problems"].values():
+        names = {re.split(" @ |, ", key)[0] for key in [*problem["rows"], *problem["rooms"]]}
+        assert names == systems
+        assert "wanda, refit" in problem["rooms"]
