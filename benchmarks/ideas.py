@@ -93,7 +93,7 @@ class Tried:
         if self.swaps and isinstance(pattern, SemiStructured):
             sparse = exchanged(prepared.gram.matrix, scaled - low_rank.product(), sparse, mask, pattern.m, self.swaps)
             mask = sparse != 0
-        return self.joint._polish(scaled, prepared, sparse, mask, low_rank)
+        return self.joint._polish(scaled, prepared, sparse, mask, low_rank, [])
 
     def search(
         self,

@@ -28,6 +28,9 @@ FIRST_STEPS = 8
 LOOKS, MOVING, SETTLED = 20, 0.3, 0.95
 # Steps of conjugate gradients on S in a sweep of the polish.
 CG_STEPS = 5
+# The rounds are so many parts, of five rounds at least; after each the objective is measured, on one in so many rows.
+# On all of them, each time would take as much as a round. An odd number does not keep to the same rows of every head.
+PARTS, SAMPLED = 10, 9
 
 # What the products of the rounds run in.
 Precision = Literal["auto", "float32", "tf32", "bfloat16"]
@@ -79,6 +82,9 @@ class Joint:
         growth: ρ is multiplied by this where more of the support changes than at that time of the run should: from 30 %
             of the kept entries a round at first to none at the end.
         sweeps: of the polish on the final support: five steps of conjugate gradients on S, and one step on L.
+            The history of a solution ends with the objective before the polish, with K gone, and after each sweep.
+            Before that it is an estimate after each tenth of the rounds (each fifth round, where there are fewer than
+            50), from every ninth row, times what all rows are over those at the end.
         precision: of the products of the rounds; sums are in float32, and so is the polish. "auto" is bfloat16 on a
             processor with instructions for it, else the dtype of the solver. "tf32" is for CUDA.
 
@@ -120,9 +126,9 @@ class Joint:
         relief = math.exp(-RANK_RELIEF * rank * sum(weight.shape) / weight.numel())
         power = self.first_power(density, relief)
         with matmul_precision(self.precision == "tf32", weight.device):
-            sparse, mask, low_rank = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief)
+            found = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief)
         with matmul_precision(False, weight.device):
-            return self._polish(scaled, prepared, sparse, mask, low_rank)
+            return self._polish(scaled, prepared, *found)
 
     def first_power(self, density: float, relief: float) -> int:
         """log ρ to the base `growth`, at first, for a layer that keeps this share of its parameters in S.
@@ -161,8 +167,11 @@ class Joint:
         low_rank: LowRank,
         power: int,
         state: Tensor,
-    ) -> tuple[Tensor, Tensor, LowRank]:
-        """S, its support, and L, by ADMM. weight: (out, in), scaled. state: (out, in), at first; it is overwritten.
+    ) -> tuple[Tensor, Tensor, LowRank, list[float]]:
+        """S, its support, and L, by ADMM; and `sampled_loss` after every part of the rounds but the last.
+
+        Args:
+            weight: (out, in), scaled. state: (out, in), at first; it is overwritten.
 
         The state is X = Z + Y, the dense copy of S with the scaled dual: S = project(X) and Y = X − S.
         """
@@ -172,6 +181,8 @@ class Joint:
         mask = pattern.mask(torch.mul(state, state, out=target))
         sparse = state * mask
         kernel = problem.kernel(self.growth**power, dtype)
+        course: list[float] = []
+        parts = min(PARTS, self.rounds // 5)
         for t in range(self.rounds):
             torch.add(weight, state, out=target).sub_(sparse, alpha=2)  # T = W − S + Y
             if low_rank.rank:
@@ -184,17 +195,28 @@ class Joint:
                 torch.add(sparse, target.to(dtype) @ kernel, out=state)
             last, mask = mask, pattern.mask(torch.mul(state, state, out=target))
             torch.mul(state, mask, out=sparse)
+            if t * parts // self.rounds < (t + 1) * parts // self.rounds < parts:
+                course.append(sampled_loss(problem.gram, weight, sparse, low_rank))
             if self.moves_too_much(mask, last, t + 1):
                 power += 1
                 del kernel  # there may be no room for two
                 kernel = problem.kernel(self.growth**power, dtype)
                 state.sub_(sparse).div_(self.growth).add_(sparse)  # Y ← Y·ρ_before/ρ
-        return sparse, mask, low_rank
+        return sparse, mask, low_rank, course
 
     def _polish(
-        self, weight: Tensor, problem: ScaledProblem, sparse: Tensor, mask: Tensor, low_rank: LowRank
+        self,
+        weight: Tensor,
+        problem: ScaledProblem,
+        sparse: Tensor,
+        mask: Tensor,
+        low_rank: LowRank,
+        course: list[float],
     ) -> Solution:
-        """Conjugate gradients on S and a subspace step on L in turn, on the support that was found."""
+        """Conjugate gradients on S and a subspace step on L in turn, on the support that was found.
+
+        course: of the rounds, on some rows. The history begins with it, times what all rows are over those at the end.
+        """
         gram = problem.gram
         history: list[float] = []
         remarks: list[str] = []
@@ -206,14 +228,22 @@ class Joint:
             if low_rank.rank:
                 low_rank = subspace_steps(weight - sparse, gram.matrix, low_rank.u, 1)
             error = gram.loss(low_rank.residual(weight, sparse)) / norm
+            if not sweep:
+                end = sampled_loss(gram, weight, sparse, low_rank)
+                history = [loss * error / end for loss in course] if end else []
             if sweep and error > 1.01 * history[-1] + 1e-9:
                 remarks.append(f"sweep {sweep} of the polish was undone: rounding raised the objective to {error:.2g}")
                 sparse, low_rank = before
                 break
             history.append(error)
-        return Solution(
-            sparse / problem.scale, LowRank(low_rank.u, low_rank.v / problem.scale), tuple(history), tuple(remarks)
-        )
+        low_rank = LowRank(low_rank.u, low_rank.v / problem.scale)
+        return Solution(sparse / problem.scale, low_rank, tuple(history), tuple(remarks))
+
+
+def sampled_loss(gram: Gram, weight: Tensor, sparse: Tensor, low_rank: LowRank) -> float:
+    """tr(R H Rᵀ), R = W − S − L, of one row in `SAMPLED`. weight, sparse: (out, in)."""
+    rows = slice(None, None, SAMPLED)
+    return gram.loss(LowRank(low_rank.u[rows], low_rank.v).residual(weight[rows], sparse[rows]))
 
 
 def refit_scale(matrix: Tensor) -> Tensor:

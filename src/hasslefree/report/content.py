@@ -22,7 +22,7 @@ from hasslefree.errors import CheckpointError
 from hasslefree.record import Report
 
 # After what a method measures its objective, by the beginning of its repr.
-STEPS = {"AlternatingMinimization(": "round", "Joint(": "sweep of the polish, after the rounds"}
+STEPS = {"AlternatingMinimization(": "round", "Joint(": "part of the rounds, then sweep of the polish"}
 
 # What `evaluate` writes is looked for under these names in a folder.
 EVALUATIONS = "evaluation*.json"
