@@ -1,12 +1,12 @@
 """Which pattern a method or pruner can be tried with: not all take all."""
 
-from hasslefree import OSSCAR, Refit, Structured
+from hasslefree import Structured
+from hasslefree.core.protocols import removes_channels
 from hasslefree.methods import METHODS
 
 
 def suited(plugin, pattern, width=16):
     """The pattern, or half of the channels where nothing but whole channels will do."""
-    pruner = getattr(METHODS[plugin] if isinstance(plugin, str) else plugin, "pruner", plugin)
-    pruner = pruner.pruner if isinstance(pruner, Refit) else pruner
-    whole = isinstance(pruner, OSSCAR) and not isinstance(pattern, Structured)
+    part = METHODS[plugin] if isinstance(plugin, str) else plugin
+    whole = removes_channels(part) and not isinstance(pattern, Structured)
     return Structured(width // 2) if whole else pattern

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import grid_of
+from hasslefree.core.protocols import check_pattern, grid_of, removes_channels
 from hasslefree.core.storage import Storage
 from hasslefree.errors import HasslefreeError
 from hasslefree.models.blocks import Blocks, linear_shape, select_linears
 from hasslefree.models.heads import head_unit
-from hasslefree.pruners.osscar import OSSCAR
 from hasslefree.recipe import Recipe
 
 # Beside the weights: the tokenizer, the reports, the model card.
@@ -60,27 +61,31 @@ def make_plan(blocks: Blocks, recipe: Recipe) -> Plan:
     Raises:
         HasslefreeError: with the layer's name: a budget that it cannot meet.
     """
-    budget, method, plan = recipe.budget(), recipe.build_method(), []
-    pruner = getattr(method, "pruner", None)
-    for index, linears in enumerate(select_linears(blocks, recipe.leave_dense)):
-        plans = {}
-        for name, linear in linears.items():
-            shape = linear_shape(linear)
-            try:
-                unit = 1
-                if isinstance(pruner, OSSCAR):
-                    unit = head_unit(blocks.modules[index], name)
-                pattern, rank = budget.resolve(*shape, unit)
-                method.check(rank)
-                if grid := grid_of(method):
-                    grid.check(shape, pattern.group)
-                if isinstance(pruner, OSSCAR):
-                    pruner.check(pattern)
-            except HasslefreeError as error:
-                raise type(error)(f"{error} ({blocks.prefix(index)}.{name})") from None
-            plans[name] = plan_layer(shape, pattern, rank, linear.weight.dtype, grid_of(method))
-        plan.append(plans)
-    return plan
+    chosen = select_linears(blocks, recipe.leave_dense)
+    return [plan_block(blocks, index, linears, recipe) for index, linears in enumerate(chosen)]
+
+
+def plan_block(blocks: Blocks, index: int, names: Iterable[str], recipe: Recipe) -> dict[str, LayerPlan]:
+    """The plans of the layers of these names in one block.
+
+    Raises:
+        HasslefreeError: as for `make_plan`.
+    """
+    block, budget, method, plans = blocks.modules[index], recipe.budget(), recipe.build_method(), {}
+    for name in names:
+        linear: Any = block.get_submodule(name)
+        shape = linear_shape(linear)
+        try:
+            unit = head_unit(block, name) if removes_channels(method) else 1
+            pattern, rank = budget.resolve(*shape, unit)
+            method.check(rank)
+            check_pattern(method, pattern)
+            if grid := grid_of(method):
+                grid.check(shape, pattern.group)
+        except HasslefreeError as error:
+            raise type(error)(f"{error} ({blocks.prefix(index)}.{name})") from None
+        plans[name] = plan_layer(shape, pattern, rank, linear.weight.dtype, grid_of(method))
+    return plans
 
 
 def plan_layer(shape: tuple[int, int], pattern: Pattern, rank: int, dtype: torch.dtype, grid: Grid | None) -> LayerPlan:

@@ -9,6 +9,8 @@ import hasslefree
 from hasslefree import OSSCAR, Gram, Recipe, Structured, Unstructured
 from hasslefree.errors import BudgetError, PatternError
 from hasslefree.methods import build_method
+from hasslefree.models.blocks import find_blocks
+from hasslefree.plan import make_plan
 from hasslefree.pruners.osscar import Swept
 from tests import oracles
 from tests.tiny_models import build, segments
@@ -104,13 +106,30 @@ def test_swaps_win_where_greed_does_not_see_far_enough():
     assert won >= 2
 
 
+def plan_of(**fields):
+    return make_plan(find_blocks(build("llama")), Recipe(**fields))[0]
+
+
+@pytest.mark.parametrize("method", [{"method": "osscar"}, {"method": "osscar", "refit": True}, {"method": "losparse"},
+                                    {"method": "hassle-free", "pruner": "osscar"}], ids=str)  # fmt: skip
+def test_heads_stay_whole_wherever_the_pruner_is(method):
+    """4 heads of 8 share 2 keys: 16 inputs of o_proj go together, no others do. Other pruners know no heads."""
+    units = {name: layer.pattern.unit for name, layer in plan_of(pattern="structured", sparsity=0.5, **method).items()}
+    assert units.pop("self_attn.o_proj") == 16
+    assert set(units.values()) == {1}
+    other = plan_of(pattern="structured", sparsity=0.5, method="wanda", refit=True)
+    assert other["self_attn.o_proj"].pattern.unit == 1
+
+
 def test_what_it_cannot_do_is_an_error():
     weight, h = oracles.problem(4, 8)
     for pattern in ("2:4", Unstructured(9)):
-        with pytest.raises(PatternError, match="osscar removes whole input channels, not .*use pattern structured"):
+        with pytest.raises(PatternError, match="OSSCAR removes whole input channels, not .*use pattern structured"):
             hasslefree.decompose(weight, Gram(h, 99), pattern, method="osscar")
-    with pytest.raises(PatternError, match="osscar removes whole.*model.layers.0.self_attn.q_proj"):
+    with pytest.raises(PatternError, match="OSSCAR removes whole.*model.layers.0.self_attn.q_proj"):
         hasslefree.compress(build("llama"), "nowhere", Recipe(method="osscar"), segments=segments())
+    with pytest.raises(PatternError, match="OSSCAR removes whole.*model.layers.0.self_attn.q_proj"):
+        plan_of(method="osscar", refit=True)
     with pytest.raises(PatternError, match="4 of 8 input channels in units of 3"):
         hasslefree.decompose(weight, Gram(h, 99), Structured(4, 3), method="osscar")
     with pytest.raises(BudgetError, match="must be at least 1"):

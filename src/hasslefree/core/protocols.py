@@ -15,14 +15,16 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Quantised, Scaling
 from hasslefree.core.low_rank import LowRank
-from hasslefree.core.patterns import Pattern
+from hasslefree.core.patterns import Pattern, Structured
+from hasslefree.errors import PatternError
 
 
 class Pruner(Protocol):
     """Solves P1: a sparse S close to a target in the norm of H.
 
     One whose S lies on a grid has a field `grid: Grid`, and a method `quantise` with the arguments of `prune`, which
-    returns S and its `Scaling`; `quantise` here calls it.
+    returns S and its `Scaling`; `quantise` here calls it. One that removes whole input channels, and takes no pattern
+    but `Structured`, has `whole_channels = True`: the heads of attention then stay or go in one piece.
     """
 
     def prepare(self, gram: Gram) -> Any:
@@ -42,6 +44,19 @@ def quantise(pruner: Any, target: Tensor, prepared: Any, pattern: Pattern) -> tu
     if grid_of(pruner) is None:
         return pruner.prune(target, prepared, pattern), None
     return pruner.quantise(target, prepared, pattern)
+
+
+def removes_channels(part: Any) -> bool:
+    """Whether a pruner, or the one in a method or in another pruner, removes whole input channels and nothing else."""
+    return removes_channels(part.pruner) if hasattr(part, "pruner") else getattr(part, "whole_channels", False)
+
+
+def check_pattern(part: Any, pattern: Pattern) -> None:
+    """Raise PatternError where the part removes whole channels, and the pattern does not."""
+    if hasattr(part, "pruner"):
+        check_pattern(part.pruner, pattern)
+    elif removes_channels(part) and not isinstance(pattern, Structured):
+        raise PatternError(f"{type(part).__name__} removes whole input channels, not {pattern}; use pattern structured")
 
 
 class LowRankSolver(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.patterns import Pattern, Structured
-from hasslefree.errors import BudgetError, PatternError
+from hasslefree.core.protocols import check_pattern
+from hasslefree.errors import BudgetError
 
 # A swap must win this share of what the layer puts out, or rounding would swap for ever.
 LEAST_GAIN = 1e-10
@@ -30,6 +32,7 @@ class OSSCAR:
             win, are tried against all that are there.
     """
 
+    whole_channels: ClassVar[bool] = True
     steps: int = 256
     swaps: int = 100
     candidates: int = 16
@@ -41,16 +44,11 @@ class OSSCAR:
                 f"and {self.swaps}"
             )
 
-    def check(self, pattern: Pattern) -> None:
-        """Raise a PatternError where the pattern does not remove whole channels."""
-        if not isinstance(pattern, Structured):
-            raise PatternError(f"osscar removes whole input channels, not {pattern}; use pattern structured")
-
     def prepare(self, gram: Gram) -> Tensor:
         return torch.cholesky_inverse(lower_cholesky(gram.matrix))
 
     def prune(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Tensor:
-        self.check(pattern)
+        check_pattern(self, pattern)
         assert isinstance(pattern, Structured)
         state = Swept(prepared.clone(), target.double(), pattern.unit)
         excess = len(state.gone) - pattern.count // pattern.unit
