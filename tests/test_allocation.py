@@ -138,6 +138,15 @@ def test_owl_moves_the_ratio_between_blocks(field, tmp_path):
         assert (layer.rank, layer.nonzeros) == (rank, pytest.approx(pattern.kept((layer.out, layer.width)), abs=1))
 
 
+def test_owl_plans_every_layer_twice(tmp_path, monkeypatch):
+    """Once as all others, and once by the ratio of its block."""
+    planned = []
+    monkeypatch.setattr("hasslefree.plan.plan_layer", lambda *its: planned.append(its) or plan_layer(*its))
+    recipe = Recipe(pattern="row", sparsity=0.5, method="wanda", allocate="owl")
+    report = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
+    assert len(planned) == 2 * len(report.layers)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -26,7 +26,7 @@ from hasslefree.models.calibration import first_hidden_states, gather, groups_by
 from hasslefree.models.calls import BlockCall
 from hasslefree.models.linear import SparseLowRankLinear, unpacked_once
 from hasslefree.models.streaming import outside
-from hasslefree.plan import LayerPlan, Plan, make_plan, plan_layer
+from hasslefree.plan import LayerPlan, Plan, plan_block, plan_layer
 
 # A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
 LEAST, MOST = 0.5, 2.0
@@ -89,7 +89,10 @@ def by_outliers(job: Job, shares: list[float]) -> Plan:
     field = "sparsity" if recipe.ratio is None else "ratio"
     ratios = owl_ratios(shares, getattr(recipe, field), sizes=sizes)
     fields: list[dict[str, Any]] = [{field: ratio} for ratio in ratios]
-    return [make_plan(job.blocks, dataclasses.replace(recipe, **own))[index] for index, own in enumerate(fields)]
+    return [
+        plan_block(job.blocks, index, job.plan[index], dataclasses.replace(recipe, **own))
+        for index, own in enumerate(fields)
+    ]
 
 
 def outliers_of(job: Job, index: int, call: BlockCall, hidden: Activations) -> float:
