@@ -75,8 +75,8 @@ class Solution:
 
     Args:
         sparse: (out, in). low_rank: (out, r), (r, in).
-        history: the damped objective over the damped norm of W, as often as the method measures it; empty where
-            nothing was removed.
+        history: the damped objective over the damped norm of W, as often as the method measures it, or estimates it;
+            empty where nothing was removed.
         remarks: what the method did that is out of the ordinary, a sentence each.
         scaling: where the grid lies on which S is; None where S may hold any number.
     """
