@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hasslefree.blockwise import Job
 from hasslefree.core.allocation import Ladder, climb, rank_gains, root_of
+from hasslefree.core.factors import factor_bytes
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.owl import outlier_share, owl_ratios
 from hasslefree.core.patterns import Unstructured
@@ -59,7 +60,8 @@ class Choice:
     def taken(self, ranks: int, steps: int = 0) -> LayerPlan:
         """The plan with so many steps on each ladder."""
         pattern = self.plan.pattern if self.count is None else Unstructured(self.count + steps * self.step)
-        return plan_layer(self.plan.shape, pattern, self.rank + ranks, self.dtype, self.plan.grid)
+        rank, plan = self.rank + ranks, self.plan
+        return plan_layer(plan.shape, pattern, rank, self.dtype, plan.grid, plan.factor_bits)
 
 
 def allocated(job: Job, calls: list[BlockCall], segments: Tensor, folder: Path) -> Plan:
@@ -171,10 +173,13 @@ def choice_of(
     """
     (out, width), size = plan.shape, weight.element_size()
     dense = weight.to(gram.matrix.dtype)
-    cost = (out + width) * size
+    first, second = (factor_bytes(out, width, rank, plan.factor_bits, weight.dtype) for rank in (1, 2))
+    cost = second - first
     # Beyond the bytes of the dense layer there is nothing to win.
     room = plan.rank + max(plan.dense_bytes - plan.bytes, 0) // cost
     low, high = int(LEAST * plan.rank), min(int(MOST * plan.rank), room, out, width)
+    if plan.factor_bits:
+        low = max(low, min(plan.rank, 1))  # the scales of u come with the first rank, and are no part of its cost
     spectrum = rank_gains(dense - sparse.to(dense.dtype), gram, root)
     ranks = Ladder(spectrum[low:high] * per_unit(harm, spectrum), cost)
     if not isinstance(plan.pattern, Unstructured) or plan.grid is not None:

@@ -257,7 +257,7 @@ def solve_with_room(
     for chunks in (1, *CHUNKS):
         way = method if chunks == 1 else InRowChunks(method, chunks, gram)
         try:
-            return solve_layer(weight, gram, way, prepared, plan.pattern, plan.rank, seed, target)
+            return solve_layer(weight, gram, way, prepared, plan.pattern, plan.rank, seed, target, plan.factor_bits)
         except torch.OutOfMemoryError as error:
             logger.warning("out of memory with %d chunk(s) of rows of a layer %s: %s", chunks, plan.shape, error)
         torch.cuda.empty_cache()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.budgets import Budget
+from hasslefree.core.factors import check_factor_bits, quantised
 from hasslefree.core.gram import Gram, relative, working_dtype
 from hasslefree.core.grids import Quantised
 from hasslefree.core.linalg import LinAlgError
@@ -33,6 +34,7 @@ def decompose(
     ratio: float | None = None,
     rank_share: float | None = None,
     method: str | Method = "joint",
+    factor_bits: int | None = None,
     seed: int = 0,
 ) -> Decomposition:
     """Find a sparse S and a low-rank L with tr((W−S−L) H (W−S−L)ᵀ) small.
@@ -43,6 +45,7 @@ def decompose(
             data: H = I, the errors are ‖W − S − L‖² / ‖W‖², and a remark says so.
         pattern, rank, sparsity, ratio, rank_share: the budget; see `Budget`.
         method: a name, or an object such as `Joint(rounds=50)`.
+        factor_bits: 8 for u and v as int8 codes (`core.factors`); None for the dtype of W.
         seed: of the random start. Same seed, same machine, same result.
 
     Raises:
@@ -68,9 +71,10 @@ def decompose(
         raise NonFiniteError(f"the Gram does not fit into {_name(gram.matrix)}; scale the activations, or use float64")
     exact_pattern, exact_rank = Budget(pattern, rank, sparsity, ratio, rank_share).resolve(*weight.shape)
     solver.check(exact_rank)
+    check_factor_bits(factor_bits, exact_rank)
     if grid := grid_of(solver):
         grid.check((weight.shape[0], weight.shape[1]), exact_pattern.group)
-    found = solve_layer(weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed)
+    found = solve_layer(weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed, None, factor_bits)
     return dataclasses.replace(found, remarks=(DATA_FREE, *found.remarks)) if data_free else found
 
 
@@ -83,6 +87,7 @@ def solve_layer(
     rank: int,
     seed: int,
     target: Tensor | None = None,
+    factor_bits: int | None = None,
 ) -> Decomposition:
     """`decompose` for inputs that were checked, with `prepared` = method.prepare(gram) shared between layers.
 
@@ -90,6 +95,7 @@ def solve_layer(
         target: W̃ of `core.targets`, (out, in), in the working dtype: what S + L shall be close to in the place of W.
             The relative errors are then tr(R H Rᵀ) / tr(W̃ H W̃ᵀ) with R = W̃ − S − L: how well the solver did what it
             was asked, and no distance to the dense model.
+        factor_bits: as for `decompose`; without effect at rank 0.
 
     Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method.
 
@@ -109,17 +115,21 @@ def solve_layer(
     before = relative(gram.loss(low_rank.residual(full, sparse)), norm)
     if not math.isfinite(before):
         raise NonFiniteError("the method came upon NaN or Inf; raise the damping (--damping 0.01) or use joint")
-    quantised = Quantised.of(sparse, solution.scaling, weight.dtype) if solution.scaling else None
-    cast, cast_low_rank = sparse.to(weight.dtype), low_rank.to(weight.dtype)
+    on_grid = Quantised.of(sparse, solution.scaling, weight.dtype) if solution.scaling else None
+    cast, cast_low_rank, factors = sparse.to(weight.dtype), low_rank.to(weight.dtype), None
+    if factor_bits and rank:
+        factors = quantised(low_rank, full, cast.to(full.dtype), gram, weight.dtype)
+        cast_low_rank = factors.values()
     after = before
-    if weight.dtype != full.dtype:
+    if weight.dtype != full.dtype or factors:
         after = relative(gram.loss(cast_low_rank.to(full.dtype).residual(full, cast.to(full.dtype))), norm)
     if not math.isfinite(after):
         raise NonFiniteError(
             f"S or L does not fit into {_name(weight)}; use another dtype (--dtype float32) or raise the damping"
         )
-    remarks = (*gram.remarks(), *solution.remarks, *_remarks_on(after, before, weight))
-    return Decomposition(cast, cast_low_rank, after, before, solution.history, remarks, quantised)
+    rounding = f"the cast to {_name(weight)}" + (", with factors in int8," if factors else "")
+    remarks = (*gram.remarks(), *solution.remarks, *_remarks_on(after, before, rounding))
+    return Decomposition(cast, cast_low_rank, after, before, solution.history, remarks, on_grid, factors)
 
 
 def checked_norm(weight: Tensor, gram: Gram) -> float:
@@ -162,9 +172,9 @@ def solve(method: Method, weight: Tensor, prepared: Any, pattern: Pattern, rank:
         raise FactorizationError(f"{error}; raise the damping (--damping 0.01)") from None
 
 
-def _remarks_on(after: float, before: float, weight: Tensor) -> Iterator[str]:
+def _remarks_on(after: float, before: float, rounding: str) -> Iterator[str]:
     if after > 2 * before + 1e-4:
-        yield f"the cast to {_name(weight)} raised the relative error from {before:.2g} to {after:.2g}"
+        yield f"{rounding} raised the relative error from {before:.2g} to {after:.2g}"
     if after > 1:
         yield f"the relative error is {after:.2g}: a layer of zeros would be closer"
 

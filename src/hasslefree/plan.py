@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from hasslefree.core.factors import check_factor_bits, factor_bytes
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import check_pattern, grid_of, removes_channels
-from hasslefree.core.storage import Storage
+from hasslefree.core.storage import Storage, kind_of
 from hasslefree.errors import HasslefreeError
 from hasslefree.models.blocks import Blocks, linear_shape, select_linears
 from hasslefree.models.heads import head_unit
@@ -26,7 +27,7 @@ ROOM = 50_000_000
 class LayerPlan:
     """One layer. shape: (out, in). bytes, dense_bytes: of its weight in the file, after (at most) and before.
 
-    grid: on which S will lie, or None.
+    grid: on which S will lie, or None. factor_bits: of u and v; None for the model's dtype.
     """
 
     shape: tuple[int, int]
@@ -35,11 +36,12 @@ class LayerPlan:
     bytes: int
     dense_bytes: int
     grid: Grid | None = None
+    factor_bits: int | None = None
 
     @property
     def kind(self) -> str:
-        """The pattern, and the grid if there is one."""
-        return f"{self.pattern}, {self.grid}" if self.grid else str(self.pattern)
+        """The pattern, the grid if there is one, and how the factors are stored if not as all else."""
+        return kind_of(str(self.pattern), self.grid, self.factor_bits if self.rank else None)
 
     @property
     def nonzeros(self) -> int:
@@ -62,7 +64,10 @@ def make_plan(blocks: Blocks, recipe: Recipe) -> Plan:
         HasslefreeError: with the layer's name: a budget that it cannot meet.
     """
     chosen = select_linears(blocks, recipe.leave_dense)
-    return [plan_block(blocks, index, linears, recipe) for index, linears in enumerate(chosen)]
+    plan = [plan_block(blocks, index, linears, recipe) for index, linears in enumerate(chosen)]
+    ranks = [layer.rank for plans in plan for layer in plans.values()]
+    check_factor_bits(recipe.factor_bits, max(ranks, default=None))
+    return plan
 
 
 def plan_block(blocks: Blocks, index: int, names: Iterable[str], recipe: Recipe) -> dict[str, LayerPlan]:
@@ -84,14 +89,22 @@ def plan_block(blocks: Blocks, index: int, names: Iterable[str], recipe: Recipe)
                 grid.check(shape, pattern.group)
         except HasslefreeError as error:
             raise type(error)(f"{error} ({blocks.prefix(index)}.{name})") from None
-        plans[name] = plan_layer(shape, pattern, rank, linear.weight.dtype, grid_of(method))
+        plans[name] = plan_layer(shape, pattern, rank, linear.weight.dtype, grid_of(method), recipe.factor_bits)
     return plans
 
 
-def plan_layer(shape: tuple[int, int], pattern: Pattern, rank: int, dtype: torch.dtype, grid: Grid | None) -> LayerPlan:
+def plan_layer(
+    shape: tuple[int, int],
+    pattern: Pattern,
+    rank: int,
+    dtype: torch.dtype,
+    grid: Grid | None,
+    factor_bits: int | None = None,
+) -> LayerPlan:
     (out, width), storage = shape, Storage.of(str(pattern), grid)
-    packed = storage.bytes(out, width, pattern.kept(shape), dtype) + rank * (out + width) * dtype.itemsize
-    return LayerPlan(shape, pattern, rank, packed, out * width * dtype.itemsize, grid)
+    packed = storage.bytes(out, width, pattern.kept(shape), dtype)
+    packed += factor_bytes(out, width, rank, factor_bits, dtype)
+    return LayerPlan(shape, pattern, rank, packed, out * width * dtype.itemsize, grid, factor_bits)
 
 
 def digest(plan: Plan) -> str:

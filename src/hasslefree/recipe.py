@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from hasslefree.core.budgets import Budget
+from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.protocols import Method, grid_of
 from hasslefree.errors import HasslefreeError, RecipeError
 from hasslefree.methods import METHODS, build_method
@@ -49,6 +50,7 @@ class Recipe:
         method: a name from the table; pruner, low_rank, rounds and damping replace parts of it.
         refit: let least squares on the support follow the pruner.
         bits, group_size, symmetric: of the grid of a method that has one; see `Grid`. group_size 0: whole rows.
+        factor_bits: 8 for the factors of L as int8 codes; None for the model's dtype.
         calibration: a hub name (c4, wikitext2, ptb) or a local .txt or .jsonl file.
         samples, seqlen: how many segments of how many tokens. seqlen None: 2048, or what the model takes if less.
         sequential: "layer" gathers the Gram of a layer after all layers before it were compressed, within a block
@@ -76,6 +78,7 @@ class Recipe:
     bits: int | None = None
     group_size: int | None = None
     symmetric: bool | None = None
+    factor_bits: int | None = None
     calibration: str = "c4"
     samples: int = 128
     seqlen: int | None = None
@@ -109,7 +112,7 @@ class Recipe:
             del bundle["rounds"]
         if not self._movable:
             bundle["allocate"] = "uniform"
-        if self.has_grid:
+        if self.has_grid or self.factor_bits:
             bundle["match_blocks"] = False
         given = {name: getattr(self, name) for name in bundle if getattr(self, name) is not None}
         return dataclasses.replace(self, effort=effort, **(bundle | given))
@@ -148,6 +151,8 @@ class Recipe:
         except HasslefreeError as error:
             yield METHOD_FIELDS, str(error)
         yield from self._grid_problems()
+        if self.factor_bits is not None:
+            yield from self._factor_problems()
         for name, least in (("samples", 1), ("seqlen", 2)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -188,6 +193,19 @@ class Recipe:
             )
         if self.has_grid and self.match_blocks:
             yield ("match_blocks",), "match_blocks trains the values of S, which a grid does not let go: leave it out"
+
+    def _factor_problems(self) -> typing.Iterator[tuple[tuple[str, ...], str]]:
+        try:
+            check_factor_bits(self.factor_bits, 0 if self.rank_share == 0 else self.rank)
+        except HasslefreeError as error:
+            yield ("factor_bits",), str(error)
+        if isinstance(METHODS.get(self.method), Prune):
+            yield (
+                ("factor_bits",),
+                f"factor_bits is for the factors of L, and method {self.method} has none: leave it out",
+            )
+        if self.match_blocks:
+            yield ("match_blocks",), "match_blocks trains the factors, which factor_bits fixes: leave out one of them"
 
     def to_yaml(self) -> str:
         """The fields that say something, as YAML that `from_yaml` reads."""

@@ -27,6 +27,7 @@ RECIPE_OPTIONS: dict[str, tuple[Any, str]] = {
     "bits": (int, "Bits of the grid of S, 4 or 8, for joint-grid, caldera, gptq, … (default: 4)."),
     "group_size": (int, "Inputs that share a scale of the grid; 0: a whole row (default: 64)."),
     "symmetric": (bool, "A grid around zero, or from the least to the largest entry (default: asymmetric)."),
+    "factor_bits": (int, "8 for the factors of L as int8 (default: the model's dtype)."),
     "calibration": (str, "c4 (default), wikitext2, ptb, or a file."),
     "samples": (int, "Calibration segments (default: 128)."),
     "seqlen": (int, "Tokens a segment (default: at most 2048)."),

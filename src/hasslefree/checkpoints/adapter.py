@@ -32,11 +32,11 @@ def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_sha
     factors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for name, layer in compressed_layers(model).items():
-        if layer.low_rank_u is not None and layer.low_rank_v is not None:
+        if (found := layer.factors()) is not None:
             ranks[name] = layer.rank
             # PEFT adds x Aᵀ Bᵀ · lora_alpha / r, with A: (r, in) and B: (out, r).
-            factors[f"base_model.model.{name}.lora_A.weight"] = layer.low_rank_v.detach().contiguous()
-            factors[f"base_model.model.{name}.lora_B.weight"] = layer.low_rank_u.detach().contiguous()
+            factors[f"base_model.model.{name}.lora_A.weight"] = found[1].detach().contiguous()
+            factors[f"base_model.model.{name}.lora_B.weight"] = found[0].detach().contiguous()
     if not ranks:
         raise ModelError("no layer has a low-rank part, so there is nothing for an adapter; use --to dense")
     make_plain(model, SparseLowRankLinear.unpacked)

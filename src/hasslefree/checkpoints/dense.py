@@ -18,10 +18,10 @@ from hasslefree.models.linear import SparseLowRankLinear, compressed_layers
 def summed(layer: SparseLowRankLinear) -> Tensor:
     """S + u v: (out, in), summed in float32 at least and rounded once to the layer's dtype."""
     sparse = layer.unpacked().detach()
-    if layer.low_rank_u is None or layer.low_rank_v is None:
+    if (factors := layer.factors()) is None:
         return sparse
     wide = torch.promote_types(sparse.dtype, torch.float32)
-    u, v = (factor.detach().to(wide) for factor in (layer.low_rank_u, layer.low_rank_v))
+    u, v = (factor.detach().to(wide) for factor in factors)
     return torch.addmm(sparse.to(wide), u, v).to(sparse.dtype)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasslefree.core.factors import check_factor_bits, factor_tensors
 from hasslefree.core.grids import Grid
 from hasslefree.core.storage import Storage
 from hasslefree.errors import CheckpointError, HasslefreeError
@@ -29,6 +30,7 @@ class Entry:
             or codes.
         crc32: of the bytes of the index tensor.
         grid: on which S lies; None where its values are stored.
+        factor_bits: 8 where the factors are codes; None where they are in the model's dtype.
     """
 
     pattern: str
@@ -37,6 +39,7 @@ class Entry:
     nonzeros: int
     crc32: int
     grid: Grid | None = None
+    factor_bits: int | None = None
 
     @property
     def storage(self) -> Storage:
@@ -46,14 +49,15 @@ class Entry:
         """The tensors of the layer, by their names in it, with their shapes."""
         out, width = self.shape
         shapes = self.storage.shapes(out, width, self.nonzeros)
-        if self.rank:
-            shapes |= {"low_rank_u": (out, self.rank), "low_rank_v": (self.rank, width)}
+        factors = factor_tensors(out, width, self.rank, self.factor_bits)
+        shapes |= {name: shape for name, (shape, _) in factors.items()}
         return shapes | ({"bias": (out,)} if bias else {})
 
 
 def entry_of(layer: SparseLowRankLinear) -> dict[str, Any]:
     """The entry of a layer, as config.json holds it."""
     grid = layer.grid
+    in_bits = {"factor_bits": layer.factor_bits} if layer.factor_bits else {}
     on_grid = {"grid": {"bits": grid.bits, "group": grid.group, "symmetric": grid.symmetric}} if grid else {}
     return {
         "pattern": layer.pattern,
@@ -61,6 +65,7 @@ def entry_of(layer: SparseLowRankLinear) -> dict[str, Any]:
         "rank": layer.rank,
         "nonzeros": layer.nonzeros,
         **on_grid,
+        **in_bits,
         "crc32": f"{crc32(layer.index):08x}",
     }
 
@@ -112,9 +117,13 @@ def _read(name: str, entry: Any) -> Entry:
     grid = entry.get("grid")
     if grid is not None and not _is_grid(grid):
         raise wrong("its grid is not of bits, group (a whole number or null) and symmetric")
+    bits = entry.get("factor_bits")
+    if bits is not None and not _is_count(bits):
+        raise wrong("its factor_bits is no whole number")
     try:
+        check_factor_bits(bits, entry["rank"])
         on = None if grid is None else Grid(grid["bits"], grid["group"], grid["symmetric"])
-        found = Entry(pattern, (shape[0], shape[1]), entry["rank"], entry["nonzeros"], int(crc, 16), on)
+        found = Entry(pattern, (shape[0], shape[1]), entry["rank"], entry["nonzeros"], int(crc, 16), on, bits)
         found.shapes(bias=False)
     except HasslefreeError as error:
         raise wrong(str(error)) from None

@@ -14,6 +14,7 @@ from rich.text import Text
 from hasslefree.checkpoints.entries import QUANT_METHOD, Entry, check_version, read_entries
 from hasslefree.checkpoints.headers import ELEMENT_BYTES, Stored, read_headers, read_json, weight_files
 from hasslefree.checkpoints.verify import check_layers
+from hasslefree.core.storage import kind_of
 from hasslefree.errors import CheckpointError
 
 
@@ -24,6 +25,7 @@ class LayerSize:
     Args:
         shape: (out, in). nonzeros: the values or codes stored for S. dtype: of the values, or of the grid's scales.
         bytes: of all its tensors. dense_bytes: of the layer as it was, in the same dtype.
+        grid: on which S lies, in words. factor_bits: 8 where the factors are codes.
     """
 
     name: str
@@ -35,11 +37,12 @@ class LayerSize:
     bytes: int
     dense_bytes: int
     grid: str | None = None
+    factor_bits: int | None = None
 
     @property
     def kind(self) -> str:
-        """The pattern, and the grid if there is one."""
-        return self.pattern if self.grid is None else f"{self.pattern}, {self.grid}"
+        """The pattern, the grid if there is one, and how the factors are stored if not as all else."""
+        return kind_of(self.pattern, self.grid, self.factor_bits)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ def _layer_size(name: str, entry: Entry, stored: Mapping[str, Stored]) -> LayerS
     dense = out * (width + bias) * ELEMENT_BYTES[dtype]
     size = sum(tensor.size for tensor in tensors)
     grid = str(entry.grid) if entry.grid else None
-    return LayerSize(name, entry.pattern, entry.shape, entry.rank, entry.nonzeros, dtype, size, dense, grid)
+    about = (entry.pattern, entry.shape, entry.rank, entry.nonzeros)
+    return LayerSize(name, *about, dtype, size, dense, grid, entry.factor_bits)
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

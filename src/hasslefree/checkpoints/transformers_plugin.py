@@ -90,8 +90,8 @@ def empty_layer(layer: nn.Module, name: str, entry: Entry) -> SparseLowRankLinea
     (out, width), weight = linear_shape(layer), layer.weight
     if entry.shape != (out, width):
         raise CheckpointError(f"config.json says that {name} is {list(entry.shape)}; the model's is {[out, width]}")
-    bias, like = layer.bias is not None, (weight.dtype, weight.device)
-    return SparseLowRankLinear(width, out, entry.rank, bias, entry.pattern, entry.nonzeros, *like, entry.grid)
+    bias, like, stored = layer.bias is not None, (weight.dtype, weight.device), (entry.grid, entry.factor_bits)
+    return SparseLowRankLinear(width, out, entry.rank, bias, entry.pattern, entry.nonzeros, *like, *stored)
 
 
 def register() -> None:

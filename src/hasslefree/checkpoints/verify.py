@@ -13,6 +13,7 @@ from hasslefree.errors import CheckpointError, PatternError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 INTEGERS = {"positions": "U8", "mask": "U8", "columns": "I32", "weight_packed": "I32", "weight_zero_point": "I32"}
+CODED_FACTORS = {"low_rank_u": "I8", "low_rank_v": "I8"}
 
 
 def check_layers(entries: Mapping[str, Entry], biased: set[str], stored: Mapping[str, Stored]) -> None:
@@ -30,24 +31,24 @@ def check_layers(entries: Mapping[str, Entry], biased: set[str], stored: Mapping
         held.setdefault(layer, set()).add(leaf)
     for name, entry in entries.items():
         shapes, found = entry.shapes(name in biased), held.get(name, set())
+        integers = INTEGERS | (CODED_FACTORS if entry.factor_bits else {})
         if missing := [f"{name}.{leaf}" for leaf in shapes if leaf not in found]:
             files = ", ".join(sorted({str(tensor.file) for tensor in stored.values()}))
             raise CheckpointError(f"no {', '.join(missing)} in {files}: it is not complete; get it anew")
         for leaf in sorted(found):
-            _check_tensor(f"{name}.{leaf}", stored[f"{name}.{leaf}"], shapes.get(leaf))
+            _check_tensor(f"{name}.{leaf}", stored[f"{name}.{leaf}"], shapes.get(leaf), integers.get(leaf))
 
 
-def _check_tensor(name: str, tensor: Stored, shape: tuple[int, ...] | None) -> None:
-    """shape: what config.json makes it; None for a tensor that the layer does not have."""
+def _check_tensor(name: str, tensor: Stored, shape: tuple[int, ...] | None, integer: str | None) -> None:
+    """shape: what config.json makes it; None for a tensor that the layer does not have. integer: None for a float."""
     if shape is None:
         raise CheckpointError(f"{tensor.file} holds {name}, which is no part of the layer that config.json describes")
     if tensor.shape != shape:
         raise CheckpointError(
             f"{tensor.file}: {name} is {list(tensor.shape)}, and {list(shape)} by config.json; get both anew"
         )
-    allowed = INTEGERS.get(name.rpartition(".")[2])
-    if tensor.dtype != allowed if allowed else tensor.dtype not in FLOATS:
-        raise CheckpointError(f"{tensor.file}: {name} is {tensor.dtype}, not {allowed or 'a float'}; get it anew")
+    if tensor.dtype != integer if integer else tensor.dtype not in FLOATS:
+        raise CheckpointError(f"{tensor.file}: {name} is {tensor.dtype}, not {integer or 'a float'}; get it anew")
 
 
 def check_indices(entries: Mapping[str, Entry], stored: Mapping[str, Stored]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hasslefree.core.factors import CodedFactors
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Quantised, Scaling
 from hasslefree.core.low_rank import LowRank
@@ -113,6 +114,7 @@ class Decomposition:
         history: the objective of the method (damped, relative), as often as it measures it.
         remarks: what is out of the ordinary about the inputs, the way to the result, or the result; empty as a rule.
         quantised: the codes of S, where it is on a grid: `sparse` holds their values, rounded to the dtype of W.
+        factors: the codes of u and v, where they are in eight bits: `low_rank` holds their values, likewise.
     """
 
     sparse: Tensor = field(repr=False)
@@ -122,6 +124,7 @@ class Decomposition:
     history: tuple[float, ...] = field(repr=False)
     remarks: tuple[str, ...] = ()
     quantised: Quantised | None = field(default=None, repr=False)
+    factors: CodedFactors | None = field(default=None, repr=False)
 
     def product(self) -> Tensor:
         """S + L: (out, in)."""

@@ -108,6 +108,12 @@ class Storage:
         return 0 if self.grid is None else -(-codes * self.grid.bits // 32)
 
 
+def kind_of(pattern: str, grid: Grid | str | None, factor_bits: int | None) -> str:
+    """How a layer is stored, in words: the pattern, the grid if there is one, and the factors if they are codes."""
+    parts = [pattern, *([str(grid)] if grid else []), *([f"factors in int{factor_bits}"] if factor_bits else [])]
+    return ", ".join(parts)
+
+
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Codes of 4 or 8 bits, uint8 (…, n) → int32 (…, ⌈n·bits / 32⌉), low bits first, the rest of a row zeros."""
     octets = codes.contiguous()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hasslefree.core.factors import BITS, CodedRows, factor_tensors
 from hasslefree.core.grids import Grid
 from hasslefree.core.protocols import Decomposition
 from hasslefree.core.storage import Storage
@@ -23,17 +24,19 @@ class SparseLowRankLinear(nn.Module):
         nonzeros: the number of stored values, or codes.
         bias: whether there is one.
         grid: on which S lies; None where it holds any number.
+        factor_bits: 8 for factors as codes; None for those of the model's dtype.
 
     S is in two tensors: the parameter `values`, and the integer buffer `positions`, `mask` or `columns`, which no cast
     to another dtype touches. On a grid (`core.storage`), the integer buffers `weight_packed` and `weight_zero_point`
     and the parameter `weight_scale` take the place of the values, and S is unpacked at every call.
-    The factors are `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank 0.
+    The factors are `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank 0. In eight bits they are int8
+    buffers, with the parameters `low_rank_u_scale` (out,) and `low_rank_v_scale` (r,), and unpacked at every call.
     How x Sᵀ is computed is chosen at every call (`hasslefree.kernels`), or told by `use`.
     """
 
     values: nn.Parameter
-    low_rank_u: nn.Parameter | None
-    low_rank_v: nn.Parameter | None
+    low_rank_u: Tensor | None
+    low_rank_v: Tensor | None
     bias: nn.Parameter | None
 
     def __init__(
@@ -47,26 +50,26 @@ class SparseLowRankLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         grid: Grid | None = None,
+        factor_bits: int | None = None,
     ):
         super().__init__()
         self.in_features, self.out_features, self.rank, self.pattern = in_features, out_features, rank, pattern
         self.storage, self.nonzeros = Storage.of(pattern, grid), nonzeros
-        self.layout, self.grid = self.storage.layout, grid
+        self.layout, self.grid, self.factor_bits = self.storage.layout, grid, factor_bits if rank else None
         self.way: str | None = None
         self.held: Tensor | None = None  # S in another form, for calls without gradients or with its own
         shapes = self.storage.shapes(out_features, in_features, nonzeros)
 
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-
-        for name, own in self.storage.dtypes().items():
+        tensors = {name: (shapes[name], own) for name, own in self.storage.dtypes().items()}
+        tensors |= factor_tensors(out_features, in_features, rank, factor_bits)
+        for name, (shape, own) in (tensors | ({"bias": ((out_features,), None)} if bias else {})).items():
             if own is None:
-                self.register_parameter(name, parameter(*shapes[name]))
+                self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
             else:
-                self.register_buffer(name, torch.zeros(shapes[name], dtype=own, device=device))
-        self.register_parameter("low_rank_u", parameter(out_features, rank) if rank else None)
-        self.register_parameter("low_rank_v", parameter(rank, in_features) if rank else None)
-        self.register_parameter("bias", parameter(out_features) if bias else None)
+                self.register_buffer(name, torch.zeros(shape, dtype=own, device=device))
+        for name in ("low_rank_u", "low_rank_v", "bias"):
+            if not hasattr(self, name):
+                self.register_parameter(name, None)
 
     @classmethod
     def from_decomposition(cls, result: Decomposition, bias: Tensor | None, pattern: str) -> SparseLowRankLinear:
@@ -78,14 +81,16 @@ class SparseLowRankLinear(nn.Module):
         (out, width), sparse = result.sparse.shape, result.sparse
         grid = result.quantised.scaling.grid if result.quantised else None
         tensors, nonzeros = Storage.of(pattern, grid).pack(sparse, result.quantised)
-        rank = result.low_rank.rank
-        layer = cls(width, out, rank, bias is not None, pattern, nonzeros, sparse.dtype, sparse.device, grid)
+        rank, bits = result.low_rank.rank, BITS if result.factors else None
+        if result.factors:
+            for name, rows in (("low_rank_u", result.factors.u), ("low_rank_v", result.factors.v)):
+                tensors |= {name: rows.codes, f"{name}_scale": rows.scale}
+        elif rank:
+            tensors |= {"low_rank_u": result.low_rank.u, "low_rank_v": result.low_rank.v}
+        layer = cls(width, out, rank, bias is not None, pattern, nonzeros, sparse.dtype, sparse.device, grid, bits)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 getattr(layer, name).copy_(tensor)
-            if layer.low_rank_u is not None and layer.low_rank_v is not None:
-                layer.low_rank_u.copy_(result.low_rank.u)
-                layer.low_rank_v.copy_(result.low_rank.v)
             if bias is not None and layer.bias is not None:
                 layer.bias.copy_(bias)
         return layer
@@ -106,6 +111,16 @@ class SparseLowRankLinear(nn.Module):
         tensors = {name: getattr(self, name) for name in self.storage.dtypes()}
         return self.storage.unpack(tensors, self.in_features, self.nonzeros)
 
+    def factors(self) -> tuple[Tensor, Tensor] | None:
+        """u: (out, r) and v: (r, in), in the dtype of the layer; None for rank 0. Codes are unpacked anew."""
+        u, v = self.low_rank_u, self.low_rank_v
+        if u is None or v is None:
+            return None
+        if self.factor_bits is None:
+            return u, v
+        scales = self.get_parameter("low_rank_u_scale"), self.get_parameter("low_rank_v_scale")
+        return CodedRows(u, scales[0]).values(), CodedRows(v, scales[1]).values()
+
     @property
     def stored_bytes(self) -> int:
         """What S and the factors take on the disk."""
@@ -114,12 +129,13 @@ class SparseLowRankLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) → (..., out)."""
         y = self.sparse_product(x)
-        if self.low_rank_u is not None and self.low_rank_v is not None:
-            hidden = F.linear(x, self.low_rank_v).reshape(-1, self.rank)
+        if (factors := self.factors()) is not None:
+            u, v = factors
+            hidden = F.linear(x, v).reshape(-1, self.rank)
             flat = y.reshape(-1, self.out_features)
             # In place, where autocast leaves the dtypes alike: for a long prompt new memory costs more than this.
-            add = flat.addmm_ if flat.dtype == hidden.dtype == self.low_rank_u.dtype else flat.addmm
-            y = add(hidden, self.low_rank_u.T).view(y.shape)
+            add = flat.addmm_ if flat.dtype == hidden.dtype == u.dtype else flat.addmm
+            y = add(hidden, u.T).view(y.shape)
         return y if self.bias is None else y + self.bias
 
     def sparse_product(self, x: Tensor) -> Tensor:
@@ -159,7 +175,9 @@ class SparseLowRankLinear(nn.Module):
         shape = f"in_features={self.in_features}, out_features={self.out_features}"
         way = self.way or choose(self._case(tokens=1, grad=False))
         grid = f", grid={self.grid}" if self.grid else ""
-        return f"{shape}, pattern={self.pattern}, rank={self.rank}, bias={self.bias is not None}, way={way}{grid}"
+        factors = f", factors=int{self.factor_bits}" if self.factor_bits else ""
+        bias = self.bias is not None
+        return f"{shape}, pattern={self.pattern}, rank={self.rank}, bias={bias}, way={way}{grid}{factors}"
 
 
 def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:

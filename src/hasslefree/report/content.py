@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hasslefree.checkpoints.headers import read_headers, read_json, weight_files
+from hasslefree.checkpoints.headers import Stored, read_headers, read_json, weight_files
 from hasslefree.checkpoints.inspect import FolderSize, inspect_folder
 from hasslefree.command import command_of
+from hasslefree.core.factors import CodedRows
 from hasslefree.errors import CheckpointError
 from hasslefree.record import Report
 
@@ -215,11 +216,19 @@ def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
         layer = name.rpartition(".")[0]
         if layer in found:
             continue
-        u, v = (_tensor(stored[f"{layer}.{leaf}"].file, f"{layer}.{leaf}") for leaf in sorted(ends))
+        u, v = (_factor(stored, f"{layer}.{leaf}") for leaf in sorted(ends))
         if not (torch.isfinite(u).all() and torch.isfinite(v).all()):
             raise CheckpointError(f"the factors of {layer} in {folder} hold NaN or Inf; compress the model anew")
         found[layer] = tuple(spectrum(u, v).tolist())
     return found
+
+
+def _factor(stored: Mapping[str, Stored], name: str) -> Tensor:
+    """A factor, as its codes say where it is stored as such."""
+    factor = _tensor(stored[name].file, name)
+    if (scale := stored.get(f"{name}_scale")) is None:
+        return factor
+    return CodedRows(factor, _tensor(scale.file, f"{name}_scale")).values()
 
 
 def _tensor(file: Path, name: str) -> Tensor:

@@ -1,0 +1,160 @@
+"""L in eight bits: both factors as whole numbers from −127 to 127, with a scale for each row.
+
+    u_ik = scale_i · code_ik,   v_kj = scale_k · code_kj        u: (out, r), v: (r, in)
+
+As for S on a grid, a scale has the eight significant bits of bfloat16, and a value is rounded once, to the dtype of
+its scale. The factors are no unknowns of their own: L = (u R)(R⁻¹ v) for every R, and once v is rounded the best u is
+a least squares problem. `quantised` uses both; docs/quantised.md says what each is worth.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.gram import Gram
+from hasslefree.core.linalg import eigh
+from hasslefree.core.low_rank import LowRank
+from hasslefree.errors import BudgetError, GridError
+
+BITS = 8
+# The largest code.
+TOP = 127
+# The least eigenvalue of v H vᵀ that is not taken for rounding, over the largest.
+FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class CodedRows:
+    """A matrix (m, n) as codes, int8 (m, n) from −127 to 127, and a scale for each row, floating (m,)."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def values(self) -> Tensor:
+        """(m, n), in the dtype of the scale. Gradients flow to the scale."""
+        return self.codes.to(self.scale.dtype) * self.scale.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class CodedFactors:
+    """The factors of L as codes: u (out, r) and v (r, in)."""
+
+    u: CodedRows
+    v: CodedRows
+
+    def values(self) -> LowRank:
+        return LowRank(self.u.values(), self.v.values())
+
+
+def check_factor_bits(bits: int | None, rank: int | None = None) -> None:
+    """Raise where factors cannot have so many bits, None for those of the model's dtype.
+
+    Raises:
+        GridError: neither 8 nor None. BudgetError: the rank is known to be 0, so that there are no factors.
+    """
+    if bits not in (None, BITS):
+        raise GridError(f"factor_bits is {BITS}, got {bits}; leave it out for factors in the model's dtype")
+    if bits is not None and rank == 0:
+        raise BudgetError("factor_bits is for the factors of L, and rank 0 has none; give a rank, or leave it out")
+
+
+def factor_tensors(
+    out: int, width: int, rank: int, bits: int | None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+    """The tensors that hold the factors, with their shapes and dtypes, None for the model's; none for rank 0."""
+    if not rank:
+        return {}
+    own = None if bits is None else torch.int8
+    factors = {"low_rank_u": ((out, rank), own), "low_rank_v": ((rank, width), own)}
+    scales = {"low_rank_u_scale": ((out,), None), "low_rank_v_scale": ((rank,), None)}
+    return {**factors, **(scales if bits else {})}
+
+
+def factor_bytes(out: int, width: int, rank: int, bits: int | None, dtype: torch.dtype) -> int:
+    """The size of those tensors. dtype: the model's."""
+    tensors = factor_tensors(out, width, rank, bits).values()
+    return sum(math.prod(shape) * (own or dtype).itemsize for shape, own in tensors)
+
+
+def quantised(low_rank: LowRank, weight: Tensor, sparse: Tensor, gram: Gram, dtype: torch.dtype) -> CodedFactors:
+    """Factors in eight bits with tr((T − L) H (T − L)ᵀ) small, T = W − S, from an L that is good as it is.
+
+    The balanced factors are mixed, so that all components weigh alike. v is rounded to nearest, u refitted to what
+    became of v, and its columns are rounded one after the other, each making good what the later ones lost.
+
+    Args:
+        weight, sparse: W and S, (out, in), in the working dtype. dtype: of the scales, the model's.
+    """
+    balanced, mixing = low_rank.balanced(), hartley(low_rank.u)
+    v = nearest(mixing @ balanced.v.double(), dtype)
+    start, used = balanced.u.double() @ mixing, v.values().to(weight.dtype)
+    image = gram.matrix @ used.T
+    norm = positive_definite((used @ image).double())
+    lost = LowRank(start.to(weight.dtype), used).residual(weight, sparse)
+    # A step of Newton's in a norm of at least v H vᵀ: it does not raise the loss, and is exact where that is regular.
+    u = start + torch.linalg.solve(norm, (lost @ image).double(), left=False)
+    return CodedFactors(swept(u, norm, dtype), v)
+
+
+def hartley(like: Tensor) -> Tensor:
+    """The matrix of the discrete Hartley transform, (cos + sin)(2πjk / r) / √r: (r, r), float64, for u: (out, r).
+
+    It is symmetric and its own inverse (Bracewell, 1983), and every entry of a product with it is a sum over all.
+    """
+    rank = like.shape[1]
+    steps = torch.arange(rank, device=like.device)
+    angle = (torch.outer(steps, steps) % rank).double() * (2 * math.pi / rank)
+    return (angle.cos() + angle.sin()) / math.sqrt(rank)
+
+
+def positive_definite(norm: Tensor) -> Tensor:
+    """A symmetric matrix (r, r) with its eigenvalues raised to FLOOR times the largest; the identity for zeros."""
+    values, vectors = eigh(norm)
+    largest = float(values[-1])
+    if largest <= 0:
+        return torch.eye(len(norm), dtype=norm.dtype, device=norm.device)
+    return vectors * values.clamp_min(FLOOR * largest) @ vectors.T
+
+
+def row_scale(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale of each row of a matrix (m, n) with which its largest entry has the largest code: (m,), in `dtype`.
+
+    No less than the dtype holds with all eight bits: of rows that are next to nothing less is kept. 1 for zeros.
+    """
+    largest = matrix.abs().amax(1)
+    least = max(128 * torch.finfo(each).tiny * torch.finfo(each).eps for each in (dtype, torch.bfloat16))
+    scale = (largest / TOP).clamp_min(least).bfloat16()
+    return torch.where(largest > 0, scale, 1.0).to(dtype)
+
+
+def nearest(matrix: Tensor, dtype: torch.dtype) -> CodedRows:
+    """The codes of a matrix (m, n) by rounding to nearest. dtype: of the scales."""
+    scale = row_scale(matrix, dtype)
+    return CodedRows(_codes(matrix, scale.to(matrix.dtype).unsqueeze(1)), scale)
+
+
+def swept(u: Tensor, norm: Tensor, dtype: torch.dtype) -> CodedRows:
+    """The codes of u (out, r), float64, with tr((u − û) G (u − û)ᵀ) small, for a positive definite G (r, r).
+
+    With G = C Cᵀ, C lower triangular, column k of (u − û) C depends on û_k and the columns after it alone: from the
+    last to the first, each is rounded to what makes that column small. It is the sweep of GPTQ (arXiv 2210.17323) in
+    another order. A row that this leaves worse than rounding to nearest, because it ran out of codes, takes that.
+    """
+    plain = nearest(u, dtype)
+    wide, factor = plain.scale.to(u.dtype), torch.linalg.cholesky(norm)
+    codes, error = torch.empty_like(plain.codes), torch.zeros_like(u)
+    for k in reversed(range(u.shape[1])):
+        wanted = u[:, k] + error[:, k + 1 :] @ factor[k + 1 :, k] / factor[k, k]
+        codes[:, k] = _codes(wanted, wide)
+        error[:, k] = u[:, k] - (codes[:, k].to(dtype) * plain.scale).to(u.dtype)
+    apart = ((u - plain.values().to(u.dtype)) @ factor).square().sum(1, keepdim=True)
+    better = (error @ factor).square().sum(1, keepdim=True) < apart
+    return CodedRows(torch.where(better, codes, plain.codes), plain.scale)
+
+
+def _codes(entries: Tensor, scale: Tensor) -> Tensor:
+    return (entries / scale).round_().clamp_(-TOP, TOP).to(torch.int8)
