@@ -22,6 +22,7 @@ from torch import Tensor
 
 import hasslefree
 from hasslefree import Budget, Gram, Grid, Prune, SparseGPT
+from hasslefree.core.factors import factor_bytes
 from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import grid_of
 from hasslefree.core.storage import Storage
@@ -29,20 +30,24 @@ from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.methods import METHODS, build_method
 
 ROOT = Path(__file__).parents[1]
-# Name → the method, the pattern, and whether it has a low-rank part.
-ROWS: dict[str, tuple[str, str, bool]] = {
-    "rtn": ("rtn", "dense", False),
-    "gptq": ("gptq", "dense", False),
-    "loftq": ("loftq", "dense", True),
-    "lq-lora": ("lq-lora", "dense", True),
-    "caldera": ("caldera", "dense", True),
-    "2:4, then nearest": ("sparsegpt, nearest", "2:4", False),
-    "2:4, then a second sweep": ("sparsegpt, sweep", "2:4", False),
-    "2:4 in one sweep": ("gptq", "2:4", False),
-    "caldera, 2:4": ("caldera", "2:4", True),
-    "joint-grid, 2:4": ("joint-grid", "2:4", True),
-    "sparsegpt, 2:4, no grid": ("sparsegpt", "2:4", False),
-    "joint, 2:4, no grid": ("joint", "2:4", True),
+# Name → the method, the pattern, how many times the rank, and the bits of the factors.
+ROWS: dict[str, tuple[str, str, int, int | None]] = {
+    "rtn": ("rtn", "dense", 0, None),
+    "gptq": ("gptq", "dense", 0, None),
+    "loftq": ("loftq", "dense", 1, None),
+    "lq-lora": ("lq-lora", "dense", 1, None),
+    "caldera": ("caldera", "dense", 1, None),
+    "caldera, int8 factors": ("caldera", "dense", 1, 8),
+    "2:4, then nearest": ("sparsegpt, nearest", "2:4", 0, None),
+    "2:4, then a second sweep": ("sparsegpt, sweep", "2:4", 0, None),
+    "2:4 in one sweep": ("gptq", "2:4", 0, None),
+    "caldera, 2:4": ("caldera", "2:4", 1, None),
+    "joint-grid, 2:4": ("joint-grid", "2:4", 1, None),
+    "joint-grid, 2:4, int8 factors": ("joint-grid", "2:4", 1, 8),
+    "joint-grid, 2:4, int8 factors, twice the rank": ("joint-grid", "2:4", 2, 8),
+    "sparsegpt, 2:4, no grid": ("sparsegpt", "2:4", 0, None),
+    "joint, 2:4, no grid": ("joint", "2:4", 1, None),
+    "joint, 2:4, no grid, int8 factors": ("joint", "2:4", 1, 8),
 }
 
 
@@ -64,17 +69,18 @@ class Twice:
         return scaling.nearest(pruned), scaling
 
 
-def run(problem: Problem, method_name: str, pattern: str, rank: int) -> dict[str, Any]:
-    """One method on one problem: its relative error, its seconds, and the bits a weight that its tensors take."""
+def run(problem: Problem, method_name: str, pattern: str, rank: int, factor_bits: int | None) -> dict[str, Any]:
+    """One method on one problem: its relative error, its CPU seconds, and the bits a weight that its tensors take."""
     name, _, after = method_name.partition(", ")
     method = Prune(Twice(after == "sweep")) if after else build_method(name)  # type: ignore[arg-type]
     weight = problem.weight.to(torch.bfloat16)
-    start = time.perf_counter()
-    result = hasslefree.decompose(weight, problem.gram, pattern, rank, method=method)
-    seconds = time.perf_counter() - start
+    start = time.process_time()
+    result = hasslefree.decompose(weight, problem.gram, pattern, rank, method=method, factor_bits=factor_bits)
+    seconds = time.process_time() - start
     (out, width), grid = weight.shape, grid_of(method)
     kept = Budget(pattern).resolve(out, width)[0].kept((out, width))
-    stored = Storage.of(pattern, grid).bytes(out, width, kept, weight.dtype) + 2 * rank * (out + width)
+    stored = Storage.of(pattern, grid).bytes(out, width, kept, weight.dtype)
+    stored += factor_bytes(out, width, rank, factor_bits, weight.dtype)
     return {
         "relative_error": result.relative_error,
         "seconds": round(seconds, 4),
@@ -91,13 +97,13 @@ def main() -> None:
     problems = [next(layers) for _ in range(4)] + list(synthetic_problems(SHAPES[:1], BUDGETS[:1]))
     grid = METHODS["gptq"].grid  # type: ignore[attr-defined]
     content = resumed(args.output, {"rank": args.rank, "grid": str(grid)}, "problems")
-    run(problems[0], "caldera", "2:4", args.rank)  # what is slow the first time
+    run(problems[0], "caldera", "2:4", args.rank, None)  # what is slow the first time
     for problem in problems:
         name = problem.name.partition(f" {problem.pattern}")[0]
         held = content["problems"].get(name, {})
         rows = {
-            key: held.get(key) or run(problem, method, pattern, args.rank * low)
-            for key, (method, pattern, low) in ROWS.items()
+            key: held.get(key) or run(problem, method, pattern, args.rank * low, bits)
+            for key, (method, pattern, low, bits) in ROWS.items()
         }
         content["problems"][name] = rows
         print(name, {key: f"{row['relative_error']:.5f} at {row['bits']:.2f}" for key, row in rows.items()}, flush=True)

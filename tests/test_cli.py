@@ -110,6 +110,7 @@ BAD = {
     "device": (["--rank", "4", "--device", "gpu"], "unknown device 'gpu'"),
     "a grid": (["--bits", "4", "--rank", "4"], "method 'joint' has no grid"),
     "bits": (["--method", "gptq", "--bits", "3"], "4 or 8 bits, got 3"),
+    "bits of factors": (["--rank", "4", "--factor-bits", "4"], "factor_bits is 8, got 4"),
     "groups": (["--method", "gptq", "--group-size", "128"], "divisible by 128, got 192; use --group-size 64"),
     "cut groups": (["--method", "gptq", "--pattern", "2:6", "--asymmetric"], "cut the pattern's groups of 6"),
     "dense": (["--pattern", "dense", "--rank", "4"], "pattern dense keeps every entry"),

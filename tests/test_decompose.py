@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import hasslefree
-from hasslefree import Gram, LowRank, Row, SemiStructured, Structured, Unstructured
+from hasslefree import Gram, LowRank, Prune, Row, SemiStructured, Structured, Unstructured
 from hasslefree.core.protocols import Solution, grid_of
-from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError
+from hasslefree.errors import BudgetError, FactorizationError, GridError, NonFiniteError, ShapeError
 from hasslefree.methods import METHODS, build_method
 from tests import oracles
 from tests.suited import suited
@@ -25,6 +25,41 @@ def test_the_result_has_the_dtype_of_the_weight_and_its_error_is_measured_after_
         assert result.relative_error == pytest.approx(result.relative_error_before_cast)
     else:
         assert result.relative_error != result.relative_error_before_cast
+
+
+LOW_RANK = [name for name, method in METHODS.items() if not isinstance(method, Prune)]
+
+
+@pytest.mark.parametrize("name", LOW_RANK)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_factors_in_eight_bits_are_what_is_measured(name, dtype):
+    """Oracles: the loss of S and of the codes in float64; and factors in the dtype of the weight, not far off."""
+    weight, h = oracles.problem(24, 32)
+    weight = weight.to(dtype)
+    changes = {"group_size": 8} if grid_of(METHODS[name]) else {}
+    method = build_method(name, rounds=3 if hasattr(METHODS[name], "rounds") else None, **changes)
+    given = Gram(h, 1, oracles.mean_of(h)), suited(name, SemiStructured(2, 4), 32), 4
+    result = hasslefree.decompose(weight, *given, method=method, factor_bits=8)
+    plain = hasslefree.decompose(weight, *given, method=method)
+    u, v = (rows.codes.double() * rows.scale.double()[:, None] for rows in (result.factors.u, result.factors.v))
+    assert torch.equal(result.low_rank.u, u.to(dtype))
+    assert torch.equal(result.low_rank.v, v.to(dtype))
+    product = result.sparse.double() + result.low_rank.u.double() @ result.low_rank.v.double()
+    found = oracles.loss(weight.double() - product, h) / oracles.loss(weight, h)
+    assert result.relative_error == pytest.approx(found, rel=1e-3)
+    assert result.relative_error_before_cast == plain.relative_error_before_cast
+    assert torch.equal(result.sparse, plain.sparse)
+    assert plain.factors is None
+    assert result.relative_error <= plain.relative_error + 2e-3
+
+
+@pytest.mark.parametrize(
+    ("bits", "rank", "error", "message"),
+    [(4, 2, GridError, "factor_bits is 8, got 4"), (8, 0, BudgetError, "rank 0 has none; give a rank")],
+)
+def test_wrong_bits_of_factors(bits, rank, error, message):
+    with pytest.raises(error, match=message):
+        hasslefree.decompose(torch.randn(4, 8), None, "2:4", rank, factor_bits=bits)
 
 
 def test_budgets_reach_the_result():

@@ -43,6 +43,7 @@ def test_the_plan_of_the_layers_is_what_compress_makes(family, tmp_path):
         {"method": "gptq"},
         {"method": "caldera", "rank": 2, "rounds": 1, "pattern": "2:4"},
         {"method": "rtn", "pattern": "row", "sparsity": 0.5, "symmetric": True},
+        {"method": "joint-grid", "rank": 3, "rounds": 2, "pattern": "2:4", "factor_bits": 8},
     ],
     ids=lambda fields: fields["method"],
 )

@@ -6,9 +6,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasslefree import AlternatingMinimization, Grid, Recipe
+from hasslefree import AlternatingMinimization, Grid, Prune, Recipe
 from hasslefree.errors import RecipeError
 from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
+from hasslefree.methods import METHODS
 from hasslefree.pruners import PRUNERS
 
 
@@ -249,6 +250,31 @@ def test_what_an_effort_stands_for(given, expected):
 def test_an_unknown_effort_is_refused():
     with pytest.raises(RecipeError, match="effort is one of fast, balanced, best, got 'much'"):
         Recipe(rank=4, effort="much").check(with_text=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 2, "factor_bits": 4}, "factor_bits is 8, got 4; leave it out"),
+        ({"rank": 0, "factor_bits": 8}, "rank 0 has none; give a rank"),
+        ({"pattern": "unstructured", "ratio": 0.5, "rank_share": 0.0, "factor_bits": 8}, "rank 0 has none"),
+        ({"method": "wanda", "factor_bits": 8}, "factors of L, and method wanda has none: leave it out"),
+        ({"method": "gptq", "factor_bits": 8}, "method gptq has none"),
+        ({"rank": 2, "factor_bits": 8, "match_blocks": True}, "match_blocks trains the factors, which factor_bits"),
+    ],
+)
+def test_what_does_not_go_with_factors_in_eight_bits(fields, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe(**fields).check(with_text=False)
+
+
+def test_every_method_with_a_low_rank_part_takes_factors_in_eight_bits():
+    for name, method in METHODS.items():
+        if not isinstance(method, Prune):
+            pattern = {"pattern": "structured", "sparsity": 0.5} if name == "losparse" else {}
+            Recipe(method=name, rank=2, factor_bits=8, **pattern).check(with_text=False)
+    assert Recipe(rank=2, factor_bits=8, effort="best").filled().match_blocks is False
+    Recipe(rank=2, factor_bits=8, effort="best").filled().check(with_text=False)
 
 
 QUANTISED = ["rtn", "gptq", "loftq", "lq-lora", "caldera", "joint-grid"]

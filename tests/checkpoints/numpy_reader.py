@@ -1,11 +1,11 @@
-"""A reader of compressed folders that knows docs/format.md, JSON and NumPy, and nothing else: `read` gives each S."""
+"""A reader of compressed folders that knows docs/format.md, JSON and NumPy: `read` gives each S, `factors` u and v."""
 
 import json
 import struct
 
 import numpy as np
 
-TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "U8": "u1", "I32": "<i4"}
+TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "U8": "u1", "I8": "i1", "I32": "<i4"}
 
 
 def tensors(file):
@@ -32,8 +32,22 @@ def codes(words, bits):
     return (words[..., None] >> np.arange(0, 32, bits) & (1 << bits) - 1).reshape(*words.shape[:-1], -1)
 
 
+def whole(folder):
+    return {name: array for file in folder.glob("*.safetensors") for name, array in tensors(file)}
+
+
+def factors(folder):
+    held = whole(folder)
+    for name, entry in json.loads((folder / "config.json").read_text())["quantization_config"]["modules"].items():
+        found = [held[f"{name}.low_rank_{leaf}"].astype("f8") for leaf in "uv" if entry["rank"]]
+        if entry.get("factor_bits"):
+            scales = [held[f"{name}.low_rank_{leaf}_scale"].astype("f8") for leaf in "uv"]
+            found = [factor * scale[:, None] for factor, scale in zip(found, scales, strict=True)]
+        yield name, found
+
+
 def read(folder):
-    held = {name: array for file in folder.glob("*.safetensors") for name, array in tensors(file)}
+    held = whole(folder)
     for name, entry in json.loads((folder / "config.json").read_text())["quantization_config"]["modules"].items():
         pattern, (out, width), grid = entry["pattern"], entry["shape"], entry.get("grid")
         if pattern == "structured":

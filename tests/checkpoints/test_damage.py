@@ -168,6 +168,35 @@ def test_a_grid_that_is_not_that_of_the_tensors(grid, message, tmp_path, no_weig
     assert_refused(folder, r"up_proj\.weight_packed is F32, not I32", no_weight_is_read)
 
 
+FACTOR_TROUBLES = {
+    "bits": (4, "factor_bits is 8, got 4"),
+    "no number": (True, "its factor_bits is no whole number"),
+    "none": (None, "low_rank_u is I8, not a float"),
+}
+
+
+@pytest.mark.parametrize(("bits", "message"), FACTOR_TROUBLES.values(), ids=FACTOR_TROUBLES)
+def test_factors_that_are_not_those_of_the_tensors(bits, message, tmp_path, no_weight_is_read):
+    recipe = Recipe(rank=2, method="eora", factor_bits=8)
+    hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
+    folder = in_one_file(tmp_path / "out")
+    change_config(folder, lambda c: c["modules"][NAME].update(factor_bits=bits))
+    assert_refused(folder, message, no_weight_is_read)
+    change_config(folder, lambda c: c["modules"][NAME].update(factor_bits=8, rank=0))
+    assert_refused(folder, "rank 0 has none", no_weight_is_read)
+    change_config(folder, lambda c: c["modules"][NAME].update(rank=2))
+    inspect_folder(folder)
+    change_tensors(folder, lambda t: t.update({f"{NAME}.low_rank_v": t[f"{NAME}.low_rank_v"].float()}))
+    assert_refused(folder, r"up_proj\.low_rank_v is F32, not I8", no_weight_is_read)
+    change_tensors(folder, lambda t: t.pop(f"{NAME}.low_rank_u_scale"))
+    assert_refused(folder, r"no .*up_proj\.low_rank_u_scale in", no_weight_is_read)
+
+
+def test_codes_where_config_json_says_floats(folder, no_weight_is_read):
+    change_tensors(folder, lambda t: t.update({f"{NAME}.low_rank_u": t[f"{NAME}.low_rank_u"].char()}))
+    assert_refused(folder, r"up_proj\.low_rank_u is I8, not a float", no_weight_is_read)
+
+
 def test_a_bias_that_the_model_has_and_the_file_does_not(tmp_path, no_weight_is_read):
     hasslefree.compress(build("opt"), tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
     in_one_file(tmp_path / "out")

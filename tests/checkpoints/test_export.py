@@ -182,10 +182,10 @@ def test_half_precision(dtype, to, tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["dense", "2:4"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_model_on_a_grid_is_exported_as_any_other(pattern, family, tmp_path):
+@pytest.mark.parametrize(("family", "bits"), [("llama", None), ("llama", 8), ("gpt2", None)])
+def test_a_model_on_a_grid_is_exported_as_any_other(pattern, family, bits, tmp_path):
     """Oracle: the compressed model."""
-    grid = {"method": "caldera", "rounds": 2, "group_size": 16, "pattern": pattern}
+    grid = {"method": "caldera", "rounds": 2, "group_size": 16, "pattern": pattern, "factor_bits": bits}
     model = compress(with_biases(family), tmp_path / "packed", **grid)
     expected = logits(model, segments())
     for to in ("dense", "peft"):

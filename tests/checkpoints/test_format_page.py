@@ -77,3 +77,6 @@ def test_a_reader_of_numpy_alone_reads_what_the_library_reads(recipe, dtype, tmp
         expected = layer.unpacked().detach()
         assert torch.equal(torch.from_numpy(found[name]).to(dtype if layer.grid else torch.float64).double(),
                            expected.double()), name  # fmt: skip
+    for name, pair in numpy_reader.factors(tmp_path / "out"):
+        for read, own in zip(pair, layers[name].factors() or (), strict=True):
+            assert torch.equal(torch.from_numpy(read).to(dtype), own), name

@@ -33,6 +33,8 @@ def test_the_sizes_are_those_of_the_tensors(recipe, tmp_path):
         assert (layer.pattern, layer.rank, layer.dtype) == (recipe.pattern, recipe.rank or 0, "BF16")
         assert layer.nonzeros == module.nonzeros
         assert layer.grid == (str(module.grid) if module.grid else None)
+        assert layer.factor_bits == recipe.factor_bits
+        assert ("factors in int8" in layer.kind) == (recipe.factor_bits == 8)
     totals = found.to_dict()
     files = [load_file(file) for file in (tmp_path / "out").glob("*.safetensors")]
     assert totals["bytes"] == sum(tensor.nbytes for file in files for tensor in file.values())

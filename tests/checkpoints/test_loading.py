@@ -28,6 +28,8 @@ RECIPES = {
     "2:4 int4": Recipe(method="caldera", rank=2, rounds=2, pattern="2:4", group_size=8),
     "row int4": Recipe(method="gptq", pattern="row", sparsity=0.5, group_size=16),
     "structured int8": Recipe(method="rtn", pattern="structured", sparsity=0.5, bits=8, group_size=16),
+    "int8 factors": Recipe(rank=2, method="eora", factor_bits=8),
+    "int4, int8 factors": Recipe(method="caldera", rank=2, rounds=2, group_size=16, factor_bits=8),
     # Nothing is kept: tensors without elements.
     "0:4": Recipe(pattern="0:4", rank=2, method="eora"),
     "no columns": Recipe(pattern="structured", sparsity=1.0, rank=2, method="eora"),
@@ -151,6 +153,29 @@ def test_config_json_describes_the_grid(tmp_path):
     assert len(entry.pop("crc32")) == 8
     grid = {"bits": 4, "group": 8, "symmetric": False}
     assert entry == {"pattern": "2:4", "shape": [32, 48], "rank": 2, "nonzeros": 32 * 24, "grid": grid}
+
+
+def test_config_json_and_the_tensors_describe_factors_in_eight_bits(tmp_path):
+    """Oracles: the shapes and dtypes of docs/format.md; the model in memory, its factors by hand."""
+    model = build("llama", torch.bfloat16)
+    hasslefree.compress(model, tmp_path / "out", RECIPES["int8 factors"], segments=segments())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    name, stored = "model.layers.1.mlp.down_proj", tensors_of(tmp_path / "out")
+    entry = config["modules"][name]
+    assert len(entry.pop("crc32")) == 8
+    assert entry == {"pattern": "2:4", "shape": [32, 48], "rank": 2, "nonzeros": 32 * 24, "factor_bits": 8}
+    own = {leaf: stored[f"{name}.low_rank_{leaf}"] for leaf in ("u", "v", "u_scale", "v_scale")}
+    shapes = {"u": (32, 2), "v": (2, 48), "u_scale": (32,), "v_scale": (2,)}
+    assert {leaf: tuple(tensor.shape) for leaf, tensor in own.items()} == shapes
+    assert {tensor.dtype for tensor in own.values()} == {torch.int8, torch.bfloat16}
+    u, v = model.get_submodule(name).factors()
+    assert torch.equal(own["u"].bfloat16() * own["u_scale"][:, None], u)
+    assert torch.equal(own["v"].bfloat16() * own["v_scale"][:, None], v)
+    for dtype in (torch.float16, torch.float32):
+        cast = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype).get_submodule(name)
+        assert torch.equal(cast.low_rank_u, own["u"])
+        assert torch.equal(cast.low_rank_u_scale.bfloat16(), own["u_scale"])
+        assert cast.low_rank_u_scale.dtype == dtype
 
 
 def test_without_pruning_the_tensors_are_those_of_pack_quantized(tmp_path):

@@ -65,9 +65,10 @@ def test_going_on_gives_the_same_bytes(after, error, whole, tmp_path):
     assert len(report.layers) == 7 * BLOCKS
 
 
-def test_going_on_with_s_on_a_grid(tmp_path):
+@pytest.mark.parametrize("bits", [None, 8])
+def test_going_on_with_s_on_a_grid(bits, tmp_path):
     """Oracle: a run that nothing interrupted."""
-    recipe = Recipe(rank=2, method="caldera", rounds=1, pattern="2:4", group_size=16)
+    recipe = Recipe(rank=2, method="caldera", rounds=1, pattern="2:4", group_size=16, factor_bits=bits)
     compress(tmp_path / "whole", recipe)
     interrupted(tmp_path / "out", 15, recipe=recipe)
     compress(tmp_path / "out", recipe, resume=True)

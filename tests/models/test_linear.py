@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import hasslefree
 from hasslefree import Gram, Grid, Prune, SparseGPT, SparseLowRankLinear, use_way
+from hasslefree.core.factors import CodedFactors, factor_bytes, nearest
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import KernelError, PatternError, UnknownNameError
@@ -252,3 +253,65 @@ def test_codes_have_no_kernel():
         with pytest.raises(KernelError, match="codes of a grid, for which there is no kernel; use dense or unpacked"):
             layer.use(way)
     assert not layers_without_numba(torch.nn.Sequential(layer))
+
+
+def coded_layer(pattern, dtype=torch.float32, with_bias=True):
+    """A layer (10, 24) with factors in eight bits, and its decomposition."""
+    sparse, u, v, bias = parts(pattern, dtype=dtype)
+    factors = CodedFactors(nearest(u.double(), dtype), nearest(v.double(), dtype))
+    result = Decomposition(sparse, factors.values(), 0.0, 0.0, (), factors=factors)
+    return SparseLowRankLinear.from_decomposition(result, bias if with_bias else None, pattern), result
+
+
+@patterns
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_with_coded_factors_computes_what_its_decomposition_says(pattern, dtype):
+    """Oracles: the dense matrix in float64, from the codes; the bytes of the tensors."""
+    layer, result = coded_layer(pattern, dtype)
+    x, (u, v) = torch.randn(3, 5, 24).to(dtype), (result.factors.u, result.factors.v)
+    low_rank = (u.codes.double() * u.scale.double()[:, None]) @ (v.codes.double() * v.scale.double()[:, None])
+    bias = layer.bias.double()
+    expected = F.linear(x.double(), result.sparse.double() + low_rank, bias)
+    tight = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
+    torch.testing.assert_close(layer(x).double(), expected, **tight)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x).double(), expected, **tight)
+    assert "factors=int8" in repr(layer)
+    assert {n for n, _ in layer.named_parameters()} == {"values", "low_rank_u_scale", "low_rank_v_scale", "bias"}
+    sizes = {name: tensor.nbytes for name, tensor in layer.state_dict().items() if name.startswith("low_rank")}
+    assert sum(sizes.values()) == factor_bytes(10, 24, 2, 8, dtype) == 2 * (10 + 24) + (10 + 2) * dtype.itemsize
+    assert layer.stored_bytes == sum(sizes.values()) + layer.values.nbytes + layer.index.nbytes
+
+
+@patterns
+def test_casts_copies_and_gradients_of_coded_factors(pattern):
+    """Oracle of the gradients: autograd through the dense matrix."""
+    layer, result = coded_layer(pattern)
+    other = copy.deepcopy(layer).to(torch.bfloat16)
+    assert (other.low_rank_u.dtype, other.low_rank_u_scale.dtype) == (torch.int8, torch.bfloat16)
+    assert torch.equal(other.low_rank_v, layer.low_rank_v)
+    assert torch.equal(other.low_rank_v_scale.float(), layer.low_rank_v_scale), "the cast moved a scale"
+    fresh = SparseLowRankLinear(24, 10, 2, True, pattern, layer.nonzeros, factor_bits=8)
+    fresh.load_state_dict(layer.state_dict())
+    x = torch.randn(4, 24)
+    assert torch.equal(fresh(x), layer(x))
+    layer(x).square().sum().backward()
+    u, v = (rows.codes.float() for rows in (result.factors.u, result.factors.v))
+    scales = [rows.scale.clone().requires_grad_() for rows in (result.factors.u, result.factors.v)]
+    dense = result.sparse + (u * scales[0][:, None]) @ (v * scales[1][:, None])
+    F.linear(x, dense, layer.bias.detach()).square().sum().backward()
+    for scale, expected in zip((layer.low_rank_u_scale, layer.low_rank_v_scale), scales, strict=True):
+        torch.testing.assert_close(scale.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_layer_with_coded_factors_compiles(backend):
+    torch.compiler.reset()
+    layer, x = coded_layer("2:4")[0], torch.randn(4, 24)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend=backend)(x), layer(x))
+
+
+def test_rank_0_has_no_codes():
+    layer = SparseLowRankLinear(24, 10, 0, False, "2:4", 120, factor_bits=8)
+    assert (layer.factor_bits, layer.factors()) == (None, None)
+    assert set(layer.state_dict()) == {"values", "positions"}
