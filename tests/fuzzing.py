@@ -59,6 +59,7 @@ class Case:
     input_troubles: frozenset[str]
     weight_troubles: frozenset[str]
     seed: int
+    factor_bits: int | None = None
 
     def solver(self):
         """The method, with few rounds and the damping of the case."""
@@ -176,11 +177,12 @@ def cases(draw) -> Case:
     alone = isinstance(METHODS.get(method), Prune)
     if "osscar" in method or method == "losparse":  # nothing but whole channels
         pattern = pattern if isinstance(pattern, Structured) else Structured(draw(st.integers(0, width)))
+    rank = 0 if alone else draw(st.integers(0, min(out, width)))
     return Case(
         out, width,
         tokens=draw(st.integers(0, 3 * width)),
         pattern=pattern,
-        rank=0 if alone else draw(st.integers(0, min(out, width))),
+        rank=rank,
         dtype=draw(st.sampled_from(list(DTYPES))),
         activations=draw(st.sampled_from(list(DTYPES))),
         method=method,
@@ -188,6 +190,7 @@ def cases(draw) -> Case:
         input_troubles=draw(st.frozensets(st.sampled_from(INPUT_TROUBLES), max_size=2)),
         weight_troubles=draw(st.frozensets(st.sampled_from(WEIGHT_TROUBLES), max_size=1)),
         seed=draw(st.integers(0, 999)),
+        factor_bits=draw(st.sampled_from([None, 8])) if rank else None,
     )  # fmt: skip
 
 

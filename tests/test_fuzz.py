@@ -40,7 +40,7 @@ def test_a_hard_layer_has_an_honest_result_or_an_error_with_a_remedy(case):
         return
     before, h_before = weight.clone(), gram.matrix.clone()
     try:
-        result = solve(case, weight, gram)
+        result = solve(case, weight, gram, case.factor_bits)
     except HasslefreeError as error:
         assert_refused_for_a_reason(error, case, weight, gram)
         return
@@ -51,19 +51,24 @@ def test_a_hard_layer_has_an_honest_result_or_an_error_with_a_remedy(case):
     assert feasible(result.sparse, case.pattern)
     assert result.quantised is None or torch.equal(result.quantised.values(), result.sparse)
     assert (result.quantised is None) == (grid_of(case.solver()) is None)
+    assert (result.factors is None) == (case.factor_bits is None)
+    if result.factors is not None:
+        assert torch.equal(result.factors.values().u, result.low_rank.u)
+        assert torch.equal(result.factors.values().v, result.low_rank.v)
     assert not product[:, gram.diagonal == 0].any()
     assert_honest(result, weight, product, gram)
     assert_remarked(result, case, weight, gram)
     assert_no_worse(case, weight, gram)
-    again = solve(case, weight, gram)
+    again = solve(case, weight, gram, case.factor_bits)
     assert all(torch.equal(one, other) for one, other in zip(tensors(result), tensors(again), strict=True))
     assert (result.history, result.remarks) == (again.history, again.remarks)
     assert torch.equal(weight, before)
     assert torch.equal(gram.matrix, h_before)
 
 
-def solve(case: Case, weight, gram):
-    return hasslefree.decompose(weight, gram, case.pattern, case.rank, method=case.solver(), seed=case.seed)
+def solve(case: Case, weight, gram, factor_bits=None):
+    options = {"method": case.solver(), "factor_bits": factor_bits, "seed": case.seed}
+    return hasslefree.decompose(weight, gram, case.pattern, case.rank, **options)
 
 
 def tensors(result):
