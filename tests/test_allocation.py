@@ -11,7 +11,7 @@ import hasslefree
 from hasslefree import Gram, Recipe
 from hasslefree.allocation import choice_of
 from hasslefree.core.patterns import SemiStructured, Unstructured
-from hasslefree.errors import RecipeError
+from hasslefree.errors import BudgetError, RecipeError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.plan import make_plan, plan_layer
 from tests import oracles
@@ -119,6 +119,12 @@ def test_a_step_costs_what_it_adds_to_the_bytes():
         steps = [choice.taken(step).bytes for step in range(len(choice.ranks.gains) + 1)]
         assert [later - one for one, later in pairwise(steps)] == [24 + 32 + 2] * (len(steps) - 1)
         assert choice.taken(0).factor_bits == 8
+
+
+def test_factors_in_eight_bits_where_the_ratio_leaves_no_rank_are_refused():
+    assert {layer.rank for layer in uniform(Recipe(ratio=0.5)).values()} == {0}
+    with pytest.raises(BudgetError, match="rank 0 has none; give a rank"):
+        uniform(Recipe(ratio=0.5, factor_bits=8))
 
 
 def test_a_run_that_ended_early_goes_on_to_the_same_bytes(tmp_path):

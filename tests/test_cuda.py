@@ -44,10 +44,12 @@ def test_narrow_products_in_the_rounds_land_on_the_same_objective(precision):
         assert fast.relative_error == pytest.approx(plain.relative_error, rel=5e-3)
 
 
+@pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_on_the_gpu_goes_through_the_pipeline(dtype, tmp_path):
+def test_a_model_on_the_gpu_goes_through_the_pipeline(dtype, bits, tmp_path):
     model, tokens = build("llama", dtype).cuda(), segments().cuda()
-    report = hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=tokens)
+    recipe = Recipe(rank=2, method="eora", factor_bits=bits)
+    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=tokens)
     assert report.device.startswith("cuda")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").cuda()
     assert torch.equal(logits(loaded, tokens), logits(model, tokens))

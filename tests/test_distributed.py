@@ -115,6 +115,20 @@ def test_blocks_are_matched_by_several_as_by_one(size, tmp_path):
 
 
 @forked
+def test_factors_in_eight_bits_go_from_process_to_process(tmp_path):
+    """Oracle: one process. A code may round otherwise: the errors are nearly the same."""
+    recipe = Recipe(rank=2, method="eora", factor_bits=8)
+    one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))
+    assert run(2, tmp_path / "many", recipe) == [0, 0]
+    found = tensors_of(tmp_path / "many")
+    assert {tensor.dtype for name, tensor in found.items() if name.endswith("low_rank_u")} == {torch.int8}
+    assert {name: t.shape for name, t in found.items()} == {n: t.shape for n, t in tensors_of(tmp_path / "one").items()}
+    stored = json.loads((tmp_path / "many" / "compression.json").read_text())
+    for mine, layer in zip(one.layers, stored["layers"], strict=True):
+        assert layer["relative_error"] == pytest.approx(mine.relative_error, rel=1e-2)
+
+
+@forked
 def test_what_several_began_they_go_on_with(tmp_path):
     """Oracle: two processes that nothing interrupted."""
     recipe = Recipe(rank=2, method="eora")
