@@ -54,6 +54,7 @@ def test_bytes_of_a_grid_are_those_that_are_written(fields, tmp_path):
     report = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
     written = tensors_of(tmp_path / "out")
     total = sum(tensor.nbytes for tensor in written.values())
+    assert (recipe.factor_bits == 8) == any(tensor.dtype == torch.int8 for tensor in written.values())
     assert found.disk - 50_000_000 == total if recipe.pattern != "row" else found.disk - 50_000_000 >= total > 0
     of_layers = sum(
         t.nbytes for name, t in written.items() if name.rpartition(".")[0] in {r.name for r in report.layers}

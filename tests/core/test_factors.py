@@ -96,6 +96,7 @@ def test_the_sweep_keeps_to_the_bound_of_nearest_planes(seed, rank):
     )  # fmt: skip
     assert torch.equal(found.scale, plain.scale)
     assert (apart <= apart_plain * (1 + 1e-9)).all()
+    assert int(found.codes.min()) >= -127
     bound = found.scale.square() / 4 * torch.linalg.cholesky(norm).diagonal().square().sum()
     inside = found.codes.abs().amax(1) < 127
     assert (apart <= bound * (1 + 1e-9))[inside].all()
