@@ -73,7 +73,7 @@ def gpt2(tokenizer: PreTrainedTokenizerBase, text: str, steps: int) -> PreTraine
 
 def stream(blocks: Iterable[nn.Module], calls: Sequence[BlockCall], states: Activations) -> list[list[Tensor]]:
     """The hidden states before each block and after the last, from those before the first."""
-    found = [list(states)]
+    found = [[each.clone() for each in states]]
     for block, call in zip(blocks, calls, strict=True):
         run_block(block, call, states)
         found.append([each.clone() for each in states])
