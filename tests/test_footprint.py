@@ -6,11 +6,22 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import BudgetError, GridError, MemoryShortError, ModelError, UnknownNameError
-from hasslefree.footprint import as_text, check_memory, footprint, free_memory, plan_model, plan_table, to_dict
+from hasslefree.footprint import (
+    as_text,
+    check_memory,
+    footprint,
+    free_memory,
+    matching_passes,
+    plan_model,
+    plan_table,
+    to_dict,
+)
+from hasslefree.matching import Matching, match_block
 from hasslefree.models.blocks import find_blocks
 from hasslefree.plan import make_plan
 from tests.tiny_models import FAMILIES, build, segments, tensors_of
@@ -156,6 +167,20 @@ def test_the_plan_names_what_is_done_beyond_the_layer(tmp_path):
     assert all(word in told() for word in ("allocation error", "dense targets: a second forward pass"))
     assert "block matching" not in told()
     assert "block matching" in told(effort="best")
+
+
+def test_the_passes_of_matching_are_those_it_makes():
+    """Oracle: the calls that are counted, one with gradients as three."""
+    block, settings, seen = nn.Linear(4, 4), Matching(epochs=3, held_out=0.25, retreats=0, patience=9), []
+
+    class Counted:
+        def run(self, block, hidden):
+            seen.append(3 if torch.is_grad_enabled() else 1)
+            return block(hidden)
+
+    x = [torch.randn(1, 5, 4) for _ in range(8)]
+    match_block(block, Counted(), x, x, settings, seed=0, parameters=list(block.parameters()))
+    assert sum(seen) == 8 * matching_passes(settings)
 
 
 def test_free_memory_is_what_the_machine_has():

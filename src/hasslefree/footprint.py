@@ -19,6 +19,7 @@ from torch import nn
 
 from hasslefree.core.protocols import Method
 from hasslefree.errors import MemoryShortError
+from hasslefree.matching import Matching
 from hasslefree.methods.cost import flops, workspace
 from hasslefree.methods.joint import LOOK
 from hasslefree.models.activations import PLACES, check_place
@@ -191,8 +192,13 @@ def kinds(plan: Plan) -> Iterator[tuple[str, LayerPlan, int]]:
     yield from ((name, layer, count) for (name, layer), count in found.items())
 
 
+def matching_passes(settings: Matching) -> float:
+    """Forward passes over the calibration text that matching takes at most, but for retreats; a backward one is two."""
+    return settings.held_out + settings.epochs * (3 * (1 - settings.held_out) + settings.held_out)
+
+
 def _flops(blocks: Blocks, plan: Plan, method: Method, recipe: Recipe, tokens: int, processes: int) -> float:
-    """Of solvers, Grams and forward passes.
+    """Of solvers, Grams, forward passes, and matching.
 
     A forward pass is two FLOPs a parameter and token. One is taken for each group of layers with the same input, and
     one at the end of a block; groups are not known from shapes, and one for each two layers is near.
@@ -204,6 +210,8 @@ def _flops(blocks: Blocks, plan: Plan, method: Method, recipe: Recipe, tokens: i
     if recipe.allocate == "error":
         solvers += sum(flops(LOOK, *layer.shape, 0) for layer in layers)
         grams, passes = 2 * grams, passes + 1 + len(plan[0]) / 2
+    if recipe.match_blocks:
+        passes += matching_passes(Matching())
     forward = passes * 2 * tokens * sum(p.numel() for block in blocks.modules for p in block.parameters())
     return solvers + grams + forward
 
