@@ -100,6 +100,18 @@ def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path):
 
 @forked
 @pytest.mark.parametrize("size", [2, 3])
+def test_budgets_are_allocated_by_several_as_by_one(size, tmp_path):
+    """Oracle: one process."""
+    recipe = Recipe(rank=8, rounds=3, allocate="error")
+    one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))
+    assert len({layer.rank for layer in one.layers}) > 2
+    assert run(size, tmp_path / "many", recipe) == [0] * size
+    many = json.loads((tmp_path / "many" / "compression.json").read_text())["layers"]
+    assert [layer["rank"] for layer in many] == [layer.rank for layer in one.layers]
+
+
+@forked
+@pytest.mark.parametrize("size", [2, 3])
 def test_blocks_are_matched_by_several_as_by_one(size, tmp_path):
     """Oracle: one process. Adam turns what is left of a gradient near zero into a step: not to the last digits."""
     recipe = Recipe(method="wanda", match_blocks=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hasslefree.blockwise import Job
 from hasslefree.core.allocation import Ladder, climb, rank_gains, root_of
@@ -25,7 +26,6 @@ from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import dense_weight, replace_module
 from hasslefree.models.calibration import first_hidden_states, gather, groups_by_input, run_block, widest_dtype
 from hasslefree.models.calls import BlockCall
-from hasslefree.models.linear import SparseLowRankLinear, unpacked_once
 from hasslefree.models.streaming import outside
 from hasslefree.plan import LayerPlan, Plan, plan_block, plan_layer
 
@@ -131,23 +131,38 @@ def choices_of(job: Job, index: int, call: BlockCall, hidden: Activations) -> di
     found = {}
     for group in groups_by_input(block, call, hidden[0], plans):
         [moments] = gather(block, prefix, call, hidden, [group], add=job.world.add)
-        prepared = LOOK.prepare(moments.gram)
+        owners = job.world.deal([math.prod(plans[name].shape) for name in group])
+        prepared = LOOK.prepare(moments.gram) if job.world.rank in owners else None
         tall = any(plans[name].shape[0] > plans[name].shape[1] for name in group)
         root = root_of(moments.gram) if tall else None
-        for name in group:
+        for name, owner in zip(group, owners, strict=True):
             linear: Any = block.get_submodule(name)
             weight = dense_weight(linear)
-            pruned = solve_layer(weight, moments.gram, LOOK, prepared, plans[name].pattern, 0, 0)
-            bias = None if linear.bias is None else linear.bias.detach()
-            replace_module(block, name, SparseLowRankLinear.from_decomposition(pruned, bias, str(plans[name].pattern)))
+            if owner == job.world.rank:
+                sparse = solve_layer(weight, moments.gram, LOOK, prepared, plans[name].pattern, 0, 0).sparse
+            else:
+                sparse = torch.empty_like(weight)
+            job.world.spread(sparse, owner)
+            replace_module(block, name, Pruned(sparse, linear.bias))
             harm = distance(outputs(block, call, probes), wanted, hidden.device, job.world)
             replace_module(block, name, linear)
-            found[name] = choice_of(weight, pruned.sparse, moments.gram, harm, plans[name], root)
+            found[name] = choice_of(weight, sparse, moments.gram, harm, plans[name], root)
     return {name: found[name] for name in plans}
 
 
+class Pruned(nn.Module):
+    """A linear layer for a look: weight (out, in), bias (out,) or None."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
 def outputs(block: nn.Module, call: BlockCall, inputs: list[Tensor]) -> list[Tensor]:
-    with unpacked_once(block), torch.no_grad():
+    with torch.no_grad():
         return [call.run(block, states) for states in inputs]
 
 
