@@ -188,8 +188,8 @@ def choice_of(
     """
     (out, width), size = plan.shape, weight.element_size()
     dense = weight.to(gram.matrix.dtype)
-    first, second = (factor_bytes(out, width, rank, plan.factor_bits, weight.dtype) for rank in (1, 2))
-    cost = second - first
+    one, two = (factor_bytes(out, width, rank, plan.factor_bits, weight.dtype) for rank in (1, 2))
+    cost = two - one
     # Beyond the bytes of the dense layer there is nothing to win.
     room = plan.rank + max(plan.dense_bytes - plan.bytes, 0) // cost
     low, high = int(LEAST * plan.rank), min(int(MOST * plan.rank), room, out, width)

@@ -111,7 +111,7 @@ def compress(
         calls, digests = look_over(job, segments[:1].to(target))
         mine = world.share(segments).to(target)
         if recipe.allocate != "uniform":
-            job = dataclasses.replace(job, plan=allocated(job, calls, mine, work.folder))
+            job = dataclasses.replace(job, plan=world.told(allocated(job, calls, mine, work.folder)))
         about = described(name, loaded, recipe, method, segments) | {
             "device": target.type,
             "own_segments": own_segments,

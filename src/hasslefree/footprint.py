@@ -44,7 +44,7 @@ class Footprint:
             Grams and the solver's arrays of its dearest layer. resident: the rest of a model that is loaded already.
         activations: hidden states of all segments.
         device: where it computes. place: where the activations are. disk: the size of the folder.
-        flops: of solvers, Grams and forward passes. levers: what is done beyond the layer, in words.
+        flops: of solvers, Grams, forward passes and matching. levers: what is done beyond the layer, in words.
     """
 
     blocks: int
@@ -208,10 +208,11 @@ def _flops(blocks: Blocks, plan: Plan, method: Method, recipe: Recipe, tokens: i
     grams = sum(2 * tokens * layer.shape[1] ** 2 for layer in layers)
     passes = (2.0 if recipe.sequential == "block" else 1 + len(plan[0]) / 2) * (1 + recipe.two_streams)
     if recipe.allocate == "error":
-        solvers += sum(flops(LOOK, *layer.shape, 0) for layer in layers)
+        solvers += sum(flops(LOOK, *layer.shape, 0) for layer in layers) / processes
         grams, passes = 2 * grams, passes + 1 + len(plan[0]) / 2
     if recipe.match_blocks:
-        passes += matching_passes(Matching())
+        # The segments of a step are whose they are: about the square root of the processes work at the same time.
+        passes += matching_passes(Matching()) * processes / min(math.sqrt(processes), Matching.batch)
     forward = passes * 2 * tokens * sum(p.numel() for block in blocks.modules for p in block.parameters())
     return solvers + grams + forward
 

@@ -9,7 +9,8 @@ that is possible. The support of S stays as it is. Masters are float32 beside th
 and is judged, in its own dtype, so that what is kept is what was measured.
 
 Several processes have the segments of a mini-batch between them, and add their gradients: the steps are those of one
-process, up to the order of sums. A sum over processes has the same bits in all of them, so that none goes its own way.
+process, up to the order of sums. A sum over processes has the same bits in all of them; at the end the block of the
+first goes to the others.
 """
 
 from __future__ import annotations
@@ -174,6 +175,8 @@ def match_block(
             history, best = attempt(trainer, order, judged, before, settings.patience if last else 1)
             if best:
                 break
+    for parameter in kept:
+        world.spread(parameter.data, 0)  # processors of different kinds round otherwise
     after = history[best - 1] if best else before
     return MatchReport(before, after, best, tuple(history), tried.learning_rate, time.perf_counter() - start)
 
@@ -300,7 +303,8 @@ class Trainer:
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * rate
         for parameter, master in zip(self.kept, self.masters, strict=True):
-            # A process without a segment of the mini-batch has no gradients to add.
+            # No gradient is a gradient of zero, for every number of processes: one without a segment of the mini-batch
+            # has none to add, and what a mini-batch does not reach goes on by its momentum.
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             master.grad = grad.to(master.dtype)
             self.world.add(master.grad)

@@ -27,7 +27,7 @@ class LayerReport:
         relative_error: with the undamped Gram, after the cast to the dtype of the model; and before it.
         bytes, dense_bytes: of its weight as stored, and before.
         seconds: of the decomposition, its share of the factorisation included.
-        history: the method's objective, as often as it measures it.
+        history: the method's objective, as often as it measures it, or estimates it.
         remarks: what is out of the ordinary, a sentence each.
     """
 

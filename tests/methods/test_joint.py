@@ -355,6 +355,15 @@ def test_without_damping_a_singular_h_ends_below_a_layer_of_zeros():
             assert oracles.loss(weight - found.product(), h) <= oracles.loss(weight, h)
 
 
+def test_rows_that_are_no_sample_of_the_others_leave_no_course():
+    """Every ninth row has the pattern as it is, and ends without an error: times it, an estimate would be endless."""
+    weight, h = oracles.problem(32, 64)
+    exact = weight.clone()
+    exact[::9] *= SemiStructured(2, 4).mask(exact[::9] ** 2)
+    assert max(solve(exact, h, rank=2).history) <= 1 + 1e-6
+    assert len(solve(weight, h, rank=2).history) > len(solve(exact, h, rank=2).history)
+
+
 def test_a_sweep_of_the_polish_that_rounding_spoils_is_undone(monkeypatch):
     """Oracle: the same without a polish."""
     weight, h = oracles.problem(12, 16)

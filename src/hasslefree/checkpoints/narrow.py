@@ -35,10 +35,13 @@ def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_sha
     blocks = find_blocks(model)
     kept = {reader: [units_kept(block, reader) for block in blocks.modules] for reader in MAKERS}
     counts = {reader: common_count(reader, found) for reader, found in kept.items()}
-    if all(counts[reader] == len(found[0]) for reader, found in kept.items()):
-        raise ModelError("every head and neuron is read: compress with --method osscar --pattern structured, at rank 0")
     heads, config = kept["self_attn.o_proj"], model.config
     counts["self_attn.o_proj"] = accepted_count(config, len(heads[0]), counts["self_attn.o_proj"])
+    if all(counts[reader] == len(found[0]) for reader, found in kept.items()):
+        raise ModelError(
+            "nothing can go: every neuron is read, and every head, or transformers takes no model with the heads that "
+            "are; compress with --method osscar --pattern structured, at rank 0, or another --sparsity"
+        )
     for index, block in enumerate(blocks.modules):
         for reader in MAKERS:
             narrow(block, reader, filled_up(kept[reader][index], counts[reader]))

@@ -111,7 +111,7 @@ class Decomposition:
         low_rank: factors (out, r) and (r, in), in the dtype of W.
         relative_error: tr(R H Rᵀ) / tr(W H Wᵀ) with the undamped H, measured on what is returned here.
         relative_error_before_cast: the same before the cast to the dtype of W.
-        history: the objective of the method (damped, relative), as often as it measures it.
+        history: the objective of the method (damped, relative), as often as it measures it, or estimates it.
         remarks: what is out of the ordinary about the inputs, the way to the result, or the result; empty as a rule.
         quantised: the codes of S, where it is on a grid: `sparse` holds their values, rounded to the dtype of W.
         factors: the codes of u and v, where they are in eight bits: `low_rank` holds their values, likewise.

@@ -17,7 +17,7 @@ from hasslefree.low_rank_solvers.exact import Exact
 from hasslefree.low_rank_solvers.subspace import Subspace
 from hasslefree.low_rank_solvers.svd import SVD, RandomizedSVD
 from hasslefree.methods.alternating import AlternatingMinimization
-from hasslefree.methods.joint import CG_STEPS, FIRST_STEPS, LOOKS, Joint, kernel_bytes
+from hasslefree.methods.joint import CG_STEPS, FIRST_STEPS, LOOKS, PARTS, SAMPLED, Joint, kernel_bytes
 from hasslefree.methods.joint_on_grid import CG_STEPS as CG_ON_GRID
 from hasslefree.methods.joint_on_grid import JointOnGrid
 from hasslefree.methods.prune import Prune
@@ -78,8 +78,9 @@ def _joint_flops(method: Joint, out: int, width: int, rank: int) -> int:
     large, thin = 2 * out * width**2, 2 * out * width * rank
     subspace = 2 * width**2 * rank + 3 * thin + 4 * out * rank**2
     rounds = (1 + min(method.rounds, 8)) * width**3 + method.rounds * (large + subspace + thin)
+    course = max(min(PARTS, method.rounds // 5) - 1, 0) * large // SAMPLED
     polish = method.sweeps * ((CG_STEPS + 1) * large + thin) + (method.sweeps + 1) * (subspace + thin)
-    return rounds + (FIRST_STEPS - 1) * subspace + polish + (method.sweeps + 2) * large
+    return rounds + course + (FIRST_STEPS - 1) * subspace + polish + (method.sweeps + 2) * large
 
 
 def _three_block_flops(method: ThreeBlock, out: int, width: int, rank: int) -> int:

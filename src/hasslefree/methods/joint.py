@@ -31,6 +31,8 @@ CG_STEPS = 5
 # The rounds are so many parts, of five rounds at least; after each the objective is measured, on one in so many rows.
 # On all of them, each time would take as much as a round. An odd number does not keep to the same rows of every head.
 PARTS, SAMPLED = 10, 9
+# Rows whose part of the objective is less than this, times their share of the rows, say nothing of the others.
+LEAST_SHARE = 0.1
 
 # What the products of the rounds run in.
 Precision = Literal["auto", "float32", "tf32", "bfloat16"]
@@ -83,8 +85,9 @@ class Joint:
             of the kept entries a round at first to none at the end.
         sweeps: of the polish on the final support: five steps of conjugate gradients on S, and one step on L.
             The history of a solution ends with the objective before the polish, with K gone, and after each sweep.
-            Before that it is an estimate after each tenth of the rounds (each fifth round, where there are fewer than
-            50), from every ninth row, times what all rows are over those at the end.
+            Before that it is an estimate after each tenth of the rounds but the last (each fifth round, where there
+            are fewer than 50), from every ninth row, times what all rows are over those at the end; none where these
+            rows are no sample of the others.
         precision: of the products of the rounds; sums are in float32, and so is the polish. "auto" is bfloat16 on a
             processor with instructions for it, else the dtype of the solver. "tf32" is for CUDA.
 
@@ -230,7 +233,8 @@ class Joint:
             error = gram.loss(low_rank.residual(weight, sparse)) / norm
             if not sweep:
                 end = sampled_loss(gram, weight, sparse, low_rank)
-                history = [loss * error / end for loss in course] if end else []
+                share = error * norm * -(-len(weight) // SAMPLED) / len(weight)
+                history = [loss * error / end for loss in course] if end > LEAST_SHARE * share else []
             if sweep and error > 1.01 * history[-1] + 1e-9:
                 remarks.append(f"sweep {sweep} of the polish was undone: rounding raised the objective to {error:.2g}")
                 sparse, low_rank = before
