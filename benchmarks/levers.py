@@ -288,7 +288,7 @@ VARIANTS: dict[str, dict[str, Any] | tuple[str, Levers]] = {
     "targets, matching to the compressed stream": ("joint", replace(BOTH, teacher="compressed")),
     "targets, matching of each token over its norm": ("joint", replace(BOTH, loss="per token")),
     "targets, matching in the Fisher metric": ("joint", replace(BOTH, loss="fisher")),
-    "targets, matching, six epochs": ("joint", replace(BOTH, matching=Matching(epochs=6, patience=3))),
+    "targets, matching, twenty epochs": ("joint", replace(BOTH, matching=Matching(epochs=20, patience=5))),
     "targets, published matching": ("joint", Levers(1.0, PUBLISHED, "compressed")),
 }  # fmt: skip
 # The efforts, and whom they are measured against.

@@ -68,14 +68,14 @@ class Matching:
         betas, epsilon: of Adam. Gradients are sums over tokens, so that epsilon is next to nothing.
     """
 
-    epochs: int = 20
+    epochs: int = 6
     learning_rate: float = 0.01
     relative: bool = True
     warm_up: float = 0.05
     decay: float = 0.0
     batch: int = 4
     held_out: float = 0.125
-    patience: int = 5
+    patience: int = 3
     retreats: int = 4
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
