@@ -361,7 +361,7 @@ def run(args: argparse.Namespace, setting: str, variant: str, seed: int) -> dict
 
 
 def plot(content: dict[str, Any], path: Path) -> None:
-    """Perplexity over the dense model's, the geometric mean over texts, against time; a panel for each setting."""
+    """The gap against time; a panel for each setting."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -376,18 +376,20 @@ def plot(content: dict[str, Any], path: Path) -> None:
             if name in PLOTTED
         }
         efforts = [points[name] for name in PLOTTED[:3] if name in points]
-        axis.plot([s for s, _ in efforts], [math.exp(g) for _, g in efforts], "-", color="C0", zorder=1)
+        axis.plot(*zip(*efforts, strict=True), "-", color="C0", zorder=1)
         for name, (seconds, gap) in points.items():
-            place, label = (seconds, math.exp(gap)), name.removeprefix("effort ")
+            place, label = (seconds, gap), name.removeprefix("effort ").replace(", published ", ",\npublished\n")
             axis.scatter(*place, color="C0" if name in PLOTTED[:3] else "C3", zorder=2)
             axis.annotate(label, place, textcoords="offset points", xytext=(4, 4), fontsize=7)
-        axis.set(xscale="log", xlabel="CPU seconds", title=setting)
+        axis.set(xscale="log", yscale="log", xlabel="CPU seconds", title=setting)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter("")
         axis.set_xticks([20, 50, 100, 200, 500])
         axis.margins(0.3, 0.15)
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("perplexity / dense perplexity")
+    axes[0][0].set_ylabel("log(perplexity / dense perplexity)")
     figure.savefig(path, dpi=150, metadata={"Software": None})
     pyplot.close(figure)
 

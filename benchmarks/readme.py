@@ -322,6 +322,17 @@ def efforts() -> str:
     return f"{markdown(heads, rows)}\n\nSeeds as in docs/levers.md, on {where(content)}."
 
 
+def learning_rates() -> str:
+    """What is left of the error of blocks by the learning rate of matching, on every model."""
+    content = json.loads((RESULTS / "learning_rates.json").read_text())
+    models = content["models"]
+    names = next(iter(models.values()))["ratios"]
+    rows = [[name, *(f"{model['ratios'][name]['mean']:.3f}" for model in models.values())] for name in names]
+    heads = ["learning rate", *(f"{name}, {model['blocks']} blocks" for name, model in models.items())]
+    calibration = f"{content['samples']} × {content['seqlen']} tokens, an eighth of them judging"
+    return f"{markdown(heads, rows)}\n\nCalibrated on {calibration}; seed {content['seed']}, on {where(content)}."
+
+
 def over_seeds(seeds: dict[str, dict[str, Any]], field: str) -> float:
     """The mean of a field."""
     return mean([row[field] for row in seeds.values()])
@@ -349,7 +360,7 @@ def reproduction(name: str) -> str:
     calibration = f"{content['samples']} × {content['seqlen']} tokens, {rounds}"
     text = f"at most {content['max_tokens']:,} tokens of each text"
     if any(name in rows[0]["measured"] for name in TASKS):
-        text += f"; average: of eight zero-shot tasks, in per cent, {content['limit']} rows of each"
+        text += f"; average: of the table's zero-shot tasks, in per cent, {content['limit']} rows of each"
     parts.append(f"Calibrated on {calibration}; {text}. The paper's figures are those of {rows[0]['beside']}.")
     return "\n\n".join([*parts, order(content)])
 
@@ -514,7 +525,11 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "recorded": recorded,
     },
     "docs/joint.md": {"layers_full": lambda: layers("layers_full"), "growth": growth, "ideas": ideas},
-    "docs/levers.md": {"levers": lambda: levers("levers"), "levers_demo": lambda: levers("levers_demo")},
+    "docs/levers.md": {
+        "levers": lambda: levers("levers"),
+        "levers_demo": lambda: levers("levers_demo"),
+        "learning_rates": learning_rates,
+    },
     "docs/scaling.md": {"scaling": scaling, "streaming": streaming, "faults": faults, "widest": widest},
     "docs/numerics.md": {"workspace": workspace},
     "docs/quantised.md": {"quantised": quantised, "factors": factors},
