@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from common import geometric_mean, machine, write
-from layers import BUDGETS, SHAPES, model_problems, synthetic_problems
+from layers import few_problems
 from torch import Tensor
 
 from hasslefree import Budget, Gram, LowRank
 from hasslefree.core.factors import hartley, nearest, positive_definite, quantised, swept
-from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.methods import build_method
 
 ROOT = Path(__file__).parents[1]
@@ -90,8 +89,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "factors.json")
     args = parser.parse_args()
-    layers = model_problems(str(MODEL), str(CALIBRATION), 64, 256, BUDGETS)
-    problems = [next(layers) for _ in range(4)] + list(synthetic_problems(SHAPES[:1], BUDGETS[:1]))
+    problems = few_problems()
     content: dict[str, Any] = {"machine": machine(), "rank": args.rank, "ways": {n: s for n, (_, s) in WAYS.items()}}
     content["losses"] = {}
     for name, pattern in METHODS.items():

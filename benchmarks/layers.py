@@ -18,6 +18,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,12 @@ def model_problems(
                 yield Problem(title, Path(model_name).name, weight, gram, pattern, sparsity, rank // 2)
                 number += 1
         run_block(block, calls[index], hidden)
+
+
+def few_problems() -> list[Problem]:
+    """The four layers of the first block of the embedded model, and a synthetic one."""
+    of_model = islice(model_problems(str(MODEL), str(CALIBRATION), 64, 256, BUDGETS), len(LAYERS))
+    return [*of_model, *synthetic_problems(SHAPES[:1], BUDGETS[:1])]
 
 
 def configured(name: str, rounds: int | None) -> Method:

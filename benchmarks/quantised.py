@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from common import resumed, write
-from layers import BUDGETS, SHAPES, Problem, model_problems, synthetic_problems
+from layers import Problem, few_problems
 from torch import Tensor
 
 import hasslefree
@@ -26,7 +26,6 @@ from hasslefree.core.factors import factor_bytes
 from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import grid_of
 from hasslefree.core.storage import Storage
-from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.methods import METHODS, build_method
 
 ROOT = Path(__file__).parents[1]
@@ -93,8 +92,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "quantised.json")
     args = parser.parse_args()
-    layers = model_problems(str(MODEL), str(CALIBRATION), 64, 256, BUDGETS)
-    problems = [next(layers) for _ in range(4)] + list(synthetic_problems(SHAPES[:1], BUDGETS[:1]))
+    problems = few_problems()
     grid = METHODS["gptq"].grid  # type: ignore[attr-defined]
     content = resumed(args.output, {"rank": args.rank, "grid": str(grid)}, "problems")
     run(problems[0], "caldera", "2:4", args.rank, None)  # what is slow the first time
