@@ -50,6 +50,13 @@ def test_the_card_of_a_folder(tmp_path, monkeypatch):
     assert "given from Python" in card
 
 
+@pytest.mark.parametrize(("share", "said"), [(0.5, True), (None, False)])
+def test_the_card_says_what_its_errors_are_measured_from(share, said, tmp_path):
+    recipe = Recipe(method="wanda", dense_target=share)
+    hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
+    assert ("W is its target there" in (tmp_path / "out/README.md").read_text()) == said
+
+
 def test_a_model_without_a_card_says_so(tmp_path):
     hasslefree.compress(build("llama"), tmp_path / "out", Recipe(method="wanda"), segments=segments())
     card = (tmp_path / "out/README.md").read_text()

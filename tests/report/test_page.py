@@ -58,6 +58,12 @@ def test_every_layer_of_every_run_is_a_button_and_a_line(made):
     assert labels[0] == f"block 0, q_proj: {content.runs[0].record.layers[0].relative_error:.5f}"
 
 
+def test_the_page_says_what_errors_with_dense_targets_are(made, tmp_path):
+    said = "With dense targets W is the layer's target"
+    assert said not in render(read_content(made))
+    assert said in render(read_content([*made, compressed(tmp_path / "other", dense_target=0.5)]))
+
+
 def test_whatever_a_folder_says_is_text(made, tmp_path):
     folder = shutil.copytree(made[0], tmp_path / "<b>evil")
 

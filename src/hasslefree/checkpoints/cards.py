@@ -112,6 +112,12 @@ def base_licence(model: str) -> dict[str, str]:
     return {name: given[name] for name in LICENCE_FIELDS if isinstance(given.get(name), str)}
 
 
+# What the errors of a compression with dense targets are, and are not.
+TARGETED = """W is its target there: the weight, changed for inputs that the layers before it have changed. So the
+figure says how close S + L came to what was asked, and does not compare with that of a run without dense targets.
+"""
+
+
 def model_card(report: Report, licence: dict[str, str], trust_remote_code: bool = False) -> str:
     """The card of a compressed folder, with the picture `FIGURE` beside it.
 
@@ -125,6 +131,7 @@ def model_card(report: Report, licence: dict[str, str], trust_remote_code: bool 
     recipe = "\n".join(
         f"| {key} | {_cell(value)} |" for key, value in report.recipe.items() if value not in (None, (), [])
     )
+    targeted = TARGETED if report.recipe.get("dense_target") else ""
     versions = ", ".join(f"{library} {version}" for library, version in report.versions.items())
     return f"""---
 {_front(report, licence)}---
@@ -148,7 +155,7 @@ were.
 ![Relative error of every layer, block by block]({FIGURE})
 
 The relative error of a layer is tr(R H Rᵀ) / tr(W H Wᵀ), with R = W − S − L and H the second moment of its inputs.
-All layers are listed in `compression.json`; `hasslefree report` makes a page of them.
+{targeted}All layers are listed in `compression.json`; `hasslefree report` makes a page of them.
 
 ## Licence
 
