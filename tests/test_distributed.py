@@ -48,6 +48,15 @@ def test_every_segment_is_somebodys(count, size):
         assert world.share(rows)[world.own(numbers)].flatten().tolist() == expected
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in the processes that are started: on two, sums are rounded otherwise, and a near tie falls otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -69,7 +78,6 @@ def process(rank, size, port, out, recipe, stop_after=None):
 def run(size, out, recipe, **options):
     """Exit codes of `size` processes."""
     context, port = multiprocessing.get_context("fork"), free_port()
-    torch.set_num_threads(1)
     started = [context.Process(target=process, args=(r, size, port, out, recipe), kwargs=options) for r in range(size)]
     for each in started:
         each.start()

@@ -22,6 +22,7 @@ from hasslefree.footprint import (
     to_dict,
 )
 from hasslefree.matching import Matching, match_block
+from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import find_blocks
 from hasslefree.plan import make_plan
 from tests.tiny_models import FAMILIES, build, segments, tensors_of
@@ -167,6 +168,23 @@ def test_the_plan_names_what_is_done_beyond_the_layer(tmp_path):
     assert all(word in told() for word in ("allocation error", "dense targets: a second forward pass"))
     assert "block matching" not in told()
     assert "block matching" in told(effort="best")
+
+
+def test_the_hidden_states_of_compared_models_count(tmp_path, monkeypatch):
+    """Oracle: what is taken for hidden states by the allocation, before the compression begins with its own."""
+    taken, make = [], Activations.__init__
+    monkeypatch.setattr("hasslefree.models.calibration.PROBED", 32)
+    monkeypatch.setattr(
+        Activations, "__init__", lambda self, *its: make(self, *its) or taken.append(self.states.nbytes)
+    )
+    recipe = Recipe(rank=2, allocate="error", dense_target=0.0, samples=6, seqlen=16, rounds=1)
+    found = planned(tmp_path / "model", recipe)
+    hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments(6, 16))
+    assert found.activations == sum(taken[:-1])
+    assert planned(tmp_path / "one", dataclasses.replace(recipe, allocate="uniform")).activations == taken[-1]
+    assert found.logits == 4 * 4 * 16 * 64
+    wide = planned(tmp_path / "wide", recipe, vocab_size=10**6, tie_word_embeddings=True)
+    assert wide.device_peak > wide.outside + 4 * 4 * 16 * 10**6
 
 
 def test_the_passes_of_matching_are_those_it_makes():

@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from hasslefree.blockwise import Job
-from hasslefree.core.allocation import Ladder, climb, rank_gains, root_of
+from hasslefree.blockwise import Job, each_block, entering
+from hasslefree.core.allocation import Ladder, climb, rank_gains
 from hasslefree.core.factors import factor_bytes
-from hasslefree.core.gram import Gram, working_dtype
+from hasslefree.core.gram import Gram
 from hasslefree.core.owl import outlier_share, owl_ratios
 from hasslefree.core.patterns import Unstructured
-from hasslefree.decompose import solve_layer
-from hasslefree.distributed import World
-from hasslefree.methods.joint import LOOK
+from hasslefree.harm import harms
 from hasslefree.models.activations import Activations
-from hasslefree.models.blocks import dense_weight, replace_module
-from hasslefree.models.calibration import first_hidden_states, gather, groups_by_input, run_block, widest_dtype
+from hasslefree.models.blocks import dense_weight
+from hasslefree.models.calibration import gather, groups_by_input
 from hasslefree.models.calls import BlockCall
-from hasslefree.models.streaming import outside
 from hasslefree.plan import LayerPlan, Plan, plan_block, plan_layer
 
 # A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
 LEAST, MOST = 0.5, 2.0
 # Non-zeros move in so many steps between the two.
 STEPS = 256
-# Calibration segments on which the harm to a block's output is measured.
-PROBES = 16
 
 
 @dataclass(frozen=True)
@@ -57,6 +50,11 @@ class Choice:
     def ladders(self) -> list[Ladder]:
         return [self.ranks] if self.entries is None else [self.ranks, self.entries]
 
+    def weighed(self, harm: float) -> Choice:
+        """The same with what each step would undo of so much harm."""
+        entries = None if self.entries is None else self.entries.weighed(harm)
+        return dataclasses.replace(self, ranks=self.ranks.weighed(harm), entries=entries)
+
     def taken(self, ranks: int, steps: int = 0) -> LayerPlan:
         """The plan with so many steps on each ladder."""
         pattern = self.plan.pattern if self.count is None else Unstructured(self.count + steps * self.step)
@@ -70,24 +68,15 @@ def allocated(job: Job, calls: list[BlockCall], segments: Tensor, folder: Path) 
     Args:
         segments: of this process. folder: for hidden states on the disk.
     """
-    ways: dict[str | None, tuple[Callable[..., Any], Callable[..., Plan]]] = {
-        "error": (choices_of, by_error),
-        "owl": (outliers_of, by_outliers),
-    }
-    look, plan = ways[job.recipe.allocate]
-    with job.weights.present(outside(job.model, job.blocks)):
-        hidden = first_hidden_states(job.model, job.blocks, segments, job.place, folder)
-    seen: list[Any] = []
-    for index, block in enumerate(job.blocks.modules):
-        with job.weights.present(block.modules):
-            seen.append(look(job, index, calls[index], hidden))
-            run_block(block, calls[index], hidden)
-    return plan(job, seen)
+    way = {"error": by_error, "owl": by_outliers}[job.recipe.allocate or "error"]
+    return way(job, calls, segments, folder)
 
 
-def by_outliers(job: Job, shares: list[float]) -> Plan:
+def by_outliers(job: Job, calls: list[BlockCall], segments: Tensor, folder: Path) -> Plan:
     """OWL (arXiv 2310.05175): every block has a ratio, or a sparsity, of its own, around the recipe's."""
-    recipe, sizes = job.recipe, [sum(math.prod(p.shape) for p in plans.values()) for plans in job.plan]
+    recipe, hidden = job.recipe, entering(job, segments, folder)
+    shares = [outliers_of(job, index, calls[index], hidden) for index in each_block(job, calls, hidden)]
+    sizes = [sum(math.prod(p.shape) for p in plans.values()) for plans in job.plan]
     field = "sparsity" if recipe.ratio is None else "ratio"
     ratios = owl_ratios(shares, getattr(recipe, field), sizes=sizes)
     fields: list[dict[str, Any]] = [{field: ratio} for ratio in ratios]
@@ -107,13 +96,19 @@ def outliers_of(job: Job, index: int, call: BlockCall, hidden: Activations) -> f
     return outlier_share(layers)
 
 
-def by_error(job: Job, choices: list[dict[str, Choice]]) -> Plan:
-    """The bytes of the uniform plan, spent where they bring the blocks' outputs closest to the dense ones.
+def by_error(job: Job, calls: list[BlockCall], segments: Tensor, folder: Path) -> Plan:
+    """The bytes of the uniform plan, spent where they bring the model's predictions closest to the dense ones.
 
-    In the dense model each layer was pruned alone, by its pattern, and it was measured how far that moves the output
-    of its block. The spectrum of what was pruned tells what share of it each rank would undo; the scores of Wanda,
-    what share each non-zero.
+    It is measured what each layer, pruned alone by its pattern, does to the predictions (`harms`). The spectrum of
+    what was pruned tells what share of it each rank would undo; the scores of Wanda, what share each non-zero.
+
+    Raises:
+        ModelError, NonFiniteError: as from `harms`.
     """
+    choices = [
+        {name: choice.weighed(harm) for name, (choice, harm) in layers.items()}
+        for layers in harms(job, calls, segments, folder, choice_of)
+    ]
     every = [choice for block in choices for choice in block.values()]
     budget = sum(layer.bytes for plans in job.plan for layer in plans.values())
     ladders = [ladder for choice in every for ladder in choice.ladders]
@@ -123,68 +118,11 @@ def by_error(job: Job, choices: list[dict[str, Choice]]) -> Plan:
     ]
 
 
-def choices_of(job: Job, index: int, call: BlockCall, hidden: Activations) -> dict[str, Choice]:
-    """What each planned layer of a block may become, in the order of the plan. hidden: what enters the block."""
-    block, prefix, plans = job.blocks.modules[index], job.blocks.prefix(index), job.plan[index]
-    probes = [hidden[i] for i in range(len(hidden)) if job.world.rank + i * job.world.size < PROBES]
-    wanted = outputs(block, call, probes)
-    found = {}
-    for group in groups_by_input(block, call, hidden[0], plans):
-        [moments] = gather(block, prefix, call, hidden, [group], add=job.world.add)
-        owners = job.world.deal([math.prod(plans[name].shape) for name in group])
-        prepared = LOOK.prepare(moments.gram) if job.world.rank in owners else None
-        tall = any(plans[name].shape[0] > plans[name].shape[1] for name in group)
-        root = root_of(moments.gram) if tall else None
-        for name, owner in zip(group, owners, strict=True):
-            linear: Any = block.get_submodule(name)
-            weight = dense_weight(linear)
-            if owner == job.world.rank:
-                sparse = solve_layer(weight, moments.gram, LOOK, prepared, plans[name].pattern, 0, 0).sparse
-            else:
-                sparse = torch.empty_like(weight)
-            job.world.spread(sparse, owner)
-            replace_module(block, name, Pruned(sparse, linear.bias))
-            harm = distance(outputs(block, call, probes), wanted, hidden.device, job.world)
-            replace_module(block, name, linear)
-            found[name] = choice_of(weight, sparse, moments.gram, harm, plans[name], root)
-    return {name: found[name] for name in plans}
-
-
-class Pruned(nn.Module):
-    """A linear layer for a look: weight (out, in), bias (out,) or None."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__()
-        self.weight, self.bias = weight, bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-def outputs(block: nn.Module, call: BlockCall, inputs: list[Tensor]) -> list[Tensor]:
-    with torch.no_grad():
-        return [call.run(block, states) for states in inputs]
-
-
-def distance(found: list[Tensor], wanted: list[Tensor], device: torch.device, world: World) -> float:
-    """The mean over tokens, those of all processes, of ‖found − wanted‖² / ‖wanted‖²."""
-    total = torch.zeros(2, dtype=widest_dtype(device), device=device)
-    for one, other in zip(found, wanted, strict=True):
-        dense = other.to(working_dtype(other))
-        apart = (one.to(dense.dtype) - dense).square().sum(-1) / dense.square().sum(-1).clamp_min(1e-30)
-        total[0] += apart.sum(dtype=total.dtype)
-        total[1] += apart.numel()
-    world.add(total)
-    return float(total[0] / total[1])
-
-
-def choice_of(
-    weight: Tensor, sparse: Tensor, gram: Gram, harm: float, plan: LayerPlan, root: Tensor | None = None
-) -> Choice:
-    """What a layer may become, and what each step would undo of the harm that pruning alone does.
+def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan, root: Tensor | None = None) -> Choice:
+    """What a layer may become, and what share of the harm of pruning it each step would undo.
 
     Args:
-        root: as for `rank_gains`.
+        sparse: the weight pruned. root: as for `rank_gains`.
     """
     (out, width), size = plan.shape, weight.element_size()
     dense = weight.to(gram.matrix.dtype)
@@ -196,7 +134,7 @@ def choice_of(
     if plan.factor_bits:
         low = max(low, min(plan.rank, 1))  # the scales of u come with the first rank, and are no part of its cost
     spectrum = rank_gains(dense - sparse.to(dense.dtype), gram, root)
-    ranks = Ladder(spectrum[low:high] * per_unit(harm, spectrum), cost)
+    ranks = Ladder(spectrum[low:high] * per_unit(spectrum), cost)
     if not isinstance(plan.pattern, Unstructured) or plan.grid is not None:
         return Choice(plan, weight.dtype, low, ranks)
     count = plan.pattern.count
@@ -204,11 +142,11 @@ def choice_of(
     step = max((last - first) // STEPS, 1)
     scores = (dense.square() * gram.matrix.diagonal()).flatten().sort(descending=True).values.double()
     gains = scores[first : first + (last - first) // step * step].view(-1, step).sum(1)
-    entries = Ladder(gains * per_unit(harm, scores[count:]), step * size)
+    entries = Ladder(gains * per_unit(scores[count:]), step * size)
     return Choice(plan, weight.dtype, low, ranks, first, entries, step)
 
 
-def per_unit(harm: float, parts: Tensor) -> float:
-    """The harm over the sum of the parts that did it; 0 where there are none, and harm is rounding."""
+def per_unit(parts: Tensor) -> float:
+    """One over the sum of parts; 0 where there are none."""
     total = float(parts.sum())
-    return harm / total if total > 0 else 0.0
+    return 1 / total if total > 0 else 0.0

@@ -6,8 +6,9 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,6 +120,23 @@ def outside_tensors(model: PreTrainedModel, blocks: Blocks) -> dict[str, Tensor]
     tied = model.all_tied_weights_keys
     inside = f"{blocks.name}."
     return {n: t for n, t in model.state_dict().items() if not n.startswith(inside) and n not in tied}
+
+
+def entering(job: Job, segments: Tensor, folder: Path) -> Activations:
+    """What enters the first block."""
+    with job.weights.present(outside(job.model, job.blocks)):
+        return first_hidden_states(job.model, job.blocks, segments, job.place, folder)
+
+
+def each_block(job: Job, calls: list[BlockCall], hidden: Activations) -> Iterator[int]:
+    """The numbers of the blocks as they are, each block in memory in its turn, and `hidden` what enters it.
+
+    In the end `hidden` is what leaves the last.
+    """
+    for index, block in enumerate(job.blocks.modules):
+        with job.weights.present(block.modules):
+            yield index
+            run_block(block, calls[index], hidden)
 
 
 def compress_blocks(job: Job, work: Unfinished, calls: list[BlockCall], segments: Tensor) -> None:

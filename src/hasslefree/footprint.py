@@ -20,10 +20,11 @@ from torch import nn
 from hasslefree.core.protocols import Method
 from hasslefree.errors import MemoryShortError
 from hasslefree.matching import Matching
-from hasslefree.methods.cost import flops, workspace
+from hasslefree.methods.cost import FLOAT, flops, workspace
 from hasslefree.methods.joint import LOOK
 from hasslefree.models.activations import PLACES, check_place
 from hasslefree.models.blocks import Blocks, find_blocks
+from hasslefree.models.calibration import probes
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.plan import LayerPlan, Plan, bytes_on_disk, make_plan
 from hasslefree.recipe import Recipe
@@ -40,9 +41,10 @@ class Footprint:
 
     Args:
         layers: kind of layer (q_proj, …), its plan and how many there are. kept, dense: parameters of all layers.
-        outside: what is outside the blocks. block, solving: of the dearest block: its weights before and after, and the
-            Grams and the solver's arrays of its dearest layer. resident: the rest of a model that is loaded already.
-        activations: hidden states of all segments.
+        outside: what is outside the blocks. logits: of one segment, where allocation compares predictions.
+        block, solving: of the dearest block: its weights before and after, and the Grams and the solver's arrays of its
+            dearest layer. resident: the rest of a model that is loaded already.
+        activations: hidden states of all segments, or of the models that allocation compares, whichever is more.
         device: where it computes. place: where the activations are. disk: the size of the folder.
         flops: of solvers, Grams, forward passes and matching. levers: what is done beyond the layer, in words.
     """
@@ -52,6 +54,7 @@ class Footprint:
     kept: int
     dense: int
     outside: int
+    logits: int
     block: int
     solving: int
     resident: int
@@ -70,7 +73,7 @@ class Footprint:
     def device_peak(self) -> int:
         """Bytes of the device's memory."""
         here = self.place == "device" or (self.place == "cpu" and self.on_cpu)
-        work = max(2 * self.outside, self.block + self.solving)
+        work = max(2 * self.outside, self.outside + self.logits, self.block + self.solving)
         return LIBRARIES + self.resident + work + (self.activations if here else 0)
 
     @property
@@ -105,30 +108,41 @@ def footprint(
     layers = [layer for plans in plan for layer in plans.values()]
     widest = max(max(layer.shape) for layer in layers)
     loaded = _bytes(p for p in model.parameters() if not p.is_meta)
+    vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    streams, said = _compared(plan, recipe, tokens, processes, vocabulary)
+    # On average a stream goes through half of the blocks; and through the output head.
+    comparing = streams * seqlen * (_numbers(blocks) + 2 * width * vocabulary)
     return Footprint(
         blocks=len(blocks.modules),
         layers=tuple(kinds(plan)),
         kept=sum(layer.parameters for layer in layers),
         dense=sum(math.prod(layer.shape) for layer in layers),
         outside=_bytes(outside),
+        logits=said,
         block=max(_bytes(b.parameters()) + _compressed(p, recipe) for b, p in zip(blocks.modules, plan, strict=True)),
         solving=max(_solving(plans, method, recipe, device.type) for plans in plan)
         + FORWARD * seqlen * widest * itemsize,
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
-        activations=(1 + recipe.two_streams) * samples * seqlen * width * itemsize,
+        activations=max((1 + recipe.two_streams) * samples, samples + streams) * seqlen * width * itemsize,
         device=device.type,
         place=place,
         disk=bytes_on_disk(model, plan),
-        flops=_flops(blocks, plan, method, recipe, samples * seqlen, processes),
+        flops=_flops(blocks, plan, method, recipe, samples * seqlen, processes) + comparing,
         levers=tuple(levers_of(recipe)),
     )
+
+
+# What allocation does, and what it takes beside a pass.
+MOVED = {
+    "owl": "budgets differ by block",
+    "error": "ranks and non-zeros move between layers, by what the model says with each pruned alone",
+}
 
 
 def levers_of(recipe: Recipe) -> Iterator[str]:
     """What is done beyond the layer, and what it costs beside it."""
     if recipe.allocate in ("error", "owl"):
-        moved = "ranks and non-zeros move between layers" if recipe.allocate == "error" else "budgets differ by block"
-        yield f"allocation {recipe.allocate}: {moved}; one more pass of the dense model"
+        yield f"allocation {recipe.allocate}: {MOVED[recipe.allocate]}; one more pass of the dense model"
     if recipe.dense_target:
         yield "dense targets: a second forward pass of each block, and a second in×in matrix beside each Gram"
     if recipe.match_blocks:
@@ -164,6 +178,17 @@ def _compressed(plans: dict[str, LayerPlan], recipe: Recipe) -> int:
         kept = sum(layer.parameters for layer in plans.values())
         held += 4 * 4 * kept + 2 * sum(layer.dense_bytes for layer in plans.values())
     return held
+
+
+def _compared(plan: Plan, recipe: Recipe, tokens: tuple[int, int], processes: int, vocabulary: int) -> tuple[int, int]:
+    """What allocation by error compares, in one process: segments in all models, and the bytes of logits at a time.
+
+    For each layer there is a model in which it is pruned.
+    """
+    if recipe.allocate != "error":
+        return 0, 0
+    # The dense logits, and those of another model: in parts, whole, and in the model's own dtype.
+    return -(-probes(*tokens) // processes) * sum(map(len, plan)), 4 * FLOAT * tokens[1] * vocabulary
 
 
 def _solving(plans: dict[str, LayerPlan], method: Method, recipe: Recipe, device: str) -> int:
@@ -213,8 +238,12 @@ def _flops(blocks: Blocks, plan: Plan, method: Method, recipe: Recipe, tokens: i
     if recipe.match_blocks:
         # The segments of a step are whose they are: about the square root of the processes work at the same time.
         passes += matching_passes(Matching()) * processes / min(math.sqrt(processes), Matching.batch)
-    forward = passes * 2 * tokens * sum(p.numel() for block in blocks.modules for p in block.parameters())
-    return solvers + grams + forward
+    return solvers + grams + passes * 2 * tokens * _numbers(blocks)
+
+
+def _numbers(blocks: Blocks) -> int:
+    """The parameters of all blocks."""
+    return sum(p.numel() for block in blocks.modules for p in block.parameters())
 
 
 def product_rate(device: torch.device, side: int = 1024) -> float:

@@ -36,17 +36,21 @@ class Activations:
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, place: str, folder: Path):
         self.device, self.place, self.folder = device, place, folder
-        if place == "disk":
+        if place == "disk" and shape[0]:
             self.states = _in_file(shape, dtype, folder)
         else:
             self.states = torch.empty(shape, dtype=dtype, device=device if place == "device" else "cpu")
 
-    def copy(self) -> Activations:
-        """The same states in a place of their own of the same kind."""
-        shape = (self.states.shape[0], self.states.shape[1], self.states.shape[2])
+    def first(self, count: int) -> Activations:
+        """The states of the first so many segments, in a place of their own of the same kind."""
+        shape = (count, self.states.shape[1], self.states.shape[2])
         other = Activations(shape, self.states.dtype, self.device, self.place, self.folder)
-        other.states.copy_(self.states)
+        other.states.copy_(self.states[:count])
         return other
+
+    def copy(self) -> Activations:
+        """All states, in a place of their own of the same kind."""
+        return self.first(len(self))
 
     def __len__(self) -> int:
         return len(self.states)

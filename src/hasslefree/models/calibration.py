@@ -19,6 +19,13 @@ from hasslefree.models.linear import unpacked_once
 
 # Rows of inputs that are cast to float32 at a time.
 CHUNK = 1024
+# Calibration tokens on which the predictions of whole models are compared.
+PROBED = 4096
+
+
+def probes(samples: int, seqlen: int) -> int:
+    """How many of so many segments, the first ones, are for that: one at least."""
+    return min(samples, max(PROBED // seqlen, 1))
 
 
 def first_hidden_states(

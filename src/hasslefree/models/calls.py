@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,10 +21,15 @@ class Stop(Exception):  # noqa: N818 (not an error: it ends a forward pass whose
 
 @dataclass(frozen=True)
 class BlockCall:
-    """What a block is called with beside the hidden states: masks, positions, rotary embeddings."""
+    """What a block is called with beside the hidden states: masks, positions, rotary embeddings.
+
+    Args:
+        in_tuple: the block puts its hidden states out as the first of a tuple.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    in_tuple: bool = False
 
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """The block's output for hidden states (1, tokens, width)."""
@@ -89,9 +94,11 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         here.close()
-        states = output[0] if isinstance(output, tuple) else output
+        index, in_tuple = blocks.modules.index(module), isinstance(output, tuple)
+        states = output[0] if in_tuple else output
+        calls[index] = replace(calls[index], in_tuple=in_tuple)
         if not torch.isfinite(states).all():
-            name = blocks.prefix(blocks.modules.index(module))
+            name = blocks.prefix(index)
             raise NonFiniteError(f"{name} puts out NaN or Inf; try another dtype (--dtype float32)")
         if module is blocks.modules[-1]:
             outputs.append(states)

@@ -1,0 +1,102 @@
+"""What a model says for hidden states that are given."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from hasslefree.errors import ModelError
+from hasslefree.models.blocks import find_blocks
+from hasslefree.models.calls import block_calls, hooks
+from hasslefree.models.logits import check_head, divergence, logits_of
+from hasslefree.models.streaming import Weights
+from tests.tiny_models import FAMILIES, build, logits, segments
+
+
+def last_states(model, blocks, segment):
+    """What the last block puts out: (1, tokens, width)."""
+    found = []
+
+    def keep(module, args, output):
+        found.append(output[0] if isinstance(output, tuple) else output)
+
+    with hooks([blocks.modules[-1].register_forward_hook(keep)]):
+        logits(model, segment[None])
+    return found[0]
+
+
+def prepared(family, dtype=torch.float32, **changes):
+    model = build(family, dtype, **changes)
+    blocks = find_blocks(model)
+    return model, blocks, block_calls(model, blocks, segments()[:1], Weights(model, model.device)).calls[-1]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mixtral"])
+def test_the_states_decide_and_not_the_text(family):
+    """Oracle: the model itself, on the text that the states come from."""
+    model, blocks, call = prepared(family)
+    here, there = segments()[:2]
+    before = logits(model, there[None])[0]
+    found = logits_of(model, blocks, call, here, last_states(model, blocks, there))
+    assert torch.equal(found, before)
+    assert torch.equal(logits(model, there[None])[0], before)  # the blocks run again
+
+
+def test_a_block_whose_forward_was_replaced_keeps_its_own():
+    model, blocks, call = prepared("llama")
+    own = blocks.modules[0].forward
+    blocks.modules[0].forward = lambda *args, **kwargs: own(*args, **kwargs)
+    replaced = blocks.modules[0].forward
+    logits_of(model, blocks, call, segments()[0], last_states(model, blocks, segments()[1]))
+    assert blocks.modules[0].forward is replaced
+    assert "forward" not in blocks.modules[1].__dict__
+
+
+@pytest.mark.parametrize("cap", [None, 0.01])
+def test_bfloat16_does_not_round_the_logits(cap):
+    """Oracle: the product with the head in float64, and what this family does to it after."""
+    model, blocks, call = prepared("gemma3_text", torch.bfloat16, final_logit_softcapping=cap)
+    states = last_states(model, blocks, segments()[1])
+    with torch.no_grad():
+        rows = model.model.norm(states)[0].double()
+    expected = rows @ model.lm_head.weight.double().T
+    expected = expected if cap is None else cap * torch.tanh(expected / cap)
+    found = logits_of(model, blocks, call, segments()[0], states)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_bias_of_the_head_is_added():
+    """Oracle: the same head in float32."""
+    model, blocks, call = prepared("llama", torch.bfloat16)
+    with torch.no_grad():
+        bias = torch.nn.Parameter(torch.linspace(-1, 1, 64, dtype=torch.bfloat16))
+    model.lm_head.bias = bias
+    states = last_states(model, blocks, segments()[1])
+    found = logits_of(model, blocks, call, segments()[0], states)
+    with torch.no_grad():
+        expected = F.linear(model.model.norm(states)[0].float(), model.lm_head.weight.float(), bias.float())
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(ModelError, match="LlamaModel has no output head.*--allocate uniform"):
+        check_head(build("llama").model)
+
+
+def kl(found, wanted):
+    """Σ KL(wanted ‖ found) by its definition, in float64."""
+    here, there = (F.log_softmax(each.double(), -1) for each in (found, wanted))
+    return float((there.exp() * (there - here)).sum())
+
+
+@given(scale=st.sampled_from([1e-4, 1e-2, 1.0, 5.0]), seed=st.integers(0, 50))
+def test_the_divergence_is_that_of_the_definition_however_small(scale, seed):
+    """In float32 the definition itself has no digit right where logits are 1e-4 apart."""
+    generator = torch.Generator().manual_seed(seed)
+    wanted = 3 * torch.randn(300, 64, generator=generator)
+    found = wanted + scale * torch.randn(300, 64, generator=generator)
+    assert divergence(found, wanted) == pytest.approx(kl(found, wanted), rel=5e-3)
+    assert divergence(found, found) == 0.0
+    assert divergence(wanted + 7, wanted) == pytest.approx(0.0, abs=1e-8)
