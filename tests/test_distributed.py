@@ -63,7 +63,7 @@ def free_port():
         return found.getsockname()[1]
 
 
-def process(rank, size, port, out, recipe, stop_after=None):
+def process(rank, size, port, out, recipe, stop_after=None, activations="device"):
     """One of the processes that torchrun would start."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
@@ -71,7 +71,8 @@ def process(rank, size, port, out, recipe, stop_after=None):
         if done == stop_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    report = hasslefree.compress(build("llama"), out, recipe, segments=segments(6, 32), progress=progress, resume=True)
+    report = hasslefree.compress(build("llama"), out, recipe, segments=segments(6, 32), progress=progress,
+                                 resume=True, activations=activations)  # fmt: skip
     assert len(report.layers) == 14
 
 
@@ -108,12 +109,14 @@ def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path):
 
 @forked
 @pytest.mark.parametrize("size", [2, 3])
-def test_budgets_are_allocated_by_several_as_by_one(size, tmp_path):
-    """Oracle: one process."""
+@pytest.mark.parametrize("probed", [32, 4096])
+def test_budgets_are_allocated_by_several_as_by_one(probed, size, tmp_path, monkeypatch):
+    """Oracle: one process. With one probe there are processes that have none."""
+    monkeypatch.setattr("hasslefree.models.calibration.PROBED", probed)
     recipe = Recipe(rank=8, rounds=3, allocate="error")
     one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))
     assert len({layer.rank for layer in one.layers}) > 2
-    assert run(size, tmp_path / "many", recipe) == [0] * size
+    assert run(size, tmp_path / "many", recipe, activations="disk") == [0] * size
     many = json.loads((tmp_path / "many" / "compression.json").read_text())["layers"]
     assert [layer["rank"] for layer in many] == [layer.rank for layer in one.layers]
 

@@ -71,6 +71,18 @@ def test_a_layer_that_ruins_the_model_is_named(tmp_path, monkeypatch):
         look(job_on(build("llama")), segments(), tmp_path)
 
 
+def test_a_model_whose_head_needs_the_blocks_is_refused(tmp_path):
+    model = build("llama")
+    seen = []
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
+    model.lm_head.register_forward_pre_hook(lambda module, args: seen.clear() if seen else seen.pop())
+    job = job_on(model)
+    calls, _ = look_over(job, segments()[:1])
+    seen.clear()
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM does not run without the blocks.*--allocate uniform"):
+        harms(job, calls, segments(), tmp_path, lambda *seen: None)
+
+
 def test_a_model_without_a_head_is_compressed_by_a_uniform_plan_alone(tmp_path):
     with pytest.raises(ModelError, match="has no output head"):
         hasslefree.compress(build("llama").model, tmp_path / "out", Recipe(rank=2), segments=segments())

@@ -63,12 +63,12 @@ class Choice:
 
 
 def allocated(job: Job, calls: list[BlockCall], segments: Tensor, folder: Path) -> Plan:
-    """The plan that the recipe's `allocate` asks for, from one pass of the dense model over the calibration text.
+    """The plan that the recipe's `allocate` asks for, from the dense model on the calibration text.
 
     Args:
         segments: of this process. folder: for hidden states on the disk.
     """
-    way = {"error": by_error, "owl": by_outliers}[job.recipe.allocate or "error"]
+    way = by_outliers if job.recipe.allocate == "owl" else by_error
     return way(job, calls, segments, folder)
 
 

@@ -26,6 +26,7 @@ from hasslefree.models.activations import PLACES, check_place
 from hasslefree.models.blocks import Blocks, find_blocks
 from hasslefree.models.calibration import probes
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
+from hasslefree.models.logits import CHUNK, TOKENS
 from hasslefree.plan import LayerPlan, Plan, bytes_on_disk, make_plan
 from hasslefree.recipe import Recipe
 
@@ -109,7 +110,7 @@ def footprint(
     widest = max(max(layer.shape) for layer in layers)
     loaded = _bytes(p for p in model.parameters() if not p.is_meta)
     vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    streams, said = _compared(plan, recipe, tokens, processes, vocabulary)
+    streams, said = _compared(plan, recipe, tokens, processes, (vocabulary, width))
     # On average a stream goes through half of the blocks; and through the output head.
     comparing = streams * seqlen * (_numbers(blocks) + 2 * width * vocabulary)
     return Footprint(
@@ -134,15 +135,16 @@ def footprint(
 
 # What allocation does, and what it takes beside a pass.
 MOVED = {
-    "owl": "budgets differ by block",
-    "error": "ranks and non-zeros move between layers, by what the model says with each pruned alone",
+    "owl": "budgets differ by block; one more pass of the dense model",
+    "error": "ranks and non-zeros move between layers; one more pass of the dense model, and on a few segments one of "
+    "each model with one layer pruned",
 }
 
 
 def levers_of(recipe: Recipe) -> Iterator[str]:
     """What is done beyond the layer, and what it costs beside it."""
     if recipe.allocate in ("error", "owl"):
-        yield f"allocation {recipe.allocate}: {MOVED[recipe.allocate]}; one more pass of the dense model"
+        yield f"allocation {recipe.allocate}: {MOVED[recipe.allocate]}"
     if recipe.dense_target:
         yield "dense targets: a second forward pass of each block, and a second in×in matrix beside each Gram"
     if recipe.match_blocks:
@@ -180,15 +182,18 @@ def _compressed(plans: dict[str, LayerPlan], recipe: Recipe) -> int:
     return held
 
 
-def _compared(plan: Plan, recipe: Recipe, tokens: tuple[int, int], processes: int, vocabulary: int) -> tuple[int, int]:
+def _compared(
+    plan: Plan, recipe: Recipe, tokens: tuple[int, int], processes: int, head: tuple[int, int]
+) -> tuple[int, int]:
     """What allocation by error compares, in one process: segments in all models, and the bytes of logits at a time.
 
-    For each layer there is a model in which it is pruned.
+    For each layer there is a model in which it is pruned. head: vocabulary and width.
     """
     if recipe.allocate != "error":
         return 0, 0
-    # The dense logits, and those of another model: in parts, whole, and in the model's own dtype.
-    return -(-probes(*tokens) // processes) * sum(map(len, plan)), 4 * FLOAT * tokens[1] * vocabulary
+    # Of the dense model and of another, and once more where the model scales them; and what a comparison makes of some.
+    rows = 3 * tokens[1] + 9 * min(tokens[1], TOKENS)
+    return -(-probes(*tokens) // processes) * sum(map(len, plan)), FLOAT * (rows * head[0] + CHUNK * head[1])
 
 
 def _solving(plans: dict[str, LayerPlan], method: Method, recipe: Recipe, device: str) -> int:

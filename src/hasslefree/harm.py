@@ -19,15 +19,15 @@ from torch.nn import functional as F
 
 from hasslefree.blockwise import Job, each_block, entering
 from hasslefree.core.allocation import root_of
-from hasslefree.core.gram import Gram
+from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.decompose import solve_layer
-from hasslefree.errors import NonFiniteError
+from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError
 from hasslefree.methods.joint import LOOK
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import dense_weight, replace_module
 from hasslefree.models.calibration import gather, groups_by_input, probes, run_block, widest_dtype
 from hasslefree.models.calls import BlockCall
-from hasslefree.models.logits import check_head, divergence, logits_of
+from hasslefree.models.logits import divergence, logits_of
 from hasslefree.models.streaming import outside
 from hasslefree.plan import LayerPlan
 
@@ -56,28 +56,41 @@ def harms(
         segments: of this process. folder: for hidden states on the disk.
 
     Raises:
-        ModelError: the model has no output head. NonFiniteError: it puts out NaN or Inf with one layer pruned.
+        ModelError: the model has no output head, or it does not run without the blocks.
+        NonFiniteError: it puts out NaN or Inf with one layer pruned.
     """
-    check_head(job.model)
     hidden, count = entering(job, segments, folder), own_probes(job, segments)
-    found: list[dict[str, Pruned[T]]] = []
+    check_predictions(job, calls[-1], segments[0], hidden[0])
+    found: dict[tuple[int, str], Pruned[T]] = {}
     for index in each_block(job, calls, hidden):
-        block, call = job.blocks.modules[index], calls[index]
-        for layer in (layer for layers in found for layer in layers.values()):
-            run_block(block, call, layer.states)
-        found.append(pruned_alone(job, index, call, hidden, count, see))
-    names = [(index, name) for index, layers in enumerate(found) for name in layers]
-    streams = [found[index][name].states for index, name in names]
-    told = dict(zip(names, divergences(job, calls[-1], segments[:count], hidden, streams), strict=True))
-    for (index, name), harm in told.items():
+        for layer in found.values():
+            run_block(job.blocks.modules[index], calls[index], layer.states)
+        own = pruned_alone(job, index, calls[index], hidden, count, see)
+        found |= {(index, name): layer for name, layer in own.items()}
+    told = divergences(job, calls[-1], segments[:count], hidden, [layer.states for layer in found.values()])
+    harm_of: list[dict[str, tuple[T, float]]] = [{} for _ in job.plan]
+    for ((index, name), layer), harm in zip(found.items(), told, strict=True):
         if not math.isfinite(harm):
             raise NonFiniteError(
                 f"with {job.blocks.prefix(index)}.{name} pruned the model puts out NaN or Inf; try another dtype "
                 "(--dtype float32), or --allocate uniform"
             )
-    return [
-        {name: (layer.seen, told[index, name]) for name, layer in layers.items()} for index, layers in enumerate(found)
-    ]
+        harm_of[index][name] = layer.seen, harm
+    return harm_of
+
+
+def check_predictions(job: Job, last: BlockCall, segment: Tensor, states: Tensor) -> None:
+    """Raise a ModelError where the model's predictions cannot be had without running its blocks, before any work."""
+    try:
+        with job.weights.present(outside(job.model, job.blocks)):
+            logits_of(job.model, job.blocks, last, segment, states)
+    except HasslefreeError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the output head of {type(job.model).__name__} does not run without the blocks "
+            f"({type(error).__name__}: {error}); use --allocate uniform"
+        ) from error
 
 
 def own_probes(job: Job, segments: Tensor) -> int:
@@ -141,10 +154,12 @@ def divergences(
     total[-1] = segments.numel()
     with job.weights.present(outside(job.model, job.blocks)):
         for i, segment in enumerate(segments):
-            wanted = logits_of(job.model, job.blocks, last, segment, dense[i])
+            logits = logits_of(job.model, job.blocks, last, segment, dense[i])
+            wanted = F.log_softmax(logits.to(working_dtype(logits)), -1)
+            del logits
             for j, states in enumerate(streams):
-                found = logits_of(job.model, job.blocks, last, segment, states[i])
-                total[j] += divergence(found, wanted)
+                total[j] += divergence(logits_of(job.model, job.blocks, last, segment, states[i]), wanted)
+            del wanted  # before the next: they are large
     job.world.add(total)
     harm: list[float] = (total[:-1] / total[-1]).tolist()
     return harm

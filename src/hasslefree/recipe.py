@@ -45,7 +45,7 @@ class Recipe:
         effort: "fast", "balanced" or "best": rounds, and the levers of docs/levers.md that are not given one by one.
             None: balanced for `joint`; the methods of others are left as they were published.
         allocate: "uniform": the same budget for every layer; "error": ranks, and non-zeros where the pattern counts
-            them, go where they bring the blocks' outputs closest to the dense ones, in the bytes of the uniform plan;
+            them, go where they bring the predictions closest to the dense ones, in the bytes of the uniform plan;
             "owl": blocks with more outliers keep more, around the ratio or sparsity (docs/levers.md).
         method: a name from the table; pruner, low_rank, rounds and damping replace parts of it.
         refit: let least squares on the support follow the pruner.

@@ -1,6 +1,7 @@
 """Hidden states between blocks, wherever they are."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,3 +33,12 @@ def test_a_disk_without_room(tmp_path, monkeypatch):
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(OutputError, match=r"no room for 1 MB of activations in .*use --activations cpu"):
         Activations((10, 50, 500), torch.float32, CPU, "disk", tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc")
+def test_no_descriptor_stays_open(tmp_path):
+    """A process may have a thousand, and allocation holds the states of a model for every layer."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    held = [Activations((2, 3, 4), torch.float32, CPU, "disk", tmp_path) for _ in range(20)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(held) == 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import tempfile
 from pathlib import Path
@@ -67,15 +66,15 @@ class Activations:
 def _in_file(shape: tuple[int, int, int], dtype: torch.dtype, folder: Path) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
             # Blocks are taken now: a full disk would be a SIGBUS later.
             _reserve(file.fileno(), size)
-            mapped = mmap.mmap(file.fileno(), size)
+            # Mapped, it needs neither its name nor a descriptor, of which a process has few.
+            return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
     except OSError as error:
         raise OutputError(
             f"no room for {size / 1e6:,.0f} MB of activations in {folder}: {error}; make room, or use --activations cpu"
         ) from error
-    return torch.frombuffer(mapped, dtype=dtype).view(shape)
 
 
 def _reserve(descriptor: int, size: int) -> None:

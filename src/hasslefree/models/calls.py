@@ -24,17 +24,21 @@ class BlockCall:
     """What a block is called with beside the hidden states: masks, positions, rotary embeddings.
 
     Args:
-        in_tuple: the block puts its hidden states out as the first of a tuple.
+        outputs: the block puts its hidden states out as the first of a tuple of so many; 0: it puts out them alone.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    in_tuple: bool = False
+    outputs: int = 0
 
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """The block's output for hidden states (1, tokens, width)."""
         output = block(hidden, *self.args, **self.kwargs)
         return output[0] if isinstance(output, tuple) else output
+
+    def as_output(self, hidden: Tensor) -> Any:
+        """What the block would put out with these hidden states, and nothing beside them."""
+        return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
 
 
 # Called with the index of a block.
@@ -94,9 +98,9 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         here.close()
-        index, in_tuple = blocks.modules.index(module), isinstance(output, tuple)
-        states = output[0] if in_tuple else output
-        calls[index] = replace(calls[index], in_tuple=in_tuple)
+        index, count = blocks.modules.index(module), len(output) if isinstance(output, tuple) else 0
+        states = output[0] if count else output
+        calls[index] = replace(calls[index], outputs=count)
         if not torch.isfinite(states).all():
             name = blocks.prefix(index)
             raise NonFiniteError(f"{name} puts out NaN or Inf; try another dtype (--dtype float32)")

@@ -2,83 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import Blocks
-from hasslefree.models.calls import BlockCall, hooks
+from hasslefree.models.calls import BlockCall
 
-# Rows of the output head that are cast to float32 at a time, and tokens whose probabilities are.
+# Rows of the output head that are cast to float32 at a time, and tokens whose probabilities are compared.
 CHUNK = 4096
 TOKENS = 256
-
-
-def check_head(model: PreTrainedModel) -> None:
-    """Raise a ModelError where the model has no output head, and so says nothing."""
-    if model.get_output_embeddings() is None:
-        raise ModelError(
-            f"{type(model).__name__} has no output head, and allocation by error is decided by what the model says; "
-            "load it as a causal language model, or use --allocate uniform"
-        )
+# What a configuration may ask a model to put out beside its logits, and would have to come from the blocks.
+ASKED = ("output_router_logits", "output_attentions", "output_hidden_states")
 
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, blocks: Blocks, last: BlockCall, segment: Tensor, states: Tensor) -> Tensor:
     """The logits (tokens, vocabulary) where the last block puts out `states`, whatever the blocks would do.
 
-    Only what is outside the blocks runs. The product with the output head is float32 at least: bfloat16 rounds logits
-    by more than the change of one layer moves them.
+    Only what is outside the blocks runs. The product with the output head is float32 at least, where the head is a
+    plain linear layer: bfloat16 rounds logits by more than the change of one layer moves them.
 
     Args:
         last: how the last block is called. segment: token ids (tokens,). states: (1, tokens, width).
+
+    Raises:
+        ModelError: the model has no output head.
     """
-    head: Any = model.get_output_embeddings()
-
-    def precisely(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        rows = args[0].to(working_dtype(args[0]))
-        parts = [F.linear(rows, part.to(rows.dtype)) for part in module.weight.split(CHUNK)]
-        bias = getattr(module, "bias", None)
-        return torch.cat(parts, -1) if bias is None else torch.cat(parts, -1) + bias.to(rows.dtype)
-
-    low = states.dtype != working_dtype(states)
-    with bypassed(blocks, last, states), hooks([head.register_forward_hook(precisely)] if low else []):
-        return model(input_ids=segment[None], use_cache=False).logits[0]
+    head = model.get_output_embeddings()
+    with ExitStack() as changes:
+        for name in ASKED:
+            if getattr(model.config, name, False):
+                changes.enter_context(replaced(model.config, name, False))
+        for block in blocks.modules:
+            changes.enter_context(replaced(block, "forward", lambda *args, **kwargs: last.as_output(states)))
+        if type(head) is nn.Linear:
+            changes.enter_context(replaced(head, "forward", lambda rows: precise_product(head, rows)))
+        output = model(input_ids=segment[None], use_cache=False)
+    if not isinstance(getattr(output, "logits", None), Tensor):
+        raise ModelError(
+            f"{type(model).__name__} has no output head, and allocation by error is decided by what the model says; "
+            "load it as a causal language model, or use --allocate uniform"
+        )
+    return output.logits[0]
 
 
 @contextmanager
-def bypassed(blocks: Blocks, last: BlockCall, states: Tensor) -> Iterator[None]:
-    """Within it, each block puts out `states` and does nothing."""
-    output = (states,) if last.in_tuple else states
-    before: list[Callable[..., Any] | None] = [block.__dict__.get("forward") for block in blocks.modules]
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within it, an object has another attribute; afterwards its own, or that of its class."""
+    own = name in vars(owner) or isinstance(getattr(type(owner), name, None), property)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
-        for block in blocks.modules:
-            block.forward = lambda *args, **kwargs: output
         yield
     finally:
-        for block, forward in zip(blocks.modules, before, strict=True):
-            if forward is None:
-                del block.forward
-            else:
-                block.forward = forward
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
-def divergence(found: Tensor, wanted: Tensor) -> float:
-    """Σ over tokens of KL(softmax wanted ‖ softmax found), in nats, for logits (tokens, vocabulary).
+def precise_product(head: nn.Linear, rows: Tensor) -> Tensor:
+    """The head's output in float32 at least. rows: (…, width)."""
+    wide = rows.to(working_dtype(rows))
+    product = wide.new_empty(*rows.shape[:-1], head.out_features)
+    for first in range(0, head.out_features, CHUNK):
+        part = head.weight[first : first + CHUNK]
+        product[..., first : first + CHUNK] = F.linear(wide, part.to(wide.dtype))
+    return product if head.bias is None else product.add_(head.bias)
 
-    With d the difference of log-probabilities it is Σ p·d; what is summed is p(d + e⁻ᵈ − 1), which comes to the same,
+
+def divergence(logits: Tensor, wanted: Tensor) -> float:
+    """Σ over tokens of KL(p ‖ softmax logits), in nats. wanted: log p; both (tokens, vocabulary).
+
+    With d the difference of log-probabilities it is Σ p·d. What is summed is p(d + e⁻ᵈ − 1), which comes to the same,
     since probabilities sum to one, but is as small as d²/2 term by term: rounding cannot drown a small divergence.
     """
     total = 0.0
-    for one, other in zip(found.split(TOKENS), wanted.split(TOKENS), strict=True):
-        here, there = (F.log_softmax(part.to(working_dtype(part)), -1) for part in (one, other))
-        apart = there - here
-        total += (there.exp() * (apart + (-apart).expm1())).sum().item()
+    for part, there in zip(logits.split(TOKENS), wanted.split(TOKENS), strict=True):
+        here = F.log_softmax(part.to(there.dtype), -1)
+        p, q = there.exp(), here.exp()
+        apart = (there - here).masked_fill(there == -math.inf, 0.0)
+        near, far = p * (apart + (-apart).expm1()), p * apart - p + q
+        total += torch.where(apart.abs() < 1, near, far).sum().item()
     return total
