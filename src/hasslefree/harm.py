@@ -60,14 +60,14 @@ def harms(
         NonFiniteError: it puts out NaN or Inf with one layer pruned.
     """
     hidden, count = entering(job, segments, folder), own_probes(job, segments)
-    check_predictions(job, calls[-1], segments[0], hidden[0])
+    check_predictions(job, calls, segments[0], hidden[0])
     found: dict[tuple[int, str], Pruned[T]] = {}
     for index in each_block(job, calls, hidden):
         for layer in found.values():
             run_block(job.blocks.modules[index], calls[index], layer.states)
         own = pruned_alone(job, index, calls[index], hidden, count, see)
         found |= {(index, name): layer for name, layer in own.items()}
-    told = divergences(job, calls[-1], segments[:count], hidden, [layer.states for layer in found.values()])
+    told = divergences(job, calls, segments[:count], hidden, [layer.states for layer in found.values()])
     harm_of: list[dict[str, tuple[T, float]]] = [{} for _ in job.plan]
     for ((index, name), layer), harm in zip(found.items(), told, strict=True):
         if not math.isfinite(harm):
@@ -79,11 +79,11 @@ def harms(
     return harm_of
 
 
-def check_predictions(job: Job, last: BlockCall, segment: Tensor, states: Tensor) -> None:
+def check_predictions(job: Job, calls: list[BlockCall], segment: Tensor, states: Tensor) -> None:
     """Raise a ModelError where the model's predictions cannot be had without running its blocks, before any work."""
     try:
         with job.weights.present(outside(job.model, job.blocks)):
-            logits_of(job.model, job.blocks, last, segment, states)
+            logits_of(job.model, job.blocks, calls, segment, states)
     except HasslefreeError:
         raise
     except Exception as error:
@@ -143,7 +143,7 @@ class PrunedLinear(nn.Module):
 
 
 def divergences(
-    job: Job, last: BlockCall, segments: Tensor, dense: Activations, streams: list[Activations]
+    job: Job, calls: list[BlockCall], segments: Tensor, dense: Activations, streams: list[Activations]
 ) -> list[float]:
     """The mean over tokens, those of all processes, of KL(dense ‖ stream) between predictions, for each stream.
 
@@ -154,11 +154,11 @@ def divergences(
     total[-1] = segments.numel()
     with job.weights.present(outside(job.model, job.blocks)):
         for i, segment in enumerate(segments):
-            logits = logits_of(job.model, job.blocks, last, segment, dense[i])
+            logits = logits_of(job.model, job.blocks, calls, segment, dense[i])
             wanted = F.log_softmax(logits.to(working_dtype(logits)), -1)
             del logits
             for j, states in enumerate(streams):
-                total[j] += divergence(logits_of(job.model, job.blocks, last, segment, states[i]), wanted)
+                total[j] += divergence(logits_of(job.model, job.blocks, calls, segment, states[i]), wanted)
             del wanted  # before the next: they are large
     job.world.add(total)
     harm: list[float] = (total[:-1] / total[-1]).tolist()

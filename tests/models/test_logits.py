@@ -31,26 +31,26 @@ def last_states(model, blocks, segment):
 def prepared(family, dtype=torch.float32, **changes):
     model = build(family, dtype, **changes)
     blocks = find_blocks(model)
-    return model, blocks, block_calls(model, blocks, segments()[:1], Weights(model, model.device)).calls[-1]
+    return model, blocks, block_calls(model, blocks, segments()[:1], Weights(model, model.device)).calls
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "mixtral", "bamba", "rwkv"])
 def test_the_states_decide_and_not_the_text(family):
     """Oracle: the model itself, on the text that the states come from."""
-    model, blocks, call = prepared(family)
+    model, blocks, calls = prepared(family)
     here, there = segments()[:2]
     before = logits(model, there[None])[0]
-    found = logits_of(model, blocks, call, here, last_states(model, blocks, there))
+    found = logits_of(model, blocks, calls, here, last_states(model, blocks, there))
     assert torch.equal(found, before)
     assert torch.equal(logits(model, there[None])[0], before)  # the blocks run again
 
 
 def test_a_block_whose_forward_was_replaced_keeps_its_own():
-    model, blocks, call = prepared("llama")
+    model, blocks, calls = prepared("llama")
     own = blocks.modules[0].forward
     blocks.modules[0].forward = lambda *args, **kwargs: own(*args, **kwargs)
     replaced = blocks.modules[0].forward
-    logits_of(model, blocks, call, segments()[0], last_states(model, blocks, segments()[1]))
+    logits_of(model, blocks, calls, segments()[0], last_states(model, blocks, segments()[1]))
     assert blocks.modules[0].forward is replaced
     assert "forward" not in blocks.modules[1].__dict__
 
@@ -58,25 +58,25 @@ def test_a_block_whose_forward_was_replaced_keeps_its_own():
 @pytest.mark.parametrize("cap", [None, 0.01])
 def test_bfloat16_does_not_round_the_logits(cap):
     """Oracle: the product with the head in float64, and what this family does to it after."""
-    model, blocks, call = prepared("gemma3_text", torch.bfloat16, final_logit_softcapping=cap)
+    model, blocks, calls = prepared("gemma3_text", torch.bfloat16, final_logit_softcapping=cap)
     states = last_states(model, blocks, segments()[1])
     with torch.no_grad():
         rows = model.model.norm(states)[0].double()
     expected = rows @ model.lm_head.weight.double().T
     expected = expected if cap is None else cap * torch.tanh(expected / cap)
-    found = logits_of(model, blocks, call, segments()[0], states)
+    found = logits_of(model, blocks, calls, segments()[0], states)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
 
 
 def test_a_bias_of_the_head_is_added():
     """Oracle: the same head in float32."""
-    model, blocks, call = prepared("llama", torch.bfloat16)
+    model, blocks, calls = prepared("llama", torch.bfloat16)
     with torch.no_grad():
         bias = torch.nn.Parameter(torch.linspace(-1, 1, 64, dtype=torch.bfloat16))
     model.lm_head.bias = bias
     states = last_states(model, blocks, segments()[1])
-    found = logits_of(model, blocks, call, segments()[0], states)
+    found = logits_of(model, blocks, calls, segments()[0], states)
     with torch.no_grad():
         expected = F.linear(model.model.norm(states)[0].float(), model.lm_head.weight.float(), bias.float())
     torch.testing.assert_close(found, expected)
@@ -84,11 +84,11 @@ def test_a_bias_of_the_head_is_added():
 
 def test_what_the_configuration_asks_of_the_blocks_is_not_asked():
     """Routers, attentions and hidden states would come from blocks that do not run."""
-    model, blocks, call = prepared("mixtral")
+    model, blocks, calls = prepared("mixtral")
     states = last_states(model, blocks, segments()[1])
-    before = logits_of(model, blocks, call, segments()[0], states)
+    before = logits_of(model, blocks, calls, segments()[0], states)
     model.config.output_router_logits = model.config.output_hidden_states = True
-    assert torch.equal(logits_of(model, blocks, call, segments()[0], states), before)
+    assert torch.equal(logits_of(model, blocks, calls, segments()[0], states), before)
     assert model.config.output_router_logits is True
     assert model.config.output_hidden_states is True
 
@@ -100,19 +100,19 @@ def test_a_head_of_another_kind_speaks_for_itself():
         def forward(self, rows):
             return F.linear(rows, F.normalize(self.weight))
 
-    model, blocks, call = prepared("llama", torch.bfloat16)
+    model, blocks, calls = prepared("llama", torch.bfloat16)
     model.lm_head = Scaled(32, 64, bias=False, dtype=torch.bfloat16)
     states = last_states(model, blocks, segments()[1])
     with torch.no_grad():
         expected = model.lm_head(model.model.norm(states))[0]
-    assert torch.equal(logits_of(model, blocks, call, segments()[0], states), expected)
+    assert torch.equal(logits_of(model, blocks, calls, segments()[0], states), expected)
 
 
 def test_a_model_without_a_head_is_refused():
     model = build("llama").model
     blocks = find_blocks(model)
     with pytest.raises(ModelError, match="LlamaModel has no output head.*--allocate uniform"):
-        logits_of(model, blocks, BlockCall((), {}), segments()[0], torch.zeros(1, 16, 32))
+        logits_of(model, blocks, [BlockCall((), {})] * 2, segments()[0], torch.zeros(1, 16, 32))
 
 
 def kl(found, wanted):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +26,16 @@ ASKED = ("output_router_logits", "output_attentions", "output_hidden_states")
 
 
 @torch.no_grad()
-def logits_of(model: PreTrainedModel, blocks: Blocks, last: BlockCall, segment: Tensor, states: Tensor) -> Tensor:
+def logits_of(
+    model: PreTrainedModel, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor, states: Tensor
+) -> Tensor:
     """The logits (tokens, vocabulary) where the last block puts out `states`, whatever the blocks would do.
 
     Only what is outside the blocks runs. The product with the output head is float32 at least, where the head is a
     plain linear layer: bfloat16 rounds logits by more than the change of one layer moves them.
 
     Args:
-        last: how the last block is called. segment: token ids (tokens,). states: (1, tokens, width).
+        calls: how each block is called. segment: token ids (tokens,). states: (1, tokens, width).
 
     Raises:
         ModelError: the model has no output head.
@@ -42,8 +45,8 @@ def logits_of(model: PreTrainedModel, blocks: Blocks, last: BlockCall, segment: 
         for name in ASKED:
             if getattr(model.config, name, False):
                 changes.enter_context(replaced(model.config, name, False))
-        for block in blocks.modules:
-            changes.enter_context(replaced(block, "forward", lambda *args, **kwargs: last.as_output(states)))
+        for block, call in zip(blocks.modules, calls, strict=True):
+            changes.enter_context(replaced(block, "forward", partial(put_out, call.as_output(states))))
         if type(head) is nn.Linear:
             changes.enter_context(replaced(head, "forward", lambda rows: precise_product(head, rows)))
         output = model(input_ids=segment[None], use_cache=False)
@@ -53,6 +56,11 @@ def logits_of(model: PreTrainedModel, blocks: Blocks, last: BlockCall, segment: 
             "load it as a causal language model, or use --allocate uniform"
         )
     return output.logits[0]
+
+
+def put_out(output: Any, *args: Any, **kwargs: Any) -> Any:
+    """The output, whatever a block is called with."""
+    return output
 
 
 @contextmanager
