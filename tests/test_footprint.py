@@ -171,6 +171,17 @@ def test_the_plan_names_what_is_done_beyond_the_layer(tmp_path):
     assert "block matching" in told(effort="best")
 
 
+def test_ram_counts_beside_a_gpu(tmp_path, monkeypatch):
+    free = {"cpu": 10**10, "cuda": 10**12}
+    monkeypatch.setattr("hasslefree.footprint.free_memory", lambda device: free[device.type])
+    monkeypatch.setattr("hasslefree.footprint.product_rate", lambda device: 1e12)
+    gpu = torch.device("cuda")
+    found = dataclasses.replace(planned(tmp_path), device="cuda", place="cpu", activations=10**9)
+    check_memory(found, gpu)
+    with pytest.raises(MemoryShortError, match="it fits with --activations disk"):
+        check_memory(dataclasses.replace(found, activations=2 * 10**10), gpu)
+
+
 def test_the_hidden_states_of_compared_models_count(tmp_path, monkeypatch):
     """Oracle: what is taken for hidden states by the allocation, before the compression begins with its own."""
     taken, make = [], Activations.__init__
