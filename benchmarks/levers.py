@@ -413,6 +413,8 @@ def main() -> None:
         print(
             f"{setting}, {variant}, seed {seed}: gap {row[str(seed)]['gap']:.4f}, {found['cpu_seconds']} s", flush=True
         )
+    if args.plot:
+        plot(content, args.plot)
 
 
 if __name__ == "__main__":
