@@ -39,10 +39,9 @@ def test_the_states_decide_and_not_the_text(family):
     """Oracle: the model itself, on the text that the states come from."""
     model, blocks, calls = prepared(family)
     here, there = segments()[:2]
-    before = logits(model, there[None])[0]
-    found = logits_of(model, blocks, calls, here, last_states(model, blocks, there))
-    assert torch.equal(found, before)
-    assert torch.equal(logits(model, there[None])[0], before)  # the blocks run again
+    of_here, of_there = logits(model, here[None])[0], logits(model, there[None])[0]
+    assert torch.equal(logits_of(model, blocks, calls, here, last_states(model, blocks, there)), of_there)
+    assert torch.equal(logits(model, here[None])[0], of_here), "the blocks run again"
 
 
 def test_a_block_whose_forward_was_replaced_keeps_its_own():
