@@ -37,6 +37,26 @@ def test_no_choice_wins_more_but_for_what_is_left_over(gains, costs, budget):
         assert won(ladders, taken) == pytest.approx(best)
 
 
+class OnGPU(torch.Tensor):
+    """A tensor that indexes no tensor of the CPU, as one on a GPU; `cpu` gives a plain one."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__getitem__ and type(args[0]) is torch.Tensor and isinstance(args[1], cls):
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found.as_subclass(torch.Tensor) if func is torch.Tensor.cpu else found
+
+
+def test_gains_on_a_gpu_are_climbed_as_on_a_cpu():
+    """Oracle: the same ladders on the CPU, and a device whose tensors cannot index those of the CPU."""
+    ladders = ladders_of([[5.0, 3.0, 1.0], [4.0, 2.0, 0.0]], [2, 3])
+    on_gpu = [Ladder(ladder.gains.as_subclass(OnGPU), ladder.cost) for ladder in ladders]
+    with pytest.raises(RuntimeError, match="indices"):
+        torch.arange(3)[on_gpu[0].gains.argsort()]
+    assert climb(on_gpu, 9) == climb(ladders, 9) == [3, 1]
+
+
 def test_a_rank_wins_what_the_best_approximation_does():
     """Oracle: the error of the truncated SVD of R H^½, for more rows than columns and fewer."""
     generator = torch.Generator().manual_seed(0)

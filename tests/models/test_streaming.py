@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import hasslefree
 from hasslefree import Recipe
@@ -14,7 +15,7 @@ from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks, replace_module
 from hasslefree.models.load import load_model, load_on_disk
 from hasslefree.models.streaming import Weights, outside
-from tests.tiny_models import FAMILIES, build, segments
+from tests.tiny_models import FAMILIES, build, segments, tensors_of
 
 RECIPE = Recipe(rank=2, method="eora")
 EXPERTS = {"leave_dense": ("*.experts.*", "*.mlp.gate.*")}
@@ -126,3 +127,33 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"lacks 1 tensors: model\.layers\.1\.mlp\.up_proj\.weight"):
         streamed(tmp_path / "dense", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+@pytest.mark.parametrize("stored", ["source", "other name", "both", "two weights"])
+def test_tied_embeddings_under_whichever_name_the_checkpoint_stores_them(stored, tmp_path):
+    """Oracle: the checkpoint as transformers 5 stores it, or, of two different weights, the model loaded whole."""
+    build("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "dense")
+    file = tmp_path / "dense" / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    if stored != "source":
+        tensors["lm_head.weight"] = embedding.flip(0).clone() if stored == "two weights" else embedding.clone()
+    if stored == "other name":
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    recipe = Recipe(rank=2, method="eora", allocate="error")
+    hasslefree.compress(load_model(str(file.parent), device="cpu"), tmp_path / "whole", recipe, segments=segments())
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        streamed(file.parent, tmp_path / "out", recipe, progress=lambda report, done, total: done == 8 and stop())
+    streamed(file.parent, tmp_path / "out", recipe, resume=True)
+    expected, found = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "out")
+    assert expected.keys() == found.keys()
+    assert ("lm_head.weight" in found) == (stored == "two weights")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    loaded = load_model(str(tmp_path / "out"), device="cpu")
+    assert torch.equal(loaded.get_input_embeddings().weight, embedding)
+    assert torch.equal(loaded.get_output_embeddings().weight, tensors.get("lm_head.weight", embedding))

@@ -32,10 +32,10 @@ def climb(ladders: Sequence[Ladder], budget: int) -> list[int]:
 
     The steps with the most gain a byte come first; since gains fall, none is taken before the one below it. That is
     the best choice but for the bytes that are left over at the end, fewer than the dearest step costs. Ties go to the
-    earlier ladder. A step that wins nothing is not taken.
+    earlier ladder. A step that wins nothing is not taken. Gains may be on any device; the choice is made on the CPU.
     """
     taken, closed = [0] * len(ladders), [False] * len(ladders)
-    rates = torch.cat([ladder.gains / ladder.cost for ladder in ladders])
+    rates = torch.cat([ladder.gains.cpu() / ladder.cost for ladder in ladders])
     owners = torch.cat([torch.full((len(ladder.gains),), i) for i, ladder in enumerate(ladders)])
     order = rates.argsort(descending=True, stable=True)
     for index in owners[order[rates[order] > 0]].tolist():

@@ -41,10 +41,18 @@ class Weights:
             stored = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
             if stored is not None:
                 self._stored[module], self._names[module] = stored, path
-        # Where a parameter is another one: that of the module and name given.
-        self._tied: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {
-            _place(model, name): _place(model, other) for name, other in model.all_tied_weights_keys.items()
-        }
+        # Tied parameters → the one that they are. A checkpoint stores it under any one of their names, or under both.
+        self._tied: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}
+        self._other_name: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}
+        for name, source in list(model.all_tied_weights_keys.items()):
+            tied, parameter = _place(model, name), _place(model, source)
+            if self._holds(*tied) and self._holds(*parameter):
+                if not torch.equal(self._stored[tied[0]][tied[1]], self._stored[parameter[0]][parameter[1]]):
+                    del model.all_tied_weights_keys[name]  # as transformers does: two weights, whatever the config says
+                    continue
+            elif self._holds(*tied):
+                self._other_name[parameter] = tied
+            self._tied[tied] = parameter
         self.streamed = bool(self._stored)
         if self.streamed:
             remove_hook_from_module(model, recurse=True)
@@ -79,8 +87,13 @@ class Weights:
                 for name, parameter in module.named_parameters(recurse=False):
                     _put(module, name, torch.empty_like(parameter, device="meta"))
 
+    def _holds(self, module: nn.Module, name: str) -> bool:
+        """Whether the files hold a parameter under its own name."""
+        return module in self._stored and f"{self._names[module]}.{name}" in iter(self._stored[module])
+
     def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
         """Raises a ModelError where the file has another shape than the model."""
+        module, name = self._other_name.get((module, name), (module, name))
         found = self._stored[module][name]
         if found.shape != shape:
             full = f"{self._names[module]}.{name}"
