@@ -335,7 +335,8 @@ def test_a_kernel_is_made_once_for_a_penalty_whatever_the_room(room, monkeypatch
     monkeypatch.setattr(joint, "KERNEL_BYTES", {"cpu": room * 16 * 16 * 4})
     expected = solve(weight, h)
     traces = [matrix.trace().item() for matrix in made]
-    assert len(traces) == len(set(traces)) > 3  # the scale, and as many as ρ took values
+    # The scale, and as many as ρ took values: two at least, and more where rounding moves the support for longer.
+    assert len(traces) == len(set(traces)) > 2
     monkeypatch.undo()
     assert torch.equal(solve(weight, h).product(), expected.product())
 
