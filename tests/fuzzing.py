@@ -25,7 +25,6 @@ from hasslefree import (
 )
 from hasslefree.core.admm import SupportPenalty
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import grid_of
 from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
 from hasslefree.low_rank_solvers.exact import Exact
 from hasslefree.methods import METHODS
@@ -71,7 +70,7 @@ class Case:
         method = METHODS[name]
         if not hasattr(method, "damping"):
             changes = {}
-        if grid_of(method):
+        if method.grid:
             part = self.fitted(getattr(method, "pruner", method))
             changes |= {"pruner": part} if hasattr(method, "pruner") else {"grid": part.grid}
         if hasattr(method, "rounds"):
@@ -82,7 +81,7 @@ class Case:
 
     def fitted(self, pruner):
         """The pruner, with a grid that goes with the shape and the pattern, if it has one."""
-        if not grid_of(pruner):
+        if not pruner.grid:
             return pruner
         group = self.pattern.m if isinstance(self.pattern, SemiStructured) and self.seed % 2 else None
         return dataclasses.replace(pruner, grid=Grid(8 if self.seed % 3 else 4, group, self.seed % 5 == 0))

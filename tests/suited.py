@@ -1,12 +1,11 @@
 """Which pattern a method or pruner can be tried with: not all take all."""
 
 from hasslefree import Structured
-from hasslefree.core.protocols import removes_channels
 from hasslefree.methods import METHODS
 
 
 def suited(plugin, pattern, width=16):
     """The pattern, or half of the channels where nothing but whole channels will do."""
     part = METHODS[plugin] if isinstance(plugin, str) else plugin
-    whole = removes_channels(part) and not isinstance(pattern, Structured)
+    whole = part.whole_channels and not isinstance(pattern, Structured)
     return Structured(width // 2) if whole else pattern

@@ -13,7 +13,7 @@ from hasslefree.allocation import choice_of
 from hasslefree.core.patterns import SemiStructured, Unstructured
 from hasslefree.errors import BudgetError, RecipeError
 from hasslefree.models.blocks import find_blocks
-from hasslefree.plan import make_plan, plan_layer
+from hasslefree.plan import LayerPlan, make_plan
 from tests import oracles
 from tests.tiny_models import build, segments, tensors_of
 
@@ -27,7 +27,7 @@ BY_ERROR = [
 def uniform(recipe):
     """Name → plan of the uniform budget."""
     blocks = find_blocks(build("llama"))
-    plan = make_plan(blocks, recipe)
+    plan = make_plan(blocks, recipe.resolve(with_text=False))
     return {f"{blocks.prefix(i)}.{name}": layer for i, plans in enumerate(plan) for name, layer in plans.items()}
 
 
@@ -42,12 +42,12 @@ def test_the_bytes_are_those_of_the_uniform_plan(recipe, tmp_path):
     dearest = 4 * (32 + 48) if recipe.factor_bits is None else 32 + 48 + 4
     assert size["uniform"] - dearest < size["error"] <= size["uniform"]
     before = {layer.name: layer for layer in reports["uniform"].layers}
-    moved = [layer.rank - before[layer.name].rank for layer in reports["error"].layers]
+    moved = [layer.spec.rank - before[layer.name].spec.rank for layer in reports["error"].layers]
     assert min(moved) < 0 < max(moved)
     for layer in reports["error"].layers:
         was = before[layer.name]
-        assert was.rank // 2 <= layer.rank <= 2 * was.rank
-        assert was.nonzeros // 2 <= layer.nonzeros <= 2 * was.nonzeros
+        assert was.spec.rank // 2 <= layer.spec.rank <= 2 * was.spec.rank
+        assert was.spec.nonzeros // 2 <= layer.spec.nonzeros <= 2 * was.spec.nonzeros
 
 
 def test_no_layer_grows_beyond_the_dense_one(tmp_path):
@@ -57,8 +57,8 @@ def test_no_layer_grows_beyond_the_dense_one(tmp_path):
         model.model.layers[0].mlp.down_proj.weight *= 10  # others that matter have no such bound
     recipe = dataclasses.replace(BY_ERROR[0], rank=2)
     report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
-    assert max(layer.rank for layer in report.layers if layer.out == 8) == 3
-    assert max(layer.rank for layer in report.layers) == 4
+    assert max(layer.spec.rank for layer in report.layers if layer.spec.shape[0] == 8) == 3
+    assert max(layer.spec.rank for layer in report.layers) == 4
     assert all(layer.bytes <= layer.dense_bytes for layer in report.layers)
 
 
@@ -71,10 +71,10 @@ def test_a_layer_with_nothing_to_lose_keeps_the_least(recipe, tmp_path):
         weight = model.get_submodule(name).weight
         weight *= SemiStructured(1, 8).mask(weight.square())
     report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
-    ranks = {layer.name: layer.rank for layer in report.layers}
+    ranks = {layer.name: layer.spec.rank for layer in report.layers}
     plans = uniform(recipe)
-    assert ranks[name] == plans[name].rank // 2
-    assert sum(ranks[other] > plan.rank for other, plan in plans.items()) > 3
+    assert ranks[name] == plans[name].spec.rank // 2
+    assert sum(ranks[other] > plan.spec.rank for other, plan in plans.items()) > 3
 
 
 @pytest.mark.parametrize("recipe", BY_ERROR[:2], ids=["2:4", "unstructured"])
@@ -88,14 +88,14 @@ def test_what_does_not_reach_the_output_of_the_block_counts_for_nothing(recipe, 
     for name in ("gate_proj", "up_proj"):
         layer, plan = found[f"model.layers.1.mlp.{name}"], uniform(recipe)[f"model.layers.1.mlp.{name}"]
         assert layer.relative_error > 0.01
-        assert (layer.rank, layer.nonzeros <= plan.nonzeros) == (plan.rank // 2, True)
+        assert (layer.spec.rank, layer.spec.nonzeros <= plan.spec.nonzeros) == (plan.spec.rank // 2, True)
 
 
 @pytest.mark.parametrize("pattern", [SemiStructured(2, 4), Unstructured(200)])
 def test_what_a_step_would_undo(pattern):
     """Oracle: shares of the squared singular values of R H^½, and of the scores that were removed, in float64."""
     weight, h = (part.double() for part in oracles.problem(24, 32))
-    plan = plan_layer((24, 32), pattern, 2, torch.float32, None)
+    plan = LayerPlan.of((24, 32), pattern, 2, torch.float32)
     sparse = weight * pattern.mask(weight.square())
     choice = choice_of(weight.float(), sparse.float(), Gram(h.float(), 1), plan).weighed(0.6)
     values = torch.linalg.svdvals((weight - sparse) @ torch.linalg.cholesky(h)).square()
@@ -106,8 +106,8 @@ def test_what_a_step_would_undo(pattern):
         expected = 0.6 * (scores / scores[200:].sum())[100:400]
         torch.testing.assert_close(choice.entries.gains, expected, rtol=1e-4, atol=1e-8)
         assert (choice.entries.cost, choice.step, choice.count) == (4, 1, 100)
-        assert choice.taken(3, 5).nonzeros == 105
-    assert choice.taken(3, 0).rank == 4
+        assert choice.taken(3, 5).spec.nonzeros == 105
+    assert choice.taken(3, 0).spec.rank == 4
 
 
 def test_a_step_costs_what_it_adds_to_the_bytes():
@@ -115,16 +115,16 @@ def test_a_step_costs_what_it_adds_to_the_bytes():
     weight, h = oracles.problem(24, 32)
     sparse = weight * SemiStructured(2, 4).mask(weight.square())
     for rank in (0, 1, 2, 5):
-        plan = plan_layer((24, 32), SemiStructured(2, 4), rank, torch.bfloat16, None, factor_bits=8)
+        plan = LayerPlan.of((24, 32), SemiStructured(2, 4), rank, torch.bfloat16, factor_bits=8)
         choice = choice_of(weight.bfloat16(), sparse, Gram(h, 1), plan)
         assert choice.rank == {0: 0, 1: 1, 2: 1, 5: 2}[rank]
         steps = [choice.taken(step).bytes for step in range(len(choice.ranks.gains) + 1)]
         assert [later - one for one, later in pairwise(steps)] == [24 + 32 + 2] * (len(steps) - 1)
-        assert choice.taken(0).factor_bits == 8
+        assert choice.taken(0).spec.factor_bits == (8 if rank else None)
 
 
 def test_factors_in_eight_bits_where_the_ratio_leaves_no_rank_are_refused():
-    assert {layer.rank for layer in uniform(Recipe(ratio=0.5)).values()} == {0}
+    assert {layer.spec.rank for layer in uniform(Recipe(ratio=0.5)).values()} == {0}
     with pytest.raises(BudgetError, match="rank 0 has none; give a rank"):
         uniform(Recipe(ratio=0.5, factor_bits=8))
 
@@ -156,15 +156,16 @@ def test_owl_moves_the_ratio_between_blocks(field, tmp_path):
     report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
     for layer in report.layers:
         saved = 0.58 if ".0." in layer.name else 0.42
-        budget = dataclasses.replace(recipe.budget(), **{field: saved})
-        pattern, rank = budget.resolve(layer.out, layer.width)
-        assert (layer.rank, layer.nonzeros) == (rank, pytest.approx(pattern.kept((layer.out, layer.width)), abs=1))
+        budget = dataclasses.replace(recipe.resolve(with_text=False).budget, **{field: saved})
+        pattern, rank = budget.resolve(*layer.spec.shape)
+        assert (layer.spec.rank, layer.spec.nonzeros) == (rank, pytest.approx(pattern.kept(layer.spec.shape), abs=1))
 
 
 def test_owl_plans_every_layer_twice(tmp_path, monkeypatch):
     """Once as all others, and once by the ratio of its block."""
     planned = []
-    monkeypatch.setattr("hasslefree.plan.plan_layer", lambda *its: planned.append(its) or plan_layer(*its))
+    of = LayerPlan.of
+    monkeypatch.setattr(LayerPlan, "of", lambda *its: planned.append(its) or of(*its))
     recipe = Recipe(pattern="row", sparsity=0.5, method="wanda", allocate="owl")
     report = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
     assert len(planned) == 2 * len(report.layers)
@@ -180,4 +181,4 @@ def test_owl_plans_every_layer_twice(tmp_path, monkeypatch):
 )
 def test_wrong_allocations(changes, message):
     with pytest.raises(RecipeError, match=message):
-        Recipe(**{"rank": 4} | changes).check(with_text=False)
+        Recipe(**{"rank": 4} | changes).resolve(with_text=False)

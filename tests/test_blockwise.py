@@ -10,7 +10,7 @@ import hasslefree
 from hasslefree import Gram, Recipe, SparseLowRankLinear
 from hasslefree.core.targets import corrected, drift_correction
 from hasslefree.errors import RecipeError
-from hasslefree.models.blocks import replace_module
+from hasslefree.models.sites import replace_module
 from tests.test_compress import ORDER
 from tests.tiny_models import build, logits, segments, tensors_of
 
@@ -122,4 +122,4 @@ def test_two_streams_go_on_to_the_same_bytes(place, tmp_path):
 
 def test_a_share_is_a_share():
     with pytest.raises(RecipeError, match="dense_target is a share between 0 and 1, got 1.5"):
-        Recipe(rank=2, dense_target=1.5).check(with_text=False)
+        Recipe(rank=2, dense_target=1.5).resolve(with_text=False)

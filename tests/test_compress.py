@@ -15,7 +15,7 @@ import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.compress import draw
 from hasslefree.errors import BudgetError, CalibrationError, ModelError, OutputError, RecipeError
-from hasslefree.models.blocks import replace_module
+from hasslefree.models.sites import replace_module
 from hasslefree.texts import calibration_documents, draw_segments
 from tests import oracles
 from tests.tiny_models import build, gram_of, logits, segments, tensors_of
@@ -120,14 +120,14 @@ def test_an_output_folder_in_use_needs_overwrite_and_survives_a_failure(tmp_path
     out, recipe = tmp_path / "out", Recipe(method="wanda")
     out.mkdir()
     (out / "mine.txt").write_text("precious")
-    with pytest.raises(OutputError, match=r"not empty; use --overwrite"):
+    with pytest.raises(OutputError, match=r"not empty; use overwrite=True"):
         hasslefree.compress(build("llama"), out, recipe, segments=segments())
 
     # An OSError of our own, and the plain exception that the tokenizers library raises.
     for full in (OSError(28, "No space left"), Exception("No space left on device (os error 28)")):
         model = build("llama")
         monkeypatch.setattr(model.config, "save_pretrained", Mock(side_effect=full))
-        with pytest.raises(OutputError, match="No space left.*finished blocks are kept.*--resume"):
+        with pytest.raises(OutputError, match="No space left.*finished blocks are kept.*resume=True"):
             hasslefree.compress(model, out, recipe, segments=segments(), overwrite=True)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.unfinished"]
         assert (out / "mine.txt").read_text() == "precious"

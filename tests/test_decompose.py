@@ -5,7 +5,7 @@ import torch
 
 import hasslefree
 from hasslefree import Gram, LowRank, Prune, Row, SemiStructured, Structured, Unstructured
-from hasslefree.core.protocols import Solution, grid_of
+from hasslefree.core.protocols import Method, Solution
 from hasslefree.errors import BudgetError, FactorizationError, GridError, NonFiniteError, ShapeError
 from hasslefree.methods import METHODS, build_method
 from tests import oracles
@@ -36,7 +36,7 @@ def test_factors_in_eight_bits_are_what_is_measured(name, dtype):
     """Oracles: the loss of S and of the codes in float64; and factors in the dtype of the weight, not far off."""
     weight, h = oracles.problem(24, 32)
     weight = weight.to(dtype)
-    changes = {"group_size": 8} if grid_of(METHODS[name]) else {}
+    changes = {"group_size": 8} if METHODS[name].grid else {}
     method = build_method(name, rounds=3 if hasattr(METHODS[name], "rounds") else None, **changes)
     given = Gram(h, 1, oracles.mean_of(h)), suited(name, SemiStructured(2, 4), 32), 4
     result = hasslefree.decompose(weight, *given, method=method, factor_bits=8)
@@ -146,7 +146,7 @@ def test_a_result_prints_its_error_and_not_its_tensors():
     assert "tensor" not in repr(result)
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not grid_of(method)])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.grid])
 def test_a_weight_that_has_the_pattern_stays_as_it_is(name):
     """Oracle: S = W and L = 0 has no error at all; dead inputs count as zeros."""
     weight, h = oracles.problem(12, 16)
@@ -187,13 +187,10 @@ def test_layers_near_the_limits_of_float32_are_refused_and_float64_takes_them():
 
 
 @dataclasses.dataclass(frozen=True)
-class Broken:
+class Broken(Method):
     """A method of a user's that does what it is told instead of its work."""
 
     answer: object
-
-    def check(self, rank):
-        pass
 
     def prepare(self, gram):
         return None

@@ -29,7 +29,7 @@ forked = pytest.mark.skipif(sys.platform != "linux", reason="processes are forke
 @given(costs=st.lists(st.floats(0, 1e9), max_size=12), size=st.integers(1, 5))
 def test_every_job_is_dealt_once_and_nobody_has_much_more(costs, size):
     """Oracle: the bound of the greedy rule, mean load + largest job (Graham 1969)."""
-    owners = World(0, size).deal(costs)
+    owners = World(0, size).assign(costs)
     assert len(owners) == len(costs)
     loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(size)]
     assert max(loads) <= sum(costs) / size + max(costs, default=0) + 1e-3
@@ -45,7 +45,7 @@ def test_every_segment_is_somebodys(count, size):
     for rank in range(size):
         world = World(rank, size)
         expected = [i for i in numbers if i in world.share(rows)]
-        assert world.share(rows)[world.own(numbers)].flatten().tolist() == expected
+        assert world.share(rows)[world.local(numbers)].flatten().tolist() == expected
 
 
 @pytest.fixture(autouse=True)
@@ -115,10 +115,10 @@ def test_budgets_are_allocated_by_several_as_by_one(probed, size, tmp_path, monk
     monkeypatch.setattr("hasslefree.models.calibration.PROBED", probed)
     recipe = Recipe(rank=8, rounds=3, allocate="error")
     one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))
-    assert len({layer.rank for layer in one.layers}) > 2
+    assert len({layer.spec.rank for layer in one.layers}) > 2
     assert run(size, tmp_path / "many", recipe, activations="disk") == [0] * size
     many = json.loads((tmp_path / "many" / "compression.json").read_text())["layers"]
-    assert [layer["rank"] for layer in many] == [layer.rank for layer in one.layers]
+    assert [layer["rank"] for layer in many] == [layer.spec.rank for layer in one.layers]
 
 
 @forked

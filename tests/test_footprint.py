@@ -103,7 +103,7 @@ def test_where_the_activations_count(tmp_path):
 
 def test_a_model_that_is_loaded_counts_whole(tmp_path, monkeypatch):
     """Oracle: the bytes of its parameters."""
-    model, recipe = build("llama"), Recipe(rank=2, effort="fast").filled()
+    model, recipe = build("llama"), Recipe(rank=2, effort="fast").resolve(with_text=False)
     blocks = find_blocks(model)
     loaded = footprint(model, blocks, make_plan(blocks, recipe), recipe, (6, 16), CPU, "device")
     whole, block = (sum(p.nbytes for p in part.parameters()) for part in (model, model.model.layers[0]))
@@ -119,7 +119,7 @@ def test_a_run_that_will_not_fit_is_refused_with_the_way_out(tmp_path, monkeypat
     found = dataclasses.replace(planned(tmp_path), activations=8 * 10**9)
     room = found.ram_peak - 10**9
     monkeypatch.setattr("hasslefree.footprint.free_memory", lambda device: room)
-    with pytest.raises(MemoryShortError, match=r"with --activations disk(.|\n)*parameters kept(.|\n)*peak of RAM"):
+    with pytest.raises(MemoryShortError, match=r"with activations='disk'(.|\n)*parameters kept(.|\n)*peak of RAM"):
         check_memory(found, CPU)
     check_memory(dataclasses.replace(found, activations=0), CPU)
 
@@ -129,7 +129,7 @@ def test_what_a_gpu_has_no_room_for_may_fit_into_ram(tmp_path, monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr("hasslefree.footprint.free_memory", lambda device: 10**9 if device == gpu else 20 * 10**9)
     monkeypatch.setattr("hasslefree.footprint.product_rate", lambda device: 1e9)
-    with pytest.raises(MemoryShortError, match="it fits with --device cpu"):
+    with pytest.raises(MemoryShortError, match="it fits with device='cpu'"):
         check_memory(found, gpu)
 
 
@@ -143,7 +143,7 @@ def test_compress_refuses_before_the_work(tmp_path, monkeypatch):
 def test_wrong_plans(tmp_path):
     with pytest.raises(BudgetError, match="rank 20 is larger"):
         planned(tmp_path, Recipe(rank=20))
-    with pytest.raises(GridError, match=r"divisible by 64, got 32; use --group-size 32.*model\.layers\.0\.\S*q_proj"):
+    with pytest.raises(GridError, match=r"divisible by 64, got 32; use group_size=32.*model\.layers\.0\.\S*q_proj"):
         planned(tmp_path, Recipe(method="gptq"))
     with pytest.raises(UnknownNameError, match="place of activations 'attic'"):
         planned(tmp_path, place="attic")
@@ -178,7 +178,7 @@ def test_ram_counts_beside_a_gpu(tmp_path, monkeypatch):
     gpu = torch.device("cuda")
     found = dataclasses.replace(planned(tmp_path), device="cuda", place="cpu", activations=10**9)
     check_memory(found, gpu)
-    with pytest.raises(MemoryShortError, match="it fits with --activations disk"):
+    with pytest.raises(MemoryShortError, match="it fits with activations='disk'"):
         check_memory(dataclasses.replace(found, activations=2 * 10**10), gpu)
 
 

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 
 import hasslefree
 from hasslefree import AlternatingMinimization, Gram, Joint, SparseGPT
-from hasslefree.core.protocols import grid_of
 from hasslefree.errors import FactorizationError, HasslefreeError, NonFiniteError
 from tests.fuzzing import (
     Case,
@@ -50,7 +49,7 @@ def test_a_hard_layer_has_an_honest_result_or_an_error_with_a_remedy(case):
     assert torch.isfinite(product).all()
     assert feasible(result.sparse, case.pattern)
     assert result.quantised is None or torch.equal(result.quantised.values(), result.sparse)
-    assert (result.quantised is None) == (grid_of(case.solver()) is None)
+    assert (result.quantised is None) == (case.solver().grid is None)
     assert (result.factors is None) == (case.factor_bits is None)
     if result.factors is not None:
         assert torch.equal(result.factors.values().u, result.low_rank.u)
@@ -123,7 +122,7 @@ def assert_remarked(result, case, weight, gram):
     assert ("a layer of zeros would be closer" in text) == (result.relative_error > 1)
     kept = case.pattern.kept((case.out, case.width))
     seen = weight * (gram.diagonal != 0)
-    free = grid_of(case.solver()) is None
+    free = case.solver().grid is None
     assert ("S = W" in text) == (free and kept < weight.numel() and feasible(seen, case.pattern))
     if "S = W" in text:
         assert torch.equal(result.sparse, seen)

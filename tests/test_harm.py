@@ -1,4 +1,4 @@
-"""The harm of pruning one layer of a whole model."""
+"""The sensitivity of a whole model to the pruning of one layer."""
 
 import copy
 
@@ -11,28 +11,28 @@ from transformers.pytorch_utils import Conv1D
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.blockwise import Job, look_over
+from hasslefree.blockwise import look_over
 from hasslefree.distributed import World
 from hasslefree.errors import ModelError, NonFiniteError
-from hasslefree.harm import harms
+from hasslefree.harm import sensitivities
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calibration import probes
 from hasslefree.models.streaming import Weights
 from hasslefree.plan import make_plan
 from tests.tiny_models import build, logits, segments
 
-RECIPE = Recipe(rank=2, allocate="error").filled()
+RECIPE = Recipe(rank=2, allocate="error").resolve(with_text=False)
 
 
-def job_on(model, place="device"):
-    blocks = find_blocks(model)
-    plan = make_plan(blocks, RECIPE)
-    return Job(model, blocks, plan, Weights(model, model.device), RECIPE, RECIPE.build_method(), place, print, World())
+def plan_of(model):
+    return make_plan(find_blocks(model), RECIPE)
 
 
-def look(job, tokens, folder):
-    calls, _ = look_over(job, tokens[:1])
-    return harms(job, calls, tokens, folder, lambda weight, sparse, *rest: sparse)
+def look(model, tokens, folder, storage="device", see=lambda weight, sparse, *rest: sparse):
+    blocks, plan = find_blocks(model), plan_of(model)
+    options = {"storage": storage, "folder": folder}
+    walk, _ = look_over(model, blocks, Weights(model, model.device), plan, tokens[:1], options)
+    return sensitivities(walk, plan, tokens, World(), see)
 
 
 @pytest.mark.parametrize("place", ["device", "disk"])
@@ -42,18 +42,18 @@ def test_it_is_the_divergence_of_a_model_with_that_layer_pruned(family, place, t
     monkeypatch.setattr("hasslefree.models.calibration.PROBED", 40)  # two segments of 16
     model, tokens = build(family), segments(4, 16)
     wanted = F.log_softmax(logits(model, tokens[:2]).double(), -1)
-    found = look(job_on(model, place), tokens, tmp_path)
+    found = look(model, tokens, tmp_path, place)
     blocks = find_blocks(model)
-    assert sum(map(len, found)) == sum(map(len, job_on(model).plan)) > 7
+    assert sum(map(len, found)) == sum(map(len, plan_of(model))) > 7
     for index, layers in enumerate(found):
-        for name, (sparse, harm) in layers.items():
+        for name, (sparse, sensitivity) in layers.items():
             changed = copy.deepcopy(model)
             linear = changed.get_submodule(f"{blocks.prefix(index)}.{name}")
             with torch.no_grad():
                 linear.weight.copy_(sparse.T if isinstance(linear, Conv1D) else sparse)
             here = F.log_softmax(logits(changed, tokens[:2]).double(), -1)
             expected = (wanted.exp() * (wanted - here)).sum(-1).mean()
-            assert harm == pytest.approx(float(expected), rel=1e-3), name
+            assert sensitivity == pytest.approx(float(expected), rel=1e-3), name
     assert torch.equal(F.log_softmax(logits(model, tokens[:2]).double(), -1), wanted)  # the model is as it was
 
 
@@ -67,8 +67,8 @@ def test_the_first_segments_are_probes(samples, seqlen):
 
 def test_a_layer_that_ruins_the_model_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("hasslefree.harm.divergence", lambda found, wanted: float("nan"))
-    with pytest.raises(NonFiniteError, match=r"with model.layers.0.self_attn.q_proj pruned .*--allocate uniform"):
-        look(job_on(build("llama")), segments(), tmp_path)
+    with pytest.raises(NonFiniteError, match=r"with model.layers.0.self_attn.q_proj pruned .*allocate='uniform'"):
+        look(build("llama"), segments(), tmp_path)
 
 
 def test_a_model_whose_head_needs_the_blocks_is_refused(tmp_path):
@@ -76,11 +76,8 @@ def test_a_model_whose_head_needs_the_blocks_is_refused(tmp_path):
     seen = []
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
     model.lm_head.register_forward_pre_hook(lambda module, args: seen.clear() if seen else seen.pop())
-    job = job_on(model)
-    calls, _ = look_over(job, segments()[:1])
-    seen.clear()
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM does not run without the blocks.*--allocate uniform"):
-        harms(job, calls, segments(), tmp_path, lambda *seen: None)
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM does not run without the blocks.*allocate='uniform'"):
+        look(model, segments(), tmp_path, see=lambda *_: None)
 
 
 def test_a_model_without_a_head_is_compressed_by_a_uniform_plan_alone(tmp_path):

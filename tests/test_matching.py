@@ -17,10 +17,11 @@ from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import CalibrationError, NonFiniteError
 from hasslefree.matching import Matching, kept_parameters, match_block, split
-from hasslefree.models.blocks import find_blocks, replace_module, select_linears
+from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calibration import first_hidden_states
 from hasslefree.models.calls import block_calls
 from hasslefree.models.linear import SparseLowRankLinear, compressed_layers
+from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import Weights
 from tests.oracles import on_support
 from tests.tiny_models import build, segments
@@ -56,15 +57,14 @@ def compressed_block(family: str, method: str = "wanda", rank: int = 0, dtype: t
     """The first block of a tiny model with its layers replaced, its call, and the dense inputs and outputs."""
     model = build(family, dtype)
     blocks, tokens = find_blocks(model), segments(samples=6)
-    call = block_calls(model, blocks, tokens[:1], Weights(model, model.device)).calls[0]
+    call = block_calls(model, blocks, tokens[:1], Weights(model, model.device))[0]
     hidden = first_hidden_states(model, blocks, tokens)
     inputs, block = [hidden[i] for i in range(len(hidden))], blocks.modules[0]
     targets = outputs_of(block, call, inputs)
-    for name, linear in select_linears(blocks, ())[0].items():
-        weight = linear.weight.detach().T if family == "gpt2" else linear.weight.detach()
-        gram = Gram(torch.eye(weight.shape[1]), 100)
-        result = hasslefree.decompose(weight.contiguous(), gram, "2:4", rank, method=method)
-        replace_module(block, name, SparseLowRankLinear.from_decomposition(result, linear.bias, "2:4"))
+    for site in find_sites(block).values():
+        gram = Gram(torch.eye(site.shape[1]), 100)
+        result = hasslefree.decompose(site.weight(), gram, "2:4", rank, method=method)
+        site.replace(SparseLowRankLinear.from_decomposition(result, site.bias, "2:4"))
     return block, call, inputs, targets
 
 

@@ -11,6 +11,7 @@ from hasslefree.errors import RecipeError
 from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
 from hasslefree.methods import METHODS
 from hasslefree.pruners import PRUNERS
+from hasslefree.recipe.resolved import filled
 
 
 @pytest.fixture
@@ -20,10 +21,10 @@ def text(tmp_path):
     return str(path)
 
 
-def test_yaml_there_and_back(tmp_path, text):
-    recipe = Recipe(pattern="3:8", ratio=0.5, calibration=text, leave_dense=("*.gate",), rounds=7, damping=0.02)
-    (tmp_path / "r.yaml").write_text(recipe.to_yaml())
-    assert Recipe.from_yaml(tmp_path / "r.yaml") == recipe
+def test_yaml_gives_the_fields(tmp_path, text):
+    fields = {"pattern": "3:8", "ratio": 0.5, "calibration": text, "leave_dense": ["*.gate"], "rounds": 7, "damping": 1}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(fields))
+    assert Recipe.from_yaml(tmp_path / "r.yaml") == Recipe(**fields | {"leave_dense": ("*.gate",), "damping": 1.0})
 
 
 def test_every_problem_is_reported_at_once(text):
@@ -31,7 +32,7 @@ def test_every_problem_is_reported_at_once(text):
         Recipe(
             pattern="5:4", rank=-1, method="hasslefree", samples=0, seqlen=1, damping=-1.0, sequential="x",
             dtype="int8", calibration="wikitext",
-        ).check()  # fmt: skip
+        ).resolve()  # fmt: skip
     message = str(caught.value)
     for part in ("5:4 is impossible", "rank must not", "unknown method 'hasslefree'", "samples must", "seqlen must",
                  "damping must", "sequential is", "dtype is one of", "Did you mean 'wikitext2'"):  # fmt: skip
@@ -60,9 +61,9 @@ def test_files_that_are_no_recipes(tmp_path, content, message):
 
 def test_a_method_with_a_low_rank_part_needs_a_rank(text):
     with pytest.raises(RecipeError, match="joint needs a rank or a ratio"):
-        Recipe(calibration=text).check()
-    Recipe(calibration=text, rank=0).check()
-    Recipe(calibration=text, method="wanda").check()
+        Recipe(calibration=text).resolve()
+    Recipe(calibration=text, rank=0).resolve()
+    Recipe(calibration=text, method="wanda").resolve()
 
 
 SHIPPED = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
@@ -81,7 +82,7 @@ def test_the_recipes_that_ship_are_what_their_names_say(file):
     method = next(m for m in ("joint", "hassle-free", "oats", "sparsegpt", "wanda", "dsnot") if file.stem.startswith(m))
     budget = BUDGETS[file.stem.removeprefix(f"{method}-")]
     recipe = Recipe.from_yaml(file)
-    recipe.check()
+    recipe.resolve()
     assert recipe == Recipe(**budget, method=method, calibration="c4", samples=128, seqlen=2048)
     fields = [line for line in file.read_text().splitlines() if not line.startswith("#")]
     assert len(fields) <= 5 or file.stem == "joint-2-4-rank-64"
@@ -144,8 +145,8 @@ def test_every_problem_has_its_file_and_its_line(tmp_path):
         "a.yaml:2: pattern 5:4 is impossible",
         "b.yaml:4: unknown method 'hasslefree'",
         "b.yaml:5: seqlen must be at least 2, got 1",
-        "given beside b.yaml: seed must be between",
         "a.yaml:6: dtype is one of",
+        "given beside b.yaml: seed must be between",
         "b.yaml:7: unknown text",
     ]
     assert len(found) == len(expected)
@@ -189,12 +190,12 @@ def test_a_circle_is_seen_by_any_name(tmp_path):
 
 def test_a_pruner_alone_has_no_use_for_a_rank():
     with pytest.raises(RecipeError, match="Wanda alone has no low-rank part, got rank 4"):
-        Recipe(method="wanda", rank=4).check(with_text=False)
+        Recipe(method="wanda", rank=4).resolve(with_text=False)
 
 
 def test_every_part_of_the_method_comes_from_the_recipe():
     recipe = Recipe(rank=2, method="oats", pruner="sparsegpt", low_rank="exact", rounds=7, damping=0.5)
-    assert recipe.build_method() == AlternatingMinimization(
+    assert recipe.resolve(with_text=False).method == AlternatingMinimization(
         PRUNERS["sparsegpt"], LOW_RANK_SOLVERS["exact"], rounds=7, damping=0.5, low_rank_first=True, keep_best=False
     )
 
@@ -212,7 +213,7 @@ def test_figures_that_are_none(text):
         ("seed", 10**20, "seed must be between"),
     ]:
         with pytest.raises(RecipeError, match=message):
-            Recipe(**{"rank": 1, "calibration": text, field: value}).check()
+            Recipe(**{"rank": 1, "calibration": text, field: value}).resolve()
 
 
 def test_a_file_that_is_no_text(tmp_path):
@@ -242,14 +243,17 @@ def test_a_file_that_is_no_text(tmp_path):
     ],
 )  # fmt: skip
 def test_what_an_effort_stands_for(given, expected):
-    found = Recipe(**given).filled()
+    found = filled(Recipe(**given))
     assert {name: getattr(found, name) for name in expected} == expected
-    assert found.filled() == found
+    assert filled(found) == found
+    resolved = Recipe(**given).resolve(with_text=False)
+    assert resolved.recipe == found
+    assert resolved.match_blocks == found.match_blocks
 
 
 def test_an_unknown_effort_is_refused():
     with pytest.raises(RecipeError, match="effort is one of fast, balanced, best, got 'much'"):
-        Recipe(rank=4, effort="much").check(with_text=False)
+        Recipe(rank=4, effort="much").resolve(with_text=False)
 
 
 @pytest.mark.parametrize(
@@ -265,16 +269,17 @@ def test_an_unknown_effort_is_refused():
 )
 def test_what_does_not_go_with_factors_in_eight_bits(fields, message):
     with pytest.raises(RecipeError, match=message):
-        Recipe(**fields).check(with_text=False)
+        Recipe(**fields).resolve(with_text=False)
 
 
 def test_every_method_with_a_low_rank_part_takes_factors_in_eight_bits():
     for name, method in METHODS.items():
         if not isinstance(method, Prune):
             pattern = {"pattern": "structured", "sparsity": 0.5} if name == "losparse" else {}
-            Recipe(method=name, rank=2, factor_bits=8, **pattern).check(with_text=False)
-    assert Recipe(rank=2, factor_bits=8, effort="best").filled().match_blocks is False
-    Recipe(rank=2, factor_bits=8, effort="best").filled().check(with_text=False)
+            Recipe(method=name, rank=2, factor_bits=8, **pattern).resolve(with_text=False)
+    found = filled(Recipe(rank=2, factor_bits=8, effort="best"))
+    assert found.match_blocks is False
+    found.resolve(with_text=False)
 
 
 QUANTISED = ["rtn", "gptq", "loftq", "lq-lora", "caldera", "joint-grid"]
@@ -282,12 +287,12 @@ QUANTISED = ["rtn", "gptq", "loftq", "lq-lora", "caldera", "joint-grid"]
 
 def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
     recipe = Recipe(method="caldera", rank=2, bits=8, group_size=32, symmetric=True)
-    assert recipe.build_method().pruner.grid == Grid(8, 32, True)
-    assert Recipe(method="gptq", group_size=0).build_method().pruner.grid == Grid(group=None)
-    assert {name: Recipe(method=name).pattern for name in QUANTISED} == dict.fromkeys(QUANTISED, "dense")
-    assert Recipe(method="hassle-free", pruner="gptq").pattern == "dense"
-    assert Recipe().pattern == Recipe(method="oats").pattern == Recipe(method="nonsense").pattern == "2:4"
-    assert Recipe(method="gptq", pattern="2:4").pattern == "2:4"
+    assert recipe.resolve(with_text=False).method.pruner.grid == Grid(8, 32, True)
+    assert Recipe(method="gptq", group_size=0).resolve(with_text=False).method.pruner.grid == Grid(group=None)
+    assert {name: filled(Recipe(method=name)).pattern for name in QUANTISED} == dict.fromkeys(QUANTISED, "dense")
+    assert filled(Recipe(method="hassle-free", pruner="gptq")).pattern == "dense"
+    assert {filled(Recipe(method=name)).pattern for name in ("joint", "oats", "nonsense")} == {"2:4"}
+    assert filled(Recipe(method="gptq", pattern="2:4")).pattern == "2:4"
 
 
 @pytest.mark.parametrize(
@@ -295,11 +300,11 @@ def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
     [
         (
             {"bits": 4, "rank": 2},
-            "method 'joint' has no grid: bits.*--method rtn, loftq, lq-lora, caldera, joint-grid, gptq",
+            "method 'joint' has no grid: bits.*method rtn, loftq, lq-lora, caldera, joint-grid, gptq",
         ),
         ({"method": "wanda", "symmetric": False}, "method 'wanda' has no grid"),
-        ({"method": "hassle-free", "group_size": 64, "rank": 2}, "no grid.*hassle-free with --pruner gptq"),
-        ({"method": "gptq", "bits": 3}, "4 or 8 bits, got 3; use --bits 4"),
+        ({"method": "hassle-free", "group_size": 64, "rank": 2}, "no grid.*hassle-free with pruner gptq"),
+        ({"method": "gptq", "bits": 3}, "4 or 8 bits, got 3; use bits=4"),
         ({"method": "gptq", "group_size": -1}, "0 for whole rows, got -1"),
         ({"pattern": "dense", "rank": 2}, "pattern dense keeps every entry.*method joint.*caldera, joint-grid, gptq"),
         ({"method": "caldera", "rank": 2, "match_blocks": True}, "match_blocks trains the values of S"),
@@ -310,4 +315,4 @@ def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
 )
 def test_what_does_not_go_with_a_grid(fields, message):
     with pytest.raises(RecipeError, match=message):
-        Recipe(**fields).check(with_text=False)
+        Recipe(**fields).resolve(with_text=False)

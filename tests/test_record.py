@@ -4,16 +4,17 @@ import json
 
 import pytest
 
+from hasslefree.core.spec import LayerSpec
 from hasslefree.record import LayerReport, Report, summary_table
 
 
 def test_the_totals_by_hand():
     layers = (
-        LayerReport("a.q", 4, 8, "2:4", 2, 16, 0.1, 0.09, 1.0, bytes=50, dense_bytes=64),
-        LayerReport("b.q", 6, 8, "2:4", 0, 24, 0.4, 0.39, 2.0, bytes=60, dense_bytes=96),
+        LayerReport("a.q", LayerSpec("2:4", (4, 8), 2, 16), 0.1, 0.09, 1.0, bytes=50, dense_bytes=64),
+        LayerReport("b.q", LayerSpec("2:4", (6, 8), 0, 24), 0.4, 0.39, 2.0, bytes=60, dense_bytes=96),
     )
     report = Report("m", {}, "Prune()", {}, "cpu", "float32", 8, 8, 3.0, layers)
-    assert [layer.parameters for layer in layers] == [16 + 2 * 12, 24]
+    assert [layer.spec.parameters for layer in layers] == [16 + 2 * 12, 24]
     assert (report.kept_parameters, report.dense_parameters) == (64, 80)
     assert report.kept_share == 0.8
     assert report.mean_relative_error == pytest.approx(0.25)

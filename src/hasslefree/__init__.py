@@ -35,7 +35,7 @@ from hasslefree.pruners.refit import Refit
 from hasslefree.pruners.round_to_nearest import RoundToNearest
 from hasslefree.pruners.sparsegpt import SparseGPT
 from hasslefree.pruners.wanda import Wanda
-from hasslefree.recipe import Recipe
+from hasslefree.recipe.recipe import Recipe
 
 __version__ = "0.1.0"
 

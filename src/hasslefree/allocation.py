@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hasslefree.blockwise import Job, each_block, entering
 from hasslefree.core.allocation import Ladder, climb, rank_gains
-from hasslefree.core.factors import factor_bytes
 from hasslefree.core.gram import Gram
 from hasslefree.core.owl import outlier_share, owl_ratios
 from hasslefree.core.patterns import Unstructured
-from hasslefree.harm import harms
+from hasslefree.distributed import World
+from hasslefree.harm import sensitivities
 from hasslefree.models.activations import Activations
-from hasslefree.models.blocks import dense_weight
 from hasslefree.models.calibration import gather, groups_by_input
-from hasslefree.models.calls import BlockCall
-from hasslefree.plan import LayerPlan, Plan, plan_block, plan_layer
+from hasslefree.models.sites import find_sites
+from hasslefree.models.walk import Visit, Walk
+from hasslefree.plan import LayerPlan, Plan, plan_block
+from hasslefree.recipe.resolved import Resolved
 
 # A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
 LEAST, MOST = 0.5, 2.0
@@ -39,7 +37,6 @@ class Choice:
     """
 
     plan: LayerPlan
-    dtype: torch.dtype
     rank: int
     ranks: Ladder
     count: int | None = None
@@ -50,67 +47,70 @@ class Choice:
     def ladders(self) -> list[Ladder]:
         return [self.ranks] if self.entries is None else [self.ranks, self.entries]
 
-    def weighed(self, harm: float) -> Choice:
-        """The same with what each step would undo of so much harm."""
-        entries = None if self.entries is None else self.entries.weighed(harm)
-        return dataclasses.replace(self, ranks=self.ranks.weighed(harm), entries=entries)
+    def weighed(self, sensitivity: float) -> Choice:
+        """The same with each step winning its share of a sensitivity."""
+        entries = None if self.entries is None else self.entries.weighed(sensitivity)
+        return dataclasses.replace(self, ranks=self.ranks.weighed(sensitivity), entries=entries)
 
     def taken(self, ranks: int, steps: int = 0) -> LayerPlan:
         """The plan with so many steps on each ladder."""
         pattern = self.plan.pattern if self.count is None else Unstructured(self.count + steps * self.step)
-        rank, plan = self.rank + ranks, self.plan
-        return plan_layer(plan.shape, pattern, rank, self.dtype, plan.grid, plan.factor_bits)
+        spec, rank = self.plan.spec, self.rank + ranks
+        return LayerPlan.of(spec.shape, pattern, rank, self.plan.dtype, spec.grid, spec.factor_bits)
 
 
-def allocated(job: Job, calls: list[BlockCall], segments: Tensor, folder: Path) -> Plan:
+def allocated(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Plan:
     """The plan that the recipe's `allocate` asks for, from the dense model on the calibration text.
 
     Args:
-        segments: of this process. folder: for hidden states on the disk.
+        plan: the uniform one. segments: of this process.
     """
-    way = by_outliers if job.recipe.allocate == "owl" else by_error
-    return way(job, calls, segments, folder)
+    if resolved.allocate == "owl":
+        return by_outliers(walk, plan, resolved, segments, world)
+    return by_sensitivity(walk, plan, segments, world)
 
 
-def by_outliers(job: Job, calls: list[BlockCall], segments: Tensor, folder: Path) -> Plan:
+def by_outliers(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Plan:
     """OWL (arXiv 2310.05175): every block has a ratio, or a sparsity, of its own, around the recipe's."""
-    recipe, hidden = job.recipe, entering(job, segments, folder)
-    shares = [outliers_of(job, index, calls[index], hidden) for index in each_block(job, calls, hidden)]
-    sizes = [sum(math.prod(p.shape) for p in plans.values()) for plans in job.plan]
-    field = "sparsity" if recipe.ratio is None else "ratio"
-    ratios = owl_ratios(shares, getattr(recipe, field), sizes=sizes)
-    fields: list[dict[str, Any]] = [{field: ratio} for ratio in ratios]
-    return [
-        plan_block(job.blocks, index, job.plan[index], dataclasses.replace(recipe, **own))
-        for index, own in enumerate(fields)
-    ]
+    hidden = walk.entering(segments)
+    shares = [outliers_of(visit, plan[visit.index], hidden, world) for visit in walk.visits(hidden)]
+    sizes = [sum(layer.spec.dense_parameters for layer in plans.values()) for plans in plan]
+    budget = resolved.budget
+    field = "sparsity" if budget.ratio is None else "ratio"
+    moved: list[dict[str, Any]] = [{field: ratio} for ratio in owl_ratios(shares, getattr(budget, field), sizes=sizes)]
+    planned = []
+    for index, (plans, change) in enumerate(zip(plan, moved, strict=True)):
+        sites = find_sites(walk.blocks.modules[index])
+        chosen = {name: sites[name] for name in plans}
+        planned.append(plan_block(walk.blocks, index, chosen, resolved, dataclasses.replace(budget, **change)))
+    return planned
 
 
-def outliers_of(job: Job, index: int, call: BlockCall, hidden: Activations) -> float:
+def outliers_of(visit: Visit, plans: Mapping[str, LayerPlan], hidden: Activations, world: World) -> float:
     """The share of outliers in the planned layers of a block. hidden: what enters it."""
-    block, layers = job.blocks.modules[index], []
-    for group in groups_by_input(block, call, hidden[0], job.plan[index]):
-        [moments] = gather(block, job.blocks.prefix(index), call, hidden, [group], add=job.world.add)
-        linears: list[Any] = [block.get_submodule(name) for name in group]
-        layers += [(dense_weight(linear), moments.gram.matrix.diagonal()) for linear in linears]
+    layers, sites = [], visit.sites(list(plans))
+    for group in groups_by_input(visit.block, visit.call, hidden[0], plans):
+        [moments] = gather(visit.block, visit.prefix, visit.call, hidden, [group], add=world.add)
+        layers += [(sites[name].weight(), moments.gram.matrix.diagonal()) for name in group]
     return outlier_share(layers)
 
 
-def by_error(job: Job, calls: list[BlockCall], segments: Tensor, folder: Path) -> Plan:
+def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World) -> Plan:
     """The bytes of the uniform plan, spent where they bring the model's predictions closest to the dense ones.
 
-    It is measured what each layer, pruned alone by its pattern, does to the predictions (`harms`). The spectrum of
-    what was pruned tells what share of it each rank would undo; the scores of Wanda, what share each non-zero.
+    What is measured is how each layer, pruned alone by its pattern, changes the predictions (`sensitivities`). The
+    spectrum of what was pruned tells what share of that change each rank would undo; the scores of Wanda, what share
+    each non-zero.
 
     Raises:
-        ModelError, NonFiniteError: as from `harms`.
+        ModelError, NonFiniteError: as from `sensitivities`.
     """
     choices = [
-        {name: choice.weighed(harm) for name, (choice, harm) in layers.items()}
-        for layers in harms(job, calls, segments, folder, choice_of)
+        {name: choice.weighed(sensitivity) for name, (choice, sensitivity) in layers.items()}
+        for layers in sensitivities(walk, plan, segments, world, choice_of)
     ]
     every = [choice for block in choices for choice in block.values()]
-    budget = sum(layer.bytes for plans in job.plan for layer in plans.values())
+    budget = sum(layer.bytes for plans in plan for layer in plans.values())
     ladders = [ladder for choice in every for ladder in choice.ladders]
     steps = iter(climb(ladders, budget - sum(choice.taken(0).bytes for choice in every)))
     return [
@@ -119,31 +119,31 @@ def by_error(job: Job, calls: list[BlockCall], segments: Tensor, folder: Path) -
 
 
 def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan, root: Tensor | None = None) -> Choice:
-    """What a layer may become, and what share of the harm of pruning it each step would undo.
+    """What a layer may become, and what share of its sensitivity to pruning each step would undo.
 
     Args:
         sparse: the weight pruned. root: as for `rank_gains`.
     """
-    (out, width), size = plan.shape, weight.element_size()
+    spec, (out, width) = plan.spec, plan.spec.shape
     dense = weight.to(gram.matrix.dtype)
-    one, two = (factor_bytes(out, width, rank, plan.factor_bits, weight.dtype) for rank in (1, 2))
+    one, two = (dataclasses.replace(spec, rank=rank).bytes(plan.dtype) for rank in (1, 2))
     cost = two - one
     # Beyond the bytes of the dense layer there is nothing to win.
-    room = plan.rank + max(plan.dense_bytes - plan.bytes, 0) // cost
-    low, high = int(LEAST * plan.rank), min(int(MOST * plan.rank), room, out, width)
-    if plan.factor_bits:
-        low = max(low, min(plan.rank, 1))  # the scales of u come with the first rank, and are no part of its cost
+    room = spec.rank + max(plan.dense_bytes - plan.bytes, 0) // cost
+    low, high = int(LEAST * spec.rank), min(int(MOST * spec.rank), room, out, width)
+    if spec.factor_bits:
+        low = max(low, min(spec.rank, 1))  # the scales of u come with the first rank, and are no part of its cost
     spectrum = rank_gains(dense - sparse.to(dense.dtype), gram, root)
     ranks = Ladder(spectrum[low:high] * per_unit(spectrum), cost)
-    if not isinstance(plan.pattern, Unstructured) or plan.grid is not None:
-        return Choice(plan, weight.dtype, low, ranks)
+    if not isinstance(plan.pattern, Unstructured) or spec.grid is not None:
+        return Choice(plan, low, ranks)
     count = plan.pattern.count
     first, last = int(LEAST * count), min(int(MOST * count), out * width)
     step = max((last - first) // STEPS, 1)
     scores = (dense.square() * gram.matrix.diagonal()).flatten().sort(descending=True).values.double()
     gains = scores[first : first + (last - first) // step * step].view(-1, step).sum(1)
-    entries = Ladder(gains * per_unit(scores[count:]), step * size)
-    return Choice(plan, weight.dtype, low, ranks, first, entries, step)
+    entries = Ladder(gains * per_unit(scores[count:]), step * plan.dtype.itemsize)
+    return Choice(plan, low, ranks, first, entries, step)
 
 
 def per_unit(parts: Tensor) -> float:

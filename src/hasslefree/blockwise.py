@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,85 +20,77 @@ from hasslefree.core.protocols import Decomposition, Method
 from hasslefree.core.targets import corrected, drift_correction, target_damping
 from hasslefree.decompose import solve_layer
 from hasslefree.distributed import World
-from hasslefree.errors import (
-    HasslefreeError,
-    MemoryShortError,
-    ModelError,
-    NonFiniteError,
-)
+from hasslefree.errors import HasslefreeError, MemoryShortError, ModelError, NonFiniteError, option
 from hasslefree.matching import Matching, match_block
 from hasslefree.methods.row_chunks import InRowChunks
 from hasslefree.models.activations import Activations
-from hasslefree.models.blocks import Blocks, dense_weight, replace_module
-from hasslefree.models.calibration import (
-    Moments,
-    Stream,
-    first_hidden_states,
-    gather,
-    groups_by_input,
-    run_block,
-)
-from hasslefree.models.calls import BlockCall, block_calls
+from hasslefree.models.blocks import Blocks
+from hasslefree.models.calibration import Moments, Stream, gather, groups_by_input, run_block
+from hasslefree.models.calls import hooks
 from hasslefree.models.linear import SparseLowRankLinear
+from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights, outside, trim
+from hasslefree.models.walk import Visit, Walk
 from hasslefree.plan import LayerPlan, Plan
-from hasslefree.recipe import Recipe
+from hasslefree.recipe.resolved import Resolved
 from hasslefree.record import LayerReport
 
 logger = logging.getLogger(__name__)
 
-# Into so many chunks of rows is a layer cut that the device has no room for.
+# A layer that the device has no room for is cut into this many chunks of rows.
 CHUNKS = (2, 4, 8, 16)
 
-
-@dataclass(frozen=True)
-class Job:
-    """What a compression works on. place: where the hidden states between blocks are."""
-
-    model: PreTrainedModel
-    blocks: Blocks
-    plan: Plan
-    weights: Weights
-    recipe: Recipe
-    method: Method
-    place: str
-    note: Callable[[LayerReport], None]
-    world: World
+# Called with the report of each layer.
+Note = Callable[[LayerReport], None]
+# A layer that was compressed, and its report.
+Done = tuple[SparseLowRankLinear, LayerReport]
 
 
-def look_over(job: Job, segment: Tensor) -> tuple[list[BlockCall], dict[str, str]]:
+def look_over(
+    model: PreTrainedModel, blocks: Blocks, weights: Weights, plan: Plan, segment: Tensor, walk_options: dict[str, Any]
+) -> tuple[Walk, dict[str, str]]:
     """One segment (1, tokens) through the whole model, before hours of work are spent.
 
+    Args:
+        walk_options: `storage` and `folder` of `Walk`.
+
     Returns:
-        How each block is called; and a checksum of each part of the model by its name.
+        The way through the model; and a checksum of each part of the model by its name.
 
     Raises:
         ModelError: it cannot be run block by block, or a planned layer is not reached.
         NonFiniteError: NaN or Inf in a weight.
     """
-    model, blocks = job.model, job.blocks
-    with job.weights.present(outside(model, blocks)):
+    with weights.present(outside(model, blocks)):
         digests = {"outside": checksum(outside_tensors(model, blocks))}
+    reached: set[str] = set()
+    handles = []
+    for index, (block, plans) in enumerate(zip(blocks.modules, plan, strict=True)):
+        sites = find_sites(block)
+        handles += [sites[name].on_input(noting(reached, f"{blocks.prefix(index)}.{name}")) for name in plans]
 
     def look(index: int) -> None:
-        tensors = block_tensors(blocks, index)
+        tensors = block_tensors(blocks.modules[index], blocks.prefix(index))
         digests[blocks.prefix(index)] = checksum(tensors)
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
                 raise NonFiniteError(f"the weight {name} holds NaN or Inf; repair the checkpoint")
 
-    seen = block_calls(model, blocks, segment, job.weights, look)
-    if silent := [
-        f"{blocks.prefix(index)}.{name}"
-        for index, plans in enumerate(job.plan)
-        for name in plans
-        if blocks.modules[index].get_submodule(name) not in seen.reached
-    ]:
-        raise ModelError(f"no calibration token reaches {', '.join(silent[:8])}; name them with --leave-dense")
-    return seen.calls, digests
+    with hooks(handles):
+        walk = Walk.open(model, blocks, weights, segment, look=look, **walk_options)
+    planned = [f"{blocks.prefix(index)}.{name}" for index, plans in enumerate(plan) for name in plans]
+    if silent := [name for name in planned if name not in reached]:
+        raise ModelError(
+            f"no calibration token reaches {', '.join(silent[:8])}; name them with {option('leave_dense')}"
+        )
+    return walk, digests
 
 
-def checksum(tensors: dict[str, Tensor]) -> str:
+def noting(reached: set[str], name: str) -> Callable[[Tensor], None]:
+    return lambda x: reached.add(name)
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
     """CRC-32 of the bytes of tensors, one after the other."""
     found = 0
     for tensor in tensors.values():
@@ -109,10 +98,9 @@ def checksum(tensors: dict[str, Tensor]) -> str:
     return f"{found:08x}"
 
 
-def block_tensors(blocks: Blocks, index: int) -> dict[str, Tensor]:
+def block_tensors(block: nn.Module, prefix: str) -> dict[str, Tensor]:
     """The parameters and stored buffers of a block by their names in the model."""
-    state = blocks.modules[index].state_dict()
-    return {f"{blocks.prefix(index)}.{name}": tensor for name, tensor in state.items()}
+    return {f"{prefix}.{name}": tensor for name, tensor in block.state_dict().items()}
 
 
 def outside_tensors(model: PreTrainedModel, blocks: Blocks) -> dict[str, Tensor]:
@@ -122,69 +110,61 @@ def outside_tensors(model: PreTrainedModel, blocks: Blocks) -> dict[str, Tensor]
     return {n: t for n, t in model.state_dict().items() if not n.startswith(inside) and n not in tied}
 
 
-def entering(job: Job, segments: Tensor, folder: Path) -> Activations:
-    """What enters the first block."""
-    with job.weights.present(outside(job.model, job.blocks)):
-        return first_hidden_states(job.model, job.blocks, segments, job.place, folder)
+def compress_blocks(
+    walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, work: Unfinished, world: World, note: Note
+) -> None:
+    """Decompose, replace and write every planned layer; each block gets the outputs of the compressed ones before it.
 
-
-def each_block(job: Job, calls: list[BlockCall], hidden: Activations) -> Iterator[int]:
-    """The numbers of the blocks as they are, each block in memory in its turn, and `hidden` what enters it.
-
-    In the end `hidden` is what leaves the last.
+    Args:
+        segments: of this process. work: holds the finished blocks, and takes the others.
     """
-    for index, block in enumerate(job.blocks.modules):
-        with job.weights.present(block.modules):
-            yield index
-            run_block(block, calls[index], hidden)
+    count, finished = len(walk.blocks.modules), len(work.parts)
+    hidden = walk.entering(segments)
+    if not finished and world.writes:
+        with walk.outside():
+            work.add(part_file(0, count), outside_tensors(walk.model, walk.blocks))
+    dense = hidden.copy() if resolved.two_streams else None
+    for visit in walk.visits(hidden, to_end=False):
+        if visit.index + 1 < finished:
+            if dense is not None:
+                run_block(visit.block, visit.call, dense)
+            put_back(visit, work, note)
+            continue
+        plans = plan[visit.index]
+        done, matching = compress_block(visit, plans, resolved, hidden, dense, world, note)
+        if world.writes:
+            work.add(
+                part_file(visit.index + 1, count),
+                block_tensors(visit.block, visit.prefix),
+                entries={report.name: entry_of(layer) for layer, report in done},
+                layers=[report.to_dict() for _, report in done],
+                matching=matching,
+            )
 
 
-def compress_blocks(job: Job, work: Unfinished, calls: list[BlockCall], segments: Tensor) -> None:
-    """Decompose, replace and write every planned layer; each block is fed with what those before it put out."""
-    count, finished = len(job.blocks.modules), len(work.parts)
-    with job.weights.present(outside(job.model, job.blocks)):
-        hidden = first_hidden_states(job.model, job.blocks, segments, job.place, work.folder)
-        if not finished and job.world.writes:
-            work.add(_file(0, count), outside_tensors(job.model, job.blocks))
-    dense = hidden.copy() if job.recipe.two_streams else None
-    for index, block in enumerate(job.blocks.modules):
-        with job.weights.present(block.modules):
-            if index + 1 < finished:
-                if dense is not None:
-                    run_block(block, calls[index], dense)
-                put_back(job, work, index)
-            else:
-                layers, matching = compress_block(job, index, calls[index], hidden, dense)
-                if job.world.writes:
-                    entries = {report.name: entry_of(layer) for layer, report in layers}
-                    reports = [dataclasses.asdict(report) for _, report in layers]
-                    tensors = block_tensors(job.blocks, index)
-                    work.add(_file(index + 1, count), tensors, entries=entries, layers=reports, matching=matching)
-            if index + 1 < count:
-                run_block(block, calls[index], hidden)
-
-
-def _file(part: int, blocks: int) -> str:
+def part_file(part: int, blocks: int) -> str:
     return f"model-{part + 1:05d}-of-{blocks + 1:05d}.safetensors"
 
 
-def put_back(job: Job, work: Unfinished, index: int) -> None:
+def put_back(visit: Visit, work: Unfinished, note: Note) -> None:
     """Put the compressed layers of a finished block in place, as they were written."""
-    part, block, prefix = work.parts[index + 1], job.blocks.modules[index], f"{job.blocks.prefix(index)}."
+    part, sites, prefix = work.parts[visit.index + 1], find_sites(visit.block), f"{visit.prefix}."
     for name, entry in read_entries(part.entries).items():
-        leaf = name.removeprefix(prefix)
-        replace_module(block, leaf, empty_layer(block.get_submodule(leaf), name, entry))
-    block.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in work.read(part).items()})
+        site = sites[name.removeprefix(prefix)]
+        site.replace(empty_layer(site, name, entry))
+    visit.block.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in work.read(part).items()})
     for layer in part.layers:
-        job.note(LayerReport.from_dict(layer))
-
-
-# A layer that was compressed, and its report.
-Done = tuple[SparseLowRankLinear, LayerReport]
+        note(LayerReport.from_dict(layer))
 
 
 def compress_block(
-    job: Job, index: int, call: BlockCall, hidden: Activations, dense: Activations | None
+    visit: Visit,
+    plans: Mapping[str, LayerPlan],
+    resolved: Resolved,
+    hidden: Activations,
+    dense: Activations | None,
+    world: World,
+    note: Note,
 ) -> tuple[list[Done], dict[str, Any] | None]:
     """Decompose and replace the planned layers of one block, each process its share; and match the block, if asked.
 
@@ -194,73 +174,79 @@ def compress_block(
     Returns:
         The layers with their reports, and the report of the matching.
     """
-    block, prefix, plans = job.blocks.modules[index], job.blocks.prefix(index), job.plan[index]
+    block, call = visit.block, visit.call
     groups = groups_by_input(block, call, hidden[0], plans)
-    original = None if dense is None else copied_but_for(block, plans)
-    drifting = (original, dense) if original is not None and dense is not None and job.recipe.dense_target else None
+    original = None if dense is None else copied_but_for(visit.sites(list(plans)), block)
+    drifting = (original, dense) if original is not None and dense is not None and resolved.dense_target else None
     done = []
-    for together in [groups] if job.recipe.sequential == "block" else [[group] for group in groups]:
-        done += compress_groups(job, index, call, hidden, together, drifting)
+    for together in [groups] if resolved.recipe.sequential == "block" else [[group] for group in groups]:
+        done += compress_groups(visit, plans, resolved, hidden, together, drifting, world, note)
     matching = None
     if original is not None and dense is not None:
         run_block(original, call, dense)
-        if job.recipe.match_blocks:
-            report = match_block(block, call, hidden, dense, Matching(), job.recipe.seed, world=job.world)
-            matching = {"block": prefix, **report.to_dict()}
+        if resolved.match_blocks:
+            report = match_block(block, call, hidden, dense, Matching(), resolved.recipe.seed, world=world)
+            matching = {"block": visit.prefix, **report.to_dict()}
     return done, matching
 
 
-def copied_but_for(block: nn.Module, names: Iterable[str]) -> nn.Module:
-    """A copy of a block that shares the named layers with it: in one they are replaced, in the other they stay."""
-    shared: dict[int, Any] = {id(layer): layer for layer in map(block.get_submodule, names)}
+def copied_but_for(sites: Mapping[str, Site], block: nn.Module) -> nn.Module:
+    """A copy of a block that shares the modules of some sites: they are replaced in the block, and stay in the copy."""
+    shared: dict[int, Any] = {id(site.module): site.module for site in sites.values()}
     return copy.deepcopy(block, shared)
 
 
 def compress_groups(
-    job: Job, index: int, call: BlockCall, hidden: Activations, groups: list[list[str]], dense: Stream | None
+    visit: Visit,
+    plans: Mapping[str, LayerPlan],
+    resolved: Resolved,
+    hidden: Activations,
+    groups: list[list[str]],
+    dense: Stream | None,
+    world: World,
+    note: Note,
 ) -> list[Done]:
     """Decompose and replace the layers of some groups, each process its share. dense: for targets that lead to it."""
-    block, prefix, plans = job.blocks.modules[index], job.blocks.prefix(index), job.plan[index]
-    moments = gather(block, prefix, call, hidden, groups, dense, job.world.add)
+    moments = gather(visit.block, visit.prefix, visit.call, hidden, groups, dense, world.add)
     names = [name for group in groups for name in group]
     # What every method does most of is products out × in × in.
-    owners = job.world.deal([plans[name].shape[0] * plans[name].shape[1] ** 2 for name in names])
-    mine = {name for name, owner in zip(names, owners, strict=True) if owner == job.world.rank}
+    shapes = [plans[name].spec.shape for name in names]
+    owners = world.assign([out * width**2 for out, width in shapes])
+    mine = {name for name, owner in zip(names, owners, strict=True) if owner == world.rank}
     found: dict[str, Done] = {}
     for group, known in zip(groups, moments, strict=True):
         share = {name: plans[name] for name in group if name in mine}
-        found |= compress_group(job, block, prefix, share, known) if share else {}
-    done = [put_in_place(job, block, n, owner, found.get(n)) for n, owner in zip(names, owners, strict=True)]
+        found |= compress_group(visit, share, resolved, known, note) if share else {}
+    done = [put_in_place(visit, n, owner, found.get(n), world, note) for n, owner in zip(names, owners, strict=True)]
     trim()
     return done
 
 
 def compress_group(
-    job: Job, block: nn.Module, prefix: str, plans: dict[str, LayerPlan], known: Moments
+    visit: Visit, plans: Mapping[str, LayerPlan], resolved: Resolved, known: Moments, note: Note
 ) -> dict[str, Done]:
     """Decompose layers that share one input, with what depends on its moments computed once."""
     start, done = time.perf_counter(), {}
-    gram, share = known.gram, job.recipe.dense_target or 0.0
+    gram, sites, method = known.gram, visit.sites(list(plans)), resolved.method
     try:
         # In the place of the drift, and before the solver makes what it holds: neither is needed beside the other.
         correction = known.drift
         if correction is not None:
-            correction.copy_(drift_correction(gram, correction, share, target_damping(gram)))
-        prepared = job.method.prepare(gram)
+            correction.copy_(drift_correction(gram, correction, resolved.dense_target, target_damping(gram)))
+        prepared = method.prepare(gram)
         shared = (time.perf_counter() - start) / len(plans)
         for name, plan in plans.items():
             start = time.perf_counter()
-            linear: Any = block.get_submodule(name)
-            weight, pattern = dense_weight(linear), str(plan.pattern)
+            weight = sites[name].weight()
             target = None if correction is None else corrected(weight, correction)
-            result = solve_with_room(weight, gram, job.method, prepared, plan, job.recipe.seed, target)
-            bias = None if linear.bias is None else linear.bias.detach()
-            layer = SparseLowRankLinear.from_decomposition(result, bias, pattern)
+            result = solve_with_room(weight, gram, method, prepared, plan, resolved.recipe.seed, target)
+            layer = SparseLowRankLinear.from_decomposition(result, sites[name].bias, plan.spec.pattern)
             seconds = time.perf_counter() - start + shared
-            done[name] = layer, LayerReport.of(f"{prefix}.{name}", pattern, result, seconds, layer.stored_bytes)
-            job.note(done[name][1])
+            report = LayerReport.of(f"{visit.prefix}.{name}", layer.spec, result, seconds, layer.stored_bytes)
+            done[name] = layer, report
+            note(report)
     except HasslefreeError as error:
-        raise type(error)(f"{error} ({prefix}: {', '.join(plans)})") from None
+        raise error.within(f"{visit.prefix}: {', '.join(plans)}") from None
     return done
 
 
@@ -272,28 +258,30 @@ def solve_with_room(
     Raises:
         MemoryShortError: no number of chunks helps.
     """
+    spec = plan.spec
     for chunks in (1, *CHUNKS):
         way = method if chunks == 1 else InRowChunks(method, chunks, gram)
         try:
-            return solve_layer(weight, gram, way, prepared, plan.pattern, plan.rank, seed, target, plan.factor_bits)
+            return solve_layer(weight, gram, way, prepared, plan.pattern, spec.rank, seed, target, spec.factor_bits)
         except torch.OutOfMemoryError as error:
-            logger.warning("out of memory with %d chunk(s) of rows of a layer %s: %s", chunks, plan.shape, error)
+            logger.warning("out of memory with %d chunk(s) of rows of a layer %s: %s", chunks, spec.shape, error)
         torch.cuda.empty_cache()
     raise MemoryShortError(
-        f"{weight.device} has no room for a layer {plan.shape[0]}×{plan.shape[1]}, not even in {CHUNKS[-1]} chunks of "
-        "rows; use another method, a larger device, or --device cpu"
+        f"{weight.device} has no room for a layer {spec.shape[0]}×{spec.shape[1]}, not even in {CHUNKS[-1]} chunks of "
+        f"rows; use another method, a larger device, or {option('device', 'cpu')}"
     )
 
 
-def put_in_place(job: Job, block: nn.Module, name: str, owner: int, done: Done | None) -> Done:
+def put_in_place(visit: Visit, name: str, owner: int, done: Done | None, world: World, note: Note) -> Done:
     """Put a compressed layer in its place, in all processes. done: what its owner has."""
-    entry, report = job.world.told((entry_of(done[0]), done[1]) if done else None, owner)
+    site = find_sites(visit.block)[name]
+    entry, report = world.broadcast((entry_of(done[0]), done[1]) if done else None, owner)
     if done is None:
-        layer = empty_layer(block.get_submodule(name), report.name, read_entries({report.name: entry})[report.name])
-        job.note(report)
+        layer = empty_layer(site, report.name, read_entries({report.name: entry})[report.name])
+        note(report)
     else:
         layer = done[0]
     for tensor in layer.state_dict().values():
-        job.world.spread(tensor, owner)
-    replace_module(block, name, layer)
+        world.broadcast_(tensor, owner)
+    site.replace(layer)
     return layer, report

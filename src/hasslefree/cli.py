@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hasslefree.errors import HasslefreeError, OutputError, RecipeError
-from hasslefree.recipe_options import with_recipe
+from hasslefree.errors import HasslefreeError, OutputError, RecipeError, with_flags
+from hasslefree.recipe.options import with_recipe
 
 if TYPE_CHECKING:
     from hasslefree.record import LayerReport
@@ -70,7 +70,7 @@ def compress(
                 progress=progress,
             )
     except KeyboardInterrupt:
-        say(f"Interrupted; {kept(out)}.")
+        say(f"Interrupted; {with_flags(kept(out))}.")
         raise
     if not console.quiet:
         write_seconds(out, report)
@@ -347,7 +347,9 @@ def main() -> None:
     try:
         app(args=spread_lists(sys.argv[1:]), prog_name="hasslefree")
     except HasslefreeError as error:
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        Console(stderr=True, soft_wrap=True).print(
+            f"error: {with_flags(error.message)}", style="red", markup=False, highlight=False
+        )
         sys.exit(2)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 
-from hasslefree.recipe import Recipe
+from hasslefree.recipe.recipe import Recipe
 from hasslefree.record import Report
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,17 +13,13 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from hasslefree.allocation import allocated
-from hasslefree.blockwise import Job, compress_blocks, look_over
+from hasslefree.blockwise import compress_blocks, look_over
 from hasslefree.checkpoints.cards import FIGURE, base_licence, model_card
 from hasslefree.checkpoints.output import check_output
 from hasslefree.checkpoints.transformers_plugin import HasslefreeConfig
 from hasslefree.checkpoints.unfinished import Part, Unfinished, fingerprint, unfinished
-from hasslefree.core.protocols import Method
-from hasslefree.distributed import World, joined, own_device
-from hasslefree.errors import (
-    CalibrationError,
-    ModelError,
-)
+from hasslefree.distributed import World, joined, local_device
+from hasslefree.errors import CalibrationError, ModelError, option
 from hasslefree.footprint import check_memory, footprint
 from hasslefree.models.activations import check_place
 from hasslefree.models.blocks import find_blocks
@@ -39,7 +34,8 @@ from hasslefree.models.load import (
 )
 from hasslefree.models.streaming import Weights
 from hasslefree.plan import bytes_on_disk, digest, make_plan
-from hasslefree.recipe import Recipe
+from hasslefree.recipe.recipe import Recipe
+from hasslefree.recipe.resolved import Resolved
 from hasslefree.record import LayerReport, Report, versions
 from hasslefree.report.figures import heat_map, save
 from hasslefree.texts import calibration_documents, draw_segments
@@ -86,40 +82,37 @@ def compress(
     """
     start = time.perf_counter()
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe) if recipe else Recipe()
-    recipe.check(with_text=segments is None)
-    recipe = recipe.filled()
+    resolved = recipe.resolve(with_text=segments is None)
     folder = Path(out).resolve()
     check_output(folder, overwrite)
     check_place(activations)
-    target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device or own_device())
+    target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device or local_device())
     with joined(target) as world, workplace(folder, overwrite, resume, world) as work:
-        scratch = work.scratch / str(world.rank)
-        name, loaded, tokenizer = open_model(model, recipe.dtype, scratch, tokenizer, trust_remote_code)
+        name, loaded, tokenizer = open_model(
+            model, recipe.dtype, work.scratch / str(world.rank), tokenizer, trust_remote_code
+        )
         blocks = find_blocks(loaded)
-        plan = make_plan(blocks, recipe)
+        plan = make_plan(blocks, resolved)
         check_output(folder, overwrite, bytes_on_disk(loaded, plan) - work.bytes_done)
-        own_segments = segments is not None
+        given = segments is not None
         if segments is None:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
             segments = draw(loaded, tokenizer, recipe)
         check_segments(loaded, segments, world)
         shape = (segments.shape[0], segments.shape[1])
-        check_memory(footprint(loaded, blocks, plan, recipe, shape, target, activations, world.size), target)
-        method = recipe.build_method()
+        check_memory(footprint(loaded, blocks, plan, resolved, shape, target, activations, world.size), target)
         note = _counter(sum(map(len, plan)), progress)
-        job = Job(loaded, blocks, plan, Weights(loaded, target), recipe, method, activations, note, world)
-        calls, digests = look_over(job, segments[:1].to(target))
-        mine = world.share(segments).to(target)
-        if recipe.allocate != "uniform":
-            job = dataclasses.replace(job, plan=world.told(allocated(job, calls, mine, work.folder)))
-        about = described(name, loaded, recipe, method, segments) | {
-            "device": target.type,
-            "own_segments": own_segments,
-        }
+        walk_options = {"storage": activations, "folder": work.folder}
+        first = segments[:1].to(target)
+        walk, digests = look_over(loaded, blocks, Weights(loaded, target), plan, first, walk_options)
+        local = world.share(segments).to(target)
+        if resolved.allocate != "uniform":
+            plan = world.broadcast(allocated(walk, plan, resolved, local, world))
+        about = described(name, loaded, resolved, segments) | {"device": target.type, "own_segments": given}
         if world.writes:
-            work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(job.plan)})
-        compress_blocks(job, work, calls, mine)
-        parts = world.told(work.parts)
+            work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(plan)})
+        compress_blocks(walk, plan, resolved, local, work, world, note)
+        parts = world.broadcast(work.parts)
         layers = tuple(LayerReport.from_dict(layer) for part in parts for layer in part.layers)
         matching = tuple(part.matching for part in parts if part.matching)
         report = Report(**about, seconds=time.perf_counter() - start, layers=layers, matching=matching)
@@ -128,12 +121,12 @@ def compress(
     return report
 
 
-def described(name: str, model: PreTrainedModel, recipe: Recipe, method: Method, segments: Tensor) -> dict[str, Any]:
+def described(name: str, model: PreTrainedModel, resolved: Resolved, segments: Tensor) -> dict[str, Any]:
     """What is done, to what, as `Report` and the journal have it."""
     return {
         "model": name,
-        "recipe": dataclasses.asdict(recipe) | {"leave_dense": list(recipe.leave_dense)},
-        "method": repr(method),
+        "recipe": resolved.to_dict(),
+        "method": repr(resolved.method),
         "versions": versions(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "seqlen": segments.shape[1],
@@ -146,10 +139,10 @@ def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterato
     """The unfinished folder of OUT: that of the process that writes, and for the others a view of what was done."""
     if world.writes:
         with unfinished(out, overwrite, resume) as work:
-            world.told(work.parts)
+            world.broadcast(work.parts)
             yield work
     else:
-        yield Unfinished(out, None, world.told(None))
+        yield Unfinished(out, None, world.broadcast(None))
 
 
 def _counter(total: int, progress: Progress | None) -> Callable[[LayerReport], None]:
@@ -205,7 +198,8 @@ def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> No
         )
     if len(segments) < world.size:
         raise CalibrationError(
-            f"{world.size} processes share {len(segments)} calibration segments; use fewer processes, or more --samples"
+            f"{world.size} processes share {len(segments)} calibration segments; "
+            f"use fewer processes, or more {option('samples')}"
         )
     resolve_seqlen(model, segments.shape[1])
     embeddings: Any = model.get_input_embeddings()

@@ -17,8 +17,8 @@ from hasslefree.core.grids import Quantised
 from hasslefree.core.linalg import LinAlgError
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Decomposition, Method, Solution, grid_of
-from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError
+from hasslefree.core.protocols import Decomposition, Method, Solution
+from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError, option
 from hasslefree.methods import build_method
 
 DATA_FREE = "no Gram was given: data-free, with H = I, so that errors are of the weight and not of the layer's output"
@@ -72,7 +72,7 @@ def decompose(
     exact_pattern, exact_rank = Budget(pattern, rank, sparsity, ratio, rank_share).resolve(*weight.shape)
     solver.check(exact_rank)
     check_factor_bits(factor_bits, exact_rank)
-    if grid := grid_of(solver):
+    if grid := solver.grid:
         grid.check((weight.shape[0], weight.shape[1]), exact_pattern.group)
     found = solve_layer(weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed, None, factor_bits)
     return dataclasses.replace(found, remarks=(DATA_FREE, *found.remarks)) if data_free else found
@@ -108,13 +108,15 @@ def solve_layer(
     alive = gram.alive
     live = full if alive.all() else full * alive
     norm = checked_norm(live, gram)
-    solution = None if grid_of(method) else unchanged(live, pattern, rank)
+    solution = None if method.grid else unchanged(live, pattern, rank)
     solution = solution or solve(method, live, prepared, pattern, rank, seed)
     sparse = solution.sparse * alive
     low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * alive).balanced()
     before = relative(gram.loss(low_rank.residual(full, sparse)), norm)
     if not math.isfinite(before):
-        raise NonFiniteError("the method came upon NaN or Inf; raise the damping (--damping 0.01) or use joint")
+        raise NonFiniteError(
+            f"the method came upon NaN or Inf; raise the damping ({option('damping', 0.01)}) or use joint"
+        )
     on_grid = Quantised.of(sparse, solution.scaling, weight.dtype) if solution.scaling else None
     cast, cast_low_rank, factors = sparse.to(weight.dtype), low_rank.to(weight.dtype), None
     if factor_bits and rank:
@@ -125,7 +127,8 @@ def solve_layer(
         after = relative(gram.loss(cast_low_rank.to(full.dtype).residual(full, cast.to(full.dtype))), norm)
     if not math.isfinite(after):
         raise NonFiniteError(
-            f"S or L does not fit into {_name(weight)}; use another dtype (--dtype float32) or raise the damping"
+            f"S or L does not fit into {_name(weight)}; "
+            f"use another dtype ({option('dtype', 'float32')}) or raise the damping"
         )
     rounding = f"the cast to {_name(weight)}" + (", with factors in int8," if factors else "")
     remarks = (*gram.remarks(), *solution.remarks, *_remarks_on(after, before, rounding))
@@ -144,12 +147,12 @@ def checked_norm(weight: Tensor, gram: Gram) -> float:
     if not (limits.tiny / limits.eps < apart < limits.max * limits.eps) and weight.any():
         raise NonFiniteError(
             f"the mean square of the layer's output, {apart:.0e}, is near the limits of {_name(weight)}; "
-            "scale the weight or the activations, or use float64 (--dtype float64)"
+            f"scale the weight or the activations, or use float64 ({option('dtype', 'float64')})"
         )
     if norm <= limits.eps * apart and weight.any():
         raise NonFiniteError(
             "the layer's inputs cancel: it puts out nothing but rounding on any calibration token, so that no error "
-            "can be measured; leave it dense (--leave-dense) or use more tokens"
+            f"can be measured; leave it dense ({option('leave_dense')}) or use more tokens"
         )
     return norm
 
@@ -169,7 +172,7 @@ def solve(method: Method, weight: Tensor, prepared: Any, pattern: Pattern, rank:
     try:
         return method.solve(weight, prepared, pattern, rank, torch.Generator().manual_seed(seed))
     except LinAlgError as error:
-        raise FactorizationError(f"{error}; raise the damping (--damping 0.01)") from None
+        raise FactorizationError(f"{error}; raise the damping ({option('damping', 0.01)})") from None
 
 
 def _remarks_on(after: float, before: float, rounding: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasslefree.errors import DistributedError
+from hasslefree.errors import DistributedError, option
 
 # How long a process waits for the others: longer than any layer takes. One that dies is noticed at once.
 PATIENCE = timedelta(hours=12)
@@ -34,8 +34,8 @@ class World:
         """This process's rows of `items`."""
         return items[self.rank :: self.size]
 
-    def own(self, items: Iterable[int]) -> list[int]:
-        """Of items by their number among all, this process's own, by their number in its share."""
+    def local(self, items: Iterable[int]) -> list[int]:
+        """Local indices of the global items that this rank owns, as `share` gives them out."""
         return [item // self.size for item in items if item % self.size == self.rank]
 
     def add(self, tensor: Tensor) -> None:
@@ -52,8 +52,8 @@ class World:
         self.add(held)
         return held.item()
 
-    def told(self, value: Any, owner: int = 0) -> Any:
-        """The value that the owner has, in all processes."""
+    def broadcast(self, value: Any, owner: int = 0) -> Any:
+        """The owner's value, in all processes. Any object that pickle takes."""
         if self.size == 1:
             return value
         held = [value]
@@ -61,14 +61,14 @@ class World:
             dist.broadcast_object_list(held, src=owner)
         return held[0]
 
-    def spread(self, tensor: Tensor, owner: int) -> None:
-        """Overwrite a tensor with what it is in the owner's process."""
+    def broadcast_(self, tensor: Tensor, owner: int) -> None:
+        """Overwrite a tensor by the owner's."""
         if self.size > 1:
             with lost_peers():
                 dist.broadcast(tensor, src=owner)
 
-    def deal(self, costs: Sequence[float]) -> list[int]:
-        """The rank that each of the jobs falls to: the dearest first, each to whom has least so far."""
+    def assign(self, costs: Sequence[float]) -> list[int]:
+        """The rank of each job: largest job first, to the least-loaded rank."""
         loads, owners = [0.0] * self.size, [0] * len(costs)
         for job in sorted(range(len(costs)), key=lambda job: -costs[job]):
             owners[job] = loads.index(min(loads))
@@ -95,7 +95,7 @@ def joined(device: torch.device) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def own_device() -> str | None:
+def local_device() -> str | None:
     """The GPU of this process under `torchrun`; None where there is no torchrun or no GPU."""
     rank = os.environ.get("LOCAL_RANK")
     return f"cuda:{int(rank) % torch.cuda.device_count()}" if rank and torch.cuda.is_available() else None
@@ -109,5 +109,5 @@ def lost_peers() -> Iterator[None]:
     except RuntimeError as error:
         raise DistributedError(
             f"another process of this compression has ended; torchrun's last lines name it. Finished blocks are kept: "
-            f"mend it, and use --resume ({str(error).splitlines()[0][:200]})"
+            f"mend it, and use {option('resume', True)} ({str(error).splitlines()[0][:200]})"
         ) from error

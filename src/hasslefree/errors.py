@@ -3,21 +3,68 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+# An option in a message stands between the outer two, its two forms on either side of the one in the middle.
+_BEGIN, _MIDDLE, _END = "\ue000", "\ue001", "\ue002"
+_OPTION = re.compile(f"{_BEGIN}(.*?){_MIDDLE}(.*?){_END}", re.DOTALL)
+
+
+def option(name: str, value: Any = None) -> str:
+    """An argument in a message: `damping=0.01` for a caller from Python, `--damping 0.01` for the command line."""
+    argument = f"{name}=" if value is None else f"{name}={value!r}"
+    flag = f"--{name.replace('_', '-')}"
+    return f"{_BEGIN}{argument}{_MIDDLE}{flag if value in (None, True) else f'{flag} {value}'}{_END}"
+
+
+def with_arguments(message: str) -> str:
+    """The message with its options as arguments of Python."""
+    return _OPTION.sub(r"\1", message)
+
+
+def with_flags(message: str) -> str:
+    """The message with its options as flags of the command line."""
+    return _OPTION.sub(r"\2", message)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong with given values. fields: their names, the one to change first. message: in words."""
+
+    fields: tuple[str, ...]
+    message: str
 
 
 class HasslefreeError(ValueError):
-    """Base class: the message names the thing, where it is, and the remedy."""
+    """Base class: the message names the thing, where it is, and the remedy.
+
+    Args:
+        message: options in it are from `option`; `str` gives them as arguments, `with_flags` as flags.
+        fields: the names of the arguments that it is about, as a recipe has them.
+    """
+
+    def __init__(self, message: str, fields: tuple[str, ...] = ()):
+        super().__init__(with_arguments(message))
+        self.message, self.fields = message, fields
+
+    def within(self, where: str) -> Self:
+        """The same error, which says where it came up."""
+        found = type(self).__new__(type(self))
+        HasslefreeError.__init__(found, f"{self.message} ({where})", self.fields)
+        return found
 
 
 class UnknownNameError(HasslefreeError):
     """A method, pruner, solver, pattern or data set that is in no table."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]):
+    def __init__(self, kind: str, name: str, known: Iterable[str], fields: tuple[str, ...] = ()):
         known = sorted(known)
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}")
+        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}", fields)
 
 
 class ShapeError(HasslefreeError):

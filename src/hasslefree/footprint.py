@@ -17,10 +17,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from hasslefree.core.protocols import Method
-from hasslefree.errors import MemoryShortError
+from hasslefree.core.cost import FLOAT, workspace
+from hasslefree.errors import MemoryShortError, option
 from hasslefree.matching import Matching
-from hasslefree.methods.cost import FLOAT, flops, workspace
 from hasslefree.methods.joint import LOOK
 from hasslefree.models.activations import PLACES, check_place
 from hasslefree.models.blocks import Blocks, find_blocks
@@ -28,7 +27,8 @@ from hasslefree.models.calibration import probes
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.models.logits import CHUNK, TOKENS
 from hasslefree.plan import LayerPlan, Plan, bytes_on_disk, make_plan
-from hasslefree.recipe import Recipe
+from hasslefree.recipe.recipe import Recipe
+from hasslefree.recipe.resolved import Resolved
 
 # What Python and the libraries take, on a CPU and of a GPU.
 LIBRARIES = 600_000_000
@@ -48,6 +48,7 @@ class Footprint:
         activations: hidden states of all segments, or of the models that allocation compares, whichever is more.
         device: where it computes. place: where the activations are. disk: the size of the folder.
         flops: of solvers, Grams, forward passes and matching. levers: what is done beyond the layer, in words.
+        unstated: plug-ins that state no cost, and are counted as the most expensive ones of this package.
     """
 
     blocks: int
@@ -65,6 +66,7 @@ class Footprint:
     disk: int
     flops: float
     levers: tuple[str, ...] = ()
+    unstated: tuple[str, ...] = ()
 
     @property
     def on_cpu(self) -> bool:
@@ -89,7 +91,7 @@ def footprint(
     model: nn.Module,
     blocks: Blocks,
     plan: Plan,
-    recipe: Recipe,
+    resolved: Resolved,
     tokens: tuple[int, int],
     device: torch.device,
     place: str,
@@ -100,36 +102,36 @@ def footprint(
     Args:
         tokens: calibration segments, and tokens in each.
     """
-    method = recipe.build_method()
+    method = resolved.method
     samples, seqlen = -(-tokens[0] // processes), tokens[1]
     inside = {id(p) for block in blocks.modules for p in block.parameters()}
     outside = {id(p): p for p in model.parameters() if id(p) not in inside}.values()
     width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
     itemsize = next(iter(blocks.modules[0].parameters())).element_size()
     layers = [layer for plans in plan for layer in plans.values()]
-    widest = max(max(layer.shape) for layer in layers)
+    widest = max(max(layer.spec.shape) for layer in layers)
     loaded = _bytes(p for p in model.parameters() if not p.is_meta)
     vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    streams, said = _compared(plan, recipe, tokens, processes, (vocabulary, width))
+    streams, said = _compared(plan, resolved, tokens, processes, (vocabulary, width))
     # On average a stream goes through half of the blocks; and through the output head.
     comparing = streams * seqlen * (_numbers(blocks) + 2 * width * vocabulary)
     return Footprint(
         blocks=len(blocks.modules),
         layers=tuple(kinds(plan)),
-        kept=sum(layer.parameters for layer in layers),
-        dense=sum(math.prod(layer.shape) for layer in layers),
+        kept=sum(layer.spec.parameters for layer in layers),
+        dense=sum(layer.spec.dense_parameters for layer in layers),
         outside=_bytes(outside),
         logits=said,
-        block=max(_bytes(b.parameters()) + _compressed(p, recipe) for b, p in zip(blocks.modules, plan, strict=True)),
-        solving=max(_solving(plans, method, recipe, device.type) for plans in plan)
-        + FORWARD * seqlen * widest * itemsize,
+        block=max(_bytes(b.parameters()) + _compressed(p, resolved) for b, p in zip(blocks.modules, plan, strict=True)),
+        solving=max(_solving(plans, resolved, device.type) for plans in plan) + FORWARD * seqlen * widest * itemsize,
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
-        activations=max((1 + recipe.two_streams) * samples, samples + streams) * seqlen * width * itemsize,
+        activations=max((1 + resolved.two_streams) * samples, samples + streams) * seqlen * width * itemsize,
         device=device.type,
         place=place,
         disk=bytes_on_disk(model, plan),
-        flops=_flops(blocks, plan, method, recipe, samples * seqlen, processes) + comparing,
-        levers=tuple(levers_of(recipe)),
+        flops=_flops(blocks, plan, resolved, samples * seqlen, processes) + comparing,
+        levers=tuple(levers_of(resolved)),
+        unstated=method.cost(*layers[0].spec.shape, layers[0].spec.rank).unstated,
     )
 
 
@@ -141,13 +143,13 @@ MOVED = {
 }
 
 
-def levers_of(recipe: Recipe) -> Iterator[str]:
+def levers_of(resolved: Resolved) -> Iterator[str]:
     """What is done beyond the layer, and what it costs beside it."""
-    if recipe.allocate in ("error", "owl"):
-        yield f"allocation {recipe.allocate}: {MOVED[recipe.allocate]}"
-    if recipe.dense_target:
+    if resolved.allocate in MOVED:
+        yield f"allocation {resolved.allocate}: {MOVED[resolved.allocate]}"
+    if resolved.dense_target:
         yield "dense targets: a second forward pass of each block, and a second in×in matrix beside each Gram"
-    if recipe.match_blocks:
+    if resolved.match_blocks:
         yield "block matching: forward and backward passes, and 16 bytes for each value that is kept"
 
 
@@ -159,58 +161,57 @@ def plan_model(
     Raises:
         HasslefreeError: a wrong recipe, a model that cannot be compressed, or layers that cannot meet the budget.
     """
-    recipe.check(with_text=False)
-    recipe = recipe.filled()
+    resolved = recipe.resolve(with_text=False)
     check_place(place)
     model = load_shapes(name, recipe.dtype, trust_remote_code)
     refuse_compressed(model.config, name)
     blocks = find_blocks(model)
     tokens = recipe.samples, resolve_seqlen(model, recipe.seqlen)
-    return footprint(model, blocks, make_plan(blocks, recipe), recipe, tokens, device, place, processes)
+    return footprint(model, blocks, make_plan(blocks, resolved), resolved, tokens, device, place, processes)
 
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
-def _compressed(plans: dict[str, LayerPlan], recipe: Recipe) -> int:
+def _compressed(plans: dict[str, LayerPlan], resolved: Resolved) -> int:
     """The compressed layers of a block; where it is matched, with S unpacked, its gradient, and what Adam holds."""
     held = sum(layer.bytes for layer in plans.values())
-    if recipe.match_blocks:
-        kept = sum(layer.parameters for layer in plans.values())
+    if resolved.match_blocks:
+        kept = sum(layer.spec.parameters for layer in plans.values())
         held += 4 * 4 * kept + 2 * sum(layer.dense_bytes for layer in plans.values())
     return held
 
 
 def _compared(
-    plan: Plan, recipe: Recipe, tokens: tuple[int, int], processes: int, head: tuple[int, int]
+    plan: Plan, resolved: Resolved, tokens: tuple[int, int], processes: int, head: tuple[int, int]
 ) -> tuple[int, int]:
     """What allocation by error compares, in one process: segments in all models, and the bytes of logits at a time.
 
     For each layer there is a model in which it is pruned. head: vocabulary and width.
     """
-    if recipe.allocate != "error":
+    if resolved.allocate != "error":
         return 0, 0
     # Of the dense model and of another, and once more where the model scales them; and what a comparison makes of some.
     rows = 3 * tokens[1] + 9 * min(tokens[1], TOKENS)
     return -(-probes(*tokens) // processes) * sum(map(len, plan)), FLOAT * (rows * head[0] + CHUNK * head[1])
 
 
-def _solving(plans: dict[str, LayerPlan], method: Method, recipe: Recipe, device: str) -> int:
+def _solving(plans: dict[str, LayerPlan], resolved: Resolved, device: str) -> int:
     """Grams in float32 and the arrays of a solver, or sums in float64 and a product, whichever is more.
 
     Where targets lead to the dense model, the drift is there beside each Gram, and its correction in float64.
     """
-    squares = [layer.shape[1] ** 2 * 4 for layer in plans.values()]
+    squares = [layer.spec.shape[1] ** 2 * 4 for layer in plans.values()]
     most = max(squares, default=0)
-    grams = (sum(squares) if recipe.sequential == "block" else most) * (2 if recipe.dense_target else 1)
-    methods = [method, LOOK] if recipe.allocate == "error" else [method]
+    grams = (sum(squares) if resolved.recipe.sequential == "block" else most) * (2 if resolved.dense_target else 1)
+    methods = [resolved.method, LOOK] if resolved.allocate == "error" else [resolved.method]
     solvers = [
-        workspace(each, *layer.shape, layer.rank, device) + 4 * math.prod(layer.shape)
-        for layer in plans.values()
+        workspace(each.cost(*spec.shape, spec.rank, device), *spec.shape, spec.rank) + 4 * spec.dense_parameters
+        for spec in (layer.spec for layer in plans.values())
         for each in methods
     ]
-    return max(2 * grams + most, grams + max([6 * most if recipe.dense_target else 0, *solvers]))
+    return max(2 * grams + most, grams + max([6 * most if resolved.dense_target else 0, *solvers]))
 
 
 def kinds(plan: Plan) -> Iterator[tuple[str, LayerPlan, int]]:
@@ -227,20 +228,20 @@ def matching_passes(settings: Matching) -> float:
     return settings.held_out + settings.epochs * (3 * (1 - settings.held_out) + settings.held_out)
 
 
-def _flops(blocks: Blocks, plan: Plan, method: Method, recipe: Recipe, tokens: int, processes: int) -> float:
+def _flops(blocks: Blocks, plan: Plan, resolved: Resolved, tokens: int, processes: int) -> float:
     """Of solvers, Grams, forward passes, and matching.
 
     A forward pass is two FLOPs a parameter and token. One is taken for each group of layers with the same input, and
     one at the end of a block; groups are not known from shapes, and one for each two layers is near.
     """
-    layers = [layer for plans in plan for layer in plans.values()]
-    solvers = sum(flops(method, *layer.shape, layer.rank) for layer in layers) / processes
+    layers = [layer.spec for plans in plan for layer in plans.values()]
+    solvers = sum(resolved.method.cost(*layer.shape, layer.rank).flops for layer in layers) / processes
     grams = sum(2 * tokens * layer.shape[1] ** 2 for layer in layers)
-    passes = (2.0 if recipe.sequential == "block" else 1 + len(plan[0]) / 2) * (1 + recipe.two_streams)
-    if recipe.allocate == "error":
-        solvers += sum(flops(LOOK, *layer.shape, 0) for layer in layers) / processes
+    passes = (2.0 if resolved.recipe.sequential == "block" else 1 + len(plan[0]) / 2) * (1 + resolved.two_streams)
+    if resolved.allocate == "error":
+        solvers += sum(LOOK.cost(*layer.shape, 0).flops for layer in layers) / processes
         grams, passes = 2 * grams, passes + 1 + len(plan[0]) / 2
-    if recipe.match_blocks:
+    if resolved.match_blocks:
         # The segments of a step are whose they are: about the square root of the processes work at the same time.
         passes += matching_passes(Matching()) * processes / min(math.sqrt(processes), Matching.batch)
     return solvers + grams + passes * 2 * tokens * _numbers(blocks)
@@ -294,15 +295,23 @@ def fits(found: Footprint, device: torch.device) -> bool:
 def ways_out(found: Footprint, device: torch.device) -> Iterator[tuple[Footprint, torch.device, str]]:
     """What else could be asked for, the cheapest first."""
     for place in PLACES[PLACES.index(found.place) + 1 :]:
-        yield dataclasses.replace(found, place=place), device, f"--activations {place}"
+        yield dataclasses.replace(found, place=place), device, f"{option('activations', place)}"
     if found.resident:
         by_name = dataclasses.replace(found, resident=0, place="disk")
-        yield by_name, device, "--activations disk and the model's name or folder in the place of the loaded model"
+        yield (
+            by_name,
+            device,
+            f"{option('activations', 'disk')} and the model's name or folder in the place of the loaded model",
+        )
         return
     cpu = torch.device("cpu")
     if not found.on_cpu:
-        yield dataclasses.replace(found, device="cpu"), cpu, "--device cpu"
-        yield dataclasses.replace(found, device="cpu", place="disk"), cpu, "--device cpu --activations disk"
+        yield dataclasses.replace(found, device="cpu"), cpu, f"{option('device', 'cpu')}"
+        yield (
+            dataclasses.replace(found, device="cpu", place="disk"),
+            cpu,
+            f"{option('device', 'cpu')} {option('activations', 'disk')}",
+        )
 
 
 def plan_table(found: Footprint, device: torch.device) -> Group:
@@ -311,8 +320,9 @@ def plan_table(found: Footprint, device: torch.device) -> Group:
     for heading in ("", "out×in", "pattern", "rank", "kept", "count"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, layer, count in found.layers:
-        (out, width), share = layer.shape, layer.parameters / math.prod(layer.shape)
-        table.add_row(name, f"{out}×{width}", layer.kind, str(layer.rank), f"{share:.1%}", str(count))
+        spec, (out, width) = layer.spec, layer.spec.shape
+        share = spec.parameters / spec.dense_parameters
+        table.add_row(name, f"{out}×{width}", spec.kind, str(spec.rank), f"{share:.1%}", str(count))
     takes = Table(show_header=False)
     for name, value in totals(found, device).items():
         takes.add_row(name, value)
@@ -334,8 +344,13 @@ def totals(found: Footprint, device: torch.device) -> dict[str, str]:
         "peak of RAM": against(found.ram_peak, torch.device("cpu")),
         "activations": f"{size(found.activations)}, on {here}",
         **({"beyond the layer": "\n".join(found.levers)} if found.levers else {}),
+        **({"counted by rule": unstated_note(found.unstated)} if found.unstated else {}),
         "time": f"about {duration(found.flops / product_rate(device))}",
     }
+
+
+def unstated_note(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names)} states no cost: memory and time are those of the most expensive plug-in of its kind"
 
 
 def duration(seconds: float) -> str:
@@ -358,7 +373,8 @@ def as_text(table: Group) -> str:
 def to_dict(found: Footprint) -> dict[str, Any]:
     """A footprint as JSON has it."""
     layers = [
-        {"kind": n, "shape": list(p.shape), "pattern": p.kind, "rank": p.rank, "count": c} for n, p, c in found.layers
+        {"kind": n, "shape": list(p.shape), "pattern": p.kind, "rank": p.rank, "count": c}
+        for n, p, c in ((name, plan.spec, count) for name, plan, count in found.layers)
     ]
     peaks = {"device_peak": found.device_peak, "ram_peak": found.ram_peak}
     return dataclasses.asdict(dataclasses.replace(found, layers=())) | {"layers": layers} | peaks

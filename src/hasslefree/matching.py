@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from hasslefree.core.gram import relative, working_dtype
 from hasslefree.core.low_rank import LowRank
 from hasslefree.distributed import ALONE, World
-from hasslefree.errors import CalibrationError, NonFiniteError
+from hasslefree.errors import CalibrationError, NonFiniteError, option
 from hasslefree.models.linear import SparseLowRankLinear, compressed_layers, unpacked_once
 
 
@@ -148,7 +148,7 @@ def match_block(
     device = next(block.parameters()).device
     training, judging = split(round(world.total(len(inputs), device)), settings.held_out, generator)
     norm = world.total(
-        sum(squared_distance(targets[i], torch.zeros_like(targets[i])).item() for i in world.own(judging)), device
+        sum(squared_distance(targets[i], torch.zeros_like(targets[i])).item() for i in world.local(judging)), device
     )
     unit = norm / max(len(judging) * targets[0].numel(), 1) or 1.0
 
@@ -157,14 +157,16 @@ def match_block(
 
     def judged() -> float:
         with unpacked_once(block), torch.no_grad():
-            return relative(world.total(sum(lost(i).item() for i in world.own(judging)), device), norm)
+            return relative(world.total(sum(lost(i).item() for i in world.local(judging)), device), norm)
 
     def order() -> list[int]:
         return [training[i] for i in torch.randperm(len(training), generator=generator).tolist()]
 
     before = judged()
     if not math.isfinite(before):
-        raise NonFiniteError("the output of the compressed block is NaN or Inf; try another dtype (--dtype float32)")
+        raise NonFiniteError(
+            f"the output of the compressed block is NaN or Inf; try another dtype ({option('dtype', 'float32')})"
+        )
     shuffles = generator.get_state()
     with only_trained(block, kept):
         for retreat in range(settings.retreats + 1):
@@ -176,7 +178,7 @@ def match_block(
             if best:
                 break
     for parameter in kept:
-        world.spread(parameter.data, 0)  # processors of different kinds round otherwise
+        world.broadcast_(parameter.data, 0)  # processors of different kinds round otherwise
     after = history[best - 1] if best else before
     return MatchReport(before, after, best, tuple(history), tried.learning_rate, time.perf_counter() - start)
 
@@ -292,7 +294,7 @@ class Trainer:
         """One pass over the segments, in this order."""
         for first in range(0, len(order), self.settings.batch):
             with unpacked_for_gradients(self.layers), torch.enable_grad():
-                for i in self.world.own(order[first : first + self.settings.batch]):
+                for i in self.world.local(order[first : first + self.settings.batch]):
                     self.lost(i).backward()
             self.update()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
-import math
-import typing
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hasslefree.core.protocols import Decomposition
+from hasslefree.core.spec import LayerSpec
 from hasslefree.errors import CheckpointError
+from hasslefree.validation import Count, Figure, validated
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class LayerReport:
     """One compressed layer.
 
     Args:
-        name: in the model. out, width: the shape of its weight. pattern, rank: what it became.
-        nonzeros: of S. parameters: non-zeros and both factors, beside out × width before.
+        name: in the model. spec: what it became; its `nonzeros` are the entries of S that are not zero.
         relative_error: with the undamped Gram, after the cast to the dtype of the model; and before it.
         bytes, dense_bytes: of its weight as stored, and before.
         seconds: of the decomposition, its share of the factorisation included.
@@ -32,33 +31,21 @@ class LayerReport:
     """
 
     name: str
-    out: int
-    width: int
-    pattern: str
-    rank: int
-    nonzeros: int
-    relative_error: float
-    relative_error_before_cast: float
-    seconds: float
-    history: tuple[float, ...] = ()
+    spec: LayerSpec
+    relative_error: Figure
+    relative_error_before_cast: Figure
+    seconds: Figure
+    history: tuple[Figure, ...] = ()
     remarks: tuple[str, ...] = ()
-    bytes: int = 0
-    dense_bytes: int = 0
-
-    @property
-    def parameters(self) -> int:
-        return self.nonzeros + self.rank * (self.out + self.width)
+    bytes: Count = 0
+    dense_bytes: Count = 0
 
     @classmethod
-    def of(cls, name: str, pattern: str, result: Decomposition, seconds: float, stored: int) -> LayerReport:
-        """The report of a decomposition. stored: the bytes that it takes."""
+    def of(cls, name: str, spec: LayerSpec, result: Decomposition, seconds: float, stored: int) -> LayerReport:
+        """The report of a decomposition. spec: of the stored layer. stored: the bytes that it takes."""
         return cls(
             name=name,
-            out=result.sparse.shape[0],
-            width=result.sparse.shape[1],
-            pattern=pattern,
-            rank=result.low_rank.rank,
-            nonzeros=int(result.sparse.count_nonzero()),
+            spec=dataclasses.replace(spec, nonzeros=int(result.sparse.count_nonzero())),
             relative_error=result.relative_error,
             relative_error_before_cast=result.relative_error_before_cast,
             seconds=seconds,
@@ -68,10 +55,22 @@ class LayerReport:
             dense_bytes=result.sparse.nbytes,
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: the fields of the spec lie among the others, its shape as `out` and `width`."""
+        rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        name, spec = rest.pop("name"), rest.pop("spec").to_dict()
+        out, width = spec.pop("shape")
+        return {"name": name, "out": out, "width": width, **spec, **rest}
+
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> LayerReport:
-        """What `dataclasses.asdict` made of one, read back from JSON."""
-        return cls(**content | {"history": tuple(content["history"]), "remarks": tuple(content["remarks"])})
+        """What `to_dict` made, read back from JSON; without seconds where it has none.
+
+        Raises:
+            InvalidError: a field is missing or of another type. KeyError: the shape is missing.
+        """
+        spec = content | {"shape": [content["out"], content["width"]]}
+        return validated(cls, {"seconds": 0.0, **content, "spec": spec})
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,9 @@ class Report:
     versions: dict[str, str]
     device: str
     dtype: str
-    seqlen: int
-    tokens: int
-    seconds: float
+    seqlen: Count
+    tokens: Count
+    seconds: Figure
     layers: tuple[LayerReport, ...]
     matching: tuple[dict[str, Any], ...] = ()
     own_segments: bool = False
@@ -104,11 +103,11 @@ class Report:
 
     @property
     def dense_parameters(self) -> int:
-        return sum(layer.out * layer.width for layer in self.layers)
+        return sum(layer.spec.dense_parameters for layer in self.layers)
 
     @property
     def kept_parameters(self) -> int:
-        return sum(layer.parameters for layer in self.layers)
+        return sum(layer.spec.parameters for layer in self.layers)
 
     @property
     def kept_share(self) -> float:
@@ -124,7 +123,8 @@ class Report:
 
     def to_json(self) -> str:
         """compression.json: all but the seconds, so that the same recipe, model and machine give the same bytes."""
-        content = dataclasses.asdict(self) | {
+        content = dataclasses.asdict(dataclasses.replace(self, layers=())) | {
+            "layers": [layer.to_dict() for layer in self.layers],
             "mean_relative_error": self.mean_relative_error,
             "dense_parameters": self.dense_parameters,
             "kept_parameters": self.kept_parameters,
@@ -144,36 +144,14 @@ class Report:
         """
         try:
             content = json.loads(text)
-            layers = tuple(LayerReport.from_dict(_typed(LayerReport, layer)) for layer in content["layers"])
-            found = _typed(cls, content) | {"layers": layers, "matching": tuple(content.get("matching", ()))}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            layers = tuple(LayerReport.from_dict(layer) for layer in content["layers"])
+            found = validated(cls, content | {"seconds": 0.0, "layers": []})
+        except (ValueError, TypeError, KeyError) as error:
             cause = f"no {error}" if isinstance(error, KeyError) else error
             raise CheckpointError(f"compression.json is not as this hasslefree writes it ({cause})") from None
         if not layers:
             raise CheckpointError("compression.json lists no layer")
-        return cls(**found)
-
-
-def _typed(kind: type[Any], content: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass in an object read from JSON, each of the kind of its annotation, and seconds of 0.
-
-    Raises:
-        KeyError, TypeError, ValueError: a field is missing, of another type, or a number that is not finite.
-    """
-    found: dict[str, Any] = {"seconds": 0.0}
-    for name, hint in typing.get_type_hints(kind).items():
-        if name in found or (name not in content and hasattr(kind, name)):
-            continue
-        value, plain = content[name], typing.get_origin(hint) or hint
-        expected: Any = {tuple: list, float: (int, float)}.get(plain, plain)
-        numbers = value if hint == tuple[float, ...] else [value] if plain in (int, float) else []
-        if not isinstance(value, expected) or (isinstance(value, bool) and plain is not bool):
-            raise TypeError(f"{name} is {value!r:.40}")
-        least = {"out": 1, "width": 1}.get(name, 0)
-        if not all(isinstance(number, int | float) and least <= number < math.inf for number in numbers):
-            raise ValueError(f"{name} holds something that is no number of {least} or more")
-        found[name] = value
-    return found
+        return dataclasses.replace(found, layers=layers)
 
 
 def versions() -> dict[str, str]:
@@ -193,7 +171,7 @@ def summary_table(report: Report) -> Table:
         kinds.setdefault(layer.name.rpartition(".")[2], []).append(layer)
     for kind, layers in kinds.items():
         errors = [layer.relative_error for layer in layers]
-        ranks = sorted({layer.rank for layer in layers})
+        ranks = sorted({layer.spec.rank for layer in layers})
         table.add_row(
             kind,
             str(len(layers)),

@@ -75,7 +75,7 @@ def test_a_reader_of_numpy_alone_reads_what_the_library_reads(recipe, dtype, tmp
     for name, layer in layers.items():
         # On a grid the layer rounds the product to its dtype, and the reader does not.
         expected = layer.unpacked().detach()
-        assert torch.equal(torch.from_numpy(found[name]).to(dtype if layer.grid else torch.float64).double(),
+        assert torch.equal(torch.from_numpy(found[name]).to(dtype if layer.spec.grid else torch.float64).double(),
                            expected.double()), name  # fmt: skip
     for name, pair in numpy_reader.factors(tmp_path / "out"):
         for read, own in zip(pair, layers[name].factors() or (), strict=True):

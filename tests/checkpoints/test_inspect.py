@@ -29,12 +29,12 @@ def test_the_sizes_are_those_of_the_tensors(recipe, tmp_path):
         module = layers[layer.name]
         assert layer.bytes == sum(tensor.nbytes for tensor in module.state_dict().values())
         assert layer.dense_bytes == before[f"{layer.name}.weight"] + before[f"{layer.name}.bias"]
-        assert layer.shape == tuple(module.unpacked().shape)
-        assert (layer.pattern, layer.rank, layer.dtype) == (recipe.pattern, recipe.rank or 0, "BF16")
-        assert layer.nonzeros == module.nonzeros
-        assert layer.grid == (str(module.grid) if module.grid else None)
-        assert layer.factor_bits == recipe.factor_bits
-        assert ("factors in int8" in layer.kind) == (recipe.factor_bits == 8)
+        assert layer.spec.shape == tuple(module.unpacked().shape)
+        assert (layer.spec.pattern, layer.spec.rank, layer.dtype) == (recipe.pattern, recipe.rank or 0, "BF16")
+        assert layer.spec.nonzeros == module.spec.nonzeros
+        assert layer.to_dict()["grid"] == (str(module.spec.grid) if module.spec.grid else None)
+        assert layer.spec.factor_bits == recipe.factor_bits
+        assert ("factors in int8" in layer.spec.kind) == (recipe.factor_bits == 8)
     totals = found.to_dict()
     files = [load_file(file) for file in (tmp_path / "out").glob("*.safetensors")]
     assert totals["bytes"] == sum(tensor.nbytes for file in files for tensor in file.values())

@@ -148,7 +148,7 @@ CHANGES = {
 def test_another_compression_is_not_gone_on_with(change, message, whole, tmp_path):
     left = interrupted(tmp_path / "out", 8)
     before = contents(left / "model")
-    with pytest.raises(OutputError, match=f"was begun otherwise.*{message}.*--overwrite"):
+    with pytest.raises(OutputError, match=f"was begun otherwise.*{message}.*overwrite=True"):
         compress(tmp_path / "out", resume=True, **change)
     assert contents(left / "model") == before
     compress(tmp_path / "out", resume=True)
@@ -178,7 +178,7 @@ def test_a_flipped_byte_is_found_and_its_block_done_again(whole, tmp_path):
 def test_what_is_there_is_neither_used_nor_removed_unasked(whole, tmp_path):
     left = interrupted(tmp_path / "out", 15)
     before = contents(left / "model")
-    with pytest.raises(OutputError, match="holds the 2 finished blocks of a compression.*--resume.*--overwrite"):
+    with pytest.raises(OutputError, match="holds the 2 finished blocks of a compression.*resume=True.*overwrite=True"):
         compress(tmp_path / "out")
     assert contents(left / "model") == before
     compress(tmp_path / "out", Recipe(rank=3, method="eora"), overwrite=True)
@@ -197,7 +197,7 @@ def test_what_was_there_comes_back_after_a_kill_between_the_last_two_renames(tmp
     before = tmp_path / "out.unfinished" / "before"
     before.mkdir(parents=True)
     (before / "mine.txt").write_text("precious")
-    with pytest.raises(OutputError, match="not empty; use --overwrite"):
+    with pytest.raises(OutputError, match="not empty; use overwrite=True"):
         compress(tmp_path / "out")
     assert (tmp_path / "out" / "mine.txt").read_text() == "precious"
 
@@ -223,7 +223,7 @@ def test_a_full_disk(whole, tmp_path):
         usage = type("Usage", (), {"free": 10**12})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("shutil.disk_usage", lambda _: usage)
-            with pytest.raises(OutputError, match="cannot be written.*finished blocks are kept.*--resume"):
+            with pytest.raises(OutputError, match="cannot be written.*finished blocks are kept.*resume=True"):
                 compress(small / "out")
             done = len(list((small / "out.unfinished" / "model").glob("model-*")))
             assert 1 <= done < BLOCKS + 1

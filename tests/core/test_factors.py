@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hasslefree import Gram, LowRank
 from hasslefree.core.factors import (
     check_factor_bits,
-    factor_bytes,
     factor_tensors,
     hartley,
     nearest,
@@ -18,6 +17,7 @@ from hasslefree.core.factors import (
     row_scale,
     swept,
 )
+from hasslefree.core.spec import LayerSpec
 from hasslefree.errors import BudgetError, GridError
 from tests import oracles
 
@@ -197,9 +197,14 @@ def test_a_scale_fits_into_its_dtype_with_all_its_bits():
 def test_bytes_by_hand():
     """4096 × 11008, rank 64: a byte an entry, two for the scale of each of 4096 + 64 rows; two an entry without."""
     entries = 64 * (4096 + 11008)
-    assert factor_bytes(4096, 11008, 64, 8, torch.bfloat16) == entries + 2 * (4096 + 64)
-    assert factor_bytes(4096, 11008, 64, None, torch.bfloat16) == 2 * entries
-    assert factor_bytes(4096, 11008, 0, 8, torch.bfloat16) == 0
+
+    def taken(rank, bits):
+        spec = LayerSpec("structured", (4096, 11008), rank, 0, factor_bits=bits)
+        return spec.bytes(torch.bfloat16)
+
+    assert taken(64, 8) == entries + 2 * (4096 + 64)
+    assert taken(64, None) == 2 * entries
+    assert taken(0, 8) == 0
     assert factor_tensors(4, 6, 0, 8) == {}
 
 

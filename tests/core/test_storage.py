@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hasslefree import Grid
 from hasslefree.core.grids import Quantised, Scaling
+from hasslefree.core.spec import LayerSpec
 from hasslefree.core.storage import Storage, pack_codes, unpack_codes
 from hasslefree.errors import GridError, PatternError
 
@@ -71,7 +72,8 @@ def test_there_and_back(pattern, bits, symmetric, group, dtype, seed):
     assert shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name, own in storage.dtypes().items():
         assert tensors[name].dtype == (own or dtype)
-    assert storage.bytes(10, 48, count, dtype) == sum(tensor.nbytes for tensor in tensors.values())
+    spec = LayerSpec(pattern, (10, 48), 0, count, grid)
+    assert spec.bytes(dtype) == sum(tensor.nbytes for tensor in tensors.values())
     assert torch.equal(storage.unpack(tensors, 48, count), sparse)
     if pattern in ("dense", "row"):
         stored = [
@@ -89,9 +91,10 @@ def test_bytes_of_a_large_layer_by_hand():
     """4096²: int4 in groups of 64: half a byte a code, two bytes a scale, half a byte a zero; 2:4 half the codes and
     four bits for each group of four."""
     entries, groups = 4096 * 4096, 4096 * 64
-    dense, sparse = Storage.of("dense", Grid()), Storage.of("2:4", Grid(symmetric=True))
-    assert dense.bytes(4096, 4096, entries, torch.bfloat16) == entries // 2 + groups * 2 + groups // 2
-    assert sparse.bytes(4096, 4096, entries // 2, torch.bfloat16) == entries // 4 + groups * 2 + entries // 8
+    dense = LayerSpec("dense", (4096, 4096), 0, entries, Grid())
+    sparse = LayerSpec("2:4", (4096, 4096), 0, entries // 2, Grid(symmetric=True))
+    assert dense.bytes(torch.bfloat16) == entries // 2 + groups * 2 + groups // 2
+    assert sparse.bytes(torch.bfloat16) == entries // 4 + groups * 2 + entries // 8
 
 
 @patterns

@@ -213,7 +213,7 @@ def test_without_a_folder_the_data_are_those_that_the_harness_names(monkeypatch)
     for task in TASKS:
         with (
             pytest.raises(
-                TaskError, match=rf"task {task} could not be loaded from the hub \(ConnectionError.*--task-data"
+                TaskError, match=rf"task {task} could not be loaded from the hub \(ConnectionError.*task_data="
             ),
             harness_tasks([task], None, None),
         ):
@@ -273,7 +273,7 @@ def test_names_and_a_harness_that_is_missing(monkeypatch):
 
 def test_a_cache_that_cannot_be_used(tmp_path, rows):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot be made .*--cache"):
+    with pytest.raises(OutputError, match="cannot be made .*cache="):
         evaluate(str(MODEL), tasks=["rte"], task_data=rows, cache=tmp_path / "file")
     evaluate(str(MODEL), tasks=["rte"], task_data=rows, cache=tmp_path / "cache")
     (answers,) = (tmp_path / "cache").iterdir()

@@ -8,6 +8,7 @@ import hasslefree
 from hasslefree import AlternatingMinimization, Gram, Grid
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import SemiStructured
+from hasslefree.core.protocols import LowRankSolver
 from hasslefree.errors import BudgetError, NonFiniteError, UnknownNameError
 from hasslefree.low_rank_solvers.diagonal_svd import DiagonalSVD
 from hasslefree.low_rank_solvers.exact import Exact
@@ -111,7 +112,7 @@ def test_build_method_names_what_is_wrong():
         build_method("hassle-free", pruner="wandaa")
     with pytest.raises(UnknownNameError, match="unknown low-rank solver 'x'.*Known: adam"):
         build_method("hassle-free", low_rank="x")
-    with pytest.raises(BudgetError, match="'wanda' has no rounds, low_rank to set; use --method hassle-free or"):
+    with pytest.raises(BudgetError, match="'wanda' has no rounds, low_rank to set; use method hassle-free or"):
         build_method("wanda", low_rank="exact", rounds=3)
 
 
@@ -157,7 +158,7 @@ def test_hassle_free_is_never_worse_than_its_pruner(scale):
 
 
 @dataclass(frozen=True)
-class Failing:
+class Failing(LowRankSolver):
     """Finds the best L, but for one round, in which it finds something else."""
 
     value: float

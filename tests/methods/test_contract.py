@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 import hasslefree
 from hasslefree import AlternatingMinimization, Gram, Grid, Prune, Row, SemiStructured, Structured, Unstructured
-from hasslefree.core.protocols import grid_of
 from hasslefree.errors import BudgetError, GridError
 from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
 from hasslefree.methods import METHODS, build_method
@@ -17,12 +16,12 @@ from tests.suited import suited
 
 PATTERNS = [SemiStructured(2, 4), SemiStructured(3, 8), Unstructured(80), Row(7), Structured(6)]
 methods = pytest.mark.parametrize("name", METHODS)
-QUANTISED = [name for name, method in METHODS.items() if grid_of(method)]
+QUANTISED = [name for name, method in METHODS.items() if method.grid]
 
 
 def groups_of(part):
     """Groups that go into few inputs, where the method or pruner has a grid."""
-    return 8 if grid_of(part) else None
+    return 8 if part.grid else None
 
 
 def gram_of(h):
@@ -127,7 +126,7 @@ def test_without_s_the_low_rank_part_is_the_best_one(name):
 
 
 def test_3basil_s_svd_is_not_a_part_to_choose():
-    with pytest.raises(BudgetError, match="'3basil' has no low_rank to set; use --method hassle-free"):
+    with pytest.raises(BudgetError, match="'3basil' has no low_rank to set; use method hassle-free"):
         build_method("3basil", low_rank="exact")
 
 
@@ -158,7 +157,7 @@ def test_a_weight_that_has_the_pattern_is_rounded_all_the_same():
 
 
 def test_groups_and_patterns_are_checked_before_the_work():
-    with pytest.raises(GridError, match="got 48; use --group-size 16"):
+    with pytest.raises(GridError, match="got 48; use group_size=16"):
         hasslefree.decompose(torch.randn(4, 48), Gram(torch.eye(48), 1), "1:1", 0, method="gptq")
     method = build_method("rtn", group_size=8)
     with pytest.raises(GridError, match="cut the pattern's groups of 5"):
@@ -167,11 +166,11 @@ def test_groups_and_patterns_are_checked_before_the_work():
 
 def test_a_grid_is_set_part_by_part():
     method = build_method("caldera", bits=8, group_size=0, symmetric=True)
-    assert method.pruner.grid == grid_of(method) == Grid(8, None, True)
+    assert method.pruner.grid == method.grid == Grid(8, None, True)
     assert build_method("caldera", symmetric=True).pruner.grid == Grid(4, 64, True)
     assert build_method("hassle-free", pruner="gptq", group_size=32).pruner.grid == Grid(group=32)
     with pytest.raises(
-        GridError, match="'joint' has no grid: bits, .* are for --method rtn, .*caldera, joint-grid, gptq.*, and"
+        GridError, match="'joint' has no grid: bits, .* are for method rtn, .*caldera, joint-grid, gptq.*, and"
     ):
         build_method("joint", bits=4)
     with pytest.raises(GridError, match="4 or 8 bits, got 3"):

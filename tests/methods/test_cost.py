@@ -18,8 +18,10 @@ from hasslefree import (
     Wanda,
 )
 from hasslefree.core.admm import SupportPenalty
+from hasslefree.core.cost import LIBRARIES
+from hasslefree.core.cost import workspace as bytes_beside
+from hasslefree.core.protocols import LowRankSolver, Method, Pruner
 from hasslefree.methods import METHODS, build_method
-from hasslefree.methods.cost import LIBRARIES, flops, workspace
 from tests import oracles
 
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "workspace.json").read_text())
@@ -36,21 +38,48 @@ def test_the_workspace_is_a_bound_on_what_was_measured_and_not_a_loose_one():
         assert row["peak"] <= bound <= 2 * row["peak"] + LIBRARIES, row
 
 
-@pytest.mark.parametrize(("out", "width"), SHAPES)
-def test_methods_and_parts_of_users_count_as_the_dearest(out, width):
-    class Own:
-        pass
+def flops(method, out, width, rank):
+    return method.cost(out, width, rank).flops
 
+
+def workspace(method, out, width, rank):
+    return bytes_beside(method.cost(out, width, rank), out, width, rank)
+
+
+class OwnPruner(Pruner):
+    def prepare(self, gram): ...
+
+    def prune(self, target, prepared, pattern): ...
+
+
+class OwnSolver(LowRankSolver):
+    def prepare(self, gram): ...
+
+    def fit(self, target, prepared, start, round): ...
+
+
+class OwnMethod(Method):
+    def prepare(self, gram): ...
+
+    def solve(self, weight, prepared, pattern, rank, generator): ...
+
+
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+def test_plug_ins_that_state_no_cost_count_as_the_most_expensive(out, width):
     for count in (workspace, flops):
-        dearest = count(Own(), out, width, 64)
-        for method in (*METHODS.values(), AlternatingMinimization(Own(), Own()), Prune(Own())):
+        most = count(OwnMethod(), out, width, 64)
+        for method in (*METHODS.values(), AlternatingMinimization(OwnPruner(), OwnSolver()), Prune(OwnPruner())):
             rank = 0 if isinstance(method, Prune) else 64
             if count is workspace and not isinstance(method, Joint | JointOnGrid):
-                assert count(method, out, width, rank) <= dearest, method
-        assert count(Prune(Own()), out, width, 0) == count(METHODS["alps"], out, width, 0)
-        assert count(AlternatingMinimization(low_rank=Own()), out, width, 8) == count(
+                assert count(method, out, width, rank) <= most, method
+        assert count(Prune(OwnPruner()), out, width, 0) == count(METHODS["alps"], out, width, 0)
+        assert count(AlternatingMinimization(low_rank=OwnSolver()), out, width, 8) == count(
             AlternatingMinimization(low_rank=METHODS["eora"].low_rank), out, width, 8
         )
+    assert OwnMethod().cost(out, width, 8).unstated == ("OwnMethod",)
+    own = AlternatingMinimization(OwnPruner(), OwnSolver())
+    assert own.cost(out, width, 8).unstated == ("OwnPruner", "OwnSolver")
+    assert not any(method.cost(out, width, 0).unstated for method in METHODS.values())
 
 
 @pytest.mark.parametrize("rank", [0, 8, 64])

@@ -24,7 +24,7 @@ def test_the_turns_are_those_of_exact_steps(turns):
     sweep = SparseGPT(grid=grid)
     for _ in range(turns):
         free = oracles.on_support(weight - low_rank, damped.matrix, support)
-        sparse = sweep.prune(free, sweep.prepare(damped), KnownSupport(support))
+        sparse = sweep.prune(free, sweep.prepare(damped), KnownSupport(support)).sparse
         low_rank = oracles.best_low_rank(weight - sparse, damped.matrix, 3)
         losses.append(oracles.loss(weight - sparse - low_rank, damped.matrix) / oracles.loss(weight, damped.matrix))
     method = JointOnGrid(grid, rounds=20, turns=turns)

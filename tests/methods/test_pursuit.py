@@ -4,7 +4,6 @@ import torch
 import hasslefree
 from hasslefree import Gram, PrincipalComponentPursuit, Row, SemiStructured, Unstructured
 from hasslefree.core.low_rank import truncated_svd
-from hasslefree.core.protocols import grid_of
 from hasslefree.decompose import DATA_FREE
 from hasslefree.errors import BudgetError, ShapeError
 from hasslefree.methods import METHODS
@@ -120,7 +119,7 @@ def test_the_cut_loses_nothing_to_plain_truncation(pattern):
 
 def test_without_a_gram_the_norm_is_the_weight_s_own_and_a_remark_says_so():
     weight, h = oracles.problem(12, 16)
-    for method in (name for name, built in METHODS.items() if not grid_of(built)):
+    for method in (name for name, built in METHODS.items() if not built.grid):
         rank = 0 if hasattr(METHODS[method], "pruner") and not hasattr(METHODS[method], "rounds") else 3
         free = hasslefree.decompose(weight, pattern=suited(method, "2:4"), rank=rank, method=method)
         assert free.remarks[0] == DATA_FREE

@@ -10,6 +10,7 @@ import hasslefree
 from hasslefree import Gram, Recipe
 from hasslefree.core.budgets import Budget
 from hasslefree.core.patterns import Structured
+from hasslefree.core.protocols import Method
 from hasslefree.decompose import solve_layer
 from hasslefree.errors import MemoryShortError
 from hasslefree.methods import build_method
@@ -76,7 +77,7 @@ def test_whole_channels_cannot_be_cut():
 
 
 @dataclass(frozen=True)
-class Narrow:
+class Narrow(Method):
     """A device that has no room for more than so many rows."""
 
     method: Joint

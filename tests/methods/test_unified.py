@@ -42,7 +42,7 @@ def test_for_a_diagonal_h_the_diagonal_halves_are_the_full_ones(pattern, seed):
     """Theorem 3.1. Oracle: SparseGPT and the whitened SVD, which know the whole of H."""
     weight, h = oracles.problem(12, 16, seed=seed, dtype=torch.float64)
     gram = Gram(torch.diag(h.diagonal()), 99)
-    sparse, full = (p.prune(weight, p.prepare(gram), pattern) for p in (Wanda(), SparseGPT()))
+    sparse, full = (p.prune(weight, p.prepare(gram), pattern).sparse for p in (Wanda(), SparseGPT()))
     torch.testing.assert_close(sparse, full)
     start = LowRank.gaussian_start(weight, 3, torch.Generator().manual_seed(0))
     low_rank, exact = (s.fit(weight, s.prepare(gram), start, 0).product() for s in (DiagonalSVD(), Exact()))

@@ -31,7 +31,7 @@ def test_a_disk_without_room(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(OutputError, match=r"no room for 1 MB of activations in .*use --activations cpu"):
+    with pytest.raises(OutputError, match=r"no room for 1 MB of activations in .*use activations='cpu'"):
         Activations((10, 50, 500), torch.float32, CPU, "disk", tmp_path)
 
 

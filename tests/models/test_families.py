@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.errors import ModelError
-from hasslefree.models.blocks import dense_weight, find_blocks, find_linears
+from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calibration import first_hidden_states, gather, groups_by_input, run_block
 from hasslefree.models.calls import block_calls
+from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import Weights
 from tests import oracles
 from tests.tiny_models import FAMILIES, build, gram_of, logits, segments, tensors_of
@@ -34,18 +35,22 @@ def test_streamed_grams_are_those_of_the_whole_model(family):
 
         return hook
 
-    names = {f"{blocks.prefix(i)}.{n}": m for i, b in enumerate(blocks.modules) for n, m in find_linears(b).items()}
+    names = {
+        f"{blocks.prefix(i)}.{n}": site.module
+        for i, block in enumerate(blocks.modules)
+        for n, site in find_sites(block).items()
+    }
     handles = [module.register_forward_pre_hook(record(name)) for name, module in names.items()]
     for row in tokens:
         logits(model, row[None])
     for handle in handles:
         handle.remove()
 
-    calls = block_calls(model, blocks, tokens[:1], Weights(model, model.device)).calls
+    calls = block_calls(model, blocks, tokens[:1], Weights(model, model.device))
     hidden = first_hidden_states(model, blocks, tokens)
     seen = set()
     for index, block in enumerate(blocks.modules):
-        groups = groups_by_input(block, calls[index], hidden[0], find_linears(block))
+        groups = groups_by_input(block, calls[index], hidden[0], find_sites(block))
         found = gather(block, blocks.prefix(index), calls[index], hidden, groups)
         grams = [moments.gram for moments in found]
         for group, gram in zip(groups, grams, strict=True):
@@ -62,15 +67,15 @@ def test_streamed_grams_are_those_of_the_whole_model(family):
 def test_compressed_model_reloads_to_the_same_logits(family, tmp_path):
     model, tokens = build(family), segments()
     before = logits(model, tokens)
-    shapes = {name: sorted(module.weight.shape) for name, module in find_linears(model).items()}
+    shapes = {name: sorted(site.shape) for name, site in find_sites(model).items()}
     report = hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=tokens)
     blocks = find_blocks_compressed(model)
-    assert not find_linears(blocks), "a linear layer of a block stayed dense"
+    assert not find_sites(blocks), "a linear layer of a block stayed dense"
     assert len(report.layers) == sum(isinstance(m, SparseLowRankLinear) for m in model.modules()) >= 8
     for layer in report.layers:
-        assert sorted((layer.out, layer.width)) == shapes[layer.name]
+        assert sorted(layer.spec.shape) == shapes[layer.name]
         assert 0 < layer.relative_error < 1
-        assert layer.nonzeros == layer.out * layer.width // 2
+        assert layer.spec.nonzeros == layer.spec.dense_parameters // 2
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     after = logits(model, tokens)
@@ -195,7 +200,7 @@ def test_the_reported_error_is_that_of_the_finished_model(family, tmp_path):
     dense, model, tokens = build(family), build(family), segments()
     report = hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=tokens)
     for found in report.layers:
-        layer, weight = model.get_submodule(found.name), dense_weight(dense.get_submodule(found.name))
+        layer, weight = model.get_submodule(found.name), find_sites(dense)[found.name].weight()
         h = gram_of(model, found.name, tokens).matrix
         residual = (weight - layer.unpacked() - layer.low_rank_u @ layer.low_rank_v).detach()
         expected = oracles.loss(residual, h) / oracles.loss(weight, h)

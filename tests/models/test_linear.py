@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 import hasslefree
 from hasslefree import Gram, Grid, Prune, SparseGPT, SparseLowRankLinear, use_way
-from hasslefree.core.factors import CodedFactors, factor_bytes, nearest
+from hasslefree.core.factors import CodedFactors, nearest
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
+from hasslefree.core.spec import LayerSpec
 from hasslefree.errors import KernelError, PatternError, UnknownNameError
 from hasslefree.models.linear import layers_without_numba, unpacked_once
 from tests import oracles
@@ -77,11 +78,11 @@ def test_a_cast_leaves_the_index_alone_and_a_copy_is_independent(pattern):
 @patterns
 def test_a_state_dict_there_and_back(pattern):
     layer = layer_of(pattern)
-    fresh = SparseLowRankLinear(24, 10, 2, True, pattern, layer.values.numel())
+    fresh = SparseLowRankLinear(LayerSpec(pattern, (10, 24), 2, layer.values.numel()), True)
     fresh.load_state_dict(layer.state_dict())
     x = torch.randn(4, 24)
     assert torch.equal(fresh(x), layer(x))
-    name = layer.layout.index
+    name = layer.storage.layout.index
     assert set(layer.state_dict()) == {"values", name, "low_rank_u", "low_rank_v", "bias"}
 
 
@@ -232,7 +233,7 @@ def test_casts_copies_and_state_dicts_of_a_layer_on_a_grid(pattern):
     assert other.weight.dtype == torch.bfloat16
     assert torch.equal(other.weight_packed, layer.weight_packed)
     assert torch.equal(other.unpacked(), result.sparse.to(torch.bfloat16))
-    fresh = SparseLowRankLinear(24, 12, 2, True, pattern, layer.nonzeros, grid=layer.grid)
+    fresh = SparseLowRankLinear(layer.spec, True)
     fresh.load_state_dict(layer.state_dict())
     assert torch.equal(fresh(torch.eye(24)), layer(torch.eye(24)))
     layer(torch.randn(4, 24)).square().sum().backward()
@@ -279,7 +280,7 @@ def test_a_layer_with_coded_factors_computes_what_its_decomposition_says(pattern
     assert "factors=int8" in repr(layer)
     assert {n for n, _ in layer.named_parameters()} == {"values", "low_rank_u_scale", "low_rank_v_scale", "bias"}
     sizes = {name: tensor.nbytes for name, tensor in layer.state_dict().items() if name.startswith("low_rank")}
-    assert sum(sizes.values()) == factor_bytes(10, 24, 2, 8, dtype) == 2 * (10 + 24) + (10 + 2) * dtype.itemsize
+    assert sum(sizes.values()) == 2 * (10 + 24) + (10 + 2) * dtype.itemsize
     assert layer.stored_bytes == sum(sizes.values()) + layer.values.nbytes + layer.index.nbytes
 
 
@@ -291,7 +292,7 @@ def test_casts_copies_and_gradients_of_coded_factors(pattern):
     assert (other.low_rank_u.dtype, other.low_rank_u_scale.dtype) == (torch.int8, torch.bfloat16)
     assert torch.equal(other.low_rank_v, layer.low_rank_v)
     assert torch.equal(other.low_rank_v_scale.float(), layer.low_rank_v_scale), "the cast moved a scale"
-    fresh = SparseLowRankLinear(24, 10, 2, True, pattern, layer.nonzeros, factor_bits=8)
+    fresh = SparseLowRankLinear(layer.spec, True)
     fresh.load_state_dict(layer.state_dict())
     x = torch.randn(4, 24)
     assert torch.equal(fresh(x), layer(x))
@@ -312,6 +313,6 @@ def test_a_layer_with_coded_factors_compiles(backend):
 
 
 def test_rank_0_has_no_codes():
-    layer = SparseLowRankLinear(24, 10, 0, False, "2:4", 120, factor_bits=8)
-    assert (layer.factor_bits, layer.factors()) == (None, None)
+    layer = SparseLowRankLinear(LayerSpec("2:4", (10, 24), 0, 120, factor_bits=8), False)
+    assert (layer.spec.factor_bits, layer.factors()) == (None, None)
     assert set(layer.state_dict()) == {"values", "positions"}

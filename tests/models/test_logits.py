@@ -31,7 +31,7 @@ def last_states(model, blocks, segment):
 def prepared(family, dtype=torch.float32, **changes):
     model = build(family, dtype, **changes)
     blocks = find_blocks(model)
-    return model, blocks, block_calls(model, blocks, segments()[:1], Weights(model, model.device)).calls
+    return model, blocks, block_calls(model, blocks, segments()[:1], Weights(model, model.device))
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "mixtral", "bamba", "rwkv"])
@@ -110,7 +110,7 @@ def test_a_head_of_another_kind_speaks_for_itself():
 def test_a_model_without_a_head_is_refused():
     model = build("llama").model
     blocks = find_blocks(model)
-    with pytest.raises(ModelError, match="LlamaModel has no output head.*--allocate uniform"):
+    with pytest.raises(ModelError, match="LlamaModel has no output head.*allocate='uniform'"):
         logits_of(model, blocks, [BlockCall((), {})] * 2, segments()[0], torch.zeros(1, 16, 32))
 
 

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import ModelError
-from hasslefree.models.blocks import find_blocks, replace_module
+from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model, load_on_disk
+from hasslefree.models.sites import replace_module
 from hasslefree.models.streaming import Weights, outside
 from tests.tiny_models import FAMILIES, build, segments, tensors_of
 

@@ -21,7 +21,7 @@ def layer(seed, out=9, width=16):
 
 
 def prune(pruner, weight, gram, pattern):
-    return pruner.prune(weight, pruner.prepare(gram), pattern)
+    return pruner.prune(weight, pruner.prepare(gram), pattern).sparse
 
 
 def swapped(weight, mean, variance, kept, group, cycles):

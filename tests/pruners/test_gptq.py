@@ -14,7 +14,7 @@ DENSE = SemiStructured(1, 1)
 
 
 def run(pruner, weight, h, pattern=DENSE):
-    return pruner.prune(weight, pruner.prepare(Gram(h, 1)), pattern)
+    return pruner.prune(weight, pruner.prepare(Gram(h, 1)), pattern).sparse
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -42,7 +42,8 @@ def test_the_grid_of_whole_rows_is_fitted_to_what_pruning_alone_leaves():
     """Oracle: SparseGPT, whose test has one of its own; then the scale and the zero of each row."""
     weight, h = oracles.problem(5, 32, dtype=torch.float64)
     pruner = SparseGPT(grid=Grid(group=None))
-    sparse, scaling = pruner.quantise(weight, pruner.prepare(Gram(h, 1)), SemiStructured(2, 4))
+    found = pruner.prune(weight, pruner.prepare(Gram(h, 1)), SemiStructured(2, 4))
+    sparse, scaling = found.sparse, found.scaling
     alone = Grid(group=None).scaling(run(SparseGPT(), weight, h, SemiStructured(2, 4)))
     assert torch.equal(scaling.scale, alone.scale)
     assert torch.equal(scaling.zero, alone.zero)
@@ -113,5 +114,5 @@ def test_patterns_that_are_chosen_in_blocks(pattern):
 
 def test_groups_must_not_cut_those_of_the_pattern():
     weight, h = oracles.problem(4, 40)
-    with pytest.raises(GridError, match="groups of 8 inputs cut the pattern's groups of 5; use a --group-size div"):
+    with pytest.raises(GridError, match="groups of 8 inputs cut the pattern's groups of 5; use a group_size= div"):
         run(SparseGPT(grid=Grid(group=8)), weight, h, SemiStructured(2, 5))

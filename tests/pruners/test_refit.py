@@ -15,7 +15,6 @@ from hasslefree import (
     Structured,
     Unstructured,
 )
-from hasslefree.core.protocols import grid_of
 from hasslefree.errors import BudgetError, GridError, RecipeError
 from hasslefree.methods import METHODS, build_method
 from hasslefree.pruners import PRUNERS
@@ -27,10 +26,10 @@ PATTERNS = [SemiStructured(2, 4), SemiStructured(3, 8), Unstructured(60), Row(5)
 
 
 def prune(pruner, weight, h, pattern):
-    return pruner.prune(weight, pruner.prepare(Gram(h, 1, oracles.mean_of(h))), pattern)
+    return pruner.prune(weight, pruner.prepare(Gram(h, 1, oracles.mean_of(h))), pattern).sparse
 
 
-FREE = [name for name, pruner in PRUNERS.items() if not grid_of(pruner)]
+FREE = [name for name, pruner in PRUNERS.items() if not pruner.grid]
 
 
 @pytest.mark.parametrize("name", FREE)
@@ -85,7 +84,7 @@ def test_it_follows_the_pruner_of_a_method_by_name():
         build_method("joint", refit=True)
 
 
-WITH_PRUNER = [name for name, method in METHODS.items() if hasattr(method, "pruner") and not grid_of(method)]
+WITH_PRUNER = [name for name, method in METHODS.items() if hasattr(method, "pruner") and not method.grid]
 
 
 @pytest.mark.parametrize("name", WITH_PRUNER)
@@ -114,7 +113,7 @@ def test_a_recipe_s_refit_reaches_every_layer(tmp_path):
     pairs = zip(reports[True].layers, reports[False].layers, strict=True)
     assert all(mine.relative_error < plain.relative_error for mine, plain in pairs)
     with pytest.raises(RecipeError, match="no pruner that a refit could follow"):
-        Recipe(method="joint", rank=1, refit=True).check(with_text=False)
+        Recipe(method="joint", rank=1, refit=True).resolve(with_text=False)
 
 
 def test_what_lies_on_a_grid_stays_there():

@@ -17,7 +17,8 @@ def test_it_is_the_best_on_the_support_and_the_grid(weighted, seed, kept):
     row, h = oracles.problem(1, 8, seed=seed)
     weights = h.diagonal().double() if weighted else torch.ones(8, dtype=torch.float64)
     pruner = RoundToNearest(Grid(group=8), weighted)
-    sparse, scaling = pruner.quantise(row, pruner.prepare(Gram(h, 1)), Row(kept))
+    found = pruner.prune(row, pruner.prepare(Gram(h, 1)), Row(kept))
+    sparse, scaling = found.sparse, found.scaling
     values = (torch.arange(16) - scaling.zero[0, 0].double()) * scaling.scale[0, 0].double()
     on_grid = (row.double()[0] - values[:, None]).square().amin(0) * weights
     off = row.double()[0].square() * weights
@@ -34,5 +35,5 @@ def test_unless_weighted_it_does_not_look_at_the_gram():
     plain, weighted = RoundToNearest(), RoundToNearest(weighted=True)
     pattern = SemiStructured(2, 4)
     assert plain.prepare(Gram(h, 1)) is None
-    found = [p.prune(weight, p.prepare(Gram(h, 1)), pattern) for p in (plain, weighted)]
+    found = [p.prune(weight, p.prepare(Gram(h, 1)), pattern).sparse for p in (plain, weighted)]
     assert not torch.equal(*found)

@@ -9,7 +9,7 @@ from tests import oracles
 
 def run(weight, h, pattern, block=128):
     pruner = SparseGPT(block=block)
-    return pruner.prune(weight, pruner.prepare(Gram(h, 1)), pattern)
+    return pruner.prune(weight, pruner.prepare(Gram(h, 1)), pattern).sparse
 
 
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (2, 8), (3, 8)])
@@ -44,5 +44,5 @@ def test_the_shares_of_the_blocks_add_up(pattern):
     """Widths and counts that the blocks do not divide: 7 of 20 in blocks of 8, 8 and 4."""
     weight, h = oracles.problem(5, 20)
     pruner = SparseGPT(block=8)
-    sparse = pruner.prune(weight, pruner.prepare(Gram(h, 1).damped(0.01)), pattern)
+    sparse = pruner.prune(weight, pruner.prepare(Gram(h, 1).damped(0.01)), pattern).sparse
     assert sparse.count_nonzero() == pattern.kept((5, 20))

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hasslefree.checkpoints.headers import read_json
+from hasslefree.core.spec import LayerSpec
 from hasslefree.errors import CheckpointError
 from hasslefree.record import LayerReport, Report
 from hasslefree.report.content import (
@@ -105,9 +106,9 @@ DAMAGE = {
     "a type": (lambda f: edit(f, lambda c: c["layers"][0].update(rank="4")), "rank is '4'"),
     "no list": (lambda f: edit(f, lambda c: c.update(layers=[3])), "not as"),
     "no layers": (lambda f: edit(f, lambda c: c.update(layers=[])), "lists no layer"),
-    "NaN": (lambda f: edit(f, lambda c: c["layers"][0].update(relative_error=float("nan"))), "relative_error holds"),
-    "infinite": (lambda f: edit(f, lambda c: c["layers"][0].update(history=[1, float("inf")])), "history holds"),
-    "no rows": (lambda f: edit(f, lambda c: c["layers"][0].update(out=0)), "out holds"),
+    "NaN": (lambda f: edit(f, lambda c: c["layers"][0].update(relative_error=float("nan"))), "relative_error is nan"),
+    "infinite": (lambda f: edit(f, lambda c: c["layers"][0].update(history=[1, float("inf")])), "history is inf"),
+    "no rows": (lambda f: edit(f, lambda c: c["layers"][0].update(out=0)), "a shape has sides of 1 or more"),
     "a shard": (lambda f: next(f.glob("*.safetensors")).unlink(), "is missing"),
 }
 
@@ -135,7 +136,7 @@ def test_what_is_no_folder_and_no_result_is_refused(folder, tmp_path):
 
 
 def layer(name, error=0.1):
-    return LayerReport(name, 4, 8, "2:4", 0, 16, error, error, 0.0)
+    return LayerReport(name, LayerSpec("2:4", (4, 8), 0, 16), error, error, 0.0)
 
 
 def test_the_grid_by_hand():

@@ -10,11 +10,11 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from hasslefree.checkpoints.dense import make_plain
-from hasslefree.errors import ModelError
+from hasslefree.errors import ModelError, option
 from hasslefree.models.linear import SparseLowRankLinear, compressed_layers
+from hasslefree.models.sites import find_sites
 
 
 def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_shard_size: str) -> dict[str, Path]:
@@ -33,14 +33,17 @@ def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_sha
     ranks: dict[str, int] = {}
     for name, layer in compressed_layers(model).items():
         if (found := layer.factors()) is not None:
-            ranks[name] = layer.rank
+            ranks[name] = layer.spec.rank
             # PEFT adds x Aᵀ Bᵀ · lora_alpha / r, with A: (r, in) and B: (out, r).
             factors[f"base_model.model.{name}.lora_A.weight"] = found[1].detach().contiguous()
             factors[f"base_model.model.{name}.lora_B.weight"] = found[0].detach().contiguous()
     if not ranks:
-        raise ModelError("no layer has a low-rank part, so there is nothing for an adapter; use --to dense")
+        raise ModelError(
+            f"no layer has a low-rank part, so there is nothing for an adapter; use {option('to', 'dense')}"
+        )
     make_plain(model, SparseLowRankLinear.unpacked)
-    stored_transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in ranks)
+    sites = find_sites(model)
+    stored_transposed = any(sites[name].transposed for name in ranks)
     config = adapter_config(ranks, str(destination / "base"), stored_transposed)
     (part / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     save_file(factors, part / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from hasslefree.models.blocks import replace_module
 from hasslefree.models.linear import SparseLowRankLinear, compressed_layers
+from hasslefree.models.sites import find_sites
 
 
 def summed(layer: SparseLowRankLinear) -> Tensor:
@@ -37,11 +36,12 @@ def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear]
     quantizer.remove_quantization_config(model)
     with torch.device("meta"):
         original = AutoModelForCausalLM.from_config(model.config)
+    sites = find_sites(original)
     for name, layer in compressed_layers(model).items():
-        own, weight = original.get_submodule(name), weight_of(layer).detach()
-        own.weight = nn.Parameter(weight.T.contiguous() if isinstance(own, Conv1D) else weight)
-        own.bias = layer.bias
-        replace_module(model, name, own.train(model.training))
+        site = sites[name]
+        site.set_weight(weight_of(layer).detach(), layer.bias)
+        site.module.train(model.training)
+        site.under(model).put_back()
 
 
 def write_dense(model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str) -> dict[str, Path]:

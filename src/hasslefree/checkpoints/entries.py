@@ -10,64 +10,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasslefree.core.factors import check_factor_bits, factor_tensors
-from hasslefree.core.grids import Grid
-from hasslefree.core.storage import Storage
+from hasslefree.core.factors import check_factor_bits
+from hasslefree.core.spec import LayerSpec
 from hasslefree.errors import CheckpointError, HasslefreeError
 from hasslefree.models.linear import SparseLowRankLinear
+from hasslefree.validation import InvalidError, validated
 
 QUANT_METHOD = "hasslefree"
 VERSION = 2
 LAYOUT = "packed"
 
+GRID_FIELDS = {"bits", "group", "symmetric"}
+# What is wrong with an entry, by the field that is missing or not of its type.
+WRONG = {
+    "pattern": "it has no pattern",
+    "shape": "its shape is not [out, in]",
+    "rank": "rank and nonzeros are whole numbers, 0 or more",
+    "nonzeros": "rank and nonzeros are whole numbers, 0 or more",
+    **dict.fromkeys(("grid", *GRID_FIELDS), "its grid is not of bits, group (a whole number or null) and symmetric"),
+    "factor_bits": "its factor_bits is no whole number",
+}
+
 
 @dataclass(frozen=True)
 class Entry:
-    """One compressed layer.
+    """One compressed layer. crc32: of the bytes of the index tensor."""
 
-    Args:
-        pattern: its name. shape: (out, in). rank: of the low-rank part. nonzeros: the number of stored values
-            or codes.
-        crc32: of the bytes of the index tensor.
-        grid: on which S lies; None where its values are stored.
-        factor_bits: 8 where the factors are codes; None where they are in the model's dtype.
-    """
-
-    pattern: str
-    shape: tuple[int, int]
-    rank: int
-    nonzeros: int
+    spec: LayerSpec
     crc32: int
-    grid: Grid | None = None
-    factor_bits: int | None = None
-
-    @property
-    def storage(self) -> Storage:
-        return Storage.of(self.pattern, self.grid)
-
-    def shapes(self, bias: bool) -> dict[str, tuple[int, ...]]:
-        """The tensors of the layer, by their names in it, with their shapes."""
-        out, width = self.shape
-        shapes = self.storage.shapes(out, width, self.nonzeros)
-        factors = factor_tensors(out, width, self.rank, self.factor_bits)
-        shapes |= {name: shape for name, (shape, _) in factors.items()}
-        return shapes | ({"bias": (out,)} if bias else {})
 
 
 def entry_of(layer: SparseLowRankLinear) -> dict[str, Any]:
     """The entry of a layer, as config.json holds it."""
-    grid = layer.grid
-    in_bits = {"factor_bits": layer.factor_bits} if layer.factor_bits else {}
-    on_grid = {"grid": {"bits": grid.bits, "group": grid.group, "symmetric": grid.symmetric}} if grid else {}
-    return {
-        "pattern": layer.pattern,
-        "shape": [layer.out_features, layer.in_features],
-        "rank": layer.rank,
-        "nonzeros": layer.nonzeros,
-        **on_grid,
-        **in_bits,
-        "crc32": f"{crc32(layer.index):08x}",
-    }
+    return layer.spec.to_dict() | {"crc32": f"{crc32(layer.index):08x}"}
 
 
 def crc32(tensor: Tensor, start: int = 0) -> int:
@@ -105,37 +80,16 @@ def _read(name: str, entry: Any) -> Entry:
 
     if not isinstance(entry, dict):
         raise wrong("it is no object")
-    pattern, shape, crc = entry.get("pattern"), entry.get("shape"), entry.get("crc32")
-    if not isinstance(pattern, str):
-        raise wrong("it has no pattern")
-    if not isinstance(shape, list) or len(shape) != 2 or not all(_is_count(side, 1) for side in shape):
-        raise wrong("its shape is not [out, in]")
-    if not _is_count(entry.get("rank")) or not _is_count(entry.get("nonzeros")):
-        raise wrong("rank and nonzeros are whole numbers, 0 or more")
-    if not isinstance(crc, str) or not re.fullmatch("[0-9a-f]{8}", crc):
-        raise wrong("its crc32 is not of eight hexadecimal digits")
-    grid = entry.get("grid")
-    if grid is not None and not _is_grid(grid):
-        raise wrong("its grid is not of bits, group (a whole number or null) and symmetric")
-    bits = entry.get("factor_bits")
-    if bits is not None and not _is_count(bits):
-        raise wrong("its factor_bits is no whole number")
     try:
-        check_factor_bits(bits, entry["rank"])
-        on = None if grid is None else Grid(grid["bits"], grid["group"], grid["symmetric"])
-        found = Entry(pattern, (shape[0], shape[1]), entry["rank"], entry["nonzeros"], int(crc, 16), on, bits)
-        found.shapes(bias=False)
+        spec = validated(LayerSpec, entry)
+        if spec.grid is not None and entry["grid"].keys() != GRID_FIELDS:
+            raise wrong(WRONG["grid"])
+        check_factor_bits(entry.get("factor_bits"), spec.rank)
+        spec.tensors()
+    except InvalidError as error:
+        raise wrong(str(error) if error.refused else WRONG[error.field]) from None
     except HasslefreeError as error:
         raise wrong(str(error)) from None
-    return found
-
-
-def _is_grid(value: Any) -> bool:
-    if not isinstance(value, dict) or value.keys() != {"bits", "group", "symmetric"}:
-        return False
-    group = value["group"]
-    return _is_count(value["bits"]) and isinstance(value["symmetric"], bool) and (group is None or _is_count(group))
-
-
-def _is_count(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not isinstance(crc := entry.get("crc32"), str) or not re.fullmatch("[0-9a-f]{8}", crc):
+        raise wrong("its crc32 is not of eight hexadecimal digits")
+    return Entry(spec, int(crc, 16))

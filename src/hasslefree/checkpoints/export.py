@@ -74,8 +74,8 @@ def bytes_needed(model: PreTrainedModel) -> int:
     inside = {id(p) for layer in layers for p in layer.parameters()}
     entries = sum(p.numel() for p in model.parameters() if id(p) not in inside)
     for layer in layers:
-        out, width = layer.out_features, layer.in_features
-        entries += out * width + layer.rank * (out + width) + (0 if layer.bias is None else out)
+        spec = layer.spec
+        entries += spec.dense_parameters + spec.rank * sum(spec.shape) + (0 if layer.bias is None else spec.shape[0])
     return entries * model.dtype.itemsize + 50_000_000
 
 

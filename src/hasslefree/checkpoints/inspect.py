@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.text import Text
 from hasslefree.checkpoints.entries import QUANT_METHOD, Entry, check_version, read_entries
 from hasslefree.checkpoints.headers import ELEMENT_BYTES, Stored, read_headers, read_json, weight_files
 from hasslefree.checkpoints.verify import check_layers
-from hasslefree.core.storage import kind_of
+from hasslefree.core.spec import LayerSpec
 from hasslefree.errors import CheckpointError
 
 
@@ -23,26 +22,21 @@ class LayerSize:
     """One compressed layer.
 
     Args:
-        shape: (out, in). nonzeros: the values or codes stored for S. dtype: of the values, or of the grid's scales.
-        bytes: of all its tensors. dense_bytes: of the layer as it was, in the same dtype.
-        grid: on which S lies, in words. factor_bits: 8 where the factors are codes.
+        dtype: of the values, or of the grid's scales. bytes: of all its tensors. dense_bytes: of the layer as it was,
+            in the same dtype.
     """
 
     name: str
-    pattern: str
-    shape: tuple[int, int]
-    rank: int
-    nonzeros: int
+    spec: LayerSpec
     dtype: str
     bytes: int
     dense_bytes: int
-    grid: str | None = None
-    factor_bits: int | None = None
 
-    @property
-    def kind(self) -> str:
-        """The pattern, the grid if there is one, and how the factors are stored if not as all else."""
-        return kind_of(self.pattern, self.grid, self.factor_bits)
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: the fields of the spec lie among the others, its grid in words."""
+        grid = str(self.spec.grid) if self.spec.grid else None
+        rest = {"dtype": self.dtype, "bytes": self.bytes, "dense_bytes": self.dense_bytes}
+        return {"name": self.name, **vars(self.spec), **rest, "grid": grid}
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,11 @@ class FolderSize:
         return sum(layer.dense_bytes for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {
+        return {
+            "folder": self.folder,
+            "version": self.version,
+            "layers": [layer.to_dict() for layer in self.layers],
+            "other_bytes": self.other_bytes,
             "layer_bytes": self.layer_bytes,
             "layer_dense_bytes": self.layer_dense_bytes,
             "bytes": self.layer_bytes + self.other_bytes,
@@ -93,14 +91,11 @@ def inspect_folder(folder: Path) -> FolderSize:
 
 
 def _layer_size(name: str, entry: Entry, stored: Mapping[str, Stored]) -> LayerSize:
-    (out, width), bias = entry.shape, f"{name}.bias" in stored
-    tensors = [stored[f"{name}.{leaf}"] for leaf in entry.shapes(bias)]
-    dtype = stored[f"{name}.{'weight_scale' if entry.grid else 'values'}"].dtype
+    spec, (out, width), bias = entry.spec, entry.spec.shape, f"{name}.bias" in stored
+    leaves = [*spec.tensors(), *(["bias"] if bias else [])]
+    dtype = stored[f"{name}.{'weight_scale' if spec.grid else 'values'}"].dtype
     dense = out * (width + bias) * ELEMENT_BYTES[dtype]
-    size = sum(tensor.size for tensor in tensors)
-    grid = str(entry.grid) if entry.grid else None
-    about = (entry.pattern, entry.shape, entry.rank, entry.nonzeros)
-    return LayerSize(name, *about, dtype, size, dense, grid, entry.factor_bits)
+    return LayerSize(name, spec, dtype, sum(stored[f"{name}.{leaf}"].size for leaf in leaves), dense)
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
@@ -120,9 +115,10 @@ def size_table(found: FolderSize) -> Table:
         table.add_row(Text(name), pattern, rank, nonzeros, f"{size:,}", f"{dense:,}", share)
 
     for layer in found.layers:
-        line(layer.name, layer.bytes, layer.dense_bytes, layer.kind, str(layer.rank), f"{layer.nonzeros:,}")
+        spec = layer.spec
+        line(layer.name, layer.bytes, layer.dense_bytes, spec.kind, str(spec.rank), f"{spec.nonzeros:,}")
     table.add_section()
-    nonzeros = f"{sum(layer.nonzeros for layer in found.layers):,}"
+    nonzeros = f"{sum(layer.spec.nonzeros for layer in found.layers):,}"
     line("compressed layers", found.layer_bytes, found.layer_dense_bytes, nonzeros=nonzeros)
     line("the rest of the model", found.other_bytes, found.other_bytes)
     line("all", found.layer_bytes + found.other_bytes, found.layer_dense_bytes + found.other_bytes)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hasslefree.checkpoints.dense import make_plain, summed
-from hasslefree.errors import ModelError
+from hasslefree.errors import ModelError, option
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.heads import head_unit
 
@@ -40,7 +40,8 @@ def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_sha
     if all(counts[reader] == len(found[0]) for reader, found in kept.items()):
         raise ModelError(
             "nothing can go: every neuron is read, and every head, or transformers takes no model with the heads that "
-            "are; compress with --method osscar --pattern structured, at rank 0, or another --sparsity"
+            f"are; compress with {option('method', 'osscar')} {option('pattern', 'structured')}, at "
+            f"rank 0, or another {option('sparsity')}"
         )
     for index, block in enumerate(blocks.modules):
         for reader in MAKERS:
@@ -60,7 +61,7 @@ def units_kept(block: nn.Module, reader: str) -> Tensor:
     except AttributeError:
         raise ModelError(
             f"{type(block).__name__} has no {parent}.{' and '.join((*MAKERS[reader], reader.rpartition('.')[2]))}: "
-            "heads and neurons are found by these names; use --to dense"
+            f"heads and neurons are found by these names; use {option('to', 'dense')}"
         ) from None
     unit = head_unit(block, reader)
     units = layer.in_features // unit
@@ -76,7 +77,7 @@ def common_count(reader: str, kept: list[Tensor]) -> int:
     if len(set(counts)) > 1 or not counts[0]:
         raise ModelError(
             f"blocks keep {', '.join(map(str, counts))} units of {reader}; a plain model has the same number, at least "
-            "one, in each: use --to dense"
+            f"one, in each: use {option('to', 'dense')}"
         )
     return counts[0]
 

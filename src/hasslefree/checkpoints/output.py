@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from hasslefree.errors import OutputError
+from hasslefree.errors import OutputError, option
 
 
 def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0) -> None:
@@ -24,7 +24,9 @@ def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0) -> None:
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"the output {folder} is a file; give a folder")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise OutputError(f"the output folder {folder} exists and is not empty; use --overwrite or another folder")
+        raise OutputError(
+            f"the output folder {folder} exists and is not empty; use {option('overwrite', True)} or another folder"
+        )
     if folder == Path.cwd() or folder.is_mount():
         raise OutputError(
             f"the output {folder} cannot be put in place as a whole; give a folder in it, such as {folder}/out"
@@ -44,7 +46,7 @@ def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0) -> None:
 def check_shard_size(size: str) -> None:
     """Raise an OutputError where the size is not of the form that transformers reads, such as 5GB."""
     if not re.fullmatch(r"\d+(\.\d+)?\s?[KMGT]B", size, re.IGNORECASE):
-        raise OutputError(f"--max-shard-size is a number and a unit, such as 5GB or 500MB, got {size!r}")
+        raise OutputError(f"{option('max_shard_size')} is a number and a unit, such as 5GB or 500MB, got {size!r}")
 
 
 @contextmanager

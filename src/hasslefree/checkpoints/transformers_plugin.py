@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -16,8 +15,8 @@ from hasslefree.checkpoints.entries import LAYOUT, QUANT_METHOD, VERSION, Entry,
 from hasslefree.checkpoints.headers import read_headers
 from hasslefree.checkpoints.verify import check_indices, check_layers
 from hasslefree.errors import CheckpointError
-from hasslefree.models.blocks import linear_shape, replace_module
 from hasslefree.models.linear import SparseLowRankLinear, layers_without_numba
+from hasslefree.models.sites import Site, find_sites
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +46,11 @@ class HasslefreeQuantizer(HfQuantizer):
     ) -> None:
         entries = read_entries(self.quantization_config.modules)
         biased = set()
+        sites = find_sites(model)
         for name, entry in entries.items():
-            try:
-                layer = model.get_submodule(name)
-            except AttributeError:
-                raise CheckpointError(f"config.json lists {name}, which {type(model).__name__} does not have") from None
-            replacement = empty_layer(layer, name, entry)
-            replace_module(model, name, replacement)
-            if replacement.bias is not None:
+            layer = empty_layer(site_named(model, sites, name), name, entry)
+            sites[name].replace(layer)
+            if layer.bias is not None:
                 biased.add(name)
         if checkpoint_files:  # none where the caller brought a state dict
             stored = read_headers([Path(file) for file in checkpoint_files])
@@ -83,15 +79,25 @@ class HasslefreeQuantizer(HfQuantizer):
         return True
 
 
-def empty_layer(layer: nn.Module, name: str, entry: Entry) -> SparseLowRankLinear:
-    """The layer to load into, with the dtype and device of the one that it replaces."""
-    if not isinstance(layer, nn.Linear | Conv1D):
-        raise CheckpointError(f"config.json lists {name}, which is no linear layer but a {type(layer).__name__}")
-    (out, width), weight = linear_shape(layer), layer.weight
-    if entry.shape != (out, width):
-        raise CheckpointError(f"config.json says that {name} is {list(entry.shape)}; the model's is {[out, width]}")
-    bias, like, stored = layer.bias is not None, (weight.dtype, weight.device), (entry.grid, entry.factor_bits)
-    return SparseLowRankLinear(width, out, entry.rank, bias, entry.pattern, entry.nonzeros, *like, *stored)
+def site_named(model: nn.Module, sites: dict[str, Site], name: str) -> Site:
+    """The site that an entry of config.json names. Raises a CheckpointError where there is none."""
+    if name in sites:
+        return sites[name]
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        raise CheckpointError(f"config.json lists {name}, which {type(model).__name__} does not have") from None
+    raise CheckpointError(f"config.json lists {name}, which is no linear layer but a {type(module).__name__}")
+
+
+def empty_layer(site: Site, name: str, entry: Entry) -> SparseLowRankLinear:
+    """The layer to load into, with the dtype and device of the one that it replaces. name: in the model."""
+    if entry.spec.shape != site.shape:
+        raise CheckpointError(
+            f"config.json says that {name} is {list(entry.spec.shape)}; the model's is {list(site.shape)}"
+        )
+    weight = site.parameter
+    return SparseLowRankLinear(entry.spec, site.bias is not None, weight.dtype, weight.device)
 
 
 def register() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hasslefree.checkpoints.headers import read_json
 from hasslefree.checkpoints.output import check_output, is_of_the_disk, open_up, put_in_place
-from hasslefree.errors import CheckpointError, OutputError
+from hasslefree.errors import CheckpointError, OutputError, option
 
 JOURNAL, BEFORE = "progress.json", "before"
 
@@ -70,7 +70,7 @@ class Unfinished:
         if self.identity is not None and (found := list(differences(self.identity, identity))):
             raise OutputError(
                 f"{self.folder} was begun otherwise, and cannot be gone on with: {'; '.join(found)}. Give what it was "
-                "begun with, or --overwrite to begin anew"
+                f"begun with, or {option('overwrite', True)} to begin anew"
             )
         self.identity = identity
 
@@ -134,8 +134,9 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
         identity, parts = _read_journal(folder)
         if parts and not resume and not overwrite:
             raise OutputError(
-                f"{folder} holds the {_blocks(parts)} of a compression that did not end; --resume goes on from there, "
-                "--overwrite begins anew"
+                f"{folder} holds the {_blocks(parts)} of a compression that did not end; "
+                f"{option('resume', True)} goes on from there, "
+                f"{option('overwrite', True)} begins anew"
             )
         if not resume:
             identity, parts = None, []
@@ -179,7 +180,7 @@ def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part]]:
         if sha256(file) != part.sha256:
             raise CheckpointError(
                 f"{file} is not as it was written (its SHA-256 differs): the disk or another program changed it. "
-                "Delete it, and --resume does its block and those after it again"
+                f"Delete it, and {option('resume', True)} does its block and those after it again"
             )
         parts.append(part)
     return content["identity"], parts
@@ -204,7 +205,8 @@ def kept(out: Path) -> str:
     folder = unfinished_folder(out.resolve())
     if not (folder / JOURNAL).exists():
         return "nothing was finished"
-    return f"{folder} holds the {_blocks(read_json(folder / JOURNAL)['parts'])}; --resume goes on from there"
+    return f"{folder} holds the {_blocks(read_json(folder / JOURNAL)['parts'])}; "
+    f"{option('resume', True)} goes on from there"
 
 
 def _blocks(parts: list[Any]) -> str:
@@ -259,7 +261,8 @@ def room_errors(folder: Path) -> Iterator[None]:
     except Exception as error:
         if is_of_the_disk(error):
             raise OutputError(
-                f"{folder} cannot be written: {error}; finished blocks are kept. Mend it, and use --resume"
+                f"{folder} cannot be written: {error}; finished blocks are kept. Mend it, and use "
+                f"{option('resume', True)}"
             ) from error
         raise
 

@@ -30,8 +30,10 @@ def check_layers(entries: Mapping[str, Entry], biased: set[str], stored: Mapping
         layer, _, leaf = name.rpartition(".")
         held.setdefault(layer, set()).add(leaf)
     for name, entry in entries.items():
-        shapes, found = entry.shapes(name in biased), held.get(name, set())
-        integers = INTEGERS | (CODED_FACTORS if entry.factor_bits else {})
+        spec, found = entry.spec, held.get(name, set())
+        shapes = {leaf: shape for leaf, (shape, _) in spec.tensors().items()}
+        shapes |= {"bias": (spec.shape[0],)} if name in biased else {}
+        integers = INTEGERS | (CODED_FACTORS if spec.factor_bits else {})
         if missing := [f"{name}.{leaf}" for leaf in shapes if leaf not in found]:
             files = ", ".join(sorted({str(tensor.file) for tensor in stored.values()}))
             raise CheckpointError(f"no {', '.join(missing)} in {files}: it is not complete; get it anew")
@@ -58,7 +60,7 @@ def check_indices(entries: Mapping[str, Entry], stored: Mapping[str, Stored]) ->
         CheckpointError: with the file and the tensor.
     """
     for name, entry in entries.items():
-        layout, (out, width) = entry.storage.layout, entry.shape
+        spec, layout, (out, width) = entry.spec, entry.spec.storage.layout, entry.spec.shape
         tensor = stored[f"{name}.{layout.index}"]
         data = tensor.read()
         where = f"{tensor.file}: {name}.{layout.index}"
@@ -66,11 +68,11 @@ def check_indices(entries: Mapping[str, Entry], stored: Mapping[str, Stored]) ->
             raise CheckpointError(
                 f"{where} is damaged: its CRC-32 is {found:08x}, and {entry.crc32:08x} by config.json; get it anew"
             )
-        shape = layout.shapes(out, width, entry.nonzeros)[layout.index]
+        shape = layout.shapes(out, width, spec.nonzeros)[layout.index]
         index = torch.empty(shape, dtype=layout.index_dtype, device="cpu")
         if data:
             index = torch.frombuffer(bytearray(data), dtype=layout.index_dtype).view(shape)
         try:
-            layout.validate(index, width, entry.nonzeros)
+            layout.validate(index, width, spec.nonzeros)
         except PatternError as error:
             raise CheckpointError(f"{where} was not written by a sound writer: {error}") from None

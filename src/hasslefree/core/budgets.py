@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from hasslefree.core.patterns import Pattern, Row, SemiStructured, Structured, Unstructured
-from hasslefree.errors import BudgetError, HasslefreeError, PatternError, UnknownNameError
+from hasslefree.errors import BudgetError, HasslefreeError, PatternError, Problem, UnknownNameError
 
 COUNTED: dict[str, type[Unstructured] | type[Row] | type[Structured]] = {
     "unstructured": Unstructured,
@@ -42,53 +42,60 @@ class Budget:
     ratio: float | None = None
     rank_share: float | None = None
 
-    def problems(self) -> list[str]:
-        """All that is wrong before any shape is known."""
+    def problems(self) -> list[Problem]:
+        """Everything that is wrong before any shape is known."""
         found = []
         for name in ("sparsity", "ratio", "rank_share"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
-                found.append(f"{name} is a share between 0 and 1, got {value}")
+                found.append(Problem((name,), f"{name} is a share between 0 and 1, got {value}"))
         if self.rank is not None and self.rank < 0:
-            found.append(f"rank must not be negative, got {self.rank}")
+            found.append(Problem(("rank",), f"rank must not be negative, got {self.rank}"))
         if self.rank is not None and self.ratio is not None:
-            found.append("give rank or ratio, not both: the ratio fixes the rank")
+            found.append(Problem(("rank", "ratio"), "give rank or ratio, not both: the ratio fixes the rank"))
         try:
             found += self._pattern_problems()
         except HasslefreeError as error:
-            found.append(str(error))
+            found.append(Problem(("pattern",), error.message))
         return found
 
-    def _pattern_problems(self) -> list[str]:
+    def _pattern_problems(self) -> list[Problem]:
         """What does not go with the pattern. Raises where the pattern itself is wrong."""
         if not isinstance(self.pattern, str):
-            loose = [n for n in ("sparsity", "ratio", "rank_share") if getattr(self, n) is not None]
-            return [f"{', '.join(loose)}: the pattern object already holds its count"] if loose else []
+            loose = tuple(n for n in ("sparsity", "ratio", "rank_share") if getattr(self, n) is not None)
+            message = f"{', '.join(loose)}: the pattern object already holds its count"
+            return [Problem(loose, message)] if loose else []
         semi = parse_pattern(self.pattern)
         if semi is None:
             return self._counted_problems()
         found = []
         if self.sparsity is not None:
-            found.append(f"pattern {semi} already fixes the sparsity: drop sparsity")
+            message = f"pattern {semi} already fixes the sparsity: drop sparsity"
+            found.append(Problem(("sparsity", "pattern"), message))
         if self.rank_share is not None:
-            found.append(f"pattern {semi} already fixes the rank share: drop rank_share")
+            message = f"pattern {semi} already fixes the rank share: drop rank_share"
+            found.append(Problem(("rank_share", "pattern"), message))
         if self.ratio is not None and _exact(self.ratio) > 1 - Fraction(semi.n, semi.m):
             feasible = float(1 - Fraction(semi.n, semi.m))
-            found.append(
+            message = (
                 f"ratio {self.ratio} is infeasible with {semi}: S alone keeps {semi.n}/{semi.m} of the weights; "
                 f"the largest feasible ratio is {feasible:g} (rank 0)"
             )
+            found.append(Problem(("ratio", "pattern"), message))
         return found
 
-    def _counted_problems(self) -> list[str]:
+    def _counted_problems(self) -> list[Problem]:
         if self.sparsity is None and self.ratio is None:
-            return [f"pattern {self.pattern} needs a sparsity (with rank) or a ratio (with rank_share)"]
+            message = f"pattern {self.pattern} needs a sparsity (with rank) or a ratio (with rank_share)"
+            return [Problem(("pattern", "sparsity", "ratio", "rank"), message)]
         if self.sparsity is not None and self.ratio is not None:
-            return ["give sparsity (with rank) or ratio (with rank_share), not both"]
+            message = "give sparsity (with rank) or ratio (with rank_share), not both"
+            return [Problem(("sparsity", "ratio"), message)]
         if self.ratio is not None and self.rank_share is None:
-            return [f"ratio with pattern {self.pattern} needs rank_share, the part of what is kept that goes to L"]
+            message = f"ratio with pattern {self.pattern} needs rank_share, the part of what is kept that goes to L"
+            return [Problem(("ratio", "rank_share"), message)]
         if self.sparsity is not None and self.rank_share is not None:
-            return ["rank_share goes with ratio; with sparsity give rank"]
+            return [Problem(("rank_share",), "rank_share goes with ratio; with sparsity give rank")]
         return []
 
     def resolve(self, out: int, width: int, unit: int = 1) -> tuple[Pattern, int]:
@@ -101,7 +108,7 @@ class Budget:
             BudgetError, PatternError: with every problem, or where the weight is too small or does not divide.
         """
         if found := self.problems():
-            raise BudgetError("; ".join(found))
+            raise BudgetError("; ".join(problem.message for problem in found))
         pattern, rank = self._resolve(out, width)
         if isinstance(pattern, Structured) and unit > 1:
             pattern = Structured(pattern.count // unit * unit, unit)

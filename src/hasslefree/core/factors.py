@@ -74,12 +74,6 @@ def factor_tensors(
     return {**factors, **(scales if bits else {})}
 
 
-def factor_bytes(out: int, width: int, rank: int, bits: int | None, dtype: torch.dtype) -> int:
-    """The size of those tensors. dtype: the model's."""
-    tensors = factor_tensors(out, width, rank, bits).values()
-    return sum(math.prod(shape) * (own or dtype).itemsize for shape, own in tensors)
-
-
 def quantised(low_rank: LowRank, weight: Tensor, sparse: Tensor, gram: Gram, dtype: torch.dtype) -> CodedFactors:
     """Factors in eight bits with tr((T − L) H (T − L)ᵀ) small, T = W − S, from an L that is good as it is.
 

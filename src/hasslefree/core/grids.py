@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.errors import GridError
+from hasslefree.errors import GridError, option
 
 # Each further range that is tried for a group is narrower by this share of the whole one.
 NARROWER = 0.01
@@ -46,9 +46,14 @@ class Grid:
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            raise GridError(f"a grid has 4 or 8 bits, got {self.bits}; use --bits 4 or --bits 8")
+            raise GridError(
+                f"a grid has 4 or 8 bits, got {self.bits}; use {option('bits', 4)} or {option('bits', 8)}", ("bits",)
+            )
         if self.group is not None and self.group < 1:
-            raise GridError(f"a group of a grid has at least one input, got {self.group}; use --group-size 64")
+            raise GridError(
+                f"a group of a grid has at least one input, got {self.group}; use {option('group_size', 64)}",
+                ("group_size",),
+            )
         if not 1 <= self.ranges <= round(1 / NARROWER):
             raise GridError(f"a grid tries 1 to {round(1 / NARROWER)} ranges, got {self.ranges}; use 1 or 80")
 
@@ -69,15 +74,16 @@ class Grid:
         """
         if self.group is not None and shape[1] % self.group:
             fitting = math.gcd(shape[1], 128)
-            remedy = f"--group-size {fitting}, or " if fitting > 1 else ""
+            remedy = f"{option('group_size', fitting)}, or " if fitting > 1 else ""
             raise GridError(
                 f"groups of {self.group} inputs need in_features divisible by {self.group}, got {shape[1]}; "
-                f"use {remedy}--group-size 0 for whole rows"
+                f"use {remedy}{option('group_size', 0)} for whole rows"
             )
         if self.group is not None and together is not None and self.group % together:
             raise GridError(
-                f"groups of {self.group} inputs cut the pattern's groups of {together}; use a --group-size divisible "
-                f"by {together}, or --group-size 0 for whole rows"
+                f"groups of {self.group} inputs cut the pattern's groups of {together}; "
+                f"use a {option('group_size')} divisible "
+                f"by {together}, or {option('group_size', 0)} for whole rows"
             )
 
     def groups(self, width: int) -> int:
@@ -197,7 +203,9 @@ class Quantised:
         scale = scaling.scale.to(dtype)
         if not torch.equal(scale.to(scaling.scale.dtype), scaling.scale):
             name = str(dtype).removeprefix("torch.")
-            raise GridError(f"a scale of the grid does not fit into {name}; use another dtype (--dtype bfloat16)")
+            raise GridError(
+                f"a scale of the grid does not fit into {name}; use another dtype ({option('dtype', 'bfloat16')})"
+            )
         return cls(scaling.codes(matrix), Scaling(scaling.grid, scale, scaling.zero.to(dtype)))
 
     def values(self) -> Tensor:

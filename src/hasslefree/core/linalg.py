@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hasslefree.errors import FactorizationError
+from hasslefree.errors import FactorizationError, option
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
@@ -30,7 +30,7 @@ def lower_cholesky(matrix: Tensor) -> Tensor:
     if info.item() != 0 or (factor.diagonal().square() <= rounding * matrix.diagonal()).any():
         raise FactorizationError(
             f"the damped Gram ({len(matrix)}×{len(matrix)}) is not positive definite: some inputs are combinations of "
-            "others; raise the damping (--damping 0.01) or use more calibration tokens than inputs"
+            f"others; raise the damping ({option('damping', 0.01)}) or use more calibration tokens than inputs"
         )
     return factor
 
@@ -44,7 +44,7 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except LinAlgError as error:
-        raise FactorizationError(f"{error}; raise the damping (--damping 0.01)") from None
+        raise FactorizationError(f"{error}; raise the damping ({option('damping', 0.01)})") from None
     return values, vectors
 
 

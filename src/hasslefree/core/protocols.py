@@ -1,17 +1,21 @@
 """The three kinds of plug-in and what they hand on. A plug-in is a frozen dataclass of its hyper-parameters.
 
-Each splits its work in two: `prepare` does what depends on the Gram alone, once; the rest is done for every weight,
-every round. What `prepare` returns is the plug-in's own affair: no result may depend on what was solved with it before.
+What a plug-in can do is stated by the attributes and methods of its base class here. Each has a default: a new pruner
+needs no more than `prepare` and `prune`. A plug-in splits its work in two: `prepare` does what depends on the Gram
+alone, once; the rest is done for every weight, every round. Only the plug-in reads what its `prepare` returns, and no
+result may depend on what was solved with it before.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from hasslefree.core.cost import Cost, unstated_method, unstated_pruner, unstated_solver
 from hasslefree.core.factors import CodedFactors
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Quantised, Scaling
@@ -20,54 +24,60 @@ from hasslefree.core.patterns import Pattern, Structured
 from hasslefree.errors import PatternError
 
 
-class Pruner(Protocol):
-    """Solves P1: a sparse S close to a target in the norm of H.
+@dataclass(frozen=True)
+class Pruned:
+    """What a pruner found. sparse: S, (out, in). scaling: where the grid lies on which S is; None without one."""
 
-    One whose S lies on a grid has a field `grid: Grid`, and a method `quantise` with the arguments of `prune`, which
-    returns S and its `Scaling`; `quantise` here calls it. One that removes whole input channels, and takes no pattern
-    but `Structured`, has `whole_channels = True`: the heads of attention then stay or go in one piece.
-    """
+    sparse: Tensor
+    scaling: Scaling | None = None
 
+
+class Pruner(ABC):
+    """Solves P1: a sparse S close to a target in the norm of H."""
+
+    @property
+    def grid(self) -> Grid | None:
+        """On which S lies; None where S may hold any number."""
+        return None
+
+    @property
+    def whole_channels(self) -> bool:
+        """Whether whole input channels go, and nothing else: the heads of attention then stay or go in one piece."""
+        return False
+
+    @abstractmethod
     def prepare(self, gram: Gram) -> Any:
         """What the pruner needs of the (damped) Gram."""
 
-    def prune(self, target: Tensor, prepared: Any, pattern: Pattern) -> Tensor:
+    @abstractmethod
+    def prune(self, target: Tensor, prepared: Any, pattern: Pattern) -> Pruned:
         """S: (out, in) with this pattern, for a target (out, in). The target is not changed."""
 
+    def check_pattern(self, pattern: Pattern) -> None:
+        """Raise PatternError where the pruner removes whole channels, and the pattern does not."""
+        if self.whole_channels and not isinstance(pattern, Structured):
+            name = type(self).__name__
+            raise PatternError(f"{name} removes whole input channels, not {pattern}; use pattern structured")
 
-def grid_of(part: object) -> Grid | None:
-    """The grid on which the S of a pruner or method lies; None where S may hold any number."""
-    return getattr(part, "grid", None)
-
-
-def quantise(pruner: Any, target: Tensor, prepared: Any, pattern: Pattern) -> tuple[Tensor, Scaling | None]:
-    """A pruner's S for a target (out, in); and where its grid lies, if it has one."""
-    if grid_of(pruner) is None:
-        return pruner.prune(target, prepared, pattern), None
-    return pruner.quantise(target, prepared, pattern)
+    def cost(self, out: int, width: int) -> Cost:
+        """What `prepare` and each call of `prune` take; by the rule for plug-ins that state no cost, if not said."""
+        return unstated_pruner(type(self).__name__, out, width)
 
 
-def removes_channels(part: Any) -> bool:
-    """Whether a pruner, or the one in a method or in another pruner, removes whole input channels and nothing else."""
-    return removes_channels(part.pruner) if hasattr(part, "pruner") else getattr(part, "whole_channels", False)
-
-
-def check_pattern(part: Any, pattern: Pattern) -> None:
-    """Raise PatternError where the part removes whole channels, and the pattern does not."""
-    if hasattr(part, "pruner"):
-        check_pattern(part.pruner, pattern)
-    elif removes_channels(part) and not isinstance(pattern, Structured):
-        raise PatternError(f"{type(part).__name__} removes whole input channels, not {pattern}; use pattern structured")
-
-
-class LowRankSolver(Protocol):
+class LowRankSolver(ABC):
     """Solves P2: a low-rank L close to a target in the norm of H."""
 
+    @abstractmethod
     def prepare(self, gram: Gram) -> Any:
         """What the solver needs of the (damped) Gram."""
 
+    @abstractmethod
     def fit(self, target: Tensor, prepared: Any, start: LowRank, round: int) -> LowRank:
         """L of the rank of `start`, for a target (out, in), from a start, in round 0, 1, 2, … of an alternation."""
+
+    def cost(self, out: int, width: int, rank: int) -> Cost:
+        """What each call of `fit` takes; by the rule for plug-ins that state no cost, if not said."""
+        return unstated_solver(type(self).__name__, out, width, rank)
 
 
 @dataclass(frozen=True)
@@ -89,17 +99,43 @@ class Solution:
     scaling: Scaling | None = None
 
 
-class Method(Protocol):
-    """Solves the whole problem. One whose S lies on a grid has `grid: Grid`, and its solutions say where that lies."""
+class Method(ABC):
+    """Solves the whole problem. Attributes: step: after what the history of a solution is measured, for its axis."""
 
-    def check(self, rank: int) -> None:
-        """Raise BudgetError where the method has no use for such a rank."""
+    step: ClassVar[str] = "measurement"
 
+    @property
+    def grid(self) -> Grid | None:
+        """On which S lies, as the solutions say; None where S may hold any number."""
+        return None
+
+    @property
+    def whole_channels(self) -> bool:
+        """Whether whole input channels go, and nothing else."""
+        return False
+
+    def check(self, rank: int) -> None:  # noqa: B027 (a method may have nothing to check)
+        """Raise BudgetError where the method has no use for such a rank. Every rank will do, if not said."""
+
+    def check_pattern(self, pattern: Pattern) -> None:  # noqa: B027
+        """Raise PatternError where the method has no use for such a pattern."""
+
+    @abstractmethod
     def prepare(self, gram: Gram) -> Any:
         """What the method needs of the (undamped) Gram; shared by all layers with the same input."""
 
+    @abstractmethod
     def solve(self, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, generator: torch.Generator) -> Solution:
         """S and L for a weight (out, in). The weight is not changed."""
+
+    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
+        """What a layer takes, with all that depends on H made anew; by the rule for plug-ins that state no cost, if
+        not said.
+
+        Args:
+            device: its kind, such as "cuda".
+        """
+        return unstated_method(type(self).__name__, out, width, rank)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ has no code: the codes follow each other as the values of the pattern's own layo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -63,11 +62,6 @@ class Storage:
         zeros = {} if self.grid.symmetric else {"weight_zero_point": (self._words(out), groups)}
         return {**words, **zeros, **shapes}
 
-    def bytes(self, out: int, width: int, nonzeros: int, dtype: torch.dtype) -> int:
-        """The size of the tensors. dtype: the model's."""
-        shapes = self.shapes(out, width, nonzeros)
-        return sum(math.prod(shapes[name]) * (own or dtype).itemsize for name, own in self.dtypes().items())
-
     def pack(self, sparse: Tensor, quantised: Quantised | None = None) -> tuple[dict[str, Tensor], int]:
         """The tensors of S (out, in), which `quantised` holds as codes where it is on a grid; and how many are stored.
 
@@ -106,12 +100,6 @@ class Storage:
     def _words(self, codes: int) -> int:
         """How many int32 so many codes take."""
         return 0 if self.grid is None else -(-codes * self.grid.bits // 32)
-
-
-def kind_of(pattern: str, grid: Grid | str | None, factor_bits: int | None) -> str:
-    """How a layer is stored, in words: the pattern, the grid if there is one, and the factors if they are codes."""
-    parts = [pattern, *([str(grid)] if grid else []), *([f"factors in int{factor_bits}"] if factor_bits else [])]
-    return ", ".join(parts)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

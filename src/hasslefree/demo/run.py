@@ -12,7 +12,7 @@ from rich.table import Table
 from hasslefree.compress import Progress, compress
 from hasslefree.evaluation.run import evaluate_perplexity
 from hasslefree.models.load import load_model
-from hasslefree.recipe import Recipe
+from hasslefree.recipe.recipe import Recipe
 
 FOLDER = Path(__file__).parent
 MODEL = FOLDER / "model"

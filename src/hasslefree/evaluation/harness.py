@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hasslefree.errors import OutputError
+from hasslefree.errors import OutputError, option
 from hasslefree.evaluation.fingerprint import fingerprint
 from hasslefree.evaluation.tasks import harness_tasks
 from hasslefree.record import versions
@@ -98,9 +98,11 @@ def cache_file(folder: Path, model: PreTrainedModel, tokenizer: Any) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"the cache folder {folder} cannot be made ({error}); name another with --cache") from None
+        raise OutputError(
+            f"the cache folder {folder} cannot be made ({error}); name another with {option('cache')}"
+        ) from None
     if not os.access(folder, os.W_OK):
-        raise OutputError(f"the cache folder {folder} cannot be written; name another with --cache")
+        raise OutputError(f"the cache folder {folder} cannot be written; name another with {option('cache')}")
     options = {
         "versions": versions() | {"lm_eval": importlib.metadata.version("lm_eval")},
         "device": model.device.type,

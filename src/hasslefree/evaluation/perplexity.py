@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hasslefree.errors import CalibrationError, NonFiniteError
+from hasslefree.errors import CalibrationError, NonFiniteError, option
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def perplexity(
         if len(tokens) < window:
             raise CalibrationError(
                 f"{len(tokens)} tokens do not fill one window of {window}, and whole windows alone are scored; "
-                "use a smaller --seqlen or more tokens"
+                f"use a smaller {option('seqlen')} or more tokens"
             )
         tokens = tokens[: len(tokens) // window * window]
     if len(tokens) < 2 or window < 2:
@@ -71,7 +71,7 @@ def perplexity(
         scored += rows[:, 1:].numel()
     if math.isnan(total):
         raise NonFiniteError(
-            "the model gives NaN on this text; look for NaN or Inf in its weights, or try --dtype float32"
+            f"the model gives NaN on this text; look for NaN or Inf in its weights, or try {option('dtype', 'float32')}"
         )
     mean = torch.tensor(total / scored, dtype=torch.float64)
     return Perplexity(mean.exp().item(), len(tokens), scored, window)

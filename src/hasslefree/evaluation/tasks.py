@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from hasslefree.errors import TaskError, UnknownNameError
+from hasslefree.errors import TaskError, UnknownNameError, option
 
 REMEDY = 'pip install "hasslefree[eval]"'
 
@@ -81,7 +81,7 @@ def check_tasks(names: Sequence[str], folder: Path | None) -> None:
         if name not in TASKS:
             raise UnknownNameError("task", name, TASKS)
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
-        raise TaskError(f"--tasks names {', '.join(twice)} more than once; once is enough")
+        raise TaskError(f"{option('tasks')} names {', '.join(twice)} more than once; once is enough")
     if importlib.util.find_spec("lm_eval") is None:
         raise TaskError(f"the zero-shot tasks need lm-evaluation-harness, which is not installed: {REMEDY}")
     if folder is not None:
@@ -103,7 +103,9 @@ def row_form(name: str, folder: Path) -> RowForm:
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"the data of task {name} cannot be read: {error}; --task-data needs {name}.jsonl") from None
+        raise TaskError(
+            f"the data of task {name} cannot be read: {error}; {option('task_data')} needs {name}.jsonl"
+        ) from None
     found: RowForm | None = None
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -164,7 +166,7 @@ def _load(name: str, definitions: Path, folder: Path | None, limit: int | None) 
 
     manager = TaskManager(include_path=str(definitions), include_defaults=False)
     where = f"from {data_file(name, folder)}" if folder else "from the hub"
-    remedy = "" if folder else "; with no network, give the data as --task-data FOLDER"
+    remedy = "" if folder else f"; with no network, give the data as {option('task_data', 'FOLDER')}"
     try:
         task = manager.load([name])["tasks"][name]
     except Exception as error:  # whatever the network, the hub, the reader of the file and a row's template may raise

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hasslefree.core.cost import Cost, Need
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank
+from hasslefree.core.protocols import LowRankSolver
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(LowRankSolver):
     """A few Adam steps on f(u, v) = tr((T − uv) H (T − uv)ᵀ) from the factors of the round before.
 
     Scaled, it solves the same problem for T D and D⁻¹HD⁻¹ with D = diag(H)^½, which makes one learning rate fit all
@@ -47,3 +49,7 @@ class Adam:
             v.grad = -2 * (u.T @ th - (u.T @ u) @ vh)
             optimizer.step()
         return LowRank(u.detach(), v.detach() / scale)
+
+    def cost(self, out: int, width: int, rank: int) -> Cost:
+        flops = 2 * out * width**2 + self.steps * 2 * rank * (2 * out * width + width**2)
+        return Cost(flops, need=Need(prepare=2, kept=1, large=2, thin=10))

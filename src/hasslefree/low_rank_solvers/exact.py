@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hasslefree.core.cost import WHITENED, Cost, whitened_svd_flops
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.low_rank import LowRank, truncated_svd
+from hasslefree.core.protocols import LowRankSolver
 
 
 @dataclass(frozen=True)
-class Exact:
+class Exact(LowRankSolver):
     """L = C_r(T C) C⁻¹ with H = C Cᵀ, because tr((T−L) H (T−L)ᵀ) = ‖(T−L) C‖².
 
     The paper (arXiv 2502.00899) approaches this point by Adam. EoRA (arXiv 2410.21271) takes the same step with an
@@ -27,3 +29,6 @@ class Exact:
         white = truncated_svd(target @ prepared, start.rank)
         v = torch.linalg.solve_triangular(prepared, white.v, upper=False, left=False)
         return LowRank(white.u, v)
+
+    def cost(self, out: int, width: int, rank: int) -> Cost:
+        return Cost(whitened_svd_flops(out, width, rank), need=WHITENED)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hasslefree.core.cost import Cost, Need
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank, subspace_steps
+from hasslefree.core.protocols import LowRankSolver
 
 
 @dataclass(frozen=True)
-class Subspace:
+class Subspace(LowRankSolver):
     """Steps of orthogonal iteration (`subspace_steps`) from the basis of the round before; from noise in the first.
 
     Args:
@@ -29,3 +31,7 @@ class Subspace:
         if round == 0:
             return subspace_steps(target, prepared, torch.linalg.qr(start.u).Q, self.first_steps)
         return subspace_steps(target, prepared, start.u, self.steps)
+
+    def cost(self, out: int, width: int, rank: int) -> Cost:
+        flops = 2 * width**2 * rank + 6 * out * width * rank + 4 * out * rank**2
+        return Cost(flops, need=Need(large=1, thin=6))

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hasslefree.core.cost import Cost, Need, sketched_svd_flops, svd_flops
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank, truncated_svd
+from hasslefree.core.protocols import LowRankSolver
 
 
 @dataclass(frozen=True)
-class SVD:
+class SVD(LowRankSolver):
     """L = C_r(T). It does not look at H."""
 
     def prepare(self, gram: Gram) -> None:
@@ -21,9 +23,12 @@ class SVD:
     def fit(self, target: Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
         return truncated_svd(target, start.rank)
 
+    def cost(self, out: int, width: int, rank: int) -> Cost:
+        return Cost(svd_flops(out, width), need=Need(large=3, svd=True))
+
 
 @dataclass(frozen=True)
-class RandomizedSVD:
+class RandomizedSVD(LowRankSolver):
     """L = Q·C_r(QᵀT), with Q an orthonormal basis of the range of (T Tᵀ)^p T Ω (arXiv 0909.4061, algorithm 4.4).
 
     Args:
@@ -48,3 +53,7 @@ class RandomizedSVD:
             basis = torch.linalg.qr(target @ torch.linalg.qr(target.T @ basis).Q).Q
         small = truncated_svd(basis.T @ target, start.rank)
         return LowRank(basis @ small.u, small.v)
+
+    def cost(self, out: int, width: int, rank: int) -> Cost:
+        flops = sketched_svd_flops(out, width, rank + self.oversampling, self.iterations)
+        return Cost(flops, need=Need(large=1, thin=8))

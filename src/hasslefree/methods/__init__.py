@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hasslefree.core.protocols import Method, grid_of
-from hasslefree.errors import BudgetError, GridError, UnknownNameError
+from hasslefree.core.protocols import Method
+from hasslefree.errors import BudgetError, GridError, UnknownNameError, option
 from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
 from hasslefree.low_rank_solvers.diagonal_svd import DiagonalSVD
 from hasslefree.low_rank_solvers.exact import Exact
@@ -76,15 +76,15 @@ def build_method(
         UnknownNameError: no such method, pruner or solver. BudgetError: the method has no such part.
         GridError: no such grid, or a method without one.
     """
-    method: Any = look_up("method", name, METHODS)
+    method: Any = look_up("method", name, METHODS, "method")
     parts: dict[str, Any] = {"rounds": rounds, "damping": damping}
-    parts["pruner"] = None if pruner is None else look_up("pruner", pruner, PRUNERS)
-    parts["low_rank"] = None if low_rank is None else look_up("low-rank solver", low_rank, LOW_RANK_SOLVERS)
+    parts["pruner"] = None if pruner is None else look_up("pruner", pruner, PRUNERS, "pruner")
+    parts["low_rank"] = None if low_rank is None else look_up("low-rank solver", low_rank, LOW_RANK_SOLVERS, "low_rank")
     chosen = {part: value for part, value in parts.items() if value is not None}
-    if missing := [part for part in chosen if not hasattr(method, part)]:
-        having = [other for other, its in METHODS.items() if all(hasattr(its, part) for part in missing)]
-        remedy = f"; use --method {' or '.join(having)}" if having else ""
-        raise BudgetError(f"method {name!r} has no {', '.join(missing)} to set{remedy}")
+    if missing := [part for part in chosen if part not in settings_of(method)]:
+        having = [other for other, its in METHODS.items() if settings_of(its).issuperset(missing)]
+        remedy = f"; use method {' or '.join(having)}" if having else ""
+        raise BudgetError(f"method {name!r} has no {', '.join(missing)} to set{remedy}", ("method", *missing))
     method = dataclasses.replace(method, **chosen)
     of_grid: dict[str, Any] = {"bits": bits, "group": group_size, "symmetric": symmetric}
     changes = {part: value for part, value in of_grid.items() if value is not None}
@@ -100,9 +100,11 @@ def refitted(name: str, method: Any) -> Method:
     Raises:
         BudgetError: it has no pruner. GridError: its pruner rounds, and a refit would leave the grid.
     """
-    if not hasattr(method, "pruner"):
+    if "pruner" not in settings_of(method):
         raise BudgetError(
-            f"method {name!r} has no pruner that a refit could follow: it fits S by itself; leave out refit (--refit)"
+            f"method {name!r} has no pruner that a refit could follow: it fits S by itself; "
+            f"leave out refit ({option('refit', True)})",
+            ("method", "refit"),
         )
     pruner = Refit(method.pruner, damping=0.0 if method.damping else REFIT_DAMPING)
     return dataclasses.replace(method, pruner=pruner)
@@ -110,22 +112,29 @@ def refitted(name: str, method: Any) -> Method:
 
 def _with_grid(name: str, method: Any, changes: dict[str, Any]) -> Method:
     """The method with other fields of its grid."""
-    grid = grid_of(method)
+    grid = method.grid
     if grid is None:
-        having = [other for other, its in METHODS.items() if grid_of(its)]
+        having = [other for other, its in METHODS.items() if its.grid]
         raise GridError(
-            f"method {name!r} has no grid: bits, group_size and symmetric are for --method {', '.join(having)}, and "
-            "for hassle-free with --pruner gptq"
+            f"method {name!r} has no grid: bits, group_size and symmetric are for method "
+            f"{', '.join(having)}, and "
+            f"for hassle-free with pruner gptq",
+            ("method", "bits", "group_size", "symmetric"),
         )
     grid = dataclasses.replace(grid, **changes)
-    if not hasattr(method, "pruner"):
+    if "grid" in settings_of(method):
         return dataclasses.replace(method, grid=grid)
     pruner = dataclasses.replace(method.pruner, grid=grid)
     return dataclasses.replace(method, pruner=pruner)
 
 
-def look_up(kind: str, name: str, table: dict[str, Any]) -> Any:
-    """The entry of this name, or an UnknownNameError that lists the table."""
+def settings_of(method: Any) -> set[str]:
+    """The fields of a plug-in: its hyper-parameters, and the parts that can be replaced."""
+    return {field.name for field in dataclasses.fields(method)}
+
+
+def look_up(kind: str, name: str, table: dict[str, Any], field: str) -> Any:
+    """The entry of this name, or an UnknownNameError that lists the table. field: the argument that gave the name."""
     if name not in table:
-        raise UnknownNameError(kind, name, table)
+        raise UnknownNameError(kind, name, table, (field,))
     return table[name]

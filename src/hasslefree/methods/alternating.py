@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from hasslefree.core.cost import Cost, objective_flops
 from hasslefree.core.gram import Gram
-from hasslefree.core.grids import Grid, Scaling
+from hasslefree.core.grids import Grid
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import LowRankSolver, Pruner, Solution, grid_of, quantise
-from hasslefree.errors import BudgetError, NonFiniteError
+from hasslefree.core.protocols import LowRankSolver, Method, Pruned, Pruner, Solution
+from hasslefree.errors import BudgetError, NonFiniteError, option, with_arguments
 from hasslefree.low_rank_solvers.adam import Adam
 from hasslefree.pruners.sparsegpt import SparseGPT
 
-REMEDY = "raise the damping (--damping 0.01) or take another low-rank solver (--low-rank exact)"
+REMEDY = (
+    f"raise the damping ({option('damping', 0.01)}) or take another low-rank solver ({option('low_rank', 'exact')})"
+)
 
 
 @dataclass(frozen=True)
-class AlternatingMinimization:
+class AlternatingMinimization(Method):
     """S ← prune(W − L), L ← fit(W − S), over and over. The defaults are the paper's.
 
     Args:
@@ -41,6 +44,7 @@ class AlternatingMinimization:
         >>> hasslefree.decompose(weight, gram, pattern="2:4", rank=64, method=method)
     """
 
+    step: ClassVar[str] = "round"
     pruner: Pruner = SparseGPT()
     low_rank: LowRankSolver = Adam()
     rounds: int = 80
@@ -55,10 +59,14 @@ class AlternatingMinimization:
 
     @property
     def grid(self) -> Grid | None:
-        return grid_of(self.pruner)
+        return self.pruner.grid
 
-    def check(self, rank: int) -> None:
-        """Every rank will do; 0 leaves the pruner alone."""
+    @property
+    def whole_channels(self) -> bool:
+        return self.pruner.whole_channels
+
+    def check_pattern(self, pattern: Pattern) -> None:
+        self.pruner.check_pattern(pattern)
 
     def prepare(self, gram: Gram) -> tuple[Gram, Any, Any]:
         damped = gram.damped(self.damping)
@@ -70,37 +78,48 @@ class AlternatingMinimization:
         gram, for_pruner, for_solver = prepared
         low_rank = LowRank.gaussian_start(weight, rank, generator)
         if rank == 0:
-            sparse, scaling = quantise(self.pruner, weight, for_pruner, pattern)
-            return Solution(sparse, low_rank, (gram.relative_error(weight - sparse, weight),), scaling=scaling)
-        sparse = torch.zeros_like(weight)
-        best: tuple[Tensor, LowRank, Scaling | None] = (sparse, low_rank, None)
+            alone = self.pruner.prune(weight, for_pruner, pattern)
+            error = gram.relative_error(weight - alone.sparse, weight)
+            return Solution(alone.sparse, low_rank, (error,), scaling=alone.scaling)
+        found = Pruned(torch.zeros_like(weight))
+        best: tuple[Pruned, LowRank] = found, low_rank
         least = float("inf")
         history: list[float] = []
         remarks: list[str] = []
         for t in range(self.rounds):
             if self.low_rank_first:
-                low_rank = self.low_rank.fit(weight - sparse, for_solver, low_rank, t)
-                sparse, scaling = quantise(self.pruner, weight - low_rank.product(), for_pruner, pattern)
+                low_rank = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, t)
+                found = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
             else:
-                sparse, scaling = quantise(self.pruner, weight - low_rank.product(), for_pruner, pattern)
+                found = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
                 if t == 0:
                     # The pruner alone is the first candidate: Adam's steps have a fixed size, and can overshoot.
-                    best, least = (sparse, low_rank, scaling), gram.relative_error(weight - sparse, weight)
-                low_rank = self.low_rank.fit(weight - sparse, for_solver, low_rank, t)
-            error = gram.relative_error(low_rank.residual(weight, sparse), weight)
+                    best, least = (found, low_rank), gram.relative_error(weight - found.sparse, weight)
+                low_rank = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, t)
+            error = gram.relative_error(low_rank.residual(weight, found.sparse), weight)
             if not math.isfinite(error):
                 if math.isinf(least) or not self.keep_best:
                     raise NonFiniteError(f"round {t + 1} came upon NaN or Inf; {REMEDY}")
-                remarks.append(f"round {t + 1} came upon NaN or Inf: the best before it is kept; {REMEDY}")
+                remarks.append(
+                    f"round {t + 1} came upon NaN or Inf: the best before it is kept; {with_arguments(REMEDY)}"
+                )
                 break
             history.append(error)
             if error < least or not self.keep_best:
-                best, least = (sparse, low_rank, scaling), error
-        sparse, low_rank, scaling = best
+                best, least = (found, low_rank), error
+        found, low_rank = best
         if self.last_fit:
-            last = self.low_rank.fit(weight - sparse, for_solver, low_rank, len(history))
-            error = gram.relative_error(last.residual(weight, sparse), weight)
+            last = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, len(history))
+            error = gram.relative_error(last.residual(weight, found.sparse), weight)
             low_rank, history = (last, [*history, error]) if error < least else (low_rank, history)
         if least and not low_rank.v.any():
             remarks.append("no round was better than the pruner alone: L is nothing")
-        return Solution(sparse, low_rank, tuple(history), tuple(remarks), scaling)
+        return Solution(found.sparse, low_rank, tuple(history), tuple(remarks), found.scaling)
+
+    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
+        prune, fit = self.pruner.cost(out, width), self.low_rank.cost(out, width, rank)
+        a_round, rounds = prune.flops + objective_flops(out, width), self.rounds if rank else 1
+        if rank:
+            a_round += fit.flops + 4 * out * width * rank
+        need = prune.need.joined(fit.need).around(1, 3)
+        return Cost(prune.once + rounds * a_round, need=need, unstated=prune.unstated + fit.unstated)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from hasslefree.core.cost import FLOAT, Cost, Need
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import inverse_, masked_cg, matmul_precision, multiplies_bfloat16, unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Solution
+from hasslefree.core.protocols import Method, Solution
 from hasslefree.errors import BudgetError
 
 # Kernels are kept for the next layer with the same input as long as they take no more than this: on a CPU a little,
@@ -71,7 +72,7 @@ def kernel_bytes(device: str) -> int:
 
 
 @dataclass(frozen=True)
-class Joint:
+class Joint(Method):
     """S and L together: each round of the ADMM minimises over the dense copy of S and L at once.
 
     The minimum over the copy is exact for every L; L takes a step towards its own.
@@ -95,6 +96,7 @@ class Joint:
         >>> hasslefree.decompose(weight, gram, pattern="2:4", rank=64, method=Joint(rounds=50))
     """
 
+    step: ClassVar[str] = "part of the rounds, then sweep of the polish"
     rounds: int = 100
     damping: float = 0.01
     penalty: float = 0.4
@@ -110,9 +112,6 @@ class Joint:
             raise BudgetError(f"penalty must be above 0 and growth above 1, got {self.penalty} and {self.growth}")
         if self.precision not in get_args(Precision):
             raise BudgetError(f"precision is one of {', '.join(get_args(Precision))}, got {self.precision!r}")
-
-    def check(self, rank: int) -> None:
-        """Every rank will do; with 0 it is a pruner."""
 
     def prepare(self, gram: Gram) -> ScaledProblem:
         damped = gram.damped(self.damping)
@@ -132,6 +131,22 @@ class Joint:
             found = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief)
         with matmul_precision(False, weight.device):
             return self._polish(scaled, prepared, *found)
+
+    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
+        """The scale and about eight kernels; a product and a subspace step a round; the polish.
+
+        A subspace step is K vᵀ, T (K vᵀ), BᵀT twice and a QR; L = B v is multiplied out once more.
+        """
+        large, thin = 2 * out * width**2, 2 * out * width * rank
+        subspace = 2 * width**2 * rank + 3 * thin + 4 * out * rank**2
+        rounds = (1 + min(self.rounds, 8)) * width**3 + self.rounds * (large + subspace + thin)
+        course = max(min(PARTS, self.rounds // 5) - 1, 0) * large // SAMPLED
+        polish = self.sweeps * ((CG_STEPS + 1) * large + thin) + (self.sweeps + 1) * (subspace + thin)
+        flops = rounds + course + (FIRST_STEPS - 1) * subspace + polish + (self.sweeps + 2) * large
+        # ρ may grow at every look, but after the last round. One kernel is there even where there is no room for it.
+        kernel = width**2 * FLOAT
+        kernels = max(min(kernel_bytes(device), min(self.rounds, LOOKS) * kernel), kernel)
+        return Cost(flops, need=Need(prepare=4.5, kept=1, large=7.5, square=3, thin=8), kernels=kernels)
 
     def first_power(self, density: float, relief: float) -> int:
         """log ρ to the base `growth`, at first, for a layer that keeps this share of its parameters in S.

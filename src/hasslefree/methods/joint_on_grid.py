@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasslefree.core.cost import Cost, objective_flops
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.linalg import masked_cg
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import KnownSupport, Pattern
-from hasslefree.core.protocols import Solution
+from hasslefree.core.protocols import Method, Solution
 from hasslefree.errors import BudgetError
 from hasslefree.low_rank_solvers.exact import Exact
 from hasslefree.methods.joint import Joint
@@ -24,7 +25,7 @@ CG_STEPS = 20
 
 
 @dataclass(frozen=True)
-class JointOnGrid:
+class JointOnGrid(Method):
     """The support and L of `Joint`; then, in turn, S on that support and on a grid, and L exactly.
 
     With L given, the best S off the grid, on the support, has a gradient that vanishes there. So for every S' on it,
@@ -46,9 +47,6 @@ class JointOnGrid:
     def __post_init__(self) -> None:
         if self.turns < 1:
             raise BudgetError(f"turns must be at least 1, got {self.turns}")
-
-    def check(self, rank: int) -> None:
-        """Every rank will do."""
 
     def prepare(self, gram: Gram) -> tuple[Gram, Any, Tensor, Tensor]:
         damped = gram.damped(self.damping)
@@ -74,14 +72,21 @@ class JointOnGrid:
         for _ in range(self.turns if rank else 1):
             target = weight - low_rank.product()
             free = target if support.all() else masked_cg(gram.matrix, target, sparse, support, CG_STEPS)
-            sweep = SparseGPT(grid=self.grid)
-            sparse, scaling = sweep.quantise(free, for_sweep, KnownSupport(support))
+            swept = SparseGPT(grid=self.grid).prune(free, for_sweep, KnownSupport(support))
+            sparse = swept.sparse
             low_rank = _fitted(weight - sparse, for_fit, rank)
             error = gram.relative_error(low_rank.residual(weight, sparse), weight)
             if not history or error < min(history):
-                best = sparse, low_rank, scaling
+                best = sparse, low_rank, swept.scaling
             history.append(error)
         return Solution(best[0], best[1], tuple(history), scaling=best[2])
+
+    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
+        joint, sweep = self._joint().cost(out, width, rank, device), SparseGPT().cost(out, width)
+        fit = Exact().cost(out, width, rank)
+        turn = sweep.flops + fit.flops * (rank > 0) + (CG_STEPS + 1) * 2 * out * width**2 + objective_flops(out, width)
+        flops = joint.flops + 2 * width**3 + (self.turns if rank else 1) * turn
+        return Cost(flops, need=joint.need.joined(sweep.need).joined(fit.need).around(1, 3), kernels=joint.kernels)
 
     def _joint(self) -> Joint:
         return Joint(rounds=self.rounds, damping=self.damping)

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasslefree.core.cost import Cost, objective_flops
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Pruner, Solution, grid_of, quantise
+from hasslefree.core.protocols import Method, Pruner, Solution
 from hasslefree.errors import BudgetError
 
 
 @dataclass(frozen=True)
-class Prune:
+class Prune(Method):
     """S ← prune(W), and no low-rank part.
 
     Args:
@@ -29,14 +30,22 @@ class Prune:
 
     @property
     def grid(self) -> Grid | None:
-        return grid_of(self.pruner)
+        return self.pruner.grid
+
+    @property
+    def whole_channels(self) -> bool:
+        return self.pruner.whole_channels
 
     def check(self, rank: int) -> None:
         if rank:
             raise BudgetError(
                 f"{type(self.pruner).__name__} alone has no low-rank part, got rank {rank}; "
-                f"use rank 0, or a method such as {'caldera' if self.grid else 'joint'}"
+                f"use rank 0, or a method such as {'caldera' if self.grid else 'joint'}",
+                ("rank", "method"),
             )
+
+    def check_pattern(self, pattern: Pattern) -> None:
+        self.pruner.check_pattern(pattern)
 
     def prepare(self, gram: Gram) -> tuple[Gram, Any]:
         damped = gram.damped(self.damping)
@@ -46,6 +55,12 @@ class Prune:
         self, weight: Tensor, prepared: tuple[Gram, Any], pattern: Pattern, rank: int, generator: torch.Generator
     ) -> Solution:
         gram, for_pruner = prepared
-        sparse, scaling = quantise(self.pruner, weight, for_pruner, pattern)
+        found = self.pruner.prune(weight, for_pruner, pattern)
         nothing = LowRank(weight.new_zeros(len(weight), 0), weight.new_zeros(0, weight.shape[1]))
-        return Solution(sparse, nothing, (gram.relative_error(weight - sparse, weight),), scaling=scaling)
+        error = gram.relative_error(weight - found.sparse, weight)
+        return Solution(found.sparse, nothing, (error,), scaling=found.scaling)
+
+    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
+        found = self.pruner.cost(out, width)
+        flops = found.once + found.flops + objective_flops(out, width)
+        return Cost(flops, need=found.need.around(1, 0), unstated=found.unstated)

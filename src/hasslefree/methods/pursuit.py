@@ -16,15 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hasslefree.core.cost import Cost, Need, svd_flops
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank, truncated_svd
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Solution
+from hasslefree.core.protocols import Method, Solution
 from hasslefree.errors import BudgetError
 
 
 @dataclass(frozen=True)
-class PrincipalComponentPursuit:
+class PrincipalComponentPursuit(Method):
     """For every λ that is tried: S ← the largest of W − L in the pattern, L ← C_r(W − S). The closest pair is kept.
 
     The larger λ, the more L takes. λ·√max(out, in) is searched between 1/16 and 16, by halving on a logarithmic scale,
@@ -50,9 +51,6 @@ class PrincipalComponentPursuit:
                 f"{self.growth}"
             )
 
-    def check(self, rank: int) -> None:
-        """Every rank will do; 0 leaves the largest entries."""
-
     def prepare(self, gram: Gram) -> None:
         return None
 
@@ -75,6 +73,10 @@ class PrincipalComponentPursuit:
                 best = sparse, low_rank
         assert best is not None
         return Solution(*best, tuple(history))
+
+    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
+        a_round = svd_flops(out, width) + 2 * out * width * min(out, width)
+        return Cost(self.searches * (self.rounds + 1) * a_round, need=Need(large=10, svd=True))
 
     def pursue(self, weight: Tensor, balance: float) -> LowRank:
         """The L of the pursuit, with the rank that it takes; S is W − L. balance: λ."""

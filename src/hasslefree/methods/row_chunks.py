@@ -12,12 +12,12 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern, Row, SemiStructured, Unstructured
-from hasslefree.core.protocols import Method, Solution, grid_of
+from hasslefree.core.protocols import Method, Solution
 from hasslefree.errors import MemoryShortError
 
 
 @dataclass(frozen=True)
-class InRowChunks:
+class InRowChunks(Method):
     """The S of another method for W − L, chunk by chunk, and the L closest to W − S, in turn.
 
     More error than the method on all rows at once: L and S are fitted one after the other.
@@ -34,11 +34,17 @@ class InRowChunks:
 
     @property
     def grid(self) -> Grid | None:
-        return grid_of(self.method)
+        return self.method.grid
+
+    @property
+    def whole_channels(self) -> bool:
+        return self.method.whole_channels
 
     def check(self, rank: int) -> None:
-        """As the method."""
         self.method.check(rank)
+
+    def check_pattern(self, pattern: Pattern) -> None:
+        self.method.check_pattern(pattern)
 
     def prepare(self, gram: Gram) -> Any:
         return self.method.prepare(gram)

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.admm import ScaledSpectrum, SupportPenalty
+from hasslefree.core.cost import SPECTRAL, Cost, Need, admm_flops
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Solution
+from hasslefree.core.protocols import Method, Solution
 from hasslefree.low_rank_solvers.svd import RandomizedSVD
 
 
 @dataclass(frozen=True)
-class ThreeBlock:
+class ThreeBlock(Method):
     """One round minimises over Z, then S, moves the dual, and fits L to W − Z; the figures are the authors'.
 
     L minimises tr((W−Z−L) H (W−Z−L)ᵀ) by a randomised SVD of (W − Z) C with H = C Cᵀ. The authors whiten with an
@@ -26,14 +27,13 @@ class ThreeBlock:
     Args:
         penalty: how ρ grows, and when to stop. damping: λ over the mean of diag H.
         svd: of what is left, in whitened space.
+
+    With rank 0 it is ALPS without the refit.
     """
 
     penalty: SupportPenalty = SupportPenalty(0.1, every=10, most=2000, growth=(1.1, 1.05, 1.02), settled=100)
     damping: float = 0.01
     svd: RandomizedSVD = RandomizedSVD(oversampling=5, iterations=2)
-
-    def check(self, rank: int) -> None:
-        """Every rank will do; with 0 it is ALPS without the refit."""
 
     def prepare(self, gram: Gram) -> tuple[Gram, ScaledSpectrum, Tensor]:
         damped = gram.damped(self.damping)
@@ -67,3 +67,9 @@ class ThreeBlock:
         low_rank = LowRank(best.u, best.v / spectrum.scale)
         error = gram.relative_error(low_rank.residual(weight, sparse), weight)
         return Solution(sparse, low_rank, (error,))
+
+    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
+        """The rounds at most: two products each and the randomised SVD."""
+        fit = self.svd.cost(out, width, rank).flops + 2 * out * width**2 + rank * width**2 + 2 * out * width * rank
+        flops = 9 * width**3 + admm_flops(out, width, self.penalty.most, self.penalty.every, fit)
+        return Cost(flops, need=SPECTRAL.joined(Need(prepare=5, kept=1, thin=8)).around(1, 1))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hasslefree.errors import OutputError, UnknownNameError
+from hasslefree.errors import OutputError, UnknownNameError, option
 
 PLACES = ("device", "cpu", "disk")
 
@@ -73,7 +73,8 @@ def _in_file(shape: tuple[int, int, int], dtype: torch.dtype, folder: Path) -> T
             return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
     except OSError as error:
         raise OutputError(
-            f"no room for {size / 1e6:,.0f} MB of activations in {folder}: {error}; make room, or use --activations cpu"
+            f"no room for {size / 1e6:,.0f} MB of activations in {folder}: {error}; "
+            f"make room, or use {option('activations', 'cpu')}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Find the decoder blocks of a model and the linear layers in them, with no code for any one family."""
+"""Find the decoder blocks of a model and the matrices in them, with no code for any one family."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from hasslefree.errors import ModelError
-
-Linear = nn.Linear | Conv1D
+from hasslefree.errors import ModelError, option
+from hasslefree.models.sites import Site, find_sites
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ def find_blocks(model: nn.Module) -> Blocks:
     """
     best: tuple[int, Blocks] | None = None
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or not module or not all(map(find_linears, module)):
+        if not isinstance(module, nn.ModuleList) or not module or not all(map(find_sites, module)):
             continue
         size = sum(parameter.numel() for parameter in module.parameters())
         if best is None or size > best[0]:
@@ -44,13 +42,8 @@ def find_blocks(model: nn.Module) -> Blocks:
     return best[1]
 
 
-def find_linears(block: nn.Module) -> dict[str, Linear]:
-    """The linear layers of a block by their name in it."""
-    return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-
-
-def select_linears(blocks: Blocks, leave_dense: tuple[str, ...]) -> list[dict[str, Linear]]:
-    """For every block the linear layers to compress, by their name in the block.
+def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> list[dict[str, Site]]:
+    """For every block the weight matrices to compress, by their name in the block.
 
     Args:
         leave_dense: glob patterns of full names (layers or parameters) that the user accepts to stay as they are.
@@ -68,40 +61,22 @@ def select_linears(blocks: Blocks, leave_dense: tuple[str, ...]) -> list[dict[st
 
     chosen, left = [], []
     for index, block in enumerate(blocks.modules):
-        prefix, linears = blocks.prefix(index), find_linears(block)
-        inside = {f"{name}.{leaf}" for name, linear in linears.items() for leaf, _ in linear.named_parameters()}
+        prefix, sites = blocks.prefix(index), find_sites(block)
+        inside = {id(site.parameter) for site in sites.values()}
         for name, parameter in block.named_parameters():
-            if name not in inside and _is_matrix(parameter) and not excused(f"{prefix}.{name}"):
+            if id(parameter) not in inside and _is_matrix(parameter) and not excused(f"{prefix}.{name}"):
                 left.append(f"{prefix}.{name} {tuple(parameter.shape)}")
-        chosen.append({name: linear for name, linear in linears.items() if not excused(f"{prefix}.{name}")})
+        chosen.append({name: site for name, site in sites.items() if not excused(f"{prefix}.{name}")})
     if left:
         raise ModelError(
             f"{len(left)} weights are no linear layers and would stay dense: {_shortened(left)}. "
-            "Accept that by naming them with --leave-dense (globs, such as '*.experts.*')"
+            f"Accept that by naming them with {option('leave_dense')} (globs, such as '*.experts.*')"
         )
     if unused:
-        raise ModelError(f"--leave-dense {' '.join(sorted(unused))} matches no layer of {blocks.name}")
+        raise ModelError(f"{option('leave_dense', ' '.join(sorted(unused)))} matches no layer of {blocks.name}")
     if not any(chosen):
-        raise ModelError("--leave-dense names every linear layer: nothing is left to compress")
+        raise ModelError(f"{option('leave_dense')} names every linear layer: nothing is left to compress")
     return chosen
-
-
-def dense_weight(linear: Linear) -> Tensor:
-    """The weight as (out, in), whichever way the layer stores it."""
-    weight = linear.weight.detach()
-    return weight.T.contiguous() if isinstance(linear, Conv1D) else weight
-
-
-def linear_shape(linear: Linear) -> tuple[int, int]:
-    """(out, in), whichever way the layer stores its weight."""
-    first, second = linear.weight.shape
-    return (second, first) if isinstance(linear, Conv1D) else (first, second)
-
-
-def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` in the place of the one called `name` under root."""
-    parent, _, leaf = name.rpartition(".")
-    setattr(root.get_submodule(parent), leaf, module)
 
 
 def _is_matrix(parameter: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from hasslefree.core.gram import Gram, working_dtype
-from hasslefree.errors import NonFiniteError
+from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, Stop, hooks, split_call
 from hasslefree.models.linear import unpacked_once
+from hasslefree.models.sites import Site, find_sites
 
 # Rows of inputs that are cast to float32 at a time.
 CHUNK = 1024
@@ -63,13 +64,14 @@ def run_block(block: nn.Module, call: BlockCall, hidden: Activations) -> None:
 
 
 def groups_by_input(block: nn.Module, call: BlockCall, states: Tensor, names: Iterable[str]) -> list[list[str]]:
-    """The named linear layers in order of data flow; those that read the very same tensor (q, k, v) form a group."""
+    """The named sites in order of data flow; those that read the very same tensor (q, k, v) form a group."""
     inputs: dict[str, list[Tensor]] = {}
+    sites = find_sites(block)
 
-    def record(name: str) -> Callable[..., None]:
-        return lambda module, args: inputs.setdefault(name, []).append(args[0])
+    def record(name: str) -> Callable[[Tensor], None]:
+        return lambda x: inputs.setdefault(name, []).append(x)
 
-    with hooks(block.get_submodule(n).register_forward_pre_hook(record(n)) for n in names), torch.no_grad():
+    with hooks(sites[name].on_input(record(name)) for name in names), torch.no_grad():
         call.run(block, states)
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, tensors in inputs.items():
@@ -99,7 +101,7 @@ def gather(
     prefix: str,
     call: BlockCall,
     hidden: Activations,
-    groups: list[list[str]],
+    groups: Sequence[Sequence[str]],
     dense: Stream | None = None,
     add: Callable[[Tensor], None] = lambda sums: None,
 ) -> list[Moments]:
@@ -115,17 +117,17 @@ def gather(
     Raises:
         NonFiniteError: an activation is NaN or Inf.
     """
-    names = [group[0] for group in groups]
+    here, there = ([find_sites(each)[group[0]] for group in groups] for each in (block, dense[0] if dense else block))
     second: list[Tensor | None] = [None] * len(groups)
     first: list[Tensor | None] = [None] * len(groups)
     drift: list[Tensor | None] = [None] * len(groups)
     count = torch.zeros((), dtype=torch.int64, device=hidden.device)
     with unpacked_once(block), torch.no_grad():
         for segment in range(len(hidden)):
-            wanted = _inputs(dense[0], call, dense[1][segment], names) if dense else []
+            wanted = _inputs(dense[0], call, dense[1][segment], there) if dense else []
             states = hidden[segment]
             count += states.shape[1]
-            for index, rows in enumerate(_inputs(block, call, states, names)):
+            for index, rows in enumerate(_inputs(block, call, states, here)):
                 second[index] = squares = _added(second[index], rows, rows)
                 sums, before = rows.sum(0, dtype=squares.dtype), first[index]
                 first[index] = sums if before is None else before.add_(sums)
@@ -145,27 +147,27 @@ def gather(
         found.append(Moments(gram, None if apart is None else mean(apart)))
         if not torch.isfinite(found[-1].gram.matrix).all():
             raise NonFiniteError(
-                f"the inputs of {prefix}.{group[0]} hold NaN or Inf; try another dtype (--dtype float32)"
+                f"the inputs of {prefix}.{group[0]} hold NaN or Inf; try another dtype ({option('dtype', 'float32')})"
             )
     return found
 
 
-def _inputs(block: nn.Module, call: BlockCall, states: Tensor, names: list[str]) -> list[Tensor]:
-    """What enters the named layers for one segment: (tokens, in) each, in the working dtype."""
+def _inputs(block: nn.Module, call: BlockCall, states: Tensor, sites: list[Site]) -> list[Tensor]:
+    """What enters the sites of a block for one segment: (tokens, in) each, in the working dtype."""
     caught: dict[str, Tensor] = {}
 
-    def catch(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            rows = args[0].reshape(-1, args[0].shape[-1])
+    def catch(name: str) -> Callable[[Tensor], None]:
+        def see(x: Tensor) -> None:
+            rows = x.reshape(-1, x.shape[-1])
             caught[name] = rows.to(working_dtype(rows), copy=True)
-            if len(caught) == len(names):
+            if len(caught) == len(sites):
                 raise Stop
 
-        return hook
+        return see
 
-    with hooks(block.get_submodule(name).register_forward_pre_hook(catch(name)) for name in names), suppress(Stop):
+    with hooks(site.on_input(catch(site.name)) for site in sites), suppress(Stop):
         call.run(block, states)
-    return [caught[name] for name in names]
+    return [caught[site.name] for site in sites]
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:

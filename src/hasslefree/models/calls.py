@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasslefree.errors import ModelError, NonFiniteError
+from hasslefree.errors import ModelError, NonFiniteError, option
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.streaming import Weights, outside
 
@@ -24,7 +24,7 @@ class BlockCall:
     """What a block is called with beside the hidden states: masks, positions, rotary embeddings.
 
     Args:
-        outputs: the block puts its hidden states out as the first of a tuple of so many; 0: it puts out them alone.
+        outputs: length of the tuple that the block returns, hidden states first; 0 if it returns a tensor.
     """
 
     args: tuple[Any, ...]
@@ -47,10 +47,9 @@ Look = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Probe:
-    """What one segment shows of a model: how its blocks are called, which layers run, what the last block gives."""
+    """What one segment shows of a model: how its blocks are called, and what the last one returns."""
 
     calls: list[BlockCall]
-    reached: set[nn.Module]
     output: Tensor
 
 
@@ -83,7 +82,6 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
         ModelError: not all blocks run. NonFiniteError: one puts out NaN or Inf.
     """
     calls: dict[int, BlockCall] = {}
-    reached: set[nn.Module] = set()
     outputs: list[Tensor] = []
     here = ExitStack()
 
@@ -103,26 +101,26 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
         calls[index] = replace(calls[index], outputs=count)
         if not torch.isfinite(states).all():
             name = blocks.prefix(index)
-            raise NonFiniteError(f"{name} puts out NaN or Inf; try another dtype (--dtype float32)")
+            raise NonFiniteError(f"{name} puts out NaN or Inf; try another dtype ({option('dtype', 'float32')})")
         if module is blocks.modules[-1]:
             outputs.append(states)
             raise Stop
 
     handles = [b.register_forward_pre_hook(enter(i), with_kwargs=True) for i, b in enumerate(blocks.modules)]
     handles += [block.register_forward_hook(leave) for block in blocks.modules]
-    for block in blocks.modules:
-        handles += [m.register_forward_pre_hook(lambda m, _: reached.add(m)) for m in block.modules()]
     with hooks(handles), here, weights.present(outside(model, blocks)), torch.no_grad(), suppress(Stop):
         model(input_ids=segment, use_cache=False)
     if len(calls) != len(blocks.modules):
         raise ModelError(
             f"only {len(calls)} of the {len(blocks.modules)} blocks in {blocks.name} run in a forward pass"
         )
-    return Probe([calls[i] for i in range(len(calls))], reached, outputs[0])
+    return Probe([calls[i] for i in range(len(calls))], outputs[0])
 
 
-def block_calls(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, look: Look | None = None) -> Probe:
-    """Probe the model, and make sure that it can be run block by block and is a decoder.
+def block_calls(
+    model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, look: Look | None = None
+) -> list[BlockCall]:
+    """How a model calls each block, after a look that it can be run block by block and is a decoder.
 
     A second segment differs in its last token: a causal model gives the same output before it, and a model whose
     blocks are fed with the hidden states alone gives the blocks the same other arguments. segment: (1, tokens).
@@ -150,7 +148,7 @@ def block_calls(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weig
             f"{type(model).__name__} is not a decoder: its output at a token changes with the tokens after it; "
             "hasslefree compresses causal language models"
         )
-    return first
+    return first.calls
 
 
 def _same(one: Any, other: Any) -> bool:

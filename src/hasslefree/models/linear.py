@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hasslefree.core.factors import BITS, CodedRows, factor_tensors
-from hasslefree.core.grids import Grid
+from hasslefree.core.factors import BITS, CodedRows
 from hasslefree.core.protocols import Decomposition
+from hasslefree.core.spec import LayerSpec
 from hasslefree.core.storage import Storage
 from hasslefree.kernels import Case, choose, cuda, product, wants_numba
 
@@ -20,11 +20,7 @@ class SparseLowRankLinear(nn.Module):
     """A linear layer whose weight is a sparse matrix plus a low-rank one.
 
     Args:
-        pattern: the name of the sparsity pattern; it says how S is stored (`core.packing`).
-        nonzeros: the number of stored values, or codes.
-        bias: whether there is one.
-        grid: on which S lies; None where it holds any number.
-        factor_bits: 8 for factors as codes; None for those of the model's dtype.
+        spec: pattern, shape, rank and how S and the factors are stored. bias: whether there is one.
 
     S is in two tensors: the parameter `values`, and the integer buffer `positions`, `mask` or `columns`, which no cast
     to another dtype touches. On a grid (`core.storage`), the integer buffers `weight_packed` and `weight_zero_point`
@@ -41,28 +37,18 @@ class SparseLowRankLinear(nn.Module):
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
-        rank: int,
+        spec: LayerSpec,
         bias: bool,
-        pattern: str,
-        nonzeros: int,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        grid: Grid | None = None,
-        factor_bits: int | None = None,
     ):
         super().__init__()
-        self.in_features, self.out_features, self.rank, self.pattern = in_features, out_features, rank, pattern
-        self.storage, self.nonzeros = Storage.of(pattern, grid), nonzeros
-        self.layout, self.grid, self.factor_bits = self.storage.layout, grid, factor_bits if rank else None
+        self.spec, self.storage = spec, spec.storage
+        self.out_features, self.in_features = spec.shape
         self.way: str | None = None
         self.held: Tensor | None = None  # S in another form, for calls without gradients or with its own
-        shapes = self.storage.shapes(out_features, in_features, nonzeros)
-
-        tensors = {name: (shapes[name], own) for name, own in self.storage.dtypes().items()}
-        tensors |= factor_tensors(out_features, in_features, rank, factor_bits)
-        for name, (shape, own) in (tensors | ({"bias": ((out_features,), None)} if bias else {})).items():
+        biases: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {"bias": ((self.out_features,), None)}
+        for name, (shape, own) in (spec.tensors() | (biases if bias else {})).items():
             if own is None:
                 self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
             else:
@@ -87,7 +73,8 @@ class SparseLowRankLinear(nn.Module):
                 tensors |= {name: rows.codes, f"{name}_scale": rows.scale}
         elif rank:
             tensors |= {"low_rank_u": result.low_rank.u, "low_rank_v": result.low_rank.v}
-        layer = cls(width, out, rank, bias is not None, pattern, nonzeros, sparse.dtype, sparse.device, grid, bits)
+        spec = LayerSpec(pattern, (out, width), rank, nonzeros, grid, bits)
+        layer = cls(spec, bias is not None, sparse.dtype, sparse.device)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 getattr(layer, name).copy_(tensor)
@@ -98,25 +85,25 @@ class SparseLowRankLinear(nn.Module):
     @property
     def index(self) -> Tensor:
         """Where the values stand: the buffer `positions`, `mask` or `columns`."""
-        return self.get_buffer(self.layout.index)
+        return self.get_buffer(self.storage.layout.index)
 
     @property
     def weight(self) -> Tensor:
         """The values, or the scales of the grid, under the name by which model code asks a linear layer for its dtype
         or device. Not the matrix."""
-        return self.values if self.grid is None else self.get_parameter("weight_scale")
+        return self.values if self.spec.grid is None else self.get_parameter("weight_scale")
 
     def unpacked(self) -> Tensor:
         """S: (out, in), made anew at each call."""
         tensors = {name: getattr(self, name) for name in self.storage.dtypes()}
-        return self.storage.unpack(tensors, self.in_features, self.nonzeros)
+        return self.storage.unpack(tensors, self.in_features, self.spec.nonzeros)
 
     def factors(self) -> tuple[Tensor, Tensor] | None:
         """u: (out, r) and v: (r, in), in the dtype of the layer; None for rank 0. Codes are unpacked anew."""
         u, v = self.low_rank_u, self.low_rank_v
         if u is None or v is None:
             return None
-        if self.factor_bits is None:
+        if self.spec.factor_bits is None:
             return u, v
         scales = self.get_parameter("low_rank_u_scale"), self.get_parameter("low_rank_v_scale")
         return CodedRows(u, scales[0]).values(), CodedRows(v, scales[1]).values()
@@ -131,7 +118,7 @@ class SparseLowRankLinear(nn.Module):
         y = self.sparse_product(x)
         if (factors := self.factors()) is not None:
             u, v = factors
-            hidden = F.linear(x, v).reshape(-1, self.rank)
+            hidden = F.linear(x, v).reshape(-1, self.spec.rank)
             flat = y.reshape(-1, self.out_features)
             # In place, where autocast leaves the dtypes alike: for a long prompt new memory costs more than this.
             add = flat.addmm_ if flat.dtype == hidden.dtype == u.dtype else flat.addmm
@@ -145,7 +132,7 @@ class SparseLowRankLinear(nn.Module):
             return F.linear(x, self.held)
         way = choose(self._case(x.numel() // self.in_features, grad), self.way)
         if way in ("numba", "triton"):
-            return product(way, x, self.values, self.index, self.layout)
+            return product(way, x, self.values, self.index, self.storage.layout)
         return F.linear(x, self.unpacked())
 
     def use(self, way: str | None) -> None:
@@ -169,15 +156,16 @@ class SparseLowRankLinear(nn.Module):
         self.way, self.held = way, held
 
     def _case(self, tokens: int, grad: bool) -> Case:
-        return Case(self.weight.device.type, self.weight.dtype, self.layout, tokens, grad, self.grid is not None)
+        quantised = self.spec.grid is not None
+        return Case(self.weight.device.type, self.weight.dtype, self.storage.layout, tokens, grad, quantised)
 
     def extra_repr(self) -> str:
-        shape = f"in_features={self.in_features}, out_features={self.out_features}"
+        spec, shape = self.spec, f"in_features={self.in_features}, out_features={self.out_features}"
         way = self.way or choose(self._case(tokens=1, grad=False))
-        grid = f", grid={self.grid}" if self.grid else ""
-        factors = f", factors=int{self.factor_bits}" if self.factor_bits else ""
+        grid = f", grid={spec.grid}" if spec.grid else ""
+        factors = f", factors=int{spec.factor_bits}" if spec.factor_bits else ""
         bias = self.bias is not None
-        return f"{shape}, pattern={self.pattern}, rank={self.rank}, bias={bias}, way={way}{grid}{factors}"
+        return f"{shape}, pattern={spec.pattern}, rank={spec.rank}, bias={bias}, way={way}{grid}{factors}"
 
 
 def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:

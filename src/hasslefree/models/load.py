@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hasslefree.errors import HasslefreeError, ModelError
+from hasslefree.errors import HasslefreeError, ModelError, option
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
@@ -140,7 +140,9 @@ def resolve_device(device: str | None) -> torch.device:
     try:
         torch.zeros(1, device=chosen).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ModelError(f"device {device!r} cannot be used: {_first_line(error)}; use --device cpu") from None
+        raise ModelError(
+            f"device {device!r} cannot be used: {_first_line(error)}; use {option('device', 'cpu')}"
+        ) from None
     return chosen
 
 
@@ -153,7 +155,9 @@ def resolve_seqlen(model: nn.Module, asked: int | None) -> int:
     config: Any = model.config
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if most is not None and asked is not None and asked > most:
-        raise ModelError(f"the model takes at most {most} tokens at once, asked for {asked}; use --seqlen {most}")
+        raise ModelError(
+            f"the model takes at most {most} tokens at once, asked for {asked}; use {option('seqlen', most)}"
+        )
     return min(2048, most or 2048) if asked is None else asked
 
 

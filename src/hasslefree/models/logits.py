@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hasslefree.core.gram import working_dtype
-from hasslefree.errors import ModelError
+from hasslefree.errors import ModelError, option
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall
 
@@ -53,7 +53,7 @@ def logits_of(
     if not isinstance(getattr(output, "logits", None), Tensor):
         raise ModelError(
             f"{type(model).__name__} has no output head, and allocation by error is decided by what the model says; "
-            "load it as a causal language model, or use --allocate uniform"
+            f"load it as a causal language model, or use {option('allocate', 'uniform')}"
         )
     return output.logits[0]
 

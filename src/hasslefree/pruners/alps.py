@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.admm import ScaledSpectrum, SupportPenalty
+from hasslefree.core.cost import SPECTRAL, Cost, admm_flops
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import masked_cg
 from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Pruned, Pruner
 
 
 @dataclass(frozen=True)
-class ALPS:
+class ALPS(Pruner):
     """S by ADMM with a penalty that grows as the support moves (algorithm 1); the figures are the authors'.
 
     Args:
@@ -27,11 +29,17 @@ class ALPS:
     def prepare(self, gram: Gram) -> ScaledSpectrum:
         return ScaledSpectrum.of(gram)
 
-    def prune(self, target: Tensor, prepared: ScaledSpectrum, pattern: Pattern) -> Tensor:
+    def prune(self, target: Tensor, prepared: ScaledSpectrum, pattern: Pattern) -> Pruned:
         if pattern.kept((target.shape[0], target.shape[1])) == target.numel():
-            return target.clone()  # nothing to remove; the support could not move
+            return Pruned(target.clone())  # nothing to remove; the support could not move
         weight = target * prepared.scale
         nothing = torch.zeros_like(weight)
         dense = self.penalty.run(weight, prepared, pattern, lambda _: nothing)
         mask = pattern.mask(dense.square())
-        return masked_cg(prepared.matrix, weight, dense * mask, mask, self.cg_steps) / prepared.scale
+        refitted = masked_cg(prepared.matrix, weight, dense * mask, mask, self.cg_steps)
+        return Pruned(refitted / prepared.scale)
+
+    def cost(self, out: int, width: int) -> Cost:
+        """The rounds at most, a product each; then those of the refit."""
+        rounds = admm_flops(out, width, self.penalty.most, self.penalty.every)
+        return Cost(rounds + (self.cg_steps + 1) * 2 * out * width**2, 9 * width**3, SPECTRAL)

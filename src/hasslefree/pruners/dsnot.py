@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hasslefree.core.cost import Cost, Need
 from hasslefree.core.gram import Gram
 from hasslefree.core.patterns import Pattern, Structured
-from hasslefree.core.protocols import Pruner
+from hasslefree.core.protocols import Pruned, Pruner
 from hasslefree.pruners.wanda import Wanda
 
 
@@ -24,7 +26,7 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class DSNoT:
+class DSNoT(Pruner):
     """S keeps entries of T as they are: first those of another pruner, then swaps make the expected error smaller.
 
     Take the inputs for independent, with means μ and variances σ². A row that loses the entries P has the expected
@@ -47,13 +49,18 @@ class DSNoT:
         rounding = torch.finfo(gram.matrix.dtype).eps * torch.where(gram.alive, gram.diagonal, 1.0)
         return Moments(gram.means, torch.maximum(gram.variances, rounding), self.start.prepare(gram))
 
-    def prune(self, target: Tensor, prepared: Moments, pattern: Pattern) -> Tensor:
-        kept = self.start.prune(target, prepared.start, pattern) != 0
+    def prune(self, target: Tensor, prepared: Moments, pattern: Pattern) -> Pruned:
+        kept = self.start.prune(target, prepared.start, pattern).sparse != 0
         # Problems × outputs of each × inputs: a row is a problem, or all rows together are one.
         together = isinstance(pattern, Structured)
         shaped = target.unsqueeze(0) if together else target.unsqueeze(1)
         mask = self._swapped(shaped, kept.any(0, keepdim=True) if together else kept, prepared, pattern.group)
-        return target * mask
+        return Pruned(target * mask)
+
+    def cost(self, out: int, width: int) -> Cost:
+        """All entries are scored twice a cycle."""
+        start = self.start.cost(out, width)
+        return dataclasses.replace(start, flops=start.flops + self.cycles * 4 * out * width, need=Need(large=8))
 
     def _swapped(self, target: Tensor, mask: Tensor, moments: Moments, group: int | None) -> Tensor:
         """The support, bool (b, in), after the swaps from one. target: (b, o, in): b problems with o outputs each."""

@@ -6,16 +6,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hasslefree.core.cost import SCORED, Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Pruned, Pruner
 
 
 @dataclass(frozen=True)
-class Magnitude:
+class Magnitude(Pruner):
     """S keeps the entries with the largest T². It does not look at H."""
 
     def prepare(self, gram: Gram) -> None:
         return None
 
-    def prune(self, target: Tensor, prepared: None, pattern: Pattern) -> Tensor:
-        return target * pattern.mask(target.square())
+    def prune(self, target: Tensor, prepared: None, pattern: Pattern) -> Pruned:
+        return Pruned(target * pattern.mask(target.square()))
+
+    def cost(self, out: int, width: int) -> Cost:
+        return Cost(0, need=SCORED)

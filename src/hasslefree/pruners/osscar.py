@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from hasslefree.core.cost import Cost, Need
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.patterns import Pattern, Structured
-from hasslefree.core.protocols import check_pattern
+from hasslefree.core.protocols import Pruned, Pruner
 from hasslefree.errors import BudgetError
 
 # A swap must win this share of what the layer puts out, or rounding would swap for ever.
@@ -19,7 +19,7 @@ LEAST_GAIN = 1e-10
 
 
 @dataclass(frozen=True)
-class OSSCAR:
+class OSSCAR(Pruner):
     """S keeps the channels without which least squares on the rest loses most, and has the values of that fit.
 
     With A = H⁻¹, removing the channels R and refitting the rest to K leaves tr(T_R (A_RR)⁻¹ T_Rᵀ) and makes
@@ -32,7 +32,6 @@ class OSSCAR:
             win, are tried against all that are there.
     """
 
-    whole_channels: ClassVar[bool] = True
     steps: int = 256
     swaps: int = 100
     candidates: int = 16
@@ -44,16 +43,20 @@ class OSSCAR:
                 f"and {self.swaps}"
             )
 
+    @property
+    def whole_channels(self) -> bool:
+        return True
+
     def prepare(self, gram: Gram) -> Tensor:
         return torch.cholesky_inverse(lower_cholesky(gram.matrix))
 
-    def prune(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Tensor:
-        check_pattern(self, pattern)
+    def prune(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Pruned:
+        self.check_pattern(pattern)
         assert isinstance(pattern, Structured)
         state = Swept(prepared.clone(), target.double(), pattern.unit)
         excess = len(state.gone) - pattern.count // pattern.unit
         if excess == 0:
-            return target.clone()
+            return Pruned(target.clone())
         while left := excess - int(state.gone.sum()):
             several = min(-(-excess // self.steps), left)
             state.exchange(state.losses().topk(several, largest=False).indices)
@@ -65,7 +68,12 @@ class OSSCAR:
             state.exchange(torch.tensor([back], device=target.device))
             state.exchange(torch.tensor([out], device=target.device))
         kept = ~state.gone.repeat_interleave(pattern.unit)
-        return (state.target * kept).to(target.dtype)
+        return Pruned((state.target * kept).to(target.dtype))
+
+    def cost(self, out: int, width: int) -> Cost:
+        tried = self.swaps * min(self.candidates, width) * 4 * out * width
+        need = Need(prepare=10, kept=2, large=8, square=6)
+        return Cost(2 * (out + width) * width**2 + tried, width**3, need)
 
     def _exchanges(self, state: Swept) -> list[tuple[float, int, int]]:
         """What an exchange wins, the unit that returns, and the best one to go for it."""

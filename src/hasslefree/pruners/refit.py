@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from hasslefree.core.cost import Cost, Need
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import masked_cg
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Pruner, grid_of
-from hasslefree.errors import GridError
+from hasslefree.core.protocols import Pruned, Pruner
+from hasslefree.errors import GridError, option
 
 
 @dataclass(frozen=True)
-class Refit:
+class Refit(Pruner):
     """S minimises tr((T − S) H (T − S)ᵀ) over the support of another pruner's S: least squares for every row.
 
     By conjugate gradients on all rows at once, until they are there but for rounding: a system for each row would take
@@ -41,13 +43,28 @@ class Refit:
     tolerance: float = 1e-5
 
     def __post_init__(self) -> None:
-        if grid_of(self.pruner):
-            raise GridError("a refit would take S off the grid of its pruner; leave out refit (--refit)")
+        if self.pruner.grid:
+            raise GridError(
+                f"a refit would take S off the grid of its pruner; leave out refit ({option('refit', True)})"
+            )
+
+    @property
+    def whole_channels(self) -> bool:
+        return self.pruner.whole_channels
 
     def prepare(self, gram: Gram) -> tuple[Tensor, Any]:
         return gram.damped(self.damping).matrix, self.pruner.prepare(gram)
 
-    def prune(self, target: Tensor, prepared: tuple[Tensor, Any], pattern: Pattern) -> Tensor:
+    def prune(self, target: Tensor, prepared: tuple[Tensor, Any], pattern: Pattern) -> Pruned:
         matrix, for_pruner = prepared
-        start = self.pruner.prune(target, for_pruner, pattern)
-        return masked_cg(matrix, target, start, start != 0, self.steps, self.tolerance)
+        start = self.pruner.prune(target, for_pruner, pattern).sparse
+        return Pruned(masked_cg(matrix, target, start, start != 0, self.steps, self.tolerance))
+
+    def check_pattern(self, pattern: Pattern) -> None:
+        self.pruner.check_pattern(pattern)
+
+    def cost(self, out: int, width: int) -> Cost:
+        """That of the pruner, and all the steps."""
+        found = self.pruner.cost(out, width)
+        need = found.need.joined(Need(prepare=1, kept=1, large=7))
+        return dataclasses.replace(found, flops=found.flops + (self.steps + 1) * 2 * out * width**2, need=need)

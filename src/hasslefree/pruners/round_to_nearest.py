@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hasslefree.core.cost import SCORED, Cost
 from hasslefree.core.gram import Gram
-from hasslefree.core.grids import Grid, Scaling
+from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Pruned, Pruner
 
 
 @dataclass(frozen=True)
-class RoundToNearest:
+class RoundToNearest(Pruner):
     """S is the value of the grid nearest to T, on the entries whose removal would cost most.
 
     The grid is fitted to T. An entry that is kept costs (T − Q(T))², one that is removed T²: those with the largest
@@ -28,12 +30,11 @@ class RoundToNearest:
     def prepare(self, gram: Gram) -> Tensor | None:
         return gram.diagonal if self.weighted else None
 
-    def prune(self, target: Tensor, prepared: Tensor | None, pattern: Pattern) -> Tensor:
-        return self.quantise(target, prepared, pattern)[0]
-
-    def quantise(self, target: Tensor, prepared: Tensor | None, pattern: Pattern) -> tuple[Tensor, Scaling]:
-        """S: (out, in), and where the grid lies on which it is."""
+    def prune(self, target: Tensor, prepared: Tensor | None, pattern: Pattern) -> Pruned:
         scaling = self.grid.scaling(target)
         rounded = scaling.nearest(target)
         gain = target.square() - (target - rounded).square()
-        return rounded.mul_(pattern.mask(gain if prepared is None else gain * prepared)), scaling
+        return Pruned(rounded.mul_(pattern.mask(gain if prepared is None else gain * prepared)), scaling)
+
+    def cost(self, out: int, width: int) -> Cost:
+        return Cost(0, need=SCORED)

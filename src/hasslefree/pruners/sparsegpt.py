@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hasslefree.core.cost import INVERTED, Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.linalg import inverse_factor
 from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Pruned, Pruner
 
 
 @dataclass(frozen=True)
-class SparseGPT:
+class SparseGPT(Pruner):
     """Columns are decided from left to right, and what each decision changes is made good by the columns to come.
 
     With H⁻¹ = UᵀU, U upper triangular, the loss of changing entry j of a row by e, given the columns before it, is
@@ -36,11 +38,7 @@ class SparseGPT:
     def prepare(self, gram: Gram) -> Tensor:
         return inverse_factor(gram.matrix)
 
-    def prune(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Tensor:
-        return self.quantise(target, prepared, pattern)[0]
-
-    def quantise(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> tuple[Tensor, Scaling | None]:
-        """S: (out, in), and where the grid lies on which it is, if there is one."""
+    def prune(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Pruned:
         scaling = self._scaling(target, prepared, pattern)
         # Columns become rows, (in, out), so that each update runs over contiguous memory.
         columns = target.T.clone(memory_format=torch.contiguous_format)
@@ -51,7 +49,12 @@ class SparseGPT:
             stop = min(start + block, width)
             errors = self._sweep(columns[start:stop], prepared[start:stop, start:stop], pattern, start, width, scaling)
             columns[stop:].addmm_(prepared[start:stop, stop:].T, errors, alpha=-1)
-        return columns.T.contiguous(), scaling
+        return Pruned(columns.T.contiguous(), scaling)
+
+    def cost(self, out: int, width: int) -> Cost:
+        """Columns each update those to their right. Where whole rows share a grid, there may be two sweeps."""
+        twice = self.grid is not None and self.grid.group is None
+        return Cost((1 + twice) * out * width**2, width**3, INVERTED)
 
     def _scaling(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Scaling | None:
         """The scaling to begin with: of whole rows for good, of smaller groups to be written by the sweep."""
@@ -60,7 +63,7 @@ class SparseGPT:
         self.grid.check((target.shape[0], target.shape[1]), pattern.group)
         if self.grid.group is not None:
             return self.grid.empty_scaling(target)
-        return self.grid.scaling(replace(self, grid=None).prune(target, prepared, pattern))
+        return self.grid.scaling(replace(self, grid=None).prune(target, prepared, pattern).sparse)
 
     def _sweep(
         self,

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,14 +17,44 @@ from hasslefree.checkpoints.headers import Stored, read_headers, read_json, weig
 from hasslefree.checkpoints.inspect import FolderSize, inspect_folder
 from hasslefree.command import command_of
 from hasslefree.core.factors import CodedRows
+from hasslefree.core.protocols import Method
 from hasslefree.errors import CheckpointError
+from hasslefree.methods import METHODS
 from hasslefree.record import Report
-
-# After what a method measures its objective, by the beginning of its repr.
-STEPS = {"AlternatingMinimization(": "round", "Joint(": "part of the rounds, then sweep of the polish"}
+from hasslefree.validation import Count, Figure, InvalidError, validated
 
 # What `evaluate` writes is looked for under these names in a folder.
 EVALUATIONS = "evaluation*.json"
+
+
+@dataclass(frozen=True)
+class TextResult:
+    perplexity: Figure
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    value: Figure
+
+
+@dataclass(frozen=True)
+class Results:
+    """What is read of a file that `evaluate` wrote."""
+
+    model: str
+    perplexity: dict[str, TextResult] = field(default_factory=dict)
+    tasks: dict[str, TaskResult] = field(default_factory=dict)
+    average: Figure | None = None
+    limit: Count | None = None
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """How long a compression took, in all and by layer. compression: the SHA-256 of its compression.json."""
+
+    compression: str
+    seconds: Figure
+    layers: dict[str, Figure]
 
 
 @dataclass(frozen=True)
@@ -69,7 +97,8 @@ class Run:
     @property
     def step(self) -> str:
         """After what the objective was measured."""
-        return next((step for method, step in STEPS.items() if self.record.method.startswith(method)), "measurement")
+        method = METHODS.get(self.record.recipe.get("method", ""))
+        return Method.step if method is None else method.step
 
 
 @dataclass(frozen=True)
@@ -135,8 +164,7 @@ def read_run(folder: Path, name: str, evaluation: Evaluation) -> Run:
     own_code = "auto_map" in read_json(folder / "config.json")
     seconds = read_seconds(folder, text)
     if seconds is not None:
-        times = seconds["layers"]
-        layers = (dataclasses.replace(layer, seconds=times.get(layer.name, 0.0)) for layer in record.layers)
+        layers = (dataclasses.replace(layer, seconds=seconds.layers.get(layer.name, 0.0)) for layer in record.layers)
         record = dataclasses.replace(record, layers=tuple(layers))
     return Run(
         name=name,
@@ -145,7 +173,7 @@ def read_run(folder: Path, name: str, evaluation: Evaluation) -> Run:
         spectra=read_spectra(folder),
         evaluation=evaluation,
         command=command_of(record, trust_remote_code=own_code),
-        seconds=None if seconds is None else seconds["seconds"],
+        seconds=None if seconds is None else seconds.seconds,
     )
 
 
@@ -158,11 +186,11 @@ def write_seconds(folder: Path, report: Report) -> None:
     """Keep how long a compression took, for the folder that it wrote."""
     times = {layer.name: round(layer.seconds, 3) for layer in report.layers}
     digest = hashlib.sha256((folder / "compression.json").read_bytes()).hexdigest()
-    content = {"compression": digest, "seconds": round(report.seconds, 3), "layers": times}
+    content = dataclasses.asdict(Seconds(digest, round(report.seconds, 3), times))
     seconds_file(folder).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def read_seconds(folder: Path, compression: str) -> dict[str, Any] | None:
+def read_seconds(folder: Path, compression: str) -> Seconds | None:
     """What `write_seconds` wrote; None where there is nothing, or it is of another compression.
 
     Args:
@@ -174,10 +202,10 @@ def read_seconds(folder: Path, compression: str) -> dict[str, Any] | None:
     content = read_json(file)
     if content.get("compression") != hashlib.sha256(compression.encode()).hexdigest():
         return None
-    times = content.get("layers")
-    if not isinstance(times, dict) or not all(map(_is_figure, (content.get("seconds"), *times.values()))):
-        raise CheckpointError(f"{file} is not as `hasslefree compress` writes it; delete it")
-    return content
+    try:
+        return validated(Seconds, content)
+    except InvalidError as error:
+        raise CheckpointError(f"{file} is not as `hasslefree compress` writes it ({error}); delete it") from None
 
 
 def read_evaluation(file: Path) -> tuple[str, Evaluation]:
@@ -186,21 +214,16 @@ def read_evaluation(file: Path) -> tuple[str, Evaluation]:
     Raises:
         CheckpointError: it is something else.
     """
-    content = read_json(file)
     try:
-        texts = {Path(text).name: row["perplexity"] for text, row in content.get("perplexity", {}).items()}
-        tasks = {task: row["value"] for task, row in content.get("tasks", {}).items()}
-        model, average, limit = content["model"], content.get("average"), content.get("limit")
-        figures = [*texts.values(), *tasks.values(), *([average] if tasks else []), limit or 0]
-        if isinstance(model, str) and (texts or tasks) and all(map(_is_figure, figures)):
-            return model, Evaluation(texts, tasks, average, limit)
-    except (KeyError, TypeError, AttributeError):
-        pass
-    raise CheckpointError(f"{file} holds no results of `hasslefree evaluate`")
-
-
-def _is_figure(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+        found = validated(Results, read_json(file))
+    except InvalidError as error:
+        raise CheckpointError(f"{file} holds no results of `hasslefree evaluate` ({error})") from None
+    if not found.perplexity and not found.tasks:
+        raise CheckpointError(f"{file} holds no results of `hasslefree evaluate`: neither of texts nor of tasks")
+    if found.tasks and found.average is None:
+        raise CheckpointError(f"{file} holds no results of `hasslefree evaluate`: tasks without their average")
+    texts = {Path(text).name: row.perplexity for text, row in found.perplexity.items()}
+    return found.model, Evaluation(texts, {n: row.value for n, row in found.tasks.items()}, found.average, found.limit)
 
 
 def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:

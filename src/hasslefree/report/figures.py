@@ -113,7 +113,9 @@ def parameter_bars(report: Report) -> Figure:
 
 def shares(layers: Iterable[LayerReport]) -> tuple[list[float], list[float]]:
     """The non-zeros of S and the entries of both factors of each layer, in per cent of out × in."""
-    found = [(layer.nonzeros, layer.parameters - layer.nonzeros, layer.out * layer.width) for layer in layers]
+    found = [
+        (spec.nonzeros, spec.parameters - spec.nonzeros, spec.dense_parameters) for spec in (x.spec for x in layers)
+    ]
     return [100 * kept / dense for kept, _, dense in found], [100 * rest / dense for _, rest, dense in found]
 
 

@@ -17,7 +17,7 @@ from hasslefree.evaluation.harness import default_cache
 from hasslefree.footprint import product_rate
 from hasslefree.models.load import resolve_device
 from hasslefree.report.figures import grouped_bars, save
-from hasslefree.reproduction.figure1 import METHODS, layer_errors, mean_error
+from hasslefree.reproduction.figure1 import COMPARED, layer_errors, mean_error
 from hasslefree.reproduction.paper import MODELS
 from hasslefree.reproduction.plan import Scale, cost, plan_table
 from hasslefree.reproduction.run import read_results, run_jobs
@@ -95,9 +95,9 @@ def reproduce_figure(
     model: str | None, methods: tuple[str, ...] | None, scale: Scale, desk: Desk, block: int = 0
 ) -> None:
     """Figure 1 for a block of a model: bars as PNG and SVG, the errors as JSON and as a table."""
-    chosen = methods or tuple(METHODS)
-    if unknown := set(chosen) - METHODS.keys():
-        raise UnknownNameError("method of figure 1", min(unknown), METHODS)
+    chosen = methods or tuple(COMPARED)
+    if unknown := set(chosen) - COMPARED.keys():
+        raise UnknownNameError("method of figure 1", min(unknown), COMPARED)
     name, recipe = model or FIGURE_MODEL, scale.recipe(FIGURE_RECIPE)
     desk.output.mkdir(parents=True, exist_ok=True)
     with desk.console.status("decomposing"):

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from hasslefree.errors import RecipeError, UnknownNameError
+from hasslefree.errors import HasslefreeError, RecipeError, UnknownNameError
 from hasslefree.evaluation.tasks import check_tasks
 from hasslefree.footprint import Footprint, plan_model
-from hasslefree.recipe import Recipe
+from hasslefree.methods import METHODS, settings_of
+from hasslefree.recipe.recipe import Recipe
 from hasslefree.reproduction.paper import MODELS, RECIPES, TEXTS, PaperRow, paper_rows
 from hasslefree.texts import check_text
 
@@ -55,7 +56,7 @@ class Scale:
         }
         if self.rank is not None and plain.rank is not None:
             changes["rank"] = self.rank
-        if self.rounds is not None and hasattr(plain.build_method(), "rounds"):
+        if self.rounds is not None and "rounds" in settings_of(METHODS[plain.method]):
             changes["rounds"] = self.rounds
         return Recipe.from_yaml(RECIPES / name, **changes)
 
@@ -150,5 +151,5 @@ def cost(job: Job, device: torch.device) -> Footprint | None:
         return plan_model(job.model, job.recipe, device, "device")
     except RecipeError:
         raise
-    except ValueError as error:
-        raise type(error)(f"{job.name}: {error}") from None
+    except HasslefreeError as error:
+        raise error.within(job.name) from None

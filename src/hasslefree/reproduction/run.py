@@ -10,7 +10,7 @@ from typing import Any
 
 from hasslefree.checkpoints.headers import read_json
 from hasslefree.compress import Progress, compress
-from hasslefree.errors import OutputError
+from hasslefree.errors import OutputError, option
 from hasslefree.evaluation.run import evaluate
 from hasslefree.record import Report
 from hasslefree.report.content import read_seconds, seconds_file, write_seconds
@@ -50,7 +50,7 @@ def run_jobs(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"the folder {out} cannot be made ({error}); give another --output") from None
+        raise OutputError(f"the folder {out} cannot be made ({error}); give another {option('output')}") from None
     results = read_results(out)
     for job in jobs:
         if job.key in results:
@@ -82,7 +82,7 @@ def measure(
         row |= {
             "relative_error": report.mean_relative_error,
             "kept_share": report.kept_share,
-            "seconds": None if times is None else times["seconds"],
+            "seconds": None if times is None else times.seconds,
         }
     target = job.model if job.recipe is None else str(folder)
     texts = job.evaluation["texts"]

@@ -1,12 +1,21 @@
-"""YAML files of fields, one on top of another (`base: other.yaml`); every value knows its file and line."""
+"""Recipes as YAML, one file on top of another (`base: other.yaml`); every value knows its file and line."""
 
 from __future__ import annotations
 
+import difflib
+import types
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from hasslefree.errors import RecipeError
+from hasslefree.recipe.recipe import Recipe, field_types
+from hasslefree.recipe.resolved import problems
+from hasslefree.validation import InvalidError, validated
 
 BASE = "base"
 
@@ -88,3 +97,64 @@ def _pairs(path: Path) -> tuple[list[tuple[str, Given]], list[str]]:
         return pairs, problems
     finally:
         loader.dispose()
+
+
+def read_recipe(path: Path, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe of a file over its bases, and `changes` over their fields.
+
+    Raises:
+        RecipeError: with every problem of every field, its file and its line.
+    """
+    fields = read_fields(path)
+    given = fields.given | {name: Given(value, f"given beside {path}") for name, value in changes.items()}
+    values, wrong = typed({name: each.value for name, each in given.items()})
+    found = fields.problems + [f"{given[name].where}: {message}" for name, message in wrong.items()]
+    if fields.given or not fields.problems:
+        for problem in problems(Recipe(**values)):
+            # What is wrong already is not complained of once more as missing.
+            if not wrong.keys() & set(problem.fields):
+                places = ", ".join(given[name].where for name in problem.fields if name in given)
+                found.append(f"{places or path}: {problem.message}")
+    if found:
+        raise RecipeError("\n".join(found))
+    return Recipe(**values)
+
+
+def from_values(content: Mapping[str, Any]) -> Recipe:
+    """A recipe from plain values. Raises a RecipeError with every unknown name and wrong type."""
+    values, wrong = typed(content)
+    if wrong:
+        raise RecipeError("\n".join(wrong.values()))
+    return Recipe(**values)
+
+
+def typed(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of known fields and right types; and for each of the others what is wrong with it."""
+    hints = field_types()
+    values: dict[str, Any] = {}
+    wrong: dict[str, str] = {}
+    for key, value in content.items():
+        if key not in hints:
+            close = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            wrong[key] = f"unknown field {key!r}; {hint}known: {', '.join(hints)}"
+            continue
+        try:
+            values[key] = validated(hints[key], value)
+        except (InvalidError, TypeError):  # of no JSON type, such as a date
+            wrong[key] = f"{key} must be {type_words(hints[key])}, got {value!r}{yaml_hint(key, value)}"
+    return values, wrong
+
+
+def type_words(hint: Any) -> str:
+    """The types of a field in words, such as "int or nothing"."""
+    if typing.get_origin(hint) is tuple:
+        return "list"
+    members = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
+    names = ["nothing" if member is types.NoneType else member.__name__ for member in members]
+    return " or ".join(names)
+
+
+def yaml_hint(key: str, value: Any) -> str:
+    """YAML 1.1 reads 2:4 as a number in base 60."""
+    return '; put it in quotes, such as "2:4"' if key == "pattern" and isinstance(value, int) else ""

@@ -1,0 +1,152 @@
+"""The weight matrices that stand in a block: where they are, what enters them, and how one is replaced.
+
+A kind of site is a class here and its entry in `KINDS`; nothing else knows how a model stores a matrix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+
+@dataclass(frozen=True)
+class Site(ABC):
+    """A weight matrix that stands somewhere under `root`, a block or a model.
+
+    Args:
+        name: of the matrix under root; the tensors that take its place are saved under this name.
+        module: what holds the matrix in the dense model.
+    """
+
+    root: nn.Module
+    name: str
+    module: Any
+
+    # Whether the model stores the matrix as (in, out).
+    transposed: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def at(cls, root: nn.Module, name: str, module: nn.Module) -> Iterator[Site]:
+        """The sites of this kind that a module itself holds, not those in its children. name: of the module."""
+
+    @property
+    def path(self) -> str:
+        """The name of the module under root."""
+        return self.name
+
+    @property
+    @abstractmethod
+    def parameter(self) -> nn.Parameter:
+        """The parameter that holds the matrix, in whichever form."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(out,), what is added to the product; None for nothing."""
+        return None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        first, second = self.parameter.shape
+        return (second, first) if self.transposed else (first, second)
+
+    def weight(self) -> Tensor:
+        """The matrix: (out, in)."""
+        weight = self.parameter.detach()
+        return weight.T.contiguous() if self.transposed else weight
+
+    @abstractmethod
+    def on_input(self, see: Callable[[Tensor], None]) -> Any:
+        """Call `see` with the inputs (…, in) whenever the matrix is multiplied. The result has `remove()`."""
+
+    def wrapped(self, layer: nn.Module) -> nn.Module:
+        """The module that stands in the place of `module` once `layer` computes the product."""
+        return layer
+
+    def replace(self, layer: nn.Module) -> None:
+        """Let a layer, (…, in) → (…, out) with the bias, take the place of the matrix."""
+        replace_module(self.root, self.path, self.wrapped(layer))
+
+    def put_back(self) -> None:
+        """Put the dense module in its place again."""
+        replace_module(self.root, self.path, self.module)
+
+    @abstractmethod
+    def set_weight(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Give the dense module a matrix (out, in) and a bias (out,)."""
+
+    def under(self, root: nn.Module) -> Site:
+        """The same module at the same place of another model of the same architecture."""
+        return dataclasses.replace(self, root=root)
+
+
+@dataclass(frozen=True)
+class LinearSite(Site):
+    """An `nn.Linear`."""
+
+    @classmethod
+    def at(cls, root: nn.Module, name: str, module: nn.Module) -> Iterator[Site]:
+        if isinstance(module, nn.Linear):
+            yield cls(root, name, module)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter: nn.Parameter = self.module.weight
+        return parameter
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.module.bias is None else self.module.bias.detach()
+
+    def on_input(self, see: Callable[[Tensor], None]) -> Any:
+        return self.module.register_forward_pre_hook(lambda module, args: see(args[0]))
+
+    def set_weight(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.module.weight = nn.Parameter(weight.T.contiguous() if self.transposed else weight)
+        self.module.bias = bias
+
+
+@dataclass(frozen=True)
+class Conv1DSite(LinearSite):
+    """GPT-2's `Conv1D`: a linear layer that stores its weight as (in, out)."""
+
+    transposed: ClassVar[bool] = True
+
+    @classmethod
+    def at(cls, root: nn.Module, name: str, module: nn.Module) -> Iterator[Site]:
+        if isinstance(module, Conv1D):
+            yield cls(root, name, module)
+
+
+KINDS: list[type[Site]] = [LinearSite, Conv1DSite]
+
+
+def find_sites(root: nn.Module) -> dict[str, Site]:
+    """The sites under a block or a model by their name, in the order of its modules."""
+    found = (site for name, module in root.named_modules() for kind in KINDS for site in kind.at(root, name, module))
+    return {site.name: site for site in found}
+
+
+class PlainLinear(nn.Module):
+    """A linear layer with a given weight (out, in) and bias (out,) or None, without a copy of either."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place of the one called `name` under root."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(root.get_submodule(parent), leaf, module)

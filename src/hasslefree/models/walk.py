@@ -1,0 +1,88 @@
+"""The one way from the first block to the last: each block in memory in its turn, hidden states running through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hasslefree.models.activations import Activations
+from hasslefree.models.blocks import Blocks
+from hasslefree.models.calibration import first_hidden_states, run_block
+from hasslefree.models.calls import BlockCall, Look, block_calls
+from hasslefree.models.sites import Site, find_sites
+from hasslefree.models.streaming import Weights, outside
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A block while it is in memory. prefix: its name in the model. call: how it is called."""
+
+    index: int
+    prefix: str
+    block: nn.Module
+    call: BlockCall
+
+    def sites(self, names: Sequence[str]) -> dict[str, Site]:
+        """The sites of these names in the block, as it is now."""
+        found = find_sites(self.block)
+        return {name: found[name] for name in names}
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A model that is run block by block.
+
+    Args:
+        calls: how each block is called. storage, folder: where hidden states are between blocks; see `Activations`.
+    """
+
+    model: PreTrainedModel
+    blocks: Blocks
+    weights: Weights
+    calls: Sequence[BlockCall]
+    storage: str = "device"
+    folder: Path = Path()
+
+    @classmethod
+    def open(
+        cls,
+        model: PreTrainedModel,
+        blocks: Blocks,
+        weights: Weights,
+        segment: Tensor,
+        storage: str = "device",
+        folder: Path = Path(),
+        look: Look | None = None,
+    ) -> Walk:
+        """Learn from one segment (1, tokens) how the model calls its blocks. look: as for `block_calls`.
+
+        Raises:
+            ModelError, NonFiniteError: as from `block_calls`.
+        """
+        return cls(model, blocks, weights, block_calls(model, blocks, segment, weights, look), storage, folder)
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Within it, what is outside the blocks is in memory: embeddings, the last norm, the output head."""
+        return self.weights.present(outside(self.model, self.blocks))
+
+    def entering(self, segments: Tensor) -> Activations:
+        """What enters the first block, for segments (samples, tokens)."""
+        with self.outside():
+            return first_hidden_states(self.model, self.blocks, segments, self.storage, self.folder)
+
+    def visits(self, *streams: Activations, to_end: bool = True) -> Iterator[Visit]:
+        """The blocks in order, each in memory in its turn, with `streams` what enters it.
+
+        After each visit the streams run through the block as it then is. to_end: through the last one too.
+        """
+        for index, block in enumerate(self.blocks.modules):
+            with self.weights.present(block.modules):
+                yield Visit(index, self.blocks.prefix(index), block, self.calls[index])
+                if to_end or index + 1 < len(self.blocks.modules):
+                    for states in streams:
+                        run_block(block, self.calls[index], states)

@@ -1,0 +1,58 @@
+"""The options that make a recipe, for every command that takes one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Iterator
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hasslefree.recipe.recipe import Recipe, declaration, field_types
+
+
+def options() -> Iterator[Parameter]:
+    """An option for each field, which is None where it is not given."""
+    hints = field_types()
+    for field in dataclasses.fields(Recipe):
+        said = declaration(field)
+        text = said.help
+        if field.default not in (None, (), False) and "default" not in text:
+            text = f"{text.rstrip('.')} (default: {field.default})."
+        option = typer.Option(*said.flags, help=text, rich_help_panel=said.group)
+        annotation: Any = Annotated[flag_type(hints[field.name]) | None, option]
+        yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def flag_type(hint: Any) -> Any:
+    """The type of one value on the command line: int for int | None, list[str] for tuple[str, …]."""
+    if typing.get_origin(hint) is tuple:
+        return list[str]
+    if typing.get_origin(hint) is types.UnionType:
+        return next(member for member in typing.get_args(hint) if member is not types.NoneType)
+    return hint
+
+
+def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of a recipe, and `--recipe`; it gets the recipe that they make as `recipe`."""
+    own = signature(command, eval_str=True).parameters
+    names = [field.name for field in dataclasses.fields(Recipe)]
+
+    @functools.wraps(command)
+    def wrapped(recipe: Path | None, **values: Any) -> None:
+        given = {name: values.pop(name) for name in names}
+        given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v not in (None, [])}
+        command(recipe=Recipe.from_yaml(recipe, **given) if recipe else Recipe(**given), **values)
+
+    file = typer.Option(help="A YAML recipe; options given here win over it.")
+    named = Parameter.KEYWORD_ONLY
+    parameters = [parameter.replace(kind=named) for name, parameter in own.items() if name != "recipe"]
+    parameters += [Parameter("recipe", named, default=None, annotation=Annotated[Path | None, file]), *options()]
+    wrapped.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapped
