@@ -1,0 +1,228 @@
+"""Folders that an earlier commit wrote are read, exported and resumed; see tests/fixtures/make.py.
+
+Only what users call is used here, so that a move of any internal module leaves this file as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import hasslefree
+from hasslefree import HasslefreeError, Recipe
+from hasslefree.cli import main
+
+FIXTURES = Path(__file__).parent / "fixtures"
+EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
+FOLDERS = EXPECTED["folders"]
+TOKENS = torch.tensor([[int(token) for token in EXPECTED["tokens"].split()]])
+OUT = EXPECTED["unfinished"]["folder"]
+JOURNAL = Path(f"{OUT}.unfinished", "progress.json")
+
+each_folder = pytest.mark.parametrize("name", FOLDERS)
+
+
+def recorded(about: dict) -> torch.Tensor:
+    """The logits (1, tokens, vocabulary) that the earlier commit computed."""
+    return torch.tensor([[[float(value) for value in row.split()] for row in about["logits"]]])
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.float().eval()(input_ids=TOKENS, use_cache=False).logits
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.safetensors")}
+
+
+def run(monkeypatch, *arguments) -> int:
+    """The exit code of the command line."""
+    monkeypatch.setattr(sys, "argv", ["hasslefree", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return caught.value.code or 0
+
+
+def test_the_dense_model_gives_the_same_logits():
+    """Without that, no other test here says anything about hasslefree."""
+    found = logits(AutoModelForCausalLM.from_pretrained(FIXTURES / "dense"))
+    torch.testing.assert_close(found, recorded(EXPECTED["dense"]), rtol=1e-4, atol=1e-4)
+
+
+@each_folder
+def test_a_folder_loads_and_gives_the_same_logits(name):
+    assert digests(FIXTURES / name) == FOLDERS[name]["sha256"], "the fixture itself has changed"
+    model = AutoModelForCausalLM.from_pretrained(FIXTURES / name)
+    assert str(model.dtype) == f"torch.{FOLDERS[name]['dtype']}"
+    torch.testing.assert_close(logits(model), recorded(FOLDERS[name]), rtol=1e-4, atol=1e-4)
+
+
+@each_folder
+def test_inspect_reads_it(name, monkeypatch, tmp_path):
+    """Oracle for the bytes: the tensors in the files."""
+    assert run(monkeypatch, "inspect", FIXTURES / name, "--output", tmp_path / "sizes.json") == 0
+    found = json.loads((tmp_path / "sizes.json").read_text())
+    assert len(found["layers"]) == FOLDERS[name]["layers"]
+    assert found["bytes"] == FOLDERS[name]["bytes"]
+
+
+def test_report_reads_them(monkeypatch, tmp_path):
+    page = tmp_path / "page.html"
+    assert run(monkeypatch, "report", *(FIXTURES / name for name in FOLDERS), "--output", page) == 0
+    text = page.read_text()
+    for about in FOLDERS.values():
+        recipe = {"pattern": "dense", "method": "joint"} | about["recipe"]
+        assert f"compress dense OUT --pattern {recipe['pattern']} --method {recipe['method']}" in text
+
+
+def close_to_rounding(found: torch.Tensor, name: str) -> None:
+    """An export rounds S + L once more, to the dtype of the folder."""
+    expected, eps = recorded(FOLDERS[name]), torch.finfo(getattr(torch, FOLDERS[name]["dtype"])).eps
+    torch.testing.assert_close(found, expected, rtol=0, atol=max(1e-3, 4 * eps * expected.abs().max().item()))
+
+
+@each_folder
+def test_the_dense_export(name, tmp_path):
+    hasslefree.export(FIXTURES / name, tmp_path / "dense", "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+    close_to_rounding(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dense")), name)
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if "rank" in FOLDERS[name]["recipe"]])
+def test_the_peft_export(name, monkeypatch, tmp_path):
+    peft = pytest.importorskip("peft", reason='peft is not installed: pip install "hasslefree[peft]"')
+    assert run(monkeypatch, "export", FIXTURES / name, "--to", "peft", tmp_path / "peft") == 0
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "peft" / "base")
+    close_to_rounding(logits(peft.PeftModel.from_pretrained(base, tmp_path / "peft")), name)
+
+
+def test_the_narrow_export(tmp_path):
+    hasslefree.export(FIXTURES / "structured", tmp_path / "narrow", "narrow")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "narrow")
+    assert (model.config.num_attention_heads, model.config.intermediate_size) == (2, 16)
+    close_to_rounding(logits(model), "structured")
+
+
+@pytest.fixture
+def unfinished(tmp_path, monkeypatch) -> dict:
+    """The interrupted compression in the working folder, as if these versions had begun it; returns its journal.
+
+    Nothing else is rewritten: the paths in the journal are relative to the folder that was the working folder.
+    """
+    shutil.copytree(FIXTURES / "dense", tmp_path / "dense")
+    shutil.copytree(FIXTURES / f"{OUT}.unfinished", tmp_path / f"{OUT}.unfinished")
+    shutil.copy(FIXTURES / "calibration.txt", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    journal = json.loads(JOURNAL.read_text())
+    versions = journal["identity"]["versions"]
+    versions.update({package: importlib.metadata.version(package) for package in versions})
+    JOURNAL.write_text(json.dumps(journal))
+    return journal
+
+
+def identity_of_files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of change of the finished parts: files that were renamed and not written anew keep both."""
+    stats = {name: (folder / name).stat() for name in EXPECTED["unfinished"]["parts"]}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+def resume(**changes):
+    recipe = Recipe(**FOLDERS[OUT]["recipe"] | changes)
+    return hasslefree.compress("dense", OUT, recipe, device="cpu", resume=True)
+
+
+def check_whole(folder: Path, tmp_path: Path) -> None:
+    """The resumed folder against that of the run that nothing interrupted.
+
+    Finished parts bit for bit. What is solved anew rounds otherwise on another processor: by 5e-7 of S + L where that
+    was tried, and all supports were the same.
+    """
+    finished = EXPECTED["unfinished"]["parts"]
+    found, whole = digests(folder), FOLDERS[OUT]["sha256"]
+    assert found.keys() == whole.keys() > set(finished)
+    assert {name: found[name] for name in finished} == {name: whole[name] for name in finished}
+    check_records(folder)
+    for name, source in (("found", folder), ("expected", FIXTURES / OUT)):
+        hasslefree.export(source, tmp_path / name, "dense")
+    weights, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("found", "expected"))
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert (weight - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
+
+
+def check_records(folder: Path) -> None:
+    """config.json and compression.json say the same; numbers of what was solved anew within rounding."""
+    configs = [
+        json.loads((path / "config.json").read_text())["quantization_config"] for path in (folder, FIXTURES / OUT)
+    ]
+    assert configs[0] == configs[1], "supports, and with them their checksums, are the same"
+    found, expected = (json.loads((path / "compression.json").read_text()) for path in (folder, FIXTURES / OUT))
+    layers = [(new, old) for new, old in zip(found.pop("layers"), expected.pop("layers"), strict=True)]
+    for new, old in [(found, expected), *layers]:
+        assert new.keys() >= old.keys()
+        for name in old.keys() - {"versions"}:
+            assert new[name] == (pytest.approx(old[name], rel=1e-2) if is_measured(old[name]) else old[name]), name
+
+
+def is_measured(value) -> bool:
+    return isinstance(value, float) or (isinstance(value, list) and all(isinstance(each, float) for each in value))
+
+
+def test_an_interrupted_compression_is_resumed(unfinished, tmp_path):
+    before = identity_of_files(JOURNAL.parent / "model")
+    report = resume()
+    assert not JOURNAL.parent.exists()
+    assert identity_of_files(tmp_path / OUT) == before, "a finished part was written anew"
+    # Had a finished layer been solved again, it would have taken another time.
+    done = [layer for part in unfinished["parts"] for layer in part["layers"]]
+    assert [layer.seconds for layer in report.layers][: len(done)] == [layer["seconds"] for layer in done]
+    assert 0 < len(done) < len(report.layers) == FOLDERS[OUT]["layers"]
+    check_whole(tmp_path / OUT, tmp_path)
+
+
+def test_it_is_resumed_from_the_command_line(unfinished, monkeypatch, tmp_path):
+    before = identity_of_files(JOURNAL.parent / "model")
+    flags = [word for name, value in FOLDERS[OUT]["recipe"].items() for word in (f"--{name}", value)]
+    assert run(monkeypatch, "compress", "dense", OUT, *flags, "--device", "cpu", "--resume") == 0
+    assert identity_of_files(tmp_path / OUT) == before
+    check_whole(tmp_path / OUT, tmp_path)
+
+
+def test_another_recipe_does_not_resume_it(unfinished):
+    with pytest.raises(HasslefreeError) as caught:
+        resume(rank=4, rounds=99)
+    for difference in (r"recipe\.rank\b[^;]*\b3\b[^;]*\b4\b", r"method\b[^;]*rounds=100\b[^;]*rounds=99\b"):
+        assert re.search(difference, str(caught.value))
+    assert json.loads(JOURNAL.read_text()) == unfinished
+
+
+def changed(value):
+    """JSON with another value in the place of each."""
+    return {key: changed(each) for key, each in value.items()} if isinstance(value, dict) else ["another", value]
+
+
+def names(value, prefix="") -> list[str]:
+    """Of each value in JSON, such as recipe.rank."""
+    if not isinstance(value, dict):
+        return [prefix]
+    return [name for key, each in value.items() for name in names(each, f"{prefix}.{key}" if prefix else key)]
+
+
+def test_every_value_of_the_journal_s_identity_is_compared(unfinished):
+    JOURNAL.write_text(json.dumps(unfinished | {"identity": changed(unfinished["identity"])}))
+    with pytest.raises(HasslefreeError) as caught:
+        resume()
+    assert str(caught.value).count("another") == len(names(unfinished["identity"]))
+    for name in names(unfinished["identity"]):
+        assert re.search(rf"\b{re.escape(name)}\b[^;]*another", str(caught.value)), name
