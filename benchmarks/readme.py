@@ -233,17 +233,6 @@ def growth() -> str:
     return f"{table}\n\nThe exponent of a power law is {content['exponent']:.2f}, on {where(content)}."
 
 
-def ideas() -> str:
-    """Every idea over joint as it is."""
-    content = json.loads((RESULTS / "ideas.json").read_text())
-    rows = [
-        [name, f"{row['error']:.3f}", f"{row['least']:.3f}", f"{row['most']:.3f}"]
-        for name, row in content["ideas"].items()
-    ]
-    table = markdown(["idea", "error", "least", "most"], rows)
-    return f"{table}\n\n{content['problems']} problems, seed {content['seed']}, on {where(content)}."
-
-
 def faults() -> str:
     """How many ways to end a compression were tried, and how many lost nothing."""
     content = json.loads((RESULTS / "faults.json").read_text())
@@ -524,7 +513,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "efforts": efforts,
         "recorded": recorded,
     },
-    "docs/joint.md": {"layers_full": lambda: layers("layers_full"), "growth": growth, "ideas": ideas},
+    "docs/joint.md": {"layers_full": lambda: layers("layers_full"), "growth": growth},
     "docs/levers.md": {
         "levers": lambda: levers("levers"),
         "levers_demo": lambda: levers("levers_demo"),
