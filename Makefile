@@ -22,7 +22,7 @@ nightly: .venv/.ready
 
 # The README's table and plot of single layers, from scratch.
 bench: .venv/.ready
-	$(BIN)/python benchmarks/layers.py --anew
+	$(BIN)/python benchmarks/layers.py curves --anew
 	$(BIN)/python benchmarks/readme.py
 
 lint: .venv/.ready

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import geometric_mean
+from harness.record import geometric_mean
 
 from hasslefree.reproduction.paper import TASKS
 from hasslefree.reproduction.tables import log_mean, paper_order
