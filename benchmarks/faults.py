@@ -21,11 +21,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common import machine, write
+from harness.models import CALIBRATION, MODEL
+from harness.record import RESULTS, machine, write
 
-from hasslefree.demo.run import CALIBRATION, MODEL
-
-ROOT = Path(__file__).parents[1]
 OPTIONS = ["--method", "eora", "--rank", "8", "--calibration", str(CALIBRATION), "--samples", "16", "--seqlen", "128",
            "--device", "cpu"]  # fmt: skip
 
@@ -150,26 +148,31 @@ def two_runs(out: Path, expected: dict[str, bytes], seconds: float) -> bool:
     return code == 2 and ("another compression" in text or "not empty" in text) and whole(out, expected)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "faults.json")
-    arguments = parser.parse_args()
-    moments = random.Random(arguments.seed)
+def all_faults(kills: int, seed: int) -> dict[str, Callable[[Path, dict[str, bytes], float], bool]]:
+    """Name → what ends a run, and whether it was survived, of (OUT, the whole folder, the seconds of a whole run)."""
+    moments = random.Random(seed)
     faults: dict[str, Callable[[Path, dict[str, bytes], float], bool]] = {}
-    for number in range(arguments.kills):
+    for number in range(kills):
         moment = moments.random()
         faults[f"SIGKILL {number}, at {moment:.2f} of a run"] = lambda o, e, s, m=moment: kill(o, e, s, m)
     faults["SIGTERM"] = lambda o, e, s: interrupted(o, e, s, signal.SIGTERM)
     faults["Ctrl-C"] = lambda o, e, s: interrupted(o, e, s, signal.SIGINT)
-    faults |= {f.__name__.replace("_", " "): f for f in (full_disk, flipped_byte, truncated_shard, read_only, two_runs)}
+    others = (full_disk, flipped_byte, truncated_shard, read_only, two_runs)
+    return faults | {fault.__name__.replace("_", " "): fault for fault in others}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=RESULTS / "faults.json")
+    arguments = parser.parse_args()
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         run(Path(folder) / "whole")
         seconds, expected = time.perf_counter() - start, contents(Path(folder) / "whole")
-        for number, (name, fault) in enumerate(faults.items()):
+        for number, (name, fault) in enumerate(all_faults(arguments.kills, arguments.seed).items()):
             results[name] = fault(Path(folder) / f"{number}", expected, seconds)
             print(name, "survived" if results[name] else "LOST", flush=True)
             survived = sum(results.values())

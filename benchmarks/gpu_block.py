@@ -13,14 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import layers
 import torch
-from common import machine, write
+from harness.layers import build_method, matmul_precision, solved
+from harness.record import RESULTS, machine, write
 
 from hasslefree import Gram, Joint, SemiStructured
-from hasslefree.core.linalg import matmul_precision
-from hasslefree.decompose import solve_layer
-from hasslefree.methods import build_method
 
 # (layers with one input, their rows; the width of the input)
 GROUPS = [
@@ -72,7 +69,26 @@ def warm_up(names: list[str], device: str) -> None:
     weight, gram = torch.randn(256, 256, device=device), Gram(torch.eye(256, device=device), 256)
     for name in names:
         method = configured(name)
-        solve_layer(weight, gram, method, method.prepare(gram), SemiStructured(2, 4), 8, 0)
+        solved(weight, gram, method, method.prepare(gram), SemiStructured(2, 4), 8)
+
+
+def group_rows(
+    method: Any, names: list[str], weights: list[torch.Tensor], gram: Gram, rank: int, device: str
+) -> dict[str, dict[str, Any]]:
+    """Every layer of a group with one method, the preparation shared out between them."""
+    start = clock(device)
+    prepared = method.prepare(gram)
+    shared, rows = (clock(device) - start) / len(names), {}
+    for name, weight in zip(names, weights, strict=True):
+        start = clock(device)
+        found = solved(weight / 50, gram, method, prepared, SemiStructured(2, 4), rank)
+        solving = clock(device) - start
+        rows[name] = {"seconds": solving + shared, "relative_error": found.relative_error}
+        if isinstance(method, Joint):
+            # The large products alone, over all that a layer takes beside the shared preparation.
+            rate = product_rate(*weight.shape, device, method.precision)
+            rows[name]["share_of_rate"] = 200 * len(weight) * weight.shape[1] ** 2 / solving / rate
+    return rows
 
 
 def main() -> None:
@@ -81,33 +97,20 @@ def main() -> None:
     parser.add_argument("--shrink", type=int, default=1)
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--methods", nargs="+", default=[*JOINT, "3basil", "hassle-free"])
-    parser.add_argument("--output", type=Path, default=layers.ROOT / "benchmarks" / "results" / "gpu_block.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_block.json")
     args = parser.parse_args()
     generator = torch.Generator(args.device).manual_seed(0)
     rank = max(args.rank // args.shrink, 1)
     warm_up(args.methods, args.device)
     results: dict[str, dict[str, Any]] = {name: {} for name in args.methods}
-    for names, rows, wide in GROUPS:
+    for names, outs, wide in GROUPS:
         width = wide // args.shrink
         gram = Gram.from_activations(activations(2 * width, width, generator))
-        weights = [torch.randn(out // args.shrink, width, generator=generator, device=args.device) for out in rows]
+        weights = [torch.randn(out // args.shrink, width, generator=generator, device=args.device) for out in outs]
         for method_name in args.methods:
-            method = configured(method_name)
-            start = clock(args.device)
-            prepared = method.prepare(gram)
-            shared = (clock(args.device) - start) / len(names)
-            for name, weight in zip(names, weights, strict=True):
-                start = clock(args.device)
-                found = solve_layer(weight / 50, gram, method, prepared, SemiStructured(2, 4), rank, 0)
-                solving = clock(args.device) - start
-                row = {"seconds": solving + shared, "relative_error": found.relative_error}
-                if isinstance(method, Joint):
-                    # The large products alone, over all that a layer takes beside the shared preparation.
-                    rate = product_rate(len(weight), width, args.device, method.precision)
-                    row["share_of_rate"] = 200 * len(weight) * width**2 / solving / rate
-                results[method_name][name] = row
-                print(method_name, name, row, flush=True)
-            del prepared
+            rows = group_rows(configured(method_name), names, weights, gram, rank, args.device)
+            results[method_name] |= rows
+            print(method_name, rows, flush=True)
     totals = {name: sum(row["seconds"] for row in rows.values()) for name, rows in results.items()}
     minutes = {name: total * BLOCKS / 60 for name, total in totals.items()}
     print("seconds a block:", totals, f"minutes for {BLOCKS} blocks:", minutes)

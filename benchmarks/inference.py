@@ -1,11 +1,17 @@
-"""One layer, 2:4 + rank 64, in the shapes of Llama-3-8B: milliseconds a product against the dense layer.
+"""Computing with packed layers, against dense ones: products of one layer, and whole models that are loaded.
 
-    python benchmarks/inference.py [--device cpu|cuda] [--threads N] [--clock wall|cpu]
+    python benchmarks/inference.py products [--device cpu|cuda] [--threads N] [--clock wall|cpu]
+    python benchmarks/inference.py models [--blocks 2] [--new-tokens 128]
 
-Each way of the device and the dense layer take turns, first to last and last to first; medians. Every turn takes the
-next of several layers, together larger than the caches, as in a model. GB/s are the bytes of the layer over the time,
-beside those of a plain sum over a large vector. `--clock cpu` counts the time of the one thread on the processor: for
-a core that is shared with others. It is not for more threads than one, nor for a GPU.
+products: milliseconds of one layer, 2:4 + rank 64, in the shapes of Llama-3-8B. Each way of the device and the dense
+layer take turns, first to last and last to first; medians. Every turn takes the next of several layers, together larger
+than the caches, as in a model. GB/s are the bytes of the layer over the time, beside those of a plain sum over a large
+vector. `--clock cpu` counts the time of the one thread on the processor: for a core that is shared with others. It is
+not for more threads than one, nor for a GPU.
+
+models: memory of a random Llama whose blocks have the shapes of Llama-3-8B's, in bfloat16, 2:4 + rank 64; each form is
+loaded in a process of its own, and counts by what the resident set grew. Speed of the embedded model, in float32, dense
+and compressed (2:4 + rank 16), one text at a time; the ways take turns, medians.
 """
 
 from __future__ import annotations
@@ -13,77 +19,31 @@ from __future__ import annotations
 import argparse
 import math
 import resource
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import geometric_mean, machine, write
+from harness import plots
+from harness.memory import resident
+from harness.models import CALIBRATION, MODEL
+from harness.products import RANK, Layer, possible, random_layer, write_models
+from harness.record import RESULTS, ROOT, geometric_mean, machine, write
 from torch import Tensor
-from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
-from hasslefree.core.packing import PackedGroups
-from hasslefree.kernels import Case, cuda, product
-from hasslefree.kernels.choose import WAYS
+import hasslefree
 
-ROOT = Path(__file__).parents[1]
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096)]
 TOKENS = [1, 8, 64, 512, 2048]
-RANK = 64
-TWO_OF_FOUR = PackedGroups(2, 4)
 # More than the caches of a processor hold, in packed layers.
 COLD_BYTES = 192 << 20
-# Two of four, as a code of two 2-bit positions: 0,1 · 0,2 · 0,3 · 1,2 · 1,3 · 2,3.
-CODES = torch.tensor([0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110], dtype=torch.uint8)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A random layer, packed, and a dense one of the same shape."""
-
-    values: Tensor
-    positions: Tensor
-    u: Tensor
-    v: Tensor
-    dense: Tensor
-    converted: Tensor | None = None
-
-    @classmethod
-    def random(cls, out: int, width: int, dtype: torch.dtype, device: str, convert: bool) -> Layer:
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, device=device).to(dtype) / width**0.5
-
-        codes = CODES.to(device)[torch.randint(len(CODES), (out, width // 4), device=device)]
-        values, positions = normal(out, width // 2), codes[:, 0::2] | (codes[:, 1::2] << 4)
-        converted = None
-        if convert:
-            pruned = normal(out, width).view(-1, 4)
-            pruned[:, 2:] = 0
-            converted = cuda.semi_structured(pruned.view(out, width))
-        return cls(values, positions, normal(out, RANK), normal(RANK, width), normal(out, width), converted)
-
-    def bytes(self, way: str) -> int:
-        """What a product reads of the layer."""
-        tensors = [self.dense] if way == "dense layer" else [self.values, self.positions, self.u, self.v]
-        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-
-    def product(self, way: str, x: Tensor) -> Tensor:
-        if way == "dense layer":
-            return F.linear(x, self.dense)
-        if way == "semi-structured":
-            assert self.converted is not None
-            y = F.linear(x, self.converted)
-        else:
-            y = product(way, x, self.values, self.positions, TWO_OF_FOUR)
-        return y.addmm_(F.linear(x, self.v), self.u.T)
-
-
-def possible(device: str, dtype: torch.dtype, tokens: int) -> list[str]:
-    """The ways of the device that read S from a packed form."""
-    case = Case(device, dtype, TWO_OF_FOUR, tokens, grad=False)
-    return [way for way, obstacle in WAYS.items() if way not in ("dense", "unpacked") and obstacle(case) is None]
+REPEATS = 7
 
 
 def timed(run: Callable[[], Any], device: str, clock: str) -> float:
@@ -143,44 +103,7 @@ def rows(device: str, clock: str, shapes: list[tuple[int, int]], tokens: list[in
                     }
 
 
-def plot(content: dict[str, Any], path: Path) -> None:
-    """Speed over that of the dense layer, against the number of tokens; a panel for each dtype."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    dtypes = ["float32", "bfloat16"]
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained", sharey=True)
-    found = [row for row in content["rows"] if row["way"] != "dense layer"]
-    for axis, dtype in zip(axes, dtypes, strict=True):
-        for key in dict.fromkeys((row["way"], row["out"], row["in"]) for row in found):
-            points = [row for row in found if (row["way"], row["out"], row["in"]) == key and row["dtype"] == dtype]
-            speeds = [1 / row["over_dense"] for row in points]
-            axis.plot([row["tokens"] for row in points], speeds, "o-", label=f"{key[0]}, {key[1]}×{key[2]}")
-        axis.axhline(1, color="black", linewidth=1)
-        axis.set(xscale="log", xlabel="tokens", title=dtype)
-        axis.set_xticks(content["tokens"], [str(count) for count in content["tokens"]])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("speed / speed of the dense layer")
-    axes[0].set_ylim(bottom=0)
-    axes[1].legend(fontsize=8)
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
-    parser.add_argument("--shapes", nargs="+", default=[f"{out}x{width}" for out, width in SHAPES])
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "inference.json")
-    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "inference.png")
-    args = parser.parse_args()
-    if args.clock == "cpu" and (args.threads > 1 or args.device != "cpu"):
-        parser.error("--clock cpu counts one thread: it needs --threads 1 and --device cpu")
+def products(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     shapes = [(int(out), int(width)) for out, width in (shape.split("x") for shape in args.shapes)]
@@ -193,12 +116,104 @@ def main() -> None:
             print(row, flush=True)
     content["preemptions"] = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
     write(args.output, content)
-    plot(content, args.plot)
+    plots.speeds(content, args.plot)
     for count in args.tokens:
         for way in dict.fromkeys(row["way"] for row in content["rows"]):
             ratios = [row["over_dense"] for row in content["rows"] if (row["tokens"], row["way"]) == (count, way)]
             if ratios and way != "dense layer":
                 print(f"{count} tokens, {way}: {1 / geometric_mean(ratios):.2f} times as fast as dense, in the mean")
+
+
+def load_and_measure(folder: Path) -> None:
+    """Print by how much this process has grown once the model is loaded and a token computed.
+
+    The weights are mapped from the file, and come into memory when they are read. What the first load and the first
+    product bring with them, compiled kernels among it, is there before.
+    """
+    AutoModelForCausalLM.from_pretrained(MODEL)
+    with torch.no_grad():
+        random_layer(torch.randn(256, 256).bfloat16())(torch.randn(1, 256).bfloat16())
+        before = resident()
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model(torch.ones(1, 1, dtype=torch.long))
+        print(resident() - before)
+
+
+def memory(blocks: int) -> dict[str, Any]:
+    """MB of each form, and their ratio."""
+    with tempfile.TemporaryDirectory() as name:
+        write_models(Path(name), blocks)
+        found: dict[str, Any] = {"blocks": blocks}
+        for form in ("dense", "packed"):
+            command = [sys.executable, __file__, "models", "--load", f"{name}/{form}"]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            found[form] = round(int(done.stdout.split()[-1]) / 1e6, 1)
+        found["packed_over_dense"] = found["packed"] / found["dense"]
+    return found
+
+
+def generation(new_tokens: int) -> list[dict[str, Any]]:
+    """Tokens a second of the embedded model, by each way."""
+    with tempfile.TemporaryDirectory() as name:
+        recipe = hasslefree.Recipe(
+            rank=16, calibration=str(CALIBRATION), samples=16, seqlen=256, dtype="float32", method="eora"
+        )
+        hasslefree.compress(MODEL, f"{name}/out", recipe)
+        models = {"dense": AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)}
+        for way in ("dense", "unpacked", "numba"):
+            model = AutoModelForCausalLM.from_pretrained(f"{name}/out")
+            hasslefree.use_way(model, way)
+            models[f"2:4 + rank 16, {way}"] = model
+    seconds: dict[str, list[float]] = {key: [] for key in models}
+    prompt = torch.arange(3, 19).unsqueeze(0)
+    for repeat in range(REPEATS + 1):
+        for key, model in models.items():
+            start = time.perf_counter()
+            model.generate(prompt, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
+            if repeat:  # the first warms up
+                seconds[key].append(time.perf_counter() - start)
+    base = statistics.median(seconds["dense"])
+    return [
+        {"model": key, "tokens_a_second": round(new_tokens / m, 1), "time_over_dense": round(m / base, 3)}
+        for key, times in seconds.items()
+        for m in [statistics.median(times)]
+    ]
+
+
+def models(args: argparse.Namespace) -> None:
+    if args.load:
+        load_and_measure(args.load)
+        return
+    content = {"machine": machine(), "rank": RANK, "memory": memory(args.blocks)}
+    print(content["memory"], flush=True)
+    content["generate"] = generation(args.new_tokens)
+    for row in content["generate"]:
+        print(row)
+    write(args.output, content)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("products")
+    one.set_defaults(run=products)
+    one.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    one.add_argument("--threads", type=int, default=torch.get_num_threads())
+    one.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    one.add_argument("--shapes", nargs="+", default=[f"{out}x{width}" for out, width in SHAPES])
+    one.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    one.add_argument("--output", type=Path, default=RESULTS / "inference.json")
+    one.add_argument("--plot", type=Path, default=ROOT / "docs" / "inference.png")
+    other = commands.add_parser("models")
+    other.set_defaults(run=models)
+    other.add_argument("--blocks", type=int, default=2)
+    other.add_argument("--new-tokens", type=int, default=128)
+    other.add_argument("--output", type=Path, default=RESULTS / "loaded.json")
+    other.add_argument("--load", type=Path, help="one load, in this process")
+    args = parser.parse_args()
+    if args.run is products and args.clock == "cpu" and (args.threads > 1 or args.device != "cpu"):
+        parser.error("--clock cpu counts one thread: it needs --threads 1 and --device cpu")
+    args.run(args)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,18 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import geometric_mean, machine, write
+from harness.layers import build_method
+from harness.record import RESULTS, geometric_mean, machine, write
 from safetensors.torch import load_file
 
 import hasslefree
 from hasslefree import Row, Unstructured
-from hasslefree.core.patterns import Pattern
-from hasslefree.methods import build_method
 
 # Our name → the name in recorded.json.
 OURS = {
@@ -62,7 +62,7 @@ class BlockThreshold(Unstructured):
         return self
 
 
-def cut_as_recorded(name: str, spec: dict[str, Any], weight: torch.Tensor) -> Pattern | None:
+def cut_as_recorded(name: str, spec: dict[str, Any], weight: torch.Tensor) -> Row | Unstructured | None:
     """The pattern of the authors' code; None where it is the one that the problem names."""
     out, width = weight.shape
     if spec["pattern"] != "unstructured" or OURS[name] in ("alps", "3basil"):
@@ -72,7 +72,14 @@ def cut_as_recorded(name: str, spec: dict[str, Any], weight: torch.Tensor) -> Pa
     return BlockThreshold(int((1 - spec["sparsity"]) * out * width), spec["sparsity"])
 
 
-def run(name: str, spec: dict[str, Any], weight: torch.Tensor, gram: hasslefree.Gram, seed: int, cut: Pattern | None):
+def run(
+    name: str,
+    spec: dict[str, Any],
+    weight: torch.Tensor,
+    gram: hasslefree.Gram,
+    seed: int,
+    cut: Row | Unstructured | None,
+) -> tuple[float, float, torch.Tensor]:
     """One method on one problem: its relative error, its seconds, and S + L."""
     method = build_method(name.replace(",", "").split()[0], low_rank=LOW_RANK.get(name), rounds=ROUNDS.get(name))
     rank = 0 if name in ("sparsegpt", "alps") else spec["rank"]
@@ -83,42 +90,50 @@ def run(name: str, spec: dict[str, Any], weight: torch.Tensor, gram: hasslefree.
     return result.relative_error, round(time.perf_counter() - start, 2), result.product()
 
 
+def rows(
+    name: str, spec: dict[str, Any], weight: torch.Tensor, gram: hasslefree.Gram, seed: int, output: torch.Tensor | None
+) -> Iterator[dict[str, Any]]:
+    """One method on one problem beside what is recorded, with the exact count and then as recorded, if that differs."""
+    theirs, as_recorded = spec["methods"][OURS[name]], cut_as_recorded(name, spec, weight)
+    for cut in [None, as_recorded] if as_recorded else [None]:
+        error, seconds, product = run(name, spec, weight, gram, seed, cut)
+        row = {
+            "cut": "as recorded" if cut else "exact count",
+            "relative_error": error,
+            "recorded": theirs["relative_error"],
+            "ratio": error / theirs["relative_error"],
+            "seconds": seconds,
+            "recorded_seconds": theirs["seconds"],
+        }
+        if output is not None:
+            row["relative_distance"] = (torch.dist(product, output) / output.norm()).item()
+        yield row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--methods", nargs="+", default=list(OURS), choices=list(OURS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/recorded.json"))
+    parser.add_argument("--output", type=Path, default=RESULTS / "recorded.json")
     args = parser.parse_args()
     problems, outputs = (load_file(args.folder / f"{name}.safetensors") for name in ("problems", "outputs"))
     recorded = json.loads((args.folder / "recorded.json").read_text())
-    rows: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in args.methods:
         alike = []
         for problem, spec in recorded.items():
             weight, gram = problems[f"{problem}.weight"], hasslefree.Gram(problems[f"{problem}.gram"], spec["tokens"])
-            theirs, reference = spec["methods"][OURS[name]], outputs.get(f"{problem}.{OUTPUTS.get(name)}")
-            as_recorded = cut_as_recorded(name, spec, weight)
-            for cut in [None, as_recorded] if as_recorded else [None]:
-                error, seconds, product = run(name, spec, weight, gram, args.seed, cut)
-                row = {
-                    "cut": "as recorded" if cut else "exact count",
-                    "relative_error": error,
-                    "recorded": theirs["relative_error"],
-                    "ratio": error / theirs["relative_error"],
-                    "seconds": seconds,
-                    "recorded_seconds": theirs["seconds"],
-                }
-                if reference is not None:
-                    row["relative_distance"] = (torch.dist(product, reference) / reference.norm()).item()
-                rows.setdefault(name, {}).setdefault(problem, []).append(row)
-                print(f"{name:22s} {problem:18s}", row, flush=True)
-            alike.append(row["ratio"])
+            output = outputs.get(f"{problem}.{OUTPUTS.get(name)}")
+            found = [*rows(name, spec, weight, gram, args.seed, output)]
+            results.setdefault(name, {})[problem] = found
+            print(f"{name:22s} {problem:18s}", *found, flush=True)
+            alike.append(found[-1]["ratio"])
         mean = geometric_mean(alike)
         print(
             f"{name}: ours / recorded, like for like: {min(alike):.4f} … {max(alike):.4f}, mean {mean:.4f}", flush=True
         )
-    write(args.output, {"machine": machine(), "seed": args.seed, "results": rows})
+    write(args.output, {"machine": machine(), "seed": args.seed, "results": results})
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from common import machine, write
+from harness.record import RESULTS, ROOT, machine, write
 
-from hasslefree.cli import app, spread_lists
-
-ROOT = Path(__file__).parents[1]
 # Table 3 has rows of table 1 alone, for one model.
 PARTS = ("table1", "table2", "table4", "figure1")
 # What `hasslefree reproduce` calls the same; None is not passed on. limit: of the rows of each task.
@@ -42,8 +41,8 @@ def arguments() -> argparse.Namespace:
 
 
 def command(args: argparse.Namespace, part: str) -> list[str]:
-    """The arguments of `hasslefree` that measure one table, or the figure."""
-    words = ["reproduce", part, "--model", args.model, "--output", str(args.work)]
+    """The command that measures one table, or the figure."""
+    words = [sys.executable, "-m", "hasslefree", "reproduce", part, "--model", args.model, "--output", str(args.work)]
     words += ["--calibration", args.calibration, "--texts", *args.texts, "--dtype", "float32"]
     words += ["--task-data", str(args.task_data)] if args.task_data else ["--tasks", "none"]
     given = {option: getattr(args, option) for option in NUMBERS if getattr(args, option) is not None}
@@ -67,8 +66,8 @@ def main() -> None:
     args = arguments()
     for part in args.parts:
         if part != "figure1" or not (args.work / "figure1.json").exists():
-            app(args=spread_lists(command(args, part)), standalone_mode=False)
-    write(ROOT / f"benchmarks/results/reproduction_{args.name}.json", collected(args))
+            subprocess.run(command(args, part), check=True)
+    write(RESULTS / f"reproduction_{args.name}.json", collected(args))
     shutil.copyfile(args.work / "figure1.png", ROOT / f"docs/figure1_{args.name}.png")
 
 

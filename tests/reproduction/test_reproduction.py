@@ -21,7 +21,7 @@ from hasslefree.reproduction.figure1 import METHODS, layer_errors
 from hasslefree.reproduction.paper import MODELS, RECIPES, TASKS, TEXTS, paper_rows
 from hasslefree.reproduction.plan import Scale, cost, plan_table
 from hasslefree.reproduction.run import run_jobs
-from hasslefree.reproduction.tables import compare, cost_table, paper_order, result_table
+from hasslefree.reproduction.tables import compare, cost_table, result_table
 from tests.tiny_models import gram_of
 
 ROOT = Path(__file__).parents[2]
@@ -178,8 +178,6 @@ def test_the_paper_s_figures_stand_beside_by_hand():
     assert oats["setting"] == "2:4 + rank 4", "what was measured"
     assert oats["difference"] == pytest.approx({"wikitext2": 15.0 - 14.42})
     assert free["difference"] == pytest.approx({"wikitext2": 14.0 - 12.66})
-    # hassle-free is ahead in all four settings of the paper, and in the last one here.
-    assert paper_order(rows) == {("hassle-free", "oats"): (4, 1, 4)}
     cells = [list(column.cells) for column in result_table(rows, "t").columns]
     assert cells[2][:3] == ["measured", "paper", "difference"]
     assert cells[3][-3:] == ["14.00", "12.66", "+1.34"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from hasslefree.footprint import Footprint, duration, size
-from hasslefree.reproduction.paper import TASKS
 from hasslefree.reproduction.plan import Job
 
 
@@ -75,25 +72,3 @@ def result_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
             table.add_row(*first, label, *cells, error)
         table.add_section()
     return table
-
-
-def paper_order(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """For two methods: in how many settings the first is ahead in the paper, in the measurements, and in how many both.
-
-    A method is ahead that has the lesser mean over texts of log(perplexity). Counted are settings in which the paper
-    has both methods: (in the paper, measured, settings).
-    """
-    found: dict[tuple[str, str], tuple[int, int, int]] = {}
-    for one, other in itertools.permutations(rows, 2):
-        alike = all(one[field] == other[field] for field in ("model", "beside", "config"))
-        if alike and one["method"] < other["method"] and one["paper"] and other["paper"]:
-            ahead = [log_mean(one, of) < log_mean(other, of) for of in ("paper", "measured")]
-            counts = found.get((one["method"], other["method"]), (0, 0, 0))
-            found[one["method"], other["method"]] = (counts[0] + ahead[0], counts[1] + ahead[1], counts[2] + 1)
-    return found
-
-
-def log_mean(row: dict[str, Any], of: str) -> float:
-    """The mean of log(perplexity) over the texts of a row. of: "paper" or "measured"."""
-    logs = [math.log(value) for name, value in row[of].items() if name not in (*TASKS, "average")]
-    return sum(logs) / len(logs)

@@ -1,4 +1,4 @@
-"""What every benchmark records beside its figures."""
+"""What every benchmark does with its figures: the machine beside them, files that a later run goes on with, means."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def machine() -> dict[str, Any]:
     """The processor, the cores and the versions that the figures were measured with."""
+    import torch
+
     names = ("torch", "transformers", "hasslefree")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
@@ -49,14 +52,18 @@ def resumed(path: Path, header: dict[str, Any], rows: str) -> dict[str, Any]:
     return content
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write JSON in one step, so that a run that is cut short leaves the old file whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(content, indent=1) + "\n")
     part.replace(path)
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    return math.exp(mean(map(math.log, values)))

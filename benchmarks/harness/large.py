@@ -1,30 +1,25 @@
 """What a compression of Llama-3's sizes moves and computes, by arithmetic: nothing is run, and nothing is measured.
 
-    python benchmarks/scaling.py
-
 2:4 + rank 64, joint, 128 × 2048 tokens, on 1, 8 and 64 processes with a GPU each. Memory is that of `hasslefree plan`,
-FLOPs those of `hasslefree.methods.cost`. The rates below are assumptions about an H100 and its network, and the times
+FLOPs those that the method states. The rates below are assumptions about an H100 and its network, and the times
 follow from them: layers of a group are dealt out as the driver does it, and a group ends with its slowest process.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import write
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from hasslefree import Recipe
 from hasslefree.distributed import World
 from hasslefree.footprint import footprint
-from hasslefree.methods.cost import flops
-from hasslefree.models.blocks import find_blocks, find_linears, linear_shape
+from hasslefree.models.blocks import find_blocks
+from hasslefree.models.sites import find_sites
 from hasslefree.plan import make_plan
-from hasslefree.recipe import Recipe
 
-ROOT = Path(__file__).parents[1]
 # width, MLP, blocks, heads, KV heads
 SIZES = {
     "8B": (4096, 14336, 32, 32, 8),
@@ -42,26 +37,13 @@ READS = 4
 
 def row(size: str, processes: int, recipe: Recipe) -> dict[str, Any]:
     """Bytes and seconds of one size on so many processes; those of the one that takes longest."""
-    width, mlp, count, heads, kv = SIZES[size]
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=width, intermediate_size=mlp, num_hidden_layers=count, num_attention_heads=heads,
-        num_key_value_heads=kv, tie_word_embeddings=False, max_position_embeddings=8192,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).bfloat16()
-    blocks = find_blocks(model)
-    plan = make_plan(blocks, recipe)
+    blocks = find_blocks(model := shapes_of(size))
+    resolved = recipe.resolve(with_text=False)
+    plan = make_plan(blocks, resolved)
     tokens = (recipe.samples, recipe.seqlen or 2048)
-    found = footprint(model, blocks, plan, recipe, tokens, torch.device("cuda"), "cpu", processes)
-    shapes = {name.rpartition(".")[2]: linear_shape(linear) for name, linear in find_linears(blocks.modules[0]).items()}
-    method, solving, idle = recipe.build_method(), 0.0, 0.0
-    # In the order "block" all layers of a block are dealt out at once.
-    for group in (tuple(shapes),) if recipe.sequential == "block" else GROUPS:
-        costs = [flops(method, *shapes[name], 64) for name in group]
-        owners = World(0, processes).deal(costs)
-        loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(processes)]
-        solving += max(loads)
-        idle += max(loads) * processes - sum(costs)
+    found = footprint(model, blocks, plan, resolved, tokens, torch.device("cuda"), "cpu", processes)
+    shapes = {name.rpartition(".")[2]: site.shape for name, site in find_sites(blocks.modules[0]).items()}
+    solving, idle = solver_flops(recipe, shapes, processes)
     passes = 2 if recipe.sequential == "block" else len(GROUPS) + 1
     share = math.ceil(tokens[0] / processes) * tokens[1]
     parameters = sum(p.numel() for p in blocks.modules[0].parameters())
@@ -83,20 +65,30 @@ def row(size: str, processes: int, recipe: Recipe) -> dict[str, Any]:
         "ram_gb": found.ram_peak / 1e9,
         "disk_gb": found.disk / 1e9,
         "network_gb_a_block": (reduced + spread) / 1e9,
-        "hours": {name: count * value / 3600 for name, value in seconds.items()},
+        "hours": {name: SIZES[size][2] * value / 3600 for name, value in seconds.items()},
         "solvers_idle": idle / (solving * processes),
     }
 
 
-def main() -> None:
-    recipes = [Recipe(rank=64, dtype="bfloat16", seqlen=2048, sequential=order) for order in ("layer", "block")]
-    rows = [row(size, processes, recipe) for size in SIZES for recipe in recipes for processes in PROCESSES]
-    content = {"assumed": ASSUMED, "recipe": {"pattern": "2:4", "rank": 64, "tokens": [128, 2048]}, "rows": rows}
-    write(ROOT / "benchmarks" / "results" / "scaling.json", content)
-    for each in rows:
-        hours = {part: round(value, 2) for part, value in each["hours"].items()}
-        print(each["size"], each["order"], each["processes"], hours)
+def shapes_of(size: str) -> PreTrainedModel:
+    """A model of this size without weights."""
+    width, mlp, count, heads, kv = SIZES[size]
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=width, intermediate_size=mlp, num_hidden_layers=count, num_attention_heads=heads,
+        num_key_value_heads=kv, tie_word_embeddings=False, max_position_embeddings=8192,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).bfloat16()
 
 
-if __name__ == "__main__":
-    main()
+def solver_flops(recipe: Recipe, shapes: dict[str, tuple[int, int]], processes: int) -> tuple[float, float]:
+    """FLOPs of a block's layers on the process that has most of them, and those that the others could do meanwhile."""
+    method, solving, idle = recipe.resolve(with_text=False).method, 0.0, 0.0
+    # In the order "block" all layers of a block are dealt out at once.
+    for group in (tuple(shapes),) if recipe.sequential == "block" else GROUPS:
+        costs = [method.cost(*shapes[name], 64).flops for name in group]
+        owners = World(0, processes).assign(costs)
+        loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(processes)]
+        solving += max(loads)
+        idle += max(loads) * processes - sum(costs)
+    return solving, idle

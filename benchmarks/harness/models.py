@@ -1,0 +1,166 @@
+"""A whole model: compress it and measure its perplexity, a row at a time, each in a process of its own.
+
+TEXT and FILE of the command lines are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import multiprocessing
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import hasslefree
+from harness.record import mean, write
+from hasslefree import Recipe
+from hasslefree.demo.run import CALIBRATION, MODEL, run_demo
+from hasslefree.evaluation.run import evaluate, text_perplexity
+from hasslefree.evaluation.tasks import TASKS
+from hasslefree.models.blocks import find_blocks
+from hasslefree.models.load import load_model, load_tokenizer
+from hasslefree.models.sites import find_sites
+
+__all__ = ["CALIBRATION", "MODEL", "TASKS", "load_tokenizer"]
+
+Row = dict[str, Any]
+# A recipe's fields for the layers alone: nothing moves between them, nothing is trained.
+LAYERS = {"allocate": "uniform", "dense_target": 0.0, "match_blocks": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """The model, and what is the same for all of its rows.
+
+    Args:
+        max_tokens: only the first tokens of each text.
+    """
+
+    model: str
+    texts: tuple[str, ...]
+    calibration: str
+    samples: int
+    seqlen: int
+    max_tokens: int
+    seed: int = 0
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Measurement:
+        names = [field.name for field in dataclasses.fields(cls) if hasattr(args, field.name)]
+        return cls(**{name: getattr(args, name) for name in names} | {"texts": tuple(args.texts)})
+
+    def recipe(self, **fields: Any) -> Recipe:
+        given = {"calibration": self.calibration, "samples": self.samples, "seqlen": self.seqlen, "seed": self.seed}
+        return Recipe(**given | fields)
+
+    def perplexities(self, model: Any) -> dict[str, float]:
+        """Of a loaded model on every text, by the name of its file: the paths of the machine are not committed."""
+        tokenizer, found = load_tokenizer(self.model), {}
+        for text in self.texts:
+            one = text_perplexity(model, tokenizer, text, self.seqlen, self.max_tokens, batch=16)
+            found[Path(text).name] = one["perplexity"]
+        return found
+
+    def dense(self) -> dict[str, float]:
+        return self.perplexities(loaded(self.model))
+
+
+def options(max_tokens: int) -> argparse.ArgumentParser:
+    """The arguments that make a `Measurement`, as a parent of a command's parser."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("model")
+    parser.add_argument("texts", nargs="+")
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--seqlen", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, default=max_tokens)
+    return parser
+
+
+def loaded(folder: str) -> Any:
+    """A model, dense or compressed, in float32 on the CPU."""
+    return load_model(folder, "float32", "cpu")
+
+
+def compressed(measurement: Measurement, recipe: Recipe) -> Row:
+    """Compress and measure: all that a row may hold. Times and memory are those of the compression alone."""
+    start = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        report = hasslefree.compress(measurement.model, f"{folder}/out", recipe)
+        seconds, peak = time.process_time() - start, peak_mb()
+        found = measurement.perplexities(loaded(f"{folder}/out"))
+        stored, weights = report.stored_bytes, report.dense_parameters
+        if recipe.method == "osscar":  # the narrow model is what takes less
+            hasslefree.export(f"{folder}/out", f"{folder}/narrow", "narrow")
+            weights = linear_weights(measurement.model)
+            stored = 2 * linear_weights(f"{folder}/narrow")  # of a checkpoint in two bytes
+    return {
+        "perplexity": rounded(found),
+        "bytes_a_weight": stored / weights,
+        "mean_relative_error": report.mean_relative_error,
+        "relative_errors": {layer.name: layer.relative_error for layer in report.layers},
+        "seconds": round(report.seconds, 1),
+        "solver_seconds": round(sum(layer.seconds for layer in report.layers), 1),
+        "cpu_seconds": round(seconds, 1),
+        "kept_share": report.kept_share,
+        "peak_mb": peak,
+    }
+
+
+def rounded(perplexity: Mapping[str, float]) -> dict[str, float]:
+    return {text: round(value, 3) for text, value in perplexity.items()}
+
+
+def peak_mb() -> int:
+    """The largest resident set of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def linear_weights(model: str) -> int:
+    """The number of weights of every linear layer in the blocks of a dense model."""
+    blocks = find_blocks(loaded(model)).modules
+    return sum(math.prod(site.shape) for block in blocks for site in find_sites(block).values())
+
+
+def gap(perplexity: Mapping[str, float], dense: Mapping[str, float]) -> float:
+    """The mean over texts of log(perplexity / dense perplexity)."""
+    return mean(math.log(value / dense[text]) for text, value in perplexity.items())
+
+
+def fill(
+    content: dict[str, Any], output: Path, jobs: Mapping[tuple[str, ...], tuple[Any, ...]], run: Callable[..., Row]
+) -> None:
+    """Measure the rows that content["results"] does not hold, and write the file after each.
+
+    Args:
+        jobs: the keys under which a row stands, one below the other → the arguments of `run`, which is called in a
+            process of its own.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    for place, arguments in jobs.items():
+        rows = content["results"]
+        for key in place[:-1]:
+            rows = rows.setdefault(key, {})
+        if place[-1] in rows:
+            continue
+        with ProcessPoolExecutor(1, spawn) as own:
+            rows[place[-1]] = own.submit(run, *arguments).result()
+        write(output, content)
+        print(", ".join(place), rows[place[-1]], flush=True)
+
+
+def zero_shot(model: str, tasks: list[str], limit: int | None, task_data: Path) -> Row:
+    """The accuracy of a model, dense or compressed, on every task."""
+    found: Row = evaluate(model, tasks=tasks, dtype="float32", limit=limit, task_data=task_data, batch=16)["tasks"]
+    return found
+
+
+def demo_rows(rounds: int) -> list[Row]:
+    """The rows of `hasslefree demo`. rounds: of hassle-free."""
+    return [dataclasses.asdict(row) for row in run_demo(None, rounds)]

@@ -1,0 +1,113 @@
+"""The plots of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+Content = dict[str, Any]
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def curves(means: dict[str, list[float]], rounds: dict[str, list[int | None]], problems: int, path: Path) -> None:
+    """Error against time, both over 3basil's; a curve for every method, a point for every number of rounds.
+
+    Args:
+        means: row → its error and its seconds over 3basil's. rounds: method → the points of its curve.
+    """
+    figure, axes = pyplot.subplots(figsize=(8.5, 4.5), layout="constrained")
+    for name, counts in rounds.items():
+        points = [(means[key], c) for c in counts if (key := name if c is None else f"{name} @ {c}") in means]
+        if points:
+            bold = {"linewidth": 2.5, "zorder": 3} if name == "joint" else {}
+            axes.plot([p[1] for p, _ in points], [p[0] for p, _ in points], "o-", label=name, **bold)
+        for (error, seconds, *_), count in points:
+            text = "" if count is None else "to its end" if count == 2000 else f"{count}"
+            axes.annotate(text, (seconds, error), textcoords="offset points", xytext=(3, 5), fontsize=7)
+    axes.set(xscale="log", yscale="log", xlabel="time / time of 3basil", ylabel="relative error / that of 3basil")
+    axes.set_title(f"{problems} layers, geometric means; labels are rounds")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
+    axes.set_yticks([0.25, 0.5, 1, 2, 4, 8])
+    axes.set_xticks([0.05, 0.1, 0.2, 0.5, 1, 2, 5])
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper")
+    save(figure, path)
+
+
+def by_bytes(content: Content, path: Path) -> None:
+    """The gap of every system against its bytes a weight."""
+    figure, axes = pyplot.subplots(figsize=(8.5, 5.5), layout="constrained")
+    free: dict[float, float] = {}  # by bytes: where the next label may stand
+    for name, row in sorted(content["results"].items(), key=lambda item: item[1]["gap"]):
+        place, column = (row["bytes_a_weight"], row["gap"]), round(row["bytes_a_weight"], 2)
+        height = max(row["gap"], free.get(column, 0.0))
+        free[column] = 1.13 * height
+        axes.scatter(*place, s=18, color="C3" if name.startswith("joint") else "C0")
+        label = name.removesuffix(", 2:4").removesuffix(", int4")
+        axes.annotate(label, place, (place[0] + 0.015, height), va="center", fontsize=7)
+    axes.set(xlabel="bytes a weight", ylabel="log(perplexity / dense perplexity)", yscale="log", xlim=(0.35, 1.8))
+    axes.set_yticks([0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2], minor=False)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.grid(alpha=0.3, which="both")
+    save(figure, path)
+
+
+def by_time(content: Content, settings: Iterable[str], efforts: list[str], rivals: list[str], path: Path) -> None:
+    """The gap against CPU seconds of the efforts and of what they are measured against; a panel for each setting."""
+    panels = [setting for setting in settings if setting in content["results"]]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), layout="constrained", squeeze=False)
+    for axis, setting in zip(axes[0], panels, strict=True):
+        points = {
+            name: tuple(sum(row[f] for row in rows.values()) / len(rows) for f in ("cpu_seconds", "gap"))
+            for name, rows in content["results"][setting].items()
+            if name in (*efforts, *rivals)
+        }
+        ours = [points[name] for name in efforts if name in points]
+        axis.plot(*zip(*ours, strict=True), "-", color="C0", zorder=1)
+        for name, place in points.items():
+            label = name.removeprefix("effort ").replace(", published ", ",\npublished\n")
+            axis.scatter(*place, color="C0" if name in efforts else "C3", zorder=2)
+            axis.annotate(label, place, textcoords="offset points", xytext=(4, 4), fontsize=7)
+        axis.set(xscale="log", yscale="log", xlabel="CPU seconds", title=setting)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("")
+        axis.set_xticks([20, 50, 100, 200, 500])
+        axis.margins(0.3, 0.15)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("log(perplexity / dense perplexity)")
+    save(figure, path)
+
+
+def speeds(content: Content, path: Path) -> None:
+    """Speed over that of the dense layer, against the number of tokens; a panel for each dtype."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained", sharey=True)
+    found = [row for row in content["rows"] if row["way"] != "dense layer"]
+    for axis, dtype in zip(axes, ["float32", "bfloat16"], strict=True):
+        for key in dict.fromkeys((row["way"], row["out"], row["in"]) for row in found):
+            points = [row for row in found if (row["way"], row["out"], row["in"]) == key and row["dtype"] == dtype]
+            over_dense = [1 / row["over_dense"] for row in points]
+            axis.plot([row["tokens"] for row in points], over_dense, "o-", label=f"{key[0]}, {key[1]}×{key[2]}")
+        axis.axhline(1, color="black", linewidth=1)
+        axis.set(xscale="log", xlabel="tokens", title=dtype)
+        axis.set_xticks(content["tokens"], [str(count) for count in content["tokens"]])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("speed / speed of the dense layer")
+    axes[0].set_ylim(bottom=0)
+    axes[1].legend(fontsize=8)
+    save(figure, path)

@@ -1,0 +1,1 @@
+"""The tables of README.md and docs/: a specification of each, and what writes them."""

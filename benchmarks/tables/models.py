@@ -1,0 +1,246 @@
+"""The tables of whole models: the demo, every method, levers and efforts, systems by bytes, learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from harness.record import RESULTS, mean
+
+from tables.engine import Content, Row, Table, load
+
+# The texts of the reference model, and what they are called.
+TEXTS = {"wiki.test.raw": "wikitext2", "ptb.test.txt": "ptb", "c4_sample.jsonl[700:]": "c4"}
+MODEL = "MODEL TEXT… --calibration FILE"
+
+
+def named(perplexity: dict[str, float]) -> dict[str, float]:
+    """Perplexities by the names of the texts."""
+    return {TEXTS.get(text, Path(text).stem): value for text, value in perplexity.items()}
+
+
+def per_cent(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")
+
+
+def demo(content: Content) -> Iterable[Row]:
+    for row in content["rows"]:
+        dense: Row = {} if row["seconds"] else {"relative_error": None, "seconds": None}
+        yield row | {"millions": row["parameters"] / 1e6} | dense
+
+
+def reference(content: Content) -> Iterable[Row]:
+    """One table for each setting of the reference model."""
+    for setting, results in content["results"].items():
+        for method, row in results.items():
+            figures = dict.fromkeys(["mean_relative_error", "solver_seconds", "peak_mb"]) | {"kept": "100 %"}
+            if method != "dense":
+                figures = row | {"kept": per_cent(row["kept_share"])}
+            yield figures | {"setting": spelled(setting), "method": method, "perplexity": named(row["perplexity"])}
+
+
+def spelled(setting: str) -> str:
+    pattern, rank = setting.split("/")
+    return f"{pattern} + rank {rank}"
+
+
+def gap(content: Content) -> Iterable[Row]:
+    """What compression costs a model, on average over texts and over calibration seeds, and its ratios."""
+    seeds = [load(path.stem)["results"] for path in seed_files()]
+    for setting, runs in content["results"].items():
+        dense = runs["dense"]
+        joint, rival = ([log_excess(found[setting][m], dense) for found in seeds] for m in ("joint", "3basil"))
+        yield {
+            "setting": spelled(setting),
+            "joint": mean(joint),
+            "rival": mean(rival),
+            "ratio": mean(joint) / mean(rival),
+            "by_seed": ", ".join(f"{one / other:.2f}" for one, other in zip(joint, rival, strict=True)),
+            "over_hassle_free": log_excess(runs["joint"], dense) / log_excess(runs["hassle-free"], dense),
+        }
+
+
+def seed_files() -> list[Path]:
+    return sorted(RESULTS.glob("reference_seed*.json"))
+
+
+def log_excess(run: Row, dense: Row) -> float:
+    """The mean over texts of log(perplexity / dense)."""
+    return mean(math.log(found / dense["perplexity"][text]) for text, found in run["perplexity"].items())
+
+
+def over_seeds(seeds: dict[str, Row], field: str) -> float:
+    return mean(row[field] for row in seeds.values())
+
+
+def levers(content: Content) -> Iterable[Row]:
+    """One table for each setting: what every lever wins, and what it costs; means over seeds."""
+    blank = dict.fromkeys(["gap", "over_joint", "cpu_seconds", "peak_mb"])
+    for setting, variants in content["results"].items():
+        yield {"setting": setting, "name": "dense", "perplexity": named(content["dense"]), "spread": "", **blank}
+        base = over_seeds(variants["joint"], "gap")
+        for name, seeds in variants.items():
+            gaps = [row["gap"] for row in seeds.values()]
+            texts = {text: mean(row["perplexity"][text] for row in seeds.values()) for text in content["dense"]}
+            yield {
+                "setting": setting,
+                "name": name,
+                "perplexity": named(texts),
+                "gap": mean(gaps),
+                "spread": f" ({min(gaps):.4f} to {max(gaps):.4f})" if len(gaps) > 1 else "",
+                "over_joint": mean(gaps) / base,
+                **{field: over_seeds(seeds, field) for field in ("cpu_seconds", "peak_mb")},
+            }
+
+
+OURS = {"effort fast": "fast", "effort balanced": "balanced", "effort best": "best"}
+RIVALS = ["3basil", "3basil, published matching", "hassle-free"]
+
+
+def efforts(content: Content) -> Iterable[Row]:
+    """The gap, and time, of the three efforts and of rivals; and the ratios."""
+    for setting, variants in content["results"].items():
+        row: dict[str, Any] = {"setting": setting, "gap": {}, "seconds": {}, "ratio": {}}
+        for name in [*OURS, *RIVALS]:
+            seeds = variants.get(name)
+            row["gap"][OURS.get(name, name)] = over_seeds(seeds, "gap") if seeds else None
+            row["seconds"][OURS.get(name, name)] = over_seeds(seeds, "cpu_seconds") if seeds else None
+        # Like for like: the seeds that both have.
+        for rival in RIVALS:
+            common = variants["effort best"].keys() & variants.get(rival, {}).keys()
+            best, other = (sum(variants[n][s]["gap"] for s in sorted(common)) for n in ("effort best", rival))
+            row["ratio"][rival] = best / other if common else None
+        yield row
+
+
+def systems(content: Content) -> Iterable[Row]:
+    """Every system by the bytes that it takes."""
+    for name, row in sorted(content["results"].items(), key=lambda item: (item[1]["bytes_a_weight"], item[1]["gap"])):
+        yield row | {"name": name, "perplexity": named(row["perplexity"])}
+    blank = dict.fromkeys(["gap", "mean_relative_error"])
+    yield {"name": "dense", "bytes_a_weight": 2.0, "perplexity": named(content["dense"]), **blank}
+
+
+def learning_rates(content: Content) -> Iterable[Row]:
+    """What is left of the error of blocks by the learning rate of matching, on every model."""
+    models = content["models"]
+    for rate in next(iter(models.values()))["ratios"]:
+        left = {f"{name}, {model['blocks']} blocks": model["ratios"][rate]["mean"] for name, model in models.items()}
+        yield {"rate": rate, "left": left}
+
+
+LEVERS = (
+    ("{setting}", "{name}"),
+    ("*", "{perplexity[*]:.1f}"),
+    ("gap", "{gap:.4f}{spread}"),
+    ("of joint's", "{over_joint:.2f}"),
+    ("CPU seconds", "{cpu_seconds:.0f}"),
+    ("peak MB", "{peak_mb:.0f}"),
+)
+LEVERS_NOTE = (
+    "Calibrated on {samples} × {seqlen} tokens, perplexity on {max_tokens} tokens a text; seed 0, or the mean over "
+    "seeds from 0 on, with the least and the most, on {where}."
+)
+
+TABLES: dict[str, tuple[Table, ...]] = {
+    "demo": (
+        Table(
+            "demo",
+            "python benchmarks/models.py demo",
+            (
+                ("2:4 + rank 16", "{method}"),
+                ("perplexity", "{perplexity:.2f}"),
+                ("relative error", "{relative_error:.4f}"),
+                ("non-zeros", "{millions:.2f} M"),
+                ("seconds", "{seconds:.0f}"),
+            ),
+            demo,
+            note="{seconds:.0f} seconds in all, on {where}.",
+        ),
+    ),
+    "reference": (
+        Table(
+            "reference_model",
+            f"python benchmarks/models.py methods {MODEL}",
+            (
+                ("{setting}", "{method}"),
+                ("*", "{perplexity[*]:.1f}"),
+                ("relative error", "{mean_relative_error:.4f}"),
+                ("kept", "{kept}"),
+                ("seconds", "{solver_seconds:.0f}"),
+                ("peak MB", "{peak_mb}"),
+            ),
+            reference,
+            split="setting",
+            note="Calibrated on {samples} × {seqlen} tokens of C4, seed {seed}, on {where}.",
+        ),
+    ),
+    "gap": (
+        Table(
+            "reference_model",
+            f"python benchmarks/models.py methods {MODEL} --seed N --output benchmarks/results/reference_seedN.json",
+            (
+                ("gap", "{setting}"),
+                ("joint", "{joint:.4f}"),
+                ("3basil", "{rival:.4f}"),
+                ("joint / 3basil", "{ratio:.2f}"),
+                ("by seed", "{by_seed}"),
+                ("joint / hassle-free (seed 0)", "{over_hassle_free:.2f}"),
+            ),
+            gap,
+            note="Means over {seeds} seeds.",
+            facts=lambda content: {"seeds": len(seed_files())},
+        ),
+    ),
+    "levers": (
+        Table(
+            "levers", f"python benchmarks/levers.py variants {MODEL}", LEVERS, levers, split="setting", note=LEVERS_NOTE
+        ),
+    ),
+    "levers_demo": (
+        Table(
+            "levers_demo",
+            f"python benchmarks/levers.py variants {MODEL} --output benchmarks/results/levers_demo.json",
+            LEVERS,
+            levers,
+            split="setting",
+            note=LEVERS_NOTE,
+        ),
+    ),
+    "efforts": (
+        Table(
+            "levers",
+            f"python benchmarks/levers.py variants {MODEL}",
+            (("gap", "{setting}"), ("*", "{gap[*]:.4f} ({seconds[*]:.0f})"), ("best / *", "{ratio[*]:.2f}")),
+            efforts,
+            note="Seeds as in docs/levers.md, on {where}.",
+        ),
+    ),
+    "learning_rates": (
+        Table(
+            "learning_rates",
+            "python benchmarks/levers.py rates",
+            (("learning rate", "{rate}"), ("*", "{left[*]:.3f}")),
+            learning_rates,
+            note="Calibrated on {samples} × {seqlen} tokens, an eighth of them judging; seed {seed}, on {where}.",
+        ),
+    ),
+    "systems": (
+        Table(
+            "systems",
+            f"python benchmarks/models.py systems {MODEL}",
+            (
+                ("", "{name}"),
+                ("bytes a weight", "{bytes_a_weight:.3f}"),
+                ("*", "{perplexity[*]:.1f}"),
+                ("gap", "{gap:.4f}"),
+                ("relative error", "{mean_relative_error:.4f}"),
+            ),
+            systems,
+            note="Calibrated on {samples} × {seqlen} tokens, perplexity on {max_tokens} tokens a text, seed {seed}, "
+            "on {where}.",
+        ),
+    ),
+}

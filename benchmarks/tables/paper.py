@@ -1,0 +1,130 @@
+"""The tables of the paper measured on small models, and where the paper's order of methods holds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from tables.engine import Content, Row, Table
+from tables.models import per_cent
+
+# In the order of the paper's tables.
+TEXTS = ("c4", "wikitext2", "ptb")
+TASKS = ("piqa", "hellaswag", "arc_easy", "arc_challenge", "winogrande", "rte", "openbookqa", "boolq")
+
+
+def measured(content: Content) -> Iterable[Row]:
+    """A table of the paper, row by row: what was measured, and what it prints."""
+    for table, rows in content["tables"].items():
+        # Of the tasks the average, where they were measured.
+        texts = [name for name in rows[0]["measured"] if name not in TASKS]
+        # The paper's own texts, whatever was measured.
+        printed = [text for text in rows[0]["paper"] if text in TEXTS]
+        for row in rows:
+            yield {
+                "table": table[-1],
+                "name": f"{row['setting']}: {row['method']}" if row["setting"] else "dense",
+                "measured": {text: row["measured"][text] for text in texts},
+                "relative_error": row.get("relative_error"),
+                "kept": per_cent(row["kept_share"]) if "kept_share" in row else None,
+                "paper": {text: row["paper"][text] if row["paper"] else None for text in printed},
+            }
+
+
+def protocol(content: Content) -> Row:
+    """How it was measured; the last table says whether with tasks."""
+    rows = list(content["tables"].values())[-1]
+    text = f"at most {content['max_tokens']:,} tokens of each text"
+    if any(name in rows[0]["measured"] for name in TASKS):
+        text += f"; average: of the table's zero-shot tasks, in per cent, {content['limit']} rows of each"
+    rounds = f"{content['rounds']} rounds of every method" if content["rounds"] else "each method's own rounds"
+    return {"own_rounds": rounds, "texts": text, "beside": rows[0]["beside"]}
+
+
+def paper_order(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[int, int, int]]:
+    """For two methods: in how many settings the first is ahead in the paper, in the measurements, and in how many both.
+
+    A method is ahead that has the lesser mean over texts of log(perplexity). Counted are settings in which the paper
+    has both methods: (in the paper, measured, settings).
+    """
+    found: dict[tuple[str, str], tuple[int, int, int]] = {}
+    for one, other in itertools.permutations(rows, 2):
+        alike = all(one[field] == other[field] for field in ("model", "beside", "config"))
+        if alike and one["method"] < other["method"] and one["paper"] and other["paper"]:
+            ahead = [log_mean(one, of) < log_mean(other, of) for of in ("paper", "measured")]
+            counts = found.get((one["method"], other["method"]), (0, 0, 0))
+            found[one["method"], other["method"]] = (counts[0] + ahead[0], counts[1] + ahead[1], counts[2] + 1)
+    return found
+
+
+def log_mean(row: Row, of: str) -> float:
+    """The mean of log(perplexity) over the texts of a row. of: "paper" or "measured"."""
+    logs = [math.log(value) for name, value in row[of].items() if name not in (*TASKS, "average")]
+    return sum(logs) / len(logs)
+
+
+def order(content: Content) -> Iterable[Row]:
+    """For pairs of methods, in how many settings the first is ahead: in the paper, and measured."""
+    pairs: dict[tuple[str, str], list[int]] = {}
+    for rows in content["tables"].values():
+        for pair, counts in paper_order(rows).items():
+            pairs[pair] = [a + b for a, b in zip(pairs.get(pair, [0, 0, 0]), counts, strict=True)]
+    for (one, other), (paper, here, settings) in pairs.items():
+        yield {"pair": f"{one} before {other}", "paper": paper, "here": here, "settings": settings}
+
+
+def best(content: Content) -> Row:
+    """In how many settings joint is ahead of all."""
+    ahead = settings = 0
+    for rows in content["tables"].values():
+        for joint in (row for row in rows if row["method"] == "joint"):
+            rivals = [row for row in rows if row["config"] == joint["config"] and row is not joint]
+            ahead += all(log_mean(joint, "measured") < log_mean(row, "measured") for row in rivals)
+            settings += 1
+    return {"ahead": ahead, "settings": settings}
+
+
+def figure1(content: Content) -> Iterable[Row]:
+    """The relative error of each layer of one block, by method."""
+    errors = content["figure1"]["errors"]
+    for layer in next(iter(errors.values())):
+        yield {"layer": layer, "error": {method: errors[method][layer] for method in errors}}
+
+
+def reproduction(name: str) -> tuple[Table, ...]:
+    results, command = f"reproduction_{name}", f"python benchmarks/reproduction.py {name} MODEL"
+    columns = (
+        ("table {table}", "{name}"),
+        ("*", "{measured[*]:.2f}"),
+        ("relative error", "{relative_error:.4f}"),
+        ("kept", "{kept}"),
+        ("paper: *", "{paper[*]:.2f}"),
+    )
+    note = (
+        "Calibrated on {samples} × {seqlen} tokens, {own_rounds}; {texts}. The paper's figures are those of {beside}."
+    )
+    ahead = "`joint` is before the others in {ahead} of {settings} settings. On {where}."
+    pairs = (
+        ("settings in which", "{pair}"),
+        ("the paper has it so", "{paper}"),
+        ("so here", "{here}"),
+        ("of", "{settings}"),
+    )
+    return (
+        Table(results, command, columns, measured, split="table", note=note, facts=protocol),
+        Table(results, command, pairs, order, note=ahead, facts=best),
+    )
+
+
+def figure(name: str) -> tuple[Table, ...]:
+    columns = (
+        ("block {figure1[block]}, {figure1[pattern]} + rank {figure1[rank]}", "{layer}"),
+        ("*", "{error[*]:.4f}"),
+    )
+    return (Table(f"reproduction_{name}", f"python benchmarks/reproduction.py {name} MODEL", columns, figure1),)
+
+
+NAMES = ("embedded", "reference")
+TABLES = {f"reproduction_{name}": reproduction(name) for name in NAMES}
+TABLES |= {f"figure1_{name}": figure(name) for name in NAMES}

@@ -1,0 +1,186 @@
+"""The tables of what running takes: memory, time, large models, faults, and the packed layer's speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from tables.engine import Content, Row, Table
+
+# The one layer of a size that is really met; all methods are measured on smaller ones.
+WIDEST = "joint 4096x14336 2:4"
+WORKSPACE = "python benchmarks/memory.py layer"
+INFERENCE = "python benchmarks/inference.py"
+
+
+def small(content: Content) -> list[Row]:
+    return [row for key, row in content["rows"].items() if key != WIDEST]
+
+
+def workspace(content: Content) -> Iterable[Row]:
+    """Peak memory of every method, fitted over shapes: arrays of out × in and of in × in."""
+    found: dict[str, list[list[float]]] = {}
+    for row in small(content):
+        arrays, squares = row["out"] * row["in"] * 4 / 1e6, row["in"] ** 2 * 4 / 1e6
+        name = row["method"] + (", unstructured" if row["pattern"] == "unstructured" else "")
+        measured = (row[field] / 1e6 for field in ("prepare", "kept", "solve"))
+        found.setdefault(name, []).append([arrays, squares, *measured])
+    for name, values in found.items():
+        prepare, kept = (max(v[field] / v[1] for v in values) for field in (2, 3))
+        large, square = fit([v[:2] for v in values], [v[4] for v in values])
+        # A rounded −0.0 becomes 0.0.
+        yield {"name": name, "prepare": prepare, "kept": kept, "large": large, "square": round(square, 1) + 0.0}
+
+
+def fit(points: list[list[float]], values: list[float]) -> list[float]:
+    """a and b of a·x + b·y by least squares."""
+    found: list[float] = np.linalg.lstsq(np.array(points), np.array(values), rcond=None)[0].tolist()
+    return found
+
+
+def widest(content: Content) -> Row:
+    """What the widest layer that was measured takes in all."""
+    row = content["rows"][WIDEST]
+    return {
+        "row": row,
+        "peak_gb": row["peak"] / 1e9,
+        "given_gb": (2 * row["out"] * row["in"] + 4 * row["in"] ** 2) / 1e9,
+    }
+
+
+def inference(content: Content) -> Iterable[Row]:
+    """Milliseconds of the packed and of the dense layer, and their ratio at every number of tokens."""
+    found: dict[tuple[str, str, str], dict[int, Row]] = {}
+    for row in content["rows"]:
+        found.setdefault((f"{row['out']}×{row['in']}", row["dtype"], row["way"]), {})[row["tokens"]] = row
+    for (shape, dtype, way), by_tokens in found.items():
+        if way != "dense layer":
+            yield {
+                "layer": f"{shape}, {dtype}, {way}",
+                "dense": found[shape, dtype, "dense layer"][1]["milliseconds"],
+                "packed": by_tokens[1]["milliseconds"],
+                "rate": by_tokens[1]["gigabytes_a_second"],
+                "speed": {tokens: 1 / row["over_dense"] for tokens, row in by_tokens.items()},
+            }
+
+
+def faults(content: Content) -> Row:
+    """How many ways to end a compression were tried."""
+    others = [name for name in content["results"] if not name.startswith("SIGKILL")]
+    return {"kills": len(content["results"]) - len(others), "others": ", ".join(others)}
+
+
+TABLES: dict[str, tuple[Table, ...]] = {
+    "workspace": (
+        Table(
+            "workspace",
+            WORKSPACE,
+            (
+                ("2:4 but where it says so", "{name}"),
+                ("prepare: in×in", "{prepare:.1f}"),
+                ("kept: in×in", "{kept:.1f}"),
+                ("solve: out×in", "{large:.1f}"),
+                ("in×in", "{square:.1f}"),
+            ),
+            workspace,
+            note="{shapes}; rank {rank} where there is one; on {where}.",
+            facts=lambda content: {
+                "shapes": ", ".join(dict.fromkeys(f"{row['out']}×{row['in']}" for row in small(content)))
+            },
+        ),
+    ),
+    "widest": (
+        Table(
+            "workspace",
+            f"{WORKSPACE} --methods joint --shapes 4096x14336",
+            note="`{row[method]}` on {row[out]}×{row[in]}, {row[pattern]} + rank {row[rank]}: {peak_gb:.1f} GB at "
+            "most, beside {given_gb:.1f} GB of W (bfloat16) and H. On {where}.",
+            facts=widest,
+        ),
+    ),
+    "streaming": (
+        Table(
+            "streaming",
+            "python benchmarks/memory.py compression",
+            (
+                ("blocks", "{blocks}"),
+                ("processes", "{processes}"),
+                ("peak MB", "{peak_mb:,}"),
+                ("as planned", "{planned_mb:,}"),
+                ("seconds", "{seconds:.0f}"),
+            ),
+            note="An idle process has {idle_mb:,} MB. On {where}.",
+        ),
+    ),
+    "scaling": (
+        Table(
+            "scaling",
+            "python benchmarks/memory.py large",
+            (
+                ("model, order", "{size}, {order}"),
+                ("GPUs", "{processes}"),
+                ("GB a GPU", "{gpu_gb:.0f}"),
+                ("GB of RAM", "{ram_gb:.0f}"),
+                ("GB sent a block", "{network_gb_a_block:.1f}"),
+                ("hours: solving", "{hours[solving]:.2f}"),
+                ("forward, Grams", "{hours[forward and Grams]:.2f}"),
+                ("network", "{hours[network]:.2f}"),
+                ("disk", "{hours[disk]:.2f}"),
+                ("all", "{total:.1f}"),
+            ),
+            lambda content: [row | {"total": sum(row["hours"].values())} for row in content["rows"]],
+            note="Assumed: {tera[float32]:.0f} TFLOP/s for float32 products and {tera[bfloat16]:.0f} for bfloat16 "
+            "ones, {giga[network]:.0f} GB/s between processes, {giga[disk]:.0f} GB/s from the disk. Arithmetic, not "
+            "measured on a GPU.",
+            facts=lambda content: {
+                "tera": {name: rate / 1e12 for name, rate in content["assumed"].items()},
+                "giga": {name: rate / 1e9 for name, rate in content["assumed"].items()},
+            },
+        ),
+    ),
+    "faults": (
+        Table(
+            "faults",
+            "python benchmarks/faults.py",
+            note="{faults} faults, {survived} survived, seed {seed}: {kills} × SIGKILL at random moments, {others}. "
+            "On {where}.",
+            facts=faults,
+        ),
+    ),
+    "inference": (
+        Table(
+            "inference",
+            f"{INFERENCE} products",
+            (
+                ("out×in", "{layer}"),
+                ("dense, ms", "{dense:.2f}"),
+                ("packed, ms", "{packed:.2f}"),
+                ("GB/s", "{rate:.1f}"),
+                ("* tokens", "{speed[*]:.2f}"),
+            ),
+            inference,
+            note="A plain read reaches {read_gigabytes_a_second:.1f} GB/s; {time}, {preemptions} preemptions, on "
+            "{where}.",
+            facts=lambda content: {
+                "time": "processor time of one thread" if content["clock"] == "cpu" else "wall time"
+            },
+        ),
+    ),
+    "loaded": (
+        Table(
+            "loaded",
+            f"{INFERENCE} models",
+            (
+                ("the embedded model, one text at a time", "{model}"),
+                ("tokens a second", "{tokens_a_second:.0f}"),
+                ("time over dense", "{time_over_dense:.2f}"),
+            ),
+            lambda content: content["generate"],
+            lead="{memory[blocks]} blocks of Llama-3-8B's shapes in bfloat16, loaded and used once, take "
+            "{memory[dense]:.0f} MB dense and {memory[packed]:.0f} MB with 2:4 + rank {rank}: "
+            "{memory[packed_over_dense]:.3f} of it.",
+            note="On {where}.",
+        ),
+    ),
+}
