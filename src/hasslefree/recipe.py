@@ -42,11 +42,11 @@ class Recipe:
     Args:
         pattern, rank, sparsity, ratio, rank_share: the budget of every layer; see `Budget`. pattern None: "dense" where
             the method has a grid, so that only the grid constrains S, else "2:4".
-        effort: "fast", "balanced" or "best": rounds, and the levers of docs/levers.md that are not given one by one.
-            None: balanced for `joint`; the methods of others are left as they were published.
+        effort: "fast", "balanced" or "best": rounds, and the levers of docs/reference/levers.md that are not given one
+            by one. None: balanced for `joint`; the methods of others are left as they were published.
         allocate: "uniform": the same budget for every layer; "error": ranks, and non-zeros where the pattern counts
             them, go where they bring the predictions closest to the dense ones, in the bytes of the uniform plan;
-            "owl": blocks with more outliers keep more, around the ratio or sparsity (docs/levers.md).
+            "owl": blocks with more outliers keep more, around the ratio or sparsity (docs/reference/levers.md).
         method: a name from the table; pruner, low_rank, rounds and damping replace parts of it.
         refit: let least squares on the support follow the pruner.
         bits, group_size, symmetric: of the grid of a method that has one; see `Grid`. group_size 0: whole rows.
@@ -55,7 +55,8 @@ class Recipe:
         samples, seqlen: how many segments of how many tokens. seqlen None: 2048, or what the model takes if less.
         sequential: "layer" gathers the Gram of a layer after all layers before it were compressed, within a block
             too; "block" gathers all Grams of a block in one pass, as the authors' code does.
-        dense_target: a of docs/levers.md: how far the target of a layer leads back to the dense model, from 0 to 1.
+        dense_target: a of docs/reference/levers.md: how far the target of a layer leads back to the dense model, from 0
+            to 1.
         match_blocks: train what each block keeps against the dense block's output, once its layers are decomposed.
         leave_dense: globs of full layer or parameter names that stay as they are.
         dtype: of the model while it is compressed and when it is saved; "auto" is the checkpoint's.
