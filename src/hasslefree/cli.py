@@ -143,7 +143,7 @@ def evaluate(
     trust_remote_code: Annotated[bool, TRUST] = False,
     output: Annotated[Path | None, typer.Option(help="Write the results as JSON.")] = None,
 ) -> None:
-    """Perplexity of MODEL on texts, and its zero-shot accuracy on tasks, as docs/evaluation.md defines them."""
+    """Perplexity of MODEL on texts, and its zero-shot accuracy on tasks, as docs/guide/evaluate.md defines them."""
     from hasslefree.evaluation import run
     from hasslefree.evaluation.harness import default_cache
     from hasslefree.evaluation.tables import result_tables
@@ -208,7 +208,7 @@ def reproduce(
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, … (default: the GPU if there is one).")] = None,
 ) -> None:
-    """A table or a figure of the paper: measured, the paper's figures beside it. See docs/reproduction.md."""
+    """A table or a figure of the paper: measured, the paper's figures beside it. See docs/measured/reproduction.md."""
     from hasslefree.reproduction import command
     from hasslefree.reproduction.plan import Scale
 

@@ -1,4 +1,7 @@
-"""A reader of compressed folders that knows docs/format.md, JSON and NumPy: `read` gives each S, `factors` u and v."""
+"""A reader of compressed folders that knows docs/reference/format.md, JSON and NumPy.
+
+`read` gives each S, `factors` u and v.
+"""
 
 import json
 import struct

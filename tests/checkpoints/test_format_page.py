@@ -1,4 +1,4 @@
-"""docs/format.md: its test vectors are those of the library, and a reader that follows it reads what was written."""
+"""docs/reference/format.md: its test vectors are the library's, and a reader that follows it reads what was written."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.checkpoints import numpy_reader
 from tests.checkpoints.test_loading import RECIPES
 from tests.tiny_models import build, segments
 
-PAGE = Path(__file__).parents[2] / "docs" / "format.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "format.md"
 
 
 def vectors():

@@ -156,7 +156,7 @@ def test_config_json_describes_the_grid(tmp_path):
 
 
 def test_config_json_and_the_tensors_describe_factors_in_eight_bits(tmp_path):
-    """Oracles: the shapes and dtypes of docs/format.md; the model in memory, its factors by hand."""
+    """Oracles: the shapes and dtypes of docs/reference/format.md; the model in memory, its factors by hand."""
     model = build("llama", torch.bfloat16)
     hasslefree.compress(model, tmp_path / "out", RECIPES["int8 factors"], segments=segments())
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]

@@ -1,4 +1,4 @@
-"""Which way a product x Sᵀ is computed. The rule is that of docs/inference.md, from measurement on a CPU.
+"""Which way a product x Sᵀ is computed. The rule is that of docs/guide/run.md, from measurement on a CPU.
 
 | way | what | where |
 |---|---|---|
@@ -55,7 +55,7 @@ class Case:
 
 
 def choose(case: Case, way: str | None = None) -> str:
-    """The name of the way to go: the one asked for, or by the rule of docs/inference.md.
+    """The name of the way to go: the one asked for, or by the rule of docs/guide/run.md.
 
     Without a wish it is `numba` where that can be, else `dense`: what was not measured is chosen by name only.
 

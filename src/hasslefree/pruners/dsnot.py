@@ -33,7 +33,7 @@ class DSNoT(Pruner):
     squared error e² + Σ_P t²σ² with e = Σ_P t·μ. In every cycle a row takes back the entry of P that pulls e back the
     most per variance, t·μ/σ² in the direction of e (the paper's growing criterion), and gives up the one that makes
     the sum smallest; it rests when no such swap lowers the sum. The paper gives up the entry of the least |t|·‖x‖, and
-    rests when e changes its sign: judging the swap by the sum it is made for does better (docs/maths.md).
+    rests when e changes its sign: judging the swap by the sum it is made for does better (docs/reference/maths.md).
     Swaps stay within a group of an N:M pattern; for a structured one, whole channels are swapped, and e is a vector.
 
     Args:
