@@ -88,7 +88,8 @@ def curves(args: argparse.Namespace) -> None:
         if name in CURVES or possible(problems[0], name):  # what is slow the first time
             run(problems[0], name, CURVES.get(name, [None])[0], args.seed, args.clock)
     measure(problems, args.methods, content, output)
-    plots.curves(means(content), CURVES, len(content["problems"]), args.plot or ROOT / "docs" / "measured" / f"{stem}.png")
+    plot = args.plot or ROOT / "docs" / "measured" / f"{stem}.png"
+    plots.curves(means(content), CURVES, len(content["problems"]), plot)
     for source in ("model", "synthetic"):
         for key, (error, seconds, count) in means(content, source).items():
             print(f"{source:10s} {key:32s} error {error:.3f}  seconds {seconds:.3f}  FLOPs {count:.3f}  (over 3basil)")

@@ -4,8 +4,8 @@
 
 What FOLDER holds is not measured again. Results go to benchmarks/results/reproduction_NAME.json, and the figure to
 docs/measured/figure1_NAME.png. Without --rounds every method has its own, and without --task-data no task is
-measured. The embedded model is measured on --texts held_out=…/demo/held_out.txt, and the reference model on the three texts of the
-paper with --max-tokens 8192.
+measured. The embedded model is measured on --texts held_out=…/demo/held_out.txt, and the reference model on the three
+texts of the paper with --max-tokens 8192.
 """
 
 from __future__ import annotations
