@@ -162,7 +162,7 @@ def generation(new_tokens: int) -> list[dict[str, Any]]:
         models = {"dense": AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)}
         for way in ("dense", "unpacked", "numba"):
             model = AutoModelForCausalLM.from_pretrained(f"{name}/out")
-            hasslefree.use_way(model, way)
+            hasslefree.use_backend(model, way)
             models[f"2:4 + rank 16, {way}"] = model
     seconds: dict[str, list[float]] = {key: [] for key in models}
     prompt = torch.arange(3, 19).unsqueeze(0)

@@ -23,12 +23,12 @@ from hasslefree import (
     ThreeBlock,
     Unstructured,
 )
-from hasslefree.core.admm import SupportPenalty
 from hasslefree.core.patterns import Pattern
-from hasslefree.low_rank_solvers import LOW_RANK_SOLVERS
-from hasslefree.low_rank_solvers.exact import Exact
-from hasslefree.methods import METHODS
-from hasslefree.pruners import PRUNERS
+from hasslefree.solve.admm import SupportPenalty
+from hasslefree.solve.low_rank import LOW_RANK_SOLVERS
+from hasslefree.solve.low_rank.exact import Exact
+from hasslefree.solve.methods import METHODS
+from hasslefree.solve.pruners import PRUNERS
 
 # What may be wrong with the inputs of a layer, and with its weight.
 INPUT_TROUBLES = (

@@ -1,7 +1,7 @@
 """Which pattern a method or pruner can be tried with: not all take all."""
 
 from hasslefree import Structured
-from hasslefree.methods import METHODS
+from hasslefree.solve.methods import METHODS
 
 
 def suited(plugin, pattern, width=16):

@@ -1,5 +1,6 @@
 """The command line on the embedded model: what works, and what a user sees when something is wrong."""
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -185,7 +186,7 @@ def test_every_option_of_export_arrives(monkeypatch):
         seen.append((arguments, options))
         raise OutputError("seen")
 
-    monkeypatch.setattr(sys.modules["hasslefree.checkpoints.export"], "export", record)
+    monkeypatch.setattr(importlib.import_module("hasslefree.exports.export"), "export", record)
     words = ["export", "m", "--to", "peft", "d", "--max-shard-size", "1MB", "--overwrite"]
     monkeypatch.setattr(sys, "argv", ["hasslefree", *words])
     with pytest.raises(SystemExit):
@@ -222,7 +223,7 @@ def test_every_option_arrives(monkeypatch, tmp_path):
         seen.update(model=model, out=out, recipe=recipe, **rest)
         raise OutputError("seen")
 
-    monkeypatch.setattr(sys.modules["hasslefree.compress"], "compress", record)
+    monkeypatch.setattr(importlib.import_module("hasslefree.run.compress"), "compress", record)
     options = {
         "pattern": "row", "rank": 3, "sparsity": 0.5, "method": "oats", "pruner": "sparsegpt", "low_rank": "exact",
         "rounds": 7, "damping": 0.5, "calibration": "x.txt", "samples": 9, "seqlen": 33, "sequential": "block",
@@ -250,7 +251,7 @@ def test_every_option_of_evaluate_arrives(monkeypatch):
         seen.append((*arguments, options))
         raise OutputError("seen")
 
-    monkeypatch.setattr(sys.modules["hasslefree.evaluation.run"], "evaluate", record)
+    monkeypatch.setattr(importlib.import_module("hasslefree.evaluation.run"), "evaluate", record)
     flags = ["--seqlen", "33", "--max-tokens", "99", "--batch-size", "3", "--dtype", "float16", "--device", "cpu",
              "--limit", "5", "--task-data", "d", "--cache", "c", "--trust-remote-code",
              "--tasks", "rte", "piqa"]  # fmt: skip

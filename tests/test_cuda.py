@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Gram, Joint, Prune, Recipe
-from hasslefree.core.packing import layout_of
-from hasslefree.methods import METHODS, build_method
+from hasslefree.packed.layouts import layout_of
+from hasslefree.solve.methods import METHODS, build_method
 from tests import oracles
 from tests.suited import suited
 from tests.tiny_models import build, logits, segments

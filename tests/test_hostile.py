@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import ModelError, RecipeError
-from hasslefree.models.linear import compressed_layers
 from hasslefree.models.load import load_model, load_shapes
+from hasslefree.packed.linear import compressed_layers
 from tests.tiny_models import build, segments
 
 TOKENIZER = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()

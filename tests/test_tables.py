@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hasslefree.methods import METHODS
+from hasslefree.solve.methods import METHODS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PAGE, OTHER = Path("page.md"), Path("other.md")

@@ -14,11 +14,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hasslefree import Recipe
-from hasslefree.distributed import World
-from hasslefree.footprint import footprint
 from hasslefree.models.blocks import find_blocks
+from hasslefree.models.distributed import World
 from hasslefree.models.sites import find_sites
-from hasslefree.plan import make_plan
+from hasslefree.recipe.plan import make_plan
+from hasslefree.run.estimate import estimate
 
 # width, MLP, blocks, heads, KV heads
 SIZES = {
@@ -41,7 +41,7 @@ def row(size: str, processes: int, recipe: Recipe) -> dict[str, Any]:
     resolved = recipe.resolve(with_text=False)
     plan = make_plan(blocks, resolved)
     tokens = (recipe.samples, recipe.seqlen or 2048)
-    found = footprint(model, blocks, plan, resolved, tokens, torch.device("cuda"), "cpu", processes)
+    found = estimate(model, blocks, plan, resolved, tokens, torch.device("cuda"), "cpu", processes)
     shapes = {name.rpartition(".")[2]: site.shape for name, site in find_sites(blocks.modules[0]).items()}
     solving, idle = solver_flops(recipe, shapes, processes)
     passes = 2 if recipe.sequential == "block" else len(GROUPS) + 1

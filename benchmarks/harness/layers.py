@@ -17,10 +17,10 @@ from hasslefree.core.cost import workspace as bytes_beside
 from hasslefree.core.linalg import matmul_precision
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import LowRankSolver, Method
-from hasslefree.decompose import solve_layer
 from hasslefree.errors import GridError
-from hasslefree.methods import METHODS, build_method, settings_of
-from hasslefree.plan import LayerPlan
+from hasslefree.recipe.plan import LayerPlan
+from hasslefree.solve.decompose import solve_layer
+from hasslefree.solve.methods import METHODS, build_method, settings_of
 
 __all__ = ["LIBRARIES", "METHODS", "build_method", "matmul_precision"]
 

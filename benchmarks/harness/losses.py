@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hasslefree.matching import Loss, squared_distance
+from hasslefree.levers.matching import Loss, squared_distance
 from hasslefree.models.calls import hooks
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hasslefree import Recipe
-from hasslefree.footprint import plan_model
+from hasslefree.run.estimate import estimate_model
 
 
 class Peak:
@@ -50,7 +50,7 @@ def resident() -> int:
 
 def idle_mb() -> int:
     """MB of a process that has imported hasslefree and done nothing."""
-    script = "import hasslefree.compress, resource as r; print(r.getrusage(r.RUSAGE_SELF).ru_maxrss)"
+    script = "import hasslefree.run.compress, resource as r; print(r.getrusage(r.RUSAGE_SELF).ru_maxrss)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return int(done.stdout) // 1024
 
@@ -68,4 +68,4 @@ def command_peak(command: list[str], threads: int) -> dict[str, Any]:
 
 def planned_mb(model: Path, recipe: Recipe, processes: int) -> int:
     """The peak of RAM that `hasslefree plan` says of a compression on the CPU."""
-    return plan_model(str(model), recipe, torch.device("cpu"), "device", processes).ram_peak // 2**20
+    return estimate_model(str(model), recipe, torch.device("cpu"), "device", processes).ram_peak // 2**20

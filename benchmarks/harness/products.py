@@ -11,13 +11,13 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hasslefree import Decomposition, LowRank, SemiStructured, SparseLowRankLinear
-from hasslefree.checkpoints.entries import entry_of
-from hasslefree.checkpoints.transformers_plugin import HasslefreeConfig
-from hasslefree.core.packing import PackedGroups
-from hasslefree.kernels import Case, cuda, product
-from hasslefree.kernels.choose import WAYS
+from hasslefree.folder.entries import entry_of
+from hasslefree.folder.plugin import HasslefreeConfig
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
+from hasslefree.packed.kernels import Case, cuda, product
+from hasslefree.packed.kernels.backends import BACKENDS
+from hasslefree.packed.layouts import PackedGroups
 
 RANK = 64
 TWO_OF_FOUR = PackedGroups(2, 4)
@@ -50,26 +50,30 @@ class Layer:
             converted = cuda.semi_structured(pruned.view(out, width))
         return cls(values, positions, normal(out, RANK), normal(RANK, width), normal(out, width), converted)
 
-    def bytes(self, way: str) -> int:
+    def bytes(self, backend: str) -> int:
         """What a product reads of the layer."""
-        tensors = [self.dense] if way == "dense layer" else [self.values, self.positions, self.u, self.v]
+        tensors = [self.dense] if backend == "dense layer" else [self.values, self.positions, self.u, self.v]
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
-    def product(self, way: str, x: Tensor) -> Tensor:
-        if way == "dense layer":
+    def product(self, backend: str, x: Tensor) -> Tensor:
+        if backend == "dense layer":
             return F.linear(x, self.dense)
-        if way == "semi-structured":
+        if backend == "semi-structured":
             assert self.converted is not None
             y = F.linear(x, self.converted)
         else:
-            y = product(way, x, self.values, self.positions, TWO_OF_FOUR)
+            y = product(backend, x, self.values, self.positions, TWO_OF_FOUR)
         return y.addmm_(F.linear(x, self.v), self.u.T)
 
 
 def possible(device: str, dtype: torch.dtype, tokens: int) -> list[str]:
-    """The ways of the device that read S from a packed form."""
+    """The backends of the device that read S from a packed form."""
     case = Case(device, dtype, TWO_OF_FOUR, tokens, grad=False)
-    return [way for way, obstacle in WAYS.items() if way not in ("dense", "unpacked") and obstacle(case) is None]
+    return [
+        backend
+        for backend, obstacle in BACKENDS.items()
+        if backend not in ("dense", "unpacked") and obstacle(case) is None
+    ]
 
 
 def random_layer(weight: Tensor) -> SparseLowRankLinear:

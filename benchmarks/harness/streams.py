@@ -19,20 +19,20 @@ import hasslefree
 from harness.losses import block_losses, head_of, logit_divergence
 from harness.models import loaded
 from hasslefree import Budget, Gram, Recipe, SparseLowRankLinear
-from hasslefree.compress import draw
 from hasslefree.core.protocols import Method
-from hasslefree.core.targets import corrected, drift_correction, target_damping
-from hasslefree.decompose import solve_layer
-from hasslefree.matching import Matching, MatchReport, match_block
-from hasslefree.models import calibration
+from hasslefree.levers.matching import Matching, MatchRecord, match_block
+from hasslefree.levers.targets import corrected, drift_correction, target_damping
+from hasslefree.models import moments
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calls import BlockCall, block_calls, hooks
-from hasslefree.models.linear import compressed_layers, unpacked_once
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights
+from hasslefree.models.texts import calibration_documents
 from hasslefree.models.walk import Walk
-from hasslefree.texts import calibration_documents
+from hasslefree.packed.linear import compressed_layers, unpacked_once
+from hasslefree.run.compress import draw
+from hasslefree.solve.decompose import solve_layer
 
 __all__ = ["Matching", "calibration_text", "draw"]
 
@@ -74,7 +74,7 @@ class Chain:
 
 def compress_two_streams(
     model: Any, segments: Tensor, budget: Budget, method: Method, levers: Levers, seed: int
-) -> list[MatchReport]:
+) -> list[MatchRecord]:
     """Decompose every layer of a model in place, block by block, and pull the levers."""
     blocks = find_blocks(model)
     walk = Walk.open(model, blocks, Weights(model, model.device), segments[:1])
@@ -85,7 +85,7 @@ def compress_two_streams(
         index, block, call = visit.index, visit.block, visit.call
         original, sites = copy.deepcopy(block), find_sites(block)
         inputs, wanted = entering[-1], run_block(original, call, dense)
-        for group in calibration.groups_by_input(block, call, inputs[0], sites):
+        for group in moments.groups_by_input(block, call, inputs[0], sites):
             gram, drift = gather(original, block, call, dense, inputs, group[0], levers.share is not None)
             chosen = [sites[name] for name in group]
             decompose_group(chosen, gram, drift, budget, method, levers, seed)
@@ -169,7 +169,7 @@ def match_logits(
     wanted: list[Tensor],
     levers: Levers,
     seed: int,
-) -> MatchReport:
+) -> MatchRecord:
     """Train the factors and vectors of the whole model against the dense model's logits."""
     assert levers.logits is not None
     every = nn.ModuleList(modules)
@@ -182,14 +182,14 @@ def stream(blocks: Iterable[nn.Module], calls: Sequence[BlockCall], states: Acti
     """The hidden states before each block and after the last, from those before the first."""
     found = [[each.clone() for each in states]]
     for block, call in zip(blocks, calls, strict=True):
-        calibration.run_block(block, call, states)
+        moments.run_block(block, call, states)
         found.append([each.clone() for each in states])
     return found
 
 
 def match_each_block(
     model: Any, tokenizer: Any, recipe: Recipe, settings: dict[str, Matching]
-) -> tuple[int, dict[str, list[MatchReport]]]:
+) -> tuple[int, dict[str, list[MatchRecord]]]:
     """Compress a model, and match each of its blocks from there with every setting against the dense stream.
 
     Returns:
@@ -202,9 +202,9 @@ def match_each_block(
     blocks = find_blocks(dense)
     modules: Any = compressed.get_submodule(blocks.name)
     calls = block_calls(dense, blocks, segments[:1], Weights(dense, dense.device))
-    first = calibration.first_hidden_states(dense, blocks, segments)
+    first = moments.first_hidden_states(dense, blocks, segments)
     entering, wanted = stream(modules, calls, first.copy()), stream(blocks.modules, calls, first)
-    found: dict[str, list[MatchReport]] = {}
+    found: dict[str, list[MatchRecord]] = {}
     for name, matching in settings.items():
         found[name] = [
             match_block(copy.deepcopy(block), calls[i], entering[i], wanted[i + 1], matching, seed=0)

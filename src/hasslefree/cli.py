@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from wrapt import register_post_import_hook
 
 from hasslefree.errors import HasslefreeError, OutputError, RecipeError, with_flags
 from hasslefree.recipe.options import with_recipe
 
 if TYPE_CHECKING:
-    from hasslefree.record import LayerReport
+    from hasslefree.folder.record import LayerRecord
 
 app = typer.Typer(
     help="Make a language model smaller without retraining it: every linear layer becomes sparse plus low-rank.",
@@ -51,10 +52,10 @@ def compress(
     trust_remote_code: Annotated[bool, TRUST] = False,
 ) -> None:
     """Compress MODEL into the folder OUT, which transformers loads after `import hasslefree`."""
-    from hasslefree.checkpoints.unfinished import kept
-    from hasslefree.compress import compress as compress_model
-    from hasslefree.record import summary_table
+    from hasslefree.folder.journal import kept
+    from hasslefree.folder.record import summary_table
     from hasslefree.report.content import write_seconds
+    from hasslefree.run.compress import compress as compress_model
 
     try:
         with layer_bar() as progress:
@@ -90,24 +91,25 @@ def plan(
     output: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
 ) -> None:
     """What `compress` would do to MODEL, and the memory, disk and time that it takes. No weight is read."""
-    from hasslefree.footprint import plan_model, plan_table, to_dict
     from hasslefree.models.load import resolve_device
+    from hasslefree.run.estimate import estimate_model, to_dict
+    from hasslefree.run.tables import estimate_table
 
     check_output_file(output)
     target = resolve_device(device)
-    found = plan_model(model, recipe, target, activations, processes, trust_remote_code)
-    console.print(plan_table(found, target))
+    found = estimate_model(model, recipe, target, activations, processes, trust_remote_code)
+    console.print(estimate_table(found, target))
     write_json(to_dict(found), output)
 
 
 @contextmanager
-def layer_bar() -> Iterator[Callable[[LayerReport, int, int], None]]:
+def layer_bar() -> Iterator[Callable[[LayerRecord, int, int], None]]:
     """A bar over layers with the current layer's relative error and the time left."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}", markup=False), *columns, console=console, transient=True) as bar:
         task = bar.add_task("loading the model and the text", total=None)
 
-        def progress(report: LayerReport, done: int, total: int) -> None:
+        def progress(report: LayerRecord, done: int, total: int) -> None:
             text = f"{report.name} relative error {report.relative_error:.5f}"
             bar.update(task, description=text, completed=done, total=total)
 
@@ -209,20 +211,25 @@ def reproduce(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, … (default: the GPU if there is one).")] = None,
 ) -> None:
     """A table or a figure of the paper: measured, the paper's figures beside it. See docs/measured/reproduction.md."""
-    from hasslefree.reproduction import command
-    from hasslefree.reproduction.plan import Scale
+    from hasslefree.reproduction.jobs import Scale
+    from hasslefree.reproduction.reproduce import (
+        Desk,
+        chosen_tasks,
+        local_texts,
+        reproduce_figure,
+        reproduce_table,
+        table_number,
+    )
 
-    scale = Scale(rank, samples, seqlen, rounds, calibration, dtype, command.local_texts(texts or []), max_tokens,
-                  command.chosen_tasks(tasks), limit, task_data)  # fmt: skip
-    chosen, desk = tuple(methods) if methods else None, command.Desk(output, device, console, say)
+    scale = Scale(rank, samples, seqlen, rounds, calibration, dtype, local_texts(texts or []), max_tokens,
+                  chosen_tasks(tasks), limit, task_data)  # fmt: skip
+    chosen, desk = tuple(methods) if methods else None, Desk(output, device, console, say)
     if what == "figure1":
-        command.reproduce_figure(model, chosen, scale, desk, block)
+        reproduce_figure(model, chosen, scale, desk, block)
         return
-    table = command.table_number(what)
+    table = table_number(what)
     with layer_bar() as progress:
-        command.reproduce_table(
-            table, model, like, chosen, scale, desk, plan_only=plan_only, keep=keep, progress=progress
-        )
+        reproduce_table(table, model, like, chosen, scale, desk, plan_only=plan_only, keep=keep, progress=progress)
 
 
 @app.command()
@@ -231,7 +238,7 @@ def inspect(
     output: Annotated[Path | None, typer.Option(help="Write the sizes as JSON.")] = None,
 ) -> None:
     """What FOLDER holds and weighs, layer by layer, from config.json and the headers; no weight is read."""
-    from hasslefree.checkpoints.inspect import inspect_folder, size_table
+    from hasslefree.folder.inspect import inspect_folder, size_table
 
     check_output_file(output)
     found = inspect_folder(folder)
@@ -281,7 +288,7 @@ def export(
     overwrite: Annotated[bool, typer.Option(help="Replace DEST if it is not empty.")] = False,
 ) -> None:
     """Write a compressed model for programs that do not know hasslefree."""
-    from hasslefree.checkpoints.export import export as export_model
+    from hasslefree.exports.export import export as export_model
 
     with console.status("exporting"):
         export_model(folder, destination, to, overwrite=overwrite, max_shard_size=max_shard_size)
@@ -354,8 +361,10 @@ def main() -> None:
 
 
 def quiet_libraries() -> None:
-    """One bar is enough: transformers' own bars and notices are off. Its errors are not."""
-    from transformers.utils import logging
+    """One bar is enough: transformers' own bars and notices are off once it is imported. Its errors are not."""
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    def quiet(logging: Any) -> None:
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+
+    register_post_import_hook(quiet, "transformers.utils.logging")

@@ -17,8 +17,8 @@ from hasslefree.core.factors import (
     row_scale,
     swept,
 )
-from hasslefree.core.spec import LayerSpec
 from hasslefree.errors import BudgetError, GridError
+from hasslefree.packed.spec import LayerSpec
 from tests import oracles
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from hasslefree.demo import run as demo
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL, demo_table, held_out_perplexity, recipes, run_demo
-from hasslefree.texts import calibration_documents
+from hasslefree.models.texts import calibration_documents
 
 
 def test_the_held_out_perplexity_is_the_one_that_training_recorded():

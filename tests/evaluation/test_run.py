@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hasslefree
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
-from hasslefree.evaluation.run import evaluate, evaluate_perplexity, text_perplexity
-from hasslefree.texts import Protocol, calibration_documents
+from hasslefree.evaluation.run import evaluate, text_perplexity
+from hasslefree.models.texts import Protocol, calibration_documents
 
 
 def test_an_evaluation_takes_its_dtype_and_window():
     """Oracle: `perplexity` of the model loaded by transformers."""
-    found = evaluate_perplexity(str(MODEL), [f"{CALIBRATION}[:1]"], 48, 200, dtype="float32", device="cpu")
+    found = evaluate(str(MODEL), [f"{CALIBRATION}[:1]"], seqlen=48, max_tokens=200, dtype="float32", device="cpu")
     tokens = AutoTokenizer.from_pretrained(MODEL)(calibration_documents(f"{CALIBRATION}[:1]")[0])["input_ids"][:200]
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     expected = hasslefree.perplexity(model, torch.tensor(tokens), 48)

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from hasslefree.errors import OutputError
-from hasslefree.models.activations import PLACES, Activations
+from hasslefree.models.activations import STORAGES, Activations
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("place", PLACES)
-def test_what_is_put_in_comes_out(place, dtype, tmp_path):
+@pytest.mark.parametrize("storage", STORAGES)
+def test_what_is_put_in_comes_out(storage, dtype, tmp_path):
     states = torch.randn(3, 5, 7).to(dtype)
-    held = Activations((3, 5, 7), dtype, CPU, place, tmp_path)
+    held = Activations((3, 5, 7), dtype, CPU, storage, tmp_path)
     for index in (2, 0, 1):
         held[index] = states[index : index + 1]
     assert len(held) == 3

@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
-from hasslefree.checkpoints.inspect import inspect_folder
+from hasslefree.folder.inspect import inspect_folder
 from hasslefree.models import sites
 from hasslefree.models.sites import Site, find_sites
 from tests.tiny_models import build, gram_of, logits, segments, tensors_of

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hasslefree.checkpoints.headers import read_json
-from hasslefree.core.spec import LayerSpec
 from hasslefree.errors import CheckpointError
-from hasslefree.record import LayerReport, Report
+from hasslefree.folder.headers import read_json
+from hasslefree.folder.record import LayerRecord, Record
+from hasslefree.packed.spec import LayerSpec
 from hasslefree.report.content import (
     distinct_names,
     read_content,
@@ -19,7 +19,7 @@ from hasslefree.report.content import (
     spectrum,
     write_seconds,
 )
-from hasslefree.report.grid import error_range, grid_of, place, shade
+from hasslefree.report.layer_map import error_range, layer_map, place, shade
 from tests.report.folders import compressed, edit, evaluation
 
 
@@ -66,7 +66,7 @@ def test_the_spectrum_of_factors_in_eight_bits(tmp_path):
 
 
 def test_seconds_are_those_of_this_compression_and_of_no_other(folder):
-    report = Report.from_json((folder / "compression.json").read_text())
+    report = Record.from_json((folder / "compression.json").read_text())
     layers = tuple(dataclasses.replace(layer, seconds=float(index)) for index, layer in enumerate(report.layers))
     write_seconds(folder, dataclasses.replace(report, layers=layers, seconds=99.5))
     (run,) = read_content([folder]).runs
@@ -136,17 +136,17 @@ def test_what_is_no_folder_and_no_result_is_refused(folder, tmp_path):
 
 
 def layer(name, error=0.1):
-    return LayerReport(name, LayerSpec("2:4", (4, 8), 0, 16), error, error, 0.0)
+    return LayerRecord(name, LayerSpec("2:4", (4, 8), 0, 16), error, error, 0.0)
 
 
 def test_the_grid_by_hand():
     names = ["model.layers.10.self_attn.q_proj", "model.layers.2.self_attn.q_proj", "model.layers.2.mlp.up_proj"]
-    grid = grid_of(map(layer, names))
+    grid = layer_map(map(layer, names))
     assert (grid.blocks, grid.kinds) == ((2, 10), ("q_proj", "up_proj"))
     assert {key: cell.name for key, cell in grid.cells.items()} == {
         (10, "q_proj"): names[0], (2, "q_proj"): names[1], (2, "up_proj"): names[2],
     }  # fmt: skip
-    assert grid_of([layer("h.0.attn.c_proj"), layer("h.0.mlp.c_proj")]).kinds == ("attn.c_proj", "mlp.c_proj")
+    assert layer_map([layer("h.0.attn.c_proj"), layer("h.0.mlp.c_proj")]).kinds == ("attn.c_proj", "mlp.c_proj")
     assert place("m.layers.3.mlp.experts.5.w1") == (3, "mlp.experts.5.w1")
     assert place("lm_head") == (0, "lm_head")
 

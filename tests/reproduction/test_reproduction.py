@@ -16,11 +16,11 @@ from hasslefree.cli import main
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
 from hasslefree.errors import CalibrationError, HasslefreeError, ModelError, TaskError, UnknownNameError
 from hasslefree.models.load import load_model, load_tokenizer
-from hasslefree.reproduction import run as running
-from hasslefree.reproduction.figure1 import METHODS, layer_errors
+from hasslefree.reproduction import measure as running
+from hasslefree.reproduction.figure1 import COMPARED, layer_errors
+from hasslefree.reproduction.jobs import Scale, cost, table_jobs
+from hasslefree.reproduction.measure import run_jobs
 from hasslefree.reproduction.paper import MODELS, RECIPES, TASKS, TEXTS, paper_rows
-from hasslefree.reproduction.plan import Scale, cost, plan_table
-from hasslefree.reproduction.run import run_jobs
 from hasslefree.reproduction.tables import compare, cost_table, result_table
 from tests.tiny_models import gram_of
 
@@ -69,27 +69,27 @@ def test_a_scale_changes_what_it_says_and_nothing_else(name):
 
 
 def test_a_plan_has_the_dense_model_first_and_the_methods_asked_for():
-    jobs = plan_table(2, str(MODEL), "Llama-3.2-3B", ("oats", "joint"), SMALL)
+    jobs = table_jobs(2, str(MODEL), "Llama-3.2-3B", ("oats", "joint"), SMALL)
     configs = ["2:8 + rank 64", "3:8 + rank 64", "4:8 + rank 64", "2:4 + rank 64"]
     assert [(job.row.config, job.row.method) for job in jobs] == [
         ("", "dense"), *((config, method) for config in configs for method in ("oats", "joint")),
     ]  # fmt: skip
     assert {job.row.model for job in jobs} == {"Llama-3.2-3B"}
     assert len({job.key for job in jobs}) == len(jobs)
-    assert jobs[1].key != plan_table(2, str(MODEL), None, None, dataclasses.replace(SMALL, samples=3))[1].key
+    assert jobs[1].key != table_jobs(2, str(MODEL), None, None, dataclasses.replace(SMALL, samples=3))[1].key
 
 
 def test_tables_that_share_a_row_share_its_measurement():
     one, three = (
-        {job.key: job.name for job in plan_table(table, str(MODEL), "Llama-3-8B", None, SMALL)} for table in (1, 3)
+        {job.key: job.name for job in table_jobs(table, str(MODEL), "Llama-3-8B", None, SMALL)} for table in (1, 3)
     )
     assert three.items() <= one.items()
 
 
 def test_a_model_of_the_paper_s_name_stands_beside_its_own():
-    (name,) = {job.row.model for job in plan_table(2, "there/Llama-3.2-1B/", None, None, SMALL)}
+    (name,) = {job.row.model for job in table_jobs(2, "there/Llama-3.2-1B/", None, None, SMALL)}
     assert name == "Llama-3.2-1B"
-    assert {job.model for job in plan_table(2, None, None, None, SMALL)} == set(MODELS.values())
+    assert {job.model for job in table_jobs(2, None, None, None, SMALL)} == set(MODELS.values())
 
 
 def test_tasks_are_those_that_the_table_prints():
@@ -102,11 +102,11 @@ def test_tasks_are_those_that_the_table_prints():
 
 
 BAD = {
-    "method": (lambda: plan_table(2, str(MODEL), None, ("wanda",), SMALL), UnknownNameError, "table 2 'wanda'"),
-    "model": (lambda: plan_table(4, str(MODEL), "Llama-3.2-1B", None, SMALL), UnknownNameError, "Llama-3.2-1B"),
-    "text": (lambda: plan_table(2, None, None, None, Scale(texts={"a": "no.txt"})), CalibrationError, "no.txt"),
-    "task": (lambda: plan_table(2, None, None, None, Scale(tasks=("piqua",))), UnknownNameError, "piqua"),
-    "data": (lambda: plan_table(2, None, None, None, Scale(task_data=Path("none"))), TaskError, "piqa"),
+    "method": (lambda: table_jobs(2, str(MODEL), None, ("wanda",), SMALL), UnknownNameError, "table 2 'wanda'"),
+    "model": (lambda: table_jobs(4, str(MODEL), "Llama-3.2-1B", None, SMALL), UnknownNameError, "Llama-3.2-1B"),
+    "text": (lambda: table_jobs(2, None, None, None, Scale(texts={"a": "no.txt"})), CalibrationError, "no.txt"),
+    "task": (lambda: table_jobs(2, None, None, None, Scale(tasks=("piqua",))), UnknownNameError, "piqua"),
+    "data": (lambda: table_jobs(2, None, None, None, Scale(task_data=Path("none"))), TaskError, "piqa"),
     "block": (lambda: layer_errors(str(MODEL), SMALL.recipe("oats-2-4-rank-64.yaml"), ("oats",), block=4), ModelError,
               "blocks 0 to 3"),
 }  # fmt: skip
@@ -120,12 +120,12 @@ def test_a_mistake_is_seen_before_any_run(call, kind, message):
 
 def test_a_row_that_cannot_be_is_named():
     with pytest.raises(HasslefreeError, match=r"2:8 \+ rank 99 oats: rank 99 is larger"):
-        cost(plan_table(2, str(MODEL), None, ("oats",), dataclasses.replace(SMALL, rank=99))[1], torch.device("cpu"))
+        cost(table_jobs(2, str(MODEL), None, ("oats",), dataclasses.replace(SMALL, rank=99))[1], torch.device("cpu"))
 
 
 def test_a_run_that_is_cut_short_goes_on_to_the_same_results(tmp_path, monkeypatch):
     """Oracle: a run that was not. The compression before the crash is not made anew."""
-    jobs = plan_table(2, str(MODEL), None, ("oats", "joint"), SMALL)[:3]
+    jobs = table_jobs(2, str(MODEL), None, ("oats", "joint"), SMALL)[:3]
     compressions, seen = [], []
     plain_compress, plain_evaluate = running.compress, running.evaluate
 
@@ -161,16 +161,16 @@ def test_a_run_that_is_cut_short_goes_on_to_the_same_results(tmp_path, monkeypat
 
 def test_the_dense_row_is_what_evaluate_says(tmp_path):
     """Oracle: `evaluate` by hand."""
-    from hasslefree.evaluation.run import evaluate_perplexity
+    from hasslefree.evaluation.run import evaluate
 
-    (job, *_) = plan_table(2, str(MODEL), None, ("oats",), SMALL)
+    (job, *_) = table_jobs(2, str(MODEL), None, ("oats",), SMALL)
     (row,) = run_jobs([job], tmp_path).values()
-    found = evaluate_perplexity(str(MODEL), [str(HELD_OUT)], 32, 64, dtype="float32")
+    found = evaluate(str(MODEL), [str(HELD_OUT)], seqlen=32, max_tokens=64, dtype="float32")
     assert row["figures"] == {"wikitext2": found["perplexity"][str(HELD_OUT)]["perplexity"]}
 
 
 def test_the_paper_s_figures_stand_beside_by_hand():
-    jobs = plan_table(2, str(MODEL), "Llama-3-8B", ("oats", "hassle-free"), SMALL)
+    jobs = table_jobs(2, str(MODEL), "Llama-3-8B", ("oats", "hassle-free"), SMALL)
     results = [{"figures": {"wikitext2": 15.0, "mine": 3.0}, "relative_error": 0.25, "seconds": 1.0} for _ in jobs]
     results[-1]["figures"] = {"wikitext2": 14.0, "mine": 3.0}
     rows = [compare(job, result) for job, result in zip(jobs, results, strict=True)]
@@ -185,7 +185,7 @@ def test_the_paper_s_figures_stand_beside_by_hand():
 
 
 def test_what_is_left_takes_so_long():
-    jobs = plan_table(2, str(MODEL), None, ("oats",), SMALL)
+    jobs = table_jobs(2, str(MODEL), None, ("oats",), SMALL)
     takes = [(job, cost(job, torch.device("cpu"))) for job in jobs]
     left = [each for _, each in takes[2:] if each]
     rate = sum(each.flops for each in left) / 30
@@ -199,7 +199,7 @@ def test_what_is_left_takes_so_long():
 @pytest.mark.parametrize("block", [0, 2])
 def test_figure_1_is_each_layer_on_the_dense_model_s_gram(block):
     """Oracle: Grams from whole forward passes, and `decompose`."""
-    from hasslefree.compress import draw
+    from hasslefree.run.compress import draw
 
     recipe = SMALL.recipe("joint-2-4-rank-64.yaml")
     errors = layer_errors(str(MODEL), recipe, ("oats", "hassle-free, unscaled"), block=block, rounds=2)
@@ -209,9 +209,9 @@ def test_figure_1_is_each_layer_on_the_dense_model_s_gram(block):
     for name, layer in model.named_modules():
         if name.startswith(f"model.layers.{block}.") and isinstance(layer, torch.nn.Linear):
             gram = gram_of(model, name, segments)
-            for method, parts in METHODS.items():
+            for method, parts in COMPARED.items():
                 if method in errors:
-                    solver = hasslefree.methods.build_method(rounds=2, **parts)
+                    solver = hasslefree.solve.methods.build_method(rounds=2, **parts)
                     wanted = hasslefree.decompose(layer.weight, gram, pattern="2:4", rank=4, method=solver)
                     found = errors[method][name.rpartition(".")[2]]
                     assert math.isclose(found, wanted.relative_error, rel_tol=2e-2), (method, name)

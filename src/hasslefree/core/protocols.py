@@ -32,32 +32,44 @@ class Pruned:
     scaling: Scaling | None = None
 
 
-class Pruner(ABC):
-    """Solves P1: a sparse S close to a target in the norm of H."""
+class Sparsifier(ABC):
+    """What a pruner and a method state of their S. One that leaves S to another plug-in states the same as that one."""
+
+    @abstractmethod
+    def prepare(self, gram: Gram) -> Any:
+        """What is needed of the Gram, damped for a pruner and undamped for a method; shared by all layers with the same
+        input."""
+
+    @property
+    def inner(self) -> Sparsifier | None:
+        """The plug-in that S is left to; None for a plug-in that finds S itself."""
+        return None
 
     @property
     def grid(self) -> Grid | None:
         """On which S lies; None where S may hold any number."""
-        return None
+        return self.inner.grid if self.inner else None
 
     @property
     def whole_channels(self) -> bool:
         """Whether whole input channels go, and nothing else: the heads of attention then stay or go in one piece."""
-        return False
+        return self.inner.whole_channels if self.inner else False
 
-    @abstractmethod
-    def prepare(self, gram: Gram) -> Any:
-        """What the pruner needs of the (damped) Gram."""
+    def check_pattern(self, pattern: Pattern) -> None:
+        """Raise PatternError where whole channels go, and the pattern keeps others."""
+        if self.inner:
+            self.inner.check_pattern(pattern)
+        elif self.whole_channels and not isinstance(pattern, Structured):
+            name = type(self).__name__
+            raise PatternError(f"{name} removes whole input channels, not {pattern}; use pattern structured")
+
+
+class Pruner(Sparsifier):
+    """Solves P1: a sparse S close to a target in the norm of H."""
 
     @abstractmethod
     def prune(self, target: Tensor, prepared: Any, pattern: Pattern) -> Pruned:
         """S: (out, in) with this pattern, for a target (out, in). The target is not changed."""
-
-    def check_pattern(self, pattern: Pattern) -> None:
-        """Raise PatternError where the pruner removes whole channels, and the pattern does not."""
-        if self.whole_channels and not isinstance(pattern, Structured):
-            name = type(self).__name__
-            raise PatternError(f"{name} removes whole input channels, not {pattern}; use pattern structured")
 
     def cost(self, out: int, width: int) -> Cost:
         """What `prepare` and each call of `prune` take; by the rule for plug-ins that state no cost, if not said."""
@@ -99,30 +111,13 @@ class Solution:
     scaling: Scaling | None = None
 
 
-class Method(ABC):
+class Method(Sparsifier):
     """Solves the whole problem. Attributes: step: after what the history of a solution is measured, for its axis."""
 
     step: ClassVar[str] = "measurement"
 
-    @property
-    def grid(self) -> Grid | None:
-        """On which S lies, as the solutions say; None where S may hold any number."""
-        return None
-
-    @property
-    def whole_channels(self) -> bool:
-        """Whether whole input channels go, and nothing else."""
-        return False
-
-    def check(self, rank: int) -> None:  # noqa: B027 (a method may have nothing to check)
+    def check(self, rank: int) -> None:
         """Raise BudgetError where the method has no use for such a rank. Every rank will do, if not said."""
-
-    def check_pattern(self, pattern: Pattern) -> None:  # noqa: B027
-        """Raise PatternError where the method has no use for such a pattern."""
-
-    @abstractmethod
-    def prepare(self, gram: Gram) -> Any:
-        """What the method needs of the (undamped) Gram; shared by all layers with the same input."""
 
     @abstractmethod
     def solve(self, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, generator: torch.Generator) -> Solution:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from hasslefree.compress import Progress, compress
-from hasslefree.evaluation.run import evaluate_perplexity
+from hasslefree.evaluation.run import evaluate
 from hasslefree.models.load import load_model
 from hasslefree.recipe.recipe import Recipe
+from hasslefree.run.compress import Progress, compress
 
 FOLDER = Path(__file__).parent
 MODEL = FOLDER / "model"
@@ -82,6 +82,6 @@ def demo_table(rows: list[DemoRow]) -> Table:
 
 def held_out_perplexity(model: Path) -> float:
     """Perplexity a token of a model folder on the text that the demo model never saw."""
-    results = evaluate_perplexity(str(model), [str(HELD_OUT)], SEQLEN, batch=16, dtype="float32")
+    results = evaluate(str(model), [str(HELD_OUT)], seqlen=SEQLEN, batch=16, dtype="float32")
     value: float = results["perplexity"][str(HELD_OUT)]["perplexity"]
     return value

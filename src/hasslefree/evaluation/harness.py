@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hasslefree.errors import OutputError, option
 from hasslefree.evaluation.fingerprint import fingerprint
 from hasslefree.evaluation.tasks import harness_tasks
-from hasslefree.record import versions
+from hasslefree.folder.record import versions
 
 # The log-softmax of a bfloat16 model is taken in float32, as for the perplexity: in bfloat16 sums of log-likelihoods
 # are so coarse that choices tie.

@@ -13,9 +13,9 @@ import torch
 from hasslefree.evaluation.harness import evaluate_tasks
 from hasslefree.evaluation.perplexity import perplexity
 from hasslefree.evaluation.tasks import check_tasks
+from hasslefree.folder.record import versions
 from hasslefree.models.load import load_model, load_tokenizer, resolve_seqlen
-from hasslefree.record import versions
-from hasslefree.texts import check_text, evaluation_protocol, evaluation_text
+from hasslefree.models.texts import check_text, evaluation_protocol, evaluation_text
 
 
 def evaluate(
@@ -79,19 +79,6 @@ def evaluate(
         if keep is not None:
             keep(results)
     return results
-
-
-def evaluate_perplexity(
-    model: str,
-    texts: Sequence[str],
-    seqlen: int | None = None,
-    max_tokens: int | None = None,
-    batch: int = 1,
-    dtype: str = "auto",
-    device: str | None = None,
-) -> dict[str, Any]:
-    """`evaluate` for texts alone."""
-    return evaluate(model, texts, seqlen=seqlen, max_tokens=max_tokens, batch=batch, dtype=dtype, device=device)
 
 
 def text_perplexity(

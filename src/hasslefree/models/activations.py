@@ -12,13 +12,13 @@ from torch import Tensor
 
 from hasslefree.errors import OutputError, UnknownNameError, option
 
-PLACES = ("device", "cpu", "disk")
+STORAGES = ("device", "cpu", "disk")
 
 
-def check_place(place: str) -> None:
-    """Raise an UnknownNameError where there is no such place."""
-    if place not in PLACES:
-        raise UnknownNameError("place of activations", place, PLACES)
+def check_storage(storage: str) -> None:
+    """Raise an UnknownNameError where there is no such storage."""
+    if storage not in STORAGES:
+        raise UnknownNameError("storage of activations", storage, STORAGES)
 
 
 class Activations:
@@ -26,29 +26,31 @@ class Activations:
 
     Args:
         shape: (samples, tokens, width). device: where segments are handed out.
-        place: "device", "cpu" (RAM), or "disk": a file without a name in `folder`, mapped into memory, which is gone
+        storage: "device", "cpu" (RAM), or "disk": a file without a name in `folder`, mapped into memory, which is gone
             with the process.
 
     Raises:
         OutputError: the disk has no room.
     """
 
-    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, place: str, folder: Path):
-        self.device, self.place, self.folder = device, place, folder
-        if place == "disk" and shape[0]:
+    def __init__(
+        self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, storage: str, folder: Path
+    ):
+        self.device, self.storage, self.folder = device, storage, folder
+        if storage == "disk" and shape[0]:
             self.states = _in_file(shape, dtype, folder)
         else:
-            self.states = torch.empty(shape, dtype=dtype, device=device if place == "device" else "cpu")
+            self.states = torch.empty(shape, dtype=dtype, device=device if storage == "device" else "cpu")
 
     def first(self, count: int) -> Activations:
-        """The states of the first so many segments, in a place of their own of the same kind."""
+        """The states of the first `count` segments, in storage of their own, of the same kind."""
         shape = (count, self.states.shape[1], self.states.shape[2])
-        other = Activations(shape, self.states.dtype, self.device, self.place, self.folder)
+        other = Activations(shape, self.states.dtype, self.device, self.storage, self.folder)
         other.states.copy_(self.states[:count])
         return other
 
     def copy(self) -> Activations:
-        """All states, in a place of their own of the same kind."""
+        """All states, in storage of their own, of the same kind."""
         return self.first(len(self))
 
     def __len__(self) -> int:

@@ -9,16 +9,15 @@ from contextlib import contextmanager, suppress
 from weakref import WeakKeyDictionary
 
 import torch
-from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import Blocks
-from hasslefree.models.linear import SparseLowRankLinear
+from hasslefree.packed.linear import SparseLowRankLinear
 
 # All modules of a part of a model, as it is when this is called.
-Part = Callable[[], Iterable[nn.Module]]
+Modules = Callable[[], Iterable[nn.Module]]
 
 
 class Weights:
@@ -55,6 +54,8 @@ class Weights:
             self._tied[tied] = parameter
         self.streamed = bool(self._stored)
         if self.streamed:
+            from accelerate.hooks import remove_hook_from_module
+
             remove_hook_from_module(model, recurse=True)
             for module in model.modules():
                 # What accelerate puts back is a bound method: a cycle, that would keep a replaced layer's weight.
@@ -64,7 +65,7 @@ class Weights:
                     setattr(module, name, buffer.to(device))
 
     @contextmanager
-    def present(self, part: Part) -> Iterator[None]:
+    def present(self, part: Modules) -> Iterator[None]:
         """Within it, the parameters of a part of the model are on the device.
 
         Afterwards they are in no memory, and neither are the compressed layers that came into the part meanwhile.
@@ -117,7 +118,7 @@ def trim() -> None:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def outside(model: nn.Module, blocks: Blocks) -> Part:
+def outside(model: nn.Module, blocks: Blocks) -> Modules:
     """All modules but the blocks and what is in them: embeddings, the last norm, the output head."""
     inside = {module for block in blocks.modules for module in block.modules()}
     return lambda: (module for module in model.modules() if module not in inside)

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
-from hasslefree.models.calibration import first_hidden_states, run_block
 from hasslefree.models.calls import BlockCall, Look, block_calls
+from hasslefree.models.moments import first_hidden_states, run_block
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights, outside
 

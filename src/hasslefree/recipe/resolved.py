@@ -11,11 +11,11 @@ from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.protocols import Method
 from hasslefree.errors import HasslefreeError, Problem, RecipeError
-from hasslefree.methods import METHODS, build_method
-from hasslefree.methods.prune import Prune
-from hasslefree.pruners import PRUNERS
+from hasslefree.models.texts import check_text
 from hasslefree.recipe.recipe import Recipe, declaration
-from hasslefree.texts import check_text
+from hasslefree.solve.methods import METHODS, build_method
+from hasslefree.solve.methods.prune import Prune
+from hasslefree.solve.pruners import PRUNERS
 
 # What each effort decides where the recipe does not. The rounds are those of `joint`.
 EFFORTS: dict[str, dict[str, Any]] = {

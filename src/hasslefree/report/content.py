@@ -13,14 +13,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hasslefree.checkpoints.headers import Stored, read_headers, read_json, weight_files
-from hasslefree.checkpoints.inspect import FolderSize, inspect_folder
-from hasslefree.command import command_of
 from hasslefree.core.factors import CodedRows
 from hasslefree.core.protocols import Method
 from hasslefree.errors import CheckpointError
-from hasslefree.methods import METHODS
-from hasslefree.record import Report
+from hasslefree.folder.headers import Stored, read_headers, read_json, weight_files
+from hasslefree.folder.inspect import FolderSize, inspect_folder
+from hasslefree.folder.record import Record
+from hasslefree.folder.repeat import command_of
+from hasslefree.solve.methods import METHODS
 from hasslefree.validation import Count, Figure, InvalidError, validated
 
 # What `evaluate` writes is looked for under these names in a folder.
@@ -87,7 +87,7 @@ class Run:
     """
 
     name: str
-    record: Report
+    record: Record
     sizes: FolderSize
     spectra: dict[str, tuple[float, ...]]
     evaluation: Evaluation
@@ -154,7 +154,7 @@ def read_run(folder: Path, name: str, evaluation: Evaluation) -> Run:
     sizes = inspect_folder(folder)
     try:
         text = (folder / "compression.json").read_text(encoding="utf-8")
-        record = Report.from_json(text)
+        record = Record.from_json(text)
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{folder} has no readable compression.json ({error}); compress the model anew") from None
     except CheckpointError as error:
@@ -182,7 +182,7 @@ def seconds_file(folder: Path) -> Path:
     return folder.resolve().with_name(f"{folder.resolve().name}.seconds.json")
 
 
-def write_seconds(folder: Path, report: Report) -> None:
+def write_seconds(folder: Path, report: Record) -> None:
     """Keep how long a compression took, for the folder that it wrote."""
     times = {layer.name: round(layer.seconds, 3) for layer in report.layers}
     digest = hashlib.sha256((folder / "compression.json").read_bytes()).hexdigest()

@@ -13,9 +13,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hasslefree.record import LayerReport, Report
+from hasslefree.folder.record import LayerRecord, Record
 from hasslefree.report.content import Content, Run
-from hasslefree.report.grid import error_range, grid_of
+from hasslefree.report.layer_map import error_range, layer_map
 
 # Without these, an SVG has the time and random names in it.
 _REPEATABLE: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}}
@@ -47,9 +47,9 @@ def write_figures(content: Content, folder: Path) -> list[Path]:
     return paths
 
 
-def heat_map(report: Report) -> Figure:
+def heat_map(report: Record) -> Figure:
     """The relative error of every layer: blocks down, kinds across, the colour on a logarithmic scale."""
-    grid = grid_of(report.layers)
+    grid = layer_map(report.layers)
     least, most = error_range(report.layers)
     figure, axes = _figure(1.8 + 0.75 * len(grid.kinds), 1.4 + 0.28 * len(grid.blocks))
     # A colour bar needs a range.
@@ -64,7 +64,7 @@ def heat_map(report: Report) -> Figure:
     return figure
 
 
-def _error(layer: LayerReport | None) -> float:
+def _error(layer: LayerRecord | None) -> float:
     return float("nan") if layer is None else layer.relative_error
 
 
@@ -86,9 +86,9 @@ def spectra(run: Run) -> Figure:
     return figure
 
 
-def _lines_by_kind(axes: Axes, layers: Iterable[LayerReport], values: Callable[[LayerReport], Sequence[float]]) -> None:
+def _lines_by_kind(axes: Axes, layers: Iterable[LayerRecord], values: Callable[[LayerRecord], Sequence[float]]) -> None:
     """A thin line for each layer, in the colour of its kind."""
-    grid, colours = grid_of(layers), matplotlib.rcParams["axes.prop_cycle"].by_key()["color"]
+    grid, colours = layer_map(layers), matplotlib.rcParams["axes.prop_cycle"].by_key()["color"]
     for (_, kind), layer in grid.cells.items():
         found = values(layer)
         colour = colours[grid.kinds.index(kind) % len(colours)]
@@ -100,7 +100,7 @@ def _lines_by_kind(axes: Axes, layers: Iterable[LayerReport], values: Callable[[
     axes.grid(alpha=0.3)
 
 
-def parameter_bars(report: Report) -> Figure:
+def parameter_bars(report: Record) -> Figure:
     """What each layer keeps, in per cent of its parameters: the non-zeros of S, and the factors of L on top."""
     figure, axes = _figure(max(5.0, min(14.0, 2 + 0.1 * len(report.layers))), 3.5)
     places, sparse, low_rank = range(len(report.layers)), *shares(report.layers)
@@ -111,7 +111,7 @@ def parameter_bars(report: Report) -> Figure:
     return figure
 
 
-def shares(layers: Iterable[LayerReport]) -> tuple[list[float], list[float]]:
+def shares(layers: Iterable[LayerRecord]) -> tuple[list[float], list[float]]:
     """The non-zeros of S and the entries of both factors of each layer, in per cent of out × in."""
     found = [
         (spec.nonzeros, spec.parameters - spec.nonzeros, spec.dense_parameters) for spec in (x.spec for x in layers)
@@ -119,9 +119,9 @@ def shares(layers: Iterable[LayerReport]) -> tuple[list[float], list[float]]:
     return [100 * kept / dense for kept, _, dense in found], [100 * rest / dense for _, rest, dense in found]
 
 
-def block_means(layers: Iterable[LayerReport]) -> dict[int, float]:
+def block_means(layers: Iterable[LayerRecord]) -> dict[int, float]:
     """The mean relative error of each block."""
-    grid = grid_of(layers)
+    grid = layer_map(layers)
     found: dict[int, list[float]] = {block: [] for block in grid.blocks}
     for (block, _), layer in grid.cells.items():
         found[block].append(layer.relative_error)

@@ -10,10 +10,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hasslefree.record import LayerReport
+from hasslefree.folder.record import LayerRecord
 from hasslefree.report.content import Content, Evaluation, Run
 from hasslefree.report.figures import block_means, shares
-from hasslefree.report.grid import error_range, grid_of, place, shade
+from hasslefree.report.layer_map import error_range, layer_map, place, shade
+from hasslefree.units import duration, size
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -31,7 +32,7 @@ def render(content: Content) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "error": error_text, "size": size_text, "duration": duration}
+    environment.filters |= {"percent": percent, "error": error_text, "size": size, "duration": duration}
     environment.filters |= {"layer": layer_text, "leaf": lambda path: Path(path).name or path}
     layers = [layer for run in content.runs for layer in run.record.layers]
     texts = [text for found in evaluations(content) for text in found.perplexity]
@@ -40,7 +41,7 @@ def render(content: Content) -> str:
     return environment.get_template("page.html").render(
         content=content,
         runs=content.runs,
-        grids=[grid_of(run.record.layers) for run in content.runs],
+        grids=[layer_map(run.record.layers) for run in content.runs],
         shade=lambda layer: round(shade(layer.relative_error, least, most), 3),
         ink=lambda layer: ink(shade(layer.relative_error, least, most)),
         least=least,
@@ -82,7 +83,7 @@ def page_data(content: Content) -> dict[str, Any]:
 
 def run_data(run: Run, most: int) -> dict[str, Any]:
     """One run. most: points of a curve."""
-    grid, (sparse, low_rank) = grid_of(run.record.layers), shares(run.record.layers)
+    grid, (sparse, low_rank) = layer_map(run.record.layers), shares(run.record.layers)
     kinds = {layer.name: kind for (_, kind), layer in grid.cells.items()}
     layers = [layer_data(run, layer, kinds[layer.name], most) for layer in run.record.layers]
     means = block_means(run.record.layers)
@@ -95,7 +96,7 @@ def run_data(run: Run, most: int) -> dict[str, Any]:
     }
 
 
-def layer_data(run: Run, layer: LayerReport, kind: str, most: int) -> dict[str, Any]:
+def layer_data(run: Run, layer: LayerRecord, kind: str, most: int) -> dict[str, Any]:
     values = run.spectra.get(layer.name, ())
     return {
         "name": layer.name,
@@ -156,14 +157,3 @@ def layer_text(name: str) -> str:
     """A layer by its block and the last part of its name."""
     block, kind = place(name)
     return f"block {block}, {kind.rpartition('.')[2]}"
-
-
-def size_text(number: int) -> str:
-    """Bytes in words."""
-    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
-
-
-def duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hasslefree.compress import draw, open_model
 from hasslefree.core.gram import Gram
-from hasslefree.decompose import solve_layer
 from hasslefree.errors import ModelError
-from hasslefree.methods import build_method
 from hasslefree.models.blocks import Blocks, find_blocks
-from hasslefree.models.calibration import gather, groups_by_input
 from hasslefree.models.load import resolve_device
+from hasslefree.models.moments import gather, groups_by_input
 from hasslefree.models.sites import Site
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
-from hasslefree.plan import make_plan
+from hasslefree.recipe.plan import make_plan
 from hasslefree.recipe.recipe import Recipe
-from hasslefree.report.grid import short_names
+from hasslefree.report.layer_map import short_names
+from hasslefree.run.compress import draw, open_model
+from hasslefree.solve.decompose import solve_layer
+from hasslefree.solve.methods import build_method
 
 # What the figure compares, as `build_method` takes it.
 COMPARED: dict[str, dict[str, Any]] = {

@@ -8,8 +8,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from hasslefree.footprint import Footprint, duration, size
-from hasslefree.reproduction.plan import Job
+from hasslefree.reproduction.jobs import Job
+from hasslefree.run.estimate import Footprint
+from hasslefree.units import duration, size
 
 
 def cost_table(jobs: Sequence[tuple[Job, Footprint | None]], done: Iterable[str], rate: float, keep: bool) -> Table:

@@ -1,0 +1,1 @@
+"""Folders for readers that do not know hasslefree."""

@@ -1,0 +1,51 @@
+"""A compressed model as a plain one again: the model's own layers, with weights that any reader of it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hasslefree.models.sites import find_sites
+from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
+
+
+def summed(layer: SparseLowRankLinear) -> Tensor:
+    """S + u v: (out, in), summed in float32 at least and rounded once to the layer's dtype."""
+    sparse = layer.unpacked().detach()
+    if (factors := layer.factors()) is None:
+        return sparse
+    wide = torch.promote_types(sparse.dtype, torch.float32)
+    u, v = (factor.detach().to(wide) for factor in factors)
+    return torch.addmm(sparse.to(wide), u, v).to(sparse.dtype)
+
+
+def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear], Tensor]) -> None:
+    """Put the model's own layer in the place of every compressed one, and forget that there were any.
+
+    One layer at a time, in place: beside the model, one dense weight is in memory.
+
+    Args:
+        weight_of: the (out, in) weight that the own layer gets.
+    """
+    quantizer: Any = model.hf_quantizer
+    quantizer.remove_quantization_config(model)
+    with torch.device("meta"):
+        original = AutoModelForCausalLM.from_config(model.config)
+    sites = find_sites(original)
+    for name, layer in compressed_layers(model).items():
+        site = sites[name]
+        site.set_weight(weight_of(layer).detach(), layer.bias)
+        site.module.train(model.training)
+        site.under(model).put_back()
+
+
+def write_dense(model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str) -> dict[str, Path]:
+    """Write the model, which is changed in place, with S + u v as its weights; gives the folder by its kind."""
+    make_plain(model, summed)
+    model.save_pretrained(part, max_shard_size=max_shard_size)
+    return {"dense": part}

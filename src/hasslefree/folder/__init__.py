@@ -1,0 +1,1 @@
+"""A compressed model on disk: written, resumed, checked, described and loaded."""

@@ -1,0 +1,125 @@
+"""What a compressed folder holds and what it weighs, from config.json and the headers of the weight files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from hasslefree.errors import CheckpointError
+from hasslefree.folder.entries import QUANT_METHOD, Entry, check_version, read_entries
+from hasslefree.folder.headers import ELEMENT_BYTES, Stored, read_headers, read_json, weight_files
+from hasslefree.folder.verify import check_layers
+from hasslefree.packed.spec import LayerSpec
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """One compressed layer.
+
+    Args:
+        dtype: of the values, or of the grid's scales. bytes: of all its tensors. dense_bytes: of the layer as it was,
+            in the same dtype.
+    """
+
+    name: str
+    spec: LayerSpec
+    dtype: str
+    bytes: int
+    dense_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: the fields of the spec lie among the others, its grid in words."""
+        grid = str(self.spec.grid) if self.spec.grid else None
+        rest = {"dtype": self.dtype, "bytes": self.bytes, "dense_bytes": self.dense_bytes}
+        return {"name": self.name, **vars(self.spec), **rest, "grid": grid}
+
+
+@dataclass(frozen=True)
+class FolderSize:
+    """A compressed folder. other_bytes: of the tensors that are part of no compressed layer."""
+
+    folder: str
+    version: int
+    layers: tuple[LayerSize, ...]
+    other_bytes: int
+
+    @property
+    def layer_bytes(self) -> int:
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def layer_dense_bytes(self) -> int:
+        return sum(layer.dense_bytes for layer in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "folder": self.folder,
+            "version": self.version,
+            "layers": [layer.to_dict() for layer in self.layers],
+            "other_bytes": self.other_bytes,
+            "layer_bytes": self.layer_bytes,
+            "layer_dense_bytes": self.layer_dense_bytes,
+            "bytes": self.layer_bytes + self.other_bytes,
+            "dense_bytes": self.layer_dense_bytes + self.other_bytes,
+        }
+
+
+def inspect_folder(folder: Path) -> FolderSize:
+    """Read config.json and the headers, and check one against the other; no weight is read.
+
+    Raises:
+        CheckpointError: no local folder, a model that is not compressed, or files that are not as config.json says.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"there is no folder {folder}; a model of the hub has to be downloaded first (hf download)"
+        )
+    config = read_json(folder / "config.json").get("quantization_config")
+    if not isinstance(config, dict) or config.get("quant_method") != QUANT_METHOD:
+        raise CheckpointError(f"{folder} holds no compressed model; give a folder that `hasslefree compress` wrote")
+    check_version(config.get("version"), config.get("layout"))
+    entries, stored = read_entries(config.get("modules")), read_headers(weight_files(folder))
+    check_layers(entries, {name for name in entries if f"{name}.bias" in stored}, stored)
+    layers = tuple(_layer_size(name, entries[name], stored) for name in sorted(entries, key=_by_number))
+    other = sum(tensor.size for tensor in stored.values()) - sum(layer.bytes for layer in layers)
+    return FolderSize(str(folder), config["version"], layers, other)
+
+
+def _layer_size(name: str, entry: Entry, stored: Mapping[str, Stored]) -> LayerSize:
+    spec, (out, width), bias = entry.spec, entry.spec.shape, f"{name}.bias" in stored
+    leaves = [*spec.tensors(), *(["bias"] if bias else [])]
+    dtype = stored[f"{name}.{'weight_scale' if spec.grid else 'values'}"].dtype
+    dense = out * (width + bias) * ELEMENT_BYTES[dtype]
+    return LayerSize(name, spec, dtype, sum(stored[f"{name}.{leaf}"].size for leaf in leaves), dense)
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """A key that puts layers.2 before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def size_table(found: FolderSize) -> Table:
+    """A line for each layer, and the totals."""
+    table = Table(title=Text(f"{found.folder}: {len(found.layers)} compressed layers"))
+    table.add_column("layer", overflow="fold")
+    for heading in ("pattern", "rank", "non-zeros", "bytes", "dense", "share"):
+        table.add_column(heading, justify="right")
+
+    def line(name: str, size: int, dense: int, pattern: str = "", rank: str = "", nonzeros: str = "") -> None:
+        share = f"{size / dense:.1%}" if dense else ""
+        table.add_row(Text(name), pattern, rank, nonzeros, f"{size:,}", f"{dense:,}", share)
+
+    for layer in found.layers:
+        spec = layer.spec
+        line(layer.name, layer.bytes, layer.dense_bytes, spec.kind, str(spec.rank), f"{spec.nonzeros:,}")
+    table.add_section()
+    nonzeros = f"{sum(layer.spec.nonzeros for layer in found.layers):,}"
+    line("compressed layers", found.layer_bytes, found.layer_dense_bytes, nonzeros=nonzeros)
+    line("the rest of the model", found.other_bytes, found.other_bytes)
+    line("all", found.layer_bytes + found.other_bytes, found.layer_dense_bytes + found.other_bytes)
+    return table

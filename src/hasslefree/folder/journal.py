@@ -1,0 +1,276 @@
+"""The folder of a compression that is under way: every finished block is in it, whole, and can be gone on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hasslefree.errors import CheckpointError, OutputError, option
+from hasslefree.folder.headers import read_json
+from hasslefree.folder.output import check_output, is_of_the_disk, open_up, put_in_place
+
+JOURNAL, BEFORE = "progress.json", "before"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A finished part of the model: what is outside the blocks, or one block.
+
+    Args:
+        file: its name. sha256: of its bytes. tensors: their names and sizes in bytes.
+        entries: those of config.json for its compressed layers. layers: their reports. matching: that of the block.
+    """
+
+    file: str
+    sha256: str
+    tensors: dict[str, int]
+    entries: dict[str, Any] = field(default_factory=dict)
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    matching: dict[str, Any] | None = None
+
+
+class Unfinished:
+    """`OUT.unfinished`, beside OUT: a lock, a journal, and in `model/` what OUT will hold.
+
+    Nothing in it is ever half there: files are written beside their place, synced, and renamed.
+    """
+
+    def __init__(self, out: Path, identity: dict[str, Any] | None, parts: list[Part]):
+        self.out, self.identity, self.parts = out, identity, parts
+        self.folder = unfinished_folder(out)
+        self.model, self.scratch = self.folder / "model", self.folder / "scratch"
+
+    @property
+    def bytes_done(self) -> int:
+        """The size of what is finished."""
+        return sum(size for part in self.parts for size in part.tensors.values())
+
+    def begin(self, identity: dict[str, Any]) -> None:
+        """Say what is being done; where something was done before, it must have been the same.
+
+        Args:
+            identity: all that the result depends on, as JSON has it.
+
+        Raises:
+            OutputError: with everything that differs.
+        """
+        if self.identity is not None and (found := list(differences(self.identity, identity))):
+            raise OutputError(
+                f"{self.folder} was begun otherwise, and cannot be gone on with: {'; '.join(found)}. Give what it was "
+                f"begun with, or {option('overwrite', True)} to begin anew"
+            )
+        self.identity = identity
+
+    def add(self, file: str, tensors: dict[str, Tensor], **rest: Any) -> None:
+        """Write one more part. rest: `entries`, `layers` and `matching` of `Part`."""
+        with room_errors(self.folder):
+            kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+            beside = self.model / f".{file}"
+            save_file(kept, beside, metadata={"format": "pt"})
+            digest = sha256(beside)
+            settle(beside, self.model / file)
+            sizes = {name: tensor.nbytes for name, tensor in kept.items()}
+            self.parts.append(Part(file, digest, sizes, **rest))
+            self._write_journal()
+
+    def read(self, part: Part) -> dict[str, Tensor]:
+        """The tensors of a part, on the CPU."""
+        return load_file(self.model / part.file)
+
+    def finish(self, fill: Callable[[Path], None]) -> None:
+        """Put the folder in the place of OUT. fill: writes what is still missing in it."""
+        with room_errors(self.folder):
+            fill(self.model)
+            write_index(self.model, self.parts)
+            open_up(self.model)
+            for path in self.model.iterdir():
+                sync(path)
+            put_in_place(self.model, self.out, self.folder / BEFORE)
+
+    def _write_journal(self) -> None:
+        content = {"identity": self.identity, "parts": [dataclasses.asdict(part) for part in self.parts]}
+        beside = self.folder / f".{JOURNAL}"
+        beside.write_text(json.dumps(content), encoding="utf-8")
+        settle(beside, self.folder / JOURNAL)
+
+
+def unfinished_folder(out: Path) -> Path:
+    return out.with_name(f"{out.name}.unfinished")
+
+
+@contextmanager
+def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]:
+    """The unfinished folder of OUT, for this process alone. Without a finished block in it, it goes at the end.
+
+    Args:
+        out: resolved. overwrite: begin anew. resume: go on from what is there, if anything is.
+
+    Raises:
+        OutputError: another process is at it; something is there, and neither was said; it cannot be written.
+        CheckpointError: a finished part is damaged.
+    """
+    folder = unfinished_folder(out)
+    with room_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with claimed(folder):
+        if (folder / BEFORE).exists() and not out.exists():  # killed between two renames
+            (folder / BEFORE).rename(out)
+        check_output(out, overwrite)
+        identity, parts = _read_journal(folder)
+        if parts and not resume and not overwrite:
+            raise OutputError(
+                f"{folder} holds the {_blocks(parts)} of a compression that did not end; {option('resume', True)} goes "
+                f"on from there, {option('overwrite', True)} begins anew"
+            )
+        if not resume:
+            identity, parts = None, []
+        found = Unfinished(out, identity, parts)
+        _sweep(found)
+        try:
+            yield found
+        finally:
+            shutil.rmtree(found.scratch, ignore_errors=True)
+            if not found.parts or not found.model.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Within it, no other process may write to the folder.
+
+    Raises:
+        OutputError: another process is writing to it.
+    """
+    lock, owner = FileLock(folder / "lock"), folder / "owner"
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        process = owner.read_text(encoding="utf-8") if owner.exists() else "unknown"
+        raise OutputError(
+            f"another compression (process {process}) is writing to {folder}; wait for it, or give another folder"
+        ) from None
+    try:
+        owner.write_text(str(os.getpid()), encoding="utf-8")
+        yield
+    finally:
+        lock.release()
+
+
+def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part]]:
+    """What was done, up to the first part whose file is not there."""
+    if not (folder / JOURNAL).exists():
+        return None, []
+    content = read_json(folder / JOURNAL)
+    parts = []
+    for entry in content["parts"]:
+        part = Part(**entry)
+        file = folder / "model" / part.file
+        if not file.exists():
+            break
+        if sha256(file) != part.sha256:
+            raise CheckpointError(
+                f"{file} is not as it was written (its SHA-256 differs): the disk or another program changed it. "
+                f"Delete it, and {option('resume', True)} does its block and those after it again"
+            )
+        parts.append(part)
+    return content["identity"], parts
+
+
+def _sweep(found: Unfinished) -> None:
+    """Remove what a killed process left half done, and all that does not count any more."""
+    known = {part.file for part in found.parts}
+    with room_errors(found.folder):
+        shutil.rmtree(found.scratch, ignore_errors=True)
+        found.scratch.mkdir()
+        found.model.mkdir(exist_ok=True)
+        for path in found.model.iterdir():
+            if path.name not in known:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if not found.parts:
+            (found.folder / JOURNAL).unlink(missing_ok=True)
+
+
+def kept(out: Path) -> str:
+    """What an interruption has left of the compression to OUT, in words."""
+    folder = unfinished_folder(out.resolve())
+    if not (folder / JOURNAL).exists():
+        return "nothing was finished"
+    done = _blocks(read_json(folder / JOURNAL)["parts"])
+    return f"{folder} holds the {done}; {option('resume', True)} goes on from there"
+
+
+def _blocks(parts: list[Any]) -> str:
+    return f"{len(parts) - 1} finished block{'' if len(parts) == 2 else 's'}"
+
+
+def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """Where two JSON values differ: the name of each field, with both values."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in before | now:
+            yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+    elif before != now:
+        yield f"{name} was {before!r} and is {now!r}"
+
+
+def write_index(folder: Path, parts: list[Part]) -> None:
+    """model.safetensors.index.json: which file holds which tensor."""
+    where = {name: part.file for part in parts for name in part.tensors}
+    total = sum(size for part in parts for size in part.tensors.values())
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def settle(beside: Path, place: Path) -> None:
+    """Give a file its place once its bytes are on the disk."""
+    sync(beside)
+    beside.rename(place)
+    sync(place.parent)
+
+
+def sync(path: Path) -> None:
+    """fsync of a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def room_errors(folder: Path) -> Iterator[None]:
+    """Errors of the disk as an OutputError."""
+    try:
+        yield
+    except OutputError:
+        raise
+    except Exception as error:
+        if is_of_the_disk(error):
+            raise OutputError(
+                f"{folder} cannot be written: {error}; finished blocks are kept. Mend it, and use "
+                f"{option('resume', True)}"
+            ) from error
+        raise
+
+
+def fingerprint(tokens: Tensor) -> str:
+    """SHA-256 of token ids, with their shape."""
+    data = tokens.to("cpu", torch.int64).contiguous().numpy().tobytes()
+    return hashlib.sha256(f"{tuple(tokens.shape)}".encode() + data).hexdigest()

@@ -1,0 +1,107 @@
+"""Teach transformers to load and save compressed folders: `from_pretrained` works after `import hasslefree`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from hasslefree.errors import CheckpointError
+from hasslefree.folder.entries import LAYOUT, QUANT_METHOD, VERSION, Entry, check_version, read_entries
+from hasslefree.folder.headers import read_headers
+from hasslefree.folder.verify import check_indices, check_layers
+from hasslefree.models.sites import Site, find_sites
+from hasslefree.packed.linear import SparseLowRankLinear, layers_without_numba
+
+logger = logging.getLogger(__name__)
+
+
+class HasslefreeConfig(QuantizationConfigMixin):
+    """The `quantization_config` entry of config.json.
+
+    Args:
+        modules: full layer name → its entry (`entries.Entry`).
+        layout: how S is stored. version: of this entry.
+    """
+
+    def __init__(self, modules: Any = None, layout: str = LAYOUT, version: int = VERSION, **_: Any):
+        check_version(version, layout)
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
+        self.modules, self.layout, self.version = modules, layout, version
+
+
+class HasslefreeQuantizer(HfQuantizer):
+    """Puts `SparseLowRankLinear` in the place of the layers that the config lists, before the weights are read."""
+
+    requires_calibration = True
+    quantization_config: HasslefreeConfig
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        entries = read_entries(self.quantization_config.modules)
+        biased = set()
+        sites = find_sites(model)
+        for name, entry in entries.items():
+            layer = empty_layer(site_named(model, sites, name), name, entry)
+            sites[name].replace(layer)
+            if layer.bias is not None:
+                biased.add(name)
+        if checkpoint_files:  # none where the caller brought a state dict
+            stored = read_headers([Path(file) for file in checkpoint_files])
+            check_layers(entries, biased, stored)
+            check_indices(entries, stored)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
+        # For transformers this forbids .half(), .float() and training; here the values are floats like any others.
+        model.is_quantized = False  # type: ignore[assignment]
+        if slow := layers_without_numba(model):
+            logger.warning(
+                "Numba is not installed: %d layers, %s the first, unpack their weights at every call, which is slow on "
+                'a CPU; pip install "hasslefree[fast]", or hasslefree.use_backend(model, "unpacked") if memory allows',
+                len(slow), slow[0],
+            )  # fmt: skip
+
+    def is_serializable(self, safe_serialization: bool | None = None) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def site_named(model: nn.Module, sites: dict[str, Site], name: str) -> Site:
+    """The site that an entry of config.json names. Raises a CheckpointError where there is none."""
+    if name in sites:
+        return sites[name]
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        raise CheckpointError(f"config.json lists {name}, which {type(model).__name__} does not have") from None
+    raise CheckpointError(f"config.json lists {name}, which is no linear layer but a {type(module).__name__}")
+
+
+def empty_layer(site: Site, name: str, entry: Entry) -> SparseLowRankLinear:
+    """The layer to load into, with the dtype and device of the one that it replaces. name: in the model."""
+    if entry.spec.shape != site.shape:
+        raise CheckpointError(
+            f"config.json says that {name} is {list(entry.spec.shape)}; the model's is {list(site.shape)}"
+        )
+    weight = site.parameter
+    return SparseLowRankLinear(entry.spec, site.bias is not None, weight.dtype, weight.device)
+
+
+def register() -> None:
+    """Make the quantizer known to transformers. Calling it again does nothing."""
+    if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(QUANT_METHOD)(HasslefreeQuantizer)
+        register_quantization_config(QUANT_METHOD)(HasslefreeConfig)

@@ -1,0 +1,189 @@
+"""What a compression did: per layer and in total, as JSON and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from hasslefree.core.protocols import Decomposition
+from hasslefree.errors import CheckpointError
+from hasslefree.packed.spec import LayerSpec
+from hasslefree.validation import Count, Figure, validated
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One compressed layer.
+
+    Args:
+        name: in the model. spec: what it became; its `nonzeros` are the entries of S that are not zero.
+        relative_error: with the undamped Gram, after the cast to the dtype of the model; and before it.
+        bytes, dense_bytes: of its weight as stored, and before.
+        seconds: of the decomposition, its share of the factorisation included.
+        history: the method's objective, as often as it measures it, or estimates it.
+        remarks: what is out of the ordinary, a sentence each.
+    """
+
+    name: str
+    spec: LayerSpec
+    relative_error: Figure
+    relative_error_before_cast: Figure
+    seconds: Figure
+    history: tuple[Figure, ...] = ()
+    remarks: tuple[str, ...] = ()
+    bytes: Count = 0
+    dense_bytes: Count = 0
+
+    @classmethod
+    def of(cls, name: str, spec: LayerSpec, result: Decomposition, seconds: float, stored: int) -> LayerRecord:
+        """The report of a decomposition. spec: of the stored layer. stored: the bytes that it takes."""
+        return cls(
+            name=name,
+            spec=dataclasses.replace(spec, nonzeros=int(result.sparse.count_nonzero())),
+            relative_error=result.relative_error,
+            relative_error_before_cast=result.relative_error_before_cast,
+            seconds=seconds,
+            history=result.history,
+            remarks=result.remarks,
+            bytes=stored,
+            dense_bytes=result.sparse.nbytes,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: the fields of the spec lie among the others, its shape as `out` and `width`."""
+        rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        name, spec = rest.pop("name"), rest.pop("spec").to_dict()
+        out, width = spec.pop("shape")
+        return {"name": name, "out": out, "width": width, **spec, **rest}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> LayerRecord:
+        """What `to_dict` made, read back from JSON; without seconds where it has none.
+
+        Raises:
+            InvalidError: a field is missing or of another type. KeyError: the shape is missing.
+        """
+        spec = content | {"shape": [content["out"], content["width"]]}
+        return validated(cls, {"seconds": 0.0, **content, "spec": spec})
+
+
+@dataclass(frozen=True)
+class Record:
+    """A whole compression.
+
+    Args:
+        recipe: its fields. method: with every hyper-parameter that was in force. versions: of the libraries.
+        seqlen: as resolved for the model. tokens: of the calibration text.
+        matching: for each block that was matched, its name and error before and after.
+        own_segments: the calibration tokens were given, and not drawn from the text that the recipe names.
+    """
+
+    model: str
+    recipe: dict[str, Any]
+    method: str
+    versions: dict[str, str]
+    device: str
+    dtype: str
+    seqlen: Count
+    tokens: Count
+    seconds: Figure
+    layers: tuple[LayerRecord, ...]
+    matching: tuple[dict[str, Any], ...] = ()
+    own_segments: bool = False
+
+    @property
+    def mean_relative_error(self) -> float:
+        return sum(layer.relative_error for layer in self.layers) / len(self.layers)
+
+    @property
+    def dense_parameters(self) -> int:
+        return sum(layer.spec.dense_parameters for layer in self.layers)
+
+    @property
+    def kept_parameters(self) -> int:
+        return sum(layer.spec.parameters for layer in self.layers)
+
+    @property
+    def kept_share(self) -> float:
+        return self.kept_parameters / self.dense_parameters
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(layer.dense_bytes for layer in self.layers)
+
+    def to_json(self) -> str:
+        """compression.json: all but the seconds, so that the same recipe, model and machine give the same bytes."""
+        content = dataclasses.asdict(dataclasses.replace(self, layers=())) | {
+            "layers": [layer.to_dict() for layer in self.layers],
+            "mean_relative_error": self.mean_relative_error,
+            "dense_parameters": self.dense_parameters,
+            "kept_parameters": self.kept_parameters,
+            "stored_bytes": self.stored_bytes,
+            "dense_bytes": self.dense_bytes,
+        }
+        for timed in (content, *content["layers"]):
+            del timed["seconds"]
+        return json.dumps(content, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Record:
+        """What `to_json` wrote, all seconds 0.
+
+        Raises:
+            CheckpointError: it is not JSON, or a field is missing or of another type.
+        """
+        try:
+            content = json.loads(text)
+            layers = tuple(LayerRecord.from_dict(layer) for layer in content["layers"])
+            found = validated(cls, content | {"seconds": 0.0, "layers": []})
+        except (ValueError, TypeError, KeyError) as error:
+            cause = f"no {error}" if isinstance(error, KeyError) else error
+            raise CheckpointError(f"compression.json is not as this hasslefree writes it ({cause})") from None
+        if not layers:
+            raise CheckpointError("compression.json lists no layer")
+        return dataclasses.replace(found, layers=layers)
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that a figure depends on."""
+    return {package: importlib.metadata.version(package) for package in ("hasslefree", "torch", "transformers")}
+
+
+def summary_table(report: Record) -> Table:
+    """One line for each kind of layer (q_proj, down_proj, …): how many, the mean and the worst error, seconds."""
+    title = f"{report.model}: {len(report.layers)} layers, {report.kept_share:.1%} of their parameters kept"
+    table = Table(title=Text(title))
+    table.add_column("layer")
+    for heading in ("count", "rank", "mean relative error", "worst", "seconds"):
+        table.add_column(heading, justify="right")
+    kinds: dict[str, list[LayerRecord]] = {}
+    for layer in report.layers:
+        kinds.setdefault(layer.name.rpartition(".")[2], []).append(layer)
+    for kind, layers in kinds.items():
+        errors = [layer.relative_error for layer in layers]
+        ranks = sorted({layer.spec.rank for layer in layers})
+        table.add_row(
+            kind,
+            str(len(layers)),
+            str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}",
+            f"{sum(errors) / len(errors):.5f}",
+            f"{max(errors):.5f}",
+            f"{sum(layer.seconds for layer in layers):.1f}",
+        )
+    table.add_section()
+    seconds = sum(layer.seconds for layer in report.layers)
+    worst = max(layer.relative_error for layer in report.layers)
+    table.add_row(
+        "all", str(len(report.layers)), "", f"{report.mean_relative_error:.5f}", f"{worst:.5f}", f"{seconds:.1f}"
+    )
+    return table

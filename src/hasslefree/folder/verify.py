@@ -1,0 +1,78 @@
+"""Compare a folder's files with what its config.json says, before any weight is read."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+
+from hasslefree.errors import CheckpointError, PatternError
+from hasslefree.folder.entries import Entry
+from hasslefree.folder.headers import Stored
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+INTEGERS = {"positions": "U8", "mask": "U8", "columns": "I32", "weight_packed": "I32", "weight_zero_point": "I32"}
+CODED_FACTORS = {"low_rank_u": "I8", "low_rank_v": "I8"}
+
+
+def check_layers(entries: Mapping[str, Entry], biased: set[str], stored: Mapping[str, Stored]) -> None:
+    """Compare names, shapes and dtypes of the tensors of every compressed layer.
+
+    Args:
+        biased: the layers that have a bias. stored: all tensors of the files.
+
+    Raises:
+        CheckpointError: with the file and the tensor.
+    """
+    held: dict[str, set[str]] = {}
+    for name in stored:
+        layer, _, leaf = name.rpartition(".")
+        held.setdefault(layer, set()).add(leaf)
+    for name, entry in entries.items():
+        spec, found = entry.spec, held.get(name, set())
+        shapes = {leaf: shape for leaf, (shape, _) in spec.tensors().items()}
+        shapes |= {"bias": (spec.shape[0],)} if name in biased else {}
+        integers = INTEGERS | (CODED_FACTORS if spec.factor_bits else {})
+        if missing := [f"{name}.{leaf}" for leaf in shapes if leaf not in found]:
+            files = ", ".join(sorted({str(tensor.file) for tensor in stored.values()}))
+            raise CheckpointError(f"no {', '.join(missing)} in {files}: it is not complete; get it anew")
+        for leaf in sorted(found):
+            _check_tensor(f"{name}.{leaf}", stored[f"{name}.{leaf}"], shapes.get(leaf), integers.get(leaf))
+
+
+def _check_tensor(name: str, tensor: Stored, shape: tuple[int, ...] | None, integer: str | None) -> None:
+    """shape: what config.json makes it; None for a tensor that the layer does not have. integer: None for a float."""
+    if shape is None:
+        raise CheckpointError(f"{tensor.file} holds {name}, which is no part of the layer that config.json describes")
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{tensor.file}: {name} is {list(tensor.shape)}, and {list(shape)} by config.json; get both anew"
+        )
+    if tensor.dtype != integer if integer else tensor.dtype not in FLOATS:
+        raise CheckpointError(f"{tensor.file}: {name} is {tensor.dtype}, not {integer or 'a float'}; get it anew")
+
+
+def check_indices(entries: Mapping[str, Entry], stored: Mapping[str, Stored]) -> None:
+    """Compare the bytes of every index tensor with its CRC-32, and its codes with its pattern.
+
+    Raises:
+        CheckpointError: with the file and the tensor.
+    """
+    for name, entry in entries.items():
+        spec, layout, (out, width) = entry.spec, entry.spec.storage.layout, entry.spec.shape
+        tensor = stored[f"{name}.{layout.index}"]
+        data = tensor.read()
+        where = f"{tensor.file}: {name}.{layout.index}"
+        if (found := zlib.crc32(data)) != entry.crc32:
+            raise CheckpointError(
+                f"{where} is damaged: its CRC-32 is {found:08x}, and {entry.crc32:08x} by config.json; get it anew"
+            )
+        shape = layout.shapes(out, width, spec.nonzeros)[layout.index]
+        index = torch.empty(shape, dtype=layout.index_dtype, device="cpu")
+        if data:
+            index = torch.frombuffer(bytearray(data), dtype=layout.index_dtype).view(shape)
+        try:
+            layout.validate(index, width, spec.nonzeros)
+        except PatternError as error:
+            raise CheckpointError(f"{where} was not written by a sound writer: {error}") from None

@@ -1,0 +1,1 @@
+"""What is done between the layers and the model: targets, matching, allocation."""

@@ -1,0 +1,152 @@
+"""A plan that is not uniform: what each layer of the dense model has to lose decides its share of one budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hasslefree.core.gram import Gram
+from hasslefree.core.patterns import Unstructured
+from hasslefree.levers.ladders import Ladder, climb, rank_gains
+from hasslefree.levers.owl import outlier_share, owl_ratios
+from hasslefree.levers.sensitivity import sensitivities
+from hasslefree.models.activations import Activations
+from hasslefree.models.distributed import World
+from hasslefree.models.moments import gather, groups_by_input
+from hasslefree.models.sites import find_sites
+from hasslefree.models.walk import Visit, Walk
+from hasslefree.recipe.plan import LayerPlan, Plan, plan_block
+from hasslefree.recipe.resolved import Resolved
+
+# A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
+LEAST, MOST = 0.5, 2.0
+# Non-zeros move in so many steps between the two.
+STEPS = 256
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a layer may become: at least `rank` and `count` non-zeros (None: as the pattern has it), and then more.
+
+    Args:
+        ranks: a ladder of single ranks. entries: one of `step` non-zeros at a time, where the pattern counts them.
+    """
+
+    plan: LayerPlan
+    rank: int
+    ranks: Ladder
+    count: int | None = None
+    entries: Ladder | None = None
+    step: int = 0
+
+    @property
+    def ladders(self) -> list[Ladder]:
+        return [self.ranks] if self.entries is None else [self.ranks, self.entries]
+
+    def weighed(self, sensitivity: float) -> Choice:
+        """The same with each step winning its share of a sensitivity."""
+        entries = None if self.entries is None else self.entries.weighed(sensitivity)
+        return dataclasses.replace(self, ranks=self.ranks.weighed(sensitivity), entries=entries)
+
+    def taken(self, ranks: int, steps: int = 0) -> LayerPlan:
+        """The plan with so many steps on each ladder."""
+        pattern = self.plan.pattern if self.count is None else Unstructured(self.count + steps * self.step)
+        spec, rank = self.plan.spec, self.rank + ranks
+        return LayerPlan.of(spec.shape, pattern, rank, self.plan.dtype, spec.grid, spec.factor_bits)
+
+
+def allocated(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Plan:
+    """The plan that the recipe's `allocate` asks for, from the dense model on the calibration text.
+
+    Args:
+        plan: the uniform one. segments: of this process.
+    """
+    if resolved.allocate == "owl":
+        return by_outliers(walk, plan, resolved, segments, world)
+    return by_sensitivity(walk, plan, segments, world)
+
+
+def by_outliers(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Plan:
+    """OWL (arXiv 2310.05175): every block has a ratio, or a sparsity, of its own, around the recipe's."""
+    hidden = walk.entering(segments)
+    shares = [outliers_of(visit, plan[visit.index], hidden, world) for visit in walk.visits(hidden)]
+    sizes = [sum(layer.spec.dense_parameters for layer in plans.values()) for plans in plan]
+    budget = resolved.budget
+    field = "sparsity" if budget.ratio is None else "ratio"
+    moved: list[dict[str, Any]] = [{field: ratio} for ratio in owl_ratios(shares, getattr(budget, field), sizes=sizes)]
+    planned = []
+    for index, (plans, change) in enumerate(zip(plan, moved, strict=True)):
+        sites = find_sites(walk.blocks.modules[index])
+        chosen = {name: sites[name] for name in plans}
+        planned.append(plan_block(walk.blocks, index, chosen, resolved, dataclasses.replace(budget, **change)))
+    return planned
+
+
+def outliers_of(visit: Visit, plans: Mapping[str, LayerPlan], hidden: Activations, world: World) -> float:
+    """The share of outliers in the planned layers of a block. hidden: what enters it."""
+    layers, sites = [], visit.sites(list(plans))
+    for group in groups_by_input(visit.block, visit.call, hidden[0], plans):
+        [moments] = gather(visit.block, visit.prefix, visit.call, hidden, [group], add=world.add)
+        layers += [(sites[name].weight(), moments.gram.matrix.diagonal()) for name in group]
+    return outlier_share(layers)
+
+
+def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World) -> Plan:
+    """The bytes of the uniform plan, spent where they bring the model's predictions closest to the dense ones.
+
+    What is measured is how each layer, pruned alone by its pattern, changes the predictions (`sensitivities`). The
+    spectrum of what was pruned tells what share of that change each rank would undo; the scores of Wanda, what share
+    each non-zero.
+
+    Raises:
+        ModelError, NonFiniteError: as from `sensitivities`.
+    """
+    choices = [
+        {name: choice.weighed(sensitivity) for name, (choice, sensitivity) in layers.items()}
+        for layers in sensitivities(walk, plan, segments, world, choice_of)
+    ]
+    every = [choice for block in choices for choice in block.values()]
+    budget = sum(layer.bytes for plans in plan for layer in plans.values())
+    ladders = [ladder for choice in every for ladder in choice.ladders]
+    steps = iter(climb(ladders, budget - sum(choice.taken(0).bytes for choice in every)))
+    return [
+        {name: block[name].taken(*(next(steps) for _ in block[name].ladders)) for name in block} for block in choices
+    ]
+
+
+def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan, root: Tensor | None = None) -> Choice:
+    """What a layer may become, and what share of its sensitivity to pruning each step would undo.
+
+    Args:
+        sparse: the weight pruned. root: as for `rank_gains`.
+    """
+    spec, (out, width) = plan.spec, plan.spec.shape
+    dense = weight.to(gram.matrix.dtype)
+    one, two = (dataclasses.replace(spec, rank=rank).bytes(plan.dtype) for rank in (1, 2))
+    cost = two - one
+    # Beyond the bytes of the dense layer there is nothing to win.
+    room = spec.rank + max(plan.dense_bytes - plan.bytes, 0) // cost
+    low, high = int(LEAST * spec.rank), min(int(MOST * spec.rank), room, out, width)
+    if spec.factor_bits:
+        low = max(low, min(spec.rank, 1))  # the scales of u come with the first rank, and are no part of its cost
+    spectrum = rank_gains(dense - sparse.to(dense.dtype), gram, root)
+    ranks = Ladder(spectrum[low:high] * per_unit(spectrum), cost)
+    if not isinstance(plan.pattern, Unstructured) or spec.grid is not None:
+        return Choice(plan, low, ranks)
+    count = plan.pattern.count
+    first, last = int(LEAST * count), min(int(MOST * count), out * width)
+    step = max((last - first) // STEPS, 1)
+    scores = (dense.square() * gram.matrix.diagonal()).flatten().sort(descending=True).values.double()
+    gains = scores[first : first + (last - first) // step * step].view(-1, step).sum(1)
+    entries = Ladder(gains * per_unit(scores[count:]), step * plan.dtype.itemsize)
+    return Choice(plan, low, ranks, first, entries, step)
+
+
+def per_unit(parts: Tensor) -> float:
+    """One over the sum of parts; 0 where there are none."""
+    total = float(parts.sum())
+    return 1 / total if total > 0 else 0.0

@@ -1,0 +1,151 @@
+"""Which backend computes a product x Sᵀ. The rule is that of docs/guide/run.md, from measurement on a CPU.
+
+| backend | what | where |
+|---|---|---|
+| `dense` | S is unpacked by torch at every call, then `F.linear`; the caller's own | everywhere, with gradients |
+| `unpacked` | S is unpacked once by the caller, and takes the memory of a dense layer | everywhere, no gradients |
+| `numba` | `kernels.ops`: from the packed tensors | CPU, N:M and bitmask, no grid, no gradients |
+| `triton` | `kernels.triton`; more than 16 tokens go `dense` | CUDA, N:M stored as positions, no grid, no gradients |
+| `semi-structured` | `kernels.cuda`: torch's 2:4 tensors, converted once by the caller | CUDA of capability 8.0, 2:4 |
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasslefree.errors import KernelError, UnknownNameError
+from hasslefree.packed.kernels import ops
+from hasslefree.packed.layouts import Columns, Layout, PackedGroups
+
+# Looked up once: torch.compile cannot trace the search.
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+TRITON_TOKENS = 16
+NO_CODES = "S is stored as codes of a grid, for which there is no kernel; use dense or unpacked"
+NO_GRADIENTS = "it has no gradients; use dense, or torch.no_grad()"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a product is asked of.
+
+    Args:
+        device: "cpu" or "cuda". tokens: the rows of x. grad: whether a gradient to x or to the values is wanted.
+        quantised: whether S is stored as codes of a grid.
+    """
+
+    device: str
+    dtype: torch.dtype
+    layout: Layout
+    tokens: int
+    grad: bool
+    quantised: bool = False
+
+    @property
+    def groups(self) -> tuple[int, int] | None:
+        """N and M; None for other layouts."""
+        return (self.layout.n, self.layout.m) if isinstance(self.layout, PackedGroups) else None
+
+
+def choose(case: Case, backend: str | None = None) -> str:
+    """The name of the backend: the one asked for, or by the rule of docs/guide/run.md.
+
+    Without a wish it is `numba` where that can be, else `dense`: what was not measured is chosen by name only.
+
+    Raises:
+        UnknownNameError: no such backend. KernelError: the backend asked for is not possible, and why.
+    """
+    if backend is None:
+        return "dense" if _numba(case) else "numba"
+    if backend not in BACKENDS:
+        raise UnknownNameError("backend", backend, BACKENDS)
+    if obstacle := BACKENDS[backend](case):
+        raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
+    return "dense" if backend == "triton" and case.tokens > TRITON_TOKENS else backend
+
+
+def wants_numba(case: Case) -> bool:
+    """Whether S is unpacked at every call for no other reason than that Numba is not installed."""
+    return not HAS_NUMBA and case.device == "cpu" and not isinstance(case.layout, Columns) and not case.quantised
+
+
+def product(backend: str, x: Tensor, values: Tensor, index: Tensor, layout: Any) -> Tensor:
+    """x Sᵀ, by `numba` or `triton`. x: (..., in) → (..., out); values and index as `layout` stores S."""
+    flat = x.reshape(-1, x.shape[-1])
+    # An operator is for what traces the call; for a small layer, going through it costs as much as its product.
+    traced = torch.compiler.is_compiling() or type(x) is not Tensor
+    if backend == "triton":
+        y = ops.decode_cuda(flat, values, index, layout.n, layout.m)
+    elif isinstance(layout, PackedGroups):
+        groups = ops.linear_groups if traced else ops.groups_product
+        y = groups(flat, values, index, layout.n, layout.m)
+    else:
+        y = (ops.linear_mask if traced else ops.mask_product)(flat, values, index)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _dense(case: Case) -> str | None:
+    return None
+
+
+def _unpacked(case: Case) -> str | None:
+    return NO_GRADIENTS if case.grad else None
+
+
+def _numba(case: Case) -> str | None:
+    if case.quantised:
+        return NO_CODES
+    if not HAS_NUMBA:
+        return 'Numba is not installed; pip install "hasslefree[fast]"'
+    if case.device != "cpu":
+        return f"it runs on a CPU, and the layer is on {case.device}; use triton or dense"
+    if case.grad:
+        return NO_GRADIENTS
+    if isinstance(case.layout, Columns):
+        return "pattern structured keeps whole columns, and has no kernel; use dense"
+    if case.dtype not in (torch.float32, *HALF_DTYPES):
+        return f"it takes float32, bfloat16 and float16, not {case.dtype}; use dense"
+    return None
+
+
+def _triton(case: Case) -> str | None:
+    if case.quantised:
+        return NO_CODES
+    if not HAS_TRITON:
+        return "Triton is not installed; pip install triton"
+    if case.device != "cuda":
+        return f"it runs on CUDA, and the layer is on {case.device}; use numba or dense"
+    if case.grad:
+        return NO_GRADIENTS
+    bits = ops.position_bits(*case.groups) if case.groups else None
+    if bits is None or bits > 8:
+        return "it reads N:M stored as positions of at most 8 bits, such as 2:4; use dense"
+    return None
+
+
+def _semi_structured(case: Case) -> str | None:
+    if case.device != "cuda":
+        return f"it runs on CUDA, and the layer is on {case.device}; use numba or dense"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "it needs a GPU of compute capability 8.0; use triton or dense"
+    if case.grad:
+        return NO_GRADIENTS
+    if case.groups != (2, 4) or case.dtype not in HALF_DTYPES:
+        return "it takes 2:4 in bfloat16 or float16; use triton or dense"
+    return None
+
+
+BACKENDS: dict[str, Callable[[Case], str | None]] = {
+    "dense": _dense,
+    "unpacked": _unpacked,
+    "numba": _numba,
+    "triton": _triton,
+    "semi-structured": _semi_structured,
+}

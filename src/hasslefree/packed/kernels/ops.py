@@ -1,0 +1,252 @@
+"""y = x Sᵀ as torch operators, so that torch.compile sees one node and no graph break.
+
+On a CPU a few tokens are multiplied with the packed rows, and so are many in bfloat16 with 2:4, by tables of the
+inputs. Otherwise rows of S are unpacked from `DIRECT` on, a tile at a time into a buffer, and torch multiplies them:
+S is read packed, and a large S never stands in memory as a whole.
+
+There is no gradient: a call that needs one raises torch's error that no autograd formula was registered. `choose`
+uses the dense backend for such calls.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hasslefree.errors import KernelError, PatternError, ShapeError
+from hasslefree.packed.layouts import PackedGroups
+
+# From how many tokens on unpacking a tile once is cheaper than running through packed rows for every token. With the
+# vectors of `cpu.WIDE`, 2:4 halves the products as well, and float32 is never unpacked.
+DIRECT_2_4 = {torch.float32: math.inf, torch.bfloat16: 33}
+DIRECT_2_4_SCALAR = {torch.float32: 2, torch.bfloat16: 2}
+DIRECT = {torch.float32: 6, torch.bfloat16: 6}
+# Tokens that run through the packed rows of 2:4 together: their inputs stay in the second level of the cache.
+TOGETHER = 32
+# A tile that stays in the cache, and the rows that a product needs to be fast.
+TILE_BYTES, LEAST_ROWS = 4 << 20, 256
+# The rows of a tile that runs through tables: its sums stay in the second level of the cache.
+MOST_ROWS = 1024
+_KEPT = threading.local()
+Unpack = Callable[[int, int, Any], None]
+
+
+def position_bits(n: int, m: int) -> int | None:
+    """Bits of one position where N:M is stored as positions; None where it is stored as the mask of the group."""
+    layout = PackedGroups(n, m)
+    return None if layout.is_mask else layout.position_bits
+
+
+def groups_product(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
+    """x Sᵀ for S with the pattern N:M.
+
+    Args:
+        x: (tokens, in). values: (out, in/M·N), of x's dtype. positions: (out, bytes), uint8: the codes of the groups.
+
+    Returns:
+        (tokens, out), in x's dtype.
+    """
+    _check_groups(x, values, positions, n, m)
+    bits = position_bits(n, m)
+    if bits is None:
+        return mask_product(x, values.reshape(-1), positions)
+    if len(x) < _direct(n, m).get(x.dtype, 0):
+        return _direct_groups(x, values, positions, n, m, bits)
+    if (n, m) == (2, 4) and _fits_tables(x):
+        return _by_tables(x, values, positions)
+    return _by_tiles(x, len(values), _groups_unpacker(values, positions, n, m, bits))
+
+
+def _direct(n: int, m: int) -> Mapping[torch.dtype, float]:
+    if (n, m) != (2, 4):
+        return DIRECT
+    return DIRECT_2_4 if _kernels().WIDE else DIRECT_2_4_SCALAR
+
+
+def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """x Sᵀ for S with any pattern, from its bitmask.
+
+    Args:
+        x: (tokens, in). values: (nonzeros,), row by row, of x's dtype. mask: (out, ⌈in/8⌉), uint8.
+
+    Returns:
+        (tokens, out), in x's dtype.
+    """
+    _check_mask(x, values, mask)
+    starts, kernels, flat, mask_array = _starts(mask, values), _kernels(), values.contiguous(), mask.numpy()
+    if len(x) < DIRECT.get(x.dtype, 0):
+        y = torch.empty(len(x), len(mask))
+        inputs = x.float().contiguous().numpy()
+        kernels.dot_mask(_numbers(flat), starts, mask_array, inputs, y.numpy(), kernels.WIDE)
+        return y.to(x.dtype)
+    array = _bits(flat)
+
+    def unpack(a: int, b: int, rows: Any) -> None:
+        kernels.unpack_mask(array, starts[a:b], mask_array[a:b], rows, kernels.WIDE)
+
+    return _by_tiles(x, len(mask), unpack)
+
+
+linear_groups = torch.library.custom_op(
+    "hasslefree::linear_groups", groups_product, mutates_args=(), device_types="cpu"
+)
+linear_mask = torch.library.custom_op("hasslefree::linear_mask", mask_product, mutates_args=(), device_types="cpu")
+
+
+@torch.library.custom_op("hasslefree::decode_cuda", mutates_args=(), device_types="cuda")
+def decode_cuda(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
+    """`linear_groups` on CUDA, by Triton, for at most 16 tokens and N:M stored as positions."""
+    from hasslefree.packed.kernels import triton
+
+    _check_groups(x, values, positions, n, m)
+    if position_bits(n, m) is None:
+        raise KernelError(f"the backend triton reads positions, and {n}:{m} is stored as masks; use dense")
+    return triton.decode(x, values, positions, n, m)
+
+
+@decode_cuda.register_fake
+@linear_groups.register_fake
+def _(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
+    return x.new_empty(x.shape[0], positions.shape[0])
+
+
+@linear_mask.register_fake
+def _(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], mask.shape[0])
+
+
+def _direct_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, bits: int) -> Tensor:
+    kernels, numbers = _kernels(), _numbers(values.contiguous())
+    y, codes = torch.empty(len(x), len(values)), positions.numpy()
+    if (n, m) != (2, 4):
+        array = x.float().contiguous().numpy()
+        kernels.dot_positions(numbers.reshape(-1), codes, n, m, bits, array, y.numpy())
+        return y.to(x.dtype)
+    array = _numbers(x.contiguous())
+    for start in range(0, len(x), TOGETHER):
+        kernels.dot_2_4(
+            numbers, codes, array[start : start + TOGETHER], y[start : start + TOGETHER].numpy(), kernels.WIDE
+        )
+    return y.to(x.dtype)
+
+
+def _fits_tables(x: Tensor) -> bool:
+    kernels = _kernels()
+    return bool(kernels.WIDE and x.dtype == torch.bfloat16 and x.shape[1] % (4 * kernels.GROUPS) == 0)
+
+
+def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """x Sᵀ of 2:4 in bfloat16, 64 tokens at a time; a few that are left go directly."""
+    kernels, out, tokens, parts = _kernels(), len(values), len(x), torch.get_num_threads()
+    left = tokens % kernels.TOKENS
+    y = x.new_empty(tokens, out)
+    if 0 < left < DIRECT_2_4[x.dtype]:
+        tokens -= left
+        y[tokens:] = _direct_groups(x[tokens:], values, positions, 2, 4, 2)
+    missing = -tokens % kernels.TOKENS
+    inputs = F.pad(x[:tokens], (0, 0, 0, missing)) if missing else x[:tokens].contiguous()
+    height = min(out, MOST_ROWS, max(kernels.TOKENS, -(-out * len(inputs) // (parts * kernels.TOKENS))))
+    shape = parts, kernels.TABLE_ROWS + height, kernels.TOKENS
+    memory = _workspace(4 * math.prod(shape)).view(torch.float32).view(shape).numpy()
+    arrays = _bits(values.contiguous()), positions.numpy(), _bits(inputs)
+    kernels.dot_tables_2_4(*arrays, _bits(y[:tokens]), memory)
+    return y
+
+
+def _groups_unpacker(values: Tensor, positions: Tensor, n: int, m: int, bits: int) -> Unpack:
+    kernels, array, codes = _kernels(), _bits(values.contiguous()), positions.numpy()
+
+    def unpack(a: int, b: int, rows: Any) -> None:
+        if (n, m) == (2, 4) and kernels.WIDE:
+            kernels.unpack_2_4(array[a:b].reshape(-1), codes[a:b], rows, kernels.WIDE)
+        else:
+            kernels.unpack_positions(array[a:b].reshape(-1), codes[a:b], n, m, bits, rows)
+
+    return unpack
+
+
+def _by_tiles(x: Tensor, out: int, unpack: Unpack) -> Tensor:
+    """x Sᵀ. unpack(a, b, rows): the bits of rows a … b − 1 of S into an array (b − a, in)."""
+    height = min(out, max(LEAST_ROWS, TILE_BYTES // max(1, x.shape[1] * x.itemsize)))
+    tile = _workspace(height * x.shape[1] * x.itemsize).view(x.dtype).view(height, x.shape[1])
+    array = _bits(tile)
+    if height == out:
+        unpack(0, out, array)
+        return F.linear(x, tile)
+    y = x.new_empty(len(x), out)
+    for start in range(0, out, height):
+        count = min(height, out - start)
+        unpack(start, start + count, array[:count])
+        y[:, start : start + count] = F.linear(x, tile[:count])
+    return y
+
+
+def _workspace(size: int) -> Tensor:
+    """`size` bytes of this thread's own, kept from call to call: pages that are new cost more than unpacking."""
+    memory: Tensor | None = getattr(_KEPT, "memory", None)
+    if memory is None or memory.numel() < size:
+        memory = _KEPT.memory = torch.empty(size, dtype=torch.uint8)
+    return memory[:size]
+
+
+def _kernels() -> Any:
+    """The module of Numba's kernels, set to torch's number of threads."""
+    from hasslefree.packed.kernels import cpu
+
+    count = torch.get_num_threads()
+    cpu.use_threads(count)
+    if torch.get_num_threads() != count:  # Numba's first start sets the number of OpenMP threads, which torch shares
+        torch.set_num_threads(count)
+    return cpu
+
+
+def _bits(tensor: Tensor) -> Any:
+    """The memory of a contiguous tensor as a NumPy array of unsigned integers."""
+    return tensor.detach().view({2: torch.uint16, 4: torch.uint32}[tensor.itemsize]).numpy()
+
+
+def _numbers(tensor: Tensor) -> Any:
+    """The memory of a contiguous tensor as float32, or as the bits of bfloat16."""
+    return _bits(tensor) if tensor.dtype == torch.bfloat16 else tensor.detach().numpy()
+
+
+def _starts(mask: Tensor, values: Tensor) -> Any:
+    """Where the values of each row begin: (out,) int64; the counts of the mask must add up to the values."""
+    counts = torch.empty(len(mask), dtype=torch.int64)
+    _kernels().count_rows(mask.numpy(), counts.numpy())
+    ends = counts.cumsum(0)
+    marked = int(ends[-1]) if len(ends) else 0
+    if marked != values.numel():
+        raise PatternError(f"a mask of {marked} entries does not go with {values.numel()} values; load the layer again")
+    return (ends - counts).numpy()
+
+
+def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> None:
+    width, out = x.shape[1], len(positions)
+    code = PackedGroups(n, m).code_bits
+    _check_dtypes(x, values, positions)
+    if width % m or values.shape != (out, width // m * n) or positions.shape != (out, math.ceil(width // m * code / 8)):
+        raise ShapeError(
+            f"values {tuple(values.shape)} and positions {tuple(positions.shape)} are no {n}:{m} weight "
+            f"for inputs of width {width}"
+        )
+
+
+def _check_mask(x: Tensor, values: Tensor, mask: Tensor) -> None:
+    _check_dtypes(x, values, mask)
+    if mask.shape[1] != math.ceil(x.shape[1] / 8):
+        raise ShapeError(f"a mask of {mask.shape[1]} bytes a row does not go with inputs of width {x.shape[1]}")
+
+
+def _check_dtypes(x: Tensor, values: Tensor, index: Tensor) -> None:
+    if x.dtype != values.dtype or index.dtype != torch.uint8 or x.itemsize not in (2, 4):
+        raise ShapeError(
+            f"inputs of {x.dtype}, values of {values.dtype} and indices of {index.dtype} do not go together: "
+            "one dtype of 16 or 32 bits for both, and uint8"
+        )

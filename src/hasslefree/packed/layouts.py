@@ -1,0 +1,267 @@
+"""How S is stored: its values, and an index tensor that says where they stand. Bit for bit, there and back.
+
+An entry is stored if its bits are not all zero: −0.0 is stored, +0.0 is not. Bits go into bytes from the low end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.budgets import parse_pattern
+from hasslefree.core.patterns import SemiStructured
+from hasslefree.errors import PatternError
+from hasslefree.packed.bits import every_byte, look_up, pack_bits, unpack_bits
+
+# Entries that are packed at a time: torch's selections by a mask need 16 bytes an entry.
+CHUNK = 1 << 24
+
+
+class Layout(Protocol):
+    """One way to store a sparse matrix (out, in)."""
+
+    @property
+    def index(self) -> str:
+        """The name of the index tensor, beside `values`."""
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """uint8 or int32."""
+
+    def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of `values` and of the index tensor. nonzeros: the number of stored values.
+
+        Raises:
+            PatternError: no weight (out, in) has so many.
+        """
+
+    def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
+        """The values and the index of S (out, in).
+
+        Raises:
+            PatternError: S has more entries than the pattern allows.
+        """
+
+    def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
+        """S: (out, in). Gradients flow to the values. The index is not validated."""
+
+    def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
+        """Raise PatternError where an index of the right shape holds what `pack` cannot have written."""
+
+
+def layout_of(pattern: str) -> Layout:
+    """The layout of a pattern's name, such as "2:4" or "row".
+
+    Raises:
+        PatternError, UnknownNameError: no such pattern.
+    """
+    if semi := parse_pattern(pattern):
+        return PackedGroups(semi.n, semi.m)
+    return Columns() if pattern == "structured" else Bitmask()
+
+
+@dataclass(frozen=True)
+class PackedGroups:
+    """N:M: n values and one code for each m consecutive inputs of a row; codes follow each other without a gap.
+
+    A code is the n positions, ascending, of ⌈log₂ m⌉ bits each; or the m-bit mask, where that is shorter.
+    A group with fewer entries is filled up with +0.0 at its lowest free positions.
+    """
+
+    n: int
+    m: int
+
+    @property
+    def index(self) -> str:
+        return "positions"
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def position_bits(self) -> int:
+        return (self.m - 1).bit_length()
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether a code is the mask."""
+        return self.n * self.position_bits > self.m
+
+    @property
+    def code_bits(self) -> int:
+        return self.m if self.is_mask else self.n * self.position_bits
+
+    def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
+        SemiStructured(self.n, self.m).check((out, width))
+        groups = width // self.m
+        if nonzeros != out * groups * self.n:
+            raise PatternError(
+                f"{self.n}:{self.m} stores {out * groups * self.n} values of {out}×{width}, not {nonzeros}"
+            )
+        return {"values": (out, groups * self.n), "positions": (out, -(-groups * self.code_bits // 8))}
+
+    def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
+        SemiStructured(self.n, self.m).check((sparse.shape[0], sparse.shape[1]))
+        return joined([self._pack_rows(rows, chunk) for rows, chunk in row_chunks(sparse)])
+
+    def _pack_rows(self, first: int, sparse: Tensor) -> tuple[Tensor, Tensor]:
+        """`pack` for the rows from `first` on: (rows, in)."""
+        rows, groups = len(sparse), sparse.shape[1] // self.m
+        entries = is_stored(sparse).view(rows, groups, self.m)
+        missing = self.n - entries.sum(-1, keepdim=True)
+        if missing.amin() < 0:
+            row, group = (missing[..., 0] < 0).nonzero()[0].tolist()
+            raise PatternError(
+                f"{self.n - int(missing[row, group])} entries in row {first + row}, inputs {group * self.m} to "
+                f"{group * self.m + self.m - 1}, where {self.n}:{self.m} allows {self.n}; use another pattern"
+            )
+        kept = entries | (~entries & ((~entries).cumsum(-1, dtype=torch.int32) <= missing))
+        values = sparse.masked_select(kept.view(rows, -1)).view(rows, groups * self.n)
+        if self.is_mask:
+            return values, pack_bits(kept.view(rows, -1))
+        places = torch.arange(self.m, dtype=torch.int32, device=sparse.device).expand(kept.shape).masked_select(kept)
+        bits = places[:, None] >> torch.arange(self.position_bits, dtype=torch.int32, device=sparse.device) & 1
+        return values, pack_bits(bits.view(rows, groups * self.code_bits))
+
+    def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
+        return values.new_zeros(len(index), width).masked_scatter(self.mask(index, width), values)
+
+    def mask(self, index: Tensor, width: int) -> Tensor:
+        """The entries that have a value, bool (out, in)."""
+        if self.code_bits == 0:  # nothing is kept, or m = 1 and everything
+            return torch.full((len(index), width), self.n > 0, device=index.device)
+        if self.is_mask:
+            return unpack_bits(index)[:, :width]
+        if 8 % self.code_bits == 0:  # a byte holds whole codes: it is looked up at once
+            return look_up(self._decode(unpack_bits(every_byte(index))), index)[:, :width]
+        return self._decode(unpack_bits(index)[:, : width // self.m * self.code_bits])
+
+    def _positions(self, bits: Tensor) -> Tensor:
+        """(rows, codes · bits of a code) → (rows, codes, n)."""
+        fields = bits.unflatten(1, (-1, self.n, self.position_bits))
+        dtype = torch.uint8 if self.position_bits <= 8 else torch.int32
+        places = torch.zeros(fields.shape[:-1], dtype=dtype, device=bits.device)
+        for bit in range(self.position_bits):
+            places = places | fields[..., bit].to(dtype) << bit
+        return places
+
+    def _decode(self, bits: Tensor) -> Tensor:
+        """(rows, codes · bits of a code) → bool (rows, codes · m)."""
+        places = self._positions(bits)
+        here = torch.arange(self.m, dtype=places.dtype, device=bits.device)
+        mask = places[..., :1] == here
+        for k in range(1, self.n):
+            mask = mask | (places[..., k, None] == here)
+        return mask.flatten(1)
+
+    def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
+        used = width // self.m * self.code_bits
+        whole = used // 8 if self.code_bits and 8 % self.code_bits == 0 else 0
+        if whole:  # as in `mask`; what is left of the row is at most a byte
+            possible = ~self._impossible(unpack_bits(every_byte(index))).any(1, keepdim=True)
+            if not look_up(possible, index[:, :whole]).all():
+                whole = 0
+        for first, rows in row_chunks(index):
+            bits = unpack_bits(rows[:, whole:])
+            end = used - 8 * whole
+            if len(padded := bits[:, end:].any(1).nonzero()):
+                raise PatternError(f"a padding bit of row {first + int(padded[0])} is set")
+            if end and (bad := self._impossible(bits[:, :end])).any():
+                row, group = bad.nonzero()[0].tolist()
+                group += 8 * whole // self.code_bits
+                raise PatternError(
+                    f"the code of row {first + row}, inputs {group * self.m} to {group * self.m + self.m - 1}, "
+                    f"is none of {self.n}:{self.m}"
+                )
+
+    def _impossible(self, bits: Tensor) -> Tensor:
+        """The codes that `pack` never writes: (rows, codes · bits of a code) → bool (rows, codes)."""
+        if self.is_mask:
+            return bits.unflatten(1, (-1, self.m)).sum(-1) != self.n
+        places = self._positions(bits)
+        return (places >= self.m).any(-1) | (places[..., 1:] <= places[..., :-1]).any(-1)
+
+
+@dataclass(frozen=True)
+class Bitmask:
+    """A bit for each entry, rows padded to whole bytes; the values one after the other, row by row."""
+
+    @property
+    def index(self) -> str:
+        return "mask"
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
+        if not 0 <= nonzeros <= out * width:
+            raise PatternError(f"{out}×{width} entries cannot store {nonzeros} values")
+        return {"values": (nonzeros,), "mask": (out, -(-width // 8))}
+
+    def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
+        masks = ((chunk, is_stored(chunk)) for _, chunk in row_chunks(sparse))
+        return joined([(chunk.masked_select(mask), pack_bits(mask)) for chunk, mask in masks])
+
+    def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
+        return values.new_zeros(len(index), width).masked_scatter(unpack_bits(index)[:, :width], values)
+
+    def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
+        if width % 8 and len(padded := (index[:, -1] >> width % 8).nonzero()):
+            raise PatternError(f"a padding bit of row {int(padded[0])} is set")
+        ones = unpack_bits(every_byte(index)).sum(1, keepdim=True, dtype=torch.uint8)
+        if (count := sum(int(look_up(ones, rows).sum()) for _, rows in row_chunks(index))) != nonzeros:
+            raise PatternError(f"the mask has {count} bits set for {nonzeros} values")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Whole input channels: the columns that have an entry, ascending, and their values (out, k)."""
+
+    @property
+    def index(self) -> str:
+        return "columns"
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        return torch.int32
+
+    def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
+        if nonzeros % out or not 0 <= nonzeros <= out * width:
+            raise PatternError(f"no number of whole columns of {out}×{width} stores {nonzeros} values")
+        return {"values": (out, nonzeros // out), "columns": (nonzeros // out,)}
+
+    def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
+        columns = is_stored(sparse).any(0).nonzero().flatten()
+        return sparse.index_select(1, columns), columns.int()
+
+    def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
+        return values.new_zeros(len(values), width).index_copy(1, index.long(), values)
+
+    def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
+        if ((index < 0) | (index >= width)).any():
+            raise PatternError(f"a column is not one of the {width} inputs")
+        if (index[1:] <= index[:-1]).any():
+            raise PatternError("the columns do not ascend")
+
+
+def is_stored(sparse: Tensor) -> Tensor:
+    """The entries whose bits are not all zero, bool, for a floating tensor of any shape."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return sparse.contiguous().view(integers[sparse.element_size()]) != 0
+
+
+def row_chunks(matrix: Tensor) -> list[tuple[int, Tensor]]:
+    """The matrix in pieces of whole rows and about CHUNK entries, each with the number of its first row."""
+    rows = max(1, CHUNK // max(1, matrix.shape[1]))
+    return [(first, matrix[first : first + rows]) for first in range(0, len(matrix), rows)]
+
+
+def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Values and indices of consecutive rows, put together."""
+    values, indices = zip(*parts, strict=True)
+    return torch.cat(values), torch.cat(indices)

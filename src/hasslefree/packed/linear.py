@@ -1,0 +1,207 @@
+"""The layer that takes the place of a linear one: y = x (S + u v)ᵀ + b, with S packed and the factors apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hasslefree.core.factors import BITS, CodedRows
+from hasslefree.core.protocols import Decomposition
+from hasslefree.packed.kernels import Case, choose, cuda, product, wants_numba
+from hasslefree.packed.spec import LayerSpec
+from hasslefree.packed.storage import Storage
+
+
+class SparseLowRankLinear(nn.Module):
+    """A linear layer whose weight is a sparse matrix plus a low-rank one.
+
+    Args:
+        spec: pattern, shape, rank and how S and the factors are stored. bias: whether there is one.
+
+    S is in two tensors: the parameter `values`, and the integer buffer `positions`, `mask` or `columns`, which no cast
+    to another dtype touches. On a grid (`packed.storage`), the integer buffers `weight_packed` and `weight_zero_point`
+    and the parameter `weight_scale` take the place of the values, and S is unpacked at every call.
+    The factors are `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank 0. In eight bits they are int8
+    buffers, with the parameters `low_rank_u_scale` (out,) and `low_rank_v_scale` (r,), and unpacked at every call.
+    How x Sᵀ is computed is chosen at every call (`hasslefree.packed.kernels`), or set by `use`.
+    """
+
+    values: nn.Parameter
+    low_rank_u: Tensor | None
+    low_rank_v: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        bias: bool,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        self.spec, self.storage = spec, spec.storage
+        self.out_features, self.in_features = spec.shape
+        self.backend: str | None = None
+        self.held: Tensor | None = None  # S in another form, for calls without gradients or with its own
+        biases: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {"bias": ((self.out_features,), None)}
+        for name, (shape, own) in (spec.tensors() | (biases if bias else {})).items():
+            if own is None:
+                self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+            else:
+                self.register_buffer(name, torch.zeros(shape, dtype=own, device=device))
+        for name in ("low_rank_u", "low_rank_v", "bias"):
+            if not hasattr(self, name):
+                self.register_parameter(name, None)
+
+    @classmethod
+    def from_decomposition(cls, result: Decomposition, bias: Tensor | None, pattern: str) -> SparseLowRankLinear:
+        """The layer of a decomposition, in its dtype and on its device. bias: (out,) of the layer replaced.
+
+        Raises:
+            PatternError: S does not have the pattern.
+        """
+        (out, width), sparse = result.sparse.shape, result.sparse
+        grid = result.quantised.scaling.grid if result.quantised else None
+        tensors, nonzeros = Storage.of(pattern, grid).pack(sparse, result.quantised)
+        rank, bits = result.low_rank.rank, BITS if result.factors else None
+        if result.factors:
+            for name, rows in (("low_rank_u", result.factors.u), ("low_rank_v", result.factors.v)):
+                tensors |= {name: rows.codes, f"{name}_scale": rows.scale}
+        elif rank:
+            tensors |= {"low_rank_u": result.low_rank.u, "low_rank_v": result.low_rank.v}
+        spec = LayerSpec(pattern, (out, width), rank, nonzeros, grid, bits)
+        layer = cls(spec, bias is not None, sparse.dtype, sparse.device)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                getattr(layer, name).copy_(tensor)
+            if bias is not None and layer.bias is not None:
+                layer.bias.copy_(bias)
+        return layer
+
+    @property
+    def index(self) -> Tensor:
+        """Where the values stand: the buffer `positions`, `mask` or `columns`."""
+        return self.get_buffer(self.storage.layout.index)
+
+    @property
+    def weight(self) -> Tensor:
+        """The values, or the scales of the grid, under the name by which model code asks a linear layer for its dtype
+        or device. Not the matrix."""
+        return self.values if self.spec.grid is None else self.get_parameter("weight_scale")
+
+    def unpacked(self) -> Tensor:
+        """S: (out, in), made anew at each call."""
+        tensors = {name: getattr(self, name) for name in self.storage.dtypes()}
+        return self.storage.unpack(tensors, self.in_features, self.spec.nonzeros)
+
+    def factors(self) -> tuple[Tensor, Tensor] | None:
+        """u: (out, r) and v: (r, in), in the dtype of the layer; None for rank 0. Codes are unpacked anew."""
+        u, v = self.low_rank_u, self.low_rank_v
+        if u is None or v is None:
+            return None
+        if self.spec.factor_bits is None:
+            return u, v
+        scales = self.get_parameter("low_rank_u_scale"), self.get_parameter("low_rank_v_scale")
+        return CodedRows(u, scales[0]).values(), CodedRows(v, scales[1]).values()
+
+    @property
+    def stored_bytes(self) -> int:
+        """What S and the factors take on the disk."""
+        return sum(t.nbytes for name, t in self.state_dict().items() if name != "bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in) → (..., out)."""
+        y = self.sparse_product(x)
+        if (factors := self.factors()) is not None:
+            u, v = factors
+            hidden = F.linear(x, v).reshape(-1, self.spec.rank)
+            flat = y.reshape(-1, self.out_features)
+            # In place, where autocast leaves the dtypes alike: for a long prompt new memory costs more than this.
+            add = flat.addmm_ if flat.dtype == hidden.dtype == u.dtype else flat.addmm
+            y = add(hidden, u.T).view(y.shape)
+        return y if self.bias is None else y + self.bias
+
+    def sparse_product(self, x: Tensor) -> Tensor:
+        """x Sᵀ: (..., in) → (..., out)."""
+        grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        if self.held is not None and (self.held.requires_grad or not grad):
+            return F.linear(x, self.held)
+        backend = choose(self._case(x.numel() // self.in_features, grad), self.backend)
+        if backend in ("numba", "triton"):
+            return product(backend, x, self.values, self.index, self.storage.layout)
+        return F.linear(x, self.unpacked())
+
+    def use(self, backend: str | None) -> None:
+        """Set how x Sᵀ is computed from now on; with None, it is chosen at every call.
+
+        `unpacked` and `semi-structured` hold a second copy of S: call it again after the layer has changed or moved.
+
+        Args:
+            backend: one of `hasslefree.packed.kernels.BACKENDS`.
+
+        Raises:
+            UnknownNameError: no such backend. KernelError: it is not possible here; the message says why.
+        """
+        if backend is not None:
+            choose(self._case(tokens=1, grad=False), backend)
+        held = None
+        if backend == "unpacked":
+            held = self.unpacked().detach()
+        elif backend == "semi-structured":
+            held = cuda.semi_structured(self.unpacked())
+        self.backend, self.held = backend, held
+
+    def _case(self, tokens: int, grad: bool) -> Case:
+        quantised = self.spec.grid is not None
+        return Case(self.weight.device.type, self.weight.dtype, self.storage.layout, tokens, grad, quantised)
+
+    def extra_repr(self) -> str:
+        spec, shape = self.spec, f"in_features={self.in_features}, out_features={self.out_features}"
+        backend = self.backend or choose(self._case(tokens=1, grad=False))
+        grid = f", grid={spec.grid}" if spec.grid else ""
+        factors = f", factors=int{spec.factor_bits}" if spec.factor_bits else ""
+        bias = self.bias is not None
+        return f"{shape}, pattern={spec.pattern}, rank={spec.rank}, bias={bias}, backend={backend}{grid}{factors}"
+
+
+def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:
+    """The compressed layers by their full name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, SparseLowRankLinear)}
+
+
+def layers_without_numba(model: nn.Module) -> list[str]:
+    """The layers that unpack S at every call because Numba is not installed, by their full name."""
+    layers = compressed_layers(model).items()
+    return [name for name, layer in layers if wants_numba(layer._case(tokens=1, grad=False))]
+
+
+def use_backend(model: nn.Module, backend: str | None) -> None:
+    """`SparseLowRankLinear.use` for every such layer of a model.
+
+    Raises:
+        UnknownNameError, KernelError: as there, before any layer is changed where one of them cannot use that backend.
+    """
+    layers = compressed_layers(model).values()
+    if backend is not None:
+        for layer in layers:
+            choose(layer._case(tokens=1, grad=False), backend)
+    for layer in layers:
+        layer.use(backend)
+
+
+@contextmanager
+def unpacked_once(root: nn.Module) -> Iterator[None]:
+    """Within it, the layers in `root` hold S unpacked over all calls. Nothing in them may change meanwhile."""
+    layers = compressed_layers(root).values()
+    before = [layer.held for layer in layers]
+    try:
+        for layer in layers:
+            layer.held = layer.unpacked().detach()
+        yield
+    finally:
+        for layer, held in zip(layers, before, strict=True):
+            layer.held = held

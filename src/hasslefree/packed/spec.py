@@ -1,0 +1,94 @@
+"""What a compressed layer is, without its numbers. The plan, the folder, the reports and the layer itself hold this."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hasslefree.core.factors import factor_tensors
+from hasslefree.core.grids import Grid
+from hasslefree.errors import PatternError
+from hasslefree.packed.storage import Storage
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A compressed layer.
+
+    Args:
+        pattern: the name of the sparsity pattern, such as "2:4"; it says how S is stored (`packed.layouts`).
+        shape: (out, in) of the weight. rank: of the low-rank part.
+        nonzeros: the entries that S keeps; of a stored layer, the number of stored values or codes.
+        grid: on which S lies; None where it holds any number.
+        factor_bits: 8 for factors as int8 codes; None for those of the model's dtype, and for rank 0.
+
+    Raises:
+        PatternError: a negative count, or an empty shape.
+    """
+
+    pattern: str
+    shape: tuple[int, int]
+    rank: int
+    nonzeros: int
+    grid: Grid | None = None
+    factor_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.shape) < 1 or self.rank < 0 or self.nonzeros < 0:
+            raise PatternError(
+                "rank and nonzeros are whole numbers, 0 or more, and a shape has sides of 1 or more; got "
+                f"{self.rank}, {self.nonzeros} and {self.shape}"
+            )
+        if not self.rank:
+            object.__setattr__(self, "factor_bits", None)
+
+    @property
+    def storage(self) -> Storage:
+        return Storage.of(self.pattern, self.grid)
+
+    @property
+    def kind(self) -> str:
+        """How the layer is stored, in words: the pattern, the grid if any, and the factors if they are codes."""
+        grid = [str(self.grid)] if self.grid else []
+        factors = [f"factors in int{self.factor_bits}"] if self.factor_bits else []
+        return ", ".join([self.pattern, *grid, *factors])
+
+    @property
+    def parameters(self) -> int:
+        """Non-zeros and both factors, beside `dense_parameters` before."""
+        return self.nonzeros + self.rank * sum(self.shape)
+
+    @property
+    def dense_parameters(self) -> int:
+        return math.prod(self.shape)
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """The tensors of S and of the factors, with their shapes and dtypes; None for the model's dtype.
+
+        Raises:
+            PatternError, GridError, UnknownNameError: no weight of this shape has such a pattern, count or grid.
+        """
+        storage, (out, width) = self.storage, self.shape
+        shapes = storage.shapes(out, width, self.nonzeros)
+        sparse = {name: (shapes[name], dtype) for name, dtype in storage.dtypes().items()}
+        return sparse | factor_tensors(out, width, self.rank, self.factor_bits)
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """The size of those tensors in a model of this dtype."""
+        return sum(math.prod(shape) * (own or dtype).itemsize for shape, own in self.tensors().values())
+
+    def dense_bytes(self, dtype: torch.dtype) -> int:
+        """The size of the weight before."""
+        return self.dense_parameters * dtype.itemsize
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it; a grid and the bits of factors only where there are any."""
+        grid = self.grid
+        on_grid = {"grid": {"bits": grid.bits, "group": grid.group, "symmetric": grid.symmetric}} if grid else {}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields |= {"shape": list(self.shape)} | on_grid
+        return {name: value for name, value in fields.items() if value is not None}

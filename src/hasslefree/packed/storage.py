@@ -1,0 +1,121 @@
+"""The tensors that hold S: values and where they stand, or for S on a grid codes, scales, zeros and where they stand.
+
+Codes and zeros lie in int32 as compressed-tensors' pack-quantized layout has them: low bits first, codes along the
+inputs, zeros along the outputs. Without pruning (pattern dense) the tensors are those of that layout. What is pruned
+has no code: the codes follow each other as the values of the pattern's own layout do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hasslefree.core.grids import Grid, Quantised
+from hasslefree.errors import PatternError
+from hasslefree.packed.layouts import Layout, layout_of
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How S of one pattern is stored.
+
+    Args:
+        grid: on which it lies, or None.
+    """
+
+    layout: Layout
+    grid: Grid | None = None
+
+    @classmethod
+    def of(cls, pattern: str, grid: Grid | None = None) -> Storage:
+        """Of a pattern's name.
+
+        Raises:
+            PatternError, UnknownNameError: no such pattern.
+        """
+        return cls(layout_of(pattern), grid)
+
+    def dtypes(self) -> dict[str, torch.dtype | None]:
+        """The tensors by name, with their dtypes; None for the model's."""
+        index = {self.layout.index: self.layout.index_dtype}
+        if self.grid is None:
+            return {"values": None, **index}
+        zeros = {} if self.grid.symmetric else {"weight_zero_point": torch.int32}
+        return {"weight_packed": torch.int32, "weight_scale": None, **zeros, **index}
+
+    def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors. nonzeros: the number of stored values or codes.
+
+        Raises:
+            PatternError: no weight (out, in) has so many. GridError: it cannot have this grid.
+        """
+        shapes = self.layout.shapes(out, width, nonzeros)
+        if self.grid is None:
+            return shapes
+        self.grid.check((out, width))
+        values, groups = shapes.pop("values"), self.grid.groups(width)
+        words = {"weight_packed": (*values[:-1], self._words(values[-1])), "weight_scale": (out, groups)}
+        zeros = {} if self.grid.symmetric else {"weight_zero_point": (self._words(out), groups)}
+        return {**words, **zeros, **shapes}
+
+    def pack(self, sparse: Tensor, quantised: Quantised | None = None) -> tuple[dict[str, Tensor], int]:
+        """The tensors of S (out, in), which `quantised` holds as codes where it is on a grid; and how many are stored.
+
+        Raises:
+            PatternError: S does not have the pattern, or is on no grid where one is wanted.
+        """
+        values, index = self.layout.pack(sparse + 0.0)  # −0.0 becomes +0.0, which is not stored
+        if self.grid is None:
+            return {"values": values, self.layout.index: index}, values.numel()
+        if quantised is None or quantised.scaling.grid != self.grid:
+            raise PatternError(f"S is not on a grid of {self.grid}; store it as it is")
+        placed = self.layout.unpack(torch.ones_like(values, dtype=torch.uint8), index, sparse.shape[1]).bool()
+        codes = quantised.codes.masked_select(placed).view(values.shape)
+        tensors = {"weight_packed": pack_codes(codes, self.grid.bits), "weight_scale": quantised.scaling.scale}
+        if not self.grid.symmetric:
+            zeros = quantised.scaling.zero.to(torch.uint8)
+            tensors["weight_zero_point"] = pack_codes(zeros.T.contiguous(), self.grid.bits).T.contiguous()
+        return {**tensors, self.layout.index: index}, values.numel()
+
+    def unpack(self, tensors: Mapping[str, Tensor], width: int, nonzeros: int) -> Tensor:
+        """S: (out, in). Gradients flow to the values, or to the scales. The index is not validated."""
+        index = tensors[self.layout.index]
+        if self.grid is None:
+            return self.layout.unpack(tensors["values"], index, width)
+        scale = tensors["weight_scale"]
+        out, groups = scale.shape
+        shape = self.layout.shapes(out, width, nonzeros)["values"]
+        codes = unpack_codes(tensors["weight_packed"], self.grid.bits, shape[-1])
+        steps = self.layout.unpack(codes.short() + 1, index, width).view(out, groups, -1)  # 0: not stored
+        zero = torch.full_like(scale, (self.grid.top + 1) / 2, dtype=torch.int16)
+        if not self.grid.symmetric:
+            zero = unpack_codes(tensors["weight_zero_point"].T.contiguous(), self.grid.bits, out).T.short()
+        steps = torch.where(steps > 0, steps - 1 - zero.unsqueeze(-1), 0)
+        return (steps.to(scale.dtype) * scale.unsqueeze(-1)).view(out, width)
+
+    def _words(self, codes: int) -> int:
+        """How many int32 so many codes take."""
+        return 0 if self.grid is None else -(-codes * self.grid.bits // 32)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes of 4 or 8 bits, uint8 (…, n) → int32 (…, ⌈n·bits / 32⌉), low bits first, the rest of a row zeros."""
+    octets = codes.contiguous()
+    if bits == 4:
+        octets = F.pad(octets, (0, octets.shape[-1] % 2))
+        octets = octets[..., ::2] | octets[..., 1::2] << 4
+    octets = F.pad(octets, (0, -octets.shape[-1] % 4))
+    # Flat: a tensor without elements has no strides that fit.
+    return octets.reshape(-1).view(torch.int32).view(*octets.shape[:-1], octets.shape[-1] // 4)
+
+
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The codes, uint8 (…, count), of int32 (…, ⌈count·bits / 32⌉)."""
+    octets = packed.reshape(-1).view(torch.uint8).view(*packed.shape[:-1], 4 * packed.shape[-1])
+    if bits == 4:
+        octets = torch.stack([octets & 15, octets >> 4], -1).flatten(-2)
+    return octets[..., :count]

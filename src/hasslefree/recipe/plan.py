@@ -1,0 +1,109 @@
+"""What every layer will become: decided, and checked, before the first one is touched."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hasslefree.core.budgets import Budget
+from hasslefree.core.factors import check_factor_bits
+from hasslefree.core.grids import Grid
+from hasslefree.core.patterns import Pattern
+from hasslefree.errors import HasslefreeError
+from hasslefree.models.blocks import Blocks, select_sites
+from hasslefree.models.heads import head_unit
+from hasslefree.models.sites import Site
+from hasslefree.packed.spec import LayerSpec
+from hasslefree.recipe.resolved import Resolved
+
+# Beside the weights: the tokenizer, the reports, the model card.
+ROOM = 50_000_000
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What a layer will become. pattern: with its exact count. dtype: of the model."""
+
+    spec: LayerSpec
+    pattern: Pattern
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """The size of its weight in the file, at most: zeros among the kept entries are not stored."""
+        return self.spec.bytes(self.dtype)
+
+    @property
+    def dense_bytes(self) -> int:
+        """The size of its weight before."""
+        return self.spec.dense_bytes(self.dtype)
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, int],
+        pattern: Pattern,
+        rank: int,
+        dtype: torch.dtype,
+        grid: Grid | None = None,
+        factor_bits: int | None = None,
+    ) -> LayerPlan:
+        """The plan of a weight (out, in). factor_bits: without effect at rank 0."""
+        return cls(LayerSpec(str(pattern), shape, rank, pattern.kept(shape), grid, factor_bits), pattern, dtype)
+
+
+# For every block: the name of a layer in it → its plan.
+Plan = list[dict[str, LayerPlan]]
+
+
+def make_plan(blocks: Blocks, resolved: Resolved) -> Plan:
+    """The pattern and rank of every layer, from shapes alone.
+
+    Raises:
+        HasslefreeError: with the layer's name: a budget that it cannot meet.
+    """
+    chosen = select_sites(blocks, resolved.recipe.leave_dense)
+    budget = resolved.budget
+    plan = [plan_block(blocks, index, sites, resolved, budget) for index, sites in enumerate(chosen)]
+    ranks = [layer.spec.rank for plans in plan for layer in plans.values()]
+    check_factor_bits(resolved.recipe.factor_bits, max(ranks, default=None))
+    return plan
+
+
+def plan_block(
+    blocks: Blocks, index: int, sites: Mapping[str, Site], resolved: Resolved, budget: Budget
+) -> dict[str, LayerPlan]:
+    """The plans of the sites of one block, by their names in it. budget: of each layer.
+
+    Raises:
+        HasslefreeError: as for `make_plan`.
+    """
+    block, method, bits, plans = blocks.modules[index], resolved.method, resolved.recipe.factor_bits, {}
+    for name, site in sites.items():
+        shape = site.shape
+        try:
+            unit = head_unit(block, name) if method.whole_channels else 1
+            pattern, rank = budget.resolve(*shape, unit)
+            method.check(rank)
+            method.check_pattern(pattern)
+            if grid := method.grid:
+                grid.check(shape, pattern.group)
+        except HasslefreeError as error:
+            raise error.within(f"{blocks.prefix(index)}.{name}") from None
+        plans[name] = LayerPlan.of(shape, pattern, rank, site.parameter.dtype, method.grid, bits)
+    return plans
+
+
+def digest(plan: Plan) -> str:
+    """CRC-32 of every layer's rank and non-zeros."""
+    layers = [(name, layer.spec.rank, layer.spec.nonzeros) for plans in plan for name, layer in plans.items()]
+    return f"{zlib.crc32(repr(layers).encode()):08x}"
+
+
+def bytes_on_disk(model: torch.nn.Module, plan: Plan) -> int:
+    """The size of the folder: what stays dense, the packed layers, and room for the rest."""
+    dense = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return ROOM + dense + sum(layer.bytes - layer.dense_bytes for plans in plan for layer in plans.values())

@@ -1,0 +1,95 @@
+"""Measure the rows of a table, one after the other; what is done is kept, and not done again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from hasslefree.errors import OutputError, option
+from hasslefree.evaluation.run import evaluate
+from hasslefree.folder.headers import read_json
+from hasslefree.folder.record import Record
+from hasslefree.report.content import read_seconds, seconds_file, write_seconds
+from hasslefree.reproduction.jobs import Job
+from hasslefree.run.compress import Progress, compress
+
+RESULTS = "results.json"
+
+
+def read_results(out: Path) -> dict[str, Any]:
+    """The rows that were measured, by `Job.key`."""
+    file = out / RESULTS
+    return read_json(file) if file.exists() else {}
+
+
+def run_jobs(
+    jobs: Iterable[Job],
+    out: Path,
+    *,
+    device: str | None = None,
+    cache: Path | None = None,
+    keep: bool = False,
+    progress: Progress | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Compress and evaluate what is not measured yet; the results of all by `Job.key`.
+
+    A run that was cut short goes on after the last finished row; within a row after the last finished block of the
+    compression, and after the last answer to a task.
+
+    Args:
+        out: a folder for the results and, while they are needed, the compressed models. keep: leave those there.
+        device, cache: as for `compress` and `evaluate`. say: is told which row begins.
+
+    Raises:
+        HasslefreeError: as `compress` and `evaluate`; what is done is kept.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"the folder {out} cannot be made ({error}); give another {option('output')}") from None
+    results = read_results(out)
+    for job in jobs:
+        if job.key in results:
+            continue
+        say(f"{job.model}: {job.name}")
+        results[job.key] = measure(job, out / job.key, device, cache, progress)
+        part = out / f".{RESULTS}"
+        part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        part.replace(out / RESULTS)
+        if job.recipe is not None and not keep:
+            shutil.rmtree(out / job.key)
+            seconds_file(out / job.key).unlink(missing_ok=True)
+    return results
+
+
+def measure(
+    job: Job, folder: Path, device: str | None, cache: Path | None, progress: Progress | None
+) -> dict[str, Any]:
+    """One row of the results. folder: of the compressed model; what is there, whole or not, is of this job."""
+    row: dict[str, Any] = {"model": job.model, "setting": job.row.config, "method": job.row.method}
+    if job.recipe is not None:
+        # The folder stands in its place only when it is whole.
+        if not folder.exists():
+            write_seconds(
+                folder, compress(job.model, folder, job.recipe, device=device, resume=True, progress=progress)
+            )
+        text = (folder / "compression.json").read_text(encoding="utf-8")
+        report, times = Record.from_json(text), read_seconds(folder, text)
+        row |= {
+            "relative_error": report.mean_relative_error,
+            "kept_share": report.kept_share,
+            "seconds": None if times is None else times.seconds,
+        }
+    target = job.model if job.recipe is None else str(folder)
+    texts = job.evaluation["texts"]
+    how = job.evaluation | {"texts": list(texts.values())}
+    found = evaluate(target, device=device, cache=cache, **how)
+    figures = {name: found["perplexity"][text]["perplexity"] for name, text in texts.items()}
+    figures |= {task: 100 * each["value"] for task, each in found.get("tasks", {}).items()}
+    if "average" in found:
+        figures["average"] = 100 * found["average"]
+    return row | {"figures": figures, "versions": found["versions"], "device": found["device"]}

@@ -1,0 +1,287 @@
+"""Block by block: the calibration text runs through, each linear layer becomes S + L, and the block is written."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hasslefree.core.gram import Gram
+from hasslefree.core.protocols import Decomposition, Method
+from hasslefree.errors import HasslefreeError, MemoryShortError, ModelError, NonFiniteError, option
+from hasslefree.folder.entries import crc32, entry_of, read_entries
+from hasslefree.folder.journal import Unfinished
+from hasslefree.folder.plugin import empty_layer
+from hasslefree.folder.record import LayerRecord
+from hasslefree.levers.matching import Matching, match_block
+from hasslefree.levers.targets import corrected, drift_correction, target_damping
+from hasslefree.models.activations import Activations
+from hasslefree.models.blocks import Blocks
+from hasslefree.models.calls import hooks
+from hasslefree.models.distributed import World
+from hasslefree.models.moments import Moments, Stream, gather, groups_by_input, run_block
+from hasslefree.models.sites import Site, find_sites
+from hasslefree.models.streaming import Weights, outside, trim
+from hasslefree.models.walk import Visit, Walk
+from hasslefree.packed.linear import SparseLowRankLinear
+from hasslefree.recipe.plan import LayerPlan, Plan
+from hasslefree.recipe.resolved import Resolved
+from hasslefree.solve.decompose import solve_layer
+from hasslefree.solve.row_chunks import InRowChunks
+
+logger = logging.getLogger(__name__)
+
+# A layer that the device has no room for is cut into this many chunks of rows.
+CHUNKS = (2, 4, 8, 16)
+
+# Called with the report of each layer.
+Note = Callable[[LayerRecord], None]
+# A layer that was compressed, and its report.
+Done = tuple[SparseLowRankLinear, LayerRecord]
+
+
+def look_over(
+    model: PreTrainedModel, blocks: Blocks, weights: Weights, plan: Plan, segment: Tensor, walk_options: dict[str, Any]
+) -> tuple[Walk, dict[str, str]]:
+    """One segment (1, tokens) through the whole model, before hours of work are spent.
+
+    Args:
+        walk_options: `storage` and `folder` of `Walk`.
+
+    Returns:
+        The way through the model; and a checksum of each part of the model by its name.
+
+    Raises:
+        ModelError: it cannot be run block by block, or a planned layer is not reached.
+        NonFiniteError: NaN or Inf in a weight.
+    """
+    with weights.present(outside(model, blocks)):
+        digests = {"outside": checksum(outside_tensors(model, blocks))}
+    reached: set[str] = set()
+    handles = []
+    for index, (block, plans) in enumerate(zip(blocks.modules, plan, strict=True)):
+        sites = find_sites(block)
+        handles += [sites[name].on_input(noting(reached, f"{blocks.prefix(index)}.{name}")) for name in plans]
+
+    def look(index: int) -> None:
+        tensors = block_tensors(blocks.modules[index], blocks.prefix(index))
+        digests[blocks.prefix(index)] = checksum(tensors)
+        for name, tensor in tensors.items():
+            if not torch.isfinite(tensor).all():
+                raise NonFiniteError(f"the weight {name} holds NaN or Inf; repair the checkpoint")
+
+    with hooks(handles):
+        walk = Walk.open(model, blocks, weights, segment, look=look, **walk_options)
+    planned = [f"{blocks.prefix(index)}.{name}" for index, plans in enumerate(plan) for name in plans]
+    if silent := [name for name in planned if name not in reached]:
+        raise ModelError(
+            f"no calibration token reaches {', '.join(silent[:8])}; name them with {option('leave_dense')}"
+        )
+    return walk, digests
+
+
+def noting(reached: set[str], name: str) -> Callable[[Tensor], None]:
+    return lambda x: reached.add(name)
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """CRC-32 of the bytes of tensors, one after the other."""
+    found = 0
+    for tensor in tensors.values():
+        found = crc32(tensor, found)
+    return f"{found:08x}"
+
+
+def block_tensors(block: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """The parameters and stored buffers of a block by their names in the model."""
+    return {f"{prefix}.{name}": tensor for name, tensor in block.state_dict().items()}
+
+
+def outside_tensors(model: PreTrainedModel, blocks: Blocks) -> dict[str, Tensor]:
+    """The parameters and stored buffers outside the blocks; of tied ones, the one that a checkpoint holds."""
+    tied = model.all_tied_weights_keys
+    inside = f"{blocks.name}."
+    return {n: t for n, t in model.state_dict().items() if not n.startswith(inside) and n not in tied}
+
+
+def compress_blocks(
+    walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, work: Unfinished, world: World, note: Note
+) -> None:
+    """Decompose, replace and write every planned layer; each block gets the outputs of the compressed ones before it.
+
+    Args:
+        segments: of this process. work: holds the finished blocks, and takes the others.
+    """
+    count, finished = len(walk.blocks.modules), len(work.parts)
+    hidden = walk.entering(segments)
+    if not finished and world.writes:
+        with walk.outside():
+            work.add(part_file(0, count), outside_tensors(walk.model, walk.blocks))
+    dense = hidden.copy() if resolved.two_streams else None
+    for visit in walk.visits(hidden, to_end=False):
+        if visit.index + 1 < finished:
+            if dense is not None:
+                run_block(visit.block, visit.call, dense)
+            put_back(visit, work, note)
+            continue
+        plans = plan[visit.index]
+        done, matching = compress_block(visit, plans, resolved, hidden, dense, world, note)
+        if world.writes:
+            work.add(
+                part_file(visit.index + 1, count),
+                block_tensors(visit.block, visit.prefix),
+                entries={report.name: entry_of(layer) for layer, report in done},
+                layers=[report.to_dict() for _, report in done],
+                matching=matching,
+            )
+
+
+def part_file(part: int, blocks: int) -> str:
+    return f"model-{part + 1:05d}-of-{blocks + 1:05d}.safetensors"
+
+
+def put_back(visit: Visit, work: Unfinished, note: Note) -> None:
+    """Put the compressed layers of a finished block in place, as they were written."""
+    part, sites, prefix = work.parts[visit.index + 1], find_sites(visit.block), f"{visit.prefix}."
+    for name, entry in read_entries(part.entries).items():
+        site = sites[name.removeprefix(prefix)]
+        site.replace(empty_layer(site, name, entry))
+    visit.block.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in work.read(part).items()})
+    for layer in part.layers:
+        note(LayerRecord.from_dict(layer))
+
+
+def compress_block(
+    visit: Visit,
+    plans: Mapping[str, LayerPlan],
+    resolved: Resolved,
+    hidden: Activations,
+    dense: Activations | None,
+    world: World,
+    note: Note,
+) -> tuple[list[Done], dict[str, Any] | None]:
+    """Decompose and replace the planned layers of one block, each process its share; and match the block, if asked.
+
+    Args:
+        dense: what enters the block in the dense model; afterwards what leaves it there. None for one stream.
+
+    Returns:
+        The layers with their reports, and the report of the matching.
+    """
+    block, call = visit.block, visit.call
+    groups = groups_by_input(block, call, hidden[0], plans)
+    original = None if dense is None else copied_but_for(visit.sites(list(plans)), block)
+    drifting = (original, dense) if original is not None and dense is not None and resolved.dense_target else None
+    done = []
+    for together in [groups] if resolved.recipe.sequential == "block" else [[group] for group in groups]:
+        done += compress_groups(visit, plans, resolved, hidden, together, drifting, world, note)
+    matching = None
+    if original is not None and dense is not None:
+        run_block(original, call, dense)
+        if resolved.match_blocks:
+            report = match_block(block, call, hidden, dense, Matching(), resolved.recipe.seed, world=world)
+            matching = {"block": visit.prefix, **report.to_dict()}
+    return done, matching
+
+
+def copied_but_for(sites: Mapping[str, Site], block: nn.Module) -> nn.Module:
+    """A copy of a block that shares the modules of some sites: they are replaced in the block, and stay in the copy."""
+    shared: dict[int, Any] = {id(site.module): site.module for site in sites.values()}
+    return copy.deepcopy(block, shared)
+
+
+def compress_groups(
+    visit: Visit,
+    plans: Mapping[str, LayerPlan],
+    resolved: Resolved,
+    hidden: Activations,
+    groups: list[list[str]],
+    dense: Stream | None,
+    world: World,
+    note: Note,
+) -> list[Done]:
+    """Decompose and replace the layers of some groups, each process its share. dense: for targets that lead to it."""
+    moments = gather(visit.block, visit.prefix, visit.call, hidden, groups, dense, world.add)
+    names = [name for group in groups for name in group]
+    # What every method does most of is products out × in × in.
+    shapes = [plans[name].spec.shape for name in names]
+    owners = world.assign([out * width**2 for out, width in shapes])
+    mine = {name for name, owner in zip(names, owners, strict=True) if owner == world.rank}
+    found: dict[str, Done] = {}
+    for group, known in zip(groups, moments, strict=True):
+        share = {name: plans[name] for name in group if name in mine}
+        found |= compress_group(visit, share, resolved, known, note) if share else {}
+    done = [put_in_place(visit, n, owner, found.get(n), world, note) for n, owner in zip(names, owners, strict=True)]
+    trim()
+    return done
+
+
+def compress_group(
+    visit: Visit, plans: Mapping[str, LayerPlan], resolved: Resolved, known: Moments, note: Note
+) -> dict[str, Done]:
+    """Decompose layers that share one input, with what depends on its moments computed once."""
+    start, done = time.perf_counter(), {}
+    gram, sites, method = known.gram, visit.sites(list(plans)), resolved.method
+    try:
+        # In the place of the drift, and before the solver makes what it holds: neither is needed beside the other.
+        correction = known.drift
+        if correction is not None:
+            correction.copy_(drift_correction(gram, correction, resolved.dense_target, target_damping(gram)))
+        prepared = method.prepare(gram)
+        shared = (time.perf_counter() - start) / len(plans)
+        for name, plan in plans.items():
+            start = time.perf_counter()
+            weight = sites[name].weight()
+            target = None if correction is None else corrected(weight, correction)
+            result = solve_with_room(weight, gram, method, prepared, plan, resolved.recipe.seed, target)
+            layer = SparseLowRankLinear.from_decomposition(result, sites[name].bias, plan.spec.pattern)
+            seconds = time.perf_counter() - start + shared
+            report = LayerRecord.of(f"{visit.prefix}.{name}", layer.spec, result, seconds, layer.stored_bytes)
+            done[name] = layer, report
+            note(report)
+    except HasslefreeError as error:
+        raise error.within(f"{visit.prefix}: {', '.join(plans)}") from None
+    return done
+
+
+def solve_with_room(
+    weight: Tensor, gram: Gram, method: Method, prepared: Any, plan: LayerPlan, seed: int, target: Tensor | None
+) -> Decomposition:
+    """`solve_layer`; where the device has no room for it, again in 2, 4, 8, … chunks of rows. The result remarks it.
+
+    Raises:
+        MemoryShortError: no number of chunks helps.
+    """
+    spec = plan.spec
+    for chunks in (1, *CHUNKS):
+        way = method if chunks == 1 else InRowChunks(method, chunks, gram)
+        try:
+            return solve_layer(weight, gram, way, prepared, plan.pattern, spec.rank, seed, target, spec.factor_bits)
+        except torch.OutOfMemoryError as error:
+            logger.warning("out of memory with %d chunk(s) of rows of a layer %s: %s", chunks, spec.shape, error)
+        torch.cuda.empty_cache()
+    raise MemoryShortError(
+        f"{weight.device} has no room for a layer {spec.shape[0]}×{spec.shape[1]}, not even in {CHUNKS[-1]} chunks of "
+        f"rows; use another method, a larger device, or {option('device', 'cpu')}"
+    )
+
+
+def put_in_place(visit: Visit, name: str, owner: int, done: Done | None, world: World, note: Note) -> Done:
+    """Put a compressed layer in its place, in all processes. done: what its owner has."""
+    site = find_sites(visit.block)[name]
+    entry, report = world.broadcast((entry_of(done[0]), done[1]) if done else None, owner)
+    if done is None:
+        layer = empty_layer(site, report.name, read_entries({report.name: entry})[report.name])
+        note(report)
+    else:
+        layer = done[0]
+    for tensor in layer.state_dict().values():
+        world.broadcast_(tensor, owner)
+    site.replace(layer)
+    return layer, report

@@ -1,0 +1,232 @@
+"""The driver: a model, a recipe and a calibration text in, a folder that transformers loads out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+
+from hasslefree.errors import CalibrationError, ModelError, option
+from hasslefree.folder.card import FIGURE, base_licence, model_card
+from hasslefree.folder.journal import Part, Unfinished, fingerprint, unfinished
+from hasslefree.folder.output import check_output
+from hasslefree.folder.plugin import HasslefreeConfig
+from hasslefree.folder.record import LayerRecord, Record, versions
+from hasslefree.levers.allocation import allocated
+from hasslefree.models.activations import check_storage
+from hasslefree.models.blocks import find_blocks
+from hasslefree.models.distributed import World, joined, local_device
+from hasslefree.models.load import (
+    encode,
+    load_config,
+    load_on_disk,
+    load_tokenizer,
+    refuse_compressed,
+    resolve_device,
+    resolve_seqlen,
+)
+from hasslefree.models.streaming import Weights
+from hasslefree.models.texts import calibration_documents, draw_segments
+from hasslefree.recipe.plan import bytes_on_disk, digest, make_plan
+from hasslefree.recipe.recipe import Recipe
+from hasslefree.recipe.resolved import Resolved
+from hasslefree.report.figures import heat_map, save
+from hasslefree.run.blockwise import compress_blocks, look_over
+from hasslefree.run.estimate import estimate
+from hasslefree.run.memory import check_memory
+
+# Called after each layer with its report, the layers done and the layers in all.
+Progress = Callable[[LayerRecord, int, int], None]
+
+
+def compress(
+    model: str | Path | PreTrainedModel,
+    out: str | Path,
+    recipe: Recipe | str | Path | None = None,
+    *,
+    tokenizer: Any = None,
+    segments: Tensor | None = None,
+    device: str | None = None,
+    activations: str = "device",
+    resume: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Record:
+    """Compress a causal language model and write it to a folder that transformers loads.
+
+    One block is in memory at a time. It is on the disk, in `OUT.unfinished`, as soon as it is done.
+
+    Args:
+        model: a hub name, a local folder, or a loaded model, which is then changed in storage.
+        out: the folder to write. recipe: a `Recipe` or the path of a YAML file.
+        tokenizer: of a loaded model, if it is not to be found under the model's own name.
+        segments: calibration tokens (samples, seqlen) in the place of the recipe's text. A loaded model then needs no
+            tokenizer, and the folder holds one only if it is given.
+        device: where to compute; None for the GPU if there is one. A loaded model stays where it is.
+        activations: where the hidden states between blocks are: on the "device", in RAM ("cpu"), or in a file beside
+            OUT ("disk").
+        resume: go on after the last whole block of a compression that did not end, if there is one. The result is the
+            same, bit for bit.
+        overwrite: replace a folder that is not empty, once the new one is complete; begin anew.
+        trust_remote_code: run code that comes with the model.
+        progress: called after every layer.
+
+    Raises:
+        HasslefreeError: anything wrong with the input, before the first layer is touched where it can be seen then.
+    """
+    start = time.perf_counter()
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe) if recipe else Recipe()
+    resolved = recipe.resolve(with_text=segments is None)
+    folder = Path(out).resolve()
+    check_output(folder, overwrite)
+    check_storage(activations)
+    target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device or local_device())
+    with joined(target) as world, workplace(folder, overwrite, resume, world) as work:
+        name, loaded, tokenizer = open_model(
+            model, recipe.dtype, work.scratch / str(world.rank), tokenizer, trust_remote_code
+        )
+        blocks = find_blocks(loaded)
+        plan = make_plan(blocks, resolved)
+        check_output(folder, overwrite, bytes_on_disk(loaded, plan) - work.bytes_done)
+        given = segments is not None
+        if segments is None:
+            tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
+            segments = draw(loaded, tokenizer, recipe)
+        check_segments(loaded, segments, world)
+        shape = (segments.shape[0], segments.shape[1])
+        check_memory(estimate(loaded, blocks, plan, resolved, shape, target, activations, world.size), target)
+        note = _counter(sum(map(len, plan)), progress)
+        walk_options = {"storage": activations, "folder": work.folder}
+        first = segments[:1].to(target)
+        walk, digests = look_over(loaded, blocks, Weights(loaded, target), plan, first, walk_options)
+        local = world.share(segments).to(target)
+        if resolved.allocate != "uniform":
+            plan = world.broadcast(allocated(walk, plan, resolved, local, world))
+        about = described(name, loaded, resolved, segments) | {"device": target.type, "own_segments": given}
+        if world.writes:
+            work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(plan)})
+        compress_blocks(walk, plan, resolved, local, work, world, note)
+        parts = world.broadcast(work.parts)
+        layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
+        matching = tuple(part.matching for part in parts if part.matching)
+        report = Record(**about, seconds=time.perf_counter() - start, layers=layers, matching=matching)
+        if world.writes:
+            work.finish(lambda part: write_rest(part, loaded, tokenizer, parts, report))
+    return report
+
+
+def described(name: str, model: PreTrainedModel, resolved: Resolved, segments: Tensor) -> dict[str, Any]:
+    """What is done, to what, as `Record` and the journal have it."""
+    return {
+        "model": name,
+        "recipe": resolved.to_dict(),
+        "method": repr(resolved.method),
+        "versions": versions(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "seqlen": segments.shape[1],
+        "tokens": segments.numel(),
+    }
+
+
+@contextmanager
+def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterator[Unfinished]:
+    """The unfinished folder of OUT: that of the process that writes, and for the others a view of what was done."""
+    if world.writes:
+        with unfinished(out, overwrite, resume) as work:
+            world.broadcast(work.parts)
+            yield work
+    else:
+        yield Unfinished(out, None, world.broadcast(None))
+
+
+def _counter(total: int, progress: Progress | None) -> Callable[[LayerRecord], None]:
+    done = 0
+
+    def note(report: LayerRecord) -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(report, done, total)
+
+    return note
+
+
+def open_model(
+    model: str | Path | PreTrainedModel, dtype: str, scratch: Path, tokenizer: Any, trust_remote_code: bool
+) -> tuple[str, PreTrainedModel, Any]:
+    """Name, model and tokenizer: opened by name with its weights on disk, or the loaded model as it is.
+
+    Args:
+        scratch: an empty folder, for weights that have to be converted.
+
+    Raises:
+        ModelError: it cannot be loaded, is compressed already, or is loaded in another dtype than the recipe's.
+    """
+    if isinstance(model, str | Path):
+        name = str(model)
+        refuse_compressed(load_config(name, trust_remote_code), name)
+        tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
+        return name, load_on_disk(name, dtype, scratch, trust_remote_code), tokenizer
+    name = model.config._name_or_path or type(model).__name__
+    refuse_compressed(model.config, name)
+    if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        raise ModelError(f"the loaded model is {model.dtype} and the recipe says {dtype}; cast the model first")
+    return name, model.eval(), tokenizer
+
+
+def draw(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> Tensor:
+    """The recipe's calibration segments: (samples, seqlen) token ids."""
+    seqlen = resolve_seqlen(model, recipe.seqlen)
+    documents = calibration_documents(recipe.calibration)
+    return draw_segments(documents, lambda text: encode(tokenizer, text), recipe.samples, seqlen, recipe.seed)
+
+
+def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:
+    """Raise a CalibrationError where segments are not (samples, seqlen) token ids that the model can take.
+
+    And where there are fewer than processes.
+    """
+    if segments.ndim != 2 or segments.is_floating_point() or len(segments) < 1 or segments.shape[1] < 2:
+        raise CalibrationError(
+            f"segments are token ids (samples, seqlen), seqlen at least 2; got {segments.dtype} {tuple(segments.shape)}"
+        )
+    if len(segments) < world.size:
+        raise CalibrationError(
+            f"{world.size} processes share {len(segments)} calibration segments; "
+            f"use fewer processes, or more {option('samples')}"
+        )
+    resolve_seqlen(model, segments.shape[1])
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = embeddings.num_embeddings
+    if segments.min() < 0 or segments.max() >= vocabulary:
+        raise CalibrationError(
+            f"the calibration tokens do not fit the model: it knows {vocabulary} of them, numbered from 0"
+        )
+
+
+def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list[Part], report: Record) -> None:
+    """All of the output folder but the weights: configuration, tokenizer, compression.json and the model card."""
+    entries = {name: entry for part in parts for name, entry in part.entries.items()}
+    model.config.quantization_config = HasslefreeConfig(entries)
+    model.config.dtype, model.config.architectures = report.dtype, [type(model).__name__]
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=model.config)  # type: ignore[arg-type]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    (folder / "compression.json").write_text(report.to_json(), encoding="utf-8")
+    save(heat_map(report), folder / FIGURE)
+    # A model that was made in memory has no card to be found; the hub is not asked for what never was there.
+    known = Path(report.model).is_dir() or getattr(model.config, "_commit_hash", None)
+    licence = base_licence(report.model) if known else {}
+    card = model_card(report, licence, model.is_remote_code())
+    (folder / "README.md").write_text(card, encoding="utf-8")

@@ -1,0 +1,255 @@
+"""What a compression will take, before it runs: memory on each device, bytes on the disk, time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hasslefree.core.cost import FLOAT, workspace
+from hasslefree.levers.matching import Matching
+from hasslefree.models.activations import check_storage
+from hasslefree.models.blocks import Blocks, find_blocks
+from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
+from hasslefree.models.logits import CHUNK, TOKENS
+from hasslefree.models.moments import probes
+from hasslefree.recipe.plan import LayerPlan, Plan, bytes_on_disk, make_plan
+from hasslefree.recipe.recipe import Recipe
+from hasslefree.recipe.resolved import Resolved
+from hasslefree.solve.methods.joint import LOOK
+
+# What Python and the libraries take, on a CPU and of a GPU.
+LIBRARIES = 600_000_000
+# A forward pass has so many arrays (tokens, width of the widest layer) at a time.
+FORWARD = 6
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a compression takes at most, on one of its processes. Sizes are in bytes.
+
+    Args:
+        layers: kind of layer (q_proj, …), its plan and how many there are. kept, dense: parameters of all layers.
+        outside: what is outside the blocks. logits: of one segment, where allocation compares predictions.
+        block, solving: of the dearest block: its weights before and after, and the Grams and the solver's arrays of its
+            dearest layer. resident: the rest of a model that is loaded already.
+        activations: hidden states of all segments, or of the models that allocation compares, whichever is more.
+        device: where it computes. storage: where the activations are. disk: the size of the folder.
+        flops: of solvers, Grams, forward passes and matching. levers: what is done beyond the layer, in words.
+        unstated: plug-ins that state no cost, and are counted as the most expensive ones of this package.
+    """
+
+    blocks: int
+    layers: tuple[tuple[str, LayerPlan, int], ...]
+    kept: int
+    dense: int
+    outside: int
+    logits: int
+    block: int
+    solving: int
+    resident: int
+    activations: int
+    device: str
+    storage: str
+    disk: int
+    flops: float
+    levers: tuple[str, ...] = ()
+    unstated: tuple[str, ...] = ()
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def device_peak(self) -> int:
+        """Bytes of the device's memory."""
+        here = self.storage == "device" or (self.storage == "cpu" and self.on_cpu)
+        work = max(2 * self.outside, self.outside + self.logits, self.block + self.solving)
+        return LIBRARIES + self.resident + work + (self.activations if here else 0)
+
+    @property
+    def ram_peak(self) -> int:
+        """Bytes of RAM; where the device is the CPU, that is all of it."""
+        if self.on_cpu:
+            return self.device_peak
+        return 2 * LIBRARIES + 2 * max(self.outside, self.block) + (self.activations if self.storage == "cpu" else 0)
+
+
+def estimate(
+    model: nn.Module,
+    blocks: Blocks,
+    plan: Plan,
+    resolved: Resolved,
+    tokens: tuple[int, int],
+    device: torch.device,
+    storage: str,
+    processes: int = 1,
+) -> Footprint:
+    """The footprint of a compression on one of so many processes, from shapes alone.
+
+    Args:
+        tokens: calibration segments, and tokens in each.
+    """
+    method = resolved.method
+    samples, seqlen = -(-tokens[0] // processes), tokens[1]
+    inside = {id(p) for block in blocks.modules for p in block.parameters()}
+    outside = {id(p): p for p in model.parameters() if id(p) not in inside}.values()
+    width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+    itemsize = next(iter(blocks.modules[0].parameters())).element_size()
+    layers = [layer for plans in plan for layer in plans.values()]
+    widest = max(max(layer.spec.shape) for layer in layers)
+    loaded = _bytes(p for p in model.parameters() if not p.is_meta)
+    vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    streams, said = _compared(plan, resolved, tokens, processes, (vocabulary, width))
+    # On average a stream goes through half of the blocks; and through the output head.
+    comparing = streams * seqlen * (_numbers(blocks) + 2 * width * vocabulary)
+    return Footprint(
+        blocks=len(blocks.modules),
+        layers=tuple(kinds(plan)),
+        kept=sum(layer.spec.parameters for layer in layers),
+        dense=sum(layer.spec.dense_parameters for layer in layers),
+        outside=_bytes(outside),
+        logits=said,
+        block=max(_bytes(b.parameters()) + _compressed(p, resolved) for b, p in zip(blocks.modules, plan, strict=True)),
+        solving=max(_solving(plans, resolved, device.type) for plans in plan) + FORWARD * seqlen * widest * itemsize,
+        resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
+        activations=max((1 + resolved.two_streams) * samples, samples + streams) * seqlen * width * itemsize,
+        device=device.type,
+        storage=storage,
+        disk=bytes_on_disk(model, plan),
+        flops=_flops(blocks, plan, resolved, samples * seqlen, processes) + comparing,
+        levers=tuple(levers_of(resolved)),
+        unstated=method.cost(*layers[0].spec.shape, layers[0].spec.rank).unstated,
+    )
+
+
+# What allocation does, and what it takes beside a pass.
+MOVED = {
+    "owl": "budgets differ by block; one more pass of the dense model",
+    "error": "ranks and non-zeros move between layers; one more pass of the dense model, and on a few segments one of "
+    "each model with one layer pruned",
+}
+
+
+def levers_of(resolved: Resolved) -> Iterator[str]:
+    """What is done beyond the layer, and what it costs beside it."""
+    if resolved.allocate in MOVED:
+        yield f"allocation {resolved.allocate}: {MOVED[resolved.allocate]}"
+    if resolved.dense_target:
+        yield "dense targets: a second forward pass of each block, and a second in×in matrix beside each Gram"
+    if resolved.match_blocks:
+        yield "block matching: forward and backward passes, and 16 bytes for each value that is kept"
+
+
+def estimate_model(
+    name: str, recipe: Recipe, device: torch.device, storage: str, processes: int = 1, trust_remote_code: bool = False
+) -> Footprint:
+    """The footprint of a compression of a model by name, from its configuration.
+
+    Raises:
+        HasslefreeError: a wrong recipe, a model that cannot be compressed, or layers that cannot meet the budget.
+    """
+    resolved = recipe.resolve(with_text=False)
+    check_storage(storage)
+    model = load_shapes(name, recipe.dtype, trust_remote_code)
+    refuse_compressed(model.config, name)
+    blocks = find_blocks(model)
+    tokens = recipe.samples, resolve_seqlen(model, recipe.seqlen)
+    return estimate(model, blocks, make_plan(blocks, resolved), resolved, tokens, device, storage, processes)
+
+
+def _bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def _compressed(plans: dict[str, LayerPlan], resolved: Resolved) -> int:
+    """The compressed layers of a block; where it is matched, with S unpacked, its gradient, and what Adam holds."""
+    held = sum(layer.bytes for layer in plans.values())
+    if resolved.match_blocks:
+        kept = sum(layer.spec.parameters for layer in plans.values())
+        held += 4 * 4 * kept + 2 * sum(layer.dense_bytes for layer in plans.values())
+    return held
+
+
+def _compared(
+    plan: Plan, resolved: Resolved, tokens: tuple[int, int], processes: int, head: tuple[int, int]
+) -> tuple[int, int]:
+    """What allocation by error compares, in one process: segments in all models, and the bytes of logits at a time.
+
+    For each layer there is a model in which it is pruned. head: vocabulary and width.
+    """
+    if resolved.allocate != "error":
+        return 0, 0
+    # Of the dense model and of another, and once more where the model scales them; and what a comparison makes of some.
+    rows = 3 * tokens[1] + 9 * min(tokens[1], TOKENS)
+    return -(-probes(*tokens) // processes) * sum(map(len, plan)), FLOAT * (rows * head[0] + CHUNK * head[1])
+
+
+def _solving(plans: dict[str, LayerPlan], resolved: Resolved, device: str) -> int:
+    """Grams in float32 and the arrays of a solver, or sums in float64 and a product, whichever is more.
+
+    Where targets lead to the dense model, the drift is there beside each Gram, and its correction in float64.
+    """
+    squares = [layer.spec.shape[1] ** 2 * 4 for layer in plans.values()]
+    most = max(squares, default=0)
+    grams = (sum(squares) if resolved.recipe.sequential == "block" else most) * (2 if resolved.dense_target else 1)
+    methods = [resolved.method, LOOK] if resolved.allocate == "error" else [resolved.method]
+    solvers = [
+        workspace(each.cost(*spec.shape, spec.rank, device), *spec.shape, spec.rank) + 4 * spec.dense_parameters
+        for spec in (layer.spec for layer in plans.values())
+        for each in methods
+    ]
+    return max(2 * grams + most, grams + max([6 * most if resolved.dense_target else 0, *solvers]))
+
+
+def kinds(plan: Plan) -> Iterator[tuple[str, LayerPlan, int]]:
+    """Each kind of layer (the last part of the name) of each shape: a plan, and how many there are."""
+    found: dict[tuple[str, LayerPlan], int] = {}
+    for name, layer in ((name, layer) for plans in plan for name, layer in plans.items()):
+        kind = name.rpartition(".")[2], layer
+        found[kind] = found.get(kind, 0) + 1
+    yield from ((name, layer, count) for (name, layer), count in found.items())
+
+
+def matching_passes(settings: Matching) -> float:
+    """Forward passes over the calibration text that matching takes at most, but for retreats; a backward one is two."""
+    return settings.held_out + settings.epochs * (3 * (1 - settings.held_out) + settings.held_out)
+
+
+def _flops(blocks: Blocks, plan: Plan, resolved: Resolved, tokens: int, processes: int) -> float:
+    """Of solvers, Grams, forward passes, and matching.
+
+    A forward pass is two FLOPs a parameter and token. One is taken for each group of layers with the same input, and
+    one at the end of a block; groups are not known from shapes, and one for each two layers is near.
+    """
+    layers = [layer.spec for plans in plan for layer in plans.values()]
+    solvers = sum(resolved.method.cost(*layer.shape, layer.rank).flops for layer in layers) / processes
+    grams = sum(2 * tokens * layer.shape[1] ** 2 for layer in layers)
+    passes = (2.0 if resolved.recipe.sequential == "block" else 1 + len(plan[0]) / 2) * (1 + resolved.two_streams)
+    if resolved.allocate == "error":
+        solvers += sum(LOOK.cost(*layer.shape, 0).flops for layer in layers) / processes
+        grams, passes = 2 * grams, passes + 1 + len(plan[0]) / 2
+    if resolved.match_blocks:
+        # The segments of a step are whose they are: about the square root of the processes work at the same time.
+        passes += matching_passes(Matching()) * processes / min(math.sqrt(processes), Matching.batch)
+    return solvers + grams + passes * 2 * tokens * _numbers(blocks)
+
+
+def _numbers(blocks: Blocks) -> int:
+    """The parameters of all blocks."""
+    return sum(p.numel() for block in blocks.modules for p in block.parameters())
+
+
+def to_dict(found: Footprint) -> dict[str, Any]:
+    """A footprint as JSON has it."""
+    layers = [
+        {"kind": n, "shape": list(p.shape), "pattern": p.kind, "rank": p.rank, "count": c}
+        for n, p, c in ((name, plan.spec, count) for name, plan, count in found.layers)
+    ]
+    peaks = {"device_peak": found.device_peak, "ram_peak": found.ram_peak}
+    return dataclasses.asdict(dataclasses.replace(found, layers=())) | {"layers": layers} | peaks

@@ -1,0 +1,44 @@
+"""Whether a compression fits into the memory that is free, and what to ask for where it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from hasslefree.errors import MemoryShortError, option
+from hasslefree.models.activations import STORAGES
+from hasslefree.run.estimate import Footprint
+from hasslefree.run.machine import free_memory
+from hasslefree.run.tables import as_text, estimate_table
+
+
+def check_memory(found: Footprint, device: torch.device) -> None:
+    """Raise a MemoryShortError, with the estimate and a remedy, where a compression will not fit."""
+    if fits(found, device):
+        return
+    remedy = next((remedy for other, where, remedy in remedies(found, device) if fits(other, where)), None)
+    advice = f"it fits with {remedy}" if remedy else "it needs a machine with more memory"
+    raise MemoryShortError(f"not enough memory; {advice}\n{as_text(estimate_table(found, device))}")
+
+
+def fits(found: Footprint, device: torch.device) -> bool:
+    ram = torch.device("cpu")
+    return found.ram_peak <= free_memory(ram) and found.device_peak <= free_memory(device)
+
+
+def remedies(found: Footprint, device: torch.device) -> Iterator[tuple[Footprint, torch.device, str]]:
+    """What else could be asked for, the cheapest first."""
+    for storage in STORAGES[STORAGES.index(found.storage) + 1 :]:
+        yield dataclasses.replace(found, storage=storage), device, option("activations", storage)
+    if found.resident:
+        by_name = dataclasses.replace(found, resident=0, storage="disk")
+        disk = option("activations", "disk")
+        yield by_name, device, f"{disk} and the model's name or folder in the place of the loaded model"
+        return
+    cpu, on_cpu = torch.device("cpu"), dataclasses.replace(found, device="cpu")
+    if not found.on_cpu:
+        yield on_cpu, cpu, option("device", "cpu")
+        both = f"{option('device', 'cpu')} {option('activations', 'disk')}"
+        yield dataclasses.replace(on_cpu, storage="disk"), cpu, both

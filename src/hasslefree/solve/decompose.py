@@ -1,0 +1,186 @@
+"""One layer: a weight and the Gram of its inputs become S + L."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.budgets import Budget
+from hasslefree.core.factors import check_factor_bits, quantised
+from hasslefree.core.gram import Gram, relative, working_dtype
+from hasslefree.core.grids import Quantised
+from hasslefree.core.linalg import LinAlgError
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Decomposition, Method, Solution
+from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError, option
+from hasslefree.solve.methods import build_method
+
+DATA_FREE = "no Gram was given: data-free, with H = I, so that errors are of the weight and not of the layer's output"
+
+
+def decompose(
+    weight: Tensor,
+    gram: Gram | None = None,
+    pattern: str | Pattern = "2:4",
+    rank: int | None = None,
+    *,
+    sparsity: float | None = None,
+    ratio: float | None = None,
+    rank_share: float | None = None,
+    method: str | Method = "joint",
+    factor_bits: int | None = None,
+    seed: int = 0,
+) -> Decomposition:
+    """Find a sparse S and a low-rank L with tr((W−S−L) H (W−S−L)ᵀ) small.
+
+    Args:
+        weight: W, (out, in), any floating dtype. The result has its dtype and device.
+        gram: the second moment H of the layer's inputs, (in, in). None for a matrix in general, or where there are no
+            data: H = I, the errors are ‖W − S − L‖² / ‖W‖², and a remark says so.
+        pattern, rank, sparsity, ratio, rank_share: the budget; see `Budget`.
+        method: a name, or an object such as `Joint(rounds=50)`.
+        factor_bits: 8 for u and v as int8 codes (`core.factors`); None for the dtype of W.
+        seed: of the random start. Same seed, same machine, same result.
+
+    Raises:
+        HasslefreeError: shapes that do not go together, NaN or Inf, an impossible budget, an unknown name.
+
+    Example:
+        >>> gram = hasslefree.Gram.from_activations(x)  # x: (tokens, in)
+        >>> result = hasslefree.decompose(weight, gram, pattern="2:4", rank=64)
+        >>> result.relative_error
+    """
+    solver = build_method(method) if isinstance(method, str) else method
+    weight = weight.detach()
+    data_free = gram is None
+    gram = Gram.identity(weight.shape[-1:].numel()) if gram is None else gram
+    if weight.ndim != 2 or weight.shape[1] != len(gram.matrix):
+        raise ShapeError(
+            f"weight (out, in) and Gram (in, in) do not go together: {tuple(weight.shape)}, {tuple(gram.matrix.shape)}"
+        )
+    if not torch.isfinite(weight).all() or not torch.isfinite(gram.matrix).all():
+        raise NonFiniteError("the weight or the Gram holds NaN or Inf; repair the checkpoint or the activations")
+    gram = gram.to(weight)
+    if not torch.isfinite(gram.matrix).all():
+        raise NonFiniteError(f"the Gram does not fit into {_name(gram.matrix)}; scale the activations, or use float64")
+    exact_pattern, exact_rank = Budget(pattern, rank, sparsity, ratio, rank_share).resolve(*weight.shape)
+    solver.check(exact_rank)
+    check_factor_bits(factor_bits, exact_rank)
+    if grid := solver.grid:
+        grid.check((weight.shape[0], weight.shape[1]), exact_pattern.group)
+    found = solve_layer(weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed, None, factor_bits)
+    return dataclasses.replace(found, remarks=(DATA_FREE, *found.remarks)) if data_free else found
+
+
+def solve_layer(
+    weight: Tensor,
+    gram: Gram,
+    method: Method,
+    prepared: Any,
+    pattern: Pattern,
+    rank: int,
+    seed: int,
+    target: Tensor | None = None,
+    factor_bits: int | None = None,
+) -> Decomposition:
+    """`decompose` for inputs that were checked, with `prepared` = method.prepare(gram) shared between layers.
+
+    Args:
+        target: W̃ of `levers.targets`, (out, in), in the working dtype: what S + L shall be close to in the place of W.
+            The relative errors are then tr(R H Rᵀ) / tr(W̃ H W̃ᵀ) with R = W̃ − S − L: how well the solver did what it
+            was asked, and no distance to the dense model.
+        factor_bits: as for `decompose`; without effect at rank 0.
+
+    Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method.
+
+    Raises:
+        NonFiniteError: a number, on the way or in the result, that its dtype does not hold.
+        FactorizationError: a factorisation of the method's that does not succeed.
+        GridError: the dtype of W does not hold a scale of the grid.
+    """
+    full = weight.to(working_dtype(weight)) if target is None else target
+    alive = gram.alive
+    live = full if alive.all() else full * alive
+    norm = checked_norm(live, gram)
+    solution = None if method.grid else unchanged(live, pattern, rank)
+    solution = solution or solve(method, live, prepared, pattern, rank, seed)
+    sparse = solution.sparse * alive
+    low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * alive).balanced()
+    before = relative(gram.loss(low_rank.residual(full, sparse)), norm)
+    if not math.isfinite(before):
+        raise NonFiniteError(
+            f"the method came upon NaN or Inf; raise the damping ({option('damping', 0.01)}) or use joint"
+        )
+    on_grid = Quantised.of(sparse, solution.scaling, weight.dtype) if solution.scaling else None
+    cast, cast_low_rank, factors = sparse.to(weight.dtype), low_rank.to(weight.dtype), None
+    if factor_bits and rank:
+        factors = quantised(low_rank, full, cast.to(full.dtype), gram, weight.dtype)
+        cast_low_rank = factors.values()
+    after = before
+    if weight.dtype != full.dtype or factors:
+        after = relative(gram.loss(cast_low_rank.to(full.dtype).residual(full, cast.to(full.dtype))), norm)
+    if not math.isfinite(after):
+        raise NonFiniteError(
+            f"S or L does not fit into {_name(weight)}; "
+            f"use another dtype ({option('dtype', 'float32')}) or raise the damping"
+        )
+    rounding = f"the cast to {_name(weight)}" + (", with factors in int8," if factors else "")
+    remarks = (*gram.remarks(), *solution.remarks, *_remarks_on(after, before, rounding))
+    return Decomposition(cast, cast_low_rank, after, before, solution.history, remarks, on_grid, factors)
+
+
+def checked_norm(weight: Tensor, gram: Gram) -> float:
+    """tr(W H Wᵀ) of a weight (out, in), by which errors are divided; 0 for a weight of zeros.
+
+    Raises:
+        NonFiniteError: rounding is all that is left of it, or next to nothing or to everything that a dtype holds.
+    """
+    norm, limits = gram.loss(weight), torch.finfo(weight.dtype)
+    # What it would be if no two inputs had anything in common. Sums that cancel are rounded by that much.
+    apart = (weight.square() @ gram.diagonal).sum(dtype=torch.float64).item()
+    if not (limits.tiny / limits.eps < apart < limits.max * limits.eps) and weight.any():
+        raise NonFiniteError(
+            f"the mean square of the layer's output, {apart:.0e}, is near the limits of {_name(weight)}; "
+            f"scale the weight or the activations, or use float64 ({option('dtype', 'float64')})"
+        )
+    if norm <= limits.eps * apart and weight.any():
+        raise NonFiniteError(
+            "the layer's inputs cancel: it puts out nothing but rounding on any calibration token, so that no error "
+            f"can be measured; leave it dense ({option('leave_dense')}) or use more tokens"
+        )
+    return norm
+
+
+def unchanged(weight: Tensor, pattern: Pattern, rank: int) -> Solution | None:
+    """S = W and L = 0 where the pattern keeps all there is, so that no method has anything to find."""
+    kept = pattern.kept((weight.shape[0], weight.shape[1]))
+    if weight.count_nonzero() > kept or (weight != 0)[~pattern.mask(weight.square())].any():
+        return None
+    nothing = LowRank(weight.new_zeros(len(weight), rank), weight.new_zeros(rank, weight.shape[1]))
+    remarks = () if kept == weight.numel() else ("the pattern keeps every non-zero of the weight: S = W, L = 0",)
+    return Solution(weight, nothing, (), remarks)
+
+
+def solve(method: Method, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, seed: int) -> Solution:
+    """The method's answer, with an error of LAPACK's as one that names the remedy."""
+    try:
+        return method.solve(weight, prepared, pattern, rank, torch.Generator().manual_seed(seed))
+    except LinAlgError as error:
+        raise FactorizationError(f"{error}; raise the damping ({option('damping', 0.01)})") from None
+
+
+def _remarks_on(after: float, before: float, rounding: str) -> Iterator[str]:
+    if after > 2 * before + 1e-4:
+        yield f"{rounding} raised the relative error from {before:.2g} to {after:.2g}"
+    if after > 1:
+        yield f"the relative error is {after:.2g}: a layer of zeros would be closer"
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

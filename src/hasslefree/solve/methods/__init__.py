@@ -1,0 +1,140 @@
+"""Methods by name, and their composition from a pruner and a low-rank solver."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hasslefree.core.protocols import Method
+from hasslefree.errors import BudgetError, GridError, UnknownNameError, option
+from hasslefree.solve.low_rank import LOW_RANK_SOLVERS
+from hasslefree.solve.low_rank.diagonal_svd import DiagonalSVD
+from hasslefree.solve.low_rank.exact import Exact
+from hasslefree.solve.low_rank.svd import SVD, RandomizedSVD
+from hasslefree.solve.methods.alternating import AlternatingMinimization
+from hasslefree.solve.methods.joint import Joint
+from hasslefree.solve.methods.joint_on_grid import JointOnGrid
+from hasslefree.solve.methods.prune import Prune
+from hasslefree.solve.methods.pursuit import PrincipalComponentPursuit
+from hasslefree.solve.methods.three_block import ThreeBlock
+from hasslefree.solve.pruners import PRUNERS
+from hasslefree.solve.pruners.magnitude import Magnitude
+from hasslefree.solve.pruners.osscar import OSSCAR
+from hasslefree.solve.pruners.refit import Refit
+from hasslefree.solve.pruners.round_to_nearest import RoundToNearest
+from hasslefree.solve.pruners.wanda import Wanda
+
+# λ over the mean of diag H of a refit, in a method that has none of its own.
+REFIT_DAMPING = 0.01
+
+# Magnitude, Wanda, DSNoT, OATS, rounding, LoftQ and LQ-LoRA are defined by the undamped H: nothing in them is inverted.
+# GoDec and the pursuit do not look at H.
+METHODS: dict[str, Method] = {
+    "joint": Joint(),
+    "hassle-free": AlternatingMinimization(),
+    "oats": AlternatingMinimization(Wanda(), DiagonalSVD(), damping=0.0, low_rank_first=True, keep_best=False),
+    "eora": AlternatingMinimization(low_rank=Exact(), rounds=1),
+    "3basil": ThreeBlock(),
+    "godec": AlternatingMinimization(Magnitude(), SVD(), damping=0.0, low_rank_first=True, keep_best=False),
+    "losparse": AlternatingMinimization(OSSCAR(), Exact(), rounds=10),
+    "pcp": PrincipalComponentPursuit(),
+    "magnitude": Prune(PRUNERS["magnitude"], damping=0.0),
+    "wanda": Prune(PRUNERS["wanda"], damping=0.0),
+    "dsnot": Prune(PRUNERS["dsnot"], damping=0.0),
+    "rtn": Prune(PRUNERS["rtn"], damping=0.0),
+    "loftq": AlternatingMinimization(RoundToNearest(), SVD(), rounds=5, damping=0.0, keep_best=False),
+    "lq-lora": AlternatingMinimization(
+        RoundToNearest(weighted=True), DiagonalSVD(RandomizedSVD()), rounds=20, damping=0.0
+    ),
+    "caldera": AlternatingMinimization(PRUNERS["gptq"], Exact(), rounds=15, low_rank_first=True, last_fit=True),
+    "joint-grid": JointOnGrid(),
+}
+METHODS |= {name: Prune(pruner) for name, pruner in PRUNERS.items() if name not in METHODS}
+
+
+def build_method(
+    name: str,
+    pruner: str | None = None,
+    low_rank: str | None = None,
+    rounds: int | None = None,
+    damping: float | None = None,
+    refit: bool = False,
+    bits: int | None = None,
+    group_size: int | None = None,
+    symmetric: bool | None = None,
+) -> Method:
+    """The method of this name, with parts of it replaced.
+
+    Args:
+        pruner, low_rank: names from the tables, in the place of the method's own.
+        rounds, damping: hyper-parameters of the method.
+        refit: let least squares on the support follow the pruner (`Refit`), by the method's damping, or where it has
+            none by 0.01.
+        bits, group_size, symmetric: of the grid of its pruner; see `Grid`. A group size of 0 stands for whole rows.
+
+    Raises:
+        UnknownNameError: no such method, pruner or solver. BudgetError: the method has no such part.
+        GridError: no such grid, or a method without one.
+    """
+    method: Any = look_up("method", name, METHODS, "method")
+    parts: dict[str, Any] = {"rounds": rounds, "damping": damping}
+    parts["pruner"] = None if pruner is None else look_up("pruner", pruner, PRUNERS, "pruner")
+    parts["low_rank"] = None if low_rank is None else look_up("low-rank solver", low_rank, LOW_RANK_SOLVERS, "low_rank")
+    chosen = {part: value for part, value in parts.items() if value is not None}
+    if missing := [part for part in chosen if part not in settings_of(method)]:
+        having = [other for other, its in METHODS.items() if settings_of(its).issuperset(missing)]
+        remedy = f"; use method {' or '.join(having)}" if having else ""
+        raise BudgetError(f"method {name!r} has no {', '.join(missing)} to set{remedy}", ("method", *missing))
+    method = dataclasses.replace(method, **chosen)
+    of_grid: dict[str, Any] = {"bits": bits, "group": group_size, "symmetric": symmetric}
+    changes = {part: value for part, value in of_grid.items() if value is not None}
+    if group_size == 0:
+        changes["group"] = None
+    built = _with_grid(name, method, changes) if changes else method
+    return refitted(name, built) if refit else built
+
+
+def refitted(name: str, method: Any) -> Method:
+    """The method with least squares on the support after its pruner.
+
+    Raises:
+        BudgetError: it has no pruner. GridError: its pruner rounds, and a refit would leave the grid.
+    """
+    if "pruner" not in settings_of(method):
+        raise BudgetError(
+            f"method {name!r} has no pruner that a refit could follow: it fits S by itself; "
+            f"leave out refit ({option('refit', True)})",
+            ("method", "refit"),
+        )
+    pruner = Refit(method.pruner, damping=0.0 if method.damping else REFIT_DAMPING)
+    return dataclasses.replace(method, pruner=pruner)
+
+
+def _with_grid(name: str, method: Any, changes: dict[str, Any]) -> Method:
+    """The method with other fields of its grid."""
+    grid = method.grid
+    if grid is None:
+        having = [other for other, its in METHODS.items() if its.grid]
+        raise GridError(
+            f"method {name!r} has no grid: bits, group_size and symmetric are for method "
+            f"{', '.join(having)}, and "
+            f"for hassle-free with pruner gptq",
+            ("method", "bits", "group_size", "symmetric"),
+        )
+    grid = dataclasses.replace(grid, **changes)
+    if "grid" in settings_of(method):
+        return dataclasses.replace(method, grid=grid)
+    pruner = dataclasses.replace(method.pruner, grid=grid)
+    return dataclasses.replace(method, pruner=pruner)
+
+
+def settings_of(method: Any) -> set[str]:
+    """The fields of a plug-in: its hyper-parameters, and the parts that can be replaced."""
+    return {field.name for field in dataclasses.fields(method)}
+
+
+def look_up(kind: str, name: str, table: dict[str, Any], field: str) -> Any:
+    """The entry of this name, or an UnknownNameError that lists the table. field: the argument that gave the name."""
+    if name not in table:
+        raise UnknownNameError(kind, name, table, (field,))
+    return table[name]

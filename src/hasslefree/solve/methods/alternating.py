@@ -1,0 +1,117 @@
+"""Alternating minimisation: any pruner with any low-rank solver (arXiv 2502.00899, Algorithm 2)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.cost import Cost, objective_flops
+from hasslefree.core.gram import Gram
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import LowRankSolver, Method, Pruned, Pruner, Solution
+from hasslefree.errors import BudgetError, NonFiniteError, option, with_arguments
+from hasslefree.solve.low_rank.adam import Adam
+from hasslefree.solve.pruners.sparsegpt import SparseGPT
+
+REMEDY = (
+    f"raise the damping ({option('damping', 0.01)}) or take another low-rank solver ({option('low_rank', 'exact')})"
+)
+
+
+@dataclass(frozen=True)
+class AlternatingMinimization(Method):
+    """S ← prune(W − L), L ← fit(W − S), over and over. The defaults are the paper's.
+
+    Args:
+        pruner, low_rank: the two halves.
+        rounds: T_AM in the paper.
+        damping: λ over the mean of diag H. The paper prints λ = 0.01·Tr(H); SparseGPT's default, which it refers to,
+            is the mean.
+        low_rank_first: fit L to W before S is pruned for the first time, as OATS does.
+        keep_best: return the round with the least damped objective, or the pruner alone if no round is better; not the
+            last round.
+        last_fit: fit L once more at the end, to W minus the S that was kept, where that lowers the objective. For
+            alternations that end with S.
+
+    Example:
+        >>> method = AlternatingMinimization(pruner=SparseGPT(), low_rank=Adam(steps=50), rounds=80)
+        >>> hasslefree.decompose(weight, gram, pattern="2:4", rank=64, method=method)
+    """
+
+    step: ClassVar[str] = "round"
+    pruner: Pruner = SparseGPT()
+    low_rank: LowRankSolver = Adam()
+    rounds: int = 80
+    damping: float = 0.01
+    low_rank_first: bool = False
+    keep_best: bool = True
+    last_fit: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise BudgetError(f"rounds must be at least 1, got {self.rounds}")
+
+    @property
+    def inner(self) -> Pruner:
+        return self.pruner
+
+    def prepare(self, gram: Gram) -> tuple[Gram, Any, Any]:
+        damped = gram.damped(self.damping)
+        return damped, self.pruner.prepare(damped), self.low_rank.prepare(damped)
+
+    def solve(
+        self, weight: Tensor, prepared: tuple[Gram, Any, Any], pattern: Pattern, rank: int, generator: torch.Generator
+    ) -> Solution:
+        gram, for_pruner, for_solver = prepared
+        low_rank = LowRank.gaussian_start(weight, rank, generator)
+        if rank == 0:
+            alone = self.pruner.prune(weight, for_pruner, pattern)
+            error = gram.relative_error(weight - alone.sparse, weight)
+            return Solution(alone.sparse, low_rank, (error,), scaling=alone.scaling)
+        found = Pruned(torch.zeros_like(weight))
+        best: tuple[Pruned, LowRank] = found, low_rank
+        least = float("inf")
+        history: list[float] = []
+        remarks: list[str] = []
+        for t in range(self.rounds):
+            if self.low_rank_first:
+                low_rank = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, t)
+                found = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
+            else:
+                found = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
+                if t == 0:
+                    # The pruner alone is the first candidate: Adam's steps have a fixed size, and can overshoot.
+                    best, least = (found, low_rank), gram.relative_error(weight - found.sparse, weight)
+                low_rank = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, t)
+            error = gram.relative_error(low_rank.residual(weight, found.sparse), weight)
+            if not math.isfinite(error):
+                if math.isinf(least) or not self.keep_best:
+                    raise NonFiniteError(f"round {t + 1} came upon NaN or Inf; {REMEDY}")
+                remarks.append(
+                    f"round {t + 1} came upon NaN or Inf: the best before it is kept; {with_arguments(REMEDY)}"
+                )
+                break
+            history.append(error)
+            if error < least or not self.keep_best:
+                best, least = (found, low_rank), error
+        found, low_rank = best
+        if self.last_fit:
+            last = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, len(history))
+            error = gram.relative_error(last.residual(weight, found.sparse), weight)
+            low_rank, history = (last, [*history, error]) if error < least else (low_rank, history)
+        if least and not low_rank.v.any():
+            remarks.append("no round was better than the pruner alone: L is nothing")
+        return Solution(found.sparse, low_rank, tuple(history), tuple(remarks), found.scaling)
+
+    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
+        prune, fit = self.pruner.cost(out, width), self.low_rank.cost(out, width, rank)
+        a_round, rounds = prune.flops + objective_flops(out, width), self.rounds if rank else 1
+        if rank:
+            a_round += fit.flops + 4 * out * width * rank
+        need = prune.need.joined(fit.need).around(1, 3)
+        return Cost(prune.once + rounds * a_round, need=need, unstated=prune.unstated + fit.unstated)

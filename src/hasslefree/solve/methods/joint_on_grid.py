@@ -1,0 +1,98 @@
+"""`joint` for a support and a grid at once: its support and its low-rank part, and S on the grid there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.cost import Cost, objective_flops
+from hasslefree.core.gram import Gram
+from hasslefree.core.grids import Grid, Scaling
+from hasslefree.core.linalg import masked_cg
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.patterns import KnownSupport, Pattern
+from hasslefree.core.protocols import Method, Solution
+from hasslefree.errors import BudgetError
+from hasslefree.solve.low_rank.exact import Exact
+from hasslefree.solve.methods.joint import Joint
+from hasslefree.solve.pruners.sparsegpt import SparseGPT
+
+# Of conjugate gradients, before each sweep; they begin where the last sweep ended.
+CG_STEPS = 20
+
+
+@dataclass(frozen=True)
+class JointOnGrid(Method):
+    """The support and L of `Joint`; then, in turn, S on that support and on a grid, and L exactly.
+
+    With L given, the best S off the grid, on the support, has a gradient that vanishes there. So for every S' on it,
+
+        tr((T − S') H (T − S')ᵀ) = tr((T − S) H (T − S)ᵀ) + tr((S − S') H (S − S')ᵀ),    T = W − L
+
+    and what is left is to put S on the grid in the norm of H: GPTQ's sweep, with the support known. L is the exact fit
+    to W − S'. Where the pattern keeps everything, the turns begin with the exact fit to W. The best turn is kept.
+
+    Args:
+        rounds: of `Joint`. damping: λ over the mean of diag H. turns: of S and L.
+    """
+
+    grid: Grid = Grid()
+    rounds: int = 100
+    damping: float = 0.01
+    turns: int = 5
+
+    def __post_init__(self) -> None:
+        if self.turns < 1:
+            raise BudgetError(f"turns must be at least 1, got {self.turns}")
+
+    def prepare(self, gram: Gram) -> tuple[Gram, Any, Tensor, Tensor]:
+        damped = gram.damped(self.damping)
+        return damped, self._joint().prepare(gram), SparseGPT().prepare(damped), Exact().prepare(damped)
+
+    def solve(
+        self,
+        weight: Tensor,
+        prepared: tuple[Gram, Any, Tensor, Tensor],
+        pattern: Pattern,
+        rank: int,
+        generator: torch.Generator,
+    ) -> Solution:
+        gram, for_joint, for_sweep, for_fit = prepared
+        if pattern.kept((weight.shape[0], weight.shape[1])) == weight.numel():
+            support, low_rank = torch.ones_like(weight, dtype=torch.bool), _fitted(weight, for_fit, rank)
+            sparse = weight - low_rank.product()
+        else:
+            found = self._joint().solve(weight, for_joint, pattern, rank, generator)
+            sparse, low_rank, support = found.sparse, found.low_rank, found.sparse != 0
+        best: tuple[Tensor, LowRank, Scaling | None] = (sparse, low_rank, None)
+        history: list[float] = []
+        for _ in range(self.turns if rank else 1):
+            target = weight - low_rank.product()
+            free = target if support.all() else masked_cg(gram.matrix, target, sparse, support, CG_STEPS)
+            swept = SparseGPT(grid=self.grid).prune(free, for_sweep, KnownSupport(support))
+            sparse = swept.sparse
+            low_rank = _fitted(weight - sparse, for_fit, rank)
+            error = gram.relative_error(low_rank.residual(weight, sparse), weight)
+            if not history or error < min(history):
+                best = sparse, low_rank, swept.scaling
+            history.append(error)
+        return Solution(best[0], best[1], tuple(history), scaling=best[2])
+
+    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
+        joint, sweep = self._joint().cost(out, width, rank, device), SparseGPT().cost(out, width)
+        fit = Exact().cost(out, width, rank)
+        turn = sweep.flops + fit.flops * (rank > 0) + (CG_STEPS + 1) * 2 * out * width**2 + objective_flops(out, width)
+        flops = joint.flops + 2 * width**3 + (self.turns if rank else 1) * turn
+        return Cost(flops, need=joint.need.joined(sweep.need).joined(fit.need).around(1, 3), kernels=joint.kernels)
+
+    def _joint(self) -> Joint:
+        return Joint(rounds=self.rounds, damping=self.damping)
+
+
+def _fitted(target: Tensor, prepared: Tensor, rank: int) -> LowRank:
+    """The exact L of a rank for a target (out, in)."""
+    start = LowRank(target.new_zeros(len(target), rank), target.new_zeros(rank, target.shape[1]))
+    return Exact().fit(target, prepared, start, 0) if rank else start

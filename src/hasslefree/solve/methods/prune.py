@@ -1,0 +1,58 @@
+"""A pruner alone: W ≈ S."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.cost import Cost, objective_flops
+from hasslefree.core.gram import Gram
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Method, Pruner, Solution
+from hasslefree.errors import BudgetError
+
+
+@dataclass(frozen=True)
+class Prune(Method):
+    """S ← prune(W), and no low-rank part.
+
+    Args:
+        pruner: any. damping: λ over the mean of diag H.
+    """
+
+    pruner: Pruner
+    damping: float = 0.01
+
+    @property
+    def inner(self) -> Pruner:
+        return self.pruner
+
+    def check(self, rank: int) -> None:
+        if rank:
+            raise BudgetError(
+                f"{type(self.pruner).__name__} alone has no low-rank part, got rank {rank}; "
+                f"use rank 0, or a method such as {'caldera' if self.grid else 'joint'}",
+                ("rank", "method"),
+            )
+
+    def prepare(self, gram: Gram) -> tuple[Gram, Any]:
+        damped = gram.damped(self.damping)
+        return damped, self.pruner.prepare(damped)
+
+    def solve(
+        self, weight: Tensor, prepared: tuple[Gram, Any], pattern: Pattern, rank: int, generator: torch.Generator
+    ) -> Solution:
+        gram, for_pruner = prepared
+        found = self.pruner.prune(weight, for_pruner, pattern)
+        nothing = LowRank(weight.new_zeros(len(weight), 0), weight.new_zeros(0, weight.shape[1]))
+        error = gram.relative_error(weight - found.sparse, weight)
+        return Solution(found.sparse, nothing, (error,), scaling=found.scaling)
+
+    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
+        found = self.pruner.cost(out, width)
+        flops = found.once + found.flops + objective_flops(out, width)
+        return Cost(flops, need=found.need.around(1, 0), unstated=found.unstated)

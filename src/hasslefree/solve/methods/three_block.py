@@ -1,0 +1,75 @@
+"""3BASiL: ADMM over three blocks, Z, S and L (Makni, Meng, Mazumder, arXiv 2603.01376)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.cost import SPECTRAL, Cost, Need, admm_flops
+from hasslefree.core.gram import Gram
+from hasslefree.core.linalg import lower_cholesky
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Method, Solution
+from hasslefree.solve.admm import ScaledSpectrum, SupportPenalty
+from hasslefree.solve.low_rank.svd import RandomizedSVD
+
+
+@dataclass(frozen=True)
+class ThreeBlock(Method):
+    """One round minimises over Z, then S, moves the dual, and fits L to W − Z; the figures are the authors'.
+
+    L minimises tr((W−Z−L) H (W−Z−L)ᵀ) by a randomised SVD of (W − Z) C with H = C Cᵀ. The authors whiten with an
+    eigendecomposition in the place of the Cholesky factor: the same L.
+
+    Args:
+        penalty: how ρ grows, and when to stop. damping: λ over the mean of diag H.
+        svd: of what is left, in whitened space.
+
+    With rank 0 it is ALPS without the refit.
+    """
+
+    penalty: SupportPenalty = SupportPenalty(0.1, every=10, most=2000, growth=(1.1, 1.05, 1.02), settled=100)
+    damping: float = 0.01
+    svd: RandomizedSVD = RandomizedSVD(oversampling=5, iterations=2)
+
+    def prepare(self, gram: Gram) -> tuple[Gram, ScaledSpectrum, Tensor]:
+        damped = gram.damped(self.damping)
+        spectrum = ScaledSpectrum.of(damped)
+        return damped, spectrum, lower_cholesky(spectrum.matrix).to(spectrum.matrix.dtype)
+
+    def solve(
+        self,
+        weight: Tensor,
+        prepared: tuple[Gram, ScaledSpectrum, Tensor],
+        pattern: Pattern,
+        rank: int,
+        generator: torch.Generator,
+    ) -> Solution:
+        gram, spectrum, factor = prepared
+        best = LowRank.gaussian_start(weight, rank, generator)
+
+        def fit(target: Tensor) -> Tensor:
+            nonlocal best
+            if rank:
+                white = self.svd.fit(target @ factor, None, best, 0)
+                best = LowRank(white.u, torch.linalg.solve_triangular(factor, white.v, upper=False, left=False))
+            return best.product()
+
+        if pattern.kept((weight.shape[0], weight.shape[1])):
+            dense = self.penalty.run(weight * spectrum.scale, spectrum, pattern, fit)
+        else:  # no support that could move
+            dense = torch.zeros_like(weight)
+            fit(weight * spectrum.scale)
+        sparse = dense * pattern.mask(dense.square()) / spectrum.scale
+        low_rank = LowRank(best.u, best.v / spectrum.scale)
+        error = gram.relative_error(low_rank.residual(weight, sparse), weight)
+        return Solution(sparse, low_rank, (error,))
+
+    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
+        """The rounds at most: two products each and the randomised SVD."""
+        fit = self.svd.cost(out, width, rank).flops + 2 * out * width**2 + rank * width**2 + 2 * out * width * rank
+        flops = 9 * width**3 + admm_flops(out, width, self.penalty.most, self.penalty.every, fit)
+        return Cost(flops, need=SPECTRAL.joined(Need(prepare=5, kept=1, thin=8)).around(1, 1))

@@ -1,0 +1,45 @@
+"""ALPS: ADMM on the support, then conjugate gradients on it (Meng et al., arXiv 2406.07831)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.cost import SPECTRAL, Cost, admm_flops
+from hasslefree.core.gram import Gram
+from hasslefree.core.linalg import masked_cg
+from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Pruned, Pruner
+from hasslefree.solve.admm import ScaledSpectrum, SupportPenalty
+
+
+@dataclass(frozen=True)
+class ALPS(Pruner):
+    """S by ADMM with a penalty that grows as the support moves (algorithm 1); the figures are the authors'.
+
+    Args:
+        penalty: how ρ grows, and when to stop. cg_steps: of the refit on the support that was found.
+    """
+
+    penalty: SupportPenalty = SupportPenalty(0.1, every=3, most=300, growth=(1.3, 1.2, 1.1), settled=30)
+    cg_steps: int = 10
+
+    def prepare(self, gram: Gram) -> ScaledSpectrum:
+        return ScaledSpectrum.of(gram)
+
+    def prune(self, target: Tensor, prepared: ScaledSpectrum, pattern: Pattern) -> Pruned:
+        if pattern.kept((target.shape[0], target.shape[1])) == target.numel():
+            return Pruned(target.clone())  # nothing to remove; the support could not move
+        weight = target * prepared.scale
+        nothing = torch.zeros_like(weight)
+        dense = self.penalty.run(weight, prepared, pattern, lambda _: nothing)
+        mask = pattern.mask(dense.square())
+        refitted = masked_cg(prepared.matrix, weight, dense * mask, mask, self.cg_steps)
+        return Pruned(refitted / prepared.scale)
+
+    def cost(self, out: int, width: int) -> Cost:
+        """The rounds at most, a product each; then those of the refit."""
+        rounds = admm_flops(out, width, self.penalty.most, self.penalty.every)
+        return Cost(rounds + (self.cg_steps + 1) * 2 * out * width**2, 9 * width**3, SPECTRAL)

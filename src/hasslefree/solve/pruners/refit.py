@@ -1,0 +1,67 @@
+"""Refit: the values that are best on the support that another pruner chose (CHITA, arXiv 2302.14623, section 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hasslefree.core.cost import Cost, Need
+from hasslefree.core.gram import Gram
+from hasslefree.core.linalg import masked_cg
+from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Pruned, Pruner
+from hasslefree.errors import GridError, option
+
+
+@dataclass(frozen=True)
+class Refit(Pruner):
+    """S minimises tr((T − S) H (T − S)ᵀ) over the support of another pruner's S: least squares for every row.
+
+    By conjugate gradients on all rows at once, until they are there but for rounding: a system for each row would take
+    a factorisation each, for every row has a support of its own.
+
+    Args:
+        pruner: chooses the support, and the values to start from.
+        damping: λ over the mean of diag H, for the refit alone, where the Gram comes undamped: with fewer tokens than
+            kept entries of a row, H alone does not say what is best.
+        steps: of conjugate gradients at most. tolerance: a row rests where its gradient, in units of what the row
+            puts out, is below.
+
+    Raises:
+        GridError: the pruner rounds.
+
+    Example:
+        >>> hasslefree.decompose(weight, gram, pattern="2:4", method=Prune(Refit(Wanda(), damping=0.01), damping=0.0))
+    """
+
+    pruner: Pruner
+    damping: float = 0.0
+    steps: int = 300
+    tolerance: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.pruner.grid:
+            raise GridError(
+                f"a refit would take S off the grid of its pruner; leave out refit ({option('refit', True)})"
+            )
+
+    @property
+    def inner(self) -> Pruner:
+        return self.pruner
+
+    def prepare(self, gram: Gram) -> tuple[Tensor, Any]:
+        return gram.damped(self.damping).matrix, self.pruner.prepare(gram)
+
+    def prune(self, target: Tensor, prepared: tuple[Tensor, Any], pattern: Pattern) -> Pruned:
+        matrix, for_pruner = prepared
+        start = self.pruner.prune(target, for_pruner, pattern).sparse
+        return Pruned(masked_cg(matrix, target, start, start != 0, self.steps, self.tolerance))
+
+    def cost(self, out: int, width: int) -> Cost:
+        """That of the pruner, and all the steps."""
+        found = self.pruner.cost(out, width)
+        need = found.need.joined(Need(prepare=1, kept=1, large=7))
+        return dataclasses.replace(found, flops=found.flops + (self.steps + 1) * 2 * out * width**2, need=need)

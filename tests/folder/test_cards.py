@@ -1,0 +1,71 @@
+"""The model card of a compressed folder: the licence, the figure and the command."""
+
+import re
+
+import pytest
+import yaml
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.folder.card import FIGURE, base_licence
+from tests.tiny_models import build, segments
+
+LICENCES = {
+    "license: apache-2.0": {"license": "apache-2.0"},
+    "license: other\nlicense_name: mine\nlicense_link: https://x.example/l": {
+        "license": "other", "license_name": "mine", "license_link": "https://x.example/l",
+    },
+    "license: [a, b]\nbase_model: x": {},
+    "license: {": {},
+    "- a list": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("front", "expected"), LICENCES.items())
+def test_the_licence_is_what_the_card_of_the_base_model_says(tmp_path, front, expected):
+    (tmp_path / "README.md").write_text(f"---\n{front}\n---\n\n# A model\n\nlicense: none of this\n")
+    assert base_licence(str(tmp_path)) == expected
+
+
+def test_no_card_no_licence(tmp_path):
+    assert base_licence(str(tmp_path)) == {}
+    (tmp_path / "README.md").write_text("license: in no front matter\n---\nlicense: mit\n---\n")
+    assert base_licence(str(tmp_path)) == {}
+
+
+def front_of(card):
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_the_card_of_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    build("llama").save_pretrained("base")
+    (tmp_path / "base/README.md").write_text("---\nlicense: other\nlicense_name: 'a: |b'\n---\n")
+    hasslefree.compress("base", "out", Recipe(method="wanda"), segments=segments(), tokenizer=Nothing(), device="cpu")
+    card = (tmp_path / "out/README.md").read_text()
+    assert front_of(card)["license_name"] == "a: |b"
+    assert r"That of the base model, `base`: a: \|b." in card
+    assert re.findall(r"!\[.*\]\((.*)\)", card) == [FIGURE]
+    assert (tmp_path / "out" / FIGURE).read_bytes().startswith(b"\x89PNG")
+    assert "given from Python" in card
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.5, True), (None, False)])
+def test_the_card_says_what_its_errors_are_measured_from(share, said, tmp_path):
+    recipe = Recipe(method="wanda", dense_target=share)
+    hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
+    assert ("W is its target there" in (tmp_path / "out/README.md").read_text()) == said
+
+
+def test_a_model_without_a_card_says_so(tmp_path):
+    hasslefree.compress(build("llama"), tmp_path / "out", Recipe(method="wanda"), segments=segments())
+    card = (tmp_path / "out/README.md").read_text()
+    assert "license" not in front_of(card)
+    assert "look it up before you pass this model on" in card
+
+
+class Nothing:
+    """A tokenizer that writes nothing."""
+
+    def save_pretrained(self, folder):
+        pass

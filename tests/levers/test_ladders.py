@@ -1,0 +1,72 @@
+"""Budgets shared out between layers, against brute force and definitions in float64."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasslefree.core.gram import Gram
+from hasslefree.levers.ladders import Ladder, climb, rank_gains
+
+GAINS = st.lists(st.floats(0, 10), max_size=4).map(lambda gains: sorted(gains, reverse=True))
+
+
+def ladders_of(gains, costs):
+    return [Ladder(torch.tensor(g, dtype=torch.float64), c) for g, c in zip(gains, costs, strict=False)]
+
+
+def won(ladders, taken):
+    return sum(float(ladder.gains[:steps].sum()) for ladder, steps in zip(ladders, taken, strict=True))
+
+
+@given(st.lists(GAINS, min_size=1, max_size=4), st.lists(st.integers(1, 5), min_size=4, max_size=4), st.integers(0, 40))
+def test_no_choice_wins_more_but_for_what_is_left_over(gains, costs, budget):
+    """Oracle: all choices. Where all steps cost the same, nothing is left over that could buy one."""
+    ladders = ladders_of(gains, costs)
+    taken = climb(ladders, budget)
+    spent = sum(ladder.cost * steps for ladder, steps in zip(ladders, taken, strict=True))
+    assert spent <= budget
+    every = itertools.product(*(range(len(ladder.gains) + 1) for ladder in ladders))
+    fitting = [t for t in every if sum(x.cost * steps for x, steps in zip(ladders, t, strict=True)) <= budget]
+    best = max(won(ladders, choice) for choice in fitting)
+    dearest = max((float(g / x.cost) for x in ladders for g in x.gains[:1]), default=0.0) * max(costs)
+    assert won(ladders, taken) >= best - dearest - 1e-9
+    if len(set(costs[: len(ladders)])) == 1:
+        assert won(ladders, taken) == pytest.approx(best)
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that indexes no tensor of the CPU, as one on a GPU; `cpu` gives a plain one."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__getitem__ and type(args[0]) is torch.Tensor and isinstance(args[1], cls):
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found.as_subclass(torch.Tensor) if func is torch.Tensor.cpu else found
+
+
+def test_gains_on_a_gpu_are_climbed_as_on_a_cpu():
+    """Oracle: the same ladders on the CPU, and a device whose tensors cannot index those of the CPU."""
+    ladders = ladders_of([[5.0, 3.0, 1.0], [4.0, 2.0, 0.0]], [2, 3])
+    on_gpu = [Ladder(ladder.gains.as_subclass(OnGPU), ladder.cost) for ladder in ladders]
+    with pytest.raises(RuntimeError, match="indices"):
+        torch.arange(3)[on_gpu[0].gains.argsort()]
+    assert climb(on_gpu, 9) == climb(ladders, 9) == [3, 1]
+
+
+def test_a_rank_wins_what_the_best_approximation_does():
+    """Oracle: the error of the truncated SVD of R H^½, for more rows than columns and fewer."""
+    generator = torch.Generator().manual_seed(0)
+    for out, width in ((5, 9), (9, 5)):
+        x = torch.randn(40, width, generator=generator, dtype=torch.float64)
+        residual, gram = torch.randn(out, width, generator=generator, dtype=torch.float64), Gram(x.T @ x / 40, 40)
+        root = torch.linalg.cholesky(gram.matrix)
+        u, s, vh = torch.linalg.svd(residual @ root, full_matrices=False)
+        gains = rank_gains(residual, gram)
+        for rank in range(6):
+            rest = residual - (u[:, :rank] * s[:rank]) @ vh[:rank] @ torch.linalg.inv(root)
+            error = torch.einsum("oi,ij,oj->", rest, gram.matrix, rest)
+            assert float(gains[rank:].sum()) == pytest.approx(float(error), abs=1e-9)

@@ -1,0 +1,118 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasslefree.errors import CalibrationError, UnknownNameError
+from hasslefree.models.texts import calibration_documents, check_text, draw_segments, evaluation_text
+
+
+def encode(text):
+    return [int(word) for word in text.split()]
+
+
+def document(start, length):
+    return " ".join(map(str, range(start, start + length)))
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 10), st.integers(2, 12), st.integers(0, 99)
+)
+def test_segments_are_windows_of_documents_that_are_long_enough(lengths, samples, seqlen, seed):
+    documents = [document(1000 * i, length) for i, length in enumerate(lengths)]
+    have = sum(length for length in lengths if length >= seqlen)
+    try:
+        segments = draw_segments(documents, encode, samples, seqlen, seed)
+    except CalibrationError as error:
+        assert have < samples * seqlen
+        assert f"hold {have} tokens" in str(error)
+        assert f"= {samples * seqlen} are needed" in str(error)
+        return
+    assert segments.shape == (samples, seqlen)
+    for segment in segments.tolist():
+        index, start = divmod(segment[0], 1000)
+        assert segment == list(range(segment[0], segment[0] + seqlen))
+        assert start + seqlen <= lengths[index]
+    assert torch.equal(segments, draw_segments(documents, encode, samples, seqlen, seed))
+
+
+def test_every_window_can_be_drawn_and_documents_are_not_repeated_while_there_are_others():
+    starts = {int(draw_segments([document(0, 8)], encode, 1, 6, seed)[0, 0]) for seed in range(60)}
+    assert starts == {0, 1, 2}
+    segments = draw_segments([document(1000 * i, 8) for i in range(10)], encode, 10, 8, seed=1)
+    assert sorted(segments[:, 0].tolist()) == [1000 * i for i in range(10)]
+
+
+def test_local_files(tmp_path):
+    text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    text.write_text("one\n\ntwo")
+    lines.write_text('{"text": "one"}\n\n{"text": "two\\u2028x", "other": 1}\n{"text": "three"}\n')
+    assert calibration_documents(str(text)) == ["one\n\ntwo"]
+    assert calibration_documents(str(lines)) == ["one", "two\u2028x", "three"]
+    assert calibration_documents(f"{lines}[1:]") == ["two\u2028x", "three"]
+    assert calibration_documents(f"{lines}[:1]") == ["one"]
+    assert evaluation_text(f"{lines}[0:2]") == "one\n\ntwo\u2028x"
+
+
+def test_errors(tmp_path):
+    empty, broken, no_field = tmp_path / "e.txt", tmp_path / "b.jsonl", tmp_path / "n.jsonl"
+    empty.write_text(" \n")
+    broken.write_text('{"text": "fine"}\n{"text": \n')
+    no_field.write_text('{"content": "x"}\n')
+    for name, kind, message in [
+        (str(tmp_path / "missing.txt"), CalibrationError, "does not exist"),
+        (str(empty), CalibrationError, "is empty"),
+        (str(broken), CalibrationError, "line 2: expected a JSON object"),
+        (str(no_field), CalibrationError, 'line 1.*field "text"'),
+        (f"{broken}", CalibrationError, "line 2"),
+        ("wikitext", UnknownNameError, "Did you mean 'wikitext2'"),
+    ]:
+        with pytest.raises(kind, match=message):
+            check_text(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "calibration", "evaluation", "joiner"),
+    [
+        ("c4", "text", "c4-train.00000-of-01024", "c4-validation.00000-of-00008", " "),
+        ("wikitext2", "text", "train", "test", "\n\n"),
+        ("ptb", "sentence", "train/0000.parquet", "test/0000.parquet", " "),
+    ],
+)
+def test_hub_texts(monkeypatch, name, field, calibration, evaluation, joiner):
+    """The texts of SparseGPT's experiments: trained on the first shard or the train split, measured on the held-out."""
+    asked = []
+
+    def load_dataset(**arguments):
+        asked.append(" ".join(arguments.values()))
+        return {field: [f"{len(asked)}-{i}" for i in range(1200)]}
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    documents = calibration_documents(name)
+    assert calibration in asked[0]
+    lines = [f"1-{i}" for i in range(1200)]
+    assert list(documents) == (lines if name == "c4" else [joiner.join(lines)])
+    text = evaluation_text(name)
+    assert evaluation in asked[1]
+    assert calibration not in asked[1]
+    assert text == joiner.join(f"2-{i}" for i in range(1100 if name == "c4" else 1200))
+
+
+def test_a_byte_order_mark_is_no_text_and_half_a_surrogate_pair_is_an_error(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n')
+    assert calibration_documents(str(path)) == ["one"]
+    path.write_text('{"text": "one"}\n{"text": "\\ud83d"}\n')
+    with pytest.raises(CalibrationError, match="line 2: the text holds half a surrogate pair"):
+        calibration_documents(str(path))
+
+
+def test_a_hub_that_cannot_be_reached_is_a_message(monkeypatch):
+    """The network's own exceptions derive from nothing but Exception."""
+
+    def fail(**_):
+        raise type("ConnectError", (Exception,), {})("no route")
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    with pytest.raises(CalibrationError, match=r"'ptb' could not be loaded from the hub \(ConnectError: no route\)"):
+        evaluation_text("ptb")

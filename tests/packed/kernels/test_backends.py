@@ -1,0 +1,121 @@
+"""Which way is taken, and what a way that is not possible says."""
+
+import importlib
+
+import pytest
+import torch
+
+from hasslefree.errors import KernelError, UnknownNameError
+from hasslefree.packed.kernels import BACKENDS, Case, choose, cuda, ops, product
+from hasslefree.packed.layouts import Bitmask, Columns, PackedGroups
+from tests.packed.kernels import reference
+
+choosing = importlib.import_module("hasslefree.packed.kernels.backends")  # the package has a function of that name
+
+
+def case(**changes):
+    fields = {"device": "cpu", "dtype": torch.float32, "layout": PackedGroups(2, 4), "tokens": 1, "grad": False}
+    return Case(**{**fields, **changes})
+
+
+@pytest.fixture
+def everything(monkeypatch):
+    """A machine with Numba, Triton and a GPU of capability 8.0."""
+    monkeypatch.setattr(choosing, "HAS_NUMBA", True)
+    monkeypatch.setattr(choosing, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "numba"),
+        ({"layout": PackedGroups(4, 8), "tokens": 4096}, "numba"),
+        ({"layout": Bitmask(), "dtype": torch.float16}, "numba"),
+        ({"layout": Columns()}, "dense"),
+        ({"grad": True}, "dense"),
+        ({"dtype": torch.float64}, "dense"),
+        ({"device": "cuda"}, "dense"),
+    ],
+)
+def test_the_rule(everything, changes, expected):
+    assert choose(case(**changes)) == expected
+
+
+def test_without_numba_the_rule_is_dense_and_the_wish_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(choosing, "HAS_NUMBA", False)
+    assert choose(case()) == "dense"
+    with pytest.raises(KernelError, match=r'pip install "hasslefree\[fast\]"'):
+        choose(case(), "numba")
+
+
+@pytest.mark.parametrize(
+    ("way", "changes", "reason"),
+    [
+        ("numba", {"device": "cuda"}, "use triton or dense"),
+        ("numba", {"grad": True}, "no gradients"),
+        ("numba", {"layout": Columns()}, "structured"),
+        ("numba", {"dtype": torch.float64}, "float64"),
+        ("triton", {}, "the layer is on cpu"),
+        ("triton", {"device": "cuda", "grad": True}, "no gradients"),
+        ("triton", {"device": "cuda", "layout": PackedGroups(4, 8)}, "such as 2:4"),
+        ("triton", {"device": "cuda", "layout": Bitmask()}, "such as 2:4"),
+        ("unpacked", {"grad": True}, "no gradients"),
+        ("semi-structured", {}, "the layer is on cpu"),
+        ("semi-structured", {"device": "cuda", "grad": True, "dtype": torch.float16}, "no gradients"),
+        ("semi-structured", {"device": "cuda"}, "bfloat16 or float16"),
+        ("semi-structured", {"device": "cuda", "dtype": torch.float16, "layout": PackedGroups(2, 8)}, "2:4"),
+    ],
+)
+def test_a_way_that_is_not_possible_says_why(everything, way, changes, reason):
+    with pytest.raises(KernelError, match=f"backend '{way}' is not possible: .*{reason}"):
+        choose(case(**changes), way)
+
+
+@pytest.mark.parametrize("way", BACKENDS)
+def test_a_way_that_is_possible_is_taken(everything, way):
+    device = "cpu" if way in ("dense", "unpacked", "numba") else "cuda"
+    assert choose(case(device=device, dtype=torch.bfloat16), way) == way
+
+
+def test_a_long_prompt_goes_the_dense_way_where_triton_takes_few_tokens(everything):
+    assert choose(case(device="cuda", tokens=16), "triton") == "triton"
+    assert choose(case(device="cuda", tokens=17), "triton") == "dense"
+
+
+def test_an_old_gpu_and_a_missing_triton(everything, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(choosing, "HAS_TRITON", False)
+    for way, reason in (("semi-structured", "capability 8.0"), ("triton", "pip install triton")):
+        with pytest.raises(KernelError, match=reason):
+            choose(case(device="cuda", dtype=torch.float16), way)
+
+
+def test_an_unknown_way_is_an_error_that_lists_the_known():
+    with pytest.raises(UnknownNameError, match="unknown backend 'nunba'. Did you mean 'numba'"):
+        choose(case(), "nunba")
+
+
+def test_the_hardware_s_multiples_are_an_error_before_anything_runs():
+    with pytest.raises(KernelError, match=r"out divisible by 32 and in by 64, got \(48, 64\)"):
+        cuda.semi_structured(torch.zeros(48, 64, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0,)])
+def test_any_leading_dimensions(shape):
+    """Oracle: float64 on the dense matrix, and the shape that F.linear gives."""
+    pytest.importorskip("numba", reason="needs hasslefree[fast]")
+    s = reference.sparse(24, 8, 2, 4, torch.float32, seed=4)
+    x = torch.randn(*shape, s.shape[1], generator=torch.Generator().manual_seed(1))
+    for layout, packed in ((PackedGroups(2, 4), reference.pack_groups(s, 2, 4)), (Bitmask(), reference.pack_mask(s))):
+        y = product("numba", x, *packed, layout)
+        assert y.shape == (*shape, 24)
+        reference.assert_close(y, x, s)
+
+
+def test_triton_refuses_masks_instead_of_reading_them_as_positions():
+    pytest.importorskip("triton", reason="needs triton")
+    s = reference.sparse(8, 4, 4, 8, torch.float32, seed=4)
+    x = torch.randn(1, s.shape[1])
+    with pytest.raises(KernelError, match="4:8 is stored as masks; use dense"):
+        ops.decode_cuda._init_fn(x, *reference.pack_groups(s, 4, 8), 4, 8)

@@ -1,0 +1,271 @@
+"""Products and unpacked rows from packed tensors, on the CPU. Oracle: float64 on the dense matrix."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasslefree.errors import PatternError, ShapeError
+from hasslefree.packed.kernels import ops
+from tests.packed.kernels import reference
+
+pytest.importorskip("numba", reason="needs hasslefree[fast]")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Positions in one byte, across bytes, of no bits; masks of 5, 4 and 8 bits; a group that is longer than a word.
+PATTERNS = [(2, 4), (1, 4), (2, 8), (1, 12), (2, 66), (1, 1), (2, 5), (3, 4), (4, 8), (3, 8), (4, 4), (0, 4)]
+# On both sides of every change of way.
+TOKENS = st.sampled_from([1, 2, 5, 6, 17, 50])
+
+
+def unpacked(op, *packed, dtype, width):
+    """S, by way of the tiles: the product with the identity is exact."""
+    with pytest.MonkeyPatch.context() as patch:
+        for table in ("DIRECT", "DIRECT_2_4", "DIRECT_2_4_SCALAR"):
+            patch.setattr(ops, table, {})
+        return op(torch.eye(width, dtype=dtype), *packed).T
+
+
+def inputs(tokens: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@given(
+    pattern=st.sampled_from(PATTERNS), out=st.integers(1, 70), groups=st.integers(1, 40), tokens=TOKENS,
+    dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_products_of_groups(pattern, out, groups, tokens, dtype, seed):
+    n, m = pattern
+    s = reference.sparse(out, groups, n, m, dtype, seed)
+    values, positions = reference.pack_groups(s, n, m)
+    x = inputs(tokens, s.shape[1], dtype, seed)
+    y = ops.linear_groups(x, values, positions, n, m)
+    assert y.dtype == dtype
+    reference.assert_close(y, x, s)
+
+
+@given(
+    out=st.integers(1, 70), width=st.integers(1, 300), tokens=TOKENS,
+    dtype=st.sampled_from(DTYPES), share=st.sampled_from([0.0, 0.1, 0.5, 1.0]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_products_of_a_bitmask(out, width, tokens, dtype, share, seed):
+    generator = torch.Generator().manual_seed(seed)
+    s = inputs(out, width, dtype, seed) * (torch.rand(out, width, generator=generator) < share)
+    s[1::3] = 0
+    values, mask = reference.pack_mask(s)
+    x = inputs(tokens, width, dtype, seed + 1)
+    y = ops.linear_mask(x, values, mask)
+    assert y.dtype == dtype
+    reference.assert_close(y, x, s)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pattern", [p for p in PATTERNS if p[0]])
+def test_rows_are_unpacked_exactly(pattern, dtype):
+    """Oracle: the matrix that was packed. An odd number of groups leaves half a byte."""
+    for groups in (1, 2, 7, 32):
+        s = reference.sparse(19, groups, *pattern, dtype, seed=groups)
+        values, positions = reference.pack_groups(s, *pattern)
+        like = {"dtype": dtype, "width": s.shape[1]}
+        assert torch.equal(unpacked(ops.linear_groups, values, positions, *pattern, **like), s)
+        assert torch.equal(unpacked(ops.linear_mask, *reference.pack_mask(s), **like), s)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 3, 4, 5, 7, 8, 9, 31, 32, 33, 513])
+def test_registers_of_2_4_and_what_they_leave(groups, dtype, wide, monkeypatch):
+    """Whole registers and every remainder, with and without AVX-512, for one token and more than go at once."""
+    from hasslefree.packed.kernels import cpu
+
+    monkeypatch.setattr(cpu, "WIDE", cpu.WIDE and wide)
+    for table in ("DIRECT_2_4", "DIRECT_2_4_SCALAR"):
+        monkeypatch.setattr(ops, table, {dtype: 100})
+    s = reference.sparse(7, groups, 2, 4, dtype, seed=groups)
+    packed = reference.pack_groups(s, 2, 4)
+    for tokens in range(1, 10):
+        x = inputs(tokens, s.shape[1], dtype)
+        reference.assert_close(ops.linear_groups(x, *packed, 2, 4), x, s)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [4, 12, 16, 20, 28, 32, 36, 100, 132])
+def test_unpacking_by_registers_and_bit_by_bit(width, dtype, wide, monkeypatch):
+    """Oracle: the matrix that was packed; the last row has no values behind it."""
+    from hasslefree.packed.kernels import cpu
+
+    monkeypatch.setattr(cpu, "WIDE", cpu.WIDE and wide)
+    s = reference.sparse(5, width // 4, 2, 4, dtype, seed=width)
+    like = {"dtype": dtype, "width": width}
+    assert torch.equal(unpacked(ops.linear_groups, *reference.pack_groups(s, 2, 4), 2, 4, **like), s)
+    assert torch.equal(unpacked(ops.linear_mask, *reference.pack_mask(s), **like), s)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch):
+    monkeypatch.setattr(ops, "TILE_BYTES", 1)
+    monkeypatch.setattr(ops, "DIRECT_2_4", {})
+    s = reference.sparse(3 * ops.LEAST_ROWS + 5, 9, 2, 4, torch.float32, seed=0)
+    x = inputs(tokens, s.shape[1], torch.float32)
+    reference.assert_close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
+    reference.assert_close(ops.linear_mask(x, *reference.pack_mask(s)), x, s)
+
+
+@pytest.mark.parametrize("tokens", [33, 64, 65, 100, 161])
+@pytest.mark.parametrize(("out", "width"), [(1, 64), (15, 64), (16, 128), (70, 64), (150, 192)])
+def test_many_tokens_by_tables(out, width, tokens, monkeypatch):
+    """Whole tiles and blocks of tokens, and what they leave."""
+    monkeypatch.setattr(ops, "MOST_ROWS", 64)
+    s = reference.sparse(out, width // 4, 2, 4, torch.bfloat16, seed=out)
+    x = inputs(tokens + 1, width, torch.bfloat16).view(-1)[3 : 3 + tokens * width].view(tokens, width)  # 2-byte aligned
+    reference.assert_close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
+
+
+def test_every_pair_of_a_table_is_exact():
+    """Oracle: the matrix that was packed, by the product with the identity; NaN and Inf pass where they are used."""
+    s = reference.sparse(96, 32, 2, 4, torch.bfloat16, seed=2, empty_rows=False)
+    packed = reference.pack_groups(s, 2, 4)
+    assert torch.equal(ops.linear_groups(torch.eye(128).bfloat16(), *packed, 2, 4).T, s)
+    if not ops._kernels().WIDE:
+        pytest.skip("this processor multiplies unpacked rows, in which a zero times NaN is NaN: tables need AVX-512")
+    for value in (float("inf"), float("nan")):
+        x = torch.zeros(64, 128).bfloat16()
+        x[5, 7] = value
+        y = ops.linear_groups(x, *packed, 2, 4)
+        assert torch.equal(y[5].isfinite(), s[:, 7] == 0)
+        assert y[torch.arange(64) != 5].isfinite().all()
+        assert torch.equal(y[5].isnan(), (s[:, 7] != 0) & x[5, 7].isnan())
+
+
+def test_sums_are_rounded_to_the_nearest_and_ties_to_even():
+    """Oracle: torch's cast. The sums are 1 + i/512, with ties of both kinds, and their negatives."""
+    parts = torch.tensor([[1.0, i / 512] for i in range(32)]).repeat(2, 1)
+    parts[32:] *= -1
+    s = torch.zeros(64, 64).bfloat16()
+    s[:, :2] = parts.bfloat16()
+    x = torch.ones(64, 64).bfloat16()
+    expected = s.float().sum(1).bfloat16().expand(64, 64)
+    assert torch.equal(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), expected)
+
+
+def test_inputs_and_values_may_be_views():
+    """Oracle: their contiguous copies."""
+    s = reference.sparse(16, 8, 2, 4, torch.float32, seed=1)
+    values, positions = reference.pack_groups(s, 2, 4)
+    x = inputs(1, 2 * s.shape[1], torch.float32)[:, ::2]
+    strided = torch.stack([values, values], -1)[..., 0]
+    assert torch.equal(
+        ops.linear_groups(x, strided, positions, 2, 4), ops.linear_groups(x.contiguous(), values, positions, 2, 4)
+    )
+
+
+@pytest.mark.parametrize("width", [15, 20, 64])
+def test_no_index_reaches_outside_its_row(width):
+    """Every bit of the index is set. Oracle: the row that follows in memory stays as it was."""
+    from hasslefree.packed.kernels import cpu
+
+    values, untouched = np.ones(width + 64, np.uint32), np.full(width, 7, np.uint32)
+    rows = np.full((2, width), 7, np.uint32)
+    cpu.unpack_positions(
+        values, np.full((1, width // 5 * 3 // 8 + 1), 255, np.uint8), 1, 5, 3, rows[:1, : width // 5 * 5]
+    )
+    assert (rows[1] == untouched).all()
+    cpu.unpack_mask(values, np.zeros(1, np.int64), np.full((1, -(-width // 8)), 255, np.uint8), rows[:1], cpu.WIDE)
+    assert (rows[0] == 1).all()
+    assert (rows[1] == untouched).all()
+
+
+def test_positions_of_many_bits_lie_across_three_bytes():
+    """Oracle: float64, and the matrix that was packed."""
+    s = reference.sparse(3, 9, 1, 1030, torch.float32, seed=7, empty_rows=False)
+    values, positions = reference.pack_groups(s, 1, 1030)
+    like = {"dtype": torch.float32, "width": s.shape[1]}
+    assert torch.equal(unpacked(ops.linear_groups, values, positions, 1, 1030, **like), s)
+    x = inputs(1, s.shape[1], torch.float32)
+    reference.assert_close(ops.linear_groups(x, values, positions, 1, 1030), x, s)
+
+
+def test_a_mask_that_does_not_go_with_the_values_is_an_error():
+    s = reference.sparse(4, 4, 2, 4, torch.float32, seed=3)
+    values, mask = reference.pack_mask(s)
+    with pytest.raises(PatternError, match=f"{len(values)} entries does not go with {len(values) - 1} values"):
+        ops.linear_mask(inputs(1, 16, torch.float32), values[1:], mask)
+
+
+def test_shapes_and_dtypes_that_do_not_go_together_are_errors():
+    s = reference.sparse(4, 4, 2, 4, torch.float32, seed=3)
+    values, positions = reference.pack_groups(s, 2, 4)
+    for x in (inputs(1, 20, torch.float32), inputs(1, 18, torch.float32)):
+        with pytest.raises(ShapeError, match="no 2:4 weight for inputs of width"):
+            ops.linear_groups(x, values, positions, 2, 4)
+    with pytest.raises(ShapeError, match="does not go with inputs of width 40"):
+        ops.linear_mask(inputs(1, 40, torch.float32), *reference.pack_mask(s))
+    with pytest.raises(ShapeError, match=r"inputs of torch\.bfloat16, values of torch\.float32"):
+        ops.linear_groups(inputs(1, 16, torch.bfloat16), values, positions, 2, 4)
+
+
+def test_a_gradient_is_refused_and_not_left_out():
+    s = reference.sparse(4, 4, 2, 4, torch.float32, seed=3)
+    y = ops.linear_groups(inputs(1, 16, torch.float32).requires_grad_(), *reference.pack_groups(s, 2, 4), 2, 4)
+    with pytest.raises(RuntimeError, match="autograd"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_one_node_of_a_compiled_graph(tokens):
+    """Oracle: the same without torch.compile; fullgraph raises at a break."""
+    s = reference.sparse(24, 8, 2, 4, torch.float32, seed=4)
+    values, positions = reference.pack_groups(s, 2, 4)
+    packed, mask = reference.pack_mask(s)
+
+    def both(x):
+        return ops.linear_groups(x, values, positions, 2, 4) + ops.linear_mask(x, packed, mask)
+
+    x = inputs(tokens, s.shape[1], torch.float32)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(both, fullgraph=True, backend="aot_eager")(x), both(x))
+    values = values.clone()
+    for op, args in ((ops.linear_groups, (x, values, positions, 2, 4)), (ops.linear_mask, (x, packed, mask))):
+        torch.library.opcheck(op, args)
+
+
+THREADS = """
+import json, sys, torch
+from hasslefree.packed.kernels import ops
+from tests.packed.kernels import reference
+torch.set_num_threads(int(sys.argv[1]))
+found = []
+for n, m in ((2, 4), (2, 8), (4, 8)):
+    s = reference.sparse(257, 32, n, m, torch.float32, seed=5)
+    x = torch.randn(1, s.shape[1], generator=torch.Generator().manual_seed(6))
+    packed = reference.pack_groups(s, n, m)
+    found.append(ops.linear_groups(x, *packed, n, m).view(torch.int32).tolist())
+    found.append(ops.linear_groups(torch.eye(s.shape[1]), *packed, n, m).view(torch.int32).tolist())
+    found.append(ops.linear_mask(x, *reference.pack_mask(s)).view(torch.int32).tolist())
+s = reference.sparse(257, 32, 2, 4, torch.bfloat16, seed=5)
+x = torch.randn(200, 128, generator=torch.Generator().manual_seed(6)).bfloat16()
+found.append(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4).view(torch.int16).tolist())
+import numba
+print(json.dumps([[numba.get_num_threads(), torch.get_num_threads()], found]))
+"""
+
+
+def test_the_number_of_threads_changes_no_bit():
+    """Oracle: one thread. Numba fixes the most that it can use when it starts, hence the processes."""
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "4", "OMP_NUM_THREADS": "4"}
+    root = Path(__file__).parents[3]
+    answers = {}
+    for threads in (1, 2, 3, 4):
+        command = [sys.executable, "-c", THREADS, str(threads)]
+        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
+        used, answers[threads] = json.loads(done.stdout)
+        assert used == [threads, threads], "torch's number of threads is honoured, and left as it was"
+    assert all(found == answers[1] for found in answers.values())

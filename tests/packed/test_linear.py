@@ -1,0 +1,318 @@
+"""The layer: what it computes, and that copies, casts, state dicts and compilation keep it whole."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import hasslefree
+from hasslefree import Gram, Grid, Prune, SparseGPT, SparseLowRankLinear, use_backend
+from hasslefree.core.factors import CodedFactors, nearest
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.protocols import Decomposition
+from hasslefree.errors import KernelError, PatternError, UnknownNameError
+from hasslefree.packed.linear import layers_without_numba, unpacked_once
+from hasslefree.packed.spec import LayerSpec
+from tests import oracles
+
+PATTERNS = ["2:4", "2:8", "3:8", "2:3", "unstructured", "row", "structured"]
+patterns = pytest.mark.parametrize("pattern", PATTERNS)
+
+
+def parts(pattern, rank=2, dtype=torch.float32):
+    """S (10, 24) of a pattern, with −0.0 in the place of its zeros; the factors; a bias."""
+    generator = torch.Generator().manual_seed(0)
+    sparse, u, v, bias = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in [(10, 24), (10, rank), (rank, 24), (10,)]
+    )
+    kept = torch.zeros(10, 24, dtype=torch.bool)
+    n, _, m = pattern.partition(":")
+    if m:
+        kept.view(10, -1, int(m))[..., : int(n)] = True
+    else:
+        kept[:, ::3] = True
+    return torch.where(kept, sparse, -0.0), u, v, bias
+
+
+def layer_of(pattern, rank=2, dtype=torch.float32, with_bias=True):
+    sparse, u, v, bias = parts(pattern, rank, dtype)
+    result = Decomposition(sparse, LowRank(u, v), 0.0, 0.0, ())
+    return SparseLowRankLinear.from_decomposition(result, bias if with_bias else None, pattern)
+
+
+@patterns
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_it_computes_s_plus_the_low_rank_part(pattern, rank, with_bias):
+    """Oracle: the dense matrix in float64."""
+    sparse, u, v, bias = parts(pattern, rank)
+    layer, x = layer_of(pattern, rank, with_bias=with_bias), torch.randn(3, 5, 24)
+    dense = sparse.double() + u.double() @ v.double()
+    expected = F.linear(x.double(), dense, bias.double() if with_bias else None)
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(layer.unpacked(), sparse)
+    assert layer.values.numel() == sparse.count_nonzero(), "a zero of the other sign was stored"
+
+
+@patterns
+def test_a_cast_leaves_the_index_alone_and_a_copy_is_independent(pattern):
+    layer = layer_of(pattern)
+    index = layer.index.clone()
+    for cast, dtype in [(lambda m: m.half(), torch.float16), (lambda m: m.to(torch.bfloat16), torch.bfloat16),
+                        (lambda m: m.double(), torch.float64)]:  # fmt: skip
+        other = cast(copy.deepcopy(layer))
+        assert {p.dtype for p in other.parameters()} == {dtype}
+        assert other.index.dtype == index.dtype
+        assert torch.equal(other.index, index)
+        assert torch.equal(other.unpacked(), layer.unpacked().to(dtype))
+        assert other(torch.ones(2, 24, dtype=dtype)).dtype == dtype
+    assert layer.values.dtype == torch.float32
+    with torch.no_grad():
+        other.values.zero_()
+    assert layer.values.all()
+    assert layer.to("meta").index.device.type == "meta"
+
+
+@patterns
+def test_a_state_dict_there_and_back(pattern):
+    layer = layer_of(pattern)
+    fresh = SparseLowRankLinear(LayerSpec(pattern, (10, 24), 2, layer.values.numel()), True)
+    fresh.load_state_dict(layer.state_dict())
+    x = torch.randn(4, 24)
+    assert torch.equal(fresh(x), layer(x))
+    name = layer.storage.layout.index
+    assert set(layer.state_dict()) == {"values", name, "low_rank_u", "low_rank_v", "bias"}
+
+
+@patterns
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_it_compiles_without_a_graph_break_and_gradients_are_the_same(pattern, backend):
+    """Oracle: the layer as it is."""
+    torch.compiler.reset()
+    layer, x = layer_of(pattern), torch.randn(4, 24)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(x), layer(x))
+    gradients = []
+    for module in (compiled, layer):
+        layer.zero_grad()
+        module(x).square().sum().backward()
+        gradients.append([p.grad.clone() for p in layer.parameters()])
+    assert len(gradients[0]) == 4
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_what_does_not_have_the_pattern_is_refused():
+    sparse, u, v, _ = parts("3:8")
+    with pytest.raises(PatternError, match="3 entries in row 0, inputs 0 to 3, where 2:4 allows 2"):
+        SparseLowRankLinear.from_decomposition(Decomposition(sparse, LowRank(u, v), 0.0, 0.0, ()), None, "2:4")
+
+
+def test_s_is_unpacked_once_where_that_is_asked_for(monkeypatch):
+    """Oracle: the layer outside; it holds nothing afterwards, whatever happened."""
+    layer, x = layer_of("2:4"), torch.randn(2, 24)
+    layer.use("dense")
+    expected, calls, unpacked = layer(x), [], layer.unpacked
+    monkeypatch.setattr(layer, "unpacked", lambda: (calls.append(1), unpacked())[1])
+
+    def fail():
+        with unpacked_once(torch.nn.Sequential(layer)), torch.no_grad():
+            assert torch.equal(layer(x), expected)
+            assert torch.equal(layer(x), expected)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert len(calls) == 1
+    assert layer.held is None
+    assert len(layer.state_dict()) == 5
+
+
+@patterns
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_way_of_a_cpu_computes_the_same(pattern, tokens, dtype):
+    """Oracle: the dense backend."""
+    layer, x = layer_of(pattern, dtype=dtype), torch.randn(tokens, 24).to(dtype)
+    expected = layer(x).detach()  # with gradients, so dense
+    ways = ["unpacked", "dense", None] + (["numba"] if pattern != "structured" else [])
+    for backend in ways:
+        layer.use(backend)
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), expected)
+    assert f"backend={'dense' if pattern == 'structured' else 'numba'}" in repr(layer)
+
+
+def test_gradients_flow_whatever_is_held():
+    """Oracle: the dense backend."""
+    layer, x = layer_of("2:4"), torch.randn(3, 24)
+    layer(x).sum().backward()
+    expected = layer.values.grad.clone()
+    layer.zero_grad()
+    with unpacked_once(layer):
+        layer(x).sum().backward()
+    assert torch.equal(layer.values.grad, expected)
+    for backend in ("unpacked", "numba"):
+        layer.use(backend)
+        with pytest.raises(KernelError, match="no gradients"):
+            layer(x)
+
+
+def test_a_way_is_told_to_all_layers_or_to_none():
+    model = torch.nn.Sequential(layer_of("2:4"), layer_of("structured"))
+    use_backend(model, "unpacked")
+    assert all(layer.held is not None and "backend=unpacked" in repr(layer) for layer in model)
+    with pytest.raises(KernelError, match="structured"):
+        use_backend(model, "numba")
+    with pytest.raises(KernelError, match="not possible"):
+        model[0].use("triton")
+    assert all(layer.backend == "unpacked" and layer.held is not None for layer in model), "a refusal changed a layer"
+    with pytest.raises(UnknownNameError, match="Did you mean 'numba'"):
+        use_backend(model, "nunba")
+    use_backend(model, None)
+    assert all(layer.held is None for layer in model)
+
+
+@patterns
+def test_without_gradients_it_compiles_in_one_graph_too(pattern):
+    """Oracle: the layer as it is, by the chosen backend."""
+    torch.compiler.reset()
+    layer, x = layer_of(pattern), torch.randn(4, 24)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
+
+
+@pytest.mark.parametrize("shape", [(24,), (0, 24), (2, 3, 24)])
+def test_any_leading_dimensions(shape):
+    """Oracle: the dense layer."""
+    layer, x = layer_of("2:4"), torch.randn(shape)
+    sparse, u, v, bias = parts("2:4")
+    torch.testing.assert_close(layer(x), F.linear(x, sparse + u @ v, bias))
+
+
+QUANTISED = ["dense", "2:4", "3:8", "row", "structured"]
+
+
+def quantised_layer(pattern, dtype=torch.float32, symmetric=False):
+    """A layer (12, 24) of gptq, with a low-rank part and a bias, and its decomposition."""
+    weight, h = oracles.problem(12, 24)
+    method = Prune(SparseGPT(grid=Grid(4, 8, symmetric)))
+    sparsity = 0.5 if pattern in ("row", "structured") else None
+    result = hasslefree.decompose(weight.to(dtype), Gram(h, 1), pattern, 0, sparsity=sparsity, method=method)
+    result = dataclasses.replace(result, low_rank=LowRank(torch.randn(12, 2).to(dtype), torch.randn(2, 24).to(dtype)))
+    return SparseLowRankLinear.from_decomposition(result, torch.ones(12).to(dtype), pattern), result
+
+
+@pytest.mark.parametrize("pattern", QUANTISED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_layer_on_a_grid_computes_what_its_decomposition_says(pattern, dtype, symmetric):
+    """Oracles: S of the decomposition, bit for bit; the dense matrix in float64; the bytes of the tensors."""
+    layer, result = quantised_layer(pattern, dtype, symmetric)
+    assert torch.equal(layer.unpacked(), result.sparse)
+    x = torch.randn(3, 5, 24).to(dtype)
+    tight = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
+    expected = F.linear(x.double(), result.product().double()) + 1
+    torch.testing.assert_close(layer(x).double(), expected, **tight)
+    with torch.no_grad():
+        for backend in (None, "unpacked", "dense"):
+            layer.use(backend)
+            torch.testing.assert_close(layer(x).double(), expected, **tight)
+    assert "grid=int4 in groups of 8" in repr(layer)
+    assert not hasattr(layer, "values")
+    assert {n for n, _ in layer.named_parameters()} == {"weight_scale", "low_rank_u", "low_rank_v", "bias"}
+    assert layer.stored_bytes == sum(t.nbytes for n, t in layer.state_dict().items() if n != "bias")
+
+
+@pytest.mark.parametrize("pattern", QUANTISED)
+def test_casts_copies_and_state_dicts_of_a_layer_on_a_grid(pattern):
+    layer, result = quantised_layer(pattern)
+    other = copy.deepcopy(layer).to(torch.bfloat16)
+    assert other.weight.dtype == torch.bfloat16
+    assert torch.equal(other.weight_packed, layer.weight_packed)
+    assert torch.equal(other.unpacked(), result.sparse.to(torch.bfloat16))
+    fresh = SparseLowRankLinear(layer.spec, True)
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(fresh(torch.eye(24)), layer(torch.eye(24)))
+    layer(torch.randn(4, 24)).square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in layer.parameters())
+
+
+@pytest.mark.parametrize("pattern", QUANTISED)
+def test_a_layer_on_a_grid_compiles(pattern):
+    torch.compiler.reset()
+    layer, x = quantised_layer(pattern)[0], torch.randn(4, 24)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_codes_have_no_kernel():
+    layer, _ = quantised_layer("2:4")
+    for backend in ("numba", "triton"):
+        with pytest.raises(KernelError, match="codes of a grid, for which there is no kernel; use dense or unpacked"):
+            layer.use(backend)
+    assert not layers_without_numba(torch.nn.Sequential(layer))
+
+
+def coded_layer(pattern, dtype=torch.float32, with_bias=True):
+    """A layer (10, 24) with factors in eight bits, and its decomposition."""
+    sparse, u, v, bias = parts(pattern, dtype=dtype)
+    factors = CodedFactors(nearest(u.double(), dtype), nearest(v.double(), dtype))
+    result = Decomposition(sparse, factors.values(), 0.0, 0.0, (), factors=factors)
+    return SparseLowRankLinear.from_decomposition(result, bias if with_bias else None, pattern), result
+
+
+@patterns
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_with_coded_factors_computes_what_its_decomposition_says(pattern, dtype):
+    """Oracles: the dense matrix in float64, from the codes; the bytes of the tensors."""
+    layer, result = coded_layer(pattern, dtype)
+    x, (u, v) = torch.randn(3, 5, 24).to(dtype), (result.factors.u, result.factors.v)
+    low_rank = (u.codes.double() * u.scale.double()[:, None]) @ (v.codes.double() * v.scale.double()[:, None])
+    bias = layer.bias.double()
+    expected = F.linear(x.double(), result.sparse.double() + low_rank, bias)
+    tight = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
+    torch.testing.assert_close(layer(x).double(), expected, **tight)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x).double(), expected, **tight)
+    assert "factors=int8" in repr(layer)
+    assert {n for n, _ in layer.named_parameters()} == {"values", "low_rank_u_scale", "low_rank_v_scale", "bias"}
+    sizes = {name: tensor.nbytes for name, tensor in layer.state_dict().items() if name.startswith("low_rank")}
+    assert sum(sizes.values()) == 2 * (10 + 24) + (10 + 2) * dtype.itemsize
+    assert layer.stored_bytes == sum(sizes.values()) + layer.values.nbytes + layer.index.nbytes
+
+
+@patterns
+def test_casts_copies_and_gradients_of_coded_factors(pattern):
+    """Oracle of the gradients: autograd through the dense matrix."""
+    layer, result = coded_layer(pattern)
+    other = copy.deepcopy(layer).to(torch.bfloat16)
+    assert (other.low_rank_u.dtype, other.low_rank_u_scale.dtype) == (torch.int8, torch.bfloat16)
+    assert torch.equal(other.low_rank_v, layer.low_rank_v)
+    assert torch.equal(other.low_rank_v_scale.float(), layer.low_rank_v_scale), "the cast moved a scale"
+    fresh = SparseLowRankLinear(layer.spec, True)
+    fresh.load_state_dict(layer.state_dict())
+    x = torch.randn(4, 24)
+    assert torch.equal(fresh(x), layer(x))
+    layer(x).square().sum().backward()
+    u, v = (rows.codes.float() for rows in (result.factors.u, result.factors.v))
+    scales = [rows.scale.clone().requires_grad_() for rows in (result.factors.u, result.factors.v)]
+    dense = result.sparse + (u * scales[0][:, None]) @ (v * scales[1][:, None])
+    F.linear(x, dense, layer.bias.detach()).square().sum().backward()
+    for scale, expected in zip((layer.low_rank_u_scale, layer.low_rank_v_scale), scales, strict=True):
+        torch.testing.assert_close(scale.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_layer_with_coded_factors_compiles(backend):
+    torch.compiler.reset()
+    layer, x = coded_layer("2:4")[0], torch.randn(4, 24)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend=backend)(x), layer(x))
+
+
+def test_rank_0_has_no_codes():
+    layer = SparseLowRankLinear(LayerSpec("2:4", (10, 24), 0, 120, factor_bits=8), False)
+    assert (layer.spec.factor_bits, layer.factors()) == (None, None)
+    assert set(layer.state_dict()) == {"values", "positions"}

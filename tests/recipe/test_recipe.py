@@ -1,0 +1,318 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasslefree import AlternatingMinimization, Grid, Prune, Recipe
+from hasslefree.errors import RecipeError
+from hasslefree.recipe.resolved import filled
+from hasslefree.solve.low_rank import LOW_RANK_SOLVERS
+from hasslefree.solve.methods import METHODS
+from hasslefree.solve.pruners import PRUNERS
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("some words")
+    return str(path)
+
+
+def test_yaml_gives_the_fields(tmp_path, text):
+    fields = {"pattern": "3:8", "ratio": 0.5, "calibration": text, "leave_dense": ["*.gate"], "rounds": 7, "damping": 1}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(fields))
+    assert Recipe.from_yaml(tmp_path / "r.yaml") == Recipe(**fields | {"leave_dense": ("*.gate",), "damping": 1.0})
+
+
+def test_every_problem_is_reported_at_once(text):
+    with pytest.raises(RecipeError) as caught:
+        Recipe(
+            pattern="5:4", rank=-1, method="hasslefree", samples=0, seqlen=1, damping=-1.0, sequential="x",
+            dtype="int8", calibration="wikitext",
+        ).resolve()  # fmt: skip
+    message = str(caught.value)
+    for part in ("5:4 is impossible", "rank must not", "unknown method 'hasslefree'", "samples must", "seqlen must",
+                 "damping must", "sequential is", "dtype is one of", "Did you mean 'wikitext2'"):  # fmt: skip
+        assert part in message
+
+
+def test_names_and_types_of_yaml_are_checked_together(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("pattern: 2:4\nrnk: 3\nsamples: many\n")
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_yaml(path)
+    message = str(caught.value)
+    assert 'put it in quotes, such as "2:4"' in message
+    assert "unknown field 'rnk'" in message
+    assert "samples must be int, got 'many'" in message
+
+
+@pytest.mark.parametrize(("content", "message"), [("- 1", "must hold fields"), ("a: [", "is not YAML")])
+def test_files_that_are_no_recipes(tmp_path, content, message):
+    (tmp_path / "r.yaml").write_text(content)
+    with pytest.raises(RecipeError, match=message):
+        Recipe.from_yaml(tmp_path / "r.yaml")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        Recipe.from_yaml(tmp_path / "none.yaml")
+
+
+def test_a_method_with_a_low_rank_part_needs_a_rank(text):
+    with pytest.raises(RecipeError, match="joint needs a rank or a ratio"):
+        Recipe(calibration=text).resolve()
+    Recipe(calibration=text, rank=0).resolve()
+    Recipe(calibration=text, method="wanda").resolve()
+
+
+SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+BUDGETS = {
+    "2-4": {"pattern": "2:4"},
+    "4-8": {"pattern": "4:8"},
+    **{f"{n}-{m}-rank-64": {"pattern": f"{n}:{m}", "rank": 64} for n, m in ((2, 4), (2, 8), (3, 8), (4, 8))},
+    **{f"{n}-8-ratio-50": {"pattern": f"{n}:8", "ratio": 0.5} for n in (2, 3)},
+    **{f"unstructured-{10 * n}": {"pattern": "unstructured", "ratio": n / 10, "rank_share": 0.3} for n in (6, 7, 8)},
+}
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=[file.stem for file in SHIPPED])
+def test_the_recipes_that_ship_are_what_their_names_say(file):
+    """Oracle: the settings of the paper's section 4 and appendix, written out. Texts are hub names: not looked up."""
+    method = next(m for m in ("joint", "hassle-free", "oats", "sparsegpt", "wanda", "dsnot") if file.stem.startswith(m))
+    budget = BUDGETS[file.stem.removeprefix(f"{method}-")]
+    recipe = Recipe.from_yaml(file)
+    recipe.resolve()
+    assert recipe == Recipe(**budget, method=method, calibration="c4", samples=128, seqlen=2048)
+    fields = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+    assert len(fields) <= 5 or file.stem == "joint-2-4-rank-64"
+
+
+def test_every_setting_has_every_method():
+    names = {file.stem for file in SHIPPED}
+    low_rank = [name for name in BUDGETS if "-rank-" in name or "ratio" in name or "unstructured" in name]
+    alone = {f"{method}-{pattern}" for method in ("sparsegpt", "wanda", "dsnot") for pattern in ("2-4", "4-8")}
+    assert names == alone | {f"{m}-{name}" for m in ("joint", "hassle-free", "oats") for name in low_rank}
+
+
+def test_a_recipe_stands_on_another(tmp_path, text):
+    """The nearest file wins, `null` takes a field back, a base is looked for beside the file that names it."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.yaml").write_text(f'pattern: "2:8"\nrank: 3\nsamples: 7\ncalibration: {text}\n')
+    (tmp_path / "sub" / "b.yaml").write_text("base: ../a.yaml\nrank: null\nratio: 0.5\n")
+    (tmp_path / "c.yaml").write_text("samples: 9\nbase: sub/b.yaml\n")
+    expected = Recipe(pattern="2:8", ratio=0.5, samples=9, calibration=text)
+    assert Recipe.from_yaml(tmp_path / "c.yaml") == expected
+    assert Recipe.from_yaml(tmp_path / "c.yaml", seed=4) == dataclasses.replace(expected, seed=4)
+    (tmp_path / "d.yaml").write_text("base: c.yaml\n")
+    assert Recipe.from_yaml(tmp_path / "d.yaml") == expected
+
+
+names = st.sampled_from(["rank", "samples", "seed", "seqlen"])
+
+
+@given(st.lists(st.dictionaries(names, st.integers(2, 99)), min_size=1, max_size=5))
+def test_a_chain_of_bases_is_a_chain_of_updates(tmp_path_factory, layers):
+    """Oracle: dict.update."""
+    folder, expected = tmp_path_factory.mktemp("chain"), {"pattern": "2:4", "rank": 1}
+    (folder / "0.yaml").write_text(yaml.safe_dump(expected))
+    for number, layer in enumerate(layers, 1):
+        (folder / f"{number}.yaml").write_text(yaml.safe_dump({"base": f"{number - 1}.yaml", **layer}))
+        expected |= layer
+    assert Recipe.from_yaml(folder / f"{len(layers)}.yaml") == Recipe(**expected)
+
+
+def problems(path, **changes):
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_yaml(path, **changes)
+    return str(caught.value).replace(f"{path.parent}/", "").split("\n")
+
+
+def test_every_problem_has_its_file_and_its_line(tmp_path):
+    (tmp_path / "a.yaml").write_text("# a comment\npattern: '5:4'\n\nrnk: 3\nsamples: many\ndtype: int8\n")
+    (tmp_path / "b.yaml").write_text(
+        "base: a.yaml\nrank: -1\nratio: 0.5\nmethod: hasslefree\nseqlen: 1\nseqlen: 2\n"
+        "calibration: wikitext\nleave_dense: 3\n"
+    )
+    found = problems(tmp_path / "b.yaml", seed=-1)
+    expected = [
+        "b.yaml:6: seqlen is given twice, first at b.yaml:5",
+        "a.yaml:4: unknown field 'rnk'; did you mean 'rank'?",
+        "a.yaml:5: samples must be int, got 'many'",
+        "b.yaml:8: leave_dense must be list, got 3",
+        "b.yaml:2: rank must not be negative, got -1",
+        "b.yaml:2, b.yaml:3: give rank or ratio, not both",
+        "a.yaml:2: pattern 5:4 is impossible",
+        "b.yaml:4: unknown method 'hasslefree'",
+        "b.yaml:5: seqlen must be at least 2, got 1",
+        "a.yaml:6: dtype is one of",
+        "given beside b.yaml: seed must be between",
+        "b.yaml:7: unknown text",
+    ]
+    assert len(found) == len(expected)
+    for line, start in zip(found, expected, strict=True):
+        assert line.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"a": "base: b.yaml\nrank: 1\n"}, ["a.yaml:1: the base b.yaml does not exist; the path is relative to a"]),
+        ({"a": "rank: 1\nbase: a.yaml\n"}, ["a.yaml:2: the bases go in a circle: a.yaml → a.yaml"]),
+        (
+            {"a": "rank: 1\nbase: b.yaml\n", "b": "base: ./c.yaml", "c": "base: b.yaml"},
+            ["c.yaml:1: the bases go in a circle: a.yaml → b.yaml → c.yaml → b.yaml"],
+        ),
+        ({"a": "rank: 1\nbase: [b.yaml]\n"}, ["a.yaml:2: base must be the path of a recipe, got ['b.yaml']"]),
+        ({"a": "rank: 1\nbase: b.yaml\n", "b": "- 1"}, ["the recipe b.yaml must hold fields, such as"]),
+        ({"a": "rank: 1\nbase: b.yaml\n", "b": "rank: 1\nx: ["}, ["b.yaml:2: the recipe is not YAML: "]),
+        ({"a": "rank: 1\nbase: b.yaml\nsamples: 0", "b": "rnk: 3"},
+         ["b.yaml:1: unknown field 'rnk'", "a.yaml:3: samples must be at least 1, got 0"]),
+        ({"a": "rank: 1\nseed: !!python/name:x y\n"}, ["a.yaml:2: seed has no plain value"]),
+        ({"a": "method: oats\n"}, ["a.yaml:1: method oats needs a rank or a ratio"]),
+        ({"a": "pattern: row\nrank: four\n"}, ["a.yaml:2: rank must be int or nothing, got 'four'"]),
+        ({"a": "samples: 3\n"}, ["a.yaml: method joint needs a rank or a ratio"]),
+        ({"a": "rank: 1\nmethod: oats\npruner: sparsgpt\n"}, ["a.yaml:3: unknown pruner 'sparsgpt'"]),
+    ],
+)  # fmt: skip
+def test_bases_and_lines_that_are_wrong(tmp_path, files, expected):
+    for name, content in files.items():
+        (tmp_path / f"{name}.yaml").write_text(content)
+    found = problems(tmp_path / "a.yaml")
+    assert [any(line.startswith(start) for start in expected) for line in found] == [True] * len(expected), found
+
+
+def test_a_circle_is_seen_by_any_name(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.yaml").write_text("rank: 1\nbase: sub/../a.yaml\n")
+    assert problems(tmp_path / "a.yaml") == ["a.yaml:2: the bases go in a circle: a.yaml → sub/../a.yaml"]
+
+
+def test_a_pruner_alone_has_no_use_for_a_rank():
+    with pytest.raises(RecipeError, match="Wanda alone has no low-rank part, got rank 4"):
+        Recipe(method="wanda", rank=4).resolve(with_text=False)
+
+
+def test_every_part_of_the_method_comes_from_the_recipe():
+    recipe = Recipe(rank=2, method="oats", pruner="sparsegpt", low_rank="exact", rounds=7, damping=0.5)
+    assert recipe.resolve(with_text=False).method == AlternatingMinimization(
+        PRUNERS["sparsegpt"], LOW_RANK_SOLVERS["exact"], rounds=7, damping=0.5, low_rank_first=True, keep_best=False
+    )
+
+
+def test_a_truth_value_is_no_number():
+    with pytest.raises(RecipeError, match="rank must be int or nothing, got True"):
+        Recipe.from_dict({"rank": True})
+
+
+def test_figures_that_are_none(text):
+    for field, value, message in [
+        ("damping", float("nan"), "damping must be a number"),
+        ("damping", float("inf"), "damping must be a number"),
+        ("seed", -1, "seed must be between"),
+        ("seed", 10**20, "seed must be between"),
+    ]:
+        with pytest.raises(RecipeError, match=message):
+            Recipe(**{"rank": 1, "calibration": text, field: value}).resolve()
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "r.yaml").write_bytes(b"pattern: \xff\xfe")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        Recipe.from_yaml(tmp_path / "r.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"rank": 4}, {"effort": "balanced", "rounds": 100, "dense_target": 1.0, "match_blocks": False}),
+        ({"rank": 4, "effort": "best"}, {"match_blocks": True, "rounds": 100}),
+        ({"rank": 4, "effort": "fast"}, {"rounds": 25, "dense_target": 0.0, "allocate": "uniform"}),
+        # What is given wins over the effort.
+        ({"rank": 4, "effort": "best", "match_blocks": False, "rounds": 7, "dense_target": 0.5},
+         {"match_blocks": False, "rounds": 7, "dense_target": 0.5, "allocate": "error"}),
+        # The methods of others are what was published, unless more is asked for; their rounds are their own.
+        ({"rank": 4, "method": "oats"},
+         {"effort": None, "rounds": None, "dense_target": 0.0, "match_blocks": False, "allocate": "uniform"}),
+        ({"rank": 4, "method": "oats", "effort": "best"}, {"rounds": None, "dense_target": 1.0, "match_blocks": True}),
+        # Values on a grid are not trained.
+        ({"rank": 4, "method": "caldera", "effort": "best"}, {"match_blocks": False, "dense_target": 1.0}),
+        # Without ranks, layers of N:M have nothing to give each other.
+        ({"rank": 0}, {"allocate": "uniform", "dense_target": 1.0}),
+        ({"pattern": "unstructured", "sparsity": 0.5, "rank": 0}, {"allocate": "error"}),
+    ],
+)  # fmt: skip
+def test_what_an_effort_stands_for(given, expected):
+    found = filled(Recipe(**given))
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert filled(found) == found
+    resolved = Recipe(**given).resolve(with_text=False)
+    assert resolved.recipe == found
+    assert resolved.match_blocks == found.match_blocks
+
+
+def test_an_unknown_effort_is_refused():
+    with pytest.raises(RecipeError, match="effort is one of fast, balanced, best, got 'much'"):
+        Recipe(rank=4, effort="much").resolve(with_text=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 2, "factor_bits": 4}, "factor_bits is 8, got 4; leave it out"),
+        ({"rank": 0, "factor_bits": 8}, "rank 0 has none; give a rank"),
+        ({"pattern": "unstructured", "ratio": 0.5, "rank_share": 0.0, "factor_bits": 8}, "rank 0 has none"),
+        ({"method": "wanda", "factor_bits": 8}, "factors of L, and method wanda has none: leave it out"),
+        ({"method": "gptq", "factor_bits": 8}, "method gptq has none"),
+        ({"rank": 2, "factor_bits": 8, "match_blocks": True}, "match_blocks trains the factors, which factor_bits"),
+    ],
+)
+def test_what_does_not_go_with_factors_in_eight_bits(fields, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe(**fields).resolve(with_text=False)
+
+
+def test_every_method_with_a_low_rank_part_takes_factors_in_eight_bits():
+    for name, method in METHODS.items():
+        if not isinstance(method, Prune):
+            pattern = {"pattern": "structured", "sparsity": 0.5} if name == "losparse" else {}
+            Recipe(method=name, rank=2, factor_bits=8, **pattern).resolve(with_text=False)
+    found = filled(Recipe(rank=2, factor_bits=8, effort="best"))
+    assert found.match_blocks is False
+    found.resolve(with_text=False)
+
+
+QUANTISED = ["rtn", "gptq", "loftq", "lq-lora", "caldera", "joint-grid"]
+
+
+def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
+    recipe = Recipe(method="caldera", rank=2, bits=8, group_size=32, symmetric=True)
+    assert recipe.resolve(with_text=False).method.pruner.grid == Grid(8, 32, True)
+    assert Recipe(method="gptq", group_size=0).resolve(with_text=False).method.pruner.grid == Grid(group=None)
+    assert {name: filled(Recipe(method=name)).pattern for name in QUANTISED} == dict.fromkeys(QUANTISED, "dense")
+    assert filled(Recipe(method="hassle-free", pruner="gptq")).pattern == "dense"
+    assert {filled(Recipe(method=name)).pattern for name in ("joint", "oats", "nonsense")} == {"2:4"}
+    assert filled(Recipe(method="gptq", pattern="2:4")).pattern == "2:4"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"bits": 4, "rank": 2},
+            "method 'joint' has no grid: bits.*method rtn, loftq, lq-lora, caldera, joint-grid, gptq",
+        ),
+        ({"method": "wanda", "symmetric": False}, "method 'wanda' has no grid"),
+        ({"method": "hassle-free", "group_size": 64, "rank": 2}, "no grid.*hassle-free with pruner gptq"),
+        ({"method": "gptq", "bits": 3}, "4 or 8 bits, got 3; use bits=4"),
+        ({"method": "gptq", "group_size": -1}, "0 for whole rows, got -1"),
+        ({"pattern": "dense", "rank": 2}, "pattern dense keeps every entry.*method joint.*caldera, joint-grid, gptq"),
+        ({"method": "caldera", "rank": 2, "match_blocks": True}, "match_blocks trains the values of S"),
+        ({"method": "gptq", "rank": 2}, "no low-rank part, got rank 2; use rank 0, or a method such as caldera"),
+        ({"method": "gptq", "pattern": "dense", "sparsity": 0.5}, "pattern dense already fixes the sparsity"),
+        ({"method": "caldera"}, "method caldera needs a rank"),
+    ],
+)
+def test_what_does_not_go_with_a_grid(fields, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe(**fields).resolve(with_text=False)

@@ -1,0 +1,208 @@
+"""Several processes give what one gives."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.demo.run import CALIBRATION, MODEL
+from hasslefree.errors import CalibrationError
+from hasslefree.models.distributed import World
+from hasslefree.run.compress import check_segments
+from tests.tiny_models import build, segments, tensors_of
+
+forked = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+
+
+@given(costs=st.lists(st.floats(0, 1e9), max_size=12), size=st.integers(1, 5))
+def test_every_job_is_dealt_once_and_nobody_has_much_more(costs, size):
+    """Oracle: the bound of the greedy rule, mean load + largest job (Graham 1969)."""
+    owners = World(0, size).assign(costs)
+    assert len(owners) == len(costs)
+    loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(size)]
+    assert max(loads) <= sum(costs) / size + max(costs, default=0) + 1e-3
+    assert set(owners) <= set(range(size))
+
+
+@given(count=st.integers(1, 20), size=st.integers(1, 5))
+def test_every_segment_is_somebodys(count, size):
+    rows = torch.arange(count)[:, None]
+    shares = torch.cat([World(rank, size).share(rows) for rank in range(size)])
+    assert shares.flatten().sort().values.tolist() == list(range(count))
+    numbers = torch.randperm(count).tolist()
+    for rank in range(size):
+        world = World(rank, size)
+        expected = [i for i in numbers if i in world.share(rows)]
+        assert world.share(rows)[world.local(numbers)].flatten().tolist() == expected
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in the processes that are started: on two, sums are rounded otherwise, and a near tie falls otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def process(rank, size, port, out, recipe, stop_after=None, activations="device"):
+    """One of the processes that torchrun would start."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def progress(report, done, total):
+        if done == stop_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    report = hasslefree.compress(build("llama"), out, recipe, segments=segments(6, 32), progress=progress,
+                                 resume=True, activations=activations)  # fmt: skip
+    assert len(report.layers) == 14
+
+
+def run(size, out, recipe, **options):
+    """Exit codes of `size` processes."""
+    context, port = multiprocessing.get_context("fork"), free_port()
+    started = [context.Process(target=process, args=(r, size, port, out, recipe), kwargs=options) for r in range(size)]
+    for each in started:
+        each.start()
+    for each in started:
+        each.join(120)
+    return [each.exitcode for each in started]
+
+
+@forked
+@pytest.mark.parametrize("sequential", ["layer", "block"])
+@pytest.mark.parametrize(("size", "method"), [(2, "joint"), (3, "joint"), (2, "eora"), (2, "caldera")])
+def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path):
+    """Oracle: one process. Sums of Grams are rounded in another order: supports and objective are the same."""
+    grid = {"rounds": 2, "group_size": 16} if method == "caldera" else {}
+    recipe = Recipe(rank=2, method=method, sequential=sequential, **grid)
+    one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))
+    assert run(size, tmp_path / "many", recipe) == [0] * size
+    expected, found = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "many")
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        if name.endswith(".positions"):
+            assert torch.equal(found[name], tensor), name
+    stored = json.loads((tmp_path / "many" / "compression.json").read_text())
+    for mine, layer in zip(one.layers, stored["layers"], strict=True):
+        assert layer["name"] == mine.name
+        assert layer["relative_error"] == pytest.approx(mine.relative_error, rel=1e-4)
+
+
+@forked
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("probed", [32, 4096])
+def test_budgets_are_allocated_by_several_as_by_one(probed, size, tmp_path, monkeypatch):
+    """Oracle: one process. With one probe there are processes that have none."""
+    monkeypatch.setattr("hasslefree.models.moments.PROBED", probed)
+    recipe = Recipe(rank=8, rounds=3, allocate="error")
+    one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))
+    assert len({layer.spec.rank for layer in one.layers}) > 2
+    assert run(size, tmp_path / "many", recipe, activations="disk") == [0] * size
+    many = json.loads((tmp_path / "many" / "compression.json").read_text())["layers"]
+    assert [layer["rank"] for layer in many] == [layer.spec.rank for layer in one.layers]
+
+
+@forked
+@pytest.mark.parametrize("size", [2, 3])
+def test_blocks_are_matched_by_several_as_by_one(size, tmp_path):
+    """Oracle: one process. Adam turns what is left of a gradient near zero into a step: not to the last digits."""
+    recipe = Recipe(method="wanda", match_blocks=True)
+    one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))
+    assert run(size, tmp_path / "many", recipe) == [0] * size
+    many = json.loads((tmp_path / "many" / "compression.json").read_text())["matching"]
+    assert len(many) == len(one.matching) == 2
+    for mine, found in zip(one.matching, many, strict=True):
+        assert found["best_epoch"] == mine["best_epoch"] > 0
+        assert found["before"] == pytest.approx(mine["before"], rel=1e-4)
+        assert found["after"] == pytest.approx(mine["after"], rel=1e-3)
+        assert found["history"] == pytest.approx(mine["history"], rel=1e-3)
+
+
+@forked
+def test_factors_in_eight_bits_go_from_process_to_process(tmp_path):
+    """Oracle: one process. A code may round otherwise: the errors are nearly the same."""
+    recipe = Recipe(rank=2, method="eora", factor_bits=8)
+    one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))
+    assert run(2, tmp_path / "many", recipe) == [0, 0]
+    found = tensors_of(tmp_path / "many")
+    assert {tensor.dtype for name, tensor in found.items() if name.endswith("low_rank_u")} == {torch.int8}
+    assert {name: t.shape for name, t in found.items()} == {n: t.shape for n, t in tensors_of(tmp_path / "one").items()}
+    stored = json.loads((tmp_path / "many" / "compression.json").read_text())
+    for mine, layer in zip(one.layers, stored["layers"], strict=True):
+        assert layer["relative_error"] == pytest.approx(mine.relative_error, rel=1e-2)
+
+
+@forked
+def test_what_several_began_they_go_on_with(tmp_path):
+    """Oracle: two processes that nothing interrupted."""
+    recipe = Recipe(rank=2, method="eora")
+    assert run(2, tmp_path / "whole", recipe) == [0, 0]
+    codes = run(2, tmp_path / "out", recipe, stop_after=10)
+    assert all(codes)
+    assert (tmp_path / "out.unfinished" / "progress.json").exists()
+    assert run(2, tmp_path / "out", recipe) == [0, 0]
+    whole, out = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("whole", "out"))
+    assert whole == out
+
+
+def test_more_processes_than_segments():
+    with pytest.raises(CalibrationError, match="5 processes share 4 calibration segments"):
+        check_segments(build("llama"), segments(4), World(0, 5))
+
+
+TORCHRUN = """
+import os, pathlib, signal, sys
+clock = pathlib.Path(__file__).with_suffix(".clock")
+sys.argv = ["hasslefree", "compress", *sys.argv[1:]]
+import hasslefree.models.distributed as distributed
+if os.environ["RANK"] == "1":
+    add = distributed.World.add
+    calls = []
+    def dying(self, tensor):
+        calls.append(1)
+        if len(calls) == 20:  # in the second block
+            clock.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        add(self, tensor)
+    distributed.World.add = dying
+from hasslefree.cli import main
+main()
+"""
+
+
+@forked
+def test_a_process_that_dies_ends_the_job_soon_and_is_named(tmp_path):
+    """The real torchrun and the real command, on the embedded model."""
+    script = tmp_path / "dying.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+               str(free_port()), str(script), str(MODEL), str(tmp_path / "out"), "--method", "wanda", "--samples", "4",
+               "--seqlen", "32", "--calibration", str(CALIBRATION), "--device", "cpu"]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(Path(hasslefree.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    # What the design promises: within a minute of the death.
+    assert time.time() - script.with_suffix(".clock").stat().st_mtime < 60
+    assert done.returncode
+    assert "rank      : 1" in done.stderr
+    assert "-9" in done.stderr
+    assert (tmp_path / "out.unfinished" / "progress.json").exists()
+    assert not (tmp_path / "out").exists()

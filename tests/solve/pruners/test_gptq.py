@@ -1,0 +1,118 @@
+"""GPTQ, and pruning with rounding in one sweep: against explicit inverses in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hasslefree import Gram, Grid, Row, SemiStructured, SparseGPT, Unstructured
+from hasslefree.errors import GridError
+from hasslefree.solve.pruners import PRUNERS
+from tests import oracles
+
+DENSE = SemiStructured(1, 1)
+
+
+def run(pruner, weight, h, pattern=DENSE):
+    return pruner.prune(weight, pruner.prepare(Gram(h, 1)), pattern).sparse
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("group", [8, 16, None])
+@pytest.mark.parametrize("block", [8, 128])
+def test_gptq_is_that_of_explicit_inverses(bits, symmetric, group, block):
+    weight, h = oracles.problem(5, 32, dtype=torch.float64)
+    expected = oracles.obs_quantised(weight, h, bits, group or 32, symmetric)
+    found = run(SparseGPT(block, Grid(bits, group, symmetric)), weight, h)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (3, 8), (1, 2)])
+@pytest.mark.parametrize("group", [8, 16])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_pruned_and_rounded_in_one_sweep_is_that_of_explicit_inverses(n, m, group, symmetric):
+    weight, h = oracles.problem(5, 32, dtype=torch.float64)
+    expected = oracles.obs_quantised(weight, h, 4, group, symmetric, n, m)
+    found = run(SparseGPT(grid=Grid(4, group, symmetric)), weight, h, SemiStructured(n, m))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_grid_of_whole_rows_is_fitted_to_what_pruning_alone_leaves():
+    """Oracle: SparseGPT, whose test has one of its own; then the scale and the zero of each row."""
+    weight, h = oracles.problem(5, 32, dtype=torch.float64)
+    pruner = SparseGPT(grid=Grid(group=None))
+    found = pruner.prune(weight, pruner.prepare(Gram(h, 1)), SemiStructured(2, 4))
+    sparse, scaling = found.sparse, found.scaling
+    alone = Grid(group=None).scaling(run(SparseGPT(), weight, h, SemiStructured(2, 4)))
+    assert torch.equal(scaling.scale, alone.scale)
+    assert torch.equal(scaling.zero, alone.zero)
+    assert torch.equal(scaling.nearest(sparse), sparse)
+
+
+def one_after_the_other(weight, h, pattern, grid):
+    """Pruned first and rounded then: the losses of rounding to the nearest value, and of a second sweep that keeps the
+    support, written out in float64."""
+    pruned = run(SparseGPT(), weight, h, pattern).double()
+    nearest = grid.scaling(pruned).nearest(pruned)
+    row, inverses = pruned.clone(), [torch.linalg.inv(h.double()[j:, j:]) for j in range(len(h))]
+    for j in range(len(h)):
+        if j % grid.group == 0:
+            scale, zero = grid.fit(row[:, j : j + grid.group])
+        decided = grid.nearest(row[:, j : j + 1], scale, zero)[:, 0] * (pruned[:, j] != 0)
+        row[:, j:] -= torch.outer(row[:, j] - decided, inverses[j][0] / inverses[j][0, 0])
+        row[:, j] = decided
+    return oracles.loss(weight - nearest, h), oracles.loss(weight - row, h)
+
+
+@pytest.mark.parametrize(
+    "pattern", [SemiStructured(2, 4), SemiStructured(4, 8), SemiStructured(2, 8), Row(32), Unstructured(1024)], ids=str
+)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_one_sweep_is_below_one_thing_after_the_other(pattern, symmetric):
+    """SparseGPT, section 3.5. Below plain rounding afterwards whatever the pattern; below a second sweep, in the mean
+    over layers, where the support is chosen from column to column and half is kept."""
+    grid, ratios = Grid(4, 32, symmetric), []
+    for seed in range(6):
+        weight, h = oracles.problem(32, 64, seed=seed)
+        h = Gram(h, 1).damped(0.01).matrix
+        both = oracles.loss(weight - run(SparseGPT(grid=grid), weight, h, pattern), h)
+        ratios.append([both / other for other in one_after_the_other(weight, h, pattern, grid)])
+    over_rounding, over_sweep = torch.tensor(ratios).mean(0).tolist()
+    assert over_rounding < 0.99
+    assert over_sweep < (1 if pattern in (SemiStructured(2, 4), SemiStructured(4, 8)) else 1.02)
+
+
+def test_gptq_is_below_plain_rounding_and_more_bits_are_better():
+    for seed in range(4):
+        weight, h = oracles.problem(32, 64, seed=seed)
+        losses = {
+            (name, bits): oracles.loss(weight - run(replace(PRUNERS[name], grid=Grid(bits)), weight, h), h)
+            for name in ("rtn", "gptq")
+            for bits in (4, 8)
+        }
+        assert losses["gptq", 4] < 0.8 * losses["rtn", 4]
+        assert losses["gptq", 8] < 0.02 * losses["gptq", 4]
+
+
+def test_for_a_diagonal_gram_gptq_is_plain_rounding():
+    """Nothing can be made good then."""
+    weight, h = oracles.problem(8, 64)
+    h = torch.diag(h.diagonal())
+    assert torch.equal(run(PRUNERS["gptq"], weight, h), run(PRUNERS["rtn"], weight, h))
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(70), Row(11)], ids=str)
+def test_patterns_that_are_chosen_in_blocks(pattern):
+    """Oracle: the support of the block without a grid, whose updates eight bits hardly change."""
+    weight, h = oracles.problem(6, 64)
+    sparse = run(SparseGPT(64, Grid(8, 16)), weight, h, pattern)
+    alone = run(SparseGPT(64), weight, h, pattern)
+    assert not sparse[alone == 0].any()
+    assert oracles.loss(weight - sparse, h) < 1.05 * oracles.loss(weight - alone, h)
+
+
+def test_groups_must_not_cut_those_of_the_pattern():
+    weight, h = oracles.problem(4, 40)
+    with pytest.raises(GridError, match="groups of 8 inputs cut the pattern's groups of 5; use a group_size= div"):
+        run(SparseGPT(grid=Grid(group=8)), weight, h, SemiStructured(2, 5))

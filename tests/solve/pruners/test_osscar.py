@@ -1,0 +1,139 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hasslefree
+from hasslefree import OSSCAR, Gram, Recipe, Structured, Unstructured
+from hasslefree.errors import BudgetError, PatternError
+from hasslefree.models.blocks import find_blocks
+from hasslefree.recipe.plan import make_plan
+from hasslefree.solve.methods import build_method
+from hasslefree.solve.pruners.osscar import Swept
+from tests import oracles
+from tests.tiny_models import build, segments
+
+
+def prune(pruner, weight, h, pattern):
+    return pruner.prune(weight, pruner.prepare(Gram(h, 1)), pattern).sparse
+
+
+def mask_of(kept, shape, unit):
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for k in kept:
+        mask[:, k * unit : (k + 1) * unit] = True
+    return mask
+
+
+def exhaustive(weight, h, count, unit):
+    """The least loss over all choices of channels, each with its least squares."""
+    choices = itertools.combinations(range(weight.shape[1] // unit), count // unit)
+    masks = [mask_of(kept, weight.shape, unit) for kept in choices]
+    return min(oracles.loss(weight - oracles.on_support(weight, h, mask), h) for mask in masks)
+
+
+@pytest.mark.parametrize(("width", "count", "unit"), [(8, 4, 1), (12, 6, 1), (12, 3, 1), (12, 6, 2), (12, 6, 3)])
+def test_within_a_hundredth_of_the_best_of_all_choices(width, count, unit):
+    """Oracle: every choice of channels, with the normal equations in float64."""
+    for seed in range(3):
+        weight, h = oracles.problem(3, width, seed=seed, dtype=torch.float64)
+        found = prune(OSSCAR(), weight, h, Structured(count, unit))
+        best = exhaustive(weight, h, count, unit)
+        assert best * (1 - 1e-9) <= oracles.loss(weight - found, h) <= 1.01 * best
+
+
+@settings(max_examples=25)
+@given(st.sampled_from([(1, 7), (2, 6), (3, 9), (4, 8)]), st.sampled_from([1, 3, 256]), st.integers(0, 999))
+def test_the_values_are_the_least_squares_on_the_channels(units, steps, seed):
+    """Oracle: the normal equations; and in whole units, whatever the number of steps."""
+    unit, count = units
+    weight, h = oracles.problem(9, 24, seed=seed, dtype=torch.float64)
+    found = prune(OSSCAR(steps), weight, h, Structured(count // unit * unit, unit))
+    kept = (found != 0).any(0)
+    assert kept.view(-1, unit).all(1).sum() == count // unit == kept.sum() // unit
+    torch.testing.assert_close(found, oracles.on_support(weight, h, kept.expand(9, 24)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("unit", [1, 3])
+def test_sweeps_tell_what_a_removal_and_a_return_would_do(unit):
+    """Oracle: the losses themselves, with and without each unit; and that all that is done can be undone."""
+    weight, h = oracles.problem(5, 12, dtype=torch.float64)
+    state = Swept(torch.linalg.inv(h), weight, unit)
+    units = 12 // unit
+
+    def loss(gone):
+        mask = mask_of([k for k in range(units) if k not in gone], weight.shape, unit)
+        return oracles.loss(weight - oracles.on_support(weight, h, mask), h)
+
+    for gone in ([], [2], [2, 0]):
+        for k in range(units):
+            if k in gone:
+                rest = [g for g in gone if g != k]
+                assert float(state.gains()[k]) == pytest.approx(loss(gone) - loss(rest), rel=1e-6)
+                for out in set(range(units)) - set(gone):
+                    expected = loss([*rest, out]) - loss(rest)
+                    assert float(state.losses_with(k)[out]) == pytest.approx(expected, rel=1e-6)
+                assert state.losses_with(k)[k] == torch.inf
+            else:
+                assert float(state.losses()[k]) == pytest.approx(loss([*gone, k]) - loss(gone), rel=1e-6)
+        following = {0: [2], 1: [0]}.get(len(gone))
+        if following:
+            state.exchange(torch.tensor(following))
+    state.exchange(torch.tensor([0, 2]))
+    torch.testing.assert_close(state.target, weight)
+    torch.testing.assert_close(state.inverse, torch.linalg.inv(h))
+
+
+def test_below_magnitude_and_wanda_by_channel_and_below_their_refit():
+    for seed in range(4):
+        weight, h = oracles.problem(32, 48, seed=seed)
+        names = [("osscar", False), ("wanda", True), ("magnitude", True), ("magnitude", False)]
+        methods = [build_method(name, refit=refit) for name, refit in names]
+        errors = [hasslefree.decompose(weight, Gram(h, 99), Structured(24), method=m).relative_error for m in methods]
+        assert errors[0] < min(errors[1:])
+
+
+def test_swaps_win_where_greed_does_not_see_far_enough():
+    won = 0
+    for seed in range(8):
+        weight, h = oracles.problem(6, 16, seed=seed, dtype=torch.float64)
+        greedy, swapped = (prune(OSSCAR(swaps=s), weight, h, Structured(6)) for s in (0, 100))
+        one, other = (oracles.loss(weight - s, h) for s in (greedy, swapped))
+        assert other <= one * (1 + 1e-9)
+        won += other < 0.999 * one
+    assert won >= 2
+
+
+def plan_of(**fields):
+    return make_plan(find_blocks(build("llama")), Recipe(**fields).resolve(with_text=False))[0]
+
+
+@pytest.mark.parametrize("method", [{"method": "osscar"}, {"method": "osscar", "refit": True}, {"method": "losparse"},
+                                    {"method": "hassle-free", "pruner": "osscar"}], ids=str)  # fmt: skip
+def test_heads_stay_whole_wherever_the_pruner_is(method):
+    """4 heads of 8 share 2 keys: 16 inputs of o_proj go together, no others do. Other pruners know no heads."""
+    units = {
+        name: layer.pattern.unit
+        for name, layer in plan_of(pattern="structured", sparsity=0.5, rank=0, **method).items()
+    }
+    assert units.pop("self_attn.o_proj") == 16
+    assert set(units.values()) == {1}
+    other = plan_of(pattern="structured", sparsity=0.5, method="wanda", refit=True)
+    assert other["self_attn.o_proj"].pattern.unit == 1
+
+
+def test_what_it_cannot_do_is_an_error():
+    weight, h = oracles.problem(4, 8)
+    for pattern in ("2:4", Unstructured(9)):
+        with pytest.raises(PatternError, match="OSSCAR removes whole input channels, not .*use pattern structured"):
+            hasslefree.decompose(weight, Gram(h, 99), pattern, method="osscar")
+    with pytest.raises(PatternError, match="OSSCAR removes whole.*model.layers.0.self_attn.q_proj"):
+        hasslefree.compress(build("llama"), "nowhere", Recipe(method="osscar"), segments=segments())
+    with pytest.raises(PatternError, match="OSSCAR removes whole.*model.layers.0.self_attn.q_proj"):
+        plan_of(method="osscar", refit=True)
+    with pytest.raises(PatternError, match="4 of 8 input channels in units of 3"):
+        hasslefree.decompose(weight, Gram(h, 99), Structured(4, 3), method="osscar")
+    with pytest.raises(BudgetError, match="must be at least 1"):
+        OSSCAR(steps=0)
