@@ -12,8 +12,7 @@ from hasslefree.folder.entries import Entry
 from hasslefree.folder.headers import Stored
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-INTEGERS = {"positions": "U8", "mask": "U8", "columns": "I32", "weight_packed": "I32", "weight_zero_point": "I32"}
-CODED_FACTORS = {"low_rank_u": "I8", "low_rank_v": "I8"}
+INTEGERS = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}
 
 
 def check_layers(entries: Mapping[str, Entry], biased: set[str], stored: Mapping[str, Stored]) -> None:
@@ -31,14 +30,13 @@ def check_layers(entries: Mapping[str, Entry], biased: set[str], stored: Mapping
         held.setdefault(layer, set()).add(leaf)
     for name, entry in entries.items():
         spec, found = entry.spec, held.get(name, set())
-        shapes = {leaf: shape for leaf, (shape, _) in spec.tensors().items()}
-        shapes |= {"bias": (spec.shape[0],)} if name in biased else {}
-        integers = INTEGERS | (CODED_FACTORS if spec.factor_bits else {})
-        if missing := [f"{name}.{leaf}" for leaf in shapes if leaf not in found]:
+        wanted = spec.tensors() | ({"bias": ((spec.shape[0],), None)} if name in biased else {})
+        if missing := [f"{name}.{leaf}" for leaf in wanted if leaf not in found]:
             files = ", ".join(sorted({str(tensor.file) for tensor in stored.values()}))
             raise CheckpointError(f"no {', '.join(missing)} in {files}: it is not complete; get it anew")
         for leaf in sorted(found):
-            _check_tensor(f"{name}.{leaf}", stored[f"{name}.{leaf}"], shapes.get(leaf), integers.get(leaf))
+            shape, dtype = wanted.get(leaf, (None, None))
+            _check_tensor(f"{name}.{leaf}", stored[f"{name}.{leaf}"], shape, INTEGERS[dtype] if dtype else None)
 
 
 def _check_tensor(name: str, tensor: Stored, shape: tuple[int, ...] | None, integer: str | None) -> None:
