@@ -51,9 +51,17 @@ class HasslefreeError(ValueError):
         self.message, self.fields = message, fields
 
     def within(self, where: str) -> Self:
-        """The same error, which says where it came up."""
+        """The same error, which says at its end where it came up."""
+        return self._saying(f"{self.message} ({where})")
+
+    def under(self, heading: str) -> Self:
+        """The same error, which says at its beginning what it belongs to."""
+        return self._saying(f"{heading}: {self.message}")
+
+    def _saying(self, message: str) -> Self:
+        # Subclasses may take other arguments.
         found = type(self).__new__(type(self))
-        HasslefreeError.__init__(found, f"{self.message} ({where})", self.fields)
+        HasslefreeError.__init__(found, message, self.fields)
         return found
 
 

@@ -16,6 +16,7 @@ from hasslefree.levers.matching import Matching, match_block
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import find_blocks
 from hasslefree.recipe.plan import make_plan
+from hasslefree.recipe.resolved import filled
 from hasslefree.run.estimate import LIBRARIES, estimate, estimate_model, matching_passes, to_dict
 from hasslefree.run.machine import free_memory
 from hasslefree.run.memory import check_memory
@@ -82,7 +83,7 @@ def test_bytes_of_a_grid_are_those_that_are_written(fields, tmp_path):
     assert f"{report.stored_bytes:,} of {report.dense_bytes:,}" in (tmp_path / "out" / "README.md").read_text()
     text = as_text(estimate_table(found, CPU)).replace("\n", " ")
     assert "int4" in text
-    assert to_dict(found)["layers"][0]["pattern"].startswith(f"{recipe.pattern}, int4 in groups of 16")
+    assert to_dict(found)["layers"][0]["pattern"].startswith(f"{filled(recipe).pattern}, int4 in groups of 16")
 
 
 def test_what_memory_holds_by_hand(tmp_path):

@@ -152,4 +152,4 @@ def cost(job: Job, device: torch.device) -> Footprint | None:
     except RecipeError:
         raise
     except HasslefreeError as error:
-        raise error.within(job.name) from None
+        raise error.under(job.name) from None
