@@ -47,7 +47,7 @@ def compress(
     recipe: Any,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, … (default: the GPU if there is one).")] = None,
     activations: Annotated[str, ACTIVATIONS] = "device",
-    resume: Annotated[bool, typer.Option(help="Go on from the last whole block of a run that did not end.")] = False,
+    resume: Annotated[bool, typer.Option(help="Resume an interrupted run from its last finished block.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it is not empty; begin anew.")] = False,
     trust_remote_code: Annotated[bool, TRUST] = False,
 ) -> None:

@@ -136,4 +136,4 @@ class DistributedError(HasslefreeError):
 
 
 class KernelError(HasslefreeError):
-    """A way of computing a layer that this machine does not have, or that does not fit the layer."""
+    """A backend that this machine does not have, or that does not fit the layer."""

@@ -8,6 +8,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from hasslefree.errors import HasslefreeError, with_arguments
+
 T = TypeVar("T")
 
 # A measured number, and a count.
@@ -24,8 +26,8 @@ class InvalidError(ValueError):
     """
 
     def __init__(self, field: str, cause: str, refused: bool = False):
-        super().__init__(cause)
-        self.field, self.refused = field, refused
+        super().__init__(with_arguments(cause))
+        self.field, self.message, self.refused = field, cause, refused
 
 
 @functools.cache
@@ -48,7 +50,9 @@ def validated(kind: type[T], content: Any) -> T:
         first = error.errors(include_url=False)[0]
     field = next((str(part) for part in reversed(first["loc"]) if isinstance(part, str)), "")
     if first["type"] == "value_error":
-        raise InvalidError(field, str(first["ctx"]["error"]), refused=True)
+        refusal = first["ctx"]["error"]
+        cause = refusal.message if isinstance(refusal, HasslefreeError) else str(refusal)
+        raise InvalidError(field, cause, refused=True)
     if first["type"] == "missing":
         raise InvalidError(field, f"no {field!r}")
     raise InvalidError(field, f"{field} is {first['input']!r:.60}: {first['msg']}")

@@ -27,6 +27,12 @@ def test_the_licence_is_what_the_card_of_the_base_model_says(tmp_path, front, ex
     assert base_licence(str(tmp_path)) == expected
 
 
+@pytest.mark.parametrize("odd", ["tags: 5", "1: x", "self: 3", "eval_results: 3"])
+def test_what_else_a_card_says_does_not_matter(tmp_path, odd):
+    (tmp_path / "README.md").write_text(f"---\nlicense: mit\n{odd}\n---\n")
+    assert base_licence(str(tmp_path)) == {"license": "mit"}
+
+
 def test_no_card_no_licence(tmp_path):
     assert base_licence(str(tmp_path)) == {}
     (tmp_path / "README.md").write_text("license: in no front matter\n---\nlicense: mit\n---\n")

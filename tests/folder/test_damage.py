@@ -147,7 +147,7 @@ GRID_TROUBLES = {
     "bits": ({"bits": 3, "group": 16, "symmetric": False}, "4 or 8 bits, got 3"),
     "group": ({"bits": 4, "group": 5, "symmetric": False}, "divisible by 5"),
     "no object": (4, "its grid is not of bits, group"),
-    "a field too few": ({"bits": 4, "group": 16}, "its grid is not of bits, group"),
+    "a field too few": ({"bits": 4, "group": 16}, r"up_proj: its grid is not of bits, group[^;:]*; get it anew$"),
     "a truth value": ({"bits": 4, "group": True, "symmetric": False}, "its grid is not of bits, group"),
     "another group": ({"bits": 4, "group": 8, "symmetric": False}, r"weight_scale is \[48, 2\], and \[48, 4\]"),
     "symmetric": ({"bits": 4, "group": 16, "symmetric": True}, "weight_zero_point, which is no part of the layer"),

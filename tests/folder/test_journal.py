@@ -212,6 +212,12 @@ def test_two_at_once(tmp_path):
     compress(tmp_path / "out", resume=True)
 
 
+def test_a_lock_that_cannot_be_opened(tmp_path):
+    (tmp_path / "out.unfinished" / "lock").mkdir(parents=True)
+    with pytest.raises(OutputError, match=r"out\.unfinished cannot be written"):
+        compress(tmp_path / "out")
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir() or os.getuid() != 0, reason="mounts a small disk")
 def test_a_full_disk(whole, tmp_path):
     """A real one: room for the first block and no more."""

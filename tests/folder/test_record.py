@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hasslefree.errors import CheckpointError
 from hasslefree.folder.record import LayerRecord, Record, summary_table
 from hasslefree.packed.spec import LayerSpec
 
@@ -26,3 +27,12 @@ def test_the_totals_by_hand():
     assert "seconds" not in report.to_json()
     cells = [list(column.cells) for column in summary_table(report).columns]
     assert [column[0] for column in cells] == ["q", "2", "0–2", "0.25000", "0.40000", "3.0"]
+
+
+def test_a_method_may_come_upon_nan_on_its_way():
+    """A run is not lost for it; only the report, which would draw it, refuses it."""
+    layer = LayerRecord("a.q", LayerSpec("2:4", (4, 8), 2, 16), 0.1, 0.09, 1.0, history=(0.5, float("nan"), 0.1))
+    assert LayerRecord.from_dict(layer.to_dict()).history[2] == 0.1
+    report = Record("m", {}, "Prune()", {}, "cpu", "float32", 8, 8, 3.0, (layer,))
+    with pytest.raises(CheckpointError, match=r"the history of a\.q holds NaN or Inf"):
+        Record.from_json(report.to_json())

@@ -107,7 +107,10 @@ DAMAGE = {
     "no list": (lambda f: edit(f, lambda c: c.update(layers=[3])), "not as"),
     "no layers": (lambda f: edit(f, lambda c: c.update(layers=[])), "lists no layer"),
     "NaN": (lambda f: edit(f, lambda c: c["layers"][0].update(relative_error=float("nan"))), "relative_error is nan"),
-    "infinite": (lambda f: edit(f, lambda c: c["layers"][0].update(history=[1, float("inf")])), "history is inf"),
+    "infinite": (
+        lambda f: edit(f, lambda c: c["layers"][0].update(history=[1, float("inf")])),
+        "the history of .* holds NaN or Inf",
+    ),
     "no rows": (lambda f: edit(f, lambda c: c["layers"][0].update(out=0)), "a shape has sides of 1 or more"),
     "a shard": (lambda f: next(f.glob("*.safetensors")).unlink(), "is missing"),
 }

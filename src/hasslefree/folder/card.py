@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData, metadata_load
 from transformers.utils.hub import cached_file
 from yaml import YAMLError
 
@@ -102,9 +102,10 @@ def base_licence(model: str) -> dict[str, str]:
     }
     try:
         file = cached_file(model, "README.md", **lenient)
-        given = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict() if file else {}
+        found = metadata_load(Path(file)) if file else None
     except (OSError, ValueError, YAMLError):
         return {}
+    given = found if isinstance(found, dict) else {}
     return {name: given[name] for name in LICENCE_FIELDS if isinstance(given.get(name), str)}
 
 

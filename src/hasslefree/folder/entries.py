@@ -82,14 +82,14 @@ def _read(name: str, entry: Any) -> Entry:
         raise wrong("it is no object")
     try:
         spec = validated(LayerSpec, entry)
-        if spec.grid is not None and entry["grid"].keys() != GRID_FIELDS:
-            raise wrong(WRONG["grid"])
         check_factor_bits(entry.get("factor_bits"), spec.rank)
         spec.tensors()
     except InvalidError as error:
-        raise wrong(str(error) if error.refused else WRONG[error.field]) from None
+        raise wrong(error.message if error.refused else WRONG.get(error.field, error.message)) from None
     except HasslefreeError as error:
-        raise wrong(str(error)) from None
+        raise wrong(error.message) from None
+    if spec.grid is not None and entry["grid"].keys() != GRID_FIELDS:
+        raise wrong(WRONG["grid"])
     if not isinstance(crc := entry.get("crc32"), str) or not re.fullmatch("[0-9a-f]{8}", crc):
         raise wrong("its crc32 is not of eight hexadecimal digits")
     return Entry(spec, int(crc, 16))

@@ -156,14 +156,16 @@ def claimed(folder: Path) -> Iterator[None]:
     """
     lock, owner = FileLock(folder / "lock"), folder / "owner"
     try:
-        lock.acquire(timeout=0)
+        with room_errors(folder):
+            lock.acquire(timeout=0)
     except Timeout:
         process = owner.read_text(encoding="utf-8") if owner.exists() else "unknown"
         raise OutputError(
             f"another compression (process {process}) is writing to {folder}; wait for it, or give another folder"
         ) from None
     try:
-        owner.write_text(str(os.getpid()), encoding="utf-8")
+        with room_errors(folder):
+            owner.write_text(str(os.getpid()), encoding="utf-8")
         yield
     finally:
         lock.release()
@@ -259,7 +261,7 @@ def room_errors(folder: Path) -> Iterator[None]:
     """Errors of the disk as an OutputError."""
     try:
         yield
-    except OutputError:
+    except (OutputError, Timeout):
         raise
     except Exception as error:
         if is_of_the_disk(error):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ class LayerRecord:
     relative_error: Figure
     relative_error_before_cast: Figure
     seconds: Figure
-    history: tuple[Figure, ...] = ()
+    history: tuple[float, ...] = ()
     remarks: tuple[str, ...] = ()
     bytes: Count = 0
     dense_bytes: Count = 0
@@ -146,6 +147,8 @@ class Record:
             content = json.loads(text)
             layers = tuple(LayerRecord.from_dict(layer) for layer in content["layers"])
             found = validated(cls, content | {"seconds": 0.0, "layers": []})
+            if wrong := [layer.name for layer in layers if not all(map(math.isfinite, layer.history))]:
+                raise ValueError(f"the history of {wrong[0]} holds NaN or Inf")
         except (ValueError, TypeError, KeyError) as error:
             cause = f"no {error}" if isinstance(error, KeyError) else error
             raise CheckpointError(f"compression.json is not as this hasslefree writes it ({cause})") from None

@@ -112,7 +112,7 @@ def gather(
 
     Args:
         prefix: the name of the block. dense: the block as it was, with its own inputs, for the drift.
-        add: adds to a tensor, in storage, what it is in other processes.
+        add: adds to a tensor, in place, what it is in other processes.
 
     Raises:
         NonFiniteError: an activation is NaN or Inf.

@@ -110,7 +110,9 @@ class Recipe:
     rounds: int | None = declared(None, METHOD, "Rounds (default: the method's own).")
     damping: float | None = declared(None, METHOD, "λ over mean(diag H) (default: the method's).", finite_damping)
     refit: bool = declared(False, METHOD, "Least squares on the support after the pruner.")
-    bits: int | None = declared(None, GRID, "Bits of the grid of S, 4 or 8, for joint-grid, caldera, gptq, …")
+    bits: int | None = declared(
+        None, GRID, "Bits of the grid of S, 4 or 8, for joint-grid, caldera, gptq, … (default: 4)."
+    )
     group_size: int | None = declared(
         None, GRID, "Inputs that share a scale of the grid; 0: a whole row (default: 64).", whole_group
     )

@@ -139,8 +139,11 @@ def typed(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
             hint = f"did you mean {close[0]!r}? " if close else ""
             wrong[key] = f"unknown field {key!r}; {hint}known: {', '.join(hints)}"
             continue
+        if key == "leave_dense" and isinstance(value, list):
+            value = tuple(str(glob) for glob in value)
         try:
-            values[key] = validated(hints[key], value)
+            validated(hints[key], value)
+            values[key] = value
         except (InvalidError, TypeError):  # of no JSON type, such as a date
             wrong[key] = f"{key} must be {type_words(hints[key])}, got {value!r}{yaml_hint(key, value)}"
     return values, wrong

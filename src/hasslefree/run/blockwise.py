@@ -25,7 +25,7 @@ from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import hooks
 from hasslefree.models.distributed import World
-from hasslefree.models.moments import Moments, Stream, gather, groups_by_input, run_block
+from hasslefree.models.moments import Moments, Stream, first_hidden_states, gather, groups_by_input, run_block
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights, outside, trim
 from hasslefree.models.walk import Visit, Walk
@@ -55,7 +55,7 @@ def look_over(
         walk_options: `storage` and `folder` of `Walk`.
 
     Returns:
-        The way through the model; and a checksum of each part of the model by its name.
+        How to walk through the model; and a checksum of each part of the model by its name.
 
     Raises:
         ModelError: it cannot be run block by block, or a planned layer is not reached.
@@ -119,10 +119,10 @@ def compress_blocks(
         segments: of this process. work: holds the finished blocks, and takes the others.
     """
     count, finished = len(walk.blocks.modules), len(work.parts)
-    hidden = walk.entering(segments)
-    if not finished and world.writes:
-        with walk.outside():
+    with walk.outside():
+        if not finished and world.writes:
             work.add(part_file(0, count), outside_tensors(walk.model, walk.blocks))
+        hidden = first_hidden_states(walk.model, walk.blocks, segments, walk.storage, walk.folder)
     dense = hidden.copy() if resolved.two_streams else None
     for visit in walk.visits(hidden, to_end=False):
         if visit.index + 1 < finished:
@@ -148,9 +148,10 @@ def part_file(part: int, blocks: int) -> str:
 
 def put_back(visit: Visit, work: Unfinished, note: Note) -> None:
     """Put the compressed layers of a finished block in place, as they were written."""
-    part, sites, prefix = work.parts[visit.index + 1], find_sites(visit.block), f"{visit.prefix}."
+    part, prefix = work.parts[visit.index + 1], f"{visit.prefix}."
+    sites = find_sites(visit.block)
     for name, entry in read_entries(part.entries).items():
-        site = sites[name.removeprefix(prefix)]
+        site = sites.pop(name.removeprefix(prefix))  # whose weight is freed as soon as it is replaced
         site.replace(empty_layer(site, name, entry))
     visit.block.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in work.read(part).items()})
     for layer in part.layers:

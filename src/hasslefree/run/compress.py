@@ -64,7 +64,7 @@ def compress(
     One block is in memory at a time. It is on the disk, in `OUT.unfinished`, as soon as it is done.
 
     Args:
-        model: a hub name, a local folder, or a loaded model, which is then changed in storage.
+        model: a hub name, a local folder, or a loaded model, which is then changed in place.
         out: the folder to write. recipe: a `Recipe` or the path of a YAML file.
         tokenizer: of a loaded model, if it is not to be found under the model's own name.
         segments: calibration tokens (samples, seqlen) in the place of the recipe's text. A loaded model then needs no

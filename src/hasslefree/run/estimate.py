@@ -252,4 +252,6 @@ def to_dict(found: Footprint) -> dict[str, Any]:
         for n, p, c in ((name, plan.spec, count) for name, plan, count in found.layers)
     ]
     peaks = {"device_peak": found.device_peak, "ram_peak": found.ram_peak}
-    return dataclasses.asdict(dataclasses.replace(found, layers=())) | {"layers": layers} | peaks
+    fields = dataclasses.asdict(dataclasses.replace(found, layers=())) | {"place": found.storage}
+    del fields["storage"]
+    return fields | {"layers": layers} | peaks

@@ -4,9 +4,9 @@
 |---|---|---|
 | `dense` | S is unpacked by torch at every call, then `F.linear`; the caller's own | everywhere, with gradients |
 | `unpacked` | S is unpacked once by the caller, and takes the memory of a dense layer | everywhere, no gradients |
-| `numba` | `kernels.ops`: from the packed tensors | CPU, N:M and bitmask, no grid, no gradients |
-| `triton` | `kernels.triton`; more than 16 tokens go `dense` | CUDA, N:M stored as positions, no grid, no gradients |
-| `semi-structured` | `kernels.cuda`: torch's 2:4 tensors, converted once by the caller | CUDA of capability 8.0, 2:4 |
+| `numba` | `packed.kernels.ops`: from the packed tensors | CPU, N:M and bitmask, no grid, no gradients |
+| `triton` | `packed.kernels.triton`; more than 16 tokens go `dense` | CUDA, N:M as positions, no grid, no gradients |
+| `semi-structured` | `packed.kernels.cuda`: torch's 2:4 tensors, made by the caller | CUDA of capability 8.0, 2:4 |
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class AlternatingMinimization(Method):
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
-            raise BudgetError(f"rounds must be at least 1, got {self.rounds}")
+            raise BudgetError(f"rounds must be at least 1, got {self.rounds}", ("rounds",))
 
     @property
     def inner(self) -> Pruner:

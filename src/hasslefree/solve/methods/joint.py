@@ -107,7 +107,7 @@ class Joint(Method):
     def __post_init__(self) -> None:
         for name, least in {"rounds": 1, "sweeps": 0}.items():
             if getattr(self, name) < least:
-                raise BudgetError(f"{name} must be at least {least}, got {getattr(self, name)}")
+                raise BudgetError(f"{name} must be at least {least}, got {getattr(self, name)}", (name,))
         if self.penalty <= 0 or self.growth <= 1:
             raise BudgetError(f"penalty must be above 0 and growth above 1, got {self.penalty} and {self.growth}")
         if self.precision not in get_args(Precision):

@@ -48,7 +48,8 @@ class PrincipalComponentPursuit(Method):
         if self.searches < 1 or self.rounds < 1 or self.growth <= 1:
             raise BudgetError(
                 f"searches and rounds must be at least 1 and growth above 1, got {self.searches}, {self.rounds} and "
-                f"{self.growth}"
+                f"{self.growth}",
+                ("rounds",),
             )
 
     def prepare(self, gram: Gram) -> None:

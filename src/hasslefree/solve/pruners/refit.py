@@ -45,7 +45,8 @@ class Refit(Pruner):
     def __post_init__(self) -> None:
         if self.pruner.grid:
             raise GridError(
-                f"a refit would take S off the grid of its pruner; leave out refit ({option('refit', True)})"
+                f"a refit would take S off the grid of its pruner; leave out refit ({option('refit', True)})",
+                ("refit", "method"),
             )
 
     @property
@@ -63,5 +64,5 @@ class Refit(Pruner):
     def cost(self, out: int, width: int) -> Cost:
         """That of the pruner, and all the steps."""
         found = self.pruner.cost(out, width)
-        need = found.need.joined(Need(prepare=1, kept=1, large=7))
+        need = found.need.joined(Need(prepare=1, kept=1, large=4))
         return dataclasses.replace(found, flops=found.flops + (self.steps + 1) * 2 * out * width**2, need=need)
