@@ -193,7 +193,7 @@ def test_what_is_left_takes_so_long():
     assert "1 of them measured already" in table.title
     cells = [list(column.cells)[-1] for column in table.columns]
     assert cells[-1] == "30 s"
-    assert cells[-2] == f"{sum(each.disk for each in left) / 1e6:.0f} MB"
+    assert cells[-2] == f"{sum(each.disk for each in left) / 1e6:.1f} MB"
 
 
 @pytest.mark.parametrize("block", [0, 2])
