@@ -149,7 +149,7 @@ CHANGES = {
 def test_another_compression_is_not_gone_on_with(change, message, whole, tmp_path):
     left = interrupted(tmp_path / "out", 8)
     before = contents(left / "model")
-    with pytest.raises(OutputError, match=f"was begun otherwise.*{message}.*overwrite=True"):
+    with pytest.raises(OutputError, match=f"cannot resume .*: the settings differ.*{message}.*overwrite=True"):
         compress(tmp_path / "out", resume=True, **change)
     assert contents(left / "model") == before
     compress(tmp_path / "out", resume=True)

@@ -69,8 +69,8 @@ class Unfinished:
         """
         if self.identity is not None and (found := list(differences(self.identity, identity))):
             raise OutputError(
-                f"{self.folder} was begun otherwise, and cannot be gone on with: {'; '.join(found)}. Give what it was "
-                f"begun with, or {option('overwrite', True)} to begin anew"
+                f"cannot resume {self.folder}: the settings differ: {'; '.join(found)}. Give the same settings, or "
+                f"{option('overwrite', True)} to begin anew"
             )
         self.identity = identity
 

@@ -218,7 +218,7 @@ def compress_groups(
     for group, known in zip(groups, moments, strict=True):
         share = {name: plans[name] for name in group if name in mine}
         found |= compress_group(visit, share, resolved, known, note) if share else {}
-    done = [put_in_place(visit, n, owner, found.get(n), world, note) for n, owner in zip(names, owners, strict=True)]
+    done = [install_layer(visit, n, owner, found.get(n), world, note) for n, owner in zip(names, owners, strict=True)]
     trim()
     return done
 
@@ -273,7 +273,7 @@ def solve_with_room(
     )
 
 
-def put_in_place(visit: Visit, name: str, owner: int, done: Done | None, world: World, note: Note) -> Done:
+def install_layer(visit: Visit, name: str, owner: int, done: Done | None, world: World, note: Note) -> Done:
     """Put a compressed layer in its place, in all processes. done: what its owner has."""
     site = find_sites(visit.block)[name]
     entry, report = world.broadcast((entry_of(done[0]), done[1]) if done else None, owner)
