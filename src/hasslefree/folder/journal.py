@@ -1,4 +1,4 @@
-"""The folder of a compression that is under way: every finished block is in it, whole, and can be gone on from."""
+"""The folder of a compression under way. It holds every finished block, so that the run can be resumed from there."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def room_errors(folder: Path) -> Iterator[None]:
     except Exception as error:
         if is_of_the_disk(error):
             raise OutputError(
-                f"{folder} cannot be written: {error}; finished blocks are kept. Mend it, and use "
+                f"{folder} cannot be written: {error}; finished blocks are kept. Correct the cause, and use "
                 f"{option('resume', True)}"
             ) from error
         raise

@@ -109,5 +109,5 @@ def lost_peers() -> Iterator[None]:
     except RuntimeError as error:
         raise DistributedError(
             f"another process of this compression has ended; torchrun's last lines name it. Finished blocks are kept: "
-            f"mend it, and use {option('resume', True)} ({str(error).splitlines()[0][:200]})"
+            f"correct the cause, and use {option('resume', True)} ({str(error).splitlines()[0][:200]})"
         ) from error
