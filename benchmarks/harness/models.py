@@ -39,7 +39,7 @@ class Measurement:
     """The model, and what is the same for all of its rows.
 
     Args:
-        max_tokens: only the first tokens of each text.
+        max_tokens: only the first tokens of each text. window: tokens of its windows; None for seqlen.
     """
 
     model: str
@@ -49,6 +49,7 @@ class Measurement:
     seqlen: int
     max_tokens: int
     seed: int = 0
+    window: int | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Measurement:
@@ -63,7 +64,7 @@ class Measurement:
         """Of a loaded model on every text, by the name of its file: the paths of the machine are not committed."""
         tokenizer, found = load_tokenizer(self.model), {}
         for text in self.texts:
-            one = text_perplexity(model, tokenizer, text, self.seqlen, self.max_tokens, batch=16)
+            one = text_perplexity(model, tokenizer, text, self.window or self.seqlen, self.max_tokens, batch=4)
             found[Path(text).name] = one["perplexity"]
         return found
 

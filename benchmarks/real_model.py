@@ -1,0 +1,104 @@
+"""A real language model: perplexity, time and memory of every effort and of the published methods.
+
+    python benchmarks/real_model.py MODEL TEXT… --calibration FILE [--rows NAME …] [--seeds 0 1 2]
+        [--tasks FOLDER [--limit 200]] [--keep FOLDER]
+
+TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents. Perplexity is taken in
+windows of 1,024 tokens, 16 a text. The gap is the mean over the texts of log(perplexity / dense perplexity). Every row
+has a process of its own and is written as soon as it is measured; rows that the output file already holds are kept.
+A row notes the version of the source that it was measured with: a rival is not measured anew for a change of `joint`.
+
+With --tasks, the zero-shot accuracy of every row on the eight tasks is measured too; FOLDER holds them as
+`hasslefree evaluate --task-data` reads them. With --keep, compressed models stay in a folder, and are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import subprocess
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from harness import models
+from harness.models import LAYERS, Measurement
+from harness.record import RESULTS, ROOT, resumed, write
+
+import hasslefree
+
+# By name, the fields of each recipe. The setting that decides: 2:4 + rank 16.
+SETTING = {"pattern": "2:4", "rank": 16}
+EFFORTS: dict[str, dict[str, Any]] = {effort: SETTING | {"effort": effort} for effort in ("fast", "balanced", "best")}
+RIVALS: dict[str, dict[str, Any]] = {
+    "3basil": SETTING | LAYERS | {"method": "3basil"},
+    "hassle-free": SETTING | LAYERS | {"method": "hassle-free", "rounds": 20},
+    "hassle-free, exact step": SETTING | LAYERS | {"method": "hassle-free", "low_rank": "exact", "rounds": 20},
+    "oats": SETTING | LAYERS | {"method": "oats"},
+    "sparsegpt": {"pattern": "2:4", "rank": 0, "method": "sparsegpt"},
+}
+ROWS: dict[str, dict[str, Any] | None] = {"dense": None, **EFFORTS, **RIVALS}
+
+
+def source() -> str:
+    """The commit of the source, with a mark where files differ from it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def row(measurement: Measurement, fields: dict[str, Any] | None, keep: Path, tasks: Path | None, limit: int) -> Any:
+    """Compress, unless that was done, and measure. keep: where the compressed model is, or will be."""
+    folder, found = measurement.model if fields is None else str(keep), {}
+    if fields is not None and not keep.is_dir():
+        start = time.perf_counter()
+        report = hasslefree.compress(measurement.model, keep, measurement.recipe(**fields))
+        found = {
+            "seconds": round(time.perf_counter() - start, 1),
+            "peak_mb": models.peak_mb(),
+            "bytes_a_weight": report.stored_bytes / report.dense_parameters,
+            "mean_relative_error": report.mean_relative_error,
+        }
+    found |= {"source": source(), "perplexity": models.rounded(measurement.perplexities(models.loaded(folder)))}
+    if tasks is not None:
+        found["tasks"] = models.zero_shot(folder, list(models.TASKS), limit, tasks)
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[models.options(max_tokens=16 * 1024)],
+    )
+    parser.set_defaults(samples=64, seqlen=512)
+    parser.add_argument("--window", type=int, default=1024, help="tokens of a window of text")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--tasks", type=Path)
+    parser.add_argument("--limit", type=int, default=200, help="questions of each task")
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--output", type=Path, default=RESULTS / "real_model.json")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    header = {name: getattr(args, name) for name in ("samples", "seqlen", "window", "max_tokens")}
+    content = resumed(args.output, header | {"model": Path(args.model).name}, "results")
+    measurement = Measurement.of(args)
+    with tempfile.TemporaryDirectory() as scratch:
+        keep = args.keep or Path(scratch)
+        jobs: dict[tuple[str, ...], tuple[Any, ...]] = {}
+        for seed, name in itertools.product(args.seeds, args.rows):
+            if ROWS[name] is not None or seed == args.seeds[0]:
+                folder = keep / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+                place = (name, str(seed))
+                jobs[place] = (replace(measurement, seed=seed), ROWS[name], folder, args.tasks, args.limit)
+        models.fill(content, args.output, jobs, row)
+    write(args.output, content)
+
+
+if __name__ == "__main__":
+    main()
