@@ -65,8 +65,23 @@ def test_a_rank_wins_what_the_best_approximation_does():
         residual, gram = torch.randn(out, width, generator=generator, dtype=torch.float64), Gram(x.T @ x / 40, 40)
         root = torch.linalg.cholesky(gram.matrix)
         u, s, vh = torch.linalg.svd(residual @ root, full_matrices=False)
-        gains = rank_gains(residual, gram)
+        gains, total = rank_gains(residual, gram, 9)
+        assert total == pytest.approx(float(gains.sum()))
         for rank in range(6):
             rest = residual - (u[:, :rank] * s[:rank]) @ vh[:rank] @ torch.linalg.inv(root)
             error = torch.einsum("oi,ij,oj->", rest, gram.matrix, rest)
             assert float(gains[rank:].sum()) == pytest.approx(float(error), abs=1e-9)
+
+
+@pytest.mark.parametrize(("out", "width"), [(200, 120), (120, 200)])
+def test_a_few_of_many_ranks_are_won_almost_exactly(out, width):
+    """Oracle: all singular values of R H^½, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, width, generator=generator) * torch.linspace(0.1, 3, width)
+    residual, gram = torch.randn(out, width, generator=generator), Gram.from_activations(x)
+    exact = torch.linalg.svdvals(residual.double() @ torch.linalg.cholesky(gram.matrix.double())).square()
+    gains, total = rank_gains(residual, gram, 12)
+    assert gains.shape == (12,)
+    assert (gains[1:] <= gains[:-1]).all()
+    torch.testing.assert_close(gains, exact[:12], rtol=0.05, atol=0)
+    assert total == pytest.approx(float(exact.sum()), rel=1e-4)

@@ -13,7 +13,7 @@ import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.folder.inspect import inspect_folder
 from hasslefree.models import sites
-from hasslefree.models.sites import Site, find_sites
+from hasslefree.models.sites import Forward, Site, find_sites
 from tests.tiny_models import build, gram_of, logits, segments, tensors_of
 
 
@@ -56,6 +56,12 @@ class ProductSite(Site):
 
     def on_input(self, see):
         return self.module.register_forward_pre_hook(lambda module, args: see(args[0]))
+
+    def on_output(self, see):
+        return self.module.register_forward_hook(lambda module, args, output: see(output))
+
+    def on_call(self, compute):
+        return Forward(self.module, compute)
 
     def wrapped(self, layer):
         return Holder(layer)

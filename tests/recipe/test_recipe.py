@@ -225,20 +225,20 @@ def test_a_file_that_is_no_text(tmp_path):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"rank": 4}, {"effort": "balanced", "rounds": 100, "dense_target": 1.0, "match_blocks": False}),
-        ({"rank": 4, "effort": "best"}, {"match_blocks": True, "rounds": 100}),
-        ({"rank": 4, "effort": "fast"}, {"rounds": 25, "dense_target": 0.0, "allocate": "uniform"}),
+        ({"rank": 4}, {"effort": "balanced", "allocate": "error", "match_blocks": True, "match_epochs": 2}),
+        ({"rank": 4, "effort": "best"}, {"match_blocks": True, "match_epochs": 8}),
+        ({"rank": 4, "effort": "fast"}, {"dense_target": 0.0, "match_blocks": False, "allocate": "uniform"}),
         # What is given wins over the effort.
         ({"rank": 4, "effort": "best", "match_blocks": False, "rounds": 7, "dense_target": 0.5},
          {"match_blocks": False, "rounds": 7, "dense_target": 0.5, "allocate": "error"}),
         # The methods of others are what was published, unless more is asked for; their rounds are their own.
         ({"rank": 4, "method": "oats"},
          {"effort": None, "rounds": None, "dense_target": 0.0, "match_blocks": False, "allocate": "uniform"}),
-        ({"rank": 4, "method": "oats", "effort": "best"}, {"rounds": None, "dense_target": 1.0, "match_blocks": True}),
+        ({"rank": 4, "method": "oats", "effort": "best"}, {"rounds": None, "match_blocks": True}),
         # Values on a grid are not trained.
-        ({"rank": 4, "method": "caldera", "effort": "best"}, {"match_blocks": False, "dense_target": 1.0}),
+        ({"rank": 4, "method": "caldera", "effort": "best"}, {"match_blocks": False}),
         # Without ranks, layers of N:M have nothing to give each other.
-        ({"rank": 0}, {"allocate": "uniform", "dense_target": 1.0}),
+        ({"rank": 0}, {"allocate": "uniform", "match_blocks": True}),
         ({"pattern": "unstructured", "sparsity": 0.5, "rank": 0}, {"allocate": "error"}),
     ],
 )  # fmt: skip

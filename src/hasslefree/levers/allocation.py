@@ -59,15 +59,22 @@ class Choice:
         return LayerPlan.of(spec.shape, pattern, rank, self.plan.dtype, spec.grid, spec.factor_bits)
 
 
-def allocated(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Plan:
+def allocated(
+    walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World
+) -> tuple[Plan, list[Tensor] | None]:
     """The plan that the recipe's `allocate` asks for, from the dense model on the calibration text.
 
     Args:
         plan: the uniform one. segments: of this process.
+
+    Returns:
+        The plan; and the importance of the channels of each block's output, where that was measured on the way.
     """
+    if resolved.allocate == "uniform":
+        return plan, None
     if resolved.allocate == "owl":
-        return by_outliers(walk, plan, resolved, segments, world)
-    return by_sensitivity(walk, plan, segments, world)
+        return by_outliers(walk, plan, resolved, segments, world), None
+    return by_sensitivity(walk, plan, segments, world, resolved.recipe.seed)
 
 
 def by_outliers(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Plan:
@@ -95,34 +102,38 @@ def outliers_of(visit: Visit, plans: Mapping[str, LayerPlan], hidden: Activation
     return outlier_share(layers)
 
 
-def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World) -> Plan:
+def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World, seed: int) -> tuple[Plan, list[Tensor]]:
     """The bytes of the uniform plan, spent where they bring the model's predictions closest to the dense ones.
 
-    What is measured is how each layer, pruned alone by its pattern, changes the predictions (`sensitivities`). The
+    What is estimated is how each layer, pruned alone by its pattern, changes the predictions (`sensitivities`). The
     spectrum of what was pruned tells what share of that change each rank would undo; the scores of Wanda, what share
     each non-zero.
+
+    Returns:
+        The plan, and the importance of channels as from `sensitivities`.
 
     Raises:
         ModelError, NonFiniteError: as from `sensitivities`.
     """
+    measured, channels = sensitivities(walk, plan, segments, world, choice_of, seed)
     choices = [
-        {name: choice.weighed(sensitivity) for name, (choice, sensitivity) in layers.items()}
-        for layers in sensitivities(walk, plan, segments, world, choice_of)
+        {name: choice.weighed(sensitivity) for name, (choice, sensitivity) in layers.items()} for layers in measured
     ]
     every = [choice for block in choices for choice in block.values()]
     budget = sum(layer.bytes for plans in plan for layer in plans.values())
     ladders = [ladder for choice in every for ladder in choice.ladders]
     steps = iter(climb(ladders, budget - sum(choice.taken(0).bytes for choice in every)))
-    return [
+    moved = [
         {name: block[name].taken(*(next(steps) for _ in block[name].ladders)) for name in block} for block in choices
     ]
+    return moved, channels
 
 
-def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan, root: Tensor | None = None) -> Choice:
+def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> Choice:
     """What a layer may become, and what share of its sensitivity to pruning each step would undo.
 
     Args:
-        sparse: the weight pruned. root: as for `rank_gains`.
+        sparse: the weight pruned.
     """
     spec, (out, width) = plan.spec, plan.spec.shape
     dense = weight.to(gram.matrix.dtype)
@@ -133,8 +144,8 @@ def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan, root:
     low, high = int(LEAST * spec.rank), min(int(MOST * spec.rank), room, out, width)
     if spec.factor_bits:
         low = max(low, min(spec.rank, 1))  # the scales of u come with the first rank, and are no part of its cost
-    spectrum = rank_gains(dense - sparse.to(dense.dtype), gram, root)
-    ranks = Ladder(spectrum[low:high] * per_unit(spectrum), cost)
+    spectrum, total = rank_gains(dense - sparse.to(dense.dtype), gram, high)
+    ranks = Ladder(spectrum[low:] * per_unit(total), cost)
     if not isinstance(plan.pattern, Unstructured) or spec.grid is not None:
         return Choice(plan, low, ranks)
     count = plan.pattern.count
@@ -142,11 +153,10 @@ def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan, root:
     step = max((last - first) // STEPS, 1)
     scores = (dense.square() * gram.matrix.diagonal()).flatten().sort(descending=True).values.double()
     gains = scores[first : first + (last - first) // step * step].view(-1, step).sum(1)
-    entries = Ladder(gains * per_unit(scores[count:]), step * plan.dtype.itemsize)
+    entries = Ladder(gains * per_unit(scores[count:].sum().item()), step * plan.dtype.itemsize)
     return Choice(plan, low, ranks, first, entries, step)
 
 
-def per_unit(parts: Tensor) -> float:
-    """One over the sum of parts; 0 where there are none."""
-    total = float(parts.sum())
+def per_unit(total: float) -> float:
+    """One over a sum of parts; 0 where there are none."""
     return 1 / total if total > 0 else 0.0

@@ -1,16 +1,21 @@
 """Sensitivity: how much worse the whole model predicts when one of its layers is pruned and all others are not.
 
-The models, one for each layer, are not run from the first block to the last. Up to the block of its layer each is the
-dense model, which runs once for all; from there on it is a stream of hidden states of its own, and all streams go
-through a block while it is in memory.
+Let g_t be the gradient, with respect to a layer's output at token t, of the log-likelihood of labels that are drawn
+from the model's own predictions. To second order the divergence of the predictions after a change ΔW of the layer is
+
+    KL ≈ ½ · mean over tokens of (g_tᵀ ΔW x_t)²
+
+since the expectation of g gᵀ is the Fisher information (Martens, arXiv 1412.1193). One forward and one backward pass
+give g at the output of every layer. Blocks run backwards one at a time, each from its inputs, which are kept: never
+more than one block is in memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,70 +23,114 @@ from torch.nn import functional as F
 
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, option
-from hasslefree.levers.ladders import root_of
+from hasslefree.levers.matching import only_trained
 from hasslefree.models.activations import Activations
+from hasslefree.models.calls import hooks
 from hasslefree.models.distributed import World
-from hasslefree.models.logits import divergence, logits_of
-from hasslefree.models.moments import gather, groups_by_input, probes, run_block, widest_dtype
-from hasslefree.models.sites import PlainLinear
+from hasslefree.models.logits import logits_of
+from hasslefree.models.moments import Sums, checked, groups_by_input, probes, widest_dtype
+from hasslefree.models.precision import computing
+from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.recipe.plan import LayerPlan, Plan
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.methods.joint import LOOK
 
 T = TypeVar("T")
-# What is made of a pruned layer: of its weight, that pruned, H, its plan, and the root of H where it is known.
-See = Callable[[Tensor, Tensor, Gram, LayerPlan, Tensor | None], T]
+# What is made of a pruned layer: of its weight, that pruned, H and its plan.
+See = Callable[[Tensor, Tensor, Gram, LayerPlan], T]
+# Tokens of whose predictions labels are drawn at a time.
+TOKENS = 256
+# Between the seeds of two segments.
+SPREAD = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
-class Alone(Generic[T]):
-    """A layer pruned alone. seen: what was made of it. states: of the model with it, at the block that was last run."""
+class Reverse:
+    """A block while the gradients run backwards through the model.
 
-    seen: T
+    Args:
+        states: what enters it for the probes. gradients: with respect to what leaves it; once it was passed, to what
+            enters it. tokens: the first ones are probes of this process; a process without any goes along.
+    """
+
+    visit: Visit
     states: Activations
+    gradients: Activations
+    tokens: int
 
 
 def sensitivities(
-    walk: Walk, plan: Plan, segments: Tensor, world: World, see: See[T]
-) -> list[dict[str, tuple[T, float]]]:
+    walk: Walk, plan: Plan, segments: Tensor, world: World, see: See[T], seed: int = 0
+) -> tuple[list[dict[str, tuple[T, float]]], list[Tensor]]:
     """For each block, by the name of each planned layer: what `see` makes of it, and its sensitivity to pruning.
 
-    The layer is pruned by its pattern, by ten rounds of `joint`. The sensitivity is the mean over tokens of
-    KL(dense ‖ pruned) between the models' predictions, in nats.
+    The layer is pruned by its pattern, by a few rounds of `joint`. The sensitivity is an estimate of the mean over
+    tokens of KL(dense ‖ pruned) between the models' predictions, in nats, on the first segments (`probes`).
 
     Args:
-        segments: of this process.
+        segments: of this process. seed: of the labels.
+
+    Returns:
+        That; and for each block the `importance` of the channels of its output.
 
     Raises:
         ModelError: the model has no output head, or it does not run without the blocks.
-        NonFiniteError: it returns NaN or Inf with one layer pruned.
+        NonFiniteError: it returns NaN or Inf, or its gradient is.
     """
-    hidden, count = walk.entering(segments), local_probes(segments, world)
-    check_predictions(walk, segments[0], hidden[0])
-    found: dict[tuple[int, str], Alone[T]] = {}
-    for visit in walk.visits(hidden):
-        for layer in found.values():
-            run_block(visit.block, visit.call, layer.states)
-        alone = pruned_alone(visit, plan[visit.index], hidden, count, world, see)
-        found |= {(visit.index, name): layer for name, layer in alone.items()}
-    measured = divergences(walk, segments[:count], hidden, [layer.states for layer in found.values()], world)
-    by_block: list[dict[str, tuple[T, float]]] = [{} for _ in plan]
-    for ((index, name), layer), mean in zip(found.items(), measured, strict=True):
-        if not math.isfinite(mean):
-            raise NonFiniteError(
-                f"with {walk.blocks.prefix(index)}.{name} pruned the model puts out NaN or Inf; try another dtype "
-                f"({option('dtype', 'float32')}), or {option('allocate', 'uniform')}"
-            )
-        by_block[index][name] = layer.seen, mean
-    return by_block
+    found: list[dict[str, tuple[T, float]]] = [{} for _ in plan]
+    channels: list[Tensor] = [torch.empty(0)] * len(plan)
+    for reverse in backwards(walk, segments, world, seed):
+        index = reverse.visit.index
+        channels[index] = importance(reverse, world)
+        found[index] = block_sensitivities(reverse, plan[index], world, see)
+    return found, channels
 
 
-def check_predictions(walk: Walk, segment: Tensor, states: Tensor) -> None:
+def importances(walk: Walk, segments: Tensor, world: World, seed: int = 0) -> list[Tensor] | None:
+    """For each block the `importance` of the channels of its output; arguments and errors as for `sensitivities`.
+
+    None for a model without an output head, which predicts nothing.
+    """
+    if walk.model.get_output_embeddings() is None:
+        return None
+    found = []
+    for reverse in backwards(walk, segments, world, seed):
+        found.append(importance(reverse, world))
+        inputs_and_gradients(reverse, [])
+    return found[::-1]
+
+
+def importance(reverse: Reverse, world: World) -> Tensor:
+    """The mean over tokens of the squared gradient with respect to each channel of a block's output: (width,), mean 1.
+
+    It is the diagonal of the Fisher information: how much a change of that channel alone moves the predictions.
+    """
+    rows = reverse.gradients[:].flatten(0, -2)[: reverse.tokens]
+    squares = rows.square().sum(0)
+    world.add(squares)
+    mean = squares.mean()
+    return squares / mean if mean > 0 else torch.ones_like(squares)
+
+
+def backwards(walk: Walk, segments: Tensor, world: World, seed: int) -> Iterator[Reverse]:
+    """The blocks from the last to the first; arguments and errors as for `sensitivities`."""
+    count = local_probes(segments, world)
+    segments = segments[: max(count, 1)]
+    hidden, entering = walk.entering(segments), []
+    check_predictions(walk, segments, hidden)
+    for _ in walk.visits(hidden):
+        entering.append(hidden.copy())
+    gradients = gradients_of_labels(walk, segments, hidden, world, seed)
+    for visit in walk.backwards():
+        yield Reverse(visit, entering.pop(), gradients, count * segments.shape[1])
+
+
+def check_predictions(walk: Walk, segments: Tensor, states: Activations) -> None:
     """Raise a ModelError where the model's predictions cannot be had without running its blocks, before any work."""
     try:
-        with walk.outside():
-            logits_of(walk.model, walk.blocks, walk.calls, segment, states)
+        with walk.outside(), computing(walk.model, walk.outer()), torch.no_grad():
+            logits_of(walk.model, walk.blocks, walk.calls, segments[0], states[0])
     except HasslefreeError:
         raise
     except Exception as error:
@@ -97,55 +146,98 @@ def local_probes(segments: Tensor, world: World) -> int:
     return len(world.local(range(probes(total, segments.shape[1]))))
 
 
-def pruned_alone(
-    visit: Visit, plans: Mapping[str, LayerPlan], hidden: Activations, count: int, world: World, see: See[T]
-) -> dict[str, Alone[T]]:
-    """The planned layers of a block in the order of the plan, each with what leaves the block for the first segments.
+def gradients_of_labels(walk: Walk, segments: Tensor, states: Activations, world: World, seed: int) -> Activations:
+    """The gradient of log p(label), summed over tokens, with respect to what leaves the last block.
+
+    For each token a label is drawn from the predictions at it. A segment has random numbers of its own, drawn on the
+    CPU: they are the same on every device and for every number of processes.
 
     Args:
-        hidden: what enters the block. count: of segments.
+        segments: token ids (segments, tokens). states: what leaves the last block for them.
     """
-    block, call, sites = visit.block, visit.call, visit.sites(list(plans))
-    found = {}
-    for group in groups_by_input(block, call, hidden[0], plans):
-        [moments] = gather(block, visit.prefix, call, hidden, [group], add=world.add)
+    gradients = states.copy()
+    with walk.outside(), computing(walk.model, walk.outer()), torch.enable_grad():
+        for index, segment in enumerate(segments):
+            generator = torch.Generator().manual_seed((seed + SPREAD * (index * world.size + world.rank)) % 2**63)
+            leaf = states[index].requires_grad_()
+            logits = logits_of(walk.model, walk.blocks, walk.calls, segment, leaf)
+            labels = torch.cat([drawn(rows, generator) for rows in logits.detach().split(TOKENS)])
+            chosen = F.cross_entropy(logits.to(working_dtype(logits)), labels, reduction="sum")
+            [gradient] = torch.autograd.grad(chosen, leaf)
+            if not torch.isfinite(gradient).all():
+                raise NonFiniteError(
+                    f"the gradient of the model's predictions is NaN or Inf; try another dtype "
+                    f"({option('dtype', 'float32')}), or {option('allocate', 'uniform')}"
+                )
+            gradients[slice(index, index + 1)] = gradient
+    return gradients
+
+
+def drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """A token id for each row of logits (tokens, vocabulary), drawn from their softmax."""
+    total = F.softmax(logits.to(working_dtype(logits)), -1).cumsum(-1)
+    uniform = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64).to(total)
+    return torch.searchsorted(total, uniform * total[:, -1:], right=True).squeeze(1).clamp_max(logits.shape[1] - 1)
+
+
+def block_sensitivities(
+    reverse: Reverse, plans: Mapping[str, LayerPlan], world: World, see: See[T]
+) -> dict[str, tuple[T, float]]:
+    """Of the planned layers of one block, in the order of the plan. Afterwards the gradients have passed the block."""
+    visit, states = reverse.visit, reverse.states
+    inputs, outer = inputs_and_gradients(reverse, list(plans))
+    found: dict[str, tuple[T, float]] = {}
+    sites = visit.sites(list(plans))
+    for group in groups_by_input(visit.block, visit.call, states[0], plans):
+        sums = Sums(states.states.shape[1])
+        sums.take(inputs[group[0]], None)
+        gram = checked(sums.moments(world.add), f"{visit.prefix}.{group[0]}").gram
         owners = world.assign([plans[name].spec.dense_parameters for name in group])
-        prepared = LOOK.prepare(moments.gram) if world.rank in owners else None
-        tall = any(out > width for out, width in (plans[name].spec.shape for name in group))
-        root = root_of(moments.gram) if tall else None
+        prepared = LOOK.prepare(gram) if world.rank in owners else None
         for name, owner in zip(group, owners, strict=True):
-            site, weight = sites[name], sites[name].weight()
+            weight = sites[name].weight()
+            sparse = torch.empty_like(weight)
             if owner == world.rank:
-                sparse = solve_layer(weight, moments.gram, LOOK, prepared, plans[name].pattern, 0, 0).sparse
-            else:
-                sparse = torch.empty_like(weight)
+                sparse = solve_layer(weight, gram, LOOK, prepared, plans[name].pattern, 0, 0).sparse
             world.broadcast_(sparse, owner)
-            states = hidden.first(count)
-            site.replace(PlainLinear(sparse, site.bias))
-            run_block(block, call, states)
-            site.put_back()
-            found[name] = Alone(see(weight, sparse, moments.gram, plans[name], root), states)
+            change = (weight.to(gram.matrix.dtype) - sparse.to(gram.matrix.dtype)).T
+            moved = (inputs[name] @ change).mul_(outer[name]).sum(-1).to(widest_dtype(change.device))
+            harm = 0.5 * world.total(moved.square().sum().item(), moved.device) / gram.tokens
+            if not math.isfinite(harm):
+                raise NonFiniteError(
+                    f"the gradient at the output of {visit.prefix}.{name} is NaN or Inf; try another dtype "
+                    f"({option('dtype', 'float32')}), or {option('allocate', 'uniform')}"
+                )
+            found[name] = see(weight, sparse, gram, plans[name]), harm
     return {name: found[name] for name in plans}
 
 
-def divergences(
-    walk: Walk, segments: Tensor, dense: Activations, streams: list[Activations], world: World
-) -> list[float]:
-    """The mean over tokens, those of all processes, of KL(dense ‖ stream) between predictions, for each stream.
+def inputs_and_gradients(reverse: Reverse, names: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What enters every named site of a block, (tokens, in), and the gradient at its output, (tokens, out).
 
-    Args:
-        segments: token ids (segments, tokens). dense, streams: what leaves the last block for them.
+    Afterwards the gradients have passed the block.
     """
-    total = torch.zeros(len(streams) + 1, dtype=widest_dtype(dense.device), device=dense.device)
-    total[-1] = segments.numel()
-    with walk.outside():
-        for i, segment in enumerate(segments):
-            logits = logits_of(walk.model, walk.blocks, walk.calls, segment, dense[i])
-            wanted = F.log_softmax(logits.to(working_dtype(logits)), -1)
-            del logits
-            for j, states in enumerate(streams):
-                total[j] += divergence(logits_of(walk.model, walk.blocks, walk.calls, segment, states[i]), wanted)
-            del wanted  # before the next: they are large
-    world.add(total)
-    means: list[float] = (total[:-1] / total[-1]).tolist()
-    return means
+    visit, states, gradients, tokens = reverse.visit, reverse.states, reverse.gradients, reverse.tokens
+    inputs: dict[str, list[Tensor]] = {name: [] for name in names}
+    outer: dict[str, list[Tensor]] = {name: [] for name in names}
+    sites = find_sites(visit.block)
+
+    def entered(name: str) -> Callable[[Tensor], None]:
+        return lambda x: inputs[name].append(x.detach().flatten(0, -2).to(working_dtype(x), copy=True))
+
+    def left(name: str) -> Callable[[Tensor], None]:
+        def keep(gradient: Tensor) -> None:
+            # A copy: autograd goes on to add to what it hands out.
+            outer[name].append(gradient.flatten(0, -2).to(working_dtype(gradient), copy=True))
+
+        return lambda y: y.register_hook(keep) and None
+
+    handles = [sites[name].on_input(entered(name)) for name in names]
+    handles += [sites[name].on_output(left(name)) for name in names]
+    with hooks(handles), computing(visit.block), only_trained(visit.block, []), torch.enable_grad():
+        for index in range(len(states)):
+            leaf = states[index].requires_grad_()
+            output = visit.call.run(visit.block, leaf)
+            [gradient] = torch.autograd.grad(output, leaf, gradients[index])
+            gradients[slice(index, index + 1)] = gradient
+    return ({name: torch.cat(found)[:tokens] for name, found in each.items()} for each in (inputs, outer))  # type: ignore[return-value]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ def check_storage(storage: str) -> None:
 
 
 class Activations:
-    """Hidden states (samples, tokens, width), read and replaced one segment at a time.
+    """Hidden states (samples, tokens, width), read and replaced a few segments at a time.
 
     Args:
         shape: (samples, tokens, width). device: where segments are handed out.
@@ -56,13 +57,20 @@ class Activations:
     def __len__(self) -> int:
         return len(self.states)
 
-    def __getitem__(self, index: int) -> Tensor:
-        """(1, tokens, width), on the device. Raises an IndexError past the end, where a loop stops."""
-        return self.states[index].unsqueeze(0).to(self.device)
+    def __getitem__(self, index: int | slice) -> Tensor:
+        """(segments, tokens, width), on the device. Raises an IndexError past the end, where a loop stops."""
+        found = self.states[index]
+        return (found if isinstance(index, slice) else found.unsqueeze(0)).to(self.device)
 
-    def __setitem__(self, index: int, states: Tensor) -> None:
-        """states: (1, tokens, width)."""
-        self.states[index].copy_(states.squeeze(0))
+    def __setitem__(self, index: int | slice, states: Tensor) -> None:
+        """states: (segments, tokens, width)."""
+        self.states[index].copy_(states if isinstance(index, slice) else states.squeeze(0))
+
+    def batches(self, tokens: int) -> Iterator[slice]:
+        """All segments, so many at a time that they have `tokens` tokens at most, but one at least."""
+        count = max(tokens // self.states.shape[1], 1)
+        for first in range(0, len(self), count):
+            yield slice(first, first + count)
 
 
 def _in_file(shape: tuple[int, int, int], dtype: torch.dtype, folder: Path) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hasslefree.errors import ModelError, NonFiniteError, option
 from hasslefree.models.blocks import Blocks
+from hasslefree.models.precision import converted
 from hasslefree.models.streaming import Weights, outside
 
 
@@ -25,16 +26,21 @@ class BlockCall:
 
     Args:
         outputs: length of the tuple that the block returns, hidden states first; 0 if it returns a tensor.
+        batched: whether several segments at a time have the outputs that they have one at a time, in these arguments.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: int = 0
+    batched: bool = False
 
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        """The block's output for hidden states (1, tokens, width)."""
-        output = block(hidden, *self.args, **self.kwargs)
-        return output[0] if isinstance(output, tuple) else output
+        """The block's output for hidden states (segments, tokens, width), in their dtype.
+
+        Where that is not the dtype of the block, it is to be called within `precision.computing`.
+        """
+        output = block(hidden, *converted(self.args, hidden.dtype), **converted(self.kwargs, hidden.dtype))
+        return (output[0] if isinstance(output, tuple) else output).to(hidden.dtype)
 
     def as_output(self, hidden: Tensor) -> Any:
         """What the block would put out with these hidden states, and nothing beside them."""

@@ -10,16 +10,21 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hasslefree.core.cost import FLOAT
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, Stop, hooks, split_call
-from hasslefree.models.sites import Site, find_sites
-from hasslefree.packed.linear import unpacked_once
+from hasslefree.models.precision import computing
+from hasslefree.models.sites import find_sites
 
-# Rows of inputs that are cast to float32 at a time.
-CHUNK = 1024
+# Rows of inputs whose squares are summed in float32 at a time, and columns.
+CHUNK, PANEL = 2048, 384
+# Tokens that run through a block at a time, where it takes several segments.
+BATCH = 4096
+# The rounding of bfloat16 may move the output of a token by so much of its norm.
+ALIKE = 0.05
 # Calibration tokens on which the predictions of whole models are compared.
 PROBED = 4096
 
@@ -32,7 +37,10 @@ def probes(samples: int, seqlen: int) -> int:
 def first_hidden_states(
     model: nn.Module, blocks: Blocks, segments: Tensor, storage: str = "device", folder: Path = Path()
 ) -> Activations:
-    """What enters the first block, for segments (samples, tokens). storage, folder: as for `Activations`."""
+    """What enters the first block, for segments (samples, tokens), in float32 at least.
+
+    storage, folder: as for `Activations`.
+    """
     found: list[Activations] = []
 
     def keep(index: int) -> Callable[..., None]:
@@ -40,7 +48,7 @@ def first_hidden_states(
             states = split_call(args, kwargs)[0]
             if not found:
                 shape = (len(segments), *states.shape[1:])
-                found.append(Activations(shape, states.dtype, states.device, storage, folder))
+                found.append(Activations(shape, working_dtype(states), states.device, storage, folder))
             found[0][index] = states
             raise Stop
 
@@ -58,9 +66,35 @@ def first_hidden_states(
 
 def run_block(block: nn.Module, call: BlockCall, hidden: Activations) -> None:
     """Put the block's outputs in the place of its inputs."""
-    with unpacked_once(block), torch.no_grad():
-        for index in range(len(hidden)):
-            hidden[index] = call.run(block, hidden[index])
+    with computing(block), torch.no_grad():
+        for batch in hidden.batches(BATCH if call.batched else 0):
+            hidden[batch] = call.run(block, hidden[batch])
+
+
+def takes_batches(block: nn.Module, call: BlockCall, hidden: Activations) -> bool:
+    """Whether a block has the same outputs for two segments together as for each, though it was called with one.
+
+    That is so where the other arguments are the same for all segments, and the block broadcasts them.
+    """
+    if len(hidden) < 2:
+        return False
+    with computing(block), torch.no_grad():
+        apart = torch.cat([call.run(block, hidden[i]) for i in (0, 1)])
+        try:
+            together = call.run(block, hidden[:2])
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return False
+    if together.shape != apart.shape:
+        return False
+    return bool((together.sub_(apart).norm(dim=-1) <= ALIKE * apart.norm(dim=-1)).all())
+
+
+def pass_bytes(shapes: Iterable[tuple[int, int]], tokens: int) -> int:
+    """What a pass of so many tokens takes at most, of a block with weights (out, in): what its layers read and write.
+
+    Twice, since what is between the layers takes as much; in float32.
+    """
+    return 2 * FLOAT * tokens * sum(out + width for out, width in shapes)
 
 
 def groups_by_input(block: nn.Module, call: BlockCall, states: Tensor, names: Iterable[str]) -> list[list[str]]:
@@ -71,7 +105,7 @@ def groups_by_input(block: nn.Module, call: BlockCall, states: Tensor, names: It
     def record(name: str) -> Callable[[Tensor], None]:
         return lambda x: inputs.setdefault(name, []).append(x)
 
-    with hooks(sites[name].on_input(record(name)) for name in names), torch.no_grad():
+    with hooks(sites[name].on_input(record(name)) for name in names), computing(block), torch.no_grad():
         call.run(block, states)
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, tensors in inputs.items():
@@ -96,6 +130,52 @@ class Moments:
     drift: Tensor | None = None
 
 
+class Sums:
+    """Sums over tokens for the moments of inputs.
+
+    Products are float32, of the tokens of one segment, at most `CHUNK`. Their sum is float64: of float32 numbers it is
+    all but exact, and so the same however segments are shared between processes.
+
+    Args:
+        seqlen: tokens of a segment.
+    """
+
+    def __init__(self, seqlen: int):
+        self.count, self.chunk = 0, min(seqlen, CHUNK)
+
+    def take(self, rows: Tensor, wanted: Tensor | None) -> None:
+        """Add inputs (tokens, in), in the working dtype. wanted: those in the dense stream, which are overwritten."""
+        if not self.count:
+            self.dtype, dtype, width = rows.dtype, widest_dtype(rows.device), rows.shape[1]
+            self.first, self.second = rows.new_zeros(width, dtype=dtype), rows.new_zeros(width, width, dtype=dtype)
+            self.drift = None if wanted is None else torch.zeros_like(self.second)
+        self.count += len(rows)
+        for part in rows.split(self.chunk):
+            self.first.add_(part.new_ones(len(part)) @ part)
+        _add_product(self.second, rows, rows, self.chunk)
+        if wanted is not None and self.drift is not None:
+            _add_product(self.drift, rows, wanted.sub_(rows), self.chunk)
+
+    def moments(self, add: Callable[[Tensor], None]) -> Moments:
+        """Over all tokens. add: adds to a tensor, in place, what it is in other processes."""
+        count = torch.tensor(self.count, device=self.second.device)
+        add(count)
+
+        def mean(total: Tensor) -> Tensor:
+            add(total)
+            return total.div_(int(count)).to(self.dtype)
+
+        gram = Gram(mean(_mirror(self.second)), int(count), mean(self.first))
+        return Moments(gram, None if self.drift is None else mean(self.drift))
+
+
+def checked(moments: Moments, name: str) -> Moments:
+    """The moments of the inputs of a layer. Raises a NonFiniteError where they are not finite."""
+    if not torch.isfinite(moments.gram.matrix).all():
+        raise NonFiniteError(f"the inputs of {name} hold NaN or Inf; try another dtype ({option('dtype', 'float32')})")
+    return moments
+
+
 def gather(
     block: nn.Module,
     prefix: str,
@@ -107,9 +187,6 @@ def gather(
 ) -> list[Moments]:
     """The moments of each group's common input, over all segments, in one pass that ends at the last of the groups.
 
-    Products are float32, whatever the dtype of X, of at most `CHUNK` tokens. Their sum is float64: of float32 numbers
-    it is all but exact, and so the same however segments are shared between processes.
-
     Args:
         prefix: the name of the block. dense: the block as it was, with its own inputs, for the drift.
         add: adds to a tensor, in place, what it is in other processes.
@@ -117,57 +194,35 @@ def gather(
     Raises:
         NonFiniteError: an activation is NaN or Inf.
     """
-    here, there = ([find_sites(each)[group[0]] for group in groups] for each in (block, dense[0] if dense else block))
-    second: list[Tensor | None] = [None] * len(groups)
-    first: list[Tensor | None] = [None] * len(groups)
-    drift: list[Tensor | None] = [None] * len(groups)
-    count = torch.zeros((), dtype=torch.int64, device=hidden.device)
-    with unpacked_once(block), torch.no_grad():
-        for segment in range(len(hidden)):
-            wanted = _inputs(dense[0], call, dense[1][segment], there) if dense else []
-            states = hidden[segment]
-            count += states.shape[1]
-            for index, rows in enumerate(_inputs(block, call, states, here)):
-                second[index] = squares = _added(second[index], rows, rows)
-                sums, before = rows.sum(0, dtype=squares.dtype), first[index]
-                first[index] = sums if before is None else before.add_(sums)
-                if dense:
-                    drift[index] = _added(drift[index], rows, wanted[index].sub_(rows))
-    add(count)
-
-    def mean(total: Tensor) -> Tensor:
-        add(total)
-        return total.div_(int(count)).to(working_dtype(hidden.states))
-
-    found = []
-    for group, total, summed, apart in zip(groups, second, first, drift, strict=True):
-        assert total is not None
-        assert summed is not None
-        gram = Gram(mean(total), int(count), mean(summed))
-        found.append(Moments(gram, None if apart is None else mean(apart)))
-        if not torch.isfinite(found[-1].gram.matrix).all():
-            raise NonFiniteError(
-                f"the inputs of {prefix}.{group[0]} hold NaN or Inf; try another dtype ({option('dtype', 'float32')})"
-            )
-    return found
+    names, sums = [group[0] for group in groups], [Sums(hidden.states.shape[1]) for _ in groups]
+    with computing(block), computing(dense[0] if dense else block), torch.no_grad():
+        for batch in hidden.batches(BATCH if call.batched else 0):
+            wanted = inputs_of(dense[0], call, dense[1][batch], names) if dense else {}
+            for (name, rows), each in zip(inputs_of(block, call, hidden[batch], names).items(), sums, strict=True):
+                each.take(rows, wanted.get(name))
+    return [checked(each.moments(add), f"{prefix}.{name}") for name, each in zip(names, sums, strict=True)]
 
 
-def _inputs(block: nn.Module, call: BlockCall, states: Tensor, sites: list[Site]) -> list[Tensor]:
-    """What enters the sites of a block for one segment: (tokens, in) each, in the working dtype."""
+def inputs_of(block: nn.Module, call: BlockCall, states: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+    """What enters the sites of these names for some segments: (tokens, in) each, in the working dtype, as copies.
+
+    The pass ends as soon as all are there. The block is `computing`.
+    """
     caught: dict[str, Tensor] = {}
+    sites = find_sites(block)
 
     def catch(name: str) -> Callable[[Tensor], None]:
         def see(x: Tensor) -> None:
             rows = x.reshape(-1, x.shape[-1])
             caught[name] = rows.to(working_dtype(rows), copy=True)
-            if len(caught) == len(sites):
+            if len(caught) == len(names):
                 raise Stop
 
         return see
 
-    with hooks(site.on_input(catch(site.name)) for site in sites), suppress(Stop):
+    with hooks(sites[name].on_input(catch(name)) for name in names), suppress(Stop):
         call.run(block, states)
-    return [caught[site.name] for site in sites]
+    return {name: caught[name] for name in names}
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
@@ -175,10 +230,22 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _added(total: Tensor | None, one: Tensor, other: Tensor) -> Tensor:
-    """total + oneᵀ other, for (tokens, in) each."""
-    if total is None:
-        total = one.new_zeros(one.shape[1], one.shape[1], dtype=widest_dtype(one.device))
-    for rows, others in zip(one.split(CHUNK), other.split(CHUNK), strict=True):
-        total.add_(rows.T @ others)
+def _add_product(total: Tensor, one: Tensor, other: Tensor, chunk: int) -> None:
+    """Add oneᵀ other, for (tokens, in) each, so many tokens at a time.
+
+    Of oneᵀ one, which is symmetric, only the blocks from the diagonal on.
+    """
+    symmetric = one is other
+    with torch.autocast(one.device.type, enabled=False):
+        for rows, others in zip(one.split(chunk), other.split(chunk), strict=True):
+            for first in range(0, len(total), PANEL):
+                panel, rest = slice(first, first + PANEL), slice(first if symmetric else 0, None)
+                total[panel, rest].add_(rows[:, panel].T @ others[:, rest])
+
+
+def _mirror(total: Tensor) -> Tensor:
+    """Fill the blocks below the diagonal from those above it."""
+    for first in range(0, len(total), PANEL):
+        panel, rest = slice(first, first + PANEL), slice(first + PANEL, None)
+        total[rest, panel] = total[panel, rest].T
     return total

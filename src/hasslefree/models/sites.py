@@ -67,6 +67,14 @@ class Site(ABC):
     def on_input(self, see: Callable[[Tensor], None]) -> Any:
         """Call `see` with the inputs (…, in) whenever the matrix is multiplied. The result has `remove()`."""
 
+    @abstractmethod
+    def on_output(self, see: Callable[[Tensor], None]) -> Any:
+        """Call `see` with the outputs (…, out) whenever the matrix is multiplied. The result has `remove()`."""
+
+    @abstractmethod
+    def on_call(self, compute: Callable[[Tensor], Tensor]) -> Any:
+        """Let `compute`, (…, in) → (…, out) with the bias, take the place of the product. The result has `remove()`."""
+
     def wrapped(self, layer: nn.Module) -> nn.Module:
         """The module that stands in the place of `module` once `layer` computes the product."""
         return layer
@@ -109,6 +117,12 @@ class LinearSite(Site):
     def on_input(self, see: Callable[[Tensor], None]) -> Any:
         return self.module.register_forward_pre_hook(lambda module, args: see(args[0]))
 
+    def on_output(self, see: Callable[[Tensor], None]) -> Any:
+        return self.module.register_forward_hook(lambda module, args, output: see(output))
+
+    def on_call(self, compute: Callable[[Tensor], Tensor]) -> Any:
+        return Forward(self.module, compute)
+
     def set_weight(self, weight: Tensor, bias: Tensor | None) -> None:
         self.module.weight = nn.Parameter(weight.T.contiguous() if self.transposed else weight)
         self.module.bias = bias
@@ -133,6 +147,17 @@ def find_sites(root: nn.Module) -> dict[str, Site]:
     """The sites under a block or a model by their name, in the order of its modules."""
     found = (site for name, module in root.named_modules() for kind in KINDS for site in kind.at(root, name, module))
     return {site.name: site for site in found}
+
+
+class Forward:
+    """Another `forward` of one module, until it is removed."""
+
+    def __init__(self, module: nn.Module, compute: Callable[..., Any]):
+        self.module = module
+        module.forward = compute
+
+    def remove(self) -> None:
+        del self.module.forward
 
 
 class PlainLinear(nn.Module):

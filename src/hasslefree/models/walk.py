@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -13,19 +13,24 @@ from transformers import PreTrainedModel
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, Look, block_calls
-from hasslefree.models.moments import first_hidden_states, run_block
+from hasslefree.models.moments import first_hidden_states, run_block, takes_batches
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights, outside
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A block while it is in memory. prefix: its name in the model. call: how it is called."""
+    """A block while it is in memory.
+
+    Args:
+        prefix: its name in the model. call: how it is called. passed: the streams that have left it already.
+    """
 
     index: int
     prefix: str
     block: nn.Module
     call: BlockCall
+    passed: list[Activations] = field(default_factory=list)
 
     def sites(self, names: Sequence[str]) -> dict[str, Site]:
         """The sites of these names in the block, as it is now."""
@@ -70,6 +75,10 @@ class Walk:
         """Within it, what is outside the blocks is in memory: embeddings, the last norm, the output head."""
         return self.weights.present(outside(self.model, self.blocks))
 
+    def outer(self) -> list[nn.Module]:
+        """The modules outside the blocks."""
+        return list(outside(self.model, self.blocks)())
+
     def entering(self, segments: Tensor) -> Activations:
         """What enters the first block, for segments (samples, tokens)."""
         with self.outside():
@@ -78,11 +87,23 @@ class Walk:
     def visits(self, *streams: Activations, to_end: bool = True) -> Iterator[Visit]:
         """The blocks in order, each in memory in its turn, with `streams` what enters it.
 
-        After each visit the streams run through the block as it then is. to_end: through the last one too.
+        After each visit the streams that are not in `Visit.passed` run through the block as it then is. to_end: through
+        the last one too.
         """
         for index, block in enumerate(self.blocks.modules):
             with self.weights.present(block.modules):
-                yield Visit(index, self.blocks.prefix(index), block, self.calls[index])
+                call = self.calls[index]
+                if streams:
+                    call = replace(call, batched=takes_batches(block, call, streams[0]))
+                visit = Visit(index, self.blocks.prefix(index), block, call)
+                yield visit
                 if to_end or index + 1 < len(self.blocks.modules):
                     for states in streams:
-                        run_block(block, self.calls[index], states)
+                        if not any(states is passed for passed in visit.passed):
+                            run_block(block, call, states)
+
+    def backwards(self) -> Iterator[Visit]:
+        """The blocks from the last to the first, each in memory in its turn."""
+        for index in reversed(range(len(self.blocks.modules))):
+            with self.weights.present(self.blocks.modules[index].modules):
+                yield Visit(index, self.blocks.prefix(index), self.blocks.modules[index], self.calls[index])

@@ -98,6 +98,11 @@ class SparseLowRankLinear(nn.Module):
         tensors = {name: getattr(self, name) for name in self.storage.dtypes()}
         return self.storage.unpack(tensors, self.in_features, self.spec.nonzeros)
 
+    def support(self) -> Tensor:
+        """Where S has stored values: (out, in) bool, in which they stand row by row. Not for a grid."""
+        ones = torch.ones_like(self.values, dtype=torch.uint8)
+        return self.storage.layout.unpack(ones, self.index, self.in_features).bool()
+
     def factors(self) -> tuple[Tensor, Tensor] | None:
         """u: (out, r) and v: (r, in), in the dtype of the layer; None for rank 0. Codes are unpacked anew."""
         u, v = self.low_rank_u, self.low_rank_v

@@ -140,6 +140,9 @@ class Recipe:
     match_blocks: bool | None = declared(
         None, LEVERS, "Train what each block keeps against the dense block (default: the effort's)."
     )
+    match_epochs: int | None = declared(
+        None, LEVERS, "Passes over the text that block matching makes at most (default: the effort's).", at_least(1)
+    )
     leave_dense: tuple[str, ...] = declared((), MODEL, "Globs of layers or parameters that stay as they are.")
     dtype: str = declared("auto", MODEL, "auto, float32, bfloat16 or float16.", one_of(DTYPES))
     seed: int = declared(0, TEXT, "Seed of everything that is random.", valid_seed)

@@ -19,9 +19,9 @@ from hasslefree.solve.pruners import PRUNERS
 
 # What each effort decides where the recipe does not. The rounds are those of `joint`.
 EFFORTS: dict[str, dict[str, Any]] = {
-    "fast": {"rounds": 25, "allocate": "uniform", "dense_target": 0.0, "match_blocks": False},
-    "balanced": {"rounds": 100, "allocate": "error", "dense_target": 1.0, "match_blocks": False},
-    "best": {"rounds": 100, "allocate": "error", "dense_target": 1.0, "match_blocks": True},
+    "fast": {"rounds": 20, "allocate": "uniform", "dense_target": 0.0, "match_blocks": False, "match_epochs": 4},
+    "balanced": {"rounds": 20, "allocate": "error", "dense_target": 0.0, "match_blocks": True, "match_epochs": 2},
+    "best": {"rounds": 20, "allocate": "error", "dense_target": 0.0, "match_blocks": True, "match_epochs": 8},
 }
 
 
@@ -32,7 +32,7 @@ class Resolved:
     Args:
         recipe: the recipe with every default filled in; fields of a fixed default are read from here.
         budget: of every layer. method: with its hyper-parameters.
-        allocate, dense_target, match_blocks: the levers, as the recipe or its effort decides.
+        allocate, dense_target, match_blocks, match_epochs: the levers, as the recipe or its effort decides.
     """
 
     recipe: Recipe
@@ -41,6 +41,7 @@ class Resolved:
     allocate: str
     dense_target: float
     match_blocks: bool
+    match_epochs: int
 
     @property
     def two_streams(self) -> bool:
@@ -64,7 +65,7 @@ def resolve(recipe: Recipe, with_text: bool = True) -> Resolved:
     if found := list(problems(recipe, with_text)):
         raise RecipeError("\n".join(problem.message for problem in found))
     whole = filled(recipe)
-    levers = {name: getattr(whole, name) for name in ("allocate", "dense_target", "match_blocks")}
+    levers = {name: getattr(whole, name) for name in ("allocate", "dense_target", "match_blocks", "match_epochs")}
     return Resolved(whole, budget_of(whole), method_of(whole), **levers)
 
 

@@ -5,33 +5,48 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hasslefree.core.gram import Gram
+from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.protocols import Decomposition, Method
 from hasslefree.errors import HasslefreeError, MemoryShortError, ModelError, NonFiniteError, option
 from hasslefree.folder.entries import crc32, entry_of, read_entries
 from hasslefree.folder.journal import Unfinished
 from hasslefree.folder.plugin import empty_layer
 from hasslefree.folder.record import LayerRecord
-from hasslefree.levers.matching import Matching, match_block
+from hasslefree.levers.matching import Matching, match_block, relative_distance
 from hasslefree.levers.targets import corrected, drift_correction, target_damping
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import hooks
 from hasslefree.models.distributed import World
-from hasslefree.models.moments import Moments, Stream, first_hidden_states, gather, groups_by_input, run_block
+from hasslefree.models.moments import (
+    Moments,
+    Stream,
+    Sums,
+    checked,
+    first_hidden_states,
+    gather,
+    groups_by_input,
+    inputs_of,
+    run_block,
+)
+from hasslefree.models.precision import computing, solving
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights, outside, trim
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.recipe.plan import LayerPlan, Plan
 from hasslefree.recipe.resolved import Resolved
+from hasslefree.run.machine import in_one_pass
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.row_chunks import InRowChunks
 
@@ -111,12 +126,20 @@ def outside_tensors(model: PreTrainedModel, blocks: Blocks) -> dict[str, Tensor]
 
 
 def compress_blocks(
-    walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, work: Unfinished, world: World, note: Note
+    walk: Walk,
+    plan: Plan,
+    resolved: Resolved,
+    segments: Tensor,
+    work: Unfinished,
+    world: World,
+    note: Note,
+    channels: Sequence[Tensor] | None = None,
 ) -> None:
     """Decompose, replace and write every planned layer; each block gets the outputs of the compressed ones before it.
 
     Args:
         segments: of this process. work: holds the finished blocks, and takes the others.
+        channels: the importance of the channels of each block's output, for block matching; None for all alike.
     """
     count, finished = len(walk.blocks.modules), len(work.parts)
     with walk.outside():
@@ -130,8 +153,11 @@ def compress_blocks(
                 run_block(visit.block, visit.call, dense)
             put_back(visit, work, note)
             continue
-        plans = plan[visit.index]
-        done, matching = compress_block(visit, plans, resolved, hidden, dense, world, note)
+        done, matching = compress_block(
+            Task(visit, plan[visit.index], resolved, world, note, None if channels is None else channels[visit.index]),
+            hidden,
+            dense,
+        )
         if world.writes:
             work.add(
                 part_file(visit.index + 1, count),
@@ -158,37 +184,102 @@ def put_back(visit: Visit, work: Unfinished, note: Note) -> None:
         note(LayerRecord.from_dict(layer))
 
 
+@dataclass(frozen=True)
+class Task:
+    """A block to compress.
+
+    Args:
+        plans: of its layers. note: called with the report of each.
+        channels: the importance of the channels of its output, (width,); None for all alike.
+    """
+
+    visit: Visit
+    plans: Mapping[str, LayerPlan]
+    resolved: Resolved
+    world: World
+    note: Note
+    channels: Tensor | None = None
+
+
 def compress_block(
-    visit: Visit,
-    plans: Mapping[str, LayerPlan],
-    resolved: Resolved,
-    hidden: Activations,
-    dense: Activations | None,
-    world: World,
-    note: Note,
+    task: Task, hidden: Activations, dense: Activations | None
 ) -> tuple[list[Done], dict[str, Any] | None]:
     """Decompose and replace the planned layers of one block, each process its share; and match the block, if asked.
 
     Args:
+        hidden: what enters the block; afterwards what leaves it, if `Visit.passed` says so.
         dense: what enters the block in the dense model; afterwards what leaves it there. None for one stream.
 
     Returns:
         The layers with their reports, and the report of the matching.
     """
+    visit, resolved = task.visit, task.resolved
     block, call = visit.block, visit.call
-    groups = groups_by_input(block, call, hidden[0], plans)
-    original = None if dense is None else copied_but_for(visit.sites(list(plans)), block)
+    groups = groups_by_input(block, call, hidden[0], task.plans)
+    original = None if dense is None else copied_but_for(visit.sites(list(task.plans)), block)
     drifting = (original, dense) if original is not None and dense is not None and resolved.dense_target else None
-    done = []
-    for together in [groups] if resolved.recipe.sequential == "block" else [[group] for group in groups]:
-        done += compress_groups(visit, plans, resolved, hidden, together, drifting, world, note)
+    done: list[Done] = []
+    output = None
+    if resolved.recipe.sequential == "layer" and runs_at_once(task, hidden):
+        done, output = compress_in_one_pass(task, hidden, groups, drifting)
+    else:
+        for together in [groups] if resolved.recipe.sequential == "block" else [[group] for group in groups]:
+            moments = gather(block, visit.prefix, call, hidden, together, drifting, task.world.add)
+            done += compress_groups(task, together, moments)
     matching = None
     if original is not None and dense is not None:
         run_block(original, call, dense)
-        if resolved.match_blocks:
-            report = match_block(block, call, hidden, dense, Matching(), resolved.recipe.seed, world=world)
-            matching = {"block": visit.prefix, **report.to_dict()}
+    if original is not None and dense is not None and resolved.match_blocks:
+        settings = Matching(epochs=resolved.match_epochs)
+        loss = partial(relative_distance, channels=task.channels)
+        report = match_block(block, call, hidden, dense, settings, resolved.recipe.seed, loss, world=task.world)
+        matching = {"block": visit.prefix, **report.to_dict()}
+    elif output is not None:
+        hidden[:] = output
+        visit.passed.append(hidden)
     return done, matching
+
+
+def runs_at_once(task: Task, hidden: Activations) -> bool:
+    """Whether all segments, of every process, run through the block at once: it takes several, and they fit."""
+    shapes = [plan.spec.shape for plan in task.plans.values()]
+    tokens = len(hidden) * hidden.states.shape[1]
+    room = task.visit.call.batched and in_one_pass(shapes, tokens, hidden.device)
+    return task.world.total(float(not room), hidden.device) == 0
+
+
+def compress_in_one_pass(
+    task: Task, hidden: Activations, groups: list[list[str]], dense: Stream | None
+) -> tuple[list[Done], Tensor]:
+    """Decompose and replace every group of layers when their input comes by, in one pass of all segments.
+
+    Args:
+        dense: for targets that lead to the dense model.
+
+    Returns:
+        The layers with their reports; and what leaves the compressed block: (segments, tokens, width).
+    """
+    block, call, done = task.visit.block, task.visit.call, []
+    sites = task.visit.sites([group[0] for group in groups])
+    wanted: dict[str, Tensor] = {}
+    if dense is not None:
+        with computing(dense[0]), torch.no_grad():
+            wanted = inputs_of(dense[0], call, dense[1][:], list(sites))
+
+    def arrived(group: list[str], x: Tensor) -> Tensor:
+        """Compress the layers of a group, whose input this is; the output of the first."""
+        sums, rows = Sums(hidden.states.shape[1]), x.reshape(-1, x.shape[-1])
+        with solving(x.device):
+            sums.take(rows.to(working_dtype(rows)), wanted.pop(group[0], None))
+            moments = checked(sums.moments(task.world.add), f"{task.visit.prefix}.{group[0]}")
+            done.extend(compress_groups(task, [group], [moments]))
+        for layer, _ in done[-len(group) :]:
+            ready.enter_context(computing(layer))
+        return done[-len(group)][0](x)
+
+    calls = (sites[group[0]].on_call(partial(arrived, group)) for group in groups)
+    with torch.no_grad(), computing(block), ExitStack() as ready, hooks(calls):
+        return done, call.run(block, hidden[:])
 
 
 def copied_but_for(sites: Mapping[str, Site], block: nn.Module) -> nn.Module:
@@ -197,18 +288,9 @@ def copied_but_for(sites: Mapping[str, Site], block: nn.Module) -> nn.Module:
     return copy.deepcopy(block, shared)
 
 
-def compress_groups(
-    visit: Visit,
-    plans: Mapping[str, LayerPlan],
-    resolved: Resolved,
-    hidden: Activations,
-    groups: list[list[str]],
-    dense: Stream | None,
-    world: World,
-    note: Note,
-) -> list[Done]:
-    """Decompose and replace the layers of some groups, each process its share. dense: for targets that lead to it."""
-    moments = gather(visit.block, visit.prefix, visit.call, hidden, groups, dense, world.add)
+def compress_groups(task: Task, groups: list[list[str]], moments: Sequence[Moments]) -> list[Done]:
+    """Decompose and replace the layers of groups with these moments of their inputs; each process does its share."""
+    plans, world = task.plans, task.world
     names = [name for group in groups for name in group]
     # What every method does most of is products out × in × in.
     shapes = [plans[name].spec.shape for name in names]
@@ -217,16 +299,15 @@ def compress_groups(
     found: dict[str, Done] = {}
     for group, known in zip(groups, moments, strict=True):
         share = {name: plans[name] for name in group if name in mine}
-        found |= compress_group(visit, share, resolved, known, note) if share else {}
-    done = [install_layer(visit, n, owner, found.get(n), world, note) for n, owner in zip(names, owners, strict=True)]
+        found |= compress_group(task, share, known) if share else {}
+    done = [install_layer(task, name, owner, found.get(name)) for name, owner in zip(names, owners, strict=True)]
     trim()
     return done
 
 
-def compress_group(
-    visit: Visit, plans: Mapping[str, LayerPlan], resolved: Resolved, known: Moments, note: Note
-) -> dict[str, Done]:
-    """Decompose layers that share one input, with what depends on its moments computed once."""
+def compress_group(task: Task, plans: Mapping[str, LayerPlan], known: Moments) -> dict[str, Done]:
+    """Decompose layers that share one input, with what depends on its moments computed once. plans: of these layers."""
+    visit, resolved = task.visit, task.resolved
     start, done = time.perf_counter(), {}
     gram, sites, method = known.gram, visit.sites(list(plans)), resolved.method
     try:
@@ -238,14 +319,14 @@ def compress_group(
         shared = (time.perf_counter() - start) / len(plans)
         for name, plan in plans.items():
             start = time.perf_counter()
-            weight = sites[name].weight()
+            weight = sites[name].weight().to(plan.dtype)  # it may be `computing`
             target = None if correction is None else corrected(weight, correction)
             result = solve_with_room(weight, gram, method, prepared, plan, resolved.recipe.seed, target)
             layer = SparseLowRankLinear.from_decomposition(result, sites[name].bias, plan.spec.pattern)
             seconds = time.perf_counter() - start + shared
             report = LayerRecord.of(f"{visit.prefix}.{name}", layer.spec, result, seconds, layer.stored_bytes)
             done[name] = layer, report
-            note(report)
+            task.note(report)
     except HasslefreeError as error:
         raise error.within(f"{visit.prefix}: {', '.join(plans)}") from None
     return done
@@ -273,13 +354,13 @@ def solve_with_room(
     )
 
 
-def install_layer(visit: Visit, name: str, owner: int, done: Done | None, world: World, note: Note) -> Done:
+def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
     """Put a compressed layer in its place, in all processes. done: what its owner has."""
-    site = find_sites(visit.block)[name]
+    site, world = find_sites(task.visit.block)[name], task.world
     entry, report = world.broadcast((entry_of(done[0]), done[1]) if done else None, owner)
     if done is None:
         layer = empty_layer(site, report.name, read_entries({report.name: entry})[report.name])
-        note(report)
+        task.note(report)
     else:
         layer = done[0]
     for tensor in layer.state_dict().values():

@@ -19,6 +19,7 @@ from hasslefree.folder.output import check_output
 from hasslefree.folder.plugin import HasslefreeConfig
 from hasslefree.folder.record import LayerRecord, Record, versions
 from hasslefree.levers.allocation import allocated
+from hasslefree.levers.sensitivity import importances
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.distributed import World, joined, local_device
@@ -39,6 +40,7 @@ from hasslefree.recipe.resolved import Resolved
 from hasslefree.report.figures import heat_map, save
 from hasslefree.run.blockwise import compress_blocks, look_over
 from hasslefree.run.estimate import estimate
+from hasslefree.run.machine import memory_reused
 from hasslefree.run.memory import check_memory
 
 # Called after each layer with its report, the layers done and the layers in all.
@@ -88,7 +90,7 @@ def compress(
     check_output(folder, overwrite)
     check_storage(activations)
     target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device or local_device())
-    with joined(target) as world, workplace(folder, overwrite, resume, world) as work:
+    with memory_reused(), joined(target) as world, workplace(folder, overwrite, resume, world) as work:
         name, loaded, tokenizer = open_model(
             model, recipe.dtype, work.scratch / str(world.rank), tokenizer, trust_remote_code
         )
@@ -107,12 +109,13 @@ def compress(
         first = segments[:1].to(target)
         walk, digests = look_over(loaded, blocks, Weights(loaded, target), plan, first, walk_options)
         local = world.share(segments).to(target)
-        if resolved.allocate != "uniform":
-            plan = world.broadcast(allocated(walk, plan, resolved, local, world))
+        plan, channels = world.broadcast(allocated(walk, plan, resolved, local, world))
+        if channels is None and resolved.match_blocks:
+            channels = importances(walk, local, world, recipe.seed)
         about = described(name, loaded, resolved, segments) | {"device": target.type, "own_segments": given}
         if world.writes:
             work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(plan)})
-        compress_blocks(walk, plan, resolved, local, work, world, note)
+        compress_blocks(walk, plan, resolved, local, work, world, note, channels)
         parts = world.broadcast(work.parts)
         layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
         matching = tuple(part.matching for part in parts if part.matching)

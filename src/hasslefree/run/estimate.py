@@ -12,21 +12,23 @@ import torch
 from torch import nn
 
 from hasslefree.core.cost import FLOAT, workspace
-from hasslefree.levers.matching import Matching
+from hasslefree.levers.matching import SAMPLES, Matching
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, find_blocks
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
-from hasslefree.models.logits import CHUNK, TOKENS
-from hasslefree.models.moments import probes
+from hasslefree.models.moments import BATCH, pass_bytes, probes
 from hasslefree.recipe.plan import LayerPlan, Plan, bytes_on_disk, make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
+from hasslefree.run.machine import in_one_pass
 from hasslefree.solve.methods.joint import LOOK
 
 # What Python and the libraries take, on a CPU and of a GPU.
 LIBRARIES = 600_000_000
 # A forward pass has so many arrays (tokens, width of the widest layer) at a time.
 FORWARD = 6
+# Where labels are drawn from predictions, so many arrays (tokens, vocabulary) are there at a time.
+LOGITS = 5
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,10 @@ class Footprint:
 
     Args:
         layers: kind of layer (q_proj, …), its plan and how many there are. kept, dense: parameters of all layers.
-        outside: what is outside the blocks. logits: of one segment, where allocation compares predictions.
+        outside: what is outside the blocks. logits: of one segment, where allocation draws labels from them.
         block, solving: of the dearest block: its weights before and after, and the Grams and the solver's arrays of its
             dearest layer. resident: the rest of a model that is loaded already.
-        activations: hidden states of all segments, or of the models that allocation compares, whichever is more.
+        activations: hidden states of all segments, or those before each block that allocation keeps, whichever is more.
         device: where it computes. storage: where the activations are. disk: the size of the folder.
         flops: of solvers, Grams, forward passes and matching. levers: what is done beyond the layer, in words.
         unstated: plug-ins that state no cost, and are counted as the most expensive ones of this package.
@@ -69,7 +71,7 @@ class Footprint:
     def device_peak(self) -> int:
         """Bytes of the device's memory."""
         here = self.storage == "device" or (self.storage == "cpu" and self.on_cpu)
-        work = max(2 * self.outside, self.outside + self.logits, self.block + self.solving)
+        work = max(2 * self.outside + self.logits, self.block + self.solving)
         return LIBRARIES + self.resident + work + (self.activations if here else 0)
 
     @property
@@ -100,14 +102,20 @@ def estimate(
     inside = {id(p) for block in blocks.modules for p in block.parameters()}
     outside = {id(p): p for p in model.parameters() if id(p) not in inside}.values()
     width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
-    itemsize = next(iter(blocks.modules[0].parameters())).element_size()
     layers = [layer for plans in plan for layer in plans.values()]
     widest = max(max(layer.spec.shape) for layer in layers)
     loaded = _bytes(p for p in model.parameters() if not p.is_meta)
     vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    streams, said = _compared(plan, resolved, tokens, processes, (vocabulary, width))
-    # On average a stream goes through half of the blocks; and through the output head.
-    comparing = streams * seqlen * (_numbers(blocks) + 2 * width * vocabulary)
+    probed, said = 0, 0
+    if resolved.allocate == "error":
+        probed = -(-probes(*tokens) // processes)
+        said = LOGITS * FLOAT * seqlen * vocabulary
+    # A forward and a backward pass of the blocks and the output head.
+    comparing = 3 * 2 * probed * seqlen * (_numbers(blocks) + width * vocabulary)
+    shapes = max(([layer.spec.shape for layer in plans.values()] for plans in plan), key=lambda s: pass_bytes(s, 1))
+    passing = FORWARD * max(seqlen, BATCH) * widest * FLOAT
+    if resolved.recipe.sequential == "layer" and in_one_pass(shapes, samples * seqlen, device):
+        passing = max(passing, (1 + bool(resolved.dense_target)) * pass_bytes(shapes, samples * seqlen))
     return Footprint(
         blocks=len(blocks.modules),
         layers=tuple(kinds(plan)),
@@ -116,13 +124,13 @@ def estimate(
         outside=_bytes(outside),
         logits=said,
         block=max(_bytes(b.parameters()) + _compressed(p, resolved) for b, p in zip(blocks.modules, plan, strict=True)),
-        solving=max(_solving(plans, resolved, device.type) for plans in plan) + FORWARD * seqlen * widest * itemsize,
+        solving=max(_solving(plans, resolved, device.type) for plans in plan) + passing,
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
-        activations=max((1 + resolved.two_streams) * samples, samples + streams) * seqlen * width * itemsize,
+        activations=max((1 + resolved.two_streams) * samples, (2 + len(plan)) * probed) * seqlen * width * FLOAT,
         device=device.type,
         storage=storage,
         disk=bytes_on_disk(model, plan),
-        flops=_flops(blocks, plan, resolved, samples * seqlen, processes) + comparing,
+        flops=_flops(blocks, plan, resolved, tokens, processes) + comparing,
         levers=tuple(levers_of(resolved)),
         unstated=method.cost(*layers[0].spec.shape, layers[0].spec.rank).unstated,
     )
@@ -131,8 +139,8 @@ def estimate(
 # What allocation does, and what it takes beside a pass.
 MOVED = {
     "owl": "budgets differ by block; one more pass of the dense model",
-    "error": "ranks and non-zeros move between layers; one more pass of the dense model, and on a few segments one of "
-    "each model with one layer pruned",
+    "error": "ranks and non-zeros move between layers; on a few segments a forward and a backward pass of the dense "
+    "model, and a first look at every layer",
 }
 
 
@@ -176,20 +184,6 @@ def _compressed(plans: dict[str, LayerPlan], resolved: Resolved) -> int:
     return held
 
 
-def _compared(
-    plan: Plan, resolved: Resolved, tokens: tuple[int, int], processes: int, head: tuple[int, int]
-) -> tuple[int, int]:
-    """What allocation by error compares, in one process: segments in all models, and the bytes of logits at a time.
-
-    For each layer there is a model in which it is pruned. head: vocabulary and width.
-    """
-    if resolved.allocate != "error":
-        return 0, 0
-    # Of the dense model and of another, and once more where the model scales them; and what a comparison makes of some.
-    rows = 3 * tokens[1] + 9 * min(tokens[1], TOKENS)
-    return -(-probes(*tokens) // processes) * sum(map(len, plan)), FLOAT * (rows * head[0] + CHUNK * head[1])
-
-
 def _solving(plans: dict[str, LayerPlan], resolved: Resolved, device: str) -> int:
     """Grams in float32 and the arrays of a solver, or sums in float64 and a product, whichever is more.
 
@@ -216,27 +210,33 @@ def kinds(plan: Plan) -> Iterator[tuple[str, LayerPlan, int]]:
     yield from ((name, layer, count) for (name, layer), count in found.items())
 
 
-def matching_passes(settings: Matching) -> float:
+def matching_passes(settings: Matching, segments: int) -> float:
     """Forward passes over the calibration text that matching takes at most, but for retreats; a backward one is two."""
-    return settings.held_out + settings.epochs * (3 * (1 - settings.held_out) + settings.held_out)
+    measured = min(SAMPLES, segments - math.ceil(settings.held_out * segments)) / segments
+    return measured + settings.held_out + settings.epochs * (3 * (1 - settings.held_out) + settings.held_out)
 
 
-def _flops(blocks: Blocks, plan: Plan, resolved: Resolved, tokens: int, processes: int) -> float:
+def _flops(blocks: Blocks, plan: Plan, resolved: Resolved, text: tuple[int, int], processes: int) -> float:
     """Of solvers, Grams, forward passes, and matching.
 
-    A forward pass is two FLOPs a parameter and token. One is taken for each group of layers with the same input, and
-    one at the end of a block; groups are not known from shapes, and one for each two layers is near.
+    A forward pass is two FLOPs a parameter and token. Where the segments of a block do not run at once, one is taken
+    for each group of layers with the same input, and one at the end of a block; groups are not known from shapes, and
+    one for each two layers is near.
     """
+    segments, tokens = text[0], -(-text[0] // processes) * text[1]
     layers = [layer.spec for plans in plan for layer in plans.values()]
     solvers = sum(resolved.method.cost(*layer.shape, layer.rank).flops for layer in layers) / processes
     grams = sum(2 * tokens * layer.shape[1] ** 2 for layer in layers)
     passes = (2.0 if resolved.recipe.sequential == "block" else 1 + len(plan[0]) / 2) * (1 + resolved.two_streams)
     if resolved.allocate == "error":
         solvers += sum(LOOK.cost(*layer.shape, 0).flops for layer in layers) / processes
-        grams, passes = 2 * grams, passes + 1 + len(plan[0]) / 2
     if resolved.match_blocks:
         # The segments of a step are whose they are: about the square root of the processes work at the same time.
-        passes += matching_passes(Matching()) * processes / min(math.sqrt(processes), Matching.batch)
+        passes += (
+            matching_passes(Matching(epochs=resolved.match_epochs), segments)
+            * processes
+            / min(math.sqrt(processes), Matching.batch)
+        )
     return solvers + grams + passes * 2 * tokens * _numbers(blocks)
 
 

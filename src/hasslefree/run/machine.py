@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import torch
+
+from hasslefree.models.moments import pass_bytes
+from hasslefree.models.streaming import trim
 
 
 def product_rate(device: torch.device, side: int = 1024) -> float:
@@ -29,8 +36,52 @@ def free_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
     own = psutil.Process().memory_info().rss
-    limits = [psutil.virtual_memory().available + own]
+    return min([psutil.virtual_memory().available + own, *cgroup_limits()])
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes that the device has, whoever uses them."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return min([psutil.virtual_memory().total, *cgroup_limits()])
+
+
+def cgroup_limits() -> Iterator[int]:
+    """The bytes of memory that the container of this process may have, if it is in one."""
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if Path(file).exists() and (text := Path(file).read_text().strip()).isdigit():
-            limits.append(int(text))
-    return min(limits)
+            yield int(text)
+
+
+# Of glibc's mallopt: from which size on memory is mapped anew for each array, and given back at once.
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
+# As glibc has them at first, and as large arrays are kept for the next ones.
+DEFAULT, KEPT = (128 << 10, 128 << 10), (1 << 30, 1 << 33)
+
+
+@contextmanager
+def memory_reused() -> Iterator[None]:
+    """Within it, the C library keeps the memory of freed arrays for the next ones; `trim` gives it back.
+
+    glibc asks the system for every large array anew, and the system then has to clear its pages one by one: on a CPU
+    that takes almost as long as a forward pass. Other C libraries are left alone.
+    """
+    adjust = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    try:
+        if adjust:
+            for which, size in zip((MMAP_THRESHOLD, TRIM_THRESHOLD), KEPT, strict=True):
+                adjust(which, ctypes.c_int(min(size, 2**31 - 1)))
+        yield
+    finally:
+        if adjust:
+            for which, size in zip((MMAP_THRESHOLD, TRIM_THRESHOLD), DEFAULT, strict=True):
+                adjust(which, size)
+            trim()
+
+
+def in_one_pass(shapes: Iterable[tuple[int, int]], tokens: int, device: torch.device) -> bool:
+    """Whether all tokens run at once through a block with weights (out, in): a quarter of the memory holds the pass.
+
+    Of the memory that there is, not of that which is free: the same run has the same answer.
+    """
+    return pass_bytes(shapes, tokens) <= total_memory(device) / 4

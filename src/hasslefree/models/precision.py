@@ -1,0 +1,87 @@
+"""The precision in which blocks run: hidden states in float32, products in the narrow dtype where that is faster.
+
+Every large model has a few tokens, attention sinks, whose hidden states have a norm of a hundred times the others'. A
+residual stream in bfloat16 rounds by 1/256 of that, and a block whose output is compared with the dense one's is then
+compared with rounding. So whatever the dtype of the model, the hidden states between blocks, the sums, and the norms
+are float32. Products are in the model's dtype on processors with instructions for it (`torch.autocast`), as they will
+be when the model is run, and in float32 elsewhere, where they are faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasslefree.core.gram import working_dtype
+from hasslefree.core.linalg import multiplies_bfloat16
+from hasslefree.packed.linear import SparseLowRankLinear, unpacked_once
+
+
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """What products of a model of this dtype are computed in on a device; None for the dtype of the hidden states."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None
+    fast = device.type == "cuda" or (dtype == torch.bfloat16 and multiplies_bfloat16(device))
+    return dtype if fast else None
+
+
+@contextmanager
+def computing(block: nn.Module, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
+    """Within it, a block runs on hidden states in float32, and compressed layers in it hold S unpacked over all calls.
+
+    What a product does not read is in float32; where products are not in the dtype of the block, everything is.
+    Afterwards every tensor has its own dtype again, and the value that it then has, rounded: nothing is lost where
+    nothing has changed. S may not change meanwhile.
+
+    Args:
+        modules: the modules of a model that run; None for all of the block.
+    """
+    running = list(block.modules() if modules is None else modules)
+    matrix = max((p for module in running for p in module.parameters(recurse=False)), key=nn.Parameter.numel)
+    products = product_dtype(matrix.dtype, matrix.device)
+    narrow = torch.autocast(matrix.device.type, products, enabled=products is not None, cache_enabled=False)
+    with unpacked_once(block), widened(running, keep=products), narrow:
+        yield
+
+
+@contextmanager
+def solving(device: torch.device) -> Iterator[None]:
+    """Within it, the products of solvers are in the dtype of their factors, though a block may be `computing`."""
+    with torch.autocast(device.type, enabled=False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def widened(modules: Iterable[nn.Module], keep: torch.dtype | None) -> Iterator[None]:
+    """Within it, the numbers in modules are in float32 at least. keep: the dtype in which matrices may stay."""
+    tensors: dict[int, Tensor] = {}
+    for module in modules:
+        held = [module.held] if isinstance(module, SparseLowRankLinear) and module.held is not None else []
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False), *held]
+        tensors |= {id(tensor): tensor for tensor in own}
+    narrow = [t for t in tensors.values() if t.is_floating_point() and t.dtype != working_dtype(t)]
+    narrow = [tensor for tensor in narrow if tensor.ndim < 2 or tensor.dtype != keep]
+    before = [tensor.data for tensor in narrow]
+    try:
+        for tensor in narrow:
+            tensor.data = tensor.data.to(working_dtype(tensor))
+        yield
+    finally:
+        for tensor, stored in zip(narrow, before, strict=True):
+            stored.copy_(tensor.data)
+            tensor.data = stored
+
+
+def converted(value: Any, dtype: torch.dtype) -> Any:
+    """The same argument of a block, with every floating-point tensor in it in this dtype."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        return type(value)(converted(each, dtype) for each in value)
+    if type(value) is dict:
+        return {name: converted(each, dtype) for name, each in value.items()}
+    return value
