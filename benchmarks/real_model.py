@@ -1,7 +1,8 @@
 """A real language model: perplexity, time and memory of every effort and of the published methods.
 
-    python benchmarks/real_model.py MODEL TEXT… --calibration FILE [--rows NAME …] [--seeds 0 1 2]
+    python benchmarks/real_model.py rows MODEL TEXT… --calibration FILE [--rows NAME …] [--seeds 0 1 2]
         [--tasks FOLDER [--limit 200]] [--keep FOLDER]
+    python benchmarks/real_model.py energies MODEL --calibration FILE
 
 TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents. Perplexity is taken in
 windows of 1,024 tokens, 16 a text. The gap is the mean over the texts of log(perplexity / dense perplexity). Every row
@@ -10,6 +11,8 @@ A row notes the version of the source that it was measured with: a rival is not 
 
 With --tasks, the zero-shot accuracy of every row on the eight tasks is measured too; FOLDER holds them as
 `hasslefree evaluate --task-data` reads them. With --keep, compressed models stay in a folder, and are not made again.
+
+energies: the norms of the hidden states after each block, of the first token of a segment and of all tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness import models
+import torch
+from harness import models, plots, streams
 from harness.models import LAYERS, Measurement
-from harness.record import RESULTS, ROOT, resumed, write
+from harness.record import RESULTS, ROOT, machine, resumed, write
 
 import hasslefree
+from hasslefree.models.blocks import find_blocks
+from hasslefree.models.streaming import Weights
+from hasslefree.models.walk import Walk
 
 # By name, the fields of each recipe. The setting that decides: 2:4 + rank 16.
 SETTING = {"pattern": "2:4", "rank": 16}
@@ -50,7 +57,8 @@ def source() -> str:
 
 def row(measurement: Measurement, fields: dict[str, Any] | None, keep: Path, tasks: Path | None, limit: int) -> Any:
     """Compress, unless that was done, and measure. keep: where the compressed model is, or will be."""
-    folder, found = measurement.model if fields is None else str(keep), {}
+    folder = measurement.model if fields is None else str(keep)
+    found: dict[str, Any] = {}
     if fields is not None and not keep.is_dir():
         start = time.perf_counter()
         report = hasslefree.compress(measurement.model, keep, measurement.recipe(**fields))
@@ -66,25 +74,7 @@ def row(measurement: Measurement, fields: dict[str, Any] | None, keep: Path, tas
     return found
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[models.options(max_tokens=16 * 1024)],
-    )
-    parser.set_defaults(samples=64, seqlen=512)
-    parser.add_argument("--window", type=int, default=1024, help="tokens of a window of text")
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--tasks", type=Path)
-    parser.add_argument("--limit", type=int, default=200, help="questions of each task")
-    parser.add_argument("--keep", type=Path)
-    parser.add_argument("--output", type=Path, default=RESULTS / "real_model.json")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = arguments()
+def run_rows(args: argparse.Namespace) -> None:
     header = {name: getattr(args, name) for name in ("samples", "seqlen", "window", "max_tokens")}
     content = resumed(args.output, header | {"model": Path(args.model).name}, "results")
     measurement = Measurement.of(args)
@@ -98,6 +88,60 @@ def main() -> None:
                 jobs[place] = (replace(measurement, seed=seed), ROWS[name], folder, args.tasks, args.limit)
         models.fill(content, args.output, jobs, row)
     write(args.output, content)
+
+
+def run_energies(args: argparse.Namespace) -> None:
+    model = models.loaded(args.model)
+    recipe = hasslefree.Recipe(calibration=args.calibration, samples=args.samples, seqlen=args.seqlen, seed=args.seed)
+    segments = streams.draw(model, models.load_tokenizer(args.model), recipe)
+    walk = Walk.open(model, find_blocks(model), Weights(model, model.device), segments[:1])
+    hidden, rows = walk.entering(segments), []
+    for _ in walk.visits(hidden):
+        rows.append(norms(hidden.states))  # of what enters a block
+    rows.append(norms(hidden.states))
+    header = {name: getattr(args, name) for name in ("samples", "seqlen", "seed")}
+    content = {"machine": machine(), **header, "model": Path(args.model).name, "rows": rows}
+    write(args.output, content)
+    plots.energies(content, args.plot)
+
+
+def norms(states: torch.Tensor) -> dict[str, float]:
+    """Medians of the norms of hidden states (segments, tokens, width), and the first tokens' share of the energy."""
+    found = states.norm(dim=-1)
+    share = found[:, 0].square().sum() / found.square().sum()
+    medians = {"first": found[:, 0].median(), "others": found[:, 1:].median()}
+    return {name: round(value.item(), 4) for name, value in (medians | {"first_share": share}).items()}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+
+    rows = commands.add_parser("rows", parents=[models.options(max_tokens=16 * 1024)])
+    rows.set_defaults(run=run_rows, samples=64, seqlen=512)
+    rows.add_argument("--window", type=int, default=1024, help="tokens of a window of text")
+    rows.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    rows.add_argument("--seeds", nargs="+", type=int, default=[0])
+    rows.add_argument("--tasks", type=Path)
+    rows.add_argument("--limit", type=int, default=200, help="questions of each task")
+    rows.add_argument("--keep", type=Path)
+    rows.add_argument("--output", type=Path, default=RESULTS / "real_model.json")
+
+    energies = commands.add_parser("energies")
+    energies.set_defaults(run=run_energies)
+    energies.add_argument("model")
+    energies.add_argument("--calibration", required=True)
+    energies.add_argument("--samples", type=int, default=16)
+    energies.add_argument("--seqlen", type=int, default=512)
+    energies.add_argument("--seed", type=int, default=0)
+    energies.add_argument("--output", type=Path, default=RESULTS / "energies.json")
+    energies.add_argument("--plot", type=Path, default=ROOT / "docs" / "reference" / "energies.png")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    args.run(args)
 
 
 if __name__ == "__main__":

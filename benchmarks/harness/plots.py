@@ -46,6 +46,19 @@ def curves(means: dict[str, list[float]], rounds: dict[str, list[int | None]], p
     save(figure, path)
 
 
+def energies(content: Content, path: Path) -> None:
+    """The norm of the first token of a segment, and of the others, before each block and after the last."""
+    figure, axes = pyplot.subplots(figsize=(7.5, 3.5), layout="constrained")
+    rows = content["rows"]
+    axes.plot([row["first"] for row in rows], "o-", color="C3", markersize=3, label="first token of a segment")
+    axes.plot([row["others"] for row in rows], "o-", color="C0", markersize=3, label="other tokens")
+    axes.set(xlabel="block that the hidden states enter", ylabel="median norm", yscale="log")
+    axes.set_title(content["model"])
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save(figure, path)
+
+
 def by_bytes(content: Content, path: Path) -> None:
     """The gap of every system against its bytes a weight."""
     figure, axes = pyplot.subplots(figsize=(8.5, 5.5), layout="constrained")

@@ -123,6 +123,24 @@ def systems(content: Content) -> Iterable[Row]:
     yield {"name": "dense", "bytes_a_weight": 2.0, "perplexity": named(content["dense"]), **blank}
 
 
+def real_model(content: Content) -> Iterable[Row]:
+    """Every row of the real model, means over its seeds; times over those of `fast`."""
+    results = content["results"]
+    dense = next(iter(results["dense"].values()))["perplexity"]
+    fast = over_seeds(results["fast"], "seconds")
+    for name, seeds in results.items():
+        texts = {text: mean(row["perplexity"][text] for row in seeds.values()) for text in dense}
+        found: Row = {"name": name, "perplexity": named(texts)} | dict.fromkeys(
+            ["gap", "bytes", "seconds", "over_fast"]
+        )
+        if name != "dense":
+            gap = mean(math.log(row["perplexity"][text] / dense[text]) for row in seeds.values() for text in dense)
+            seconds = over_seeds(seeds, "seconds")
+            found |= {"gap": gap, "bytes": over_seeds(seeds, "bytes_a_weight"), "seconds": seconds}
+            found["over_fast"] = seconds / fast
+        yield found
+
+
 def learning_rates(content: Content) -> Iterable[Row]:
     """What is left of the error of blocks by the learning rate of matching, on every model."""
     models = content["models"]
@@ -145,6 +163,23 @@ LEVERS_NOTE = (
 )
 
 TABLES: dict[str, tuple[Table, ...]] = {
+    "real_model": (
+        Table(
+            "real_model",
+            f"python benchmarks/real_model.py rows {MODEL}",
+            (
+                ("2:4 + rank 16", "{name}"),
+                ("*", "{perplexity[*]:.2f}"),
+                ("gap", "{gap:.3f}"),
+                ("bytes a weight", "{bytes:.3f}"),
+                ("seconds", "{seconds:.0f}"),
+                ("over fast", "{over_fast:.1f}"),
+            ),
+            real_model,
+            note="{model}, calibrated on {samples} × {seqlen} tokens of C4; perplexity in windows of {window} tokens, "
+            "{max_tokens} tokens a text; on {where}.",
+        ),
+    ),
     "demo": (
         Table(
             "demo",

@@ -55,3 +55,16 @@ def test_a_model_of_another_quantisation_is_refused_before_it_is_loaded(tmp_path
 def test_devices_that_are_not_there(device):
     with pytest.raises(ModelError, match=device):
         resolve_device(device)
+
+
+def test_pickled_weights_are_not_read(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pickles \(pytorch_model.bin\).*save_pretrained\(FOLDER\)"):
+        load_model(str(tmp_path), device="cpu")
+
+
+def test_a_gguf_file_is_to_be_converted_first():
+    with pytest.raises(ModelError, match=r"GGUF file; .*from_pretrained\('some', gguf_file='model.gguf'\)"):
+        load_model("some/model.gguf", device="cpu")

@@ -1,7 +1,9 @@
 """One block in memory at a time gives what the whole model in memory gives."""
 
+import dataclasses
 import filecmp
 import gc
+import json
 import weakref
 from contextlib import suppress
 
@@ -128,6 +130,36 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"lacks 1 tensors: model\.layers\.1\.mlp\.up_proj\.weight"):
         streamed(tmp_path / "dense", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_tied_embeddings_and_buffers_in_shards_of_a_float32_config(tmp_path):
+    """Oracle: the checkpoint as transformers 5 stores it.
+
+    The embedding is stored under both names, in different shards; with what older checkpoints hold beside the weights;
+    and the configuration says float32 where the file is bfloat16.
+    """
+    model = build("llama", torch.bfloat16, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "dense")
+    model.config.dtype = torch.float32
+    older = tmp_path / "older"
+    model.config.save_pretrained(older)
+    tensors = load_file(tmp_path / "dense" / "model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight")
+    extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(2)}
+    shards = {
+        "model-00001-of-00002.safetensors": {"lm_head.weight": embedding, **extra},
+        "model-00002-of-00002.safetensors": {"model.embed_tokens.weight": embedding.clone(), **tensors},
+    }
+    for file, content in shards.items():
+        save_file(content, older / file, metadata={"format": "pt"})
+    index = {name: file for file, content in shards.items() for name in content}
+    (older / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    recipe = Recipe(rank=2, method="eora", allocate="error", dtype="float32")
+    streamed(tmp_path / "dense", tmp_path / "one", recipe)
+    streamed(older, tmp_path / "two", dataclasses.replace(recipe, dtype="auto"))
+    expected, found = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("stored", ["source", "other name", "both", "two weights"])

@@ -25,6 +25,13 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
     Raises:
         ModelError: no such model, or one that is no causal language model.
     """
+    if name.endswith(".gguf"):
+        file = Path(name)
+        raise ModelError(
+            f"{name} is a GGUF file; make a model folder of it first: AutoModelForCausalLM.from_pretrained("
+            f"{str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(FOLDER), and AutoTokenizer likewise "
+            "(transformers reads GGUF with the package gguf)"
+        )
     if not Path(name).is_dir() and name.count("/") > 1:
         raise ModelError(f"the model folder {name} does not exist")
     try:
@@ -92,6 +99,7 @@ def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = 
 def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
     load_config(name, trust_remote_code)
     check_index(name)
+    check_format(name)
     try:
         # Pickles are programs: no other format than safetensors.
         found: Any = AutoModelForCausalLM.from_pretrained(
@@ -121,6 +129,16 @@ def check_index(name: str) -> None:
             raise ModelError(f"{file} names {named!r}, which is no file beside it; get it anew")
         if not (Path(name) / named).is_file():
             raise ModelError(f"{file} names {named}, which is not there; get it anew")
+
+
+def check_format(name: str) -> None:
+    """Raise a ModelError where a local folder holds weights as pickles alone, which are programs."""
+    folder = Path(name)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")) and any(folder.glob("pytorch_model*.bin")):
+        raise ModelError(
+            f"{name} holds its weights as pickles (pytorch_model.bin), which can run any code when they are read; "
+            f"if you trust them, convert them: AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)"
+        )
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:

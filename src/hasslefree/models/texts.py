@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasslefree.errors import CalibrationError, UnknownNameError
+from hasslefree.errors import CalibrationError, UnknownNameError, option
 
 _SLICE = re.compile(r"(?P<path>.+\.jsonl)\[(?P<start>\d*):(?P<stop>\d*)\]")
 
@@ -182,13 +182,21 @@ def draw_segments(
 
     windows: list[list[int]] = []
     long: list[list[int]] = []
+    longest = 0
     for index in torch.randperm(len(documents), generator=generator).tolist():
         if len(windows) == samples:
             break
         tokens = encode(documents[index])
+        longest = max(longest, len(tokens))
         if len(tokens) >= seqlen:
             long.append(tokens)
             windows.append(window(tokens))
+    if not long:
+        remedy = f"{option('seqlen', longest)} or longer documents" if longest > 1 else "another text"
+        raise CalibrationError(
+            f"no document of the calibration text has {seqlen} tokens: the longest of {len(documents)} has {longest}; "
+            f"use {remedy}"
+        )
     have = sum(map(len, long))
     if len(windows) < samples and have < samples * seqlen:
         raise CalibrationError(
