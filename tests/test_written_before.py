@@ -139,7 +139,7 @@ def unfinished(tmp_path, monkeypatch) -> dict:
     journal = json.loads(JOURNAL.read_text())
     versions = journal["identity"]["versions"]
     versions.update({package: importlib.metadata.version(package) for package in versions})
-    journal["identity"]["recipe"].update(match_epochs=2)  # a field that did not exist, and has no effect here
+    journal["identity"]["recipe"].update(match_epochs=1)  # a field that did not exist, and has no effect here
     JOURNAL.write_text(json.dumps(journal))
     return journal
 
@@ -181,7 +181,7 @@ def check_records(folder: Path) -> None:
         assert all(len(entry.pop("crc32")) == 8 for entry in config["modules"].values())
     assert configs[0] == configs[1]
     found, expected = (json.loads((path / "compression.json").read_text()) for path in (folder, FIXTURES / OUT))
-    assert found["recipe"].pop("match_epochs") == 2  # a field that did not exist
+    assert found["recipe"].pop("match_epochs") == 1  # a field that did not exist
     layers = [(new, old) for new, old in zip(found.pop("layers"), expected.pop("layers"), strict=True)]
     for new, old in [(found, expected), *layers]:
         assert new.keys() >= old.keys()

@@ -225,8 +225,8 @@ def test_a_file_that_is_no_text(tmp_path):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"rank": 4}, {"effort": "balanced", "allocate": "error", "match_blocks": True, "match_epochs": 2}),
-        ({"rank": 4, "effort": "best"}, {"match_blocks": True, "match_epochs": 8}),
+        ({"rank": 4}, {"effort": "balanced", "allocate": "error", "match_blocks": True, "match_epochs": 1}),
+        ({"rank": 4, "effort": "best"}, {"match_blocks": True, "match_epochs": 6}),
         ({"rank": 4, "effort": "fast"}, {"dense_target": 0.0, "match_blocks": False, "allocate": "uniform"}),
         # What is given wins over the effort.
         ({"rank": 4, "effort": "best", "match_blocks": False, "rounds": 7, "dense_target": 0.5},

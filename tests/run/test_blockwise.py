@@ -72,6 +72,35 @@ def test_without_drift_there_is_nothing_to_lead_to(tmp_path):
     assert all(one != other for one, other in zip(errors[0][3:], errors[1][3:], strict=True))
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "opt", "phi3"])
+def test_one_pass_gives_what_a_pass_for_each_group_gives(family, share, tmp_path, monkeypatch):
+    """Oracle: the other way, which runs where memory is short."""
+    recipe, found = dataclasses.replace(RECIPE, dense_target=share), []
+    for at_once in (True, False):
+        monkeypatch.setattr("hasslefree.run.blockwise.in_one_pass", lambda *how, at_once=at_once: at_once)
+        report = hasslefree.compress(build(family), tmp_path / f"{at_once}", recipe, segments=segments(6))
+        found.append({layer.name: layer.relative_error for layer in report.layers})
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_blocks_that_do_not_take_several_segments_get_one_at_a_time(tmp_path):
+    """Oracle: the same model, whose blocks do."""
+    expected = hasslefree.compress(build("llama"), tmp_path / "any", RECIPE, segments=segments())
+    model, most = build("llama"), []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda module, args: most.append(len(args[0])))
+        forward = layer.forward
+        layer.forward = lambda x, *args, forward=forward, **kwargs: forward(x[:1], *args, **kwargs).expand(
+            len(x), -1, -1
+        )
+    report = hasslefree.compress(model, tmp_path / "one", RECIPE, segments=segments())
+    assert most.count(2) == 2, "it is tried once for each block"
+    assert set(most) == {1, 2}
+    for one, other in zip(report.layers, expected.layers, strict=True):
+        assert one.relative_error == pytest.approx(other.relative_error, rel=1e-3)
+
+
 def outputs(model, tokens):
     """What leaves the last block: the only one whose error no later block sees."""
     found = []

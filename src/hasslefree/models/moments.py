@@ -86,7 +86,7 @@ def takes_batches(block: nn.Module, call: BlockCall, hidden: Activations) -> boo
             return False
     if together.shape != apart.shape:
         return False
-    return bool((together.sub_(apart).norm(dim=-1) <= ALIKE * apart.norm(dim=-1)).all())
+    return bool(((together - apart).norm(dim=-1) <= ALIKE * apart.norm(dim=-1)).all())
 
 
 def pass_bytes(shapes: Iterable[tuple[int, int]], tokens: int) -> int:

@@ -20,8 +20,8 @@ from hasslefree.solve.pruners import PRUNERS
 # What each effort decides where the recipe does not. The rounds are those of `joint`.
 EFFORTS: dict[str, dict[str, Any]] = {
     "fast": {"rounds": 20, "allocate": "uniform", "dense_target": 0.0, "match_blocks": False, "match_epochs": 4},
-    "balanced": {"rounds": 20, "allocate": "error", "dense_target": 0.0, "match_blocks": True, "match_epochs": 2},
-    "best": {"rounds": 20, "allocate": "error", "dense_target": 0.0, "match_blocks": True, "match_epochs": 8},
+    "balanced": {"rounds": 20, "allocate": "error", "dense_target": 0.0, "match_blocks": True, "match_epochs": 1},
+    "best": {"rounds": 20, "allocate": "error", "dense_target": 0.0, "match_blocks": True, "match_epochs": 6},
 }
 
 
