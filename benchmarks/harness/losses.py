@@ -9,22 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hasslefree.levers.matching import Loss, squared_distance
+from hasslefree.levers.matching import Loss, relative_distance
 from hasslefree.models.calls import hooks
 
 
 def block_losses(model: Any, modules: Sequence[nn.Module], segments: Tensor, name: str) -> list[Loss]:
     """The loss of every block by name."""
     if name == "squared":
-        return [squared_distance] * len(modules)
+        return [squared] * len(modules)
     if name == "per token":
-        return [per_token] * len(modules)
+        return [relative_distance] * len(modules)
     return [in_metric(g) for g in fisher_metrics(model, modules, segments)]
 
 
-def per_token(output: Tensor, target: Tensor) -> Tensor:
-    """Σ over tokens of ‖output − target‖² over the mean square of the target's entries."""
-    return ((output - target).square().sum(-1) / target.square().mean(-1)).sum()
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    """Σ over tokens of ‖output − target‖²."""
+    return (output - target).square().sum()
 
 
 def in_metric(metric: Tensor) -> Loss:

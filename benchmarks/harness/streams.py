@@ -65,6 +65,7 @@ class Chain:
     """Consecutive blocks as one: `match_block` runs them one after the other."""
 
     calls: Sequence[BlockCall]
+    batched: bool = False
 
     def run(self, blocks: nn.Module, hidden: Tensor) -> Tensor:
         for block, call in zip(blocks, self.calls, strict=True):  # type: ignore[call-overload]
