@@ -46,7 +46,13 @@ RIVALS: dict[str, dict[str, Any]] = {
     "oats": SETTING | LAYERS | {"method": "oats"},
     "sparsegpt": {"pattern": "2:4", "rank": 0, "method": "sparsegpt"},
 }
-ROWS: dict[str, dict[str, Any] | None] = {"dense": None, **EFFORTS, **RIVALS}
+# What each lever does alone, to the layers of `fast`.
+LEVERS: dict[str, dict[str, Any]] = {
+    "fast, allocation": EFFORTS["fast"] | {"allocate": "error"},
+    "fast, dense targets": EFFORTS["fast"] | {"dense_target": 1.0},
+    "fast, matching": EFFORTS["fast"] | {"match_blocks": True},
+}
+ROWS: dict[str, dict[str, Any] | None] = {"dense": None, **EFFORTS, **LEVERS, **RIVALS}
 
 
 def source() -> str:

@@ -113,19 +113,19 @@ def test_a_model_that_is_loaded_counts_whole(tmp_path, monkeypatch):
     whole, block = (sum(p.nbytes for p in part.parameters()) for part in (model, model.model.layers[0]))
     assert loaded.resident == whole - block
     assert loaded == dataclasses.replace(planned(tmp_path), resident=whole - block)
-    on_disk = dataclasses.replace(loaded, storage="disk", activations=0)
+    on_disk = dataclasses.replace(loaded, storage="disk", streams=0, probes=0)
     set_free_memory(monkeypatch, lambda device: on_disk.ram_peak - 1)
     with pytest.raises(MemoryShortError, match="it fits with (.|\n)*folder in the place of the loaded model"):
         check_memory(on_disk, CPU)
 
 
 def test_a_run_that_will_not_fit_is_refused_with_the_way_out(tmp_path, monkeypatch):
-    found = dataclasses.replace(planned(tmp_path), activations=8 * 10**9)
+    found = dataclasses.replace(planned(tmp_path), streams=8 * 10**9)
     room = found.ram_peak - 10**9
     set_free_memory(monkeypatch, lambda device: room)
     with pytest.raises(MemoryShortError, match=r"with activations='disk'(.|\n)*parameters kept(.|\n)*peak of RAM"):
         check_memory(found, CPU)
-    check_memory(dataclasses.replace(found, activations=0), CPU)
+    check_memory(dataclasses.replace(found, streams=0), CPU)
 
 
 def test_what_a_gpu_has_no_room_for_may_fit_into_ram(tmp_path, monkeypatch):
@@ -180,10 +180,10 @@ def test_ram_counts_beside_a_gpu(tmp_path, monkeypatch):
     set_free_memory(monkeypatch, lambda device: free[device.type])
     monkeypatch.setattr("hasslefree.run.tables.product_rate", lambda device: 1e12)
     gpu = torch.device("cuda")
-    found = dataclasses.replace(planned(tmp_path), device="cuda", storage="cpu", activations=10**9)
+    found = dataclasses.replace(planned(tmp_path), device="cuda", storage="cpu", streams=10**9)
     check_memory(found, gpu)
     with pytest.raises(MemoryShortError, match="it fits with activations='disk'"):
-        check_memory(dataclasses.replace(found, activations=2 * 10**10), gpu)
+        check_memory(dataclasses.replace(found, streams=2 * 10**10), gpu)
 
 
 def test_the_hidden_states_that_allocation_keeps_count(tmp_path, monkeypatch):
@@ -201,6 +201,13 @@ def test_the_hidden_states_that_allocation_keeps_count(tmp_path, monkeypatch):
     wide = planned(tmp_path / "wide", recipe, vocab_size=10**6, tie_word_embeddings=True)
     assert wide.logits > 4 * 10**6 * 16 * 3
     assert wide.device_peak == LIBRARIES + wide.activations + 2 * wide.outside + wide.logits
+
+
+def test_probes_that_do_not_fit_have_a_remedy(tmp_path):
+    found = dataclasses.replace(planned(tmp_path), probes=10**15)
+    assert found.activations == 10**15
+    with pytest.raises(MemoryShortError, match="it fits with effort='fast', which runs no probes"):
+        check_memory(found, CPU)
 
 
 def test_the_passes_of_matching_are_those_it_makes():

@@ -93,6 +93,11 @@ class Matching:
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-12
 
+    @classmethod
+    def of(cls, epochs: int) -> Matching:
+        """For so many epochs: with few of them, smaller batches make more steps, each of them shorter."""
+        return cls(epochs) if epochs > 2 else cls(epochs, learning_rate=0.007, batch=2)
+
     def rate(self, step: int, steps: int) -> float:
         """The share of the peak learning rate in a step, of so many."""
         warm = self.warm_up * steps

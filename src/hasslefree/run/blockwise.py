@@ -230,7 +230,7 @@ def compress_block(
     if original is not None and dense is not None:
         run_block(original, call, dense)
     if original is not None and dense is not None and resolved.match_blocks:
-        settings = Matching(epochs=resolved.match_epochs)
+        settings = Matching.of(resolved.match_epochs)
         loss = partial(relative_distance, channels=task.channels)
         report = match_block(block, call, hidden, dense, settings, resolved.recipe.seed, loss, world=task.world)
         matching = {"block": visit.prefix, **report.to_dict()}

@@ -17,6 +17,7 @@ from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, find_blocks
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.models.moments import BATCH, pass_bytes, probes
+from hasslefree.models.precision import product_dtype
 from hasslefree.recipe.plan import LayerPlan, Plan, bytes_on_disk, make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
@@ -37,10 +38,10 @@ class Footprint:
 
     Args:
         layers: kind of layer (q_proj, …), its plan and how many there are. kept, dense: parameters of all layers.
-        outside: what is outside the blocks. logits: of one segment, where allocation draws labels from them.
+        outside: what is outside the blocks. logits: of one segment, where the backward pass draws labels from them.
         block, solving: of the dearest block: its weights before and after, and the Grams and the solver's arrays of its
             dearest layer. resident: the rest of a model that is loaded already.
-        activations: hidden states of all segments, or those before each block that allocation keeps, whichever is more.
+        streams: hidden states of all segments. probes: those before each block that the backward pass keeps.
         device: where it computes. storage: where the activations are. disk: the size of the folder.
         flops: of solvers, Grams, forward passes and matching. levers: what is done beyond the layer, in words.
         unstated: plug-ins that state no cost, and are counted as the most expensive ones of this package.
@@ -55,7 +56,8 @@ class Footprint:
     block: int
     solving: int
     resident: int
-    activations: int
+    streams: int
+    probes: int
     device: str
     storage: str
     disk: int
@@ -66,6 +68,11 @@ class Footprint:
     @property
     def on_cpu(self) -> bool:
         return self.device == "cpu"
+
+    @property
+    def activations(self) -> int:
+        """Bytes of hidden states at a time."""
+        return max(self.streams, self.probes)
 
     @property
     def device_peak(self) -> int:
@@ -107,7 +114,7 @@ def estimate(
     loaded = _bytes(p for p in model.parameters() if not p.is_meta)
     vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     probed, said = 0, 0
-    if resolved.allocate == "error":
+    if resolved.allocate == "error" or resolved.match_blocks:
         probed = -(-probes(*tokens) // processes)
         said = LOGITS * FLOAT * seqlen * vocabulary
     # A forward and a backward pass of the blocks and the output head.
@@ -123,10 +130,14 @@ def estimate(
         dense=sum(layer.spec.dense_parameters for layer in layers),
         outside=_bytes(outside),
         logits=said,
-        block=max(_bytes(b.parameters()) + _compressed(p, resolved) for b, p in zip(blocks.modules, plan, strict=True)),
+        block=max(
+            _running(block, device) + _compressed(plans, resolved)
+            for block, plans in zip(blocks.modules, plan, strict=True)
+        ),
         solving=max(_solving(plans, resolved, device.type) for plans in plan) + passing,
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
-        activations=max((1 + resolved.two_streams) * samples, (2 + len(plan)) * probed) * seqlen * width * FLOAT,
+        streams=(1 + resolved.two_streams) * samples * seqlen * width * FLOAT,
+        probes=(2 + len(plan)) * probed * seqlen * width * FLOAT,
         device=device.type,
         storage=storage,
         disk=bytes_on_disk(model, plan),
@@ -152,6 +163,7 @@ def levers_of(resolved: Resolved) -> Iterator[str]:
         yield "dense targets: a second forward pass of each block, and a second in×in matrix beside each Gram"
     if resolved.match_blocks:
         yield "block matching: forward and backward passes, and 16 bytes for each value that is kept"
+        yield "probes: on a few segments, a backward pass of the dense model through its output head"
 
 
 def estimate_model(
@@ -173,6 +185,13 @@ def estimate_model(
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def _running(block: nn.Module, device: torch.device) -> int:
+    """A dense block; and once more in float32, where its products are not in its own dtype."""
+    parameters = list(block.parameters())
+    wide = [p for p in parameters if p.element_size() < FLOAT and product_dtype(p.dtype, device) is None]
+    return _bytes(parameters) + FLOAT * sum(p.numel() for p in wide)
 
 
 def _compressed(plans: dict[str, LayerPlan], resolved: Resolved) -> int:
@@ -233,7 +252,7 @@ def _flops(blocks: Blocks, plan: Plan, resolved: Resolved, text: tuple[int, int]
     if resolved.match_blocks:
         # The segments of a step are whose they are: about the square root of the processes work at the same time.
         passes += (
-            matching_passes(Matching(epochs=resolved.match_epochs), segments)
+            matching_passes(Matching.of(resolved.match_epochs), segments)
             * processes
             / min(math.sqrt(processes), Matching.batch)
         )
@@ -251,7 +270,7 @@ def to_dict(found: Footprint) -> dict[str, Any]:
         {"kind": n, "shape": list(p.shape), "pattern": p.kind, "rank": p.rank, "count": c}
         for n, p, c in ((name, plan.spec, count) for name, plan, count in found.layers)
     ]
-    peaks = {"device_peak": found.device_peak, "ram_peak": found.ram_peak}
+    peaks = {name: getattr(found, name) for name in ("activations", "device_peak", "ram_peak")}
     fields = dataclasses.asdict(dataclasses.replace(found, layers=())) | {"place": found.storage}
     del fields["storage"]
     return fields | {"layers": layers} | peaks

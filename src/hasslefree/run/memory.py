@@ -30,6 +30,12 @@ def fits(found: Footprint, device: torch.device) -> bool:
 
 def remedies(found: Footprint, device: torch.device) -> Iterator[tuple[Footprint, torch.device, str]]:
     """What else could be asked for, the cheapest first."""
+    if found.probes:
+        yield (
+            dataclasses.replace(found, probes=0, logits=0),
+            device,
+            f"{option('effort', 'fast')}, which runs no probes",
+        )
     for storage in STORAGES[STORAGES.index(found.storage) + 1 :]:
         yield dataclasses.replace(found, storage=storage), device, option("activations", storage)
     if found.resident:
