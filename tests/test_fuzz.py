@@ -105,11 +105,16 @@ def assert_refused_for_a_reason(error, case, weight, gram):
 
 
 def assert_honest(result, weight, product, gram):
-    """Oracle: the definition in float64; Σ|R||H||R|ᵀ is what the sums of float32 may be rounded by."""
+    """Oracle: the definition in float64; Σ|R||H||R|ᵀ is what the sums of float32 may be rounded by.
+
+    So is the product of the factors, whose terms may be far larger than L where they cancel.
+    """
     norm, residual = bilinear(weight, gram.matrix), weight.double() - product
     expected = bilinear(residual, gram.matrix)
     rounding = 1e-5 * magnitude_of_terms(residual, gram.matrix)
     rounding += (1e-10 + 1e-5 * result.relative_error) * magnitude_of_terms(weight, gram.matrix)
+    terms = result.low_rank.u.double().abs() @ result.low_rank.v.double().abs()
+    rounding += magnitude_of_terms(2**-21 * terms, gram.matrix)
     assert abs(result.relative_error * norm - expected) <= 1e-3 * expected + rounding
 
 

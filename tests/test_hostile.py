@@ -52,7 +52,7 @@ def test_pickles_are_not_read(folder, tmp_path):
     mark = tmp_path / "mark"
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(mark)))
     (folder / "model.safetensors").unlink()
-    assert_refused(folder, r"model\.safetensors", mark)
+    assert_refused(folder, r"weights as pickles \(pytorch_model.bin\)", mark)
 
 
 def test_safetensors_are_preferred_to_a_pickle_beside_them(folder, tmp_path):
