@@ -1,7 +1,7 @@
 """A real language model: perplexity, time and memory of every effort and of the published methods.
 
     python benchmarks/real_model.py rows MODEL TEXT… --calibration FILE [--rows NAME …] [--seeds 0 1 2]
-        [--tasks FOLDER [--limit 200]] [--keep FOLDER]
+        [--tasks FOLDER [--limit 200]]
     python benchmarks/real_model.py energies MODEL --calibration FILE
 
 TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents. Perplexity is taken in
@@ -10,9 +10,9 @@ has a process of its own and is written as soon as it is measured; rows that the
 A row notes the version of the source that it was measured with: a rival is not measured anew for a change of `joint`.
 
 With --tasks, the zero-shot accuracy of every row on the eight tasks is measured too; FOLDER holds them as
-`hasslefree evaluate --task-data` reads them. With --keep, compressed models stay in a folder, and are not made again.
+`hasslefree evaluate --task-data` reads them.
 
-energies: the norms of the hidden states after each block, of the first token of a segment and of all tokens.
+energies: the norms of the hidden states before each block, of the first token of a segment and of the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import argparse
 import itertools
 import subprocess
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,22 +60,22 @@ def source() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def row(measurement: Measurement, fields: dict[str, Any] | None, keep: Path, tasks: Path | None, limit: int) -> Any:
-    """Compress, unless that was done, and measure. keep: where the compressed model is, or will be."""
-    folder = measurement.model if fields is None else str(keep)
-    found: dict[str, Any] = {}
-    if fields is not None and not keep.is_dir():
-        start = time.perf_counter()
-        report = hasslefree.compress(measurement.model, keep, measurement.recipe(**fields))
-        found = {
-            "seconds": round(time.perf_counter() - start, 1),
-            "peak_mb": models.peak_mb(),
-            "bytes_a_weight": report.stored_bytes / report.dense_parameters,
-            "mean_relative_error": report.mean_relative_error,
-        }
-    found |= {"source": source(), "perplexity": models.rounded(measurement.perplexities(models.loaded(folder)))}
-    if tasks is not None:
-        found["tasks"] = models.zero_shot(folder, list(models.TASKS), limit, tasks)
+def row(measurement: Measurement, fields: dict[str, Any] | None, tasks: Path | None, limit: int) -> dict[str, Any]:
+    """Compress, and measure. fields: of the recipe; None for the dense model."""
+    found: dict[str, Any] = {"source": source()}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = measurement.model if fields is None else f"{scratch}/out"
+        if fields is not None:
+            report = hasslefree.compress(measurement.model, folder, measurement.recipe(**fields))
+            found |= {
+                "seconds": round(report.seconds, 1),
+                "peak_mb": models.peak_mb(),
+                "bytes_a_weight": report.stored_bytes / report.dense_parameters,
+                "mean_relative_error": report.mean_relative_error,
+            }
+        found["perplexity"] = models.rounded(measurement.perplexities(models.loaded(folder)))
+        if tasks is not None:
+            found["tasks"] = models.zero_shot(folder, list(models.TASKS), limit, tasks)
     return found
 
 
@@ -84,16 +83,12 @@ def run_rows(args: argparse.Namespace) -> None:
     header = {name: getattr(args, name) for name in ("samples", "seqlen", "window", "max_tokens")}
     content = resumed(args.output, header | {"model": Path(args.model).name}, "results")
     measurement = Measurement.of(args)
-    with tempfile.TemporaryDirectory() as scratch:
-        keep = args.keep or Path(scratch)
-        jobs: dict[tuple[str, ...], tuple[Any, ...]] = {}
-        for seed, name in itertools.product(args.seeds, args.rows):
-            if ROWS[name] is not None or seed == args.seeds[0]:
-                folder = keep / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
-                place = (name, str(seed))
-                jobs[place] = (replace(measurement, seed=seed), ROWS[name], folder, args.tasks, args.limit)
-        models.fill(content, args.output, jobs, row)
-    write(args.output, content)
+    jobs = {
+        (name, str(seed)): (replace(measurement, seed=seed), ROWS[name], args.tasks, args.limit)
+        for seed, name in itertools.product(args.seeds, args.rows)
+        if ROWS[name] is not None or seed == args.seeds[0]  # the dense model has no seed
+    }
+    models.fill(content, args.output, jobs, row)
 
 
 def run_energies(args: argparse.Namespace) -> None:
@@ -130,7 +125,6 @@ def arguments() -> argparse.Namespace:
     rows.add_argument("--seeds", nargs="+", type=int, default=[0])
     rows.add_argument("--tasks", type=Path)
     rows.add_argument("--limit", type=int, default=200, help="questions of each task")
-    rows.add_argument("--keep", type=Path)
     rows.add_argument("--output", type=Path, default=RESULTS / "real_model.json")
 
     energies = commands.add_parser("energies")

@@ -53,9 +53,11 @@ def climb(ladders: Sequence[Ladder], budget: int) -> list[int]:
 def rank_gains(residual: Tensor, gram: Gram, count: int) -> tuple[Tensor, float]:
     """By how much each further rank of L lowers tr(R H Rᵀ), for R = W − S, and what there is to lower.
 
-    They are the squared singular values of R H^½ (Eckart and Young), the eigenvalues of A = R H Rᵀ. Where few of many
-    are asked for they come from orthogonal iteration, which A is never formed for: below the true ones, by a few per
-    cent at most for the last of them.
+    They are the squared singular values of R H^½ (Eckart and Young), the eigenvalues of A = R H Rᵀ. Where `count` is a
+    small part of them they come from orthogonal iteration, without A itself, and are slightly below the true ones.
+
+    Args:
+        residual: R, (out, in). count: how many ranks.
 
     Returns:
         (count,) or fewer, falling, float64; and the trace of A.

@@ -97,7 +97,7 @@ def importances(walk: Walk, segments: Tensor, world: World, seed: int = 0) -> li
     found = []
     for reverse in backwards(walk, segments, world, seed):
         found.append(importance(reverse, world))
-        inputs_and_gradients(reverse, [])
+        inputs_and_gradients(reverse, [])  # the gradients go on to the block before
     return found[::-1]
 
 
@@ -136,7 +136,7 @@ def check_predictions(walk: Walk, segments: Tensor, states: Activations) -> None
     except Exception as error:
         raise ModelError(
             f"the output head of {type(walk.model).__name__} does not run without the blocks "
-            f"({type(error).__name__}: {error}); use {option('allocate', 'uniform')}"
+            f"({type(error).__name__}: {error}); use {option('effort', 'fast')}"
         ) from error
 
 
@@ -167,7 +167,7 @@ def gradients_of_labels(walk: Walk, segments: Tensor, states: Activations, world
             if not torch.isfinite(gradient).all():
                 raise NonFiniteError(
                     f"the gradient of the model's predictions is NaN or Inf; try another dtype "
-                    f"({option('dtype', 'float32')}), or {option('allocate', 'uniform')}"
+                    f"({option('dtype', 'float32')}), or {option('effort', 'fast')}"
                 )
             gradients[slice(index, index + 1)] = gradient
     return gradients
@@ -185,12 +185,14 @@ def block_sensitivities(
 ) -> dict[str, tuple[T, float]]:
     """Of the planned layers of one block, in the order of the plan. Afterwards the gradients have passed the block."""
     visit, states = reverse.visit, reverse.states
-    inputs, outer = inputs_and_gradients(reverse, list(plans))
+    groups = groups_by_input(visit.block, visit.call, states[0], plans)
+    inputs, outer = inputs_and_gradients(reverse, groups)
     found: dict[str, tuple[T, float]] = {}
     sites = visit.sites(list(plans))
-    for group in groups_by_input(visit.block, visit.call, states[0], plans):
+    for group in groups:
+        rows = inputs[group[0]]
         sums = Sums(states.states.shape[1])
-        sums.take(inputs[group[0]], None)
+        sums.take(rows, None)
         gram = checked(sums.moments(world.add), f"{visit.prefix}.{group[0]}").gram
         owners = world.assign([plans[name].spec.dense_parameters for name in group])
         prepared = LOOK.prepare(gram) if world.rank in owners else None
@@ -201,25 +203,25 @@ def block_sensitivities(
                 sparse = solve_layer(weight, gram, LOOK, prepared, plans[name].pattern, 0, 0).sparse
             world.broadcast_(sparse, owner)
             change = (weight.to(gram.matrix.dtype) - sparse.to(gram.matrix.dtype)).T
-            moved = (inputs[name] @ change).mul_(outer[name]).sum(-1).to(widest_dtype(change.device))
+            moved = (rows @ change).mul_(outer[name]).sum(-1).to(widest_dtype(change.device))
             harm = 0.5 * world.total(moved.square().sum().item(), moved.device) / gram.tokens
             if not math.isfinite(harm):
                 raise NonFiniteError(
                     f"the gradient at the output of {visit.prefix}.{name} is NaN or Inf; try another dtype "
-                    f"({option('dtype', 'float32')}), or {option('allocate', 'uniform')}"
+                    f"({option('dtype', 'float32')}), or {option('effort', 'fast')}"
                 )
             found[name] = see(weight, sparse, gram, plans[name]), harm
     return {name: found[name] for name in plans}
 
 
-def inputs_and_gradients(reverse: Reverse, names: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What enters every named site of a block, (tokens, in), and the gradient at its output, (tokens, out).
+def inputs_and_gradients(reverse: Reverse, groups: list[list[str]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What enters the first site of each group, (tokens, in), and the gradient at the output of each, (tokens, out).
 
-    Afterwards the gradients have passed the block.
+    Afterwards the gradients have passed the block. groups: sites with one input.
     """
     visit, states, gradients, tokens = reverse.visit, reverse.states, reverse.gradients, reverse.tokens
-    inputs: dict[str, list[Tensor]] = {name: [] for name in names}
-    outer: dict[str, list[Tensor]] = {name: [] for name in names}
+    inputs: dict[str, list[Tensor]] = {group[0]: [] for group in groups}
+    outer: dict[str, list[Tensor]] = {name: [] for group in groups for name in group}
     sites = find_sites(visit.block)
 
     def entered(name: str) -> Callable[[Tensor], None]:
@@ -232,8 +234,8 @@ def inputs_and_gradients(reverse: Reverse, names: list[str]) -> tuple[dict[str, 
 
         return lambda y: y.register_hook(keep) and None
 
-    handles = [sites[name].on_input(entered(name)) for name in names]
-    handles += [sites[name].on_output(left(name)) for name in names]
+    handles = [sites[name].on_input(entered(name)) for name in inputs]
+    handles += [sites[name].on_output(left(name)) for name in outer]
     with hooks(handles), computing(visit.block), only_trained(visit.block, []), torch.enable_grad():
         for index in range(len(states)):
             leaf = states[index].requires_grad_()

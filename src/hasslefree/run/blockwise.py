@@ -226,18 +226,17 @@ def compress_block(
         for together in [groups] if resolved.recipe.sequential == "block" else [[group] for group in groups]:
             moments = gather(block, visit.prefix, call, hidden, together, drifting, task.world.add)
             done += compress_groups(task, together, moments)
-    matching = None
     if original is not None and dense is not None:
         run_block(original, call, dense)
-    if original is not None and dense is not None and resolved.match_blocks:
-        settings = Matching.of(resolved.match_epochs)
-        loss = partial(relative_distance, channels=task.channels)
-        report = match_block(block, call, hidden, dense, settings, resolved.recipe.seed, loss, world=task.world)
-        matching = {"block": visit.prefix, **report.to_dict()}
-    elif output is not None:
+        if resolved.match_blocks:
+            settings = Matching.of(resolved.match_epochs)
+            loss = partial(relative_distance, channels=task.channels)
+            report = match_block(block, call, hidden, dense, settings, resolved.recipe.seed, loss, world=task.world)
+            return done, {"block": visit.prefix, **report.to_dict()}
+    if output is not None:
         hidden[:] = output
         visit.passed.append(hidden)
-    return done, matching
+    return done, None
 
 
 def runs_at_once(task: Task, hidden: Activations) -> bool:

@@ -113,15 +113,16 @@ def estimate(
     widest = max(max(layer.spec.shape) for layer in layers)
     loaded = _bytes(p for p in model.parameters() if not p.is_meta)
     vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    probed, said = 0, 0
+    probed, logits = 0, 0
     if resolved.allocate == "error" or resolved.match_blocks:
         probed = -(-probes(*tokens) // processes)
-        said = LOGITS * FLOAT * seqlen * vocabulary
+        logits = LOGITS * FLOAT * seqlen * vocabulary
     # A forward and a backward pass of the blocks and the output head.
-    comparing = 3 * 2 * probed * seqlen * (_numbers(blocks) + width * vocabulary)
+    probing = 3 * 2 * probed * seqlen * (_numbers(blocks) + width * vocabulary)
     shapes = max(([layer.spec.shape for layer in plans.values()] for plans in plan), key=lambda s: pass_bytes(s, 1))
     passing = FORWARD * max(seqlen, BATCH) * widest * FLOAT
-    if resolved.recipe.sequential == "layer" and in_one_pass(shapes, samples * seqlen, device):
+    at_once = resolved.recipe.sequential == "layer" and in_one_pass(shapes, samples * seqlen, device)
+    if at_once:
         passing = max(passing, (1 + bool(resolved.dense_target)) * pass_bytes(shapes, samples * seqlen))
     return Footprint(
         blocks=len(blocks.modules),
@@ -129,7 +130,7 @@ def estimate(
         kept=sum(layer.spec.parameters for layer in layers),
         dense=sum(layer.spec.dense_parameters for layer in layers),
         outside=_bytes(outside),
-        logits=said,
+        logits=logits,
         block=max(
             _running(block, device) + _compressed(plans, resolved)
             for block, plans in zip(blocks.modules, plan, strict=True)
@@ -141,7 +142,7 @@ def estimate(
         device=device.type,
         storage=storage,
         disk=bytes_on_disk(model, plan),
-        flops=_flops(blocks, plan, resolved, tokens, processes) + comparing,
+        flops=_flops(blocks, plan, resolved, tokens, processes, at_once) + probing,
         levers=tuple(levers_of(resolved)),
         unstated=method.cost(*layers[0].spec.shape, layers[0].spec.rank).unstated,
     )
@@ -235,27 +236,30 @@ def matching_passes(settings: Matching, segments: int) -> float:
     return measured + settings.held_out + settings.epochs * (3 * (1 - settings.held_out) + settings.held_out)
 
 
-def _flops(blocks: Blocks, plan: Plan, resolved: Resolved, text: tuple[int, int], processes: int) -> float:
+def _flops(
+    blocks: Blocks, plan: Plan, resolved: Resolved, text: tuple[int, int], processes: int, at_once: bool
+) -> float:
     """Of solvers, Grams, forward passes, and matching.
 
     A forward pass is two FLOPs a parameter and token. Where the segments of a block do not run at once, one is taken
     for each group of layers with the same input, and one at the end of a block; groups are not known from shapes, and
     one for each two layers is near.
+
+    Args:
+        text: segments, and tokens in each. at_once: whether the segments of a block run at once.
     """
     segments, tokens = text[0], -(-text[0] // processes) * text[1]
     layers = [layer.spec for plans in plan for layer in plans.values()]
     solvers = sum(resolved.method.cost(*layer.shape, layer.rank).flops for layer in layers) / processes
     grams = sum(2 * tokens * layer.shape[1] ** 2 for layer in layers)
-    passes = (2.0 if resolved.recipe.sequential == "block" else 1 + len(plan[0]) / 2) * (1 + resolved.two_streams)
+    alone = 2.0 if resolved.recipe.sequential == "block" else 1 + len(plan[0]) / 2
+    passes = (1.0 if at_once else alone) * (1 + resolved.two_streams)
     if resolved.allocate == "error":
         solvers += sum(LOOK.cost(*layer.shape, 0).flops for layer in layers) / processes
     if resolved.match_blocks:
         # The segments of a step are whose they are: about the square root of the processes work at the same time.
-        passes += (
-            matching_passes(Matching.of(resolved.match_epochs), segments)
-            * processes
-            / min(math.sqrt(processes), Matching.batch)
-        )
+        settings = Matching.of(resolved.match_epochs)
+        passes += matching_passes(settings, segments) * processes / min(math.sqrt(processes), settings.batch)
     return solvers + grams + passes * 2 * tokens * _numbers(blocks)
 
 

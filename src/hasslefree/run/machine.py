@@ -56,21 +56,21 @@ def cgroup_limits() -> Iterator[int]:
 # Of glibc's mallopt: from which size on memory is mapped anew for each array, and given back at once.
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 # As glibc has them at first, and as large arrays are kept for the next ones.
-DEFAULT, KEPT = (128 << 10, 128 << 10), (1 << 30, 1 << 33)
+DEFAULT, KEPT = (128 << 10, 128 << 10), (1 << 30, 2**31 - 1)
 
 
 @contextmanager
 def memory_reused() -> Iterator[None]:
     """Within it, the C library keeps the memory of freed arrays for the next ones; `trim` gives it back.
 
-    glibc asks the system for every large array anew, and the system then has to clear its pages one by one: on a CPU
-    that takes almost as long as a forward pass. Other C libraries are left alone.
+    glibc asks the system for every large array anew, and the system then clears its pages one by one, which takes a
+    good part of a forward pass on a CPU. Other C libraries are left alone.
     """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     try:
         if adjust:
             for which, size in zip((MMAP_THRESHOLD, TRIM_THRESHOLD), KEPT, strict=True):
-                adjust(which, ctypes.c_int(min(size, 2**31 - 1)))
+                adjust(which, size)
         yield
     finally:
         if adjust:
