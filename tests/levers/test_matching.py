@@ -16,7 +16,8 @@ from hasslefree import Gram
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import CalibrationError, NonFiniteError
-from hasslefree.levers.matching import Matching, kept_parameters, match_block, relative_distance, split
+from hasslefree.levers.masters import kept_parameters
+from hasslefree.levers.matching import Matching, match_block, relative_distance, split
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calls import block_calls
 from hasslefree.models.moments import first_hidden_states

@@ -9,9 +9,8 @@ that is possible. Each token counts by its own energy, because the hidden states
 larger than all others together: a sum of squares sees nothing else. m_c is how much channel c of the output moves the
 model's predictions (`levers.sensitivity.importance`).
 
-The support of S stays as it is. Adam moves every entry about equally far. So that this moves the output equally far,
-S and v are trained in units of their inputs: S D and v D, with D² the mean square of each input. Masters are float32
-beside the block's own dtype; the block is judged with its values rounded to that dtype, as they will be stored.
+The support of S stays as it is. What is trained are `masters`; the block is judged with its values rounded to its own
+dtype, as they will be stored.
 
 Several processes have the segments of a mini-batch between them, and add their gradients: the steps are those of one
 process, up to the order of sums. A sum over processes has the same bits in all of them; at the end the block of the
@@ -22,8 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -31,12 +29,19 @@ import torch
 from torch import Tensor, nn
 
 from hasslefree.core.gram import working_dtype
-from hasslefree.core.low_rank import LowRank
 from hasslefree.errors import CalibrationError, NonFiniteError, option
-from hasslefree.models.calls import hooks
+from hasslefree.levers.masters import (
+    SAMPLES,
+    Masters,
+    input_scales,
+    kept_parameters,
+    learning_rate,
+    only_trained,
+    unpacked_for_gradients,
+)
 from hasslefree.models.distributed import ALONE, World
 from hasslefree.models.precision import computing
-from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, unpacked_once
+from hasslefree.packed.linear import SparseLowRankLinear, unpacked_once
 
 
 class Call(Protocol):
@@ -55,9 +60,6 @@ class Segments(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Tensor: ...
 
-
-# Segments on which the inputs of layers are measured, and the least scale of an input, over that of all of them.
-SAMPLES, LEAST_SCALE = 16, 1e-3
 
 # Sum over the tokens of segments of how far an output is from its target, both (segments, tokens, width); a scalar.
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -100,11 +102,7 @@ class Matching:
 
     def rate(self, step: int, steps: int) -> float:
         """The share of the peak learning rate in a step, of so many."""
-        warm = self.warm_up * steps
-        if step + 1 < warm:
-            return (step + 1) / warm
-        way = (step + 1 - warm) / max(steps - warm, 1)
-        return self.decay + (1 - self.decay) * (1 + math.cos(math.pi * min(way, 1.0))) / 2
+        return learning_rate(step, steps, self.warm_up, self.decay)
 
 
 @dataclass(frozen=True)
@@ -196,7 +194,10 @@ def match_block(
         for retreat in range(settings.retreats + 1):
             generator.set_state(shuffles)
             tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
-            trainer = Trainer(block, kept, stored, scales, tried, len(training), lost, world, call.batched)
+            masters = Masters(
+                kept, stored, scales, tried.learning_rate, tried.relative, tried.betas, tried.epsilon, world
+            )
+            trainer = Trainer(masters, list(scales), tried, len(training), lost, world, call.batched)
             last = retreat == settings.retreats
             history, best = attempt(trainer, order, judged, before, settings.patience if last else 1)
             if best:
@@ -250,98 +251,31 @@ def split(count: int, held_out: float, generator: torch.Generator) -> tuple[list
     return training, sorted(order[:judges]) or training
 
 
-def kept_parameters(block: nn.Module) -> list[nn.Parameter]:
-    """What matching trains: the values, factors and biases of compressed layers."""
-    return [p for layer in compressed_layers(block).values() for p in layer.parameters() if p.numel()]
-
-
-def input_scales(
-    block: nn.Module, run: Callable[[Sequence[int]], Tensor], segments: Sequence[int], world: World
-) -> dict[SparseLowRankLinear, Tensor]:
-    """D, (in,), of every compressed layer: the root mean square of each of its inputs, over that of all of them.
-
-    Args:
-        run: runs the block on segments by their number in this process. segments: on which inputs are measured.
-    """
-    layers = list(compressed_layers(block).values())
-    squares = {layer: torch.zeros(layer.in_features, device=layer.weight.device) for layer in layers}
-
-    def see(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        squares[layer].add_(args[0].flatten(0, -2).float().square().sum(0))  # type: ignore[index]
-
-    with unpacked_once(block), hooks(layer.register_forward_pre_hook(see) for layer in layers), torch.no_grad():
-        for segment in segments:
-            run([segment])
-    for total in squares.values():
-        world.add(total)
-        total.div_(total.mean().clamp_min(torch.finfo(total.dtype).tiny)).sqrt_().clamp_min_(LEAST_SCALE)
-    return squares
-
-
-@contextmanager
-def only_trained(block: nn.Module, kept: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within it, gradients flow to `kept` and to no other parameter of the block."""
-    before = [(p, p.requires_grad) for p in block.parameters()]
-    chosen = {id(p) for p in kept}
-    try:
-        for parameter, _ in before:
-            parameter.requires_grad_(id(parameter) in chosen)
-        yield
-    finally:
-        for parameter, wanted in before:
-            parameter.requires_grad_(wanted)
-            parameter.grad = None
-
-
-@contextmanager
-def unpacked_for_gradients(layers: Sequence[SparseLowRankLinear]) -> Iterator[None]:
-    """Within it, layers hold S unpacked and collect its gradient over all calls; at the end it goes to the values."""
-    before = [layer.held for layer in layers]
-    try:
-        whole = [layer.unpacked() for layer in layers]
-        for layer, sparse in zip(layers, whole, strict=True):
-            layer.held = sparse.detach().requires_grad_()
-        yield
-        for layer, sparse in zip(layers, whole, strict=True):
-            if layer.held is not None and layer.held.grad is not None:
-                sparse.backward(layer.held.grad)
-    finally:
-        for layer, held in zip(layers, before, strict=True):
-            layer.held = held
-
-
 class Trainer:
-    """Adam on float32 masters of a block's parameters, and the block's own parameters as their rounded copies.
+    """Trains one block. lost: the loss, with gradients, of segments by their number in this process.
 
     Args:
-        stored: the dtypes that the parameters are stored in. scales: of the inputs of compressed layers; S and v are
-            trained in units of them, and all others as they are.
-        segments: the number in an epoch, of all processes.
-        lost: the loss, with gradients, of segments by their number in this process.
+        masters: of what is trained. segments: the number in an epoch, of all processes.
         world: the processes that share the segments. batched: whether the segments of a step run together.
     """
 
     def __init__(
         self,
-        block: nn.Module,
-        kept: Sequence[nn.Parameter],
-        stored: Sequence[torch.dtype],
-        scales: Mapping[SparseLowRankLinear, Tensor],
+        masters: Masters,
+        layers: Sequence[SparseLowRankLinear],
         settings: Matching,
         segments: int,
         lost: Callable[[Sequence[int]], Tensor],
         world: World,
         batched: bool,
     ):
-        self.kept, self.stored, self.settings, self.lost, self.world = list(kept), stored, settings, lost, world
-        self.batched = batched
-        self.layers = [layer for layer in scales if layer.values.requires_grad]
-        self.units = units_of(kept, scales)
-        self.masters = masters_of(kept, self.units, scales)
-        self.peaks = [settings.learning_rate * (_rms(m) if settings.relative else 1.0) for m in self.masters]
-        groups = [{"params": [m], "lr": peak} for m, peak in zip(self.masters, self.peaks, strict=True)]
-        self.optimizer = torch.optim.Adam(groups, betas=settings.betas, eps=settings.epsilon)
+        self.masters, self.settings, self.lost, self.world, self.batched = masters, settings, lost, world, batched
+        self.layers = [layer for layer in layers if layer.values.requires_grad]
         self.step, self.steps = 0, settings.epochs * math.ceil(segments / settings.batch)
+
+    @property
+    def kept(self) -> list[nn.Parameter]:
+        return self.masters.kept
 
     def epoch(self, order: Sequence[int]) -> None:
         """One pass over the segments, in this order."""
@@ -350,51 +284,5 @@ class Trainer:
                 local = self.world.local(order[first : first + self.settings.batch])
                 for together in [local] if self.batched and local else [[i] for i in local]:
                     self.lost(together).backward()
-            self.update()
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """One step of Adam on the masters, and their roundings into the block."""
-        rate = self.settings.rate(self.step, self.steps)
-        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = peak * rate
-        for parameter, master, unit in zip(self.kept, self.masters, self.units, strict=True):
-            # No gradient is a gradient of zero, for every number of processes: one without a segment of the mini-batch
-            # has none to add, and what a mini-batch does not reach goes on by its momentum.
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            master.grad = grad.to(master.dtype) / unit
-            self.world.add(master.grad)
-            parameter.grad = None
-        self.optimizer.step()
-        for parameter, master, unit, dtype in zip(self.kept, self.masters, self.units, self.stored, strict=True):
-            parameter.copy_((master / unit).to(dtype))
-        self.step += 1
-
-
-@torch.no_grad()
-def units_of(kept: Sequence[nn.Parameter], scales: Mapping[SparseLowRankLinear, Tensor]) -> list[Tensor]:
-    """What each parameter is multiplied by while it is trained: D for S, entry by entry, and for v; else 1."""
-    found: dict[int, Tensor] = {}
-    for layer, scale in scales.items():
-        if layer.low_rank_v is not None:
-            found[id(layer.low_rank_v)] = scale
-        found[id(layer.values)] = scale.expand(layer.spec.shape).masked_select(layer.support()).view_as(layer.values)
-    return [found.get(id(p), torch.ones((), device=p.device)) for p in kept]
-
-
-@torch.no_grad()
-def masters_of(
-    kept: Sequence[nn.Parameter], units: Sequence[Tensor], layers: Iterable[SparseLowRankLinear]
-) -> list[Tensor]:
-    """Copies of the parameters in the working dtype and in these units, the factors of each layer balanced."""
-    masters = {id(p): p.detach().to(working_dtype(p)) * unit for p, unit in zip(kept, units, strict=True)}
-    for layer in layers:
-        u, v = layer.low_rank_u, layer.low_rank_v
-        if u is not None and v is not None and id(u) in masters and id(v) in masters:
-            balanced = LowRank(masters[id(u)], masters[id(v)]).balanced()
-            masters[id(u)], masters[id(v)] = balanced.u, balanced.v
-    return [masters[id(p)] for p in kept]
-
-
-def _rms(tensor: Tensor) -> float:
-    return tensor.square().mean().sqrt().item()
+            self.masters.update(self.settings.rate(self.step, self.steps))
+            self.step += 1

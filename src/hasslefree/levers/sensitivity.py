@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, option
-from hasslefree.levers.matching import only_trained
+from hasslefree.levers.masters import only_trained
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import hooks
 from hasslefree.models.distributed import World

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from hasslefree.core.cost import FLOAT, workspace
-from hasslefree.levers.matching import SAMPLES, Matching
+from hasslefree.levers.masters import SAMPLES
+from hasslefree.levers.matching import Matching
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, find_blocks
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
