@@ -49,7 +49,8 @@ RIVALS: dict[str, dict[str, Any]] = {
 LEVERS: dict[str, dict[str, Any]] = {
     "fast, allocation": EFFORTS["fast"] | {"allocate": "error"},
     "fast, dense targets": EFFORTS["fast"] | {"dense_target": 1.0},
-    "fast, matching": EFFORTS["fast"] | {"match_blocks": True},
+    "fast, block matching": EFFORTS["fast"] | {"match_blocks": True},
+    "fast, prediction matching": EFFORTS["fast"] | {"match_predictions": 196_608},
 }
 ROWS: dict[str, dict[str, Any] | None] = {"dense": None, **EFFORTS, **LEVERS, **RIVALS}
 

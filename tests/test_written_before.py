@@ -139,7 +139,7 @@ def unfinished(tmp_path, monkeypatch) -> dict:
     journal = json.loads(JOURNAL.read_text())
     versions = journal["identity"]["versions"]
     versions.update({package: importlib.metadata.version(package) for package in versions})
-    journal["identity"]["recipe"].update(match_epochs=1)  # a field that did not exist, and has no effect here
+    journal["identity"]["recipe"].update(NEW)
     JOURNAL.write_text(json.dumps(journal))
     return journal
 
@@ -151,7 +151,9 @@ def identity_of_files(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 # What `balanced` was then.
-BALANCED = {"rounds": 100, "dense_target": 1.0, "match_blocks": False}
+BALANCED = {"rounds": 100, "allocate": "error", "dense_target": 1.0, "match_blocks": False, "match_predictions": 0}
+# Fields that did not exist, and have no effect there.
+NEW = {"match_epochs": 4, "match_predictions": 0}
 
 
 def resume(**changes):
@@ -181,7 +183,8 @@ def check_records(folder: Path) -> None:
         assert all(len(entry.pop("crc32")) == 8 for entry in config["modules"].values())
     assert configs[0] == configs[1]
     found, expected = (json.loads((path / "compression.json").read_text()) for path in (folder, FIXTURES / OUT))
-    assert found["recipe"].pop("match_epochs") == 1  # a field that did not exist
+    for name, value in NEW.items():
+        assert found["recipe"].pop(name) == value
     layers = [(new, old) for new, old in zip(found.pop("layers"), expected.pop("layers"), strict=True)]
     for new, old in [(found, expected), *layers]:
         assert new.keys() >= old.keys()
@@ -210,6 +213,7 @@ def test_it_is_resumed_from_the_command_line(unfinished, monkeypatch, tmp_path):
     before = identity_of_files(JOURNAL.parent / "model")
     flags = [word for name, value in FOLDERS[OUT]["recipe"].items() for word in (f"--{name}", value)]
     flags += ["--rounds", 100, "--dense-target", 1.0, "--no-match-blocks"]
+    flags += ["--allocate", "error", "--match-predictions", 0]
     assert run(monkeypatch, "compress", "dense", OUT, *flags, "--device", "cpu", "--resume") == 0
     assert identity_of_files(tmp_path / OUT) == before
     check_whole(tmp_path / OUT, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from wrapt import register_post_import_hook
 
@@ -104,16 +106,25 @@ def plan(
 
 @contextmanager
 def layer_bar() -> Iterator[Callable[[LayerRecord, int, int], None]]:
-    """A bar over layers with the current layer's relative error and the time left."""
+    """A bar over layers with the current layer's relative error and the time left; above it what is logged."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}", markup=False), *columns, console=console, transient=True) as bar:
         task = bar.add_task("loading the model and the text", total=None)
+        handler = RichHandler(console=bar.console, show_path=False, show_level=False, markup=False)
+        logger = logging.getLogger("hasslefree")
+        level = logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
         def progress(report: LayerRecord, done: int, total: int) -> None:
             text = f"{report.name} relative error {report.relative_error:.5f}"
             bar.update(task, description=text, completed=done, total=total)
 
-        yield progress
+        try:
+            yield progress
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
 
 @app.command()

@@ -14,6 +14,7 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import CheckpointError, HasslefreeError, OutputError
 from hasslefree.folder import journal
+from hasslefree.levers.masters import Masters
 from hasslefree.run import blockwise
 from tests.tiny_models import build, segments
 
@@ -83,6 +84,61 @@ def test_finished_blocks_are_not_solved_again(tmp_path, monkeypatch):
     monkeypatch.setattr(blockwise, "solve_layer", lambda *a: solved.append(1) or solve(*a))
     compress(tmp_path / "out", resume=True)
     assert len(solved) == 7
+
+
+@pytest.mark.parametrize("place", ["a step", "a new file", "the journal", "an old file"])
+def test_matching_predictions_is_done_again_or_has_been_done(place, tmp_path, monkeypatch):
+    """Oracle: the folder of an uninterrupted run."""
+    recipe, passed = Recipe(rank=2, method="eora", match_predictions=32), 0
+    compress(tmp_path / "whole", recipe)
+
+    def dying(owner, name, counts=lambda *args: True, at=2):
+        original = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            nonlocal passed
+            passed += counts(*args)
+            if passed == at:
+                passed += 1
+                raise KeyboardInterrupt
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    if place == "a step":
+        dying(Masters, "update")
+    elif place == "a new file":
+        dying(journal.Unfinished, "_save", lambda self, file, tensors: "model-" in file, at=3)
+    elif place == "the journal":
+        dying(journal.Unfinished, "_write_journal", lambda self: self.predictions is not None, at=1)
+    else:
+        dying(Path, "unlink", lambda path: "fitted-" in path.name)
+    with pytest.raises(KeyboardInterrupt):
+        compress(tmp_path / "out", recipe)
+    steps = []
+    step = Masters.update
+    monkeypatch.setattr(Masters, "update", lambda *args: steps.append(1) or step(*args))
+    compress(tmp_path / "out", recipe, resume=True)
+    assert bool(steps) == (place != "an old file")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_matched_block_that_is_gone_begins_them_all_anew(tmp_path, monkeypatch):
+    """Oracle: the folder of an uninterrupted run. What the other blocks were before is not there any more."""
+    recipe = Recipe(rank=2, method="eora", match_predictions=32)
+    compress(tmp_path / "whole", recipe)
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    finish = journal.Unfinished.finish
+    monkeypatch.setattr(journal.Unfinished, "finish", stop)
+    with pytest.raises(KeyboardInterrupt):
+        compress(tmp_path / "out", recipe)
+    monkeypatch.setattr(journal.Unfinished, "finish", finish)
+    (tmp_path / "out.unfinished" / "model" / "model-00003-of-00004.safetensors").unlink()
+    compress(tmp_path / "out", recipe, resume=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def die_at(out, point, resume):

@@ -142,8 +142,10 @@ def test_a_model_whose_head_needs_the_blocks_is_refused(tmp_path):
         sensitivities(walk, plan_of(model), segments(), World(), lambda *seen: None)
 
 
-def test_a_model_without_a_head_is_compressed_by_a_uniform_plan_alone(tmp_path):
+def test_a_model_without_a_head_is_compressed_where_nothing_asks_for_its_predictions(tmp_path):
     with pytest.raises(ModelError, match="has no output head"):
-        hasslefree.compress(build("llama").model, tmp_path / "out", Recipe(rank=2), segments=segments())
-    recipe = Recipe(rank=2, allocate="uniform")
+        hasslefree.compress(
+            build("llama").model, tmp_path / "out", Recipe(rank=2, allocate="error"), segments=segments()
+        )
+    recipe = Recipe(rank=2, effort="fast")
     hasslefree.compress(build("llama").model, tmp_path / "out", recipe, segments=segments())

@@ -4,7 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasslefree.errors import CalibrationError, UnknownNameError
-from hasslefree.models.texts import calibration_documents, check_text, draw_segments, evaluation_text
+from hasslefree.models.texts import (
+    calibration_documents,
+    check_text,
+    disjoint_segments,
+    draw_segments,
+    evaluation_text,
+)
 
 
 def encode(text):
@@ -116,3 +122,13 @@ def test_a_hub_that_cannot_be_reached_is_a_message(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", fail)
     with pytest.raises(CalibrationError, match=r"'ptb' could not be loaded from the hub \(ConnectError: no route\)"):
         evaluation_text("ptb")
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 12), st.integers(1, 9), st.integers(0, 99))
+def test_disjoint_windows_share_no_token_and_leave_less_than_one_in_each_document(lengths, most, seqlen, seed):
+    documents = [document(1000 * i, length) for i, length in enumerate(lengths)]
+    found = disjoint_segments(documents, encode, most, seqlen, seed)
+    assert found.shape == (min(most, sum(length // seqlen for length in lengths)), seqlen)
+    assert torch.equal(found, found[:, :1] + torch.arange(seqlen))
+    assert found.unique().numel() == found.numel()
+    assert torch.equal(found, disjoint_segments(documents, encode, most, seqlen, seed))

@@ -225,8 +225,8 @@ def test_a_file_that_is_no_text(tmp_path):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"rank": 4}, {"effort": "balanced", "allocate": "error", "match_blocks": True, "match_epochs": 1}),
-        ({"rank": 4, "effort": "best"}, {"match_blocks": True, "match_epochs": 6}),
+        ({"rank": 4}, {"effort": "balanced", "match_blocks": False, "match_predictions": 49_152}),
+        ({"rank": 4, "effort": "best"}, {"match_blocks": True, "match_epochs": 1, "match_predictions": 196_608}),
         ({"rank": 4, "effort": "fast"}, {"dense_target": 0.0, "match_blocks": False, "allocate": "uniform"}),
         # What is given wins over the effort.
         ({"rank": 4, "effort": "best", "match_blocks": False, "rounds": 7, "dense_target": 0.5},
@@ -236,10 +236,10 @@ def test_a_file_that_is_no_text(tmp_path):
          {"effort": None, "rounds": None, "dense_target": 0.0, "match_blocks": False, "allocate": "uniform"}),
         ({"rank": 4, "method": "oats", "effort": "best"}, {"rounds": None, "match_blocks": True}),
         # Values on a grid are not trained.
-        ({"rank": 4, "method": "caldera", "effort": "best"}, {"match_blocks": False}),
+        ({"rank": 4, "method": "caldera", "effort": "best"}, {"match_blocks": False, "match_predictions": 0}),
         # Without ranks, layers of N:M have nothing to give each other.
-        ({"rank": 0}, {"allocate": "uniform", "match_blocks": True}),
-        ({"pattern": "unstructured", "sparsity": 0.5, "rank": 0}, {"allocate": "error"}),
+        ({"rank": 0, "effort": "best"}, {"allocate": "uniform", "match_blocks": True}),
+        ({"pattern": "unstructured", "sparsity": 0.5, "rank": 0, "effort": "best"}, {"allocate": "error"}),
     ],
 )  # fmt: skip
 def test_what_an_effort_stands_for(given, expected):

@@ -138,6 +138,20 @@ def test_blocks_are_matched_by_several_as_by_one(size, tmp_path):
 
 
 @forked
+@pytest.mark.parametrize("size", [2, 3])
+def test_predictions_are_matched_by_several_as_by_one(size, tmp_path):
+    """Oracle: one process. Steps have sums in another order, and one segment judges: some processes have none."""
+    recipe = Recipe(rank=2, method="eora", match_predictions=160)
+    one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))
+    assert run(size, tmp_path / "many", recipe) == [0] * size
+    many = json.loads((tmp_path / "many" / "compression.json").read_text())["predictions"]
+    assert many["tokens"] == one.predictions["tokens"] == 160
+    assert many["after"] < many["before"]
+    for name in ("before", "after", "history"):
+        assert many[name] == pytest.approx(one.predictions[name], rel=1e-2), name
+
+
+@forked
 def test_factors_in_eight_bits_go_from_process_to_process(tmp_path):
     """Oracle: one process. A code may round otherwise: the errors are nearly the same."""
     recipe = Recipe(rank=2, method="eora", factor_bits=8)

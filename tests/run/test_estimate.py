@@ -12,6 +12,7 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.core.protocols import Pruned, Pruner
 from hasslefree.errors import BudgetError, GridError, MemoryShortError, ModelError, UnknownNameError
+from hasslefree.levers.masters import Masters
 from hasslefree.levers.matching import Matching, match_block
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import find_blocks
@@ -170,7 +171,7 @@ def test_the_plan_names_what_is_done_beyond_the_layer(tmp_path):
         return as_text(estimate_table(planned(tmp_path, Recipe(rank=2, samples=6, seqlen=16, **changes)), CPU))
 
     assert "beyond the layer" not in told(effort="fast")
-    assert all(word in told() for word in ("allocation error", "block matching"))
+    assert all(word in told(effort="best") for word in ("allocation error", "block matching", "prediction matching"))
     assert "dense targets: a second forward pass" not in told()
     assert "dense targets: a second forward pass" in told(dense_target=1.0)
 
@@ -193,7 +194,7 @@ def test_the_hidden_states_that_allocation_keeps_count(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Activations, "__init__", lambda self, *its: make(self, *its) or taken.append(self.states.nbytes)
     )
-    recipe = Recipe(rank=2, allocate="error", match_blocks=False, samples=6, seqlen=16, rounds=1)
+    recipe = Recipe(rank=2, allocate="error", effort="fast", samples=6, seqlen=16, rounds=1)
     found = planned(tmp_path / "model", recipe)
     hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments(6, 16))
     assert found.activations == sum(taken[:-1])
@@ -204,10 +205,35 @@ def test_the_hidden_states_that_allocation_keeps_count(tmp_path, monkeypatch):
 
 
 def test_probes_that_do_not_fit_have_a_remedy(tmp_path):
-    found = dataclasses.replace(planned(tmp_path), probes=10**15)
-    assert found.activations == 10**15
+    found = planned(tmp_path, Recipe(rank=2, allocate="error", match_predictions=0, samples=6, seqlen=16))
+    assert dataclasses.replace(found, probes=10**15).activations == 10**15
+    found = dataclasses.replace(found, logits=10**15)
     with pytest.raises(MemoryShortError, match="it fits with effort='fast', which runs no probes"):
         check_memory(found, CPU)
+
+
+def test_what_prediction_matching_holds_counts_and_has_a_remedy(tmp_path, monkeypatch):
+    """Oracle: what the masters, their units and Adam's moments take in a run, and all compressed blocks."""
+    made, keep = [], Masters.__init__
+
+    def noted(self, *args, **kwargs):
+        keep(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(Masters, "__init__", noted)
+    recipe = Recipe(rank=2, effort="fast", match_predictions=64, samples=6, seqlen=16)
+    found = planned(tmp_path / "model", recipe)
+    report = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments(6, 16))
+    adam = [t for m in made[-2:] for state in m.optimizer.state.values() for t in state.values() if t.ndim]
+    held = [*adam, *(t for m in made[-2:] for t in [*m.masters, *m.units] if t.ndim)]
+    assert found.masters >= sum(t.nbytes for t in held) > 0.7 * found.masters
+    assert found.whole == report.stored_bytes
+    for much in ({"whole": 10**15}, {"masters": 10**15}):
+        with pytest.raises(MemoryShortError, match="it fits with match_predictions=0, which keeps one block in memory"):
+            check_memory(dataclasses.replace(found, **much), CPU)
+    gpu = dataclasses.replace(found, device="cuda", whole=10**9, masters=10**9)
+    assert dataclasses.replace(gpu, storage="cpu").device_peak == gpu.device_peak - 10**9 - gpu.activations
+    assert dataclasses.replace(gpu, storage="disk").ram_peak == gpu.ram_peak + 10**9
 
 
 def test_the_passes_of_matching_are_those_it_makes():

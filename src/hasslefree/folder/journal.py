@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,11 +45,18 @@ class Part:
 class Unfinished:
     """`OUT.unfinished`, beside OUT: a lock, a journal, and in `model/` what OUT will hold.
 
-    Nothing in it is ever half there: files are written beside their place, synced, and renamed.
+    Nothing in it is ever half there: files are written beside their place, synced, and renamed. `predictions` is the
+    report of prediction matching, once all blocks have the values that it gave them.
     """
 
-    def __init__(self, out: Path, identity: dict[str, Any] | None, parts: list[Part]):
-        self.out, self.identity, self.parts = out, identity, parts
+    def __init__(
+        self,
+        out: Path,
+        identity: dict[str, Any] | None,
+        parts: list[Part],
+        predictions: dict[str, Any] | None = None,
+    ):
+        self.out, self.identity, self.parts, self.predictions = out, identity, parts, predictions
         self.folder = unfinished_folder(out)
         self.model, self.scratch = self.folder / "model", self.folder / "scratch"
 
@@ -77,14 +84,35 @@ class Unfinished:
     def add(self, file: str, tensors: dict[str, Tensor], **rest: Any) -> None:
         """Write one more part. rest: `entries`, `layers` and `matching` of `Part`."""
         with room_errors(self.folder):
-            kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-            beside = self.model / f".{file}"
-            save_file(kept, beside, metadata={"format": "pt"})
-            digest = sha256(beside)
-            settle(beside, self.model / file)
-            sizes = {name: tensor.nbytes for name, tensor in kept.items()}
+            digest = self._save(file, tensors)
+            sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
             self.parts.append(Part(file, digest, sizes, **rest))
             self._write_journal()
+
+    def _save(self, file: str, tensors: dict[str, Tensor]) -> str:
+        """Write a file of the model, and return the SHA-256 of its bytes."""
+        beside = self.model / f".{file}"
+        kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        save_file(kept, beside, metadata={"format": "pt"})
+        digest = sha256(beside)
+        settle(beside, self.model / file)
+        return digest
+
+    def rewrite(self, files: Iterable[tuple[str, dict[str, Tensor]]], predictions: dict[str, Any]) -> None:
+        """Give the blocks other values and other files: all of them count at once, or none.
+
+        Args:
+            files: for each block the name of its new file, and its tensors. predictions: the report of what was done.
+        """
+        outside, blocks = self.parts[0], self.parts[1:]
+        with room_errors(self.folder):
+            new = [outside]
+            for part, (file, tensors) in zip(blocks, files, strict=True):
+                new.append(dataclasses.replace(part, file=file, sha256=self._save(file, tensors)))
+            self.parts[:], self.predictions = new, predictions
+            self._write_journal()
+            for part in blocks:
+                (self.model / part.file).unlink()
 
     def read(self, part: Part) -> dict[str, Tensor]:
         """The tensors of a part, on the CPU."""
@@ -101,7 +129,8 @@ class Unfinished:
             put_in_place(self.model, self.out, self.folder / BEFORE)
 
     def _write_journal(self) -> None:
-        content = {"identity": self.identity, "parts": [dataclasses.asdict(part) for part in self.parts]}
+        parts = [dataclasses.asdict(part) for part in self.parts]
+        content = {"identity": self.identity, "parts": parts, "predictions": self.predictions}
         beside = self.folder / f".{JOURNAL}"
         beside.write_text(json.dumps(content), encoding="utf-8")
         settle(beside, self.folder / JOURNAL)
@@ -129,15 +158,15 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
         if (folder / BEFORE).exists() and not out.exists():  # killed between two renames
             (folder / BEFORE).rename(out)
         check_output(out, overwrite)
-        identity, parts = _read_journal(folder)
+        identity, parts, predictions = _read_journal(folder)
         if parts and not resume and not overwrite:
             raise OutputError(
                 f"{folder} holds the {_blocks(parts)} of a compression that did not end; {option('resume', True)} goes "
                 f"on from there, {option('overwrite', True)} begins anew"
             )
         if not resume:
-            identity, parts = None, []
-        found = Unfinished(out, identity, parts)
+            identity, parts, predictions = None, [], None
+        found = Unfinished(out, identity, parts, predictions)
         _sweep(found)
         try:
             yield found
@@ -171,10 +200,14 @@ def claimed(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part]]:
-    """What was done, up to the first part whose file is not there."""
+def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], dict[str, Any] | None]:
+    """What was done, up to the first part whose file is not there.
+
+    Where all blocks were matched together and one is not there, what the others were before is not there either: only
+    what is outside the blocks counts then.
+    """
     if not (folder / JOURNAL).exists():
-        return None, []
+        return None, [], None
     content = read_json(folder / JOURNAL)
     parts = []
     for entry in content["parts"]:
@@ -188,7 +221,10 @@ def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part]]:
                 f"Delete it, and {option('resume', True)} does its block and those after it again"
             )
         parts.append(part)
-    return content["identity"], parts
+    predictions = content.get("predictions")
+    if predictions is not None and len(parts) < len(content["parts"]):
+        parts, predictions = parts[:1], None
+    return content["identity"], parts, predictions
 
 
 def _sweep(found: Unfinished) -> None:

@@ -82,6 +82,7 @@ class Record:
         recipe: its fields. method: with every hyper-parameter that was in force. versions: of the libraries.
         seqlen: as resolved for the model. tokens: of the calibration text.
         matching: for each block that was matched, its name and error before and after.
+        predictions: what prediction matching did; see `levers.predictions.PredictionRecord`.
         own_segments: the calibration tokens were given, and not drawn from the text that the recipe names.
     """
 
@@ -96,6 +97,7 @@ class Record:
     seconds: Figure
     layers: tuple[LayerRecord, ...]
     matching: tuple[dict[str, Any], ...] = ()
+    predictions: dict[str, Any] | None = None
     own_segments: bool = False
 
     @property

@@ -65,7 +65,7 @@ class Masters:
         self.masters = [master.to(home) for master in masters]
         self.peaks = [learning_rate * (_rms(master) if relative else 1.0) for master in self.masters]
         groups = [{"params": [m], "lr": peak} for m, peak in zip(self.masters, self.peaks, strict=True)]
-        self.optimizer = torch.optim.Adam(groups, betas=betas, eps=epsilon)
+        self.optimizer = torch.optim.Adam(groups, betas=betas, eps=epsilon, fused=True)
 
     @torch.no_grad()
     def update(self, rate: float) -> None:

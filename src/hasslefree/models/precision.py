@@ -10,7 +10,7 @@ be when the model is run, and in float32 elsewhere, where they are faster.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | Non
 
 
 @contextmanager
-def computing(block: nn.Module, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
+def computing(block: nn.Module, modules: Iterable[nn.Module] | None = None, unpack: bool = True) -> Iterator[None]:
     """Within it, a block runs on hidden states in float32, and compressed layers in it hold S unpacked over all calls.
 
     What a product does not read is in float32; where products are not in the dtype of the block, everything is.
@@ -39,12 +39,13 @@ def computing(block: nn.Module, modules: Iterable[nn.Module] | None = None) -> I
 
     Args:
         modules: the modules of a model that run; None for all of the block.
+        unpack: False where S may change meanwhile; it is then unpacked at every call.
     """
     running = list(block.modules() if modules is None else modules)
     matrix = max((p for module in running for p in module.parameters(recurse=False)), key=nn.Parameter.numel)
     products = product_dtype(matrix.dtype, matrix.device)
     narrow = torch.autocast(matrix.device.type, products, enabled=products is not None, cache_enabled=False)
-    with unpacked_once(block), widened(running, keep=products), narrow:
+    with unpacked_once(block) if unpack else nullcontext(), widened(running, keep=products), narrow:
         yield
 
 

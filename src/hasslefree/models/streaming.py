@@ -68,9 +68,10 @@ class Weights:
     def present(self, part: Modules) -> Iterator[None]:
         """Within it, the parameters of a part of the model are on the device.
 
-        Afterwards they are in no memory, and neither are the compressed layers that came into the part meanwhile.
+        Afterwards they are in no memory, and neither are the compressed layers that came into the part meanwhile; but
+        for a part that was in memory before, and stays.
         """
-        if not self.streamed:
+        if not self.streamed or not any(p.is_meta for module in part() for p in module.parameters(recurse=False)):
             yield
             return
         try:

@@ -160,6 +160,26 @@ def _parse_jsonl(path: Path, content: str) -> list[str]:
     return documents
 
 
+def disjoint_segments(
+    documents: Sequence[str], encode: Callable[[str], list[int]], most: int, seqlen: int, seed: int
+) -> Tensor:
+    """Windows of random documents that do not overlap, in random order: `most`, or all that there are.
+
+    Returns:
+        (windows, seqlen) int64; no rows where no document is long enough.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    windows: list[list[int]] = []
+    for index in torch.randperm(len(documents), generator=generator).tolist():
+        tokens = encode(documents[index])
+        start = int(torch.randint(len(tokens) % seqlen + 1, (), generator=generator))
+        windows += [tokens[i : i + seqlen] for i in range(start, len(tokens) - seqlen + 1, seqlen)]
+        if len(windows) >= most:
+            break
+    order = torch.randperm(len(windows), generator=generator)[:most].tolist()
+    return torch.tensor([windows[i] for i in order], dtype=torch.int64).view(-1, seqlen)
+
+
 def draw_segments(
     documents: Sequence[str], encode: Callable[[str], list[int]], samples: int, seqlen: int, seed: int
 ) -> Tensor:

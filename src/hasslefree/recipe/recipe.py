@@ -143,6 +143,13 @@ class Recipe:
     match_epochs: int | None = declared(
         None, LEVERS, "Passes over the text that block matching makes at most (default: the effort's).", at_least(1)
     )
+    match_predictions: int | None = declared(
+        None,
+        LEVERS,
+        "Tokens of new calibration text on which all blocks are trained together, so that the model predicts what the "
+        "dense one does; 0 for none (default: the effort's).",
+        at_least(0),
+    )
     leave_dense: tuple[str, ...] = declared((), MODEL, "Globs of layers or parameters that stay as they are.")
     dtype: str = declared("auto", MODEL, "auto, float32, bfloat16 or float16.", one_of(DTYPES))
     seed: int = declared(0, TEXT, "Seed of everything that is random.", valid_seed)

@@ -19,10 +19,13 @@ from hasslefree.solve.pruners import PRUNERS
 
 # What each effort decides where the recipe does not. The rounds are those of `joint`.
 EFFORTS: dict[str, dict[str, Any]] = {
-    "fast": {"rounds": 20, "allocate": "uniform", "dense_target": 0.0, "match_blocks": False, "match_epochs": 4},
-    "balanced": {"rounds": 20, "allocate": "error", "dense_target": 0.0, "match_blocks": True, "match_epochs": 1},
-    "best": {"rounds": 20, "allocate": "error", "dense_target": 0.0, "match_blocks": True, "match_epochs": 6},
+    "fast": {"allocate": "uniform", "match_blocks": False, "match_predictions": 0},
+    "balanced": {"allocate": "uniform", "match_blocks": False, "match_predictions": 49_152},
+    "best": {"allocate": "error", "match_blocks": True, "match_epochs": 1, "match_predictions": 196_608},
 }
+# What they have in common.
+EVERY = {"rounds": 20, "dense_target": 0.0, "match_epochs": 4}
+LEVERS = ("allocate", "dense_target", "match_blocks", "match_epochs", "match_predictions")
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Resolved:
     Args:
         recipe: the recipe with every default filled in; fields of a fixed default are read from here.
         budget: of every layer. method: with its hyper-parameters.
-        allocate, dense_target, match_blocks, match_epochs: the levers, as the recipe or its effort decides.
+        allocate, dense_target, match_blocks, match_epochs, match_predictions: the levers, as the recipe or its effort
+            decides.
     """
 
     recipe: Recipe
@@ -42,6 +46,7 @@ class Resolved:
     dense_target: float
     match_blocks: bool
     match_epochs: int
+    match_predictions: int
 
     @property
     def two_streams(self) -> bool:
@@ -65,7 +70,7 @@ def resolve(recipe: Recipe, with_text: bool = True) -> Resolved:
     if found := list(problems(recipe, with_text)):
         raise RecipeError("\n".join(problem.message for problem in found))
     whole = filled(recipe)
-    levers = {name: getattr(whole, name) for name in ("allocate", "dense_target", "match_blocks", "match_epochs")}
+    levers = {name: getattr(whole, name) for name in LEVERS}
     return Resolved(whole, budget_of(whole), method_of(whole), **levers)
 
 
@@ -77,13 +82,13 @@ def filled(recipe: Recipe) -> Recipe:
     grid = has_grid(recipe)
     recipe = dataclasses.replace(recipe, pattern=recipe.pattern or ("dense" if grid else "2:4"))
     effort = recipe.effort or ("balanced" if recipe.method == "joint" else None)
-    decided = dict(EFFORTS[effort or "fast"])
+    decided = EVERY | EFFORTS[effort or "fast"]
     if recipe.method != "joint":
         del decided["rounds"]
     if not movable(recipe):
         decided["allocate"] = "uniform"
     if grid or recipe.factor_bits:
-        decided["match_blocks"] = False
+        decided |= {"match_blocks": False, "match_predictions": 0}
     given = {name: getattr(recipe, name) for name in decided if getattr(recipe, name) is not None}
     return dataclasses.replace(recipe, effort=effort, **(decided | given))
 
@@ -157,10 +162,9 @@ def grid_problems(recipe: Recipe) -> Iterator[Problem]:
             f"pattern dense keeps every entry of S, and method {recipe.method} changes none: use a method that puts "
             f"them on a grid ({quantised}), or another pattern",
         )
-    if has_grid(recipe) and recipe.match_blocks:
-        yield Problem(
-            ("match_blocks",), "match_blocks trains the values of S, which a grid does not let go: leave it out"
-        )
+    for name in ("match_blocks", "match_predictions"):
+        if has_grid(recipe) and getattr(recipe, name):
+            yield Problem((name,), f"{name} trains the values of S, which a grid does not let go: leave it out")
 
 
 def factor_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -171,6 +175,7 @@ def factor_problems(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(METHODS.get(recipe.method), Prune):
         message = f"factor_bits is for the factors of L, and method {recipe.method} has none: leave it out"
         yield Problem(("factor_bits",), message)
-    if recipe.match_blocks:
-        message = "match_blocks trains the factors, which factor_bits fixes: leave out one of them"
-        yield Problem(("match_blocks", "factor_bits"), message)
+    for name in ("match_blocks", "match_predictions"):
+        if getattr(recipe, name):
+            message = f"{name} trains the factors, which factor_bits fixes: leave out one of them"
+            yield Problem((name, "factor_bits"), message)

@@ -160,7 +160,7 @@ def compress_blocks(
         )
         if world.writes:
             work.add(
-                part_file(visit.index + 1, count),
+                part_file(visit.index + 1, count, last=not resolved.match_predictions),
                 block_tensors(visit.block, visit.prefix),
                 entries={report.name: entry_of(layer) for layer, report in done},
                 layers=[report.to_dict() for _, report in done],
@@ -168,8 +168,9 @@ def compress_blocks(
             )
 
 
-def part_file(part: int, blocks: int) -> str:
-    return f"model-{part + 1:05d}-of-{blocks + 1:05d}.safetensors"
+def part_file(part: int, blocks: int, last: bool = True) -> str:
+    """The name of a part's file. last: its values are those of the finished model."""
+    return f"{'model' if last else 'fitted'}-{part + 1:05d}-of-{blocks + 1:05d}.safetensors"
 
 
 def put_back(visit: Visit, work: Unfinished, note: Note) -> None:

@@ -42,6 +42,7 @@ from hasslefree.run.blockwise import compress_blocks, look_over
 from hasslefree.run.estimate import estimate
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.memory import check_memory
+from hasslefree.run.predictions import match_whole, wanted_predictions
 
 # Called after each layer with its report, the layers done and the layers in all.
 Progress = Callable[[LayerRecord, int, int], None]
@@ -109,6 +110,7 @@ def compress(
         first = segments[:1].to(target)
         walk, digests = look_over(loaded, blocks, Weights(loaded, target), plan, first, walk_options)
         local = world.share(segments).to(target)
+        wanted = wanted_predictions(walk, resolved, tokenizer, segments, given, world)
         plan, channels = world.broadcast(allocated(walk, plan, resolved, local, world))
         if channels is None and resolved.match_blocks:
             channels = importances(walk, local, world, recipe.seed)
@@ -116,10 +118,13 @@ def compress(
         if world.writes:
             work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(plan)})
         compress_blocks(walk, plan, resolved, local, work, world, note, channels)
+        predictions = match_whole(walk, wanted, work, world) if wanted else None
         parts = world.broadcast(work.parts)
         layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
         matching = tuple(part.matching for part in parts if part.matching)
-        report = Record(**about, seconds=time.perf_counter() - start, layers=layers, matching=matching)
+        report = Record(
+            **about, seconds=time.perf_counter() - start, layers=layers, matching=matching, predictions=predictions
+        )
         if world.writes:
             work.finish(lambda part: write_rest(part, loaded, tokenizer, parts, report))
     return report

@@ -14,6 +14,7 @@ from torch import nn
 from hasslefree.core.cost import FLOAT, workspace
 from hasslefree.levers.masters import SAMPLES
 from hasslefree.levers.matching import Matching
+from hasslefree.levers.predictions import JUDGED, Predictions, segments_for
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, find_blocks
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
@@ -31,6 +32,8 @@ LIBRARIES = 600_000_000
 FORWARD = 6
 # Where labels are drawn from predictions, so many arrays (tokens, vocabulary) are there at a time.
 LOGITS = 5
+# What Adam holds of a kept value, in numbers: the master, its unit and two moments.
+MASTER = 4
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Footprint:
         block, solving: of the dearest block: its weights before and after, and the Grams and the solver's arrays of its
             dearest layer. resident: the rest of a model that is loaded already.
         streams: hidden states of all segments. probes: those before each block that the backward pass keeps.
+        whole, masters: where predictions are matched, all compressed blocks, and what Adam holds for them; else 0.
         device: where it computes. storage: where the activations are. disk: the size of the folder.
         flops: of solvers, Grams, forward passes and matching. levers: what is done beyond the layer, in words.
         unstated: plug-ins that state no cost, and are counted as the most expensive ones of this package.
@@ -59,6 +63,8 @@ class Footprint:
     resident: int
     streams: int
     probes: int
+    whole: int
+    masters: int
     device: str
     storage: str
     disk: int
@@ -79,7 +85,10 @@ class Footprint:
     def device_peak(self) -> int:
         """Bytes of the device's memory."""
         here = self.storage == "device" or (self.storage == "cpu" and self.on_cpu)
-        work = max(2 * self.outside + self.logits, self.block + self.solving)
+        head = 2 * self.outside + self.logits
+        blockwise = max(head, self.block + self.solving)
+        together = self.whole + max(head, self.block) + (self.masters if here or self.on_cpu else 0)
+        work = max(blockwise, together) if self.whole else blockwise
         return LIBRARIES + self.resident + work + (self.activations if here else 0)
 
     @property
@@ -87,7 +96,8 @@ class Footprint:
         """Bytes of RAM; where the device is the CPU, that is all of it."""
         if self.on_cpu:
             return self.device_peak
-        return 2 * LIBRARIES + 2 * max(self.outside, self.block) + (self.activations if self.storage == "cpu" else 0)
+        held = 2 * max(self.outside, self.block) + (self.activations if self.storage == "cpu" else 0)
+        return 2 * LIBRARIES + held + (self.masters if self.storage != "device" else 0)
 
 
 def estimate(
@@ -117,7 +127,10 @@ def estimate(
     probed, logits = 0, 0
     if resolved.allocate == "error" or resolved.match_blocks:
         probed = -(-probes(*tokens) // processes)
+    if probed or resolved.match_predictions:
         logits = LOGITS * FLOAT * seqlen * vocabulary
+    # At most: a short text has fewer.
+    matched = -(-segments_for(resolved.match_predictions, seqlen) // processes)
     # A forward and a backward pass of the blocks and the output head.
     probing = 3 * 2 * probed * seqlen * (_numbers(blocks) + width * vocabulary)
     shapes = max(([layer.spec.shape for layer in plans.values()] for plans in plan), key=lambda s: pass_bytes(s, 1))
@@ -125,10 +138,11 @@ def estimate(
     at_once = resolved.recipe.sequential == "layer" and in_one_pass(shapes, samples * seqlen, device)
     if at_once:
         passing = max(passing, (1 + bool(resolved.dense_target)) * pass_bytes(shapes, samples * seqlen))
+    kept = sum(layer.spec.parameters for layer in layers)
     return Footprint(
         blocks=len(blocks.modules),
         layers=tuple(kinds(plan)),
-        kept=sum(layer.spec.parameters for layer in layers),
+        kept=kept,
         dense=sum(layer.spec.dense_parameters for layer in layers),
         outside=_bytes(outside),
         logits=logits,
@@ -138,12 +152,16 @@ def estimate(
         ),
         solving=max(_solving(plans, resolved, device.type) for plans in plan) + passing,
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
-        streams=(1 + resolved.two_streams) * samples * seqlen * width * FLOAT,
+        streams=((1 + resolved.two_streams) * samples + matched) * seqlen * width * FLOAT,
         probes=(2 + len(plan)) * probed * seqlen * width * FLOAT,
+        whole=sum(layer.bytes for layer in layers) if matched else 0,
+        masters=MASTER * FLOAT * kept if matched else 0,
         device=device.type,
         storage=storage,
         disk=bytes_on_disk(model, plan),
-        flops=_flops(blocks, plan, resolved, tokens, processes, at_once) + probing,
+        flops=_flops(blocks, plan, resolved, tokens, processes, at_once)
+        + probing
+        + _predicting(matched * seqlen, _numbers(blocks), width * vocabulary),
         levers=tuple(levers_of(resolved)),
         unstated=method.cost(*layers[0].spec.shape, layers[0].spec.rank).unstated,
     )
@@ -166,6 +184,11 @@ def levers_of(resolved: Resolved) -> Iterator[str]:
     if resolved.match_blocks:
         yield "block matching: forward and backward passes, and 16 bytes for each value that is kept"
         yield "probes: on a few segments, a backward pass of the dense model through its output head"
+    if resolved.match_predictions:
+        yield (
+            f"prediction matching: forward and backward passes of the whole model over {resolved.match_predictions:,} "
+            "tokens at most, and 16 bytes for each value that is kept"
+        )
 
 
 def estimate_model(
@@ -262,6 +285,19 @@ def _flops(
         settings = Matching.of(resolved.match_epochs)
         passes += matching_passes(settings, segments) * processes / min(math.sqrt(processes), settings.batch)
     return solvers + grams + passes * 2 * tokens * _numbers(blocks)
+
+
+def _predicting(tokens: int, inside: int, head: int) -> float:
+    """The FLOPs of matching predictions on so many tokens, the judging ones included.
+
+    The dense model once, the compressed one forwards, and once more for its backward pass, which is two; of the head
+    both models' predictions, and one backward pass to the hidden states.
+
+    Args:
+        inside, head: parameters of the blocks, and of the output head.
+    """
+    judging = Predictions().looks / (JUDGED + 1)
+    return 2 * tokens * ((5 + judging) * inside + (3 + 2 * judging) * head)
 
 
 def _numbers(blocks: Blocks) -> int:

@@ -29,22 +29,23 @@ def fits(found: Footprint, device: torch.device) -> bool:
 
 
 def remedies(found: Footprint, device: torch.device) -> Iterator[tuple[Footprint, torch.device, str]]:
-    """What else could be asked for, the cheapest first."""
-    if found.probes:
-        yield (
-            dataclasses.replace(found, probes=0, logits=0),
-            device,
-            f"{option('effort', 'fast')}, which runs no probes",
-        )
+    """What else could be asked for: first what changes the result least."""
     for storage in STORAGES[STORAGES.index(found.storage) + 1 :]:
         yield dataclasses.replace(found, storage=storage), device, option("activations", storage)
     if found.resident:
         by_name = dataclasses.replace(found, resident=0, storage="disk")
         disk = option("activations", "disk")
         yield by_name, device, f"{disk} and the model's name or folder in the place of the loaded model"
-        return
-    cpu, on_cpu = torch.device("cpu"), dataclasses.replace(found, device="cpu")
-    if not found.on_cpu:
+    blockwise = dataclasses.replace(found, whole=0, masters=0, storage="disk")
+    least = option("activations", "disk")
+    if found.whole:
+        alone = f"{option('match_predictions', 0)}, which keeps one block in memory"
+        yield dataclasses.replace(blockwise, storage=found.storage), device, alone
+        yield blockwise, device, f"{option('match_predictions', 0)} {least}"
+    if found.probes:
+        fast = f"{option('effort', 'fast')}, which runs no probes"
+        yield dataclasses.replace(blockwise, probes=0, logits=0, storage=found.storage), device, fast
+    if not found.resident and not found.on_cpu:
+        cpu, on_cpu = torch.device("cpu"), dataclasses.replace(found, device="cpu")
         yield on_cpu, cpu, option("device", "cpu")
-        both = f"{option('device', 'cpu')} {option('activations', 'disk')}"
-        yield dataclasses.replace(on_cpu, storage="disk"), cpu, both
+        yield dataclasses.replace(on_cpu, storage="disk"), cpu, f"{option('device', 'cpu')} {least}"

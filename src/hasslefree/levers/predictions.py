@@ -1,0 +1,332 @@
+"""Prediction matching: train all compressed blocks together, until the model predicts what the dense one does.
+
+What each block keeps was fitted to the outputs of layers and blocks. Here all of it is trained on
+
+    mean over tokens of KL(dense ‖ compressed)
+
+between the predictions, on calibration text that was not read before: a few passes over a short text would learn that
+text. A step is a forward and a backward pass, block by block; the gradients of a block are gone before those of the
+block before it are made, and what enters a block is kept, so that one block at a time has S unpacked and its
+activations. The support of S stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hasslefree.core.gram import working_dtype
+from hasslefree.errors import NonFiniteError, option
+from hasslefree.levers.masters import (
+    SAMPLES,
+    Masters,
+    input_scales,
+    kept_parameters,
+    learning_rate,
+    only_trained,
+    unpacked_for_gradients,
+)
+from hasslefree.levers.sensitivity import check_predictions
+from hasslefree.models.activations import Activations
+from hasslefree.models.calls import BlockCall
+from hasslefree.models.distributed import ALONE, World
+from hasslefree.models.logits import logits_of
+from hasslefree.models.moments import BATCH, run_block, takes_batches
+from hasslefree.models.precision import computing
+from hasslefree.models.walk import Walk
+from hasslefree.packed.linear import compressed_layers
+
+logger = logging.getLogger(__name__)
+
+# Segments that are trained on, for each that judges.
+JUDGED = 16
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """How predictions are matched.
+
+    Args:
+        learning_rate: of Adam at the peak, times the root mean square of each tensor: a step changes an entry by that
+            share of a typical one. warm_up: the rate grows linearly over this share of the steps; then it falls along
+            half a cosine to zero.
+        batch: tokens in a step. looks: how often the model is judged on the way.
+        retreats: where the model is worse at the first look than it was, all starts over with a third of the learning
+            rate, at most so many times.
+        betas, epsilon: of Adam. Gradients are of all sizes, so that epsilon is next to nothing.
+    """
+
+    learning_rate: float = 0.002
+    warm_up: float = 0.05
+    batch: int = 2048
+    looks: int = 4
+    retreats: int = 2
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-12
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the dense model makes of a text that all blocks are trained on.
+
+    Args:
+        segments: token ids (samples, tokens) of this process. states: what leaves the last block for them.
+        total: segments of all processes. judges: of these, the first ones are never trained on, and judge.
+    """
+
+    segments: Tensor
+    states: Activations
+    total: int
+    judges: int
+
+
+@dataclass(frozen=True)
+class PredictionRecord:
+    """What prediction matching did to a model.
+
+    Args:
+        before, after: KL(dense ‖ compressed) of a token, in nats, on average over the judging segments. after ≤ before.
+        history: the same at each look, since the last retreat. learning_rate: then, as `Predictions` has it.
+        tokens: that were trained on.
+    """
+
+    before: float
+    after: float
+    history: tuple[float, ...] = field(repr=False)
+    learning_rate: float
+    tokens: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it, without the seconds: the same run gives the same bytes."""
+        found = {name: value for name, value in asdict(self).items() if name != "seconds"}
+        return found | {"history": list(self.history)}
+
+
+def segments_for(tokens: int, seqlen: int) -> int:
+    """How many segments make so many tokens to train on, the judging ones included."""
+    training = math.ceil(tokens / seqlen)
+    return training + math.ceil(training / JUDGED)
+
+
+def judges_of(segments: int) -> int:
+    """How many of so many segments judge: one at least."""
+    return segments - segments * JUDGED // (JUDGED + 1)
+
+
+def wanted_of(walk: Walk, segments: Tensor, total: int, judges: int) -> Wanted:
+    """What the dense model makes of segments (samples, tokens) of this process; see `Wanted`.
+
+    Raises:
+        ModelError: the model has no output head, or it does not run without the blocks.
+    """
+    hidden = walk.entering(segments)
+    check_predictions(walk, segments, hidden)
+    for _ in walk.visits(hidden):
+        pass
+    return Wanted(segments, hidden, total, judges)
+
+
+def match_predictions(
+    walk: Walk,
+    wanted: Wanted,
+    settings: Predictions,
+    restore: Callable[[], None],
+    world: World = ALONE,
+    home: torch.device | None = None,
+) -> PredictionRecord:
+    """Train the kept values of all blocks in place, so that the model predicts what the dense one does.
+
+    Args:
+        walk: through the compressed model, all of it in memory. restore: puts its blocks back as they are now.
+        world: the processes that share the segments as `World.share` does, each with the same model.
+        home: where masters and the moments of Adam are, and where it runs; None for where each block is.
+
+    Returns:
+        What was done; where the model would be worse on the judging segments, it is as it was.
+
+    Raises:
+        NonFiniteError: the model's predictions are NaN or Inf at first.
+    """
+    start = time.perf_counter()
+    history: list[float] = []
+    for retreat in range(settings.retreats + 1):
+        tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
+        before, history = attempt(walk, wanted, tried, world, home, last=retreat == settings.retreats)
+        if history[-1] < before:
+            break
+        restore()
+    tokens = (wanted.total - wanted.judges) * wanted.segments.shape[1]
+    seconds = time.perf_counter() - start
+    return PredictionRecord(before, min(before, history[-1]), tuple(history), tried.learning_rate, tokens, seconds)
+
+
+def attempt(
+    walk: Walk, wanted: Wanted, settings: Predictions, world: World, home: torch.device | None, last: bool
+) -> tuple[float, list[float]]:
+    """One pass over the training segments: the divergence before it, and at each look.
+
+    Args:
+        last: go on even where the first look is worse than before.
+    """
+    with ExitStack() as opened:
+        for block in walk.blocks.modules:
+            opened.enter_context(only_trained(block, kept_parameters(block)))
+        trainer = Trainer(walk, wanted, settings, world, home)
+        before = trainer.judged()
+        if not math.isfinite(before):
+            raise NonFiniteError(
+                "the predictions of the compressed model are NaN or Inf; try another dtype "
+                f"({option('dtype', 'float32')})"
+            )
+        return before, trainer.train(range(wanted.judges, wanted.total), before, last)
+
+
+class Trainer:
+    """A compressed model, and the masters of what each of its blocks keeps."""
+
+    def __init__(self, walk: Walk, wanted: Wanted, settings: Predictions, world: World, home: torch.device | None):
+        self.walk, self.wanted, self.settings, self.world = walk, wanted, settings, world
+        self.calls: list[BlockCall] = []
+        self.masters: list[Masters] = []
+        hidden = walk.entering(wanted.segments[:SAMPLES])
+        for block, call in zip(walk.blocks.modules, walk.calls, strict=True):
+            self.calls.append(replace(call, batched=takes_batches(block, call, hidden)))
+            self.masters.append(self.masters_of(block, call, hidden, home))
+            run_block(block, self.calls[-1], hidden)
+
+    def masters_of(self, block: nn.Module, call: BlockCall, hidden: Activations, home: torch.device | None) -> Masters:
+        """The masters of a block that these states enter."""
+
+        def run(chosen: Sequence[int]) -> Tensor:
+            return call.run(block, hidden[chosen[0]])
+
+        kept, how = kept_parameters(block), self.settings
+        stored = [parameter.dtype for parameter in kept]
+        with computing(block):
+            scales = input_scales(block, run, range(len(hidden)), self.world)
+            return Masters(kept, stored, scales, how.learning_rate, True, how.betas, how.epsilon, self.world, home)
+
+    def train(self, training: Sequence[int], before: float, last: bool) -> list[float]:
+        """One pass over segments; the divergence at each look. It ends at the first if that is worse than `before`.
+
+        Args:
+            last: go on even then.
+        """
+        size = max(self.settings.batch // self.wanted.segments.shape[1], 1)
+        batches = [training[i : i + size] for i in range(0, len(training), size)]
+        looks = {math.ceil(len(batches) * look / self.settings.looks) for look in range(1, self.settings.looks + 1)}
+        history: list[float] = []
+        for step, batch in enumerate(batches):
+            # One step more than there are, where the rate is zero.
+            self.step(self.world.local(batch), learning_rate(step, len(batches) + 1, self.settings.warm_up))
+            if step + 1 in looks:
+                history.append(self.judged())
+                logger.info(
+                    "prediction matching: %d of %d steps, KL %.4f nats, %.4f before",
+                    step + 1, len(batches), history[-1], before,
+                )  # fmt: skip
+                if not last and len(history) == 1 and not history[0] < before:
+                    break
+        return history
+
+    def step(self, chosen: Sequence[int], rate: float) -> None:
+        """Train on some segments of this process, by their number in it. rate: over that at the peak."""
+        entering: list[Tensor] = []
+        gradients = torch.empty(0)
+        if chosen:
+            states = self.forward(chosen, entering)
+            gradients = torch.cat([self.gradient(i, states[[at]]) for at, i in enumerate(chosen)])
+        for index in reversed(range(len(self.masters))):
+            block = self.walk.blocks.modules[index]
+            with computing(block, unpack=False):
+                if chosen:
+                    gradients = self.backward(index, entering.pop(), gradients)
+                self.masters[index].update(rate)
+
+    def forward(self, chosen: Sequence[int], entering: list[Tensor] | None = None) -> Tensor:
+        """What leaves the last block for some segments: (segments, tokens, width).
+
+        Args:
+            entering: takes what enters each block.
+        """
+        states = self.walk.entering(self.wanted.segments[list(chosen)])[:]
+        for index, block in enumerate(self.walk.blocks.modules):
+            if entering is not None:
+                entering.append(states)
+            with computing(block), torch.no_grad():
+                states = torch.cat([self.calls[index].run(block, each) for each in self.split(index, states)])
+        return states
+
+    def backward(self, index: int, states: Tensor, gradients: Tensor) -> Tensor:
+        """The gradients with respect to what enters a block, and those of what it keeps in its parameters.
+
+        Args:
+            states: what enters the block, `computing`. gradients: with respect to what leaves it. Both
+                (segments, tokens, width).
+        """
+        block, found = self.walk.blocks.modules[index], []
+        layers = [layer for layer in compressed_layers(block).values() if layer.values.requires_grad]
+        with unpacked_for_gradients(layers), torch.enable_grad():
+            for each, gradient in zip(self.split(index, states), self.split(index, gradients), strict=True):
+                leaf = each.detach().requires_grad_()
+                self.calls[index].run(block, leaf).backward(gradient)
+                found.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+        return torch.cat(found)
+
+    def split(self, index: int, states: Tensor) -> Iterator[Tensor]:
+        """States as many segments at a time as a block takes."""
+        yield from states.split(len(states) if self.calls[index].batched else 1)
+
+    def gradient(self, index: int, states: Tensor) -> Tensor:
+        """Of the divergence of one segment with respect to what leaves the last block, both (1, tokens, width)."""
+        with torch.enable_grad():
+            leaf = states.detach().requires_grad_()
+            with self.head():
+                [gradient] = torch.autograd.grad(self.divergence(index, leaf), leaf)
+        return gradient
+
+    def divergence(self, index: int, states: Tensor) -> Tensor:
+        """KL(dense ‖ compressed), summed over the tokens of one segment, in nats; within `head`.
+
+        Args:
+            states: what leaves the last compressed block, (1, tokens, width).
+        """
+        segment = self.wanted.segments[index]
+        with torch.no_grad():
+            target = self.log_probabilities(segment, self.wanted.states[index])
+        return F.kl_div(self.log_probabilities(segment, states), target, log_target=True, reduction="sum")
+
+    def log_probabilities(self, segment: Tensor, states: Tensor) -> Tensor:
+        """(tokens, vocabulary), finite."""
+        logits = logits_of(self.walk.model, self.walk.blocks, self.walk.calls, segment, states)
+        found = F.log_softmax(logits.to(working_dtype(logits)), -1)
+        return found.clamp_min(torch.finfo(found.dtype).min)
+
+    @contextmanager
+    def head(self) -> Iterator[None]:
+        """Within it, the output head runs."""
+        with self.walk.outside(), computing(self.walk.model, self.walk.outer()):
+            yield
+
+    def judged(self) -> float:
+        """The divergence of a token, on average over the judging segments."""
+        local = self.world.local(range(self.wanted.judges))
+        size = max(BATCH // self.wanted.segments.shape[1], 1)
+        found = 0.0
+        for first in range(0, len(local), size):
+            chosen = local[first : first + size]
+            states = self.forward(chosen)
+            with self.head(), torch.no_grad():
+                found += sum(self.divergence(i, states[[at]]).item() for at, i in enumerate(chosen))
+        tokens = self.wanted.judges * self.wanted.segments.shape[1]
+        return self.world.total(found, self.wanted.segments.device) / tokens

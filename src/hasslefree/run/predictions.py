@@ -1,0 +1,81 @@
+"""Prediction matching of a whole compressed model: the text it reads, its blocks in memory, and their new files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasslefree.errors import CalibrationError, option
+from hasslefree.folder.journal import Unfinished
+from hasslefree.levers.predictions import Predictions, Wanted, judges_of, match_predictions, segments_for, wanted_of
+from hasslefree.models.distributed import World
+from hasslefree.models.load import encode
+from hasslefree.models.texts import calibration_documents, disjoint_segments
+from hasslefree.models.walk import Walk
+from hasslefree.recipe.resolved import Resolved
+from hasslefree.run.blockwise import block_tensors, part_file
+
+
+def wanted_predictions(
+    walk: Walk, resolved: Resolved, tokenizer: Any, segments: Tensor, given: bool, world: World
+) -> Wanted | None:
+    """What the dense model makes of the text that predictions are matched on; None where they are not.
+
+    The text is the recipe's, read once more in windows that do not overlap, so that those which judge are new.
+
+    Args:
+        segments: of the calibration, of all processes. given: they were given, without a text: then they are it.
+
+    Raises:
+        CalibrationError: the text is too short.
+    """
+    if not resolved.match_predictions:
+        return None
+    seqlen, recipe = segments.shape[1], resolved.recipe
+    count = segments_for(resolved.match_predictions, seqlen)
+    if not given:
+        documents = calibration_documents(recipe.calibration)
+        segments = disjoint_segments(documents, lambda text: encode(tokenizer, text), count, seqlen, recipe.seed)
+    segments = segments[:count]
+    if len(segments) < max(2, world.size):
+        raise CalibrationError(
+            f"prediction matching needs two windows of {seqlen} tokens, and one for each process; the calibration text "
+            f"has {len(segments)}; use a longer text, a smaller seqlen, or {option('match_predictions', 0)}"
+        )
+    local = world.share(segments).to(walk.weights.device)
+    return wanted_of(walk, local, len(segments), judges_of(len(segments)))
+
+
+def match_whole(walk: Walk, wanted: Wanted, work: Unfinished, world: World) -> dict[str, Any]:
+    """Match the predictions of the compressed model that `work` holds, and write its blocks anew.
+
+    Returns:
+        What `PredictionRecord.to_dict` makes of it.
+    """
+    done: dict[str, Any] | None = world.broadcast(work.predictions)
+    if done is None:
+        work.parts[:] = world.broadcast(work.parts)
+        bring_back(walk, work)
+        home = None if walk.storage == "device" else torch.device("cpu")
+        done = match_predictions(walk, wanted, Predictions(), lambda: bring_back(walk, work), world, home).to_dict()
+        if world.writes:
+            work.rewrite(matched_parts(walk), done)
+    return done
+
+
+def bring_back(walk: Walk, work: Unfinished) -> None:
+    """Put every compressed block on the device as it was written."""
+    for index, block in enumerate(walk.blocks.modules):
+        prefix, tensors = f"{walk.blocks.prefix(index)}.", work.read(work.parts[index + 1])
+        own = {name.removeprefix(prefix): tensor.to(walk.weights.device) for name, tensor in tensors.items()}
+        block.load_state_dict(own, assign=True)
+
+
+def matched_parts(walk: Walk) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The file of each block and its tensors, as they are now."""
+    count = len(walk.blocks.modules)
+    for index, block in enumerate(walk.blocks.modules):
+        yield part_file(index + 1, count), block_tensors(block, walk.blocks.prefix(index))

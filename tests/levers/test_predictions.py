@@ -1,0 +1,200 @@
+"""Prediction matching: its gradients are those of the whole model, and it never leaves a model worse."""
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, RecipeError
+from hasslefree.folder.record import Record
+from hasslefree.levers.masters import Masters
+from hasslefree.levers.predictions import (
+    Predictions,
+    Trainer,
+    judges_of,
+    match_predictions,
+    segments_for,
+    wanted_of,
+)
+from hasslefree.models.blocks import find_blocks
+from hasslefree.models.distributed import ALONE
+from hasslefree.models.sites import find_sites
+from hasslefree.models.streaming import Weights
+from hasslefree.models.walk import Walk
+from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
+from tests.tiny_models import build, logits, segments
+
+
+def prepared(family, storage="device", folder=None, samples=10, judges=2, **changes):
+    """A tiny model whose blocks are compressed, the dense one, and what that makes of some segments."""
+    model, tokens = build(family, **changes), segments(samples, 16)
+    dense = copy.deepcopy(model)
+    blocks = find_blocks(model)
+    walk = Walk.open(model, blocks, Weights(model, model.device), tokens[:1], storage, folder)
+    wanted = wanted_of(walk, tokens, samples, judges)
+    for block in blocks.modules:
+        for site in find_sites(block).values():
+            gram = hasslefree.Gram(torch.eye(site.shape[1]), 100)
+            found = hasslefree.decompose(site.weight(), gram, "2:4", 2, method="oats")
+            site.replace(SparseLowRankLinear.from_decomposition(found, site.bias, "2:4"))
+    return walk, wanted, dense, tokens
+
+
+def divergence(dense, model, tokens):
+    """KL(dense ‖ model) of a token, on average, in float64."""
+    one, other = (F.log_softmax(logits(each, tokens).double(), -1) for each in (dense, model))
+    return float((one.exp() * (one - other)).sum(-1).mean())
+
+
+def state(walk):
+    return {name: tensor.clone() for name, tensor in walk.model.state_dict().items()}
+
+
+def back_to(walk, before):
+    return lambda: walk.model.load_state_dict(before)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "opt", "gpt_neox", "phi3"])
+@pytest.mark.parametrize("storage", ["device", "disk"])
+def test_the_gradients_are_those_of_the_divergence_of_the_whole_model(family, storage, tmp_path, monkeypatch):
+    """Oracle: autograd through both models at once."""
+    walk, wanted, dense, tokens = prepared(family, storage, tmp_path)
+    found = {}
+
+    def update(self, rate):
+        found.update({id(p): p.grad.clone() for p in self.kept})
+        for parameter in self.kept:
+            parameter.grad = None
+
+    monkeypatch.setattr(Masters, "update", update)
+    chosen = [3, 5, 6]
+    trainer = Trainer(walk, wanted, Predictions(), ALONE, None)
+    trainer.step(chosen, 1.0)
+    layers = compressed_layers(walk.model)
+    parameters = {f"{n}.{k}": p for n, layer in layers.items() for k, p in layer.named_parameters() if p.numel()}
+    assert len(parameters) >= 3 * len(layers) > 7
+    assert {id(p) for p in parameters.values()} == set(found)
+    predicted = F.log_softmax(walk.model(input_ids=tokens[chosen], use_cache=False).logits, -1)
+    target = F.log_softmax(logits(dense, tokens[chosen]), -1)
+    loss = (target.exp() * (target - predicted)).sum()
+    expected = torch.autograd.grad(loss, list(parameters.values()))
+    for (name, parameter), gradient in zip(parameters.items(), expected, strict=True):
+        scale = gradient.abs().max()
+        assert scale > 0, name
+        torch.testing.assert_close(found[id(parameter)] / scale, gradient / scale, rtol=1e-3, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_judges_is_the_divergence_on_segments_that_are_not_trained_on(family):
+    """Oracle: the definition, in float64."""
+    walk, wanted, dense, tokens = prepared(family)
+    before = divergence(dense, walk.model, tokens[:2])
+    record = match_predictions(walk, wanted, Predictions(batch=32), back_to(walk, state(walk)))
+    assert record.before == pytest.approx(before, rel=2e-3)
+    assert record.after == pytest.approx(divergence(dense, walk.model, tokens[:2]), rel=2e-3)
+    assert record.after == record.history[-1] < record.before
+    assert record.tokens == 8 * 16
+    assert len(record.history) == 4
+    assert not any(p.requires_grad and p.grad is not None for p in walk.model.parameters())
+
+
+def test_zeros_stay_zeros_and_what_is_not_compressed_stays():
+    walk, wanted, *_ = prepared("llama")
+    before = state(walk)
+    support = {name: layer.unpacked() != 0 for name, layer in compressed_layers(walk.model).items()}
+    match_predictions(walk, wanted, Predictions(batch=32), back_to(walk, before))
+    changed = {name for name, tensor in walk.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {n for n in before if re.search(r"(values|low_rank_[uv])$", n)}
+    for name, layer in compressed_layers(walk.model).items():
+        assert not (layer.unpacked() != 0)[~support[name]].any(), name
+
+
+def test_a_rate_that_is_too_high_is_retreated_from_and_at_worst_the_model_is_as_it_was():
+    walk, wanted, *_ = prepared("llama")
+    before = state(walk)
+    settings = Predictions(learning_rate=30.0, batch=32, retreats=1)
+    record = match_predictions(walk, wanted, settings, back_to(walk, before))
+    assert record.learning_rate == 10.0
+    assert len(record.history) == 4, "the last attempt goes on to the end"
+    assert record.after == record.before < record.history[-1]
+    for name, tensor in walk.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_predictions_that_are_nan_are_an_error():
+    walk, wanted, *_ = prepared("llama")
+    compressed_layers(walk.model)["model.layers.1.mlp.up_proj"].values.data[0, 0] = math.inf
+    with pytest.raises(NonFiniteError, match="predictions of the compressed model are NaN or Inf"):
+        match_predictions(walk, wanted, Predictions(), back_to(walk, {}))
+
+
+@given(st.integers(1, 10**6), st.integers(2, 4096))
+def test_one_segment_of_seventeen_judges(tokens, seqlen):
+    count = segments_for(tokens, seqlen)
+    judges = judges_of(count)
+    assert 1 <= judges < count
+    assert (count - judges) * seqlen >= tokens > (count - judges - 1) * seqlen
+    assert judges <= 1 + count / 17
+
+
+RECIPE = Recipe(rank=2, method="eora", match_predictions=160)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_compression_ends_with_it(streamed, tmp_path):
+    """Oracle: the folder that was written, its divergence from the dense model on the judging segment."""
+    dense, tokens = build("llama"), segments(12, 16)
+    dense.save_pretrained(tmp_path / "model")
+    model = tmp_path / "model" if streamed else build("llama")
+    options = {"segments": tokens, "tokenizer": None}
+    if streamed:
+        options["tokenizer"] = NoTokenizer()
+    report = hasslefree.compress(model, tmp_path / "out", RECIPE, **options)
+    found = report.predictions
+    written = Record.from_json((tmp_path / "out" / "compression.json").read_text())
+    assert written.predictions == found
+    assert found["after"] < found["before"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert found["after"] == pytest.approx(divergence(dense, loaded, tokens[:1]), rel=2e-3)
+    assert sorted(p.name for p in (tmp_path / "out").glob("*.safetensors")) == [
+        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
+
+
+class NoTokenizer:
+    """Stands for a tokenizer where segments are given."""
+
+    def save_pretrained(self, folder):
+        pass
+
+
+def test_too_little_text_is_an_error_before_the_work(tmp_path):
+    with pytest.raises(CalibrationError, match=r"needs two windows of 16 tokens.* the calibration text has 1; "):
+        hasslefree.compress(build("llama"), tmp_path / "out", RECIPE, segments=segments(1, 16))
+    assert not (tmp_path / "out.unfinished").exists()
+
+
+def test_a_model_without_predictions_is_an_error_before_the_work(tmp_path):
+    with pytest.raises(ModelError, match="no output head"):
+        hasslefree.compress(build("llama").model, tmp_path / "out", RECIPE, segments=segments(8, 16))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"method": "gptq", "match_predictions": 9}, "match_predictions trains the values of S, which a grid"),
+        ({"rank": 2, "factor_bits": 8, "match_predictions": 9}, "match_predictions trains the factors"),
+        ({"rank": 2, "match_predictions": -1}, "match_predictions must be at least 0, got -1"),
+    ],
+)
+def test_what_does_not_go_together(fields, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe(**fields).resolve(with_text=False)
