@@ -50,7 +50,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "fast, allocation": EFFORTS["fast"] | {"allocate": "error"},
     "fast, dense targets": EFFORTS["fast"] | {"dense_target": 1.0},
     "fast, block matching": EFFORTS["fast"] | {"match_blocks": True},
-    "fast, prediction matching": EFFORTS["fast"] | {"match_predictions": 196_608},
+    "fast, prediction matching": EFFORTS["fast"] | {"match_predictions": 163_840},
 }
 ROWS: dict[str, dict[str, Any] | None] = {"dense": None, **EFFORTS, **LEVERS, **RIVALS}
 

@@ -133,20 +133,28 @@ def only_trained(block: nn.Module, kept: Sequence[nn.Parameter]) -> Iterator[Non
 
 
 @contextmanager
-def unpacked_for_gradients(layers: Sequence[SparseLowRankLinear]) -> Iterator[None]:
-    """Within it, layers hold S unpacked and collect its gradient over all calls; at the end it goes to the values."""
-    before = [layer.held for layer in layers]
+def whole_for_gradients(layers: Sequence[SparseLowRankLinear]) -> Iterator[None]:
+    """Within it, layers multiply by S + u v at once; at the end its gradient over all calls goes to values and factors.
+
+    One product in the place of three, and S is unpacked once.
+    """
     try:
-        whole = [layer.unpacked() for layer in layers]
-        for layer, sparse in zip(layers, whole, strict=True):
-            layer.held = sparse.detach().requires_grad_()
+        sums = [sum_of(layer) for layer in layers]
+        for layer, each in zip(layers, sums, strict=True):
+            layer.whole = each.detach().requires_grad_()
         yield
-        for layer, sparse in zip(layers, whole, strict=True):
-            if layer.held is not None and layer.held.grad is not None:
-                sparse.backward(layer.held.grad)
+        for layer, each in zip(layers, sums, strict=True):
+            if layer.whole is not None and layer.whole.grad is not None:
+                each.backward(layer.whole.grad)
     finally:
-        for layer, held in zip(layers, before, strict=True):
-            layer.held = held
+        for layer in layers:
+            layer.whole = None
+
+
+def sum_of(layer: SparseLowRankLinear) -> Tensor:
+    """S + u v: (out, in)."""
+    sparse, factors = layer.unpacked(), layer.factors()
+    return sparse if factors is None else torch.addmm(sparse, *factors)
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from hasslefree.levers.masters import (
     kept_parameters,
     learning_rate,
     only_trained,
-    unpacked_for_gradients,
+    whole_for_gradients,
 )
 from hasslefree.models.distributed import ALONE, World
 from hasslefree.models.precision import computing
@@ -280,7 +280,7 @@ class Trainer:
     def epoch(self, order: Sequence[int]) -> None:
         """One pass over the segments, in this order."""
         for first in range(0, len(order), self.settings.batch):
-            with unpacked_for_gradients(self.layers), torch.enable_grad():
+            with whole_for_gradients(self.layers), torch.enable_grad():
                 local = self.world.local(order[first : first + self.settings.batch])
                 for together in [local] if self.batched and local else [[i] for i in local]:
                     self.lost(together).backward()

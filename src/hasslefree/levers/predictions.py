@@ -6,8 +6,8 @@ What each block keeps was fitted to the outputs of layers and blocks. Here all o
 
 between the predictions, on calibration text that was not read before: a few passes over a short text would learn that
 text. A step is a forward and a backward pass, block by block; the gradients of a block are gone before those of the
-block before it are made, and what enters a block is kept, so that one block at a time has S unpacked and its
-activations. The support of S stays as it is.
+block before it are made. Where memory is short, what enters a block is kept and the block runs once more on the way
+back, so that one block at a time has S unpacked and its activations. The support of S stays as it is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hasslefree.levers.masters import (
     kept_parameters,
     learning_rate,
     only_trained,
-    unpacked_for_gradients,
+    whole_for_gradients,
 )
 from hasslefree.levers.sensitivity import check_predictions
 from hasslefree.models.activations import Activations
@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 # Segments that are trained on, for each that judges.
 JUDGED = 16
+# Entries of logits that are in float32 at a time.
+ENTRIES = 2**20
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,17 @@ class Predictions:
         betas, epsilon: of Adam. Gradients are of all sizes, so that epsilon is next to nothing.
     """
 
-    learning_rate: float = 0.002
+    learning_rate: float = 0.0015
     warm_up: float = 0.05
     batch: int = 2048
     looks: int = 4
     retreats: int = 2
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-12
+
+    def tokens(self, seqlen: int) -> int:
+        """In a step: whole segments, one at least."""
+        return max(self.batch // seqlen, 1) * seqlen
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,7 @@ def match_predictions(
     restore: Callable[[], None],
     world: World = ALONE,
     home: torch.device | None = None,
+    keep_graphs: bool = False,
 ) -> PredictionRecord:
     """Train the kept values of all blocks in place, so that the model predicts what the dense one does.
 
@@ -150,6 +157,7 @@ def match_predictions(
         walk: through the compressed model, all of it in memory. restore: puts its blocks back as they are now.
         world: the processes that share the segments as `World.share` does, each with the same model.
         home: where masters and the moments of Adam are, and where it runs; None for where each block is.
+        keep_graphs: keep all activations of a step for its way back, in the place of running each block again.
 
     Returns:
         What was done; where the model would be worse on the judging segments, it is as it was.
@@ -161,7 +169,7 @@ def match_predictions(
     history: list[float] = []
     for retreat in range(settings.retreats + 1):
         tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
-        before, history = attempt(walk, wanted, tried, world, home, last=retreat == settings.retreats)
+        before, history = attempt(walk, wanted, tried, world, home, keep_graphs, retreat == settings.retreats)
         if history[-1] < before:
             break
         restore()
@@ -171,7 +179,13 @@ def match_predictions(
 
 
 def attempt(
-    walk: Walk, wanted: Wanted, settings: Predictions, world: World, home: torch.device | None, last: bool
+    walk: Walk,
+    wanted: Wanted,
+    settings: Predictions,
+    world: World,
+    home: torch.device | None,
+    keep_graphs: bool,
+    last: bool,
 ) -> tuple[float, list[float]]:
     """One pass over the training segments: the divergence before it, and at each look.
 
@@ -181,7 +195,7 @@ def attempt(
     with ExitStack() as opened:
         for block in walk.blocks.modules:
             opened.enter_context(only_trained(block, kept_parameters(block)))
-        trainer = Trainer(walk, wanted, settings, world, home)
+        trainer = Trainer(walk, wanted, settings, world, home, keep_graphs)
         before = trainer.judged()
         if not math.isfinite(before):
             raise NonFiniteError(
@@ -191,11 +205,95 @@ def attempt(
         return before, trainer.train(range(wanted.judges, wanted.total), before, last)
 
 
+class Divergence(torch.autograd.Function):
+    """Σ over tokens of KL(softmax(target) ‖ softmax(logits)), a scalar; its gradient goes to the logits alone.
+
+    Both are (tokens, vocabulary). A few rows at a time are in float32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, target: Tensor, logits: Tensor) -> Tensor:
+        total, gradient = torch.zeros((), dtype=working_dtype(logits), device=logits.device), torch.empty_like(logits)
+        rows = max(ENTRIES // logits.shape[-1], 1)
+        for wanted, found, slope in zip(target.split(rows), logits.split(rows), gradient.split(rows), strict=True):
+            p, q = (finite_log_softmax(each) for each in (wanted, found))
+            share = p.exp()
+            total += torch.linalg.vecdot(share, p.sub_(q)).sum()
+            slope.copy_(q.exp_().sub_(share))
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[None, Tensor]:
+        [gradient] = ctx.saved_tensors
+        return None, gradient * outer[0].to(gradient.dtype)
+
+
+def finite_log_softmax(logits: Tensor) -> Tensor:
+    """In the working dtype. A model may rule tokens out, by logits of −∞: their probability is exactly zero."""
+    found = F.log_softmax(logits.to(working_dtype(logits)), -1)
+    return found.clamp_min_(torch.finfo(found.dtype).min)
+
+
+def split(call: BlockCall, states: Tensor) -> Iterator[Tensor]:
+    """States (segments, tokens, width), as many segments at a time as a block takes."""
+    yield from states.split(len(states) if call.batched else 1)
+
+
+class Passage:
+    """Hidden states through a block, with what the way back needs. Until it is closed, the block is `computing`."""
+
+    def __init__(self, block: nn.Module, call: BlockCall):
+        self.block, self.call = block, call
+        self.computing, self.whole = ExitStack(), ExitStack()
+        self.leaves: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+
+    def run(self, states: Tensor) -> None:
+        """states: what enters the block, (segments, tokens, width)."""
+        self.computing.enter_context(computing(self.block, unpack=False))
+        layers = [layer for layer in compressed_layers(self.block).values() if layer.values.requires_grad]
+        self.whole.enter_context(whole_for_gradients(layers))
+        self.leaves = [each.detach().requires_grad_() for each in split(self.call, states)]
+        with torch.enable_grad():
+            self.outputs = [self.call.run(self.block, leaf) for leaf in self.leaves]
+
+    @property
+    def output(self) -> Tensor:
+        """What leaves the block: (segments, tokens, width)."""
+        return torch.cat(self.outputs).detach()
+
+    def backward(self, gradients: Tensor) -> Tensor:
+        """The gradients with respect to what entered the block; those of what it keeps are in its parameters.
+
+        Args:
+            gradients: with respect to what leaves it. Both (segments, tokens, width).
+        """
+        for output, gradient in zip(self.outputs, split(self.call, gradients), strict=True):
+            output.backward(gradient)
+        self.outputs.clear()
+        self.whole.close()
+        return torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves])
+
+    def close(self) -> None:
+        self.whole.close()
+        self.computing.close()
+
+
 class Trainer:
     """A compressed model, and the masters of what each of its blocks keeps."""
 
-    def __init__(self, walk: Walk, wanted: Wanted, settings: Predictions, world: World, home: torch.device | None):
+    def __init__(
+        self,
+        walk: Walk,
+        wanted: Wanted,
+        settings: Predictions,
+        world: World,
+        home: torch.device | None,
+        keep_graphs: bool,
+    ):
         self.walk, self.wanted, self.settings, self.world = walk, wanted, settings, world
+        self.keep_graphs = keep_graphs
         self.calls: list[BlockCall] = []
         self.masters: list[Masters] = []
         hidden = walk.entering(wanted.segments[:SAMPLES])
@@ -222,7 +320,8 @@ class Trainer:
         Args:
             last: go on even then.
         """
-        size = max(self.settings.batch // self.wanted.segments.shape[1], 1)
+        seqlen = self.wanted.segments.shape[1]
+        size = self.settings.tokens(seqlen) // seqlen
         batches = [training[i : i + size] for i in range(0, len(training), size)]
         looks = {math.ceil(len(batches) * look / self.settings.looks) for look in range(1, self.settings.looks + 1)}
         history: list[float] = []
@@ -242,50 +341,45 @@ class Trainer:
     def step(self, chosen: Sequence[int], rate: float) -> None:
         """Train on some segments of this process, by their number in it. rate: over that at the peak."""
         entering: list[Tensor] = []
+        passages: list[Passage] = []
         gradients = torch.empty(0)
-        if chosen:
-            states = self.forward(chosen, entering)
-            gradients = torch.cat([self.gradient(i, states[[at]]) for at, i in enumerate(chosen)])
-        for index in reversed(range(len(self.masters))):
-            block = self.walk.blocks.modules[index]
-            with computing(block, unpack=False):
-                if chosen:
-                    gradients = self.backward(index, entering.pop(), gradients)
+        with ExitStack() as opened:
+            if chosen:
+                states = self.entering(chosen)
+                for index in range(len(self.masters)):
+                    entering.append(states)
+                    if self.keep_graphs:
+                        passages.append(self.passage(index, states, opened))
+                        states = passages[-1].output
+                    else:
+                        states = self.output(index, states)
+                gradients = torch.cat([self.gradient(i, states[[at]]) for at, i in enumerate(chosen)])
+            for index in reversed(range(len(self.masters))):
+                if not chosen:
+                    self.masters[index].update(rate)
+                    continue
+                states = entering.pop()
+                passage = passages.pop() if passages else self.passage(index, states, opened)
+                gradients = passage.backward(gradients)
                 self.masters[index].update(rate)
+                passage.close()
 
-    def forward(self, chosen: Sequence[int], entering: list[Tensor] | None = None) -> Tensor:
-        """What leaves the last block for some segments: (segments, tokens, width).
+    def entering(self, chosen: Sequence[int]) -> Tensor:
+        """What enters the first block for some segments: (segments, tokens, width)."""
+        return self.walk.entering(self.wanted.segments[list(chosen)])[:]
 
-        Args:
-            entering: takes what enters each block.
-        """
-        states = self.walk.entering(self.wanted.segments[list(chosen)])[:]
-        for index, block in enumerate(self.walk.blocks.modules):
-            if entering is not None:
-                entering.append(states)
-            with computing(block), torch.no_grad():
-                states = torch.cat([self.calls[index].run(block, each) for each in self.split(index, states)])
-        return states
+    def passage(self, index: int, states: Tensor, opened: ExitStack) -> Passage:
+        """Of states (segments, tokens, width) through a block; closed with `opened` at the latest."""
+        passage = Passage(self.walk.blocks.modules[index], self.calls[index])
+        opened.callback(passage.close)
+        passage.run(states)
+        return passage
 
-    def backward(self, index: int, states: Tensor, gradients: Tensor) -> Tensor:
-        """The gradients with respect to what enters a block, and those of what it keeps in its parameters.
-
-        Args:
-            states: what enters the block, `computing`. gradients: with respect to what leaves it. Both
-                (segments, tokens, width).
-        """
-        block, found = self.walk.blocks.modules[index], []
-        layers = [layer for layer in compressed_layers(block).values() if layer.values.requires_grad]
-        with unpacked_for_gradients(layers), torch.enable_grad():
-            for each, gradient in zip(self.split(index, states), self.split(index, gradients), strict=True):
-                leaf = each.detach().requires_grad_()
-                self.calls[index].run(block, leaf).backward(gradient)
-                found.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-        return torch.cat(found)
-
-    def split(self, index: int, states: Tensor) -> Iterator[Tensor]:
-        """States as many segments at a time as a block takes."""
-        yield from states.split(len(states) if self.calls[index].batched else 1)
+    def output(self, index: int, states: Tensor) -> Tensor:
+        """What leaves a block where these states enter it: (segments, tokens, width)."""
+        block, call = self.walk.blocks.modules[index], self.calls[index]
+        with computing(block), torch.no_grad():
+            return torch.cat([call.run(block, each) for each in split(call, states)])
 
     def gradient(self, index: int, states: Tensor) -> Tensor:
         """Of the divergence of one segment with respect to what leaves the last block, both (1, tokens, width)."""
@@ -302,20 +396,16 @@ class Trainer:
             states: what leaves the last compressed block, (1, tokens, width).
         """
         segment = self.wanted.segments[index]
+        walk = self.walk
         with torch.no_grad():
-            target = self.log_probabilities(segment, self.wanted.states[index])
-        return F.kl_div(self.log_probabilities(segment, states), target, log_target=True, reduction="sum")
-
-    def log_probabilities(self, segment: Tensor, states: Tensor) -> Tensor:
-        """(tokens, vocabulary), finite."""
-        logits = logits_of(self.walk.model, self.walk.blocks, self.walk.calls, segment, states)
-        found = F.log_softmax(logits.to(working_dtype(logits)), -1)
-        return found.clamp_min(torch.finfo(found.dtype).min)
+            target = logits_of(walk.model, walk.blocks, walk.calls, segment, self.wanted.states[index])
+        found: Tensor = Divergence.apply(target, logits_of(walk.model, walk.blocks, walk.calls, segment, states))
+        return found
 
     @contextmanager
     def head(self) -> Iterator[None]:
         """Within it, the output head runs."""
-        with self.walk.outside(), computing(self.walk.model, self.walk.outer()):
+        with self.walk.outside(), computing(self.walk.model, self.walk.outer(), unpack=False):
             yield
 
     def judged(self) -> float:
@@ -325,7 +415,9 @@ class Trainer:
         found = 0.0
         for first in range(0, len(local), size):
             chosen = local[first : first + size]
-            states = self.forward(chosen)
+            states = self.entering(chosen)
+            for index in range(len(self.masters)):
+                states = self.output(index, states)
             with self.head(), torch.no_grad():
                 found += sum(self.divergence(i, states[[at]]).item() for at, i in enumerate(chosen))
         tokens = self.wanted.judges * self.wanted.segments.shape[1]

@@ -47,6 +47,7 @@ class SparseLowRankLinear(nn.Module):
         self.out_features, self.in_features = spec.shape
         self.backend: str | None = None
         self.held: Tensor | None = None  # S in another form, for calls without gradients or with its own
+        self.whole: Tensor | None = None  # S + u v, in the place of all three
         biases: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {"bias": ((self.out_features,), None)}
         for name, (shape, own) in (spec.tensors() | (biases if bias else {})).items():
             if own is None:
@@ -120,6 +121,8 @@ class SparseLowRankLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) → (..., out)."""
+        if self.whole is not None:
+            return F.linear(x, self.whole, self.bias)
         y = self.sparse_product(x)
         if (factors := self.factors()) is not None:
             u, v = factors

@@ -21,7 +21,7 @@ from hasslefree.solve.pruners import PRUNERS
 EFFORTS: dict[str, dict[str, Any]] = {
     "fast": {"allocate": "uniform", "match_blocks": False, "match_predictions": 0},
     "balanced": {"allocate": "uniform", "match_blocks": False, "match_predictions": 49_152},
-    "best": {"allocate": "error", "match_blocks": True, "match_epochs": 1, "match_predictions": 196_608},
+    "best": {"allocate": "error", "match_blocks": True, "match_epochs": 1, "match_predictions": 163_840},
 }
 # What they have in common.
 EVERY = {"rounds": 20, "dense_target": 0.0, "match_epochs": 4}

@@ -46,7 +46,8 @@ class Footprint:
         block, solving: of the dearest block: its weights before and after, and the Grams and the solver's arrays of its
             dearest layer. resident: the rest of a model that is loaded already.
         streams: hidden states of all segments. probes: those before each block that the backward pass keeps.
-        whole, masters: where predictions are matched, all compressed blocks, and what Adam holds for them; else 0.
+        whole, masters: where predictions are matched, all compressed blocks with what a step keeps of them, and what
+            Adam holds for them; else 0.
         device: where it computes. storage: where the activations are. disk: the size of the folder.
         flops: of solvers, Grams, forward passes and matching. levers: what is done beyond the layer, in words.
         unstated: plug-ins that state no cost, and are counted as the most expensive ones of this package.
@@ -154,7 +155,7 @@ def estimate(
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
         streams=((1 + resolved.two_streams) * samples + matched) * seqlen * width * FLOAT,
         probes=(2 + len(plan)) * probed * seqlen * width * FLOAT,
-        whole=sum(layer.bytes for layer in layers) if matched else 0,
+        whole=_together(layers, Predictions().tokens(seqlen), device) if matched else 0,
         masters=MASTER * FLOAT * kept if matched else 0,
         device=device.type,
         storage=storage,
@@ -285,6 +286,14 @@ def _flops(
         settings = Matching.of(resolved.match_epochs)
         passes += matching_passes(settings, segments) * processes / min(math.sqrt(processes), settings.batch)
     return solvers + grams + passes * 2 * tokens * _numbers(blocks)
+
+
+def _together(layers: list[LayerPlan], tokens: int, device: torch.device) -> int:
+    """All compressed layers; where the activations of a step fit, these, and S + u v of all layers."""
+    shapes, held = [layer.spec.shape for layer in layers], sum(layer.bytes for layer in layers)
+    if not in_one_pass(shapes, tokens, device):
+        return held
+    return held + pass_bytes(shapes, tokens) + FLOAT * sum(layer.spec.dense_parameters for layer in layers)
 
 
 def _predicting(tokens: int, inside: int, head: int) -> float:

@@ -15,8 +15,10 @@ from hasslefree.models.distributed import World
 from hasslefree.models.load import encode
 from hasslefree.models.texts import calibration_documents, disjoint_segments
 from hasslefree.models.walk import Walk
+from hasslefree.packed.linear import compressed_layers
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.blockwise import block_tensors, part_file
+from hasslefree.run.machine import in_one_pass
 
 
 def wanted_predictions(
@@ -60,7 +62,10 @@ def match_whole(walk: Walk, wanted: Wanted, work: Unfinished, world: World) -> d
         work.parts[:] = world.broadcast(work.parts)
         bring_back(walk, work)
         home = None if walk.storage == "device" else torch.device("cpu")
-        done = match_predictions(walk, wanted, Predictions(), lambda: bring_back(walk, work), world, home).to_dict()
+        how = Predictions()
+        shapes = [layer.spec.shape for layer in compressed_layers(walk.model).values()]
+        keep = in_one_pass(shapes, how.tokens(wanted.segments.shape[1]), walk.weights.device)
+        done = match_predictions(walk, wanted, how, lambda: bring_back(walk, work), world, home, keep).to_dict()
         if world.writes:
             work.rewrite(matched_parts(walk), done)
     return done
