@@ -3,6 +3,7 @@
     python benchmarks/real_model.py rows MODEL TEXT… --calibration FILE [--rows NAME …] [--seeds 0 1 2]
         [--tasks FOLDER [--limit 200]]
     python benchmarks/real_model.py energies MODEL --calibration FILE
+    python benchmarks/real_model.py speed MODEL --calibration FILE --against CHECKOUT [--runs 2]
 
 TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents. Perplexity is taken in
 windows of 1,024 tokens, 16 a text. The gap is the mean over the texts of log(perplexity / dense perplexity). Every row
@@ -12,6 +13,8 @@ A row notes the version of the source that it was measured with: a rival is not 
 With --tasks, the zero-shot accuracy of every row on the eight tasks is measured too; FOLDER holds them as
 `hasslefree evaluate --task-data` reads them.
 
+speed: the seconds of `--effort fast` of this checkout and of another one, in turns.
+
 energies: the norms of the hidden states before each block, of the first token of a segment and of the others.
 """
 
@@ -19,7 +22,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -55,9 +60,9 @@ LEVERS: dict[str, dict[str, Any]] = {
 ROWS: dict[str, dict[str, Any] | None] = {"dense": None, **EFFORTS, **LEVERS, **RIVALS}
 
 
-def source() -> str:
-    """The commit of the source, with a mark where files differ from it."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+def source(tree: Path = ROOT) -> str:
+    """The commit of a checkout, with a mark where files differ from it."""
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -107,6 +112,28 @@ def run_energies(args: argparse.Namespace) -> None:
     plots.energies(content, args.plot)
 
 
+# A compression in a process of its own, with the source on PYTHONPATH.
+ALONE = """
+import sys, hasslefree
+recipe = hasslefree.Recipe(pattern="2:4", rank=16, effort="fast", calibration=sys.argv[3], samples=64, seqlen=512)
+print(hasslefree.compress(sys.argv[1], sys.argv[2], recipe).seconds)
+"""
+
+
+def run_speed(args: argparse.Namespace) -> None:
+    trees = {"before": args.against, "now": ROOT}
+    content: dict[str, Any] = {"machine": machine(), "model": Path(args.model).name}
+    content |= {"source": {name: source(tree) for name, tree in trees.items()}, "seconds": {name: [] for name in trees}}
+    for _, (name, tree) in itertools.product(range(args.runs), trees.items()):
+        with tempfile.TemporaryDirectory() as scratch:
+            command = [sys.executable, "-c", ALONE, args.model, f"{scratch}/out", args.calibration]
+            environment = os.environ | {"PYTHONPATH": str(tree / "src")}
+            done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, check=True)
+        content["seconds"][name].append(round(float(done.stdout.split()[-1]), 1))
+        least = {each: min(runs) for each, runs in content["seconds"].items() if runs}
+        write(args.output, content | ({"ratio": least["now"] / least["before"]} if len(least) == 2 else {}))
+
+
 def norms(states: torch.Tensor) -> dict[str, float]:
     """Medians of the norms of hidden states (segments, tokens, width), and the first tokens' share of the energy."""
     found = states.norm(dim=-1)
@@ -137,6 +164,14 @@ def arguments() -> argparse.Namespace:
     energies.add_argument("--seed", type=int, default=0)
     energies.add_argument("--output", type=Path, default=RESULTS / "energies.json")
     energies.add_argument("--plot", type=Path, default=ROOT / "docs" / "reference" / "energies.png")
+
+    speed = commands.add_parser("speed")
+    speed.set_defaults(run=run_speed)
+    speed.add_argument("model")
+    speed.add_argument("--calibration", required=True)
+    speed.add_argument("--against", type=Path, required=True)
+    speed.add_argument("--runs", type=int, default=2)
+    speed.add_argument("--output", type=Path, default=RESULTS / "real_model_speed.json")
     return parser.parse_args()
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from hasslefree.cli import main, spread_lists
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
 from hasslefree.errors import OutputError
 from tests.evaluation.task_rows import write_rows
+from tests.tiny_models import tensors_of
 
 QUICK = ["--calibration", str(CALIBRATION), "--samples", "2", "--seqlen", "32"]
 
@@ -26,6 +28,27 @@ def run(monkeypatch, capsys, *arguments):
         main()
     printed = capsys.readouterr()
     return caught.value.code or 0, printed.out + printed.err
+
+
+def test_advice_ends_with_the_command_for_it(monkeypatch, capsys, tmp_path):
+    flags = ["--leave-dense", "*.0.*", "*.1.*", *QUICK]
+    code, text = run(monkeypatch, capsys, "plan", MODEL, "--advise", "2.9MB", *flags, "--output", tmp_path / "a.json")
+    assert code == 0
+    found = json.loads((tmp_path / "a.json").read_text())["advice"]
+    assert [each["divergence"] for each in found] == sorted(each["divergence"] for each in found)
+    assert all(each["bytes"] <= 2_900_000 for each in found)
+    line = next(line for line in text.splitlines() if line.startswith("hasslefree compress"))
+    assert f"--pattern {found[0]['pattern']} " in line
+    words = shlex.split(line)
+    words[words.index("OUT")] = str(tmp_path / "out")
+    code, text = run(monkeypatch, capsys, *words[1:], "--effort", "fast")
+    assert code == 0, text
+    weights = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())
+    assert weights == found[0]["bytes"]
+    for wrong, message in (("much", "write it as --advise 150MB"), ("1kB", "are too few")):
+        code, text = run(monkeypatch, capsys, "plan", MODEL, "--advise", wrong, *QUICK)
+        assert code == 2
+        assert message in text
 
 
 def test_compress_then_evaluate(monkeypatch, capsys, tmp_path):

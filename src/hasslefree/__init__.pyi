@@ -15,6 +15,7 @@ from .exports.export import export as export
 from .packed.linear import SparseLowRankLinear as SparseLowRankLinear
 from .packed.linear import use_backend as use_backend
 from .recipe.recipe import Recipe as Recipe
+from .run.advise import advise as advise
 from .run.compress import compress as compress
 from .solve.decompose import decompose as decompose
 from .solve.low_rank.adam import Adam as Adam

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -37,6 +39,15 @@ console = Console(quiet=os.environ.get("RANK", "0") != "0")
 # These take several values after one flag, as in: --perplexity wikitext2 ptb my.txt
 _LISTS = ("--perplexity", "--tasks", "--leave-dense", "--methods", "--texts")
 
+COLUMNS = (
+    TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    TextColumn("left"), TimeRemainingColumn(),
+)  # fmt: skip
+
+ADVISE = (
+    "Say instead which pattern and rank lose least in so many bytes (150MB, 1.5GB) of weights; the model and the text "
+    "are read for it."
+)
 ACTIVATIONS = typer.Option(help="Where hidden states are between blocks: device, cpu (RAM) or disk.")
 TRUST = typer.Option(help="Run code that comes with the model.")
 
@@ -90,25 +101,55 @@ def plan(
     activations: Annotated[str, ACTIVATIONS] = "device",
     processes: Annotated[int, typer.Option(help="Processes under torchrun; figures are for each.", min=1)] = 1,
     trust_remote_code: Annotated[bool, TRUST] = False,
+    advise: Annotated[str | None, typer.Option(help=ADVISE, metavar="BYTES")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
 ) -> None:
-    """What `compress` would do to MODEL, and the memory, disk and time that it takes. No weight is read."""
+    """What `compress` would do to MODEL, and the memory, disk and time that it takes. No weight is read for that."""
     from hasslefree.models.load import resolve_device
+
+    check_output_file(output)
+    if advise is not None:
+        say_advice(model, advise, recipe, device, activations, trust_remote_code, output)
+        return
     from hasslefree.run.estimate import estimate_model, to_dict
     from hasslefree.run.tables import estimate_table
 
-    check_output_file(output)
     target = resolve_device(device)
     found = estimate_model(model, recipe, target, activations, processes, trust_remote_code)
     console.print(estimate_table(found, target))
     write_json(to_dict(found), output)
 
 
+def say_advice(
+    model: str, budget: str, recipe: Any, device: str | None, activations: str, trust: bool, output: Path | None
+) -> None:
+    """Patterns and ranks within a budget of bytes, as a table, the best one first; and the command for that."""
+    from hasslefree.folder.repeat import compress_command
+    from hasslefree.run.advise import advise as advise_on
+    from hasslefree.run.tables import advice_table
+    from hasslefree.units import bytes_of
+
+    with Progress(*COLUMNS, console=console, transient=True) as bar:
+        task = bar.add_task("loading the model and the text", total=None)
+        found = advise_on(
+            model,
+            bytes_of(budget),
+            recipe,
+            device=device,
+            activations=activations,
+            trust_remote_code=trust,
+            progress=lambda done, total: bar.update(task, description="blocks", completed=done, total=total),
+        )
+    console.print(advice_table(found))
+    chosen = dataclasses.replace(recipe, pattern=found[0].pattern, rank=found[0].rank)
+    say(shlex.join(compress_command(model, "OUT", chosen)))
+    write_json({"advice": [dataclasses.asdict(each) for each in found]}, output)
+
+
 @contextmanager
 def layer_bar() -> Iterator[Callable[[LayerRecord, int, int], None]]:
     """A bar over layers with the current layer's relative error and the time left; above it what is logged."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}", markup=False), *columns, console=console, transient=True) as bar:
+    with Progress(*COLUMNS, console=console, transient=True) as bar:
         task = bar.add_task("loading the model and the text", total=None)
         handler = RichHandler(console=bar.console, show_path=False, show_level=False, markup=False)
         logger = logging.getLogger("hasslefree")

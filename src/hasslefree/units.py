@@ -1,8 +1,27 @@
 """Sizes and durations in words, the same wherever they are printed."""
 
+import re
+
 from rich.filesize import decimal as size
 
-__all__ = ["duration", "size"]
+from hasslefree.errors import BudgetError, option
+
+__all__ = ["bytes_of", "duration", "size"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", re.IGNORECASE)
+_PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+def bytes_of(text: str) -> int:
+    """The bytes of a size such as 150MB, 1.5 GB or 2000000; a kB is a thousand bytes.
+
+    Raises:
+        BudgetError: it is none.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise BudgetError(f"{text!r} is no number of bytes; write it as {option('advise', '150MB')}, 1.5GB or 2000000")
+    return int(float(found[1]) * _PREFIXES[found[2].lower()])
 
 
 def duration(seconds: float) -> str:

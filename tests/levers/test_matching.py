@@ -17,7 +17,7 @@ from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import CalibrationError, NonFiniteError
 from hasslefree.levers.masters import kept_parameters
-from hasslefree.levers.matching import Matching, match_block, relative_distance, split
+from hasslefree.levers.matching import Matching, match_block, relative_distance, sink_share, split
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calls import block_calls
 from hasslefree.models.moments import first_hidden_states
@@ -300,3 +300,20 @@ def test_a_layer_with_nothing_in_it_is_left_alone():
     targets = [torch.ones_like(t) for t in y]
     report = match_block(block, Plain(), x, targets, Matching(), seed=0)
     assert report.after == report.before == 1.0
+
+
+def test_sinks_are_tokens_of_far_larger_norm():
+    states = torch.randn(2, 50, 8, generator=torch.Generator().manual_seed(0))
+    assert sink_share(states) == 0
+    states[0, :3] *= 1000
+    assert sink_share(states) == 0.03
+    states[:, :30] = 1000
+    assert sink_share(states) == 0.6
+
+
+def test_more_sinks_than_other_tokens_are_remarked(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("hasslefree.run.blockwise.sink_share", lambda states: 0.75)
+    recipe = hasslefree.Recipe(rank=2, method="eora", match_blocks=True)
+    report = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
+    assert all(block["remark"].startswith("75% of the tokens have hidden states") for block in report.matching)
+    assert "model.layers.1: 75% of the tokens" in caplog.text

@@ -22,8 +22,8 @@ from hasslefree.levers.predictions import (
     Trainer,
     judges_of,
     match_predictions,
+    reference_of,
     segments_for,
-    wanted_of,
 )
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.distributed import ALONE
@@ -40,13 +40,13 @@ def prepared(family, storage="device", folder=None, samples=10, judges=2, **chan
     dense = copy.deepcopy(model)
     blocks = find_blocks(model)
     walk = Walk.open(model, blocks, Weights(model, model.device), tokens[:1], storage, folder)
-    wanted = wanted_of(walk, tokens, samples, judges)
+    reference = reference_of(walk, tokens, samples, judges)
     for block in blocks.modules:
         for site in find_sites(block).values():
             gram = hasslefree.Gram(torch.eye(site.shape[1]), 100)
             found = hasslefree.decompose(site.weight(), gram, "2:4", 2, method="oats")
             site.replace(SparseLowRankLinear.from_decomposition(found, site.bias, "2:4"))
-    return walk, wanted, dense, tokens
+    return walk, reference, dense, tokens
 
 
 def divergence(dense, model, tokens):
@@ -69,7 +69,7 @@ def test_the_gradients_are_those_of_the_divergence_of_the_whole_model(
     family, storage, keep_graphs, tmp_path, monkeypatch
 ):
     """Oracle: autograd through both models at once."""
-    walk, wanted, dense, tokens = prepared(family, storage, tmp_path)
+    walk, reference, dense, tokens = prepared(family, storage, tmp_path)
     found = {}
 
     def update(self, rate):
@@ -79,7 +79,7 @@ def test_the_gradients_are_those_of_the_divergence_of_the_whole_model(
 
     monkeypatch.setattr(Masters, "update", update)
     chosen = [3, 5, 6]
-    trainer = Trainer(walk, wanted, Predictions(), ALONE, None, keep_graphs)
+    trainer = Trainer(walk, reference, Predictions(), ALONE, None, keep_graphs)
     trainer.step(chosen, 1.0)
     layers = compressed_layers(walk.model)
     parameters = {f"{n}.{k}": p for n, layer in layers.items() for k, p in layer.named_parameters() if p.numel()}
@@ -100,9 +100,9 @@ def test_the_gradients_are_those_of_the_divergence_of_the_whole_model(
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_what_judges_is_the_divergence_on_segments_that_are_not_trained_on(family):
     """Oracle: the definition, in float64."""
-    walk, wanted, dense, tokens = prepared(family)
+    walk, reference, dense, tokens = prepared(family)
     before = divergence(dense, walk.model, tokens[:2])
-    record = match_predictions(walk, wanted, Predictions(batch=32), back_to(walk, state(walk)))
+    record = match_predictions(walk, reference, Predictions(batch=32), back_to(walk, state(walk)))
     assert record.before == pytest.approx(before, rel=2e-3)
     assert record.after == pytest.approx(divergence(dense, walk.model, tokens[:2]), rel=2e-3)
     assert record.after == record.history[-1] < record.before
@@ -112,10 +112,10 @@ def test_what_judges_is_the_divergence_on_segments_that_are_not_trained_on(famil
 
 
 def test_zeros_stay_zeros_and_what_is_not_compressed_stays():
-    walk, wanted, *_ = prepared("llama")
+    walk, reference, *_ = prepared("llama")
     before = state(walk)
     support = {name: layer.unpacked() != 0 for name, layer in compressed_layers(walk.model).items()}
-    match_predictions(walk, wanted, Predictions(batch=32), back_to(walk, before))
+    match_predictions(walk, reference, Predictions(batch=32), back_to(walk, before))
     changed = {name for name, tensor in walk.model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {n for n in before if re.search(r"(values|low_rank_[uv])$", n)}
     for name, layer in compressed_layers(walk.model).items():
@@ -123,10 +123,10 @@ def test_zeros_stay_zeros_and_what_is_not_compressed_stays():
 
 
 def test_a_rate_that_is_too_high_is_retreated_from_and_at_worst_the_model_is_as_it_was():
-    walk, wanted, *_ = prepared("llama")
+    walk, reference, *_ = prepared("llama")
     before = state(walk)
     settings = Predictions(learning_rate=30.0, batch=32, retreats=1)
-    record = match_predictions(walk, wanted, settings, back_to(walk, before))
+    record = match_predictions(walk, reference, settings, back_to(walk, before))
     assert record.learning_rate == 10.0
     assert len(record.history) == 4, "the last attempt goes on to the end"
     assert record.after == record.before < record.history[-1]
@@ -135,10 +135,10 @@ def test_a_rate_that_is_too_high_is_retreated_from_and_at_worst_the_model_is_as_
 
 
 def test_predictions_that_are_nan_are_an_error():
-    walk, wanted, *_ = prepared("llama")
+    walk, reference, *_ = prepared("llama")
     compressed_layers(walk.model)["model.layers.1.mlp.up_proj"].values.data[0, 0] = math.inf
     with pytest.raises(NonFiniteError, match="predictions of the compressed model are NaN or Inf"):
-        match_predictions(walk, wanted, Predictions(), back_to(walk, {}))
+        match_predictions(walk, reference, Predictions(), back_to(walk, {}))
 
 
 @given(st.integers(1, 10**6), st.integers(2, 4096))
@@ -192,6 +192,34 @@ def test_a_compression_ends_with_it(streamed, tmp_path):
     assert sorted(p.name for p in (tmp_path / "out").glob("*.safetensors")) == [
         f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
     ]
+
+
+BLOCKS = {
+    "bfloat16": ("llama", "bfloat16", {}),
+    "float16": ("llama", "float16", {}),
+    "unstructured": ("gpt2", "float32", {"pattern": "unstructured", "sparsity": 0.5}),
+    "rank 0": ("opt", "bfloat16", {"method": "sparsegpt", "rank": 0}),
+    "a dense block": ("llama", "float32", {"leave_dense": ("model.layers.0.*",)}),
+}
+
+
+@pytest.mark.parametrize(("family", "dtype", "changes"), BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("keep", [True, False])
+def test_every_kind_of_layer_is_trained(family, dtype, changes, keep, tmp_path, monkeypatch):
+    """Oracle: the divergence of the folder that was written; no parameter is kept in another dtype."""
+    monkeypatch.setattr("hasslefree.run.predictions.in_one_pass", lambda *args: keep)
+    fields = {"rank": 2, "method": "eora", "match_predictions": 160} | changes
+    dense, tokens = build(family, getattr(torch, dtype)), segments(12, 16)
+    with torch.no_grad():  # as a caller may have it
+        report = hasslefree.compress(
+            build(family, getattr(torch, dtype)), tmp_path / "out", Recipe(**fields), segments=tokens
+        )
+    found = report.predictions
+    assert found["after"] <= found["before"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {p.dtype for p in loaded.parameters()} == {getattr(torch, dtype)}
+    given = divergence(dense.float(), loaded.float(), tokens[:1])
+    assert found["after"] == pytest.approx(given, rel=0.002 if dtype == "float32" else 0.5)
 
 
 class NoTokenizer:

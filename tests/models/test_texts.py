@@ -124,6 +124,14 @@ def test_a_hub_that_cannot_be_reached_is_a_message(monkeypatch):
         evaluation_text("ptb")
 
 
+def test_disjoint_windows_are_of_other_documents_than_those_that_are_drawn_first():
+    documents = [document(1000 * i, 30) for i in range(20)]
+    for seed in range(5):
+        drawn = draw_segments(documents, encode, 8, 10, seed) // 1000
+        others = disjoint_segments(documents, encode, 36, 10, seed) // 1000
+        assert not set(drawn.flatten().tolist()) & set(others.flatten().tolist())
+
+
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 12), st.integers(1, 9), st.integers(0, 99))
 def test_disjoint_windows_share_no_token_and_leave_less_than_one_in_each_document(lengths, most, seqlen, seed):
     documents = [document(1000 * i, length) for i, length in enumerate(lengths)]

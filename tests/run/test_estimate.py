@@ -229,8 +229,7 @@ def test_what_prediction_matching_holds_counts_and_has_a_remedy(tmp_path, monkey
     assert found.masters >= sum(t.nbytes for t in held) > 0.7 * found.masters
     assert found.whole > report.stored_bytes
     monkeypatch.setattr("hasslefree.run.estimate.in_one_pass", lambda *args: False)
-    found = planned(tmp_path / "wide", recipe)
-    assert found.whole == report.stored_bytes
+    assert report.stored_bytes < planned(tmp_path / "wide", recipe).whole < found.whole
     for much in ({"whole": 10**15}, {"masters": 10**15}):
         with pytest.raises(MemoryShortError, match="it fits with match_predictions=0, which keeps one block in memory"):
             check_memory(dataclasses.replace(found, **much), CPU)

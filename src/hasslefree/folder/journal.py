@@ -203,8 +203,7 @@ def claimed(folder: Path) -> Iterator[None]:
 def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], dict[str, Any] | None]:
     """What was done, up to the first part whose file is not there.
 
-    Where all blocks were matched together and one is not there, what the others were before is not there either: only
-    what is outside the blocks counts then.
+    Where predictions were matched, all blocks were trained together: if one is gone, none of them counts.
     """
     if not (folder / JOURNAL).exists():
         return None, [], None
@@ -218,7 +217,8 @@ def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], dict
         if sha256(file) != part.sha256:
             raise CheckpointError(
                 f"{file} is not as it was written (its SHA-256 differs): the disk or another program changed it. "
-                f"Delete it, and {option('resume', True)} does its block and those after it again"
+                f"Delete it, and {option('resume', True)} does its block and those after it again, or all blocks "
+                "where their predictions were matched"
             )
         parts.append(part)
     predictions = content.get("predictions")

@@ -65,7 +65,8 @@ class Masters:
         self.masters = [master.to(home) for master in masters]
         self.peaks = [learning_rate * (_rms(master) if relative else 1.0) for master in self.masters]
         groups = [{"params": [m], "lr": peak} for m, peak in zip(self.masters, self.peaks, strict=True)]
-        self.optimizer = torch.optim.Adam(groups, betas=betas, eps=epsilon, fused=True)
+        # A block may have been left dense.
+        self.optimizer = torch.optim.Adam(groups, betas=betas, eps=epsilon, fused=True) if groups else None
 
     @torch.no_grad()
     def update(self, rate: float) -> None:
@@ -73,6 +74,8 @@ class Masters:
 
         Afterwards the parameters have no gradients. rate: the learning rate, over that at the peak.
         """
+        if self.optimizer is None:
+            return
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * rate
         for parameter, master, unit in zip(self.kept, self.masters, self.units, strict=True):

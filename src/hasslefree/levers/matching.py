@@ -140,6 +140,16 @@ def relative_distance(output: Tensor, target: Tensor, channels: Tensor | None = 
     return (apart / energy.clamp_min(0.01 * energy.median().item() or 1.0)).sum()
 
 
+def sink_share(states: Tensor) -> float:
+    """The share of tokens with a norm of more than ten times that of a small one (the tenth percentile).
+
+    Args:
+        states: (segments, tokens, width).
+    """
+    norms = states.flatten(0, -2).norm(dim=-1).sort().values
+    return float((norms > 10 * norms[len(norms) // 10]).sum()) / len(norms)
+
+
 def match_block(
     block: nn.Module,
     call: Call,
@@ -280,7 +290,7 @@ class Trainer:
     def epoch(self, order: Sequence[int]) -> None:
         """One pass over the segments, in this order."""
         for first in range(0, len(order), self.settings.batch):
-            with whole_for_gradients(self.layers), torch.enable_grad():
+            with torch.enable_grad(), whole_for_gradients(self.layers):
                 local = self.world.local(order[first : first + self.settings.batch])
                 for together in [local] if self.batched and local else [[i] for i in local]:
                     self.lost(together).backward()

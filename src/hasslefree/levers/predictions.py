@@ -4,10 +4,10 @@ What each block keeps was fitted to the outputs of layers and blocks. Here all o
 
     mean over tokens of KL(dense ‖ compressed)
 
-between the predictions, on calibration text that was not read before: a few passes over a short text would learn that
-text. A step is a forward and a backward pass, block by block; the gradients of a block are gone before those of the
-block before it are made. Where memory is short, what enters a block is kept and the block runs once more on the way
-back, so that one block at a time has S unpacked and its activations. The support of S stays as it is.
+between the predictions, on calibration text that is new as far as there is enough of it: a few passes over a short text
+would learn that text. A step is a forward and a backward pass, block by block; the gradients of a block are gone before
+those of the block before it are made. Where memory is short, what enters a block is kept and the block runs once more
+on the way back, so that one block at a time has S unpacked and its activations. The support of S stays as it is.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Predictions:
             share of a typical one. warm_up: the rate grows linearly over this share of the steps; then it falls along
             half a cosine to zero.
         batch: tokens in a step. looks: how often the model is judged on the way.
-        retreats: where the model is worse at the first look than it was, all starts over with a third of the learning
-            rate, at most so many times.
+        retreats: where the model is no better at the first look than it was, all starts over with a third of the
+            learning rate, at most so many times.
         betas, epsilon: of Adam. Gradients are of all sizes, so that epsilon is next to nothing.
     """
 
-    learning_rate: float = 0.0015
+    learning_rate: float = 0.0007
     warm_up: float = 0.05
     batch: int = 2048
     looks: int = 4
@@ -81,12 +81,13 @@ class Predictions:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Reference:
     """What the dense model makes of a text that all blocks are trained on.
 
     Args:
         segments: token ids (samples, tokens) of this process. states: what leaves the last block for them.
-        total: segments of all processes. judges: of these, the first ones are never trained on, and judge.
+        total: the number of segments of all processes. judges: so many of them, the first ones, are not trained on;
+            they judge.
     """
 
     segments: Tensor
@@ -102,7 +103,7 @@ class PredictionRecord:
     Args:
         before, after: KL(dense ‖ compressed) of a token, in nats, on average over the judging segments. after ≤ before.
         history: the same at each look, since the last retreat. learning_rate: then, as `Predictions` has it.
-        tokens: that were trained on.
+        tokens: how many it was trained on.
     """
 
     before: float
@@ -129,8 +130,8 @@ def judges_of(segments: int) -> int:
     return segments - segments * JUDGED // (JUDGED + 1)
 
 
-def wanted_of(walk: Walk, segments: Tensor, total: int, judges: int) -> Wanted:
-    """What the dense model makes of segments (samples, tokens) of this process; see `Wanted`.
+def reference_of(walk: Walk, segments: Tensor, total: int, judges: int) -> Reference:
+    """What the dense model makes of segments (samples, tokens) of this process; see `Reference`.
 
     Raises:
         ModelError: the model has no output head, or it does not run without the blocks.
@@ -139,12 +140,12 @@ def wanted_of(walk: Walk, segments: Tensor, total: int, judges: int) -> Wanted:
     check_predictions(walk, segments, hidden)
     for _ in walk.visits(hidden):
         pass
-    return Wanted(segments, hidden, total, judges)
+    return Reference(segments, hidden, total, judges)
 
 
 def match_predictions(
     walk: Walk,
-    wanted: Wanted,
+    reference: Reference,
     settings: Predictions,
     restore: Callable[[], None],
     world: World = ALONE,
@@ -169,18 +170,19 @@ def match_predictions(
     history: list[float] = []
     for retreat in range(settings.retreats + 1):
         tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
-        before, history = attempt(walk, wanted, tried, world, home, keep_graphs, retreat == settings.retreats)
-        if history[-1] < before:
+        before, history = attempt(walk, reference, tried, world, home, keep_graphs, retreat == settings.retreats)
+        if history[-1] >= before:
+            restore()
+        if history[0] < before:
             break
-        restore()
-    tokens = (wanted.total - wanted.judges) * wanted.segments.shape[1]
+    tokens = (reference.total - reference.judges) * reference.segments.shape[1]
     seconds = time.perf_counter() - start
     return PredictionRecord(before, min(before, history[-1]), tuple(history), tried.learning_rate, tokens, seconds)
 
 
 def attempt(
     walk: Walk,
-    wanted: Wanted,
+    reference: Reference,
     settings: Predictions,
     world: World,
     home: torch.device | None,
@@ -195,14 +197,14 @@ def attempt(
     with ExitStack() as opened:
         for block in walk.blocks.modules:
             opened.enter_context(only_trained(block, kept_parameters(block)))
-        trainer = Trainer(walk, wanted, settings, world, home, keep_graphs)
+        trainer = Trainer(walk, reference, settings, world, home, keep_graphs)
         before = trainer.judged()
         if not math.isfinite(before):
             raise NonFiniteError(
                 "the predictions of the compressed model are NaN or Inf; try another dtype "
                 f"({option('dtype', 'float32')})"
             )
-        return before, trainer.train(range(wanted.judges, wanted.total), before, last)
+        return before, trainer.train(range(reference.judges, reference.total), before, last)
 
 
 class Divergence(torch.autograd.Function):
@@ -218,7 +220,7 @@ class Divergence(torch.autograd.Function):
         for wanted, found, slope in zip(target.split(rows), logits.split(rows), gradient.split(rows), strict=True):
             p, q = (finite_log_softmax(each) for each in (wanted, found))
             share = p.exp()
-            total += torch.linalg.vecdot(share, p.sub_(q)).sum()
+            total += (p.sub_(q) * share).sum()
             slope.copy_(q.exp_().sub_(share))
         ctx.save_for_backward(gradient)
         return total
@@ -253,9 +255,9 @@ class Passage:
         """states: what enters the block, (segments, tokens, width)."""
         self.computing.enter_context(computing(self.block, unpack=False))
         layers = [layer for layer in compressed_layers(self.block).values() if layer.values.requires_grad]
-        self.whole.enter_context(whole_for_gradients(layers))
         self.leaves = [each.detach().requires_grad_() for each in split(self.call, states)]
         with torch.enable_grad():
+            self.whole.enter_context(whole_for_gradients(layers))
             self.outputs = [self.call.run(self.block, leaf) for leaf in self.leaves]
 
     @property
@@ -271,9 +273,9 @@ class Passage:
         """
         for output, gradient in zip(self.outputs, split(self.call, gradients), strict=True):
             output.backward(gradient)
-        self.outputs.clear()
+        leaves, self.leaves, self.outputs = self.leaves, [], []
         self.whole.close()
-        return torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves])
+        return torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
 
     def close(self) -> None:
         self.whole.close()
@@ -286,17 +288,17 @@ class Trainer:
     def __init__(
         self,
         walk: Walk,
-        wanted: Wanted,
+        reference: Reference,
         settings: Predictions,
         world: World,
         home: torch.device | None,
         keep_graphs: bool,
     ):
-        self.walk, self.wanted, self.settings, self.world = walk, wanted, settings, world
+        self.walk, self.reference, self.settings, self.world = walk, reference, settings, world
         self.keep_graphs = keep_graphs
         self.calls: list[BlockCall] = []
         self.masters: list[Masters] = []
-        hidden = walk.entering(wanted.segments[:SAMPLES])
+        hidden = walk.entering(reference.segments[:SAMPLES])
         for block, call in zip(walk.blocks.modules, walk.calls, strict=True):
             self.calls.append(replace(call, batched=takes_batches(block, call, hidden)))
             self.masters.append(self.masters_of(block, call, hidden, home))
@@ -320,7 +322,7 @@ class Trainer:
         Args:
             last: go on even then.
         """
-        seqlen = self.wanted.segments.shape[1]
+        seqlen = self.reference.segments.shape[1]
         size = self.settings.tokens(seqlen) // seqlen
         batches = [training[i : i + size] for i in range(0, len(training), size)]
         looks = {math.ceil(len(batches) * look / self.settings.looks) for look in range(1, self.settings.looks + 1)}
@@ -353,7 +355,8 @@ class Trainer:
                         states = passages[-1].output
                     else:
                         states = self.output(index, states)
-                gradients = torch.cat([self.gradient(i, states[[at]]) for at, i in enumerate(chosen)])
+                with self.head():
+                    gradients = torch.cat([self.gradient(i, states[[at]]) for at, i in enumerate(chosen)])
             for index in reversed(range(len(self.masters))):
                 if not chosen:
                     self.masters[index].update(rate)
@@ -366,7 +369,7 @@ class Trainer:
 
     def entering(self, chosen: Sequence[int]) -> Tensor:
         """What enters the first block for some segments: (segments, tokens, width)."""
-        return self.walk.entering(self.wanted.segments[list(chosen)])[:]
+        return self.walk.entering(self.reference.segments[list(chosen)])[:]
 
     def passage(self, index: int, states: Tensor, opened: ExitStack) -> Passage:
         """Of states (segments, tokens, width) through a block; closed with `opened` at the latest."""
@@ -382,11 +385,13 @@ class Trainer:
             return torch.cat([call.run(block, each) for each in split(call, states)])
 
     def gradient(self, index: int, states: Tensor) -> Tensor:
-        """Of the divergence of one segment with respect to what leaves the last block, both (1, tokens, width)."""
+        """Of the divergence of one segment with respect to what leaves the last block, both (1, tokens, width).
+
+        Within `head`.
+        """
         with torch.enable_grad():
             leaf = states.detach().requires_grad_()
-            with self.head():
-                [gradient] = torch.autograd.grad(self.divergence(index, leaf), leaf)
+            [gradient] = torch.autograd.grad(self.divergence(index, leaf), leaf)
         return gradient
 
     def divergence(self, index: int, states: Tensor) -> Tensor:
@@ -395,10 +400,10 @@ class Trainer:
         Args:
             states: what leaves the last compressed block, (1, tokens, width).
         """
-        segment = self.wanted.segments[index]
+        segment = self.reference.segments[index]
         walk = self.walk
         with torch.no_grad():
-            target = logits_of(walk.model, walk.blocks, walk.calls, segment, self.wanted.states[index])
+            target = logits_of(walk.model, walk.blocks, walk.calls, segment, self.reference.states[index])
         found: Tensor = Divergence.apply(target, logits_of(walk.model, walk.blocks, walk.calls, segment, states))
         return found
 
@@ -410,8 +415,8 @@ class Trainer:
 
     def judged(self) -> float:
         """The divergence of a token, on average over the judging segments."""
-        local = self.world.local(range(self.wanted.judges))
-        size = max(BATCH // self.wanted.segments.shape[1], 1)
+        local = self.world.local(range(self.reference.judges))
+        size = max(BATCH // self.reference.segments.shape[1], 1)
         found = 0.0
         for first in range(0, len(local), size):
             chosen = local[first : first + size]
@@ -420,5 +425,5 @@ class Trainer:
                 states = self.output(index, states)
             with self.head(), torch.no_grad():
                 found += sum(self.divergence(i, states[[at]]).item() for at, i in enumerate(chosen))
-        tokens = self.wanted.judges * self.wanted.segments.shape[1]
-        return self.world.total(found, self.wanted.segments.device) / tokens
+        tokens = self.reference.judges * self.reference.segments.shape[1]
+        return self.world.total(found, self.reference.segments.device) / tokens

@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hasslefree.core.gram import Gram, working_dtype
+from hasslefree.core.patterns import Pattern
 from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, option
 from hasslefree.levers.masters import only_trained
 from hasslefree.models.activations import Activations
@@ -113,9 +114,13 @@ def importance(reverse: Reverse, world: World) -> Tensor:
     return squares / mean if mean > 0 else torch.ones_like(squares)
 
 
-def backwards(walk: Walk, segments: Tensor, world: World, seed: int) -> Iterator[Reverse]:
-    """The blocks from the last to the first; arguments and errors as for `sensitivities`."""
-    count = local_probes(segments, world)
+def backwards(walk: Walk, segments: Tensor, world: World, seed: int, tokens: int | None = None) -> Iterator[Reverse]:
+    """The blocks from the last to the first; arguments and errors as for `sensitivities`.
+
+    Args:
+        tokens: of probes; None for as many as `probes` says.
+    """
+    count = local_probes(segments, world, tokens)
     segments = segments[: max(count, 1)]
     hidden, entering = walk.entering(segments), []
     check_predictions(walk, segments, hidden)
@@ -140,10 +145,10 @@ def check_predictions(walk: Walk, segments: Tensor, states: Activations) -> None
         ) from error
 
 
-def local_probes(segments: Tensor, world: World) -> int:
+def local_probes(segments: Tensor, world: World, tokens: int | None = None) -> int:
     """How many of this process's segments, the first ones, are probes."""
     total = round(world.total(len(segments), segments.device))
-    return len(world.local(range(probes(total, segments.shape[1]))))
+    return len(world.local(range(probes(total, segments.shape[1], tokens))))
 
 
 def gradients_of_labels(walk: Walk, segments: Tensor, states: Activations, world: World, seed: int) -> Activations:
@@ -180,14 +185,61 @@ def drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
     return torch.searchsorted(total, uniform * total[:, -1:], right=True).squeeze(1).clamp_max(logits.shape[1] - 1)
 
 
-def block_sensitivities(
-    reverse: Reverse, plans: Mapping[str, LayerPlan], world: World, see: See[T]
-) -> dict[str, tuple[T, float]]:
-    """Of the planned layers of one block, in the order of the plan. Afterwards the gradients have passed the block."""
+@dataclass(frozen=True)
+class SeenLayer:
+    """A layer of the dense model on the probes.
+
+    Args:
+        name: in its block; full: in the model. weight: (out, in). gram: of its inputs.
+        prepared: of `LOOK`, in the process that owns the layer.
+        inputs: (tokens, in). gradients: of the labels' log-likelihood, with respect to its outputs, (tokens, out).
+    """
+
+    name: str
+    full: str
+    weight: Tensor
+    gram: Gram
+    prepared: Any
+    inputs: Tensor
+    gradients: Tensor
+    owner: int
+    world: World
+
+    def solved(self, pattern: Pattern, rank: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """S, and S + L, of a few rounds of `joint`: (out, in) each, the same in all processes."""
+        sparse = torch.empty_like(self.weight)
+        both = sparse if rank == 0 else torch.empty_like(self.weight)
+        if self.owner == self.world.rank:
+            found = solve_layer(self.weight, self.gram, LOOK, self.prepared, pattern, rank, seed)
+            sparse.copy_(found.sparse)
+            if rank:
+                both.copy_(found.sparse.float() + found.low_rank.u.float() @ found.low_rank.v.float())
+        for each in {id(sparse): sparse, id(both): both}.values():
+            self.world.broadcast_(each, self.owner)
+        return sparse, both
+
+    def divergence(self, changed: Tensor) -> float:
+        """An estimate of the mean KL(dense ‖ changed) of a token, in nats, with another weight (out, in) in its place.
+
+        Raises:
+            NonFiniteError: the gradient is NaN or Inf.
+        """
+        change = (self.weight.to(self.gram.matrix.dtype) - changed.to(self.gram.matrix.dtype)).T
+        moved = (self.inputs @ change).mul_(self.gradients).sum(-1).to(widest_dtype(change.device))
+        found = 0.5 * self.world.total(moved.square().sum().item(), moved.device) / self.gram.tokens
+        if not math.isfinite(found):
+            raise NonFiniteError(
+                f"the gradient at the output of {self.full} is NaN or Inf; try another dtype "
+                f"({option('dtype', 'float32')}), or {option('effort', 'fast')}"
+            )
+        return found
+
+
+def seen_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World) -> Iterator[SeenLayer]:
+    """The planned layers of one block, in the order of data flow. The gradients have passed the block then."""
     visit, states = reverse.visit, reverse.states
     groups = groups_by_input(visit.block, visit.call, states[0], plans)
     inputs, outer = inputs_and_gradients(reverse, groups)
-    found: dict[str, tuple[T, float]] = {}
     sites = visit.sites(list(plans))
     for group in groups:
         rows = inputs[group[0]]
@@ -197,20 +249,19 @@ def block_sensitivities(
         owners = world.assign([plans[name].spec.dense_parameters for name in group])
         prepared = LOOK.prepare(gram) if world.rank in owners else None
         for name, owner in zip(group, owners, strict=True):
-            weight = sites[name].weight()
-            sparse = torch.empty_like(weight)
-            if owner == world.rank:
-                sparse = solve_layer(weight, gram, LOOK, prepared, plans[name].pattern, 0, 0).sparse
-            world.broadcast_(sparse, owner)
-            change = (weight.to(gram.matrix.dtype) - sparse.to(gram.matrix.dtype)).T
-            moved = (rows @ change).mul_(outer[name]).sum(-1).to(widest_dtype(change.device))
-            harm = 0.5 * world.total(moved.square().sum().item(), moved.device) / gram.tokens
-            if not math.isfinite(harm):
-                raise NonFiniteError(
-                    f"the gradient at the output of {visit.prefix}.{name} is NaN or Inf; try another dtype "
-                    f"({option('dtype', 'float32')}), or {option('effort', 'fast')}"
-                )
-            found[name] = see(weight, sparse, gram, plans[name]), harm
+            full, weight = f"{visit.prefix}.{name}", sites[name].weight()
+            yield SeenLayer(name, full, weight, gram, prepared, rows, outer[name], owner, world)
+
+
+def block_sensitivities(
+    reverse: Reverse, plans: Mapping[str, LayerPlan], world: World, see: See[T]
+) -> dict[str, tuple[T, float]]:
+    """Of the planned layers of one block, in the order of the plan. Afterwards the gradients have passed the block."""
+    found: dict[str, tuple[T, float]] = {}
+    for layer in seen_layers(reverse, plans, world):
+        plan = plans[layer.name]
+        sparse, _ = layer.solved(plan.pattern, 0)
+        found[layer.name] = see(layer.weight, sparse, layer.gram, plan), layer.divergence(sparse)
     return {name: found[name] for name in plans}
 
 

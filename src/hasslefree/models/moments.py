@@ -29,9 +29,9 @@ ALIKE = 0.05
 PROBED = 4096
 
 
-def probes(samples: int, seqlen: int) -> int:
-    """How many of so many segments, the first ones, are for that: one at least."""
-    return min(samples, max(PROBED // seqlen, 1))
+def probes(samples: int, seqlen: int, tokens: int | None = None) -> int:
+    """How many of so many segments, the first ones, are for that: one at least. tokens: None for `PROBED`."""
+    return min(samples, max((PROBED if tokens is None else tokens) // seqlen, 1))
 
 
 def first_hidden_states(

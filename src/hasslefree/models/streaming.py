@@ -68,8 +68,8 @@ class Weights:
     def present(self, part: Modules) -> Iterator[None]:
         """Within it, the parameters of a part of the model are on the device.
 
-        Afterwards they are in no memory, and neither are the compressed layers that came into the part meanwhile; but
-        for a part that was in memory before, and stays.
+        Afterwards they are in no memory, and neither are the compressed layers that came into the part meanwhile. A
+        part that was in memory before stays there.
         """
         if not self.streamed or not any(p.is_meta for module in part() for p in module.parameters(recurse=False)):
             yield

@@ -165,12 +165,14 @@ def disjoint_segments(
 ) -> Tensor:
     """Windows of random documents that do not overlap, in random order: `most`, or all that there are.
 
+    With the same seed, the documents that `draw_segments` takes first come last.
+
     Returns:
         (windows, seqlen) int64; no rows where no document is long enough.
     """
     generator = torch.Generator().manual_seed(seed)
     windows: list[list[int]] = []
-    for index in torch.randperm(len(documents), generator=generator).tolist():
+    for index in torch.randperm(len(documents), generator=generator).flip(0).tolist():
         tokens = encode(documents[index])
         start = int(torch.randint(len(tokens) % seqlen + 1, (), generator=generator))
         windows += [tokens[i : i + seqlen] for i in range(start, len(tokens) - seqlen + 1, seqlen)]

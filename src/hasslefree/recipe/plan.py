@@ -105,5 +105,10 @@ def digest(plan: Plan) -> str:
 
 def bytes_on_disk(model: torch.nn.Module, plan: Plan) -> int:
     """The size of the folder: what stays dense, the packed layers, and room for the rest."""
+    return ROOM + weights_on_disk(model, plan)
+
+
+def weights_on_disk(model: torch.nn.Module, plan: Plan) -> int:
+    """The size of all weights: what stays dense, and the packed layers."""
     dense = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return ROOM + dense + sum(layer.bytes - layer.dense_bytes for plans in plan for layer in plans.values())
+    return dense + sum(layer.bytes - layer.dense_bytes for plans in plan for layer in plans.values())

@@ -22,7 +22,7 @@ from hasslefree.folder.entries import crc32, entry_of, read_entries
 from hasslefree.folder.journal import Unfinished
 from hasslefree.folder.plugin import empty_layer
 from hasslefree.folder.record import LayerRecord
-from hasslefree.levers.matching import Matching, match_block, relative_distance
+from hasslefree.levers.matching import Matching, match_block, relative_distance, sink_share
 from hasslefree.levers.targets import corrected, drift_correction, target_damping
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
@@ -233,11 +233,23 @@ def compress_block(
             settings = Matching.of(resolved.match_epochs)
             loss = partial(relative_distance, channels=task.channels)
             report = match_block(block, call, hidden, dense, settings, resolved.recipe.seed, loss, world=task.world)
-            return done, {"block": visit.prefix, **report.to_dict()}
+            return done, {"block": visit.prefix, **report.to_dict(), **crowded(dense[0], visit.prefix)}
     if output is not None:
         hidden[:] = output
         visit.passed.append(hidden)
     return done, None
+
+
+def crowded(states: Tensor, name: str) -> dict[str, str]:
+    """A remark where more than half of the tokens of a segment (1, tokens, width) are attention sinks; else nothing."""
+    if (share := sink_share(states)) <= 0.5:
+        return {}
+    remark = (
+        f"{share:.0%} of the tokens have hidden states of more than ten times the norm of the others: matching counts "
+        "every token by its own energy, and takes these for the usual ones"
+    )
+    logger.warning("%s: %s", name, remark)
+    return {"remark": remark}
 
 
 def runs_at_once(task: Task, hidden: Activations) -> bool:

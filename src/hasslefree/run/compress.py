@@ -42,7 +42,7 @@ from hasslefree.run.blockwise import compress_blocks, look_over
 from hasslefree.run.estimate import estimate
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.memory import check_memory
-from hasslefree.run.predictions import match_whole, wanted_predictions
+from hasslefree.run.predictions import dense_reference, match_whole
 
 # Called after each layer with its report, the layers done and the layers in all.
 Progress = Callable[[LayerRecord, int, int], None]
@@ -97,7 +97,9 @@ def compress(
         )
         blocks = find_blocks(loaded)
         plan = make_plan(blocks, resolved)
-        check_output(folder, overwrite, bytes_on_disk(loaded, plan) - work.bytes_done)
+        # Blocks whose predictions were matched are written before those that they replace are removed.
+        twice = sum(layer.bytes for plans in plan for layer in plans.values()) if resolved.match_predictions else 0
+        check_output(folder, overwrite, bytes_on_disk(loaded, plan) + twice - work.bytes_done)
         given = segments is not None
         if segments is None:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
@@ -110,7 +112,8 @@ def compress(
         first = segments[:1].to(target)
         walk, digests = look_over(loaded, blocks, Weights(loaded, target), plan, first, walk_options)
         local = world.share(segments).to(target)
-        wanted = wanted_predictions(walk, resolved, tokenizer, segments, given, world)
+        done = world.broadcast(work.predictions)
+        reference = None if done else dense_reference(walk, resolved, tokenizer, segments, given, world)
         plan, channels = world.broadcast(allocated(walk, plan, resolved, local, world))
         if channels is None and resolved.match_blocks:
             channels = importances(walk, local, world, recipe.seed)
@@ -118,7 +121,7 @@ def compress(
         if world.writes:
             work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(plan)})
         compress_blocks(walk, plan, resolved, local, work, world, note, channels)
-        predictions = match_whole(walk, wanted, work, world) if wanted else None
+        predictions = match_whole(walk, reference, work, world) if reference else done
         parts = world.broadcast(work.parts)
         layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
         matching = tuple(part.matching for part in parts if part.matching)

@@ -46,8 +46,8 @@ class Footprint:
         block, solving: of the dearest block: its weights before and after, and the Grams and the solver's arrays of its
             dearest layer. resident: the rest of a model that is loaded already.
         streams: hidden states of all segments. probes: those before each block that the backward pass keeps.
-        whole, masters: where predictions are matched, all compressed blocks with what a step keeps of them, and what
-            Adam holds for them; else 0.
+        reference, whole, masters: where predictions are matched, the dense model's last hidden states, all compressed
+            blocks with what a step keeps of them, and what Adam holds for them; else 0.
         device: where it computes. storage: where the activations are. disk: the size of the folder.
         flops: of solvers, Grams, forward passes and matching. levers: what is done beyond the layer, in words.
         unstated: plug-ins that state no cost, and are counted as the most expensive ones of this package.
@@ -64,6 +64,7 @@ class Footprint:
     resident: int
     streams: int
     probes: int
+    reference: int
     whole: int
     masters: int
     device: str
@@ -80,17 +81,17 @@ class Footprint:
     @property
     def activations(self) -> int:
         """Bytes of hidden states at a time."""
-        return max(self.streams, self.probes)
+        return self.reference + max(self.streams, self.probes)
 
     @property
     def device_peak(self) -> int:
         """Bytes of the device's memory."""
         here = self.storage == "device" or (self.storage == "cpu" and self.on_cpu)
         head = 2 * self.outside + self.logits
-        blockwise = max(head, self.block + self.solving)
+        blockwise = self.resident + max(head, self.block + self.solving)
         together = self.whole + max(head, self.block) + (self.masters if here or self.on_cpu else 0)
         work = max(blockwise, together) if self.whole else blockwise
-        return LIBRARIES + self.resident + work + (self.activations if here else 0)
+        return LIBRARIES + work + (self.activations if here else 0)
 
     @property
     def ram_peak(self) -> int:
@@ -153,16 +154,20 @@ def estimate(
         ),
         solving=max(_solving(plans, resolved, device.type) for plans in plan) + passing,
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
-        streams=((1 + resolved.two_streams) * samples + matched) * seqlen * width * FLOAT,
+        streams=(1 + resolved.two_streams) * samples * seqlen * width * FLOAT,
         probes=(2 + len(plan)) * probed * seqlen * width * FLOAT,
-        whole=_together(layers, Predictions().tokens(seqlen), device) if matched else 0,
-        masters=MASTER * FLOAT * kept if matched else 0,
+        reference=matched * seqlen * width * FLOAT,
+        whole=_together(blocks, layers, Predictions().tokens(seqlen), width, device) if matched else 0,
+        # In RAM, those of all processes.
+        masters=MASTER * FLOAT * kept * (1 if storage == "device" else processes) if matched else 0,
         device=device.type,
         storage=storage,
         disk=bytes_on_disk(model, plan),
         flops=_flops(blocks, plan, resolved, tokens, processes, at_once)
         + probing
-        + _predicting(matched * seqlen, _numbers(blocks), width * vocabulary),
+        # The segments of a step are all that run at the same time.
+        + _predicting(matched * seqlen, _numbers(blocks), width * vocabulary)
+        * max(processes * seqlen / Predictions().tokens(seqlen), 1),
         levers=tuple(levers_of(resolved)),
         unstated=method.cost(*layers[0].spec.shape, layers[0].spec.rank).unstated,
     )
@@ -288,12 +293,20 @@ def _flops(
     return solvers + grams + passes * 2 * tokens * _numbers(blocks)
 
 
-def _together(layers: list[LayerPlan], tokens: int, device: torch.device) -> int:
-    """All compressed layers; where the activations of a step fit, these, and S + u v of all layers."""
-    shapes, held = [layer.spec.shape for layer in layers], sum(layer.bytes for layer in layers)
+def _together(blocks: Blocks, layers: list[LayerPlan], tokens: int, width: int, device: torch.device) -> int:
+    """All compressed blocks, and what a step of so many tokens keeps of them.
+
+    Where the activations of all blocks fit, these, and of every layer S + u v, the mask of S and float32 copies; else
+    what enters each block, and the activations of one.
+    """
+    whole = sum(_bytes(block.parameters()) for block in blocks.modules)
+    whole += sum(layer.bytes - layer.dense_bytes for layer in layers)
+    shapes = [layer.spec.shape for layer in layers]
+    entering = len(blocks.modules) * tokens * width * FLOAT
     if not in_one_pass(shapes, tokens, device):
-        return held
-    return held + pass_bytes(shapes, tokens) + FLOAT * sum(layer.spec.dense_parameters for layer in layers)
+        return whole + entering + pass_bytes(shapes[: -(-len(shapes) // len(blocks.modules))], tokens)
+    copies = sum((FLOAT + 1) * layer.spec.dense_parameters + FLOAT * layer.spec.parameters for layer in layers)
+    return whole + entering + pass_bytes(shapes, tokens) + copies
 
 
 def _predicting(tokens: int, inside: int, head: int) -> float:

@@ -36,7 +36,8 @@ def remedies(found: Footprint, device: torch.device) -> Iterator[tuple[Footprint
         by_name = dataclasses.replace(found, resident=0, storage="disk")
         disk = option("activations", "disk")
         yield by_name, device, f"{disk} and the model's name or folder in the place of the loaded model"
-    blockwise = dataclasses.replace(found, whole=0, masters=0, storage="disk")
+    logits = found.logits if found.probes else 0
+    blockwise = dataclasses.replace(found, reference=0, whole=0, masters=0, logits=logits, storage="disk")
     least = option("activations", "disk")
     if found.whole:
         alone = f"{option('match_predictions', 0)}, which keeps one block in memory"

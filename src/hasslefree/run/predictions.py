@@ -10,7 +10,14 @@ from torch import Tensor
 
 from hasslefree.errors import CalibrationError, option
 from hasslefree.folder.journal import Unfinished
-from hasslefree.levers.predictions import Predictions, Wanted, judges_of, match_predictions, segments_for, wanted_of
+from hasslefree.levers.predictions import (
+    Predictions,
+    Reference,
+    judges_of,
+    match_predictions,
+    reference_of,
+    segments_for,
+)
 from hasslefree.models.distributed import World
 from hasslefree.models.load import encode
 from hasslefree.models.texts import calibration_documents, disjoint_segments
@@ -21,15 +28,16 @@ from hasslefree.run.blockwise import block_tensors, part_file
 from hasslefree.run.machine import in_one_pass
 
 
-def wanted_predictions(
+def dense_reference(
     walk: Walk, resolved: Resolved, tokenizer: Any, segments: Tensor, given: bool, world: World
-) -> Wanted | None:
+) -> Reference | None:
     """What the dense model makes of the text that predictions are matched on; None where they are not.
 
     The text is the recipe's, read once more in windows that do not overlap, so that those which judge are new.
 
     Args:
-        segments: of the calibration, of all processes. given: they were given, without a text: then they are it.
+        segments: of the calibration, of all processes. given: whether they were given in the place of a text; they are
+            then used for this too.
 
     Raises:
         CalibrationError: the text is too short.
@@ -48,26 +56,25 @@ def wanted_predictions(
             f"has {len(segments)}; use a longer text, a smaller seqlen, or {option('match_predictions', 0)}"
         )
     local = world.share(segments).to(walk.weights.device)
-    return wanted_of(walk, local, len(segments), judges_of(len(segments)))
+    return reference_of(walk, local, len(segments), judges_of(len(segments)))
 
 
-def match_whole(walk: Walk, wanted: Wanted, work: Unfinished, world: World) -> dict[str, Any]:
+def match_whole(walk: Walk, reference: Reference, work: Unfinished, world: World) -> dict[str, Any]:
     """Match the predictions of the compressed model that `work` holds, and write its blocks anew.
 
     Returns:
         What `PredictionRecord.to_dict` makes of it.
     """
-    done: dict[str, Any] | None = world.broadcast(work.predictions)
-    if done is None:
-        work.parts[:] = world.broadcast(work.parts)
-        bring_back(walk, work)
-        home = None if walk.storage == "device" else torch.device("cpu")
-        how = Predictions()
-        shapes = [layer.spec.shape for layer in compressed_layers(walk.model).values()]
-        keep = in_one_pass(shapes, how.tokens(wanted.segments.shape[1]), walk.weights.device)
-        done = match_predictions(walk, wanted, how, lambda: bring_back(walk, work), world, home, keep).to_dict()
-        if world.writes:
-            work.rewrite(matched_parts(walk), done)
+    work.parts[:] = world.broadcast(work.parts)
+    bring_back(walk, work)
+    home = None if walk.storage == "device" else torch.device("cpu")
+    how = Predictions()
+    shapes = [layer.spec.shape for layer in compressed_layers(walk.model).values()]
+    keep = in_one_pass(shapes, how.tokens(reference.segments.shape[1]), walk.weights.device)
+    done = match_predictions(walk, reference, how, lambda: bring_back(walk, work), world, home, keep).to_dict()
+    world.total(0.0, walk.weights.device)  # all processes have read the files
+    if world.writes:
+        work.rewrite(matched_parts(walk), done)
     return done
 
 
@@ -75,7 +82,8 @@ def bring_back(walk: Walk, work: Unfinished) -> None:
     """Put every compressed block on the device as it was written."""
     for index, block in enumerate(walk.blocks.modules):
         prefix, tensors = f"{walk.blocks.prefix(index)}.", work.read(work.parts[index + 1])
-        own = {name.removeprefix(prefix): tensor.to(walk.weights.device) for name, tensor in tensors.items()}
+        # A copy: what was read is the file itself, mapped, and will be written anew.
+        own = {name.removeprefix(prefix): t.to(walk.weights.device, copy=True) for name, t in tensors.items()}
         block.load_state_dict(own, assign=True)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from hasslefree.levers.advice import Advice
 from hasslefree.run.estimate import Footprint
 from hasslefree.run.machine import free_memory, product_rate
 from hasslefree.units import duration, size
@@ -45,6 +48,16 @@ def totals(found: Footprint, device: torch.device) -> dict[str, str]:
         **({"counted by rule": unstated_note(found.unstated)} if found.unstated else {}),
         "time": f"about {duration(found.flops / product_rate(device))}",
     }
+
+
+def advice_table(found: Sequence[Advice]) -> Table:
+    """One line for each pattern and rank, in the given order."""
+    table = Table(title="patterns and ranks within the budget, the best one first")
+    for heading in ("pattern", "rank", "weights", "estimated KL, nats a token"):
+        table.add_column(heading, justify="right")
+    for each in found:
+        table.add_row(each.pattern, str(each.rank), size(each.bytes), f"{each.divergence:.4f}")
+    return table
 
 
 def unstated_note(names: tuple[str, ...]) -> str:

@@ -278,5 +278,5 @@ def refit_scale(matrix: Tensor) -> Tensor:
     return diagonal * inverse_(unit).diagonal().rsqrt()
 
 
-# A first look at what a pattern costs a layer: few rounds, and no low-rank part.
+# A first look at what a pattern, or a pattern and a rank, costs a layer: few rounds.
 LOOK = Joint(rounds=10)
