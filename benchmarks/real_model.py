@@ -2,6 +2,7 @@
 
     python benchmarks/real_model.py rows MODEL TEXT… --calibration FILE [--rows NAME …] [--seeds 0 1 2]
         [--tasks FOLDER [--limit 200]]
+    python benchmarks/real_model.py frontier MODEL TEXT… --calibration FILE [--rows NAME …]
     python benchmarks/real_model.py energies MODEL --calibration FILE
     python benchmarks/real_model.py speed MODEL --calibration FILE --against CHECKOUT [--runs 2]
 
@@ -12,6 +13,8 @@ A row notes the version of the source that it was measured with: a rival is not 
 
 With --tasks, the zero-shot accuracy of every row on the eight tasks is measured too; FOLDER holds them as
 `hasslefree evaluate --task-data` reads them.
+
+frontier: rows as above, of patterns and ranks with `--effort fast`, in a file of their own.
 
 speed: the seconds of `--effort fast` of this checkout and of another one, in turns.
 
@@ -57,7 +60,19 @@ LEVERS: dict[str, dict[str, Any]] = {
     "fast, block matching": EFFORTS["fast"] | {"match_blocks": True},
     "fast, prediction matching": EFFORTS["fast"] | {"match_predictions": 163_840},
 }
-ROWS: dict[str, dict[str, Any] | None] = {"dense": None, **EFFORTS, **LEVERS, **RIVALS}
+# What a user chooses from: patterns and ranks, each also with S on a grid of four bits.
+CHOICES = [(pattern, rank) for pattern in ("2:4", "4:8", "5:8", "6:8") for rank in (0, 16, 48, 96)]
+FRONTIER: dict[str, dict[str, Any]] = {
+    "4 bits": {"pattern": "dense", "rank": 0, "method": "gptq"},
+    "4 bits + rank 16": {"pattern": "dense", "rank": 16, "method": "joint-grid", "effort": "fast"},
+    **{f"{p} + rank {r}": {"pattern": p, "rank": r, "effort": "fast"} for p, r in CHOICES},
+    **{
+        f"{p} + rank {r}, 4 bits": {"pattern": p, "rank": r, "method": "joint-grid", "effort": "fast"}
+        for p, r in CHOICES
+        if r
+    },
+}
+ROWS: dict[str, dict[str, Any] | None] = {"dense": None, **EFFORTS, **LEVERS, **RIVALS, **FRONTIER}
 
 
 def source(tree: Path = ROOT) -> str:
@@ -146,14 +161,18 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
 
-    rows = commands.add_parser("rows", parents=[models.options(max_tokens=16 * 1024)])
-    rows.set_defaults(run=run_rows, samples=64, seqlen=512)
-    rows.add_argument("--window", type=int, default=1024, help="tokens of a window of text")
-    rows.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
-    rows.add_argument("--seeds", nargs="+", type=int, default=[0])
-    rows.add_argument("--tasks", type=Path)
-    rows.add_argument("--limit", type=int, default=200, help="questions of each task")
-    rows.add_argument("--output", type=Path, default=RESULTS / "real_model.json")
+    for command, names, output in (
+        ("rows", ["dense", *EFFORTS, *LEVERS, *RIVALS], "real_model.json"),
+        ("frontier", ["dense", *FRONTIER], "frontier.json"),
+    ):
+        rows = commands.add_parser(command, parents=[models.options(max_tokens=16 * 1024)])
+        rows.set_defaults(run=run_rows, samples=64, seqlen=512)
+        rows.add_argument("--window", type=int, default=1024, help="tokens of a window of text")
+        rows.add_argument("--rows", nargs="+", default=names, choices=names)
+        rows.add_argument("--seeds", nargs="+", type=int, default=[0])
+        rows.add_argument("--tasks", type=Path)
+        rows.add_argument("--limit", type=int, default=200, help="questions of each task")
+        rows.add_argument("--output", type=Path, default=RESULTS / output)
 
     energies = commands.add_parser("energies")
     energies.set_defaults(run=run_energies)

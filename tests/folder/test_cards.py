@@ -63,6 +63,18 @@ def test_the_card_says_what_its_errors_are_measured_from(share, said, tmp_path):
     assert ("W is its target there" in (tmp_path / "out/README.md").read_text()) == said
 
 
+def test_the_card_says_what_was_trained_afterwards(tmp_path):
+    for name, fields in {"fitted": {}, "trained": {"match_blocks": True, "match_predictions": 32}}.items():
+        recipe = Recipe(rank=2, method="eora", **fields)
+        report = hasslefree.compress(build("llama"), tmp_path / name, recipe, segments=segments())
+        card = (tmp_path / name / "README.md").read_text()
+        assert ("The errors are those of the layers as they were fitted" in card) == bool(fields)
+    assert "block by block against the dense blocks' outputs, and together on the dense model's" in card
+    found = report.predictions
+    assert f"on 32 tokens: their divergence on held-out text was {found['before']:.4f} nats a token before" in card
+    assert f"and is {found['after']:.4f} now.\n" in card
+
+
 def test_a_model_without_a_card_says_so(tmp_path):
     hasslefree.compress(build("llama"), tmp_path / "out", Recipe(method="wanda"), segments=segments())
     card = (tmp_path / "out/README.md").read_text()

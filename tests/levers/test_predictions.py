@@ -18,8 +18,8 @@ from hasslefree.folder.record import Record
 from hasslefree.levers.masters import Masters
 from hasslefree.levers.predictions import (
     Divergence,
+    ModelTrainer,
     Predictions,
-    Trainer,
     judges_of,
     match_predictions,
     reference_of,
@@ -79,7 +79,7 @@ def test_the_gradients_are_those_of_the_divergence_of_the_whole_model(
 
     monkeypatch.setattr(Masters, "update", update)
     chosen = [3, 5, 6]
-    trainer = Trainer(walk, reference, Predictions(), ALONE, None, keep_graphs)
+    trainer = ModelTrainer(walk, reference, Predictions(), ALONE, None, keep_graphs)
     trainer.step(chosen, 1.0)
     layers = compressed_layers(walk.model)
     parameters = {f"{n}.{k}": p for n, layer in layers.items() for k, p in layer.named_parameters() if p.numel()}

@@ -64,6 +64,12 @@ def test_the_page_says_what_errors_with_dense_targets_are(made, tmp_path):
     assert said in render(read_content([*made, compressed(tmp_path / "other", dense_target=0.5)]))
 
 
+def test_the_page_says_what_was_trained_after_the_errors_were_measured(made, tmp_path):
+    said = "The errors are those of the layers as they were fitted"
+    assert said not in render(read_content(made))
+    assert said in render(read_content([*made, compressed(tmp_path / "other", match_predictions=32)]))
+
+
 def test_whatever_a_folder_says_is_text(made, tmp_path):
     folder = shutil.copytree(made[0], tmp_path / "<b>evil")
 

@@ -115,6 +115,20 @@ figure says how close S + L came to what was asked, and does not compare with th
 """
 
 
+def trained(report: Record) -> str:
+    """What was trained after the layers were fitted, in a sentence or two; nothing where nothing was."""
+    if not report.matching and report.predictions is None:
+        return ""
+    found = "The errors are those of the layers as they were fitted; afterwards what they keep was trained"
+    found += " block by block against the dense blocks' outputs" if report.matching else ""
+    if report.predictions is not None:
+        before, after, tokens = (report.predictions[name] for name in ("before", "after", "tokens"))
+        found += ", and" if report.matching else ""
+        found += f" together on the dense model's predictions, on {tokens:,} tokens: "
+        found += f"their divergence on held-out text was {before:.4f} nats a token before, and is {after:.4f} now"
+    return found + ".\n"
+
+
 def model_card(report: Record, licence: dict[str, str], trust_remote_code: bool = False) -> str:
     """The card of a compressed folder, with the picture `FIGURE` beside it.
 
@@ -128,7 +142,7 @@ def model_card(report: Record, licence: dict[str, str], trust_remote_code: bool 
     recipe = "\n".join(
         f"| {key} | {_cell(value)} |" for key, value in report.recipe.items() if value not in (None, (), [])
     )
-    targeted = TARGETED if report.recipe.get("dense_target") else ""
+    remarks = (TARGETED if report.recipe.get("dense_target") else "") + trained(report)
     versions = ", ".join(f"{library} {version}" for library, version in report.versions.items())
     return f"""---
 {_front(report, licence).to_yaml()}
@@ -153,7 +167,7 @@ were.
 ![Relative error of every layer, block by block]({FIGURE})
 
 The relative error of a layer is tr(R H Rᵀ) / tr(W H Wᵀ), with R = W − S − L and H the second moment of its inputs.
-{targeted}All layers are listed in `compression.json`; `hasslefree report` makes a page of them.
+{remarks}All layers are listed in `compression.json`; `hasslefree report` makes a page of them.
 
 ## Licence
 

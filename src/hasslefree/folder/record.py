@@ -75,6 +75,17 @@ class LayerRecord:
 
 
 @dataclass(frozen=True)
+class MatchedPredictions:
+    """What `Record.predictions` holds: `levers.predictions.PredictionRecord` without its seconds."""
+
+    before: Figure
+    after: Figure
+    learning_rate: Figure
+    tokens: Count
+    history: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Record:
     """A whole compression.
 
@@ -82,7 +93,7 @@ class Record:
         recipe: its fields. method: with every hyper-parameter that was in force. versions: of the libraries.
         seqlen: as resolved for the model. tokens: of the calibration text.
         matching: for each block that was matched, its name and error before and after.
-        predictions: what prediction matching did; see `levers.predictions.PredictionRecord`.
+        predictions: what prediction matching did, the fields of `MatchedPredictions`; None where it was not done.
         own_segments: the calibration tokens were given, and not drawn from the text that the recipe names.
     """
 
@@ -149,6 +160,8 @@ class Record:
             content = json.loads(text)
             layers = tuple(LayerRecord.from_dict(layer) for layer in content["layers"])
             found = validated(cls, content | {"seconds": 0.0, "layers": []})
+            if found.predictions is not None:
+                validated(MatchedPredictions, found.predictions)
             if wrong := [layer.name for layer in layers if not all(map(math.isfinite, layer.history))]:
                 raise ValueError(f"the history of {wrong[0]} holds NaN or Inf")
         except (ValueError, TypeError, KeyError) as error:

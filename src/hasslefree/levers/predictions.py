@@ -67,7 +67,7 @@ class Predictions:
         betas, epsilon: of Adam. Gradients are of all sizes, so that epsilon is next to nothing.
     """
 
-    learning_rate: float = 0.0007
+    learning_rate: float = 0.0015
     warm_up: float = 0.05
     batch: int = 2048
     looks: int = 4
@@ -170,7 +170,7 @@ def match_predictions(
     history: list[float] = []
     for retreat in range(settings.retreats + 1):
         tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
-        before, history = attempt(walk, reference, tried, world, home, keep_graphs, retreat == settings.retreats)
+        before, history = one_pass(walk, reference, tried, world, home, keep_graphs, retreat == settings.retreats)
         if history[-1] >= before:
             restore()
         if history[0] < before:
@@ -180,7 +180,7 @@ def match_predictions(
     return PredictionRecord(before, min(before, history[-1]), tuple(history), tried.learning_rate, tokens, seconds)
 
 
-def attempt(
+def one_pass(
     walk: Walk,
     reference: Reference,
     settings: Predictions,
@@ -197,7 +197,7 @@ def attempt(
     with ExitStack() as opened:
         for block in walk.blocks.modules:
             opened.enter_context(only_trained(block, kept_parameters(block)))
-        trainer = Trainer(walk, reference, settings, world, home, keep_graphs)
+        trainer = ModelTrainer(walk, reference, settings, world, home, keep_graphs)
         before = trainer.judged()
         if not math.isfinite(before):
             raise NonFiniteError(
@@ -237,7 +237,7 @@ def finite_log_softmax(logits: Tensor) -> Tensor:
     return found.clamp_min_(torch.finfo(found.dtype).min)
 
 
-def split(call: BlockCall, states: Tensor) -> Iterator[Tensor]:
+def at_once(call: BlockCall, states: Tensor) -> Iterator[Tensor]:
     """States (segments, tokens, width), as many segments at a time as a block takes."""
     yield from states.split(len(states) if call.batched else 1)
 
@@ -255,7 +255,7 @@ class Passage:
         """states: what enters the block, (segments, tokens, width)."""
         self.computing.enter_context(computing(self.block, unpack=False))
         layers = [layer for layer in compressed_layers(self.block).values() if layer.values.requires_grad]
-        self.leaves = [each.detach().requires_grad_() for each in split(self.call, states)]
+        self.leaves = [each.detach().requires_grad_() for each in at_once(self.call, states)]
         with torch.enable_grad():
             self.whole.enter_context(whole_for_gradients(layers))
             self.outputs = [self.call.run(self.block, leaf) for leaf in self.leaves]
@@ -271,7 +271,7 @@ class Passage:
         Args:
             gradients: with respect to what leaves it. Both (segments, tokens, width).
         """
-        for output, gradient in zip(self.outputs, split(self.call, gradients), strict=True):
+        for output, gradient in zip(self.outputs, at_once(self.call, gradients), strict=True):
             output.backward(gradient)
         leaves, self.leaves, self.outputs = self.leaves, [], []
         self.whole.close()
@@ -282,7 +282,7 @@ class Passage:
         self.computing.close()
 
 
-class Trainer:
+class ModelTrainer:
     """A compressed model, and the masters of what each of its blocks keeps."""
 
     def __init__(
@@ -382,7 +382,7 @@ class Trainer:
         """What leaves a block where these states enter it: (segments, tokens, width)."""
         block, call = self.walk.blocks.modules[index], self.calls[index]
         with computing(block), torch.no_grad():
-            return torch.cat([call.run(block, each) for each in split(call, states)])
+            return torch.cat([call.run(block, each) for each in at_once(call, states)])
 
     def gradient(self, index: int, states: Tensor) -> Tensor:
         """Of the divergence of one segment with respect to what leaves the last block, both (1, tokens, width).

@@ -16,6 +16,7 @@ from torch import Tensor
 from hasslefree.core.factors import CodedRows
 from hasslefree.core.protocols import Method
 from hasslefree.errors import CheckpointError
+from hasslefree.folder.card import trained
 from hasslefree.folder.headers import Stored, read_headers, read_json, weight_files
 from hasslefree.folder.inspect import FolderSize, inspect_folder
 from hasslefree.folder.record import Record
@@ -99,6 +100,11 @@ class Run:
         """After what the objective was measured."""
         method = METHODS.get(self.record.recipe.get("method", ""))
         return Method.step if method is None else method.step
+
+    @property
+    def trained(self) -> str:
+        """What was trained after the errors were measured, in words."""
+        return trained(self.record)
 
 
 @dataclass(frozen=True)

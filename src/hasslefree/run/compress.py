@@ -64,7 +64,7 @@ def compress(
 ) -> Record:
     """Compress a causal language model and write it to a folder that transformers loads.
 
-    One block is in memory at a time. It is on the disk, in `OUT.unfinished`, as soon as it is done.
+    One dense block is in memory at a time. Compressed, it is on the disk, in `OUT.unfinished`, as soon as it is done.
 
     Args:
         model: a hub name, a local folder, or a loaded model, which is then changed in place.
