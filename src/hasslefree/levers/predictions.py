@@ -333,7 +333,7 @@ class ModelTrainer:
             if step + 1 in looks:
                 history.append(self.judged())
                 logger.info(
-                    "prediction matching: %d of %d steps, KL %.4f nats, %.4f before",
+                    "prediction matching: step %d/%d, KL %.4f (%.4f before)",
                     step + 1, len(batches), history[-1], before,
                 )  # fmt: skip
                 if not last and len(history) == 1 and not history[0] < before:
