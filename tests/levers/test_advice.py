@@ -57,7 +57,7 @@ def test_what_a_choice_costs_is_the_sum_over_layers(family, tmp_path, monkeypatc
 
     def solved(self, pattern, rank, seed):
         kept = torch.where(pattern.mask(self.weight.abs()), self.weight, 0)
-        return kept, kept + 0.01 * rank * self.weight
+        return kept + 0.01 * rank * self.weight
 
     monkeypatch.setattr(SeenLayer, "solved", solved)
     model, tokens = build(family), segments(2, 16)

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import CheckpointError
+from hasslefree.levers.predictions import PredictionRecord
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.validation import Count, Figure, validated
 
@@ -75,17 +76,6 @@ class LayerRecord:
 
 
 @dataclass(frozen=True)
-class MatchedPredictions:
-    """What `Record.predictions` holds: `levers.predictions.PredictionRecord` without its seconds."""
-
-    before: Figure
-    after: Figure
-    learning_rate: Figure
-    tokens: Count
-    history: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class Record:
     """A whole compression.
 
@@ -93,7 +83,7 @@ class Record:
         recipe: its fields. method: with every hyper-parameter that was in force. versions: of the libraries.
         seqlen: as resolved for the model. tokens: of the calibration text.
         matching: for each block that was matched, its name and error before and after.
-        predictions: what prediction matching did, the fields of `MatchedPredictions`; None where it was not done.
+        predictions: what prediction matching did, as `PredictionRecord.to_dict` has it; None where it was not done.
         own_segments: the calibration tokens were given, and not drawn from the text that the recipe names.
     """
 
@@ -161,7 +151,7 @@ class Record:
             layers = tuple(LayerRecord.from_dict(layer) for layer in content["layers"])
             found = validated(cls, content | {"seconds": 0.0, "layers": []})
             if found.predictions is not None:
-                validated(MatchedPredictions, found.predictions)
+                validated(PredictionRecord, found.predictions | {"seconds": 0.0})
             if wrong := [layer.name for layer in layers if not all(map(math.isfinite, layer.history))]:
                 raise ValueError(f"the history of {wrong[0]} holds NaN or Inf")
         except (ValueError, TypeError, KeyError) as error:

@@ -119,8 +119,8 @@ def costs(
         plans = [candidate.plan[reverse.visit.index] for candidate in chosen]
         for layer in seen_layers(reverse, plans[0], ALONE):
             for place, each in enumerate(plans):
-                _, kept = layer.solved(each[layer.name].pattern, each[layer.name].spec.rank, seed)
-                totals[place] += layer.divergence(kept)
+                plan = each[layer.name]
+                totals[place] += layer.divergence(layer.solved(plan.pattern, plan.spec.rank, seed))
         progress(done, len(walk.blocks.modules))
     for candidate, total in zip(chosen, totals, strict=True):
         yield Advice(candidate.pattern, candidate.rank, candidate.bytes, total)

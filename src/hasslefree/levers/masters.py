@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +24,35 @@ from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, unp
 SAMPLES, LEAST_SCALE = 16, 1e-3
 
 
-def learning_rate(step: int, steps: int, warm_up: float, decay: float = 0.0) -> float:
-    """The share of the peak learning rate in a step, of so many.
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """How Adam steps.
 
-    It grows linearly over the share `warm_up` of the steps, and falls along half a cosine to `decay` at the end.
+    Args:
+        learning_rate: at the peak; with `relative`, times the root mean square of each tensor, so that a step changes
+            an entry by that share of a typical one, whatever the units of the tensor.
+        warm_up, decay: the rate grows linearly over this share of the steps, and falls along half a cosine to this
+            share of the peak at the end.
+        retreats: where training does not make it better at first, it starts over with a third of the learning rate, at
+            most so many times: how far a step moves the output grows with the width, and no rate fits every model.
+        betas, epsilon: of Adam. Gradients are of all sizes, so that epsilon is next to nothing.
     """
-    warm = warm_up * steps
-    if step + 1 < warm:
-        return (step + 1) / warm
-    way = (step + 1 - warm) / max(steps - warm, 1)
-    return decay + (1 - decay) * (1 + math.cos(math.pi * min(way, 1.0))) / 2
+
+    learning_rate: float
+    relative: bool = True
+    warm_up: float = 0.05
+    decay: float = 0.0
+    retreats: int
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-12
+
+    def rate(self, step: int, steps: int) -> float:
+        """The share of the peak learning rate in a step, of so many."""
+        warm = self.warm_up * steps
+        if step + 1 < warm:
+            return (step + 1) / warm
+        way = (step + 1 - warm) / max(steps - warm, 1)
+        return self.decay + (1 - self.decay) * (1 + math.cos(math.pi * min(way, 1.0))) / 2
 
 
 class Masters:
@@ -41,8 +61,7 @@ class Masters:
     Args:
         kept: the parameters that are trained. stored: the dtypes that they are stored in.
         scales: of the inputs of compressed layers; S and v are trained in units of them, and all others as they are.
-        learning_rate: at the peak; with `relative`, times the root mean square of each tensor.
-        betas, epsilon: of Adam. world: the processes whose gradients are added.
+        how: it steps. world: the processes whose gradients are added.
         home: where the masters are, and where Adam runs; None for where the parameters are.
     """
 
@@ -51,10 +70,7 @@ class Masters:
         kept: Sequence[nn.Parameter],
         stored: Sequence[torch.dtype],
         scales: Mapping[SparseLowRankLinear, Tensor],
-        learning_rate: float,
-        relative: bool,
-        betas: tuple[float, float],
-        epsilon: float,
+        how: Steps,
         world: World,
         home: torch.device | None = None,
     ):
@@ -63,10 +79,10 @@ class Masters:
         masters = masters_of(kept, units, scales)
         self.units = [unit.to(home) for unit in units]
         self.masters = [master.to(home) for master in masters]
-        self.peaks = [learning_rate * (_rms(master) if relative else 1.0) for master in self.masters]
+        self.peaks = [how.learning_rate * (_rms(master) if how.relative else 1.0) for master in self.masters]
         groups = [{"params": [m], "lr": peak} for m, peak in zip(self.masters, self.peaks, strict=True)]
         # A block may have been left dense.
-        self.optimizer = torch.optim.Adam(groups, betas=betas, eps=epsilon, fused=True) if groups else None
+        self.optimizer = torch.optim.Adam(groups, betas=how.betas, eps=how.epsilon, fused=True) if groups else None
 
     @torch.no_grad()
     def update(self, rate: float) -> None:

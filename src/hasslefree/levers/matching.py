@@ -33,9 +33,9 @@ from hasslefree.errors import CalibrationError, NonFiniteError, option
 from hasslefree.levers.masters import (
     SAMPLES,
     Masters,
+    Steps,
     input_scales,
     kept_parameters,
-    learning_rate,
     only_trained,
     whole_for_gradients,
 )
@@ -65,44 +65,27 @@ class Segments(Protocol):
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Matching:
+@dataclass(frozen=True, kw_only=True)
+class Matching(Steps):
     """How a block is matched.
 
     Args:
         epochs: passes over the training segments, at most.
-        learning_rate: of Adam at the peak; with `relative`, times the root mean square of each tensor, so that a step
-            changes an entry by that share of a typical one, whatever the units of the tensor.
-        warm_up, decay: the rate grows linearly over this share of the steps, and falls along half a cosine to this
-            share of the peak at the end.
         batch: segments in a step. held_out: the share of segments that are never trained on, and judge.
         patience: epochs without a better iterate after which to stop.
-        retreats: where the first epoch ends worse than the block was, matching starts over with a third of the
-            learning rate, at most so many times: how far a step moves the output grows with the width, and no rate
-            fits every model.
-        betas, epsilon: of Adam. Gradients are of all sizes, so that epsilon is next to nothing.
     """
 
     epochs: int = 4
     learning_rate: float = 0.01
-    relative: bool = True
-    warm_up: float = 0.05
-    decay: float = 0.0
     batch: int = 4
     held_out: float = 0.125
     patience: int = 3
     retreats: int = 4
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-12
 
     @classmethod
     def of(cls, epochs: int) -> Matching:
         """For so many epochs: with few of them, smaller batches make more steps, each of them shorter."""
-        return cls(epochs) if epochs > 2 else cls(epochs, learning_rate=0.007, batch=2)
-
-    def rate(self, step: int, steps: int) -> float:
-        """The share of the peak learning rate in a step, of so many."""
-        return learning_rate(step, steps, self.warm_up, self.decay)
+        return cls(epochs=epochs) if epochs > 2 else cls(epochs=epochs, learning_rate=0.007, batch=2)
 
 
 @dataclass(frozen=True)
@@ -204,9 +187,7 @@ def match_block(
         for retreat in range(settings.retreats + 1):
             generator.set_state(shuffles)
             tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
-            masters = Masters(
-                kept, stored, scales, tried.learning_rate, tried.relative, tried.betas, tried.epsilon, world
-            )
+            masters = Masters(kept, stored, scales, tried, world)
             trainer = Trainer(masters, list(scales), tried, len(training), lost, world, call.batched)
             last = retreat == settings.retreats
             history, best = attempt(trainer, order, judged, before, settings.patience if last else 1)

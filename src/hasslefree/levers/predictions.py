@@ -29,9 +29,9 @@ from hasslefree.errors import NonFiniteError, option
 from hasslefree.levers.masters import (
     SAMPLES,
     Masters,
+    Steps,
     input_scales,
     kept_parameters,
-    learning_rate,
     only_trained,
     whole_for_gradients,
 )
@@ -44,6 +44,7 @@ from hasslefree.models.moments import BATCH, run_block, takes_batches
 from hasslefree.models.precision import computing
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
+from hasslefree.validation import Count, Figure
 
 logger = logging.getLogger(__name__)
 
@@ -53,27 +54,18 @@ JUDGED = 16
 ENTRIES = 2**20
 
 
-@dataclass(frozen=True)
-class Predictions:
+@dataclass(frozen=True, kw_only=True)
+class Predictions(Steps):
     """How predictions are matched.
 
     Args:
-        learning_rate: of Adam at the peak, times the root mean square of each tensor: a step changes an entry by that
-            share of a typical one. warm_up: the rate grows linearly over this share of the steps; then it falls along
-            half a cosine to zero.
-        batch: tokens in a step. looks: how often the model is judged on the way.
-        retreats: where the model is no better at the first look than it was, all starts over with a third of the
-            learning rate, at most so many times.
-        betas, epsilon: of Adam. Gradients are of all sizes, so that epsilon is next to nothing.
+        batch: tokens in a step. looks: how often the model is judged on the way; the first look decides on a retreat.
     """
 
     learning_rate: float = 0.0015
-    warm_up: float = 0.05
+    retreats: int = 2
     batch: int = 2048
     looks: int = 4
-    retreats: int = 2
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-12
 
     def tokens(self, seqlen: int) -> int:
         """In a step: whole segments, one at least."""
@@ -106,12 +98,12 @@ class PredictionRecord:
         tokens: how many it was trained on.
     """
 
-    before: float
-    after: float
+    before: Figure
+    after: Figure
     history: tuple[float, ...] = field(repr=False)
-    learning_rate: float
-    tokens: int
-    seconds: float
+    learning_rate: Figure
+    tokens: Count
+    seconds: Figure
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it, without the seconds: the same run gives the same bytes."""
@@ -170,7 +162,9 @@ def match_predictions(
     history: list[float] = []
     for retreat in range(settings.retreats + 1):
         tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
-        before, history = one_pass(walk, reference, tried, world, home, keep_graphs, retreat == settings.retreats)
+        trainer = ModelTrainer(walk, reference, tried, world, home, keep_graphs)
+        before, history = trainer.train(last=retreat == settings.retreats)
+        del trainer  # before the next one: its masters are the largest arrays that there are
         if history[-1] >= before:
             restore()
         if history[0] < before:
@@ -178,33 +172,6 @@ def match_predictions(
     tokens = (reference.total - reference.judges) * reference.segments.shape[1]
     seconds = time.perf_counter() - start
     return PredictionRecord(before, min(before, history[-1]), tuple(history), tried.learning_rate, tokens, seconds)
-
-
-def one_pass(
-    walk: Walk,
-    reference: Reference,
-    settings: Predictions,
-    world: World,
-    home: torch.device | None,
-    keep_graphs: bool,
-    last: bool,
-) -> tuple[float, list[float]]:
-    """One pass over the training segments: the divergence before it, and at each look.
-
-    Args:
-        last: go on even where the first look is worse than before.
-    """
-    with ExitStack() as opened:
-        for block in walk.blocks.modules:
-            opened.enter_context(only_trained(block, kept_parameters(block)))
-        trainer = ModelTrainer(walk, reference, settings, world, home, keep_graphs)
-        before = trainer.judged()
-        if not math.isfinite(before):
-            raise NonFiniteError(
-                "the predictions of the compressed model are NaN or Inf; try another dtype "
-                f"({option('dtype', 'float32')})"
-            )
-        return before, trainer.train(range(reference.judges, reference.total), before, last)
 
 
 class Divergence(torch.autograd.Function):
@@ -310,35 +277,45 @@ class ModelTrainer:
         def run(chosen: Sequence[int]) -> Tensor:
             return call.run(block, hidden[chosen[0]])
 
-        kept, how = kept_parameters(block), self.settings
+        kept = kept_parameters(block)
         stored = [parameter.dtype for parameter in kept]
         with computing(block):
             scales = input_scales(block, run, range(len(hidden)), self.world)
-            return Masters(kept, stored, scales, how.learning_rate, True, how.betas, how.epsilon, self.world, home)
+            return Masters(kept, stored, scales, self.settings, self.world, home)
 
-    def train(self, training: Sequence[int], before: float, last: bool) -> list[float]:
-        """One pass over segments; the divergence at each look. It ends at the first if that is worse than `before`.
+    def train(self, last: bool) -> tuple[float, list[float]]:
+        """One pass over the training segments: the divergence before it, and at each look.
 
         Args:
-            last: go on even then.
+            last: go on even where the first look is no better than before.
+
+        Raises:
+            NonFiniteError: the model's predictions are NaN or Inf at first.
         """
-        seqlen = self.reference.segments.shape[1]
+        before = self.judged()
+        if not math.isfinite(before):
+            raise NonFiniteError(
+                "the predictions of the compressed model are NaN or Inf; try another dtype "
+                f"({option('dtype', 'float32')})"
+            )
+        training, seqlen = range(self.reference.judges, self.reference.total), self.reference.segments.shape[1]
         size = self.settings.tokens(seqlen) // seqlen
         batches = [training[i : i + size] for i in range(0, len(training), size)]
         looks = {math.ceil(len(batches) * look / self.settings.looks) for look in range(1, self.settings.looks + 1)}
         history: list[float] = []
-        for step, batch in enumerate(batches):
-            # One step more than there are, where the rate is zero.
-            self.step(self.world.local(batch), learning_rate(step, len(batches) + 1, self.settings.warm_up))
-            if step + 1 in looks:
-                history.append(self.judged())
-                logger.info(
-                    "prediction matching: step %d/%d, KL %.4f (%.4f before)",
-                    step + 1, len(batches), history[-1], before,
-                )  # fmt: skip
-                if not last and len(history) == 1 and not history[0] < before:
-                    break
-        return history
+        with ExitStack() as opened:
+            for block in self.walk.blocks.modules:
+                opened.enter_context(only_trained(block, kept_parameters(block)))
+            for step, batch in enumerate(batches):
+                # One step more than there are, where the rate is zero.
+                self.step(self.world.local(batch), self.settings.rate(step, len(batches) + 1))
+                if step + 1 in looks:
+                    history.append(self.judged())
+                    done = f"step {step + 1}/{len(batches)}, KL {history[-1]:.4f} ({before:.4f} before)"
+                    logger.info("prediction matching: %s", done)
+                    if not last and history[0] >= before:
+                        break
+        return before, history
 
     def step(self, chosen: Sequence[int], rate: float) -> None:
         """Train on some segments of this process, by their number in it. rate: over that at the peak."""

@@ -205,18 +205,15 @@ class SeenLayer:
     owner: int
     world: World
 
-    def solved(self, pattern: Pattern, rank: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """S, and S + L, of a few rounds of `joint`: (out, in) each, the same in all processes."""
-        sparse = torch.empty_like(self.weight)
-        both = sparse if rank == 0 else torch.empty_like(self.weight)
+    def solved(self, pattern: Pattern, rank: int, seed: int = 0) -> Tensor:
+        """S + L of a few rounds of `joint`: (out, in), in the working dtype, the same in all processes."""
+        kept = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
         if self.owner == self.world.rank:
             found = solve_layer(self.weight, self.gram, LOOK, self.prepared, pattern, rank, seed)
-            sparse.copy_(found.sparse)
-            if rank:
-                both.copy_(found.sparse.float() + found.low_rank.u.float() @ found.low_rank.v.float())
-        for each in {id(sparse): sparse, id(both): both}.values():
-            self.world.broadcast_(each, self.owner)
-        return sparse, both
+            kept.copy_(found.sparse)
+            kept.add_(found.low_rank.to(kept.dtype).product())
+        self.world.broadcast_(kept, self.owner)
+        return kept
 
     def divergence(self, changed: Tensor) -> float:
         """An estimate of the mean KL(dense ‖ changed) of a token, in nats, with another weight (out, in) in its place.
@@ -224,7 +221,7 @@ class SeenLayer:
         Raises:
             NonFiniteError: the gradient is NaN or Inf.
         """
-        change = (self.weight.to(self.gram.matrix.dtype) - changed.to(self.gram.matrix.dtype)).T
+        change = (self.weight.to(self.gram.matrix.dtype) - changed).T
         moved = (self.inputs @ change).mul_(self.gradients).sum(-1).to(widest_dtype(change.device))
         found = 0.5 * self.world.total(moved.square().sum().item(), moved.device) / self.gram.tokens
         if not math.isfinite(found):
@@ -260,7 +257,7 @@ def block_sensitivities(
     found: dict[str, tuple[T, float]] = {}
     for layer in seen_layers(reverse, plans, world):
         plan = plans[layer.name]
-        sparse, _ = layer.solved(plan.pattern, 0)
+        sparse = layer.solved(plan.pattern, 0)
         found[layer.name] = see(layer.weight, sparse, layer.gram, plan), layer.divergence(sparse)
     return {name: found[name] for name in plans}
 

@@ -165,9 +165,7 @@ def estimate(
         disk=bytes_on_disk(model, plan),
         flops=_flops(blocks, plan, resolved, tokens, processes, at_once)
         + probing
-        # The segments of a step are all that run at the same time.
-        + _predicting(matched * seqlen, _numbers(blocks), width * vocabulary)
-        * max(processes * seqlen / Predictions().tokens(seqlen), 1),
+        + _predicting(matched, seqlen, processes, _numbers(blocks), width * vocabulary),
         levers=tuple(levers_of(resolved)),
         unstated=method.cost(*layers[0].spec.shape, layers[0].spec.rank).unstated,
     )
@@ -309,17 +307,18 @@ def _together(blocks: Blocks, layers: list[LayerPlan], tokens: int, width: int, 
     return whole + entering + pass_bytes(shapes, tokens) + copies
 
 
-def _predicting(tokens: int, inside: int, head: int) -> float:
-    """The FLOPs of matching predictions on so many tokens, the judging ones included.
+def _predicting(segments: int, seqlen: int, processes: int, inside: int, head: int) -> float:
+    """The FLOPs of matching predictions, while the other processes wait where a step has too few segments for all.
 
     The dense model once, the compressed one forwards, and once more for its backward pass, which is two; of the head
     both models' predictions, and one backward pass to the hidden states.
 
     Args:
-        inside, head: parameters of the blocks, and of the output head.
+        segments: of one process, the judging ones included. inside, head: parameters of the blocks, and of the head.
     """
+    waiting = max(processes * seqlen / Predictions().tokens(seqlen), 1)
     judging = Predictions().looks / (JUDGED + 1)
-    return 2 * tokens * ((5 + judging) * inside + (3 + 2 * judging) * head)
+    return waiting * 2 * segments * seqlen * ((5 + judging) * inside + (3 + 2 * judging) * head)
 
 
 def _numbers(blocks: Blocks) -> int:
