@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hasslefree.core import linalg
 from hasslefree.core.linalg import (
     _matmul_setting,
+    bfloat16_products,
     eigh,
     inverse_,
     inverse_factor,
@@ -89,6 +90,40 @@ def test_the_precision_of_products_is_put_back_even_after_an_error(before, tf32)
         assert settings.fp32_precision == before
     finally:
         settings.fp32_precision = original
+
+
+def test_products_of_bfloat16_numbers_are_exact_but_for_their_sums():
+    """Oracle: float64. Of other numbers, each is rounded to eight bits first, where the processor has such products."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(*shape, generator=generator) for shape in ((256, 96), (96, 256)))
+    with bfloat16_products(a.device):
+        rough, exact = a @ b, a.bfloat16().float() @ b.bfloat16().float()
+    rounded = a.bfloat16().double() @ b.bfloat16().double()
+    torch.testing.assert_close(exact.double(), rounded, rtol=0, atol=1e-4)
+    expected = rounded if linalg.multiplies_bfloat16(a.device) else a.double() @ b.double()
+    torch.testing.assert_close(rough.double(), expected, rtol=0, atol=1e-4)
+    after = a @ b
+    torch.testing.assert_close(after.double(), a.double() @ b.double(), rtol=0, atol=1e-4)
+
+
+def test_nothing_is_set_where_there_are_no_bfloat16_products(monkeypatch):
+    settings = torch.backends.mkldnn.matmul
+    monkeypatch.setattr(linalg, "multiplies_bfloat16", lambda device: False)
+    before = settings.fp32_precision
+    with bfloat16_products(torch.device("cpu")):
+        assert settings.fp32_precision == before
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounded_directions_end_where_exact_ones_do(seed):
+    """Oracle: the same with exact products; where it ends depends on the residual, which is not rounded."""
+    target, h = oracles.problem(96, 128, seed=seed)
+    mask = torch.rand(96, 128, generator=torch.Generator().manual_seed(seed)) < 0.5
+    start = target * mask
+    exact, rounded = (masked_cg(h, target, start, mask, 5, rounded=each) for each in (False, True))
+    before, one, other = (oracles.loss(target - sparse, h) for sparse in (start, exact, rounded))
+    assert one < 0.9 * before
+    assert abs(other - one) < 2e-3 * (before - one)
 
 
 def test_nothing_is_set_where_there_is_no_cuda(monkeypatch):

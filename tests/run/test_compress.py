@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.errors import BudgetError, CalibrationError, ModelError, OutputError, RecipeError
+from hasslefree.models import precision
 from hasslefree.models.sites import replace_module
 from hasslefree.models.texts import calibration_documents, draw_segments
 from hasslefree.recipe.resolved import filled
@@ -199,8 +200,12 @@ def test_the_room_that_is_asked_for_is_that_of_the_weights(recipe, tmp_path, mon
     assert asked == [0, written + 50_000_000]
 
 
-def test_the_report_gives_the_error_after_the_cast_first(tmp_path):
-    """Oracle: the error of the layer as it stands in the model, from its own tensors."""
+def test_the_report_gives_the_error_after_the_cast_first(tmp_path, monkeypatch):
+    """Oracle: the error of the layer as it stands in the model, from its own tensors.
+
+    On every processor as on one whose products are float32, so that the inputs are the oracle's.
+    """
+    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda device: False)
     dense, model, tokens = build("llama", torch.bfloat16), build("llama", torch.bfloat16), segments()
     name = "model.layers.0.self_attn.q_proj"
     gram = gram_of(build("llama", torch.bfloat16).float(), name, tokens)  # norms are computed in float32

@@ -6,7 +6,8 @@ Factors of a damped Gram are computed in float64 and cast once: they are ill-con
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,13 @@ def inverse_(matrix: Tensor) -> Tensor:
 
 
 def masked_cg(
-    matrix: Tensor, target: Tensor, start: Tensor, mask: Tensor, steps: int, tolerance: float = 0.0
+    matrix: Tensor,
+    target: Tensor,
+    start: Tensor,
+    mask: Tensor,
+    steps: int,
+    tolerance: float = 0.0,
+    rounded: bool = False,
 ) -> Tensor:
     """S on a support with tr((T − S) H (T − S)ᵀ) small, by conjugate gradients on every row, Jacobi-preconditioned.
 
@@ -86,6 +93,7 @@ def masked_cg(
         target: T, (out, in). start: S at first, zero off the mask. mask: the support, bool (out, in).
         steps: at most. tolerance: the end, where in no row g diag(H)⁻¹ gᵀ is more than its square times Σ t²·H_jj, with
             g the gradient on the support; 0 takes all steps.
+        rounded: let the products of directions with H be `bfloat16_products`; that of the residual, at first, is not.
 
     Each step minimises the loss of a row along a direction of descent, so that no step raises it. Where the gradient
     of a row is zero, it rests; and where H is singular, it takes no step along a direction whose inputs cancel to
@@ -103,7 +111,8 @@ def masked_cg(
             break
         image = direction.square()
         least = image.mv(rounding).unsqueeze(1)
-        torch.mm(direction, matrix, out=image).mul_(mask)
+        with bfloat16_products(matrix.device) if rounded else nullcontext():
+            torch.mm(direction, matrix, out=image).mul_(mask)
         curvature = torch.linalg.vecdot(direction, image).unsqueeze(1)
         length = torch.where(curvature > least, energy / curvature, 0.0)
         sparse.addcmul_(direction, length)
@@ -129,6 +138,20 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 @contextmanager
+def bfloat16_products(device: torch.device) -> Iterator[None]:
+    """Round the factors of float32 products to bfloat16, and sum in float32, where `multiplies_bfloat16`.
+
+    Of numbers that are bfloat16 already, the products are exact. Elsewhere nothing is touched.
+    """
+    settings = getattr(torch.backends.mkldnn, "matmul", None)
+    if not multiplies_bfloat16(device) or not hasattr(settings, "fp32_precision"):
+        yield
+        return
+    with _setting(settings, "fp32_precision", "bf16"):
+        yield
+
+
+@contextmanager
 def matmul_precision(tf32: bool, device: torch.device) -> Iterator[None]:
     """Run float32 products on CUDA in TF32, or in full; torch's setting is put back at the end.
 
@@ -141,12 +164,16 @@ def matmul_precision(tf32: bool, device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _matmul_setting(tf32: bool) -> Iterator[None]:
+def _matmul_setting(tf32: bool) -> AbstractContextManager[None]:
     # The older of torch's two settings must not be touched where the user may have used the newer one.
     settings = torch.backends.cuda.matmul
-    newer = hasattr(settings, "fp32_precision")
-    name, value = ("fp32_precision", "tf32" if tf32 else "ieee") if newer else ("allow_tf32", tf32)
+    if hasattr(settings, "fp32_precision"):
+        return _setting(settings, "fp32_precision", "tf32" if tf32 else "ieee")
+    return _setting(settings, "allow_tf32", tf32)
+
+
+@contextmanager
+def _setting(settings: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(settings, name)
     setattr(settings, name, value)
     try:

@@ -30,7 +30,7 @@ from hasslefree.models.calls import hooks
 from hasslefree.models.distributed import World
 from hasslefree.models.logits import logits_of
 from hasslefree.models.moments import Sums, checked, groups_by_input, probes, widest_dtype
-from hasslefree.models.precision import computing
+from hasslefree.models.precision import as_multiplied, computing
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.recipe.plan import LayerPlan, Plan
@@ -222,7 +222,7 @@ class SeenLayer:
             NonFiniteError: the gradient is NaN or Inf.
         """
         change = (self.weight.to(self.gram.matrix.dtype) - changed).T
-        moved = (self.inputs @ change).mul_(self.gradients).sum(-1).to(widest_dtype(change.device))
+        moved = (self.inputs.to(change.dtype) @ change).mul_(self.gradients).sum(-1).to(widest_dtype(change.device))
         found = 0.5 * self.world.total(moved.square().sum().item(), moved.device) / self.gram.tokens
         if not math.isfinite(found):
             raise NonFiniteError(
@@ -273,7 +273,7 @@ def inputs_and_gradients(reverse: Reverse, groups: list[list[str]]) -> tuple[dic
     sites = find_sites(visit.block)
 
     def entered(name: str) -> Callable[[Tensor], None]:
-        return lambda x: inputs[name].append(x.detach().flatten(0, -2).to(working_dtype(x), copy=True))
+        return lambda x: inputs[name].append(as_multiplied(x.detach().flatten(0, -2).clone()))
 
     def left(name: str) -> Callable[[Tensor], None]:
         def keep(gradient: Tensor) -> None:

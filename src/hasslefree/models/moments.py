@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from hasslefree.core.cost import FLOAT
 from hasslefree.core.gram import Gram, working_dtype
+from hasslefree.core.linalg import bfloat16_products
 from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, Stop, hooks, split_call
-from hasslefree.models.precision import computing
+from hasslefree.models.precision import as_multiplied, computing
 from hasslefree.models.sites import find_sites
 
 # Rows of inputs whose squares are summed in float32 at a time, and columns.
@@ -133,8 +134,9 @@ class Moments:
 class Sums:
     """Sums over tokens for the moments of inputs.
 
-    Products are float32, of the tokens of one segment, at most `CHUNK`. Their sum is float64: of float32 numbers it is
-    all but exact, and so the same however segments are shared between processes.
+    Products are float32, of the tokens of one segment, at most `CHUNK`; where the inputs are bfloat16, by the
+    processor's instructions for that, which are exact but for their sums. Their sum is float64: of float32 numbers it
+    is all but exact, and so the same however segments are shared between processes.
 
     Args:
         seqlen: tokens of a segment.
@@ -144,17 +146,20 @@ class Sums:
         self.count, self.chunk = 0, min(seqlen, CHUNK)
 
     def take(self, rows: Tensor, wanted: Tensor | None) -> None:
-        """Add inputs (tokens, in), in the working dtype. wanted: those in the dense stream, which are overwritten."""
+        """Add inputs (tokens, in). wanted: those in the dense stream."""
         if not self.count:
-            self.dtype, dtype, width = rows.dtype, widest_dtype(rows.device), rows.shape[1]
+            self.dtype, dtype, width = working_dtype(rows), widest_dtype(rows.device), rows.shape[1]
             self.first, self.second = rows.new_zeros(width, dtype=dtype), rows.new_zeros(width, width, dtype=dtype)
             self.drift = None if wanted is None else torch.zeros_like(self.second)
         self.count += len(rows)
-        for part in rows.split(self.chunk):
-            self.first.add_(part.new_ones(len(part)) @ part)
-        _add_product(self.second, rows, rows, self.chunk)
-        if wanted is not None and self.drift is not None:
-            _add_product(self.drift, rows, wanted.sub_(rows), self.chunk)
+        for index, part in enumerate(rows.split(self.chunk)):
+            seen = part.to(self.dtype)
+            self.first.add_(seen.new_ones(len(seen)) @ seen)
+            with bfloat16_products(part.device) if part.dtype == torch.bfloat16 else nullcontext():
+                _add_product(self.second, seen, seen)
+            if wanted is not None and self.drift is not None:
+                drift = wanted[index * self.chunk :][: len(part)].to(self.dtype).sub(seen)
+                _add_product(self.drift, seen, drift)
 
     def moments(self, add: Callable[[Tensor], None]) -> Moments:
         """Over all tokens. add: adds to a tensor, in place, what it is in other processes."""
@@ -204,7 +209,7 @@ def gather(
 
 
 def inputs_of(block: nn.Module, call: BlockCall, states: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """What enters the sites of these names for some segments: (tokens, in) each, in the working dtype, as copies.
+    """What enters the sites of these names for some segments: (tokens, in) each, `as_multiplied`, as copies.
 
     The pass ends as soon as all are there. The block is `computing`.
     """
@@ -213,8 +218,8 @@ def inputs_of(block: nn.Module, call: BlockCall, states: Tensor, names: Sequence
 
     def catch(name: str) -> Callable[[Tensor], None]:
         def see(x: Tensor) -> None:
-            rows = x.reshape(-1, x.shape[-1])
-            caught[name] = rows.to(working_dtype(rows), copy=True)
+            rows = as_multiplied(x.reshape(-1, x.shape[-1]))
+            caught[name] = rows.clone() if rows.data_ptr() == x.data_ptr() else rows
             if len(caught) == len(names):
                 raise Stop
 
@@ -230,17 +235,13 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _add_product(total: Tensor, one: Tensor, other: Tensor, chunk: int) -> None:
-    """Add oneᵀ other, for (tokens, in) each, so many tokens at a time.
-
-    Of oneᵀ one, which is symmetric, only the blocks from the diagonal on.
-    """
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Add oneᵀ other, for (tokens, in) each. Of oneᵀ one, which is symmetric, only the blocks from the diagonal on."""
     symmetric = one is other
     with torch.autocast(one.device.type, enabled=False):
-        for rows, others in zip(one.split(chunk), other.split(chunk), strict=True):
-            for first in range(0, len(total), PANEL):
-                panel, rest = slice(first, first + PANEL), slice(first if symmetric else 0, None)
-                total[panel, rest].add_(rows[:, panel].T @ others[:, rest])
+        for first in range(0, len(total), PANEL):
+            panel, rest = slice(first, first + PANEL), slice(first if symmetric else 0, None)
+            total[panel, rest].add_(one[:, panel].T @ other[:, rest])
 
 
 def _mirror(total: Tensor) -> Tensor:

@@ -49,6 +49,12 @@ def computing(block: nn.Module, modules: Iterable[nn.Module] | None = None, unpa
         yield
 
 
+def as_multiplied(x: Tensor) -> Tensor:
+    """The inputs of a layer in the dtype in which its product reads them, within `computing`."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 @contextmanager
 def solving(device: torch.device) -> Iterator[None]:
     """Within it, the products of solvers are in the dtype of their factors, though a block may be `computing`."""

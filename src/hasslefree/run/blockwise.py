@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hasslefree.core.gram import Gram, working_dtype
+from hasslefree.core.gram import Gram
 from hasslefree.core.protocols import Decomposition, Method
 from hasslefree.errors import HasslefreeError, MemoryShortError, ModelError, NonFiniteError, option
 from hasslefree.folder.entries import crc32, entry_of, read_entries
@@ -39,7 +39,7 @@ from hasslefree.models.moments import (
     inputs_of,
     run_block,
 )
-from hasslefree.models.precision import computing, solving
+from hasslefree.models.precision import as_multiplied, computing, solving
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights, outside, trim
 from hasslefree.models.walk import Visit, Walk
@@ -280,9 +280,9 @@ def compress_in_one_pass(
 
     def arrived(group: list[str], x: Tensor) -> Tensor:
         """Compress the layers of a group, whose input this is; the output of the first."""
-        sums, rows = Sums(hidden.states.shape[1]), x.reshape(-1, x.shape[-1])
+        sums, rows = Sums(hidden.states.shape[1]), as_multiplied(x.reshape(-1, x.shape[-1]))
         with solving(x.device):
-            sums.take(rows.to(working_dtype(rows)), wanted.pop(group[0], None))
+            sums.take(rows, wanted.pop(group[0], None))
             moments = checked(sums.moments(task.world.add), f"{task.visit.prefix}.{group[0]}")
             done.extend(compress_groups(task, [group], [moments]))
         for layer, _ in done[-len(group) :]:

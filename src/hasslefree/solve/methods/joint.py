@@ -89,8 +89,9 @@ class Joint(Method):
             Before that it is an estimate after each tenth of the rounds but the last (each fifth round, where there
             are fewer than 50), from every ninth row, times what all rows are over those at the end; none where these
             rows are no sample of the others.
-        precision: of the products of the rounds; sums are in float32, and so is the polish. "auto" is bfloat16 on a
-            processor with instructions for it, else the dtype of the solver. "tf32" is for CUDA.
+        precision: of the products of the rounds; sums are in float32. "auto" is bfloat16 on a processor with
+            instructions for it, else the dtype of the solver; so are then the products of the polish's steps. "tf32" is
+            for CUDA.
 
     Example:
         >>> hasslefree.decompose(weight, gram, pattern="2:4", rank=64, method=Joint(rounds=50))
@@ -235,14 +236,14 @@ class Joint(Method):
 
         course: of the rounds, on some rows. The history begins with it, times what all rows are over those at the end.
         """
-        gram = problem.gram
+        gram, rounded = problem.gram, self._product_dtype(weight) == torch.bfloat16
         history: list[float] = []
         remarks: list[str] = []
         norm = gram.loss(weight) or 1.0
         for sweep in range(self.sweeps + 1):
             before = sparse, low_rank
             if sweep:
-                sparse = masked_cg(gram.matrix, weight - low_rank.product(), sparse, mask, CG_STEPS)
+                sparse = masked_cg(gram.matrix, weight - low_rank.product(), sparse, mask, CG_STEPS, rounded=rounded)
             if low_rank.rank:
                 low_rank = subspace_steps(weight - sparse, gram.matrix, low_rank.u, 1)
             error = gram.loss(low_rank.residual(weight, sparse)) / norm
