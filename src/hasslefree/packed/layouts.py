@@ -6,7 +6,7 @@ An entry is stored if its bits are not all zero: −0.0 is stored, +0.0 is not. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -128,7 +128,21 @@ class PackedGroups:
         return values, pack_bits(bits.view(rows, groups * self.code_bits))
 
     def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
-        return values.new_zeros(len(index), width).masked_scatter(self.mask(index, width), values)
+        if self.is_mask or not self.code_bits or 8 % self.code_bits:
+            return values.new_zeros(len(index), width).masked_scatter(self.mask(index, width), values)
+        found: Tensor = Placed.apply(values, self._places(index, width), (len(index), width))
+        return found
+
+    def _places(self, index: Tensor, width: int) -> Tensor:
+        """Where each value stands in S, counted row by row; for codes that bytes hold whole, which are looked up."""
+        codes = 8 // self.code_bits
+        dtype = torch.int32 if len(index) * width < 2**31 else torch.int64
+        in_byte = torch.arange(codes, dtype=dtype, device=index.device)[:, None] * self.m
+        table = (self._positions(unpack_bits(every_byte(index))) + in_byte).flatten(1)
+        found = look_up(table, index).view(len(index), -1, table.shape[1])
+        found += torch.arange(found.shape[1], dtype=dtype, device=index.device)[:, None] * (codes * self.m)
+        found += torch.arange(len(index), dtype=dtype, device=index.device)[:, None, None] * width
+        return found.flatten(1)[:, : width // self.m * self.n].flatten()
 
     def mask(self, index: Tensor, width: int) -> Tensor:
         """The entries that have a value, bool (out, in)."""
@@ -247,6 +261,25 @@ class Columns:
             raise PatternError(f"a column is not one of the {width} inputs")
         if (index[1:] <= index[:-1]).any():
             raise PatternError("the columns do not ascend")
+
+
+class Placed(torch.autograd.Function):
+    """Values at their places of a matrix (out, in), counted row by row; zero elsewhere.
+
+    On a CPU it is faster, there and back, than torch's selections by a mask.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape = values.shape
+        found = values.new_zeros(shape[0] * shape[1])
+        return found.index_copy_(0, places.long(), values.flatten()).view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
+        [places] = ctx.saved_tensors
+        return outer[0].flatten().index_select(0, places).view(ctx.shape), None, None
 
 
 def is_stored(sparse: Tensor) -> Tensor:
