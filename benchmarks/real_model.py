@@ -55,6 +55,7 @@ RIVALS: dict[str, dict[str, Any]] = {
 }
 # What each lever does alone, to the layers of `fast`.
 LEVERS: dict[str, dict[str, Any]] = {
+    "fast, rotation": EFFORTS["fast"] | {"rotate": True},
     "fast, allocation": EFFORTS["fast"] | {"allocate": "error"},
     "fast, dense targets": EFFORTS["fast"] | {"dense_target": 1.0},
     "fast, block matching": EFFORTS["fast"] | {"match_blocks": True},

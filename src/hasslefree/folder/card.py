@@ -129,6 +129,18 @@ def trained(report: Record) -> str:
     return found + ".\n"
 
 
+def rotated(report: Record) -> str:
+    """What was rotated before the layers were fitted, in a sentence; nothing where nothing was."""
+    if report.rotation is None:
+        return ""
+    parts = {"stream": "the residual stream", "heads": "the values of attention heads"}
+    turned = [text for name, text in parts.items() if report.rotation[name] is not None]
+    return (
+        f"Before that, {' and '.join(turned)} were rotated, and the weights on either side took that in: the "
+        "weights are in other coordinates than the base model's, also where they were left dense.\n"
+    )
+
+
 def model_card(report: Record, licence: dict[str, str], trust_remote_code: bool = False) -> str:
     """The card of a compressed folder, with the picture `FIGURE` beside it.
 
@@ -142,7 +154,7 @@ def model_card(report: Record, licence: dict[str, str], trust_remote_code: bool 
     recipe = "\n".join(
         f"| {key} | {_cell(value)} |" for key, value in report.recipe.items() if value not in (None, (), [])
     )
-    remarks = (TARGETED if report.recipe.get("dense_target") else "") + trained(report)
+    remarks = (TARGETED if report.recipe.get("dense_target") else "") + trained(report) + rotated(report)
     versions = ", ".join(f"{library} {version}" for library, version in report.versions.items())
     return f"""---
 {_front(report, licence).to_yaml()}

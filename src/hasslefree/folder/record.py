@@ -15,6 +15,7 @@ from rich.text import Text
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import CheckpointError
 from hasslefree.levers.predictions import PredictionRecord
+from hasslefree.levers.rotation import RotationRecord
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.validation import Count, Figure, validated
 
@@ -84,6 +85,7 @@ class Record:
         seqlen: as resolved for the model. tokens: of the calibration text.
         matching: for each block that was matched, its name and error before and after.
         predictions: what prediction matching did, as `PredictionRecord.to_dict` has it; None where it was not done.
+        rotation: what was rotated, as `RotationRecord.to_dict` has it; None where nothing was.
         own_segments: the calibration tokens were given, and not drawn from the text that the recipe names.
     """
 
@@ -99,6 +101,7 @@ class Record:
     layers: tuple[LayerRecord, ...]
     matching: tuple[dict[str, Any], ...] = ()
     predictions: dict[str, Any] | None = None
+    rotation: dict[str, Any] | None = None
     own_segments: bool = False
 
     @property
@@ -152,6 +155,8 @@ class Record:
             found = validated(cls, content | {"seconds": 0.0, "layers": []})
             if found.predictions is not None:
                 validated(PredictionRecord, found.predictions | {"seconds": 0.0})
+            if found.rotation is not None:
+                validated(RotationRecord, found.rotation)
             if wrong := [layer.name for layer in layers if not all(map(math.isfinite, layer.history))]:
                 raise ValueError(f"the history of {wrong[0]} holds NaN or Inf")
         except (ValueError, TypeError, KeyError) as error:

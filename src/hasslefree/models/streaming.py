@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import Blocks
 from hasslefree.packed.linear import SparseLowRankLinear
 
 # All modules of a part of a model, as it is when this is called.
 Modules = Callable[[], Iterable[nn.Module]]
+# What becomes of a parameter, in the working dtype.
+Change = Callable[[Tensor], Tensor]
 
 
 class Weights:
@@ -43,6 +46,7 @@ class Weights:
         # Tied parameters → the one that they are. A checkpoint stores it under any one of their names, or under both.
         self._tied: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}
         self._other_name: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}
+        self._changes: dict[tuple[nn.Module, str], Change] = {}
         for name, source in list(model.all_tied_weights_keys.items()):
             tied, parameter = _place(model, name), _place(model, source)
             if self._holds(*tied) and self._holds(*parameter):
@@ -89,18 +93,39 @@ class Weights:
                 for name, parameter in module.named_parameters(recurse=False):
                     _put(module, name, torch.empty_like(parameter, device="meta"))
 
+    def change(self, model: PreTrainedModel, changes: Mapping[str, Change]) -> None:
+        """Let parameters be what these make of them: those in files whenever they are read, the others now, in place.
+
+        Args:
+            changes: by the name of the parameter in the model; no part of it is `present`.
+        """
+        for name, change in changes.items():
+            module, leaf = _place(model, name)
+            if module in self._stored:
+                self._changes[module, leaf] = change
+            else:
+                changed(module.get_parameter(leaf), change)
+
     def _holds(self, module: nn.Module, name: str) -> bool:
         """Whether the files hold a parameter under its own name."""
         return module in self._stored and f"{self._names[module]}.{name}" in iter(self._stored[module])
 
     def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
         """Raises a ModelError where the file has another shape than the model."""
+        change = self._changes.get((module, name))
         module, name = self._other_name.get((module, name), (module, name))
         found = self._stored[module][name]
         if found.shape != shape:
             full = f"{self._names[module]}.{name}"
             raise ModelError(f"the checkpoint's {full} is {list(found.shape)}, the model's {list(shape)}; get it anew")
-        return found.to(self.device)
+        found = found.to(self.device)
+        return found if change is None else changed(found.clone(), change)
+
+
+def changed(stored: Tensor, change: Change) -> Tensor:
+    """The tensor, with what becomes of it in its place; computed in the working dtype."""
+    with torch.no_grad():
+        return stored.copy_(change(stored.to(working_dtype(stored))))
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

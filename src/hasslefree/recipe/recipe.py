@@ -150,6 +150,12 @@ class Recipe:
         "dense one does; 0 for none (default: the effort's).",
         at_least(0),
     )
+    rotate: bool = declared(
+        False,
+        LEVERS,
+        "First rotate the residual stream and the values of attention heads, where other weights can take that in, so "
+        "that pruning removes less.",
+    )
     leave_dense: tuple[str, ...] = declared((), MODEL, "Globs of layers or parameters that stay as they are.")
     dtype: str = declared("auto", MODEL, "auto, float32, bfloat16 or float16.", one_of(DTYPES))
     seed: int = declared(0, TEXT, "Seed of everything that is random.", valid_seed)

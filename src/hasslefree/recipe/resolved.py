@@ -129,6 +129,11 @@ def problems(recipe: Recipe, with_text: bool = True) -> Iterator[Problem]:
         check, value = declaration(field).check, getattr(recipe, field.name)
         if check is not None and value is not None and (wrong := check(value)):
             yield Problem((field.name,), f"{field.name} {wrong}")
+    if recipe.rotate and recipe.pattern == "dense":
+        message = (
+            "rotate lets a pattern remove less, and pattern dense removes nothing: leave it out, or give a pattern"
+        )
+        yield Problem(("rotate", "pattern"), message)
     if recipe.allocate == "error" and not movable(recipe):
         message = f"allocate error has nothing to move: pattern {recipe.pattern} without rank; give a rank"
         yield Problem(("allocate", "pattern", "rank"), message)

@@ -19,6 +19,7 @@ from hasslefree.folder.output import check_output
 from hasslefree.folder.plugin import HasslefreeConfig
 from hasslefree.folder.record import LayerRecord, Record, versions
 from hasslefree.levers.allocation import allocated
+from hasslefree.levers.rotation import rotate
 from hasslefree.levers.sensitivity import importances
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import find_blocks
@@ -112,12 +113,14 @@ def compress(
         first = segments[:1].to(target)
         walk, digests = look_over(loaded, blocks, Weights(loaded, target), plan, first, walk_options)
         local = world.share(segments).to(target)
+        rotation = rotate(walk, plan, local, world).to_dict() if recipe.rotate else None
         done = world.broadcast(work.predictions)
         reference = None if done else dense_reference(walk, resolved, tokenizer, segments, given, world)
         plan, channels = world.broadcast(allocated(walk, plan, resolved, local, world))
         if channels is None and resolved.match_blocks:
             channels = importances(walk, local, world, recipe.seed)
-        about = described(name, loaded, resolved, segments) | {"device": target.type, "own_segments": given}
+        about = described(name, loaded, resolved, segments)
+        about |= {"device": target.type, "own_segments": given, "rotation": rotation}
         if world.writes:
             work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(plan)})
         compress_blocks(walk, plan, resolved, local, work, world, note, channels)

@@ -15,6 +15,7 @@ from hasslefree.core.cost import FLOAT, workspace
 from hasslefree.levers.masters import SAMPLES
 from hasslefree.levers.matching import Matching
 from hasslefree.levers.predictions import JUDGED, Predictions, segments_for
+from hasslefree.levers.rotation import rotation_bytes, rotation_flops
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, find_blocks
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
@@ -152,7 +153,10 @@ def estimate(
             _running(block, device) + _compressed(plans, resolved)
             for block, plans in zip(blocks.modules, plan, strict=True)
         ),
-        solving=max(_solving(plans, resolved, device.type) for plans in plan) + passing,
+        solving=max(
+            max(_solving(plans, resolved, device.type) for plans in plan) + passing,
+            rotation_bytes(plan, width) if resolved.recipe.rotate else 0,
+        ),
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
         streams=(1 + resolved.two_streams) * samples * seqlen * width * FLOAT,
         probes=(2 + len(plan)) * probed * seqlen * width * FLOAT,
@@ -165,6 +169,7 @@ def estimate(
         disk=bytes_on_disk(model, plan),
         flops=_flops(blocks, plan, resolved, tokens, processes, at_once)
         + probing
+        + (rotation_flops(plan, width) if resolved.recipe.rotate else 0)
         + _predicting(matched, seqlen, processes, _numbers(blocks), width * vocabulary),
         levers=tuple(levers_of(resolved)),
         unstated=method.cost(*layers[0].spec.shape, layers[0].spec.rank).unstated,
@@ -181,6 +186,8 @@ MOVED = {
 
 def levers_of(resolved: Resolved) -> Iterator[str]:
     """What is done beyond the layer, and what it costs beside it."""
+    if resolved.recipe.rotate:
+        yield "rotation: a forward pass of the dense model on a few segments, and 150 steps on a few of its blocks"
     if resolved.allocate in MOVED:
         yield f"allocation {resolved.allocate}: {MOVED[resolved.allocate]}"
     if resolved.dense_target:
