@@ -153,7 +153,7 @@ def identity_of_files(folder: Path) -> dict[str, tuple[int, int]]:
 # What `balanced` was then.
 BALANCED = {"rounds": 100, "allocate": "error", "dense_target": 1.0, "match_blocks": False, "match_predictions": 0}
 # Fields that did not exist, and have no effect there.
-NEW = {"match_epochs": 4, "match_predictions": 0}
+NEW = {"match_epochs": 4, "match_predictions": 0, "rotate": False}
 
 
 def resume(**changes):

@@ -255,9 +255,14 @@ def _blocks(parts: list[Any]) -> str:
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """Where two JSON values differ: the name of each field, with both values."""
+    """Where two JSON values differ: the name of each field, with both values.
+
+    A field that one of them lacks was added later: it is as one that is null, false or empty.
+    """
     if isinstance(before, dict) and isinstance(now, dict):
         for key in before | now:
+            if (key not in before or key not in now) and (before | now)[key] in (None, False, [], {}):
+                continue
             yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif before != now:
         yield f"{name} was {before!r} and is {now!r}"
