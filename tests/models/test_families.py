@@ -148,20 +148,38 @@ def test_a_loaded_model_can_be_saved_again(tmp_path):
     assert torch.equal(logits(again, segments()), logits(model, segments()))
 
 
-def test_fused_experts_are_refused_by_name_or_left_dense_on_request(tmp_path):
+def test_experts_and_routers_stay_dense_on_request(tmp_path):
     model = build("mixtral")
-    recipe = Recipe(rank=2, method="eora")
-    with pytest.raises(
-        ModelError, match=r"stay dense: model\.layers\.0\.mlp\.gate\.weight \(4, 32\).*experts\.down_proj"
-    ):
-        hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
     globs = ("*.experts.*", "*.mlp.gate.*")
-    report = hasslefree.compress(
-        model, tmp_path / "out", Recipe(rank=2, method="eora", leave_dense=globs), segments=segments()
-    )
+    recipe = Recipe(rank=2, method="eora", leave_dense=globs)
+    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
     assert {layer.name.rpartition(".")[2] for layer in report.layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(loaded, segments()), logits(model, segments()))
+
+
+def test_weights_of_a_kind_that_is_not_known_are_refused_by_name(tmp_path):
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.mlp.extra = torch.nn.Parameter(torch.zeros(4, 32, 32))
+    recipe = Recipe(rank=2, method="eora")
+    with pytest.raises(ModelError, match=r"stay dense: model\.layers\.0\.mlp\.extra \(4, 32, 32\).*leave_dense"):
+        hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
+
+
+def test_small_matrices_and_routers_stay_dense_by_themselves_and_are_listed(tmp_path):
+    model = build("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.mark = torch.nn.Parameter(torch.zeros(2, 4))
+        layer.mlp.weigh = torch.nn.Linear(32, 1)
+    recipe = Recipe(rank=2, method="eora")
+    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
+    left = {f"model.layers.{i}.mlp.{name}" for i in (0, 1) for name in ("mark", "gate.weight", "weigh")}
+    assert set(report.dense) == left
+    assert len([layer for layer in report.layers if ".experts." in layer.name]) == 2 * 4 * 3
+    content = json.loads((tmp_path / "out" / "compression.json").read_text())
+    assert set(content["dense"]) == left
+    assert "model.layers.*.mlp.gate.weight (2)" in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox"])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hasslefree.models.experts import fuse_experts, split_experts
 from hasslefree.models.sites import find_sites
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
@@ -36,12 +37,14 @@ def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear]
     quantizer.remove_quantization_config(model)
     with torch.device("meta"):
         original = AutoModelForCausalLM.from_config(model.config)
+    split_experts(original)
     sites = find_sites(original)
     for name, layer in compressed_layers(model).items():
         site = sites[name]
         site.set_weight(weight_of(layer).detach(), layer.bias)
         site.module.train(model.training)
         site.under(model).put_back()
+    fuse_experts(model)
 
 
 def write_dense(model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str) -> dict[str, Path]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError, option
 from hasslefree.exports.dense import make_plain
+from hasslefree.models.experts import experts_of
 from hasslefree.models.sites import find_sites
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
@@ -27,8 +28,13 @@ def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_sha
         Both folders by their kind.
 
     Raises:
-        ModelError: no layer has a low-rank part.
+        ModelError: no layer has a low-rank part, or the layer of an expert has one.
     """
+    if experts := [name for name in compressed_layers(model) if experts_of(model, name)]:
+        raise ModelError(
+            f"{len(experts)} compressed layers belong to experts, such as {experts[0]}: PEFT adds adapters to linear "
+            f"layers, and the experts of {type(model).__name__} are none; use {option('to', 'dense')}"
+        )
     factors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for name, layer in compressed_layers(model).items():

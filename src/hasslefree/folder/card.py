@@ -11,6 +11,7 @@ from yaml import YAMLError
 
 from hasslefree.folder.record import Record
 from hasslefree.folder.repeat import command_of
+from hasslefree.models.blocks import by_kind
 
 # The picture in the card of a compressed folder.
 FIGURE = "relative_error.png"
@@ -155,6 +156,8 @@ def model_card(report: Record, licence: dict[str, str], trust_remote_code: bool 
         f"| {key} | {_cell(value)} |" for key, value in report.recipe.items() if value not in (None, (), [])
     )
     remarks = (TARGETED if report.recipe.get("dense_target") else "") + trained(report) + rotated(report)
+    if report.dense:
+        remarks += f"Routers and other small matrices stay dense: {_cell(', '.join(by_kind(report.dense)))}.\n"
     versions = ", ".join(f"{library} {version}" for library, version in report.versions.items())
     return f"""---
 {_front(report, licence).to_yaml()}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -15,6 +16,7 @@ from hasslefree.errors import CheckpointError
 from hasslefree.folder.entries import LAYOUT, QUANT_METHOD, VERSION, Entry, check_version, read_entries
 from hasslefree.folder.headers import read_headers
 from hasslefree.folder.verify import check_indices, check_layers
+from hasslefree.models.experts import SplitExperts, split_experts
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.packed.linear import SparseLowRankLinear, layers_without_numba
 
@@ -45,6 +47,7 @@ class HasslefreeQuantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
         entries = read_entries(self.quantization_config.modules)
+        split_experts(model)
         biased = set()
         sites = find_sites(model)
         for name, entry in entries.items():
@@ -56,6 +59,12 @@ class HasslefreeQuantizer(HfQuantizer):
             stored = read_headers([Path(file) for file in checkpoint_files])
             check_layers(entries, biased, stored)
             check_indices(entries, stored)
+
+    def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
+        """Without those that fuse experts, which are apart here."""
+        fused = {source for module in model.modules() if isinstance(module, SplitExperts) for source in module.sources}
+        kept = [each for each in weight_conversions if not fuses(each, fused)]
+        return super().update_weight_conversions(kept, model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         # For transformers this forbids .half(), .float() and training; here the values are floats like any others.
@@ -77,6 +86,12 @@ class HasslefreeQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def fuses(conversion: Any, names: set[str]) -> bool:
+    """Whether a conversion of transformers makes a tensor whose name ends with one of these."""
+    targets = conversion.target_patterns if isinstance(conversion, WeightConverter) else []
+    return any(target.rpartition(".")[2] in names for target in targets)
 
 
 def site_named(model: nn.Module, sites: dict[str, Site], name: str) -> Site:

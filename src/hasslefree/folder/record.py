@@ -86,6 +86,7 @@ class Record:
         matching: for each block that was matched, its name and error before and after.
         predictions: what prediction matching did, as `PredictionRecord.to_dict` has it; None where it was not done.
         rotation: what was rotated, as `RotationRecord.to_dict` has it; None where nothing was.
+        dense: the full names of what stayed dense by itself, such as routers.
         own_segments: the calibration tokens were given, and not drawn from the text that the recipe names.
     """
 
@@ -102,6 +103,7 @@ class Record:
     matching: tuple[dict[str, Any], ...] = ()
     predictions: dict[str, Any] | None = None
     rotation: dict[str, Any] | None = None
+    dense: tuple[str, ...] = ()
     own_segments: bool = False
 
     @property

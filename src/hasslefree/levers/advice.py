@@ -70,7 +70,9 @@ def candidates(model: PreTrainedModel, blocks: Blocks, resolved: Resolved, budge
         plan = make_plan(blocks, dataclasses.replace(resolved, budget=Budget(pattern, rank)))
         return plan, weights_on_disk(model, plan)
 
-    shapes = [site.shape for sites in select_sites(blocks, resolved.recipe.leave_dense) for site in sites.values()]
+    shapes = [
+        site.shape for sites in select_sites(blocks, resolved.recipe.leave_dense).sites for site in sites.values()
+    ]
     most = min(map(min, shapes)) // STEP * STEP
     dense = weights_on_disk(model, [])
     if budget >= dense:

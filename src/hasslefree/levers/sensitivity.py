@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from hasslefree.levers.masters import only_trained
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import hooks
 from hasslefree.models.distributed import World
+from hasslefree.models.experts import borrowed
 from hasslefree.models.logits import logits_of
 from hasslefree.models.moments import Sums, checked, groups_by_input, probes, widest_dtype
 from hasslefree.models.precision import as_multiplied, computing
@@ -192,7 +194,9 @@ class SeenLayer:
     Args:
         name: in its block; full: in the model. weight: (out, in). gram: of its inputs.
         prepared: of `LOOK`, in the process that owns the layer.
-        inputs: (tokens, in). gradients: of the labels' log-likelihood, with respect to its outputs, (tokens, out).
+        inputs: (rows, in). gradients: of the labels' log-likelihood, with respect to its outputs, (rows, out). The rows
+            are the tokens of this process's probes; of an expert's layer, those that it saw.
+        tokens: of all probes.
     """
 
     name: str
@@ -202,6 +206,7 @@ class SeenLayer:
     prepared: Any
     inputs: Tensor
     gradients: Tensor
+    tokens: int
     owner: int
     world: World
 
@@ -223,7 +228,7 @@ class SeenLayer:
         """
         change = (self.weight.to(self.gram.matrix.dtype) - changed).T
         moved = (self.inputs.to(change.dtype) @ change).mul_(self.gradients).sum(-1).to(widest_dtype(change.device))
-        found = 0.5 * self.world.total(moved.square().sum().item(), moved.device) / self.gram.tokens
+        found = 0.5 * self.world.total(moved.square().sum().item(), moved.device) / self.tokens
         if not math.isfinite(found):
             raise NonFiniteError(
                 f"the gradient at the output of {self.full} is NaN or Inf; try another dtype "
@@ -237,7 +242,7 @@ def seen_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World) 
     visit, states = reverse.visit, reverse.states
     groups = groups_by_input(visit.block, visit.call, states[0], plans)
     inputs, outer = inputs_and_gradients(reverse, groups)
-    sites = visit.sites(list(plans))
+    sites, tokens = visit.sites(list(plans)), round(world.total(reverse.tokens, states.device))
     for group in groups:
         rows = inputs[group[0]]
         sums = Sums(states.states.shape[1])
@@ -247,7 +252,7 @@ def seen_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World) 
         prepared = LOOK.prepare(gram) if world.rank in owners else None
         for name, owner in zip(group, owners, strict=True):
             full, weight = f"{visit.prefix}.{name}", sites[name].weight()
-            yield SeenLayer(name, full, weight, gram, prepared, rows, outer[name], owner, world)
+            yield SeenLayer(name, full, weight, gram, prepared, rows, outer[name], tokens, owner, world)
 
 
 def block_sensitivities(
@@ -284,10 +289,18 @@ def inputs_and_gradients(reverse: Reverse, groups: list[list[str]]) -> tuple[dic
 
     handles = [sites[name].on_input(entered(name)) for name in inputs]
     handles += [sites[name].on_output(left(name)) for name in outer]
-    with hooks(handles), computing(visit.block), only_trained(visit.block, []), torch.enable_grad():
+    watching = ExitStack()
+    for context in (hooks(handles), borrowed(visit.block), computing(visit.block), only_trained(visit.block, [])):
+        watching.enter_context(context)
+    with watching, torch.enable_grad():
         for index in range(len(states)):
             leaf = states[index].requires_grad_()
             output = visit.call.run(visit.block, leaf)
             [gradient] = torch.autograd.grad(output, leaf, gradients[index])
             gradients[slice(index, index + 1)] = gradient
-    return ({name: torch.cat(found)[:tokens] for name, found in each.items()} for each in (inputs, outer))  # type: ignore[return-value]
+
+    def whole(parts: list[Tensor]) -> Tensor:
+        rows = torch.cat(parts)
+        return rows if tokens else rows[:0]
+
+    return ({name: whole(parts) for name, parts in each.items()} for each in (inputs, outer))  # type: ignore[return-value]

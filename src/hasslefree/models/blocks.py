@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
 from hasslefree.errors import ModelError, option
+from hasslefree.models.experts import SplitExperts
 from hasslefree.models.sites import Site, find_sites
+
+# What stays dense without being named may hold this share of the parameters of a block, each matrix for itself.
+LITTLE = 0.02
 
 
 @dataclass(frozen=True)
@@ -42,15 +49,28 @@ def find_blocks(model: nn.Module) -> Blocks:
     return best[1]
 
 
-def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> list[dict[str, Site]]:
-    """For every block the weight matrices to compress, by their name in the block.
+@dataclass(frozen=True)
+class Selection:
+    """What becomes of the matrices in the blocks.
+
+    Args:
+        sites: what is compressed of each block, by its name there.
+        dense: the full names of what stays as it is by itself: routers, and small matrices that are no linear layer.
+    """
+
+    sites: list[dict[str, Site]]
+    dense: tuple[str, ...] = ()
+
+
+def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> Selection:
+    """The weight matrices of every block to compress.
 
     Args:
         leave_dense: glob patterns of full names (layers or parameters) that the user accepts to stay as they are.
 
     Raises:
-        ModelError: a matrix would stay dense that the user did not name (fused experts, a router, a convolution),
-            or a glob pattern matches nothing.
+        ModelError: matrices that the user did not name would stay dense, of a kind that is not known here and of more
+            than `LITTLE` of a block's parameters; or a glob pattern matches nothing.
     """
     unused = set(leave_dense)
 
@@ -59,14 +79,21 @@ def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> list[dict[str,
         unused.difference_update(hits)
         return bool(hits)
 
-    chosen, left = [], []
+    chosen, left, dense = [], [], []
     for index, block in enumerate(blocks.modules):
         prefix, sites = blocks.prefix(index), find_sites(block)
+        routing = routers(block, sites)
         inside = {id(site.parameter) for site in sites.values()}
+        total = sum(parameter.numel() for parameter in block.parameters())
         for name, parameter in block.named_parameters():
-            if id(parameter) not in inside and _is_matrix(parameter) and not excused(f"{prefix}.{name}"):
+            if id(parameter) in inside or not _is_matrix(parameter) or excused(f"{prefix}.{name}"):
+                continue
+            if parameter.numel() <= LITTLE * total:
+                dense.append(f"{prefix}.{name}")
+            else:
                 left.append(f"{prefix}.{name} {tuple(parameter.shape)}")
-        chosen.append({name: site for name, site in sites.items() if not excused(f"{prefix}.{name}")})
+        dense += [f"{prefix}.{name}" for name in sites if name in routing and not excused(f"{prefix}.{name}")]
+        chosen.append({n: site for n, site in sites.items() if n not in routing and not excused(f"{prefix}.{n}")})
     if left:
         raise ModelError(
             f"{len(left)} weights are no linear layers and would stay dense: {_shortened(left)}. "
@@ -76,7 +103,24 @@ def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> list[dict[str,
         raise ModelError(f"{option('leave_dense', ' '.join(sorted(unused)))} matches no layer of {blocks.name}")
     if not any(chosen):
         raise ModelError(f"{option('leave_dense')} names every linear layer: nothing is left to compress")
-    return chosen
+    return Selection(chosen, tuple(dense))
+
+
+def by_kind(names: Iterable[str]) -> list[str]:
+    """Names of layers or parameters in words: without the numbers in them, and how many there are of each."""
+    found = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
+    return [f"{name} ({count})" for name, count in found.items()]
+
+
+def routers(block: nn.Module, sites: Mapping[str, Site]) -> set[str]:
+    """The names of the sites beside experts that choose between them, or weigh one: one output, or one for each."""
+    counts = {
+        name.rpartition(".")[0]: module.count
+        for name, module in block.named_modules()
+        if isinstance(module, SplitExperts)
+    }
+    beside = {name: counts.get(name.rpartition(".")[0]) for name in sites}
+    return {name for name, count in beside.items() if count is not None and sites[name].shape[0] in (1, count)}
 
 
 def _is_matrix(parameter: Tensor) -> bool:

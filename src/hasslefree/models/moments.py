@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, Stop, hooks, split_call
+from hasslefree.models.experts import borrowed, experts_of, share_of_tokens
 from hasslefree.models.precision import as_multiplied, computing
 from hasslefree.models.sites import find_sites
 
@@ -90,12 +91,17 @@ def takes_batches(block: nn.Module, call: BlockCall, hidden: Activations) -> boo
     return bool(((together - apart).norm(dim=-1) <= ALIKE * apart.norm(dim=-1)).all())
 
 
-def pass_bytes(shapes: Iterable[tuple[int, int]], tokens: int) -> int:
-    """What a pass of so many tokens takes at most, of a block with weights (out, in): what its layers read and write.
+def traffic(block: nn.Module, shapes: Mapping[str, tuple[int, int]], tokens: int) -> float:
+    """The numbers that layers of a block read and write in a pass of so many tokens. shapes: (out, in), by name."""
+    return tokens * sum(share_of_tokens(block, n, tokens) * (out + width) for n, (out, width) in shapes.items())
 
-    Twice, since what is between the layers takes as much; in float32.
+
+def pass_bytes(numbers: float) -> int:
+    """What a pass takes at most in which layers read and write so many numbers, in float32.
+
+    Twice that, since what is between the layers takes as much.
     """
-    return 2 * FLOAT * tokens * sum(out + width for out, width in shapes)
+    return round(2 * FLOAT * numbers)
 
 
 def groups_by_input(block: nn.Module, call: BlockCall, states: Tensor, names: Iterable[str]) -> list[list[str]]:
@@ -106,7 +112,8 @@ def groups_by_input(block: nn.Module, call: BlockCall, states: Tensor, names: It
     def record(name: str) -> Callable[[Tensor], None]:
         return lambda x: inputs.setdefault(name, []).append(x)
 
-    with hooks(sites[name].on_input(record(name)) for name in names), computing(block), torch.no_grad():
+    watching = hooks(sites[name].on_input(record(name)) for name in names)
+    with watching, borrowed(block), computing(block), torch.no_grad():
         call.run(block, states)
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, tensors in inputs.items():
@@ -193,16 +200,18 @@ def gather(
     """The moments of each group's common input, over all segments, in one pass that ends at the last of the groups.
 
     Args:
-        prefix: the name of the block. dense: the block as it was, with its own inputs, for the drift.
+        prefix: the name of the block. dense: the block as it was, with its own inputs, for the drift; the layers of
+            experts have none, because the two streams may route a token to different ones.
         add: adds to a tensor, in place, what it is in other processes.
 
     Raises:
         NonFiniteError: an activation is NaN or Inf.
     """
     names, sums = [group[0] for group in groups], [Sums(hidden.states.shape[1]) for _ in groups]
+    common = [name for name in names if experts_of(block, name) is None]
     with computing(block), computing(dense[0] if dense else block), torch.no_grad():
         for batch in hidden.batches(BATCH if call.batched else 0):
-            wanted = inputs_of(dense[0], call, dense[1][batch], names) if dense else {}
+            wanted = inputs_of(dense[0], call, dense[1][batch], common) if dense and common else {}
             for (name, rows), each in zip(inputs_of(block, call, hidden[batch], names).items(), sums, strict=True):
                 each.take(rows, wanted.get(name))
     return [checked(each.moments(add), f"{prefix}.{name}") for name, each in zip(names, sums, strict=True)]

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import Blocks
+from hasslefree.models.experts import SplitExperts
 from hasslefree.packed.linear import SparseLowRankLinear
 
 # All modules of a part of a model, as it is when this is called.
@@ -40,7 +41,8 @@ class Weights:
         self._stored: WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = WeakKeyDictionary()
         for path, module in model.named_modules():
             # The file of each parameter is in a hook; accelerate has no other place for it.
-            stored = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+            holder = module.fused if isinstance(module, SplitExperts) else module
+            stored = getattr(getattr(holder, "_hf_hook", None), "weights_map", None)
             if stored is not None:
                 self._stored[module], self._names[module] = stored, path
         # Tied parameters → the one that they are. A checkpoint stores it under any one of their names, or under both.
@@ -83,6 +85,9 @@ class Weights:
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     if module in self._stored and (module, name) not in self._tied and parameter.is_meta:
                         _put(module, name, self._read(module, name, parameter.shape))
+                if isinstance(module, SplitExperts) and module in self._stored:
+                    for name, shape in module.sources.items():
+                        module.fill(name, self._read(module, name, shape))
             for (module, name), (other, its_name) in self._tied.items():
                 module.register_parameter(name, other.get_parameter(its_name))
             yield

@@ -65,7 +65,7 @@ def make_plan(blocks: Blocks, resolved: Resolved) -> Plan:
     Raises:
         HasslefreeError: with the layer's name: a budget that it cannot meet.
     """
-    chosen = select_sites(blocks, resolved.recipe.leave_dense)
+    chosen = select_sites(blocks, resolved.recipe.leave_dense).sites
     budget = resolved.budget
     plan = [plan_block(blocks, index, sites, resolved, budget) for index, sites in enumerate(chosen)]
     ranks = [layer.spec.rank for plans in plan for layer in plans.values()]

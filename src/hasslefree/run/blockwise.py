@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import hooks
 from hasslefree.models.distributed import World
+from hasslefree.models.experts import borrowed, experts_of, tokens_seen
 from hasslefree.models.moments import (
     Moments,
     Stream,
@@ -38,6 +40,7 @@ from hasslefree.models.moments import (
     groups_by_input,
     inputs_of,
     run_block,
+    traffic,
 )
 from hasslefree.models.precision import as_multiplied, computing, solving
 from hasslefree.models.sites import Site, find_sites
@@ -91,7 +94,7 @@ def look_over(
             if not torch.isfinite(tensor).all():
                 raise NonFiniteError(f"the weight {name} holds NaN or Inf; repair the checkpoint")
 
-    with hooks(handles):
+    with hooks(handles), borrowed(model):
         walk = Walk.open(model, blocks, weights, segment, look=look, **walk_options)
     planned = [f"{blocks.prefix(index)}.{name}" for index, plans in enumerate(plan) for name in plans]
     if silent := [name for name in planned if name not in reached]:
@@ -221,12 +224,14 @@ def compress_block(
     drifting = (original, dense) if original is not None and dense is not None and resolved.dense_target else None
     done: list[Done] = []
     output = None
-    if resolved.recipe.sequential == "layer" and runs_at_once(task, hidden):
-        done, output = compress_in_one_pass(task, hidden, groups, drifting)
-    else:
-        for together in [groups] if resolved.recipe.sequential == "block" else [[group] for group in groups]:
-            moments = gather(block, visit.prefix, call, hidden, together, drifting, task.world.add)
-            done += compress_groups(task, together, moments)
+    tokens = round(task.world.total(hidden.states[..., 0].numel(), hidden.device))
+    with borrowed(block, tokens):
+        if resolved.recipe.sequential == "layer" and runs_at_once(task, hidden):
+            done, output = compress_in_one_pass(task, hidden, groups, drifting)
+        else:
+            for together in [groups] if resolved.recipe.sequential == "block" else [[group] for group in groups]:
+                moments = gather(block, visit.prefix, call, hidden, together, drifting, task.world.add)
+                done += compress_groups(task, together, moments)
     if original is not None and dense is not None:
         run_block(original, call, dense)
         if resolved.match_blocks:
@@ -254,9 +259,9 @@ def crowded(states: Tensor, name: str) -> dict[str, str]:
 
 def runs_at_once(task: Task, hidden: Activations) -> bool:
     """Whether all segments, of every process, run through the block at once: it takes several, and they fit."""
-    shapes = [plan.spec.shape for plan in task.plans.values()]
-    tokens = len(hidden) * hidden.states.shape[1]
-    room = task.visit.call.batched and in_one_pass(shapes, tokens, hidden.device)
+    shapes = {name: plan.spec.shape for name, plan in task.plans.items()}
+    numbers = traffic(task.visit.block, shapes, len(hidden) * hidden.states.shape[1])
+    room = task.visit.call.batched and in_one_pass(numbers, hidden.device)
     return task.world.total(float(not room), hidden.device) == 0
 
 
@@ -276,7 +281,7 @@ def compress_in_one_pass(
     wanted: dict[str, Tensor] = {}
     if dense is not None:
         with computing(dense[0]), torch.no_grad():
-            wanted = inputs_of(dense[0], call, dense[1][:], list(sites))
+            wanted = inputs_of(dense[0], call, dense[1][:], [name for name in sites if experts_of(block, name) is None])
 
     def arrived(group: list[str], x: Tensor) -> Tensor:
         """Compress the layers of a group, whose input this is; the output of the first."""
@@ -337,11 +342,21 @@ def compress_group(task: Task, plans: Mapping[str, LayerPlan], known: Moments) -
             layer = SparseLowRankLinear.from_decomposition(result, sites[name].bias, plan.spec.pattern)
             seconds = time.perf_counter() - start + shared
             report = LayerRecord.of(f"{visit.prefix}.{name}", layer.spec, result, seconds, layer.stored_bytes)
+            report = dataclasses.replace(report, remarks=(*report.remarks, *shrunk(visit.block, name)))
             done[name] = layer, report
             task.note(report)
     except HasslefreeError as error:
         raise error.within(f"{visit.prefix}: {', '.join(plans)}") from None
     return done
+
+
+def shrunk(block: nn.Module, name: str) -> Iterator[str]:
+    """What is to be said of the tokens that the Gram of a layer of an expert was made of."""
+    seen = tokens_seen(block, name)
+    if seen is not None and seen[1]:
+        own, others = seen
+        share = others / (own + others)
+        yield f"{own} tokens were routed to this expert; its Gram is of {others} others too ({share:.0%})"
 
 
 def solve_with_room(

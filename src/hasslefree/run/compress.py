@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,8 +23,9 @@ from hasslefree.levers.allocation import allocated
 from hasslefree.levers.rotation import rotate
 from hasslefree.levers.sensitivity import importances
 from hasslefree.models.activations import check_storage
-from hasslefree.models.blocks import find_blocks
+from hasslefree.models.blocks import by_kind, find_blocks, select_sites
 from hasslefree.models.distributed import World, joined, local_device
+from hasslefree.models.experts import split_experts
 from hasslefree.models.load import (
     encode,
     load_config,
@@ -44,6 +46,8 @@ from hasslefree.run.estimate import estimate
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.memory import check_memory
 from hasslefree.run.predictions import dense_reference, match_whole
+
+logger = logging.getLogger(__name__)
 
 # Called after each layer with its report, the layers done and the layers in all.
 Progress = Callable[[LayerRecord, int, int], None]
@@ -97,7 +101,9 @@ def compress(
             model, recipe.dtype, work.scratch / str(world.rank), tokenizer, trust_remote_code
         )
         blocks = find_blocks(loaded)
-        plan = make_plan(blocks, resolved)
+        plan, dense = make_plan(blocks, resolved), select_sites(blocks, resolved.recipe.leave_dense).dense
+        if dense:
+            logger.info("stay dense by themselves: %s", ", ".join(by_kind(dense)))
         # Blocks whose predictions were matched are written before those that they replace are removed.
         twice = sum(layer.bytes for plans in plan for layer in plans.values()) if resolved.match_predictions else 0
         check_output(folder, overwrite, bytes_on_disk(loaded, plan) + twice - work.bytes_done)
@@ -120,7 +126,7 @@ def compress(
         if channels is None and resolved.match_blocks:
             channels = importances(walk, local, world, recipe.seed)
         about = described(name, loaded, resolved, segments)
-        about |= {"device": target.type, "own_segments": given, "rotation": rotation}
+        about |= {"device": target.type, "own_segments": given, "rotation": rotation, "dense": list(dense)}
         if world.writes:
             work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(plan)})
         compress_blocks(walk, plan, resolved, local, work, world, note, channels)
@@ -129,7 +135,11 @@ def compress(
         layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
         matching = tuple(part.matching for part in parts if part.matching)
         report = Record(
-            **about, seconds=time.perf_counter() - start, layers=layers, matching=matching, predictions=predictions
+            **about | {"dense": dense},
+            seconds=time.perf_counter() - start,
+            layers=layers,
+            matching=matching,
+            predictions=predictions,
         )
         if world.writes:
             work.finish(lambda part: write_rest(part, loaded, tokenizer, parts, report))
@@ -187,11 +197,14 @@ def open_model(
         name = str(model)
         refuse_compressed(load_config(name, trust_remote_code), name)
         tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
-        return name, load_on_disk(name, dtype, scratch, trust_remote_code), tokenizer
+        loaded = load_on_disk(name, dtype, scratch, trust_remote_code)
+        split_experts(loaded)
+        return name, loaded, tokenizer
     name = model.config._name_or_path or type(model).__name__
     refuse_compressed(model.config, name)
     if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         raise ModelError(f"the loaded model is {model.dtype} and the recipe says {dtype}; cast the model first")
+    split_experts(model)
     return name, model.eval(), tokenizer
 
 

@@ -17,9 +17,10 @@ from hasslefree.levers.matching import Matching
 from hasslefree.levers.predictions import JUDGED, Predictions, segments_for
 from hasslefree.levers.rotation import rotation_bytes, rotation_flops
 from hasslefree.models.activations import check_storage
-from hasslefree.models.blocks import Blocks, find_blocks
+from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites
+from hasslefree.models.experts import share_of_tokens, split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
-from hasslefree.models.moments import BATCH, pass_bytes, probes
+from hasslefree.models.moments import BATCH, pass_bytes, probes, traffic
 from hasslefree.models.precision import product_dtype
 from hasslefree.recipe.plan import LayerPlan, Plan, bytes_on_disk, make_plan
 from hasslefree.recipe.recipe import Recipe
@@ -50,6 +51,7 @@ class Footprint:
         reference, whole, masters: where predictions are matched, the dense model's last hidden states, all compressed
             blocks with what a step keeps of them, and what Adam holds for them; else 0.
         device: where it computes. storage: where the activations are. disk: the size of the folder.
+        by_itself: what stays dense without being named, by kind.
         flops: of solvers, Grams, forward passes and matching. levers: what is done beyond the layer, in words.
         unstated: plug-ins that state no cost, and are counted as the most expensive ones of this package.
     """
@@ -73,6 +75,7 @@ class Footprint:
     disk: int
     flops: float
     levers: tuple[str, ...] = ()
+    by_itself: tuple[str, ...] = ()
     unstated: tuple[str, ...] = ()
 
     @property
@@ -136,11 +139,11 @@ def estimate(
     matched = -(-segments_for(resolved.match_predictions, seqlen) // processes)
     # A forward and a backward pass of the blocks and the output head.
     probing = 3 * 2 * probed * seqlen * (_numbers(blocks) + width * vocabulary)
-    shapes = max(([layer.spec.shape for layer in plans.values()] for plans in plan), key=lambda s: pass_bytes(s, 1))
+    numbers = max(traffic_of(blocks, plan, samples * seqlen))
     passing = FORWARD * max(seqlen, BATCH) * widest * FLOAT
-    at_once = resolved.recipe.sequential == "layer" and in_one_pass(shapes, samples * seqlen, device)
+    at_once = resolved.recipe.sequential == "layer" and in_one_pass(numbers, device)
     if at_once:
-        passing = max(passing, (1 + bool(resolved.dense_target)) * pass_bytes(shapes, samples * seqlen))
+        passing = max(passing, (1 + bool(resolved.dense_target)) * pass_bytes(numbers))
     kept = sum(layer.spec.parameters for layer in layers)
     return Footprint(
         blocks=len(blocks.modules),
@@ -161,7 +164,7 @@ def estimate(
         streams=(1 + resolved.two_streams) * samples * seqlen * width * FLOAT,
         probes=(2 + len(plan)) * probed * seqlen * width * FLOAT,
         reference=matched * seqlen * width * FLOAT,
-        whole=_together(blocks, layers, Predictions().tokens(seqlen), width, device) if matched else 0,
+        whole=_together(blocks, plan, Predictions().tokens(seqlen), width, device) if matched else 0,
         # In RAM, those of all processes.
         masters=MASTER * FLOAT * kept * (1 if storage == "device" else processes) if matched else 0,
         device=device.type,
@@ -172,6 +175,7 @@ def estimate(
         + (rotation_flops(plan, width) if resolved.recipe.rotate else 0)
         + _predicting(matched, seqlen, processes, _numbers(blocks), width * vocabulary),
         levers=tuple(levers_of(resolved)),
+        by_itself=tuple(by_kind(select_sites(blocks, resolved.recipe.leave_dense).dense)),
         unstated=method.cost(*layers[0].spec.shape, layers[0].spec.rank).unstated,
     )
 
@@ -214,6 +218,7 @@ def estimate_model(
     check_storage(storage)
     model = load_shapes(name, recipe.dtype, trust_remote_code)
     refuse_compressed(model.config, name)
+    split_experts(model)
     blocks = find_blocks(model)
     tokens = recipe.samples, resolve_seqlen(model, recipe.seqlen)
     return estimate(model, blocks, make_plan(blocks, resolved), resolved, tokens, device, storage, processes)
@@ -286,7 +291,11 @@ def _flops(
     segments, tokens = text[0], -(-text[0] // processes) * text[1]
     layers = [layer.spec for plans in plan for layer in plans.values()]
     solvers = sum(resolved.method.cost(*layer.shape, layer.rank).flops for layer in layers) / processes
-    grams = sum(2 * tokens * layer.shape[1] ** 2 for layer in layers)
+    grams = sum(
+        2 * tokens * share_of_tokens(block, name, tokens) * layer.spec.shape[1] ** 2
+        for block, plans in zip(blocks.modules, plan, strict=True)
+        for name, layer in plans.items()
+    )
     alone = 2.0 if resolved.recipe.sequential == "block" else 1 + len(plan[0]) / 2
     passes = (1.0 if at_once else alone) * (1 + resolved.two_streams)
     if resolved.allocate == "error":
@@ -298,20 +307,27 @@ def _flops(
     return solvers + grams + passes * 2 * tokens * _numbers(blocks)
 
 
-def _together(blocks: Blocks, layers: list[LayerPlan], tokens: int, width: int, device: torch.device) -> int:
+def traffic_of(blocks: Blocks, plan: Plan, tokens: int) -> list[float]:
+    """The `traffic` of the planned layers of each block."""
+    shapes = ({name: layer.spec.shape for name, layer in plans.items()} for plans in plan)
+    return [traffic(block, each, tokens) for block, each in zip(blocks.modules, shapes, strict=True)]
+
+
+def _together(blocks: Blocks, plan: Plan, tokens: int, width: int, device: torch.device) -> int:
     """All compressed blocks, and what a step of so many tokens keeps of them.
 
-    Where the activations of all blocks fit, these, and of every layer S + u v, the mask of S and float32 copies; else
+    Where the activations of all blocks fit, these, and of every layer S + u v, the places of S and float32 copies; else
     what enters each block, and the activations of one.
     """
+    layers = [layer for plans in plan for layer in plans.values()]
     whole = sum(_bytes(block.parameters()) for block in blocks.modules)
     whole += sum(layer.bytes - layer.dense_bytes for layer in layers)
-    shapes = [layer.spec.shape for layer in layers]
+    numbers = traffic_of(blocks, plan, tokens)
     entering = len(blocks.modules) * tokens * width * FLOAT
-    if not in_one_pass(shapes, tokens, device):
-        return whole + entering + pass_bytes(shapes[: -(-len(shapes) // len(blocks.modules))], tokens)
-    copies = sum((FLOAT + 1) * layer.spec.dense_parameters + FLOAT * layer.spec.parameters for layer in layers)
-    return whole + entering + pass_bytes(shapes, tokens) + copies
+    if not in_one_pass(sum(numbers), device):
+        return whole + entering + pass_bytes(max(numbers))
+    copies = sum(FLOAT * layer.spec.dense_parameters + 2 * FLOAT * layer.spec.parameters for layer in layers)
+    return whole + entering + pass_bytes(sum(numbers)) + copies
 
 
 def _predicting(segments: int, seqlen: int, processes: int, inside: int, head: int) -> float:
@@ -329,8 +345,12 @@ def _predicting(segments: int, seqlen: int, processes: int, inside: int, head: i
 
 
 def _numbers(blocks: Blocks) -> int:
-    """The parameters of all blocks."""
-    return sum(p.numel() for block in blocks.modules for p in block.parameters())
+    """The parameters of all blocks; of experts, those that a token meets."""
+    found = 0.0
+    for block in blocks.modules:
+        for name, parameter in block.named_parameters():
+            found += share_of_tokens(block, name.rpartition(".")[0], 2**62) * parameter.numel()
+    return round(found)
 
 
 def to_dict(found: Footprint) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import ctypes
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -79,9 +79,9 @@ def memory_reused() -> Iterator[None]:
             trim()
 
 
-def in_one_pass(shapes: Iterable[tuple[int, int]], tokens: int, device: torch.device) -> bool:
-    """Whether all tokens run at once through a block with weights (out, in): a quarter of the memory holds the pass.
+def in_one_pass(numbers: float, device: torch.device) -> bool:
+    """Whether a quarter of the memory holds a pass in which layers read and write so many numbers (`traffic`).
 
     Of the memory that there is, not of that which is free: the same run has the same answer.
     """
-    return pass_bytes(shapes, tokens) <= total_memory(device) / 4
+    return pass_bytes(numbers) <= total_memory(device) / 4

@@ -20,6 +20,7 @@ from hasslefree.levers.predictions import (
 )
 from hasslefree.models.distributed import World
 from hasslefree.models.load import encode
+from hasslefree.models.moments import traffic
 from hasslefree.models.texts import calibration_documents, disjoint_segments
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
@@ -69,8 +70,10 @@ def match_whole(walk: Walk, reference: Reference, work: Unfinished, world: World
     bring_back(walk, work)
     home = None if walk.storage == "device" else torch.device("cpu")
     how = Predictions()
-    shapes = [layer.spec.shape for layer in compressed_layers(walk.model).values()]
-    keep = in_one_pass(shapes, how.tokens(reference.segments.shape[1]), walk.weights.device)
+    tokens = how.tokens(reference.segments.shape[1])
+    shapes = ({n: layer.spec.shape for n, layer in compressed_layers(b).items()} for b in walk.blocks.modules)
+    numbers = sum(traffic(b, each, tokens) for b, each in zip(walk.blocks.modules, shapes, strict=True))
+    keep = in_one_pass(numbers, walk.weights.device)
     done = match_predictions(walk, reference, how, lambda: bring_back(walk, work), world, home, keep).to_dict()
     world.total(0.0, walk.weights.device)  # all processes have read the files
     if world.writes:

@@ -44,6 +44,7 @@ def totals(found: Footprint, device: torch.device) -> dict[str, str]:
         **memory,
         "peak of RAM": against(found.ram_peak, torch.device("cpu")),
         "activations": f"{size(found.activations)}, on {here}",
+        **({"dense by themselves": "\n".join(found.by_itself)} if found.by_itself else {}),
         **({"beyond the layer": "\n".join(found.levers)} if found.levers else {}),
         **({"counted by rule": unstated_note(found.unstated)} if found.unstated else {}),
         "time": f"about {duration(found.flops / product_rate(device))}",

@@ -1,0 +1,266 @@
+"""Mixtures of experts: the fused weights of a block's experts, apart, as a linear layer for each matrix.
+
+transformers keeps all experts of a block in a few tensors (experts, …), behind one interface
+(`integrations.moe.use_experts_implementation`) that says how they are laid out. Apart, an expert's matrices are linear
+layers like all others: they are found, seen, solved, stored and trained as those are, each on the tokens that reach it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasslefree.errors import ModelError
+
+# What `use_experts_implementation` says of the experts of a module.
+INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "_apply_gate")
+
+
+# For each input of its widest matrix, the tokens that an expert sees at least of a calibration text.
+WANTED = 1.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """Where a weight (out, in) or bias (out,) of an expert is in a fused tensor.
+
+    Args:
+        source: the name of the tensor. half: 0 or 1 for the gate or what it gates, where both are in it; None for all.
+        apart: whether the halves follow each other, and are not row by row in turn. transposed: as it is stored.
+    """
+
+    source: str
+    half: int | None
+    apart: bool
+    transposed: bool
+
+    def of(self, stored: Tensor) -> Tensor:
+        """The tensor of one expert. stored: that expert's part of the fused one."""
+        rows = stored.mT if self.transposed else stored
+        if self.half is None:
+            return rows
+        return rows.chunk(2)[self.half] if self.apart else rows[self.half :: 2]
+
+
+def stored(halves: list[Tensor], share: Share) -> Tensor:
+    """The part of a fused tensor of one expert, from what shares of it are: the gate's and what it gates, or all."""
+    rows = torch.cat(halves) if share.apart or len(halves) == 1 else torch.stack(halves, 1).flatten(0, 1)
+    return rows.mT if share.transposed else rows
+
+
+def shares(fused: Any) -> dict[str, dict[str, Share]]:
+    """For each matrix of an expert, by the name of its layer, where `weight` and `bias` are."""
+    first = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+    matrices = (first if fused.has_gate else {"up_proj": ("up_proj", None)}) | {"down_proj": ("down_proj", None)}
+    found = {}
+    for layer, (source, half) in matrices.items():
+        found[layer] = {"weight": Share(source, half, fused.is_concatenated, fused.is_transposed)}
+        if fused.has_bias:
+            found[layer]["bias"] = Share(f"{source}_bias", half, fused.is_concatenated, False)
+    return found
+
+
+class Expert(nn.Module):
+    """The matrices of one expert: `gate_proj`, if there are gates, `up_proj` and `down_proj`."""
+
+    def __init__(self, layers: dict[str, nn.Linear]):
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+
+class SplitExperts(nn.Module):
+    """The experts of a module of transformers, each as an `Expert`, named 0, 1, ….
+
+    Args:
+        fused: the module. It gives up its weights, and keeps what lies between them: gates, activations, norms.
+
+    Each token goes through the experts that it is routed to. While `borrowed`, an expert also sees others, whose
+    outputs count for nothing.
+    """
+
+    fused: Any
+
+    def __init__(self, fused: Any):
+        super().__init__()
+        self.__dict__["fused"] = fused  # not a child: its children are this module's own
+        for name, child in list(fused.named_children()):
+            self.add_module(name, child)
+        self.rate: float | None = None  # the share of all tokens that an expert sees at least; None: only its own
+        self.shares = shares(fused)
+        tensors = dict(fused.named_parameters(recurse=False))
+        own = {share.source for each in self.shares.values() for share in each.values()}
+        if tensors.keys() != own or any(True for _ in fused.buffers(recurse=False)):
+            kind, names = type(fused).__name__, ", ".join(sorted(tensors))
+            raise ModelError(f"the experts of {kind} are laid out in a way that is not known here ({names})")
+        self.seen = torch.zeros(0, 2, dtype=torch.int64)  # by expert: its own tokens, and others, while borrowed
+        # By name, the shapes of the fused tensors.
+        self.sources = {name: tensor.shape for name, tensor in tensors.items()}
+        self.count = len(tensors["down_proj"])
+        # Of each token, as far as the configuration says; else as many as there are.
+        known = (getattr(fused.config, name, None) for name in ("num_experts_per_tok", "moe_topk", "moe_top_k"))
+        self.chosen = next((each for each in known if isinstance(each, int)), self.count)
+        self.widest = 0
+        for index in range(self.count):
+            layers = {}
+            for name, each in self.shares.items():
+                out, width = each["weight"].of(tensors[each["weight"].source][index]).shape
+                layers[name] = nn.Linear(width, out, bias="bias" in each, device="meta")
+                self.widest = max(self.widest, width)
+            self.add_module(str(index), Expert(layers))
+        for name, tensor in tensors.items():
+            self.fill(name, tensor.detach(), tensor.requires_grad)
+            del fused._parameters[name]
+
+    def experts(self) -> Iterator[Any]:
+        """The experts in order."""
+        return (self.get_submodule(str(index)) for index in range(self.count))
+
+    def fill(self, source: str, fused: Tensor, requires_grad: bool = False) -> None:
+        """Give the linear layers that are still there, and not compressed, their share of a fused tensor, as views."""
+        for layer, each in self.shares.items():
+            for leaf, share in each.items():
+                if share.source != source:
+                    continue
+                for index, expert in enumerate(self.experts()):
+                    if isinstance(linear := getattr(expert, layer), nn.Linear):
+                        linear.register_parameter(leaf, nn.Parameter(share.of(fused[index]), requires_grad))
+
+    def together(self) -> Any:
+        """The module of transformers with the weights of the experts in it again."""
+        for source in self.sources:
+            layers = {layer: (leaf, share) for layer, each in self.shares.items() for leaf, share in each.items()
+                      if share.source == source}  # fmt: skip
+            share = next(share for _, share in layers.values())
+            parts = (
+                [getattr(getattr(expert, layer), leaf) for layer, (leaf, _) in layers.items()]
+                for expert in self.experts()
+            )
+            fused = torch.stack([stored([half.detach() for half in halves], share) for halves in parts])
+            self.fused.register_parameter(source, nn.Parameter(fused, requires_grad=False))
+        return self.fused
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Hidden states (tokens, width) after the experts.
+
+        Args:
+            top_k_index: of the experts of each token, (tokens, k). One that is not of these is none.
+            top_k_weights: (tokens, k).
+        """
+        states = hidden_states.flatten(0, -2)
+        tokens, chosen = len(states), top_k_index.shape[-1]
+        order = top_k_index.flatten().argsort(stable=True)
+        counts = top_k_index.flatten().bincount(minlength=self.count).tolist()[: self.count]
+        weights = top_k_weights.flatten()[order].unsqueeze(-1)
+        outputs, first = [], 0
+        for index, (expert, count) in enumerate(zip(self.experts(), counts, strict=True)):
+            rows = order[first : first + count] // chosen
+            others = self.others(rows, tokens)
+            if self.rate is not None:
+                self.seen[index] += torch.tensor([count, len(others)])
+            if count or len(others):
+                found = self.run(expert, states[torch.cat([rows, others])])[:count] * weights[first : first + count]
+                outputs.append(found.to(states.dtype))
+            first += count
+        outputs.append(states.new_zeros(len(order) - first, states.shape[1]))
+        return torch.cat(outputs)[order.argsort()].view(tokens, chosen, -1).sum(1).view(hidden_states.shape)
+
+    def others(self, rows: Tensor, tokens: int) -> Tensor:
+        """The numbers of tokens that an expert sees beside those that are routed to it: evenly spaced ones."""
+        missing = 0 if self.rate is None else min(math.ceil(self.rate * tokens), tokens) - len(rows)
+        if missing <= 0:
+            return rows[:0]
+        free = torch.ones(tokens, dtype=torch.bool, device=rows.device)
+        free[rows] = False
+        left = free.nonzero().flatten()
+        return left[torch.arange(missing, device=rows.device) * len(left) // missing]
+
+    def run(self, expert: Any, x: Tensor) -> Tensor:
+        """What an expert makes of rows (tokens, width), before its weight."""
+        if self.fused.has_gate:
+            halves = expert.gate_proj(x), expert.up_proj(x)
+            joined = torch.cat(halves, -1) if self.fused.is_concatenated else torch.stack(halves, -1).flatten(-2)
+            inner = self.fused._apply_gate(joined)
+        else:
+            inner = self.fused.act_fn(expert.up_proj(x))
+        found: Tensor = expert.down_proj(inner)
+        return self.fused.post_expert_norm(found) if self.fused.has_post_expert_norm else found
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a module holds experts behind the interface of transformers."""
+    return all(hasattr(module, name) for name in INTERFACE) and any(True for _ in module.parameters(recurse=False))
+
+
+def split_experts(root: nn.Module) -> None:
+    """Put a `SplitExperts` in the place of every module of fused experts under root."""
+    for name, module in list(root.named_modules()):
+        if is_fused(module):
+            parent, _, leaf = name.rpartition(".")
+            setattr(root.get_submodule(parent), leaf, SplitExperts(module))
+
+
+def fuse_experts(model: Any) -> None:
+    """Undo `split_experts`, where no layer of an expert is compressed any more."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, SplitExperts):
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, module.together())
+            # How it was loaded, without what makes fused tensors of a checkpoint's, and back.
+            vars(model).pop("_weight_conversions", None)
+
+
+@contextmanager
+def borrowed(root: nn.Module, tokens: int | None = None) -> Iterator[None]:
+    """Within it, an expert under root that gets few tokens sees some that are routed to others, evenly spaced.
+
+    So its Gram is shrunk towards that of all tokens: it is the mean over its own and the others.
+
+    Args:
+        tokens: of the whole calibration text; an expert sees at least `WANTED` tokens for each input of its widest
+            matrix. None: it sees one token at least in every pass.
+    """
+    found = [module for module in root.modules() if isinstance(module, SplitExperts)]
+    before = [module.rate for module in found]
+    try:
+        for module in found:
+            module.rate = min(WANTED * module.widest / tokens, 1.0) if tokens else 1e-9
+            module.seen = torch.zeros(module.count, 2, dtype=torch.int64)
+        yield
+    finally:
+        for module, was in zip(found, before, strict=True):
+            module.rate = was
+
+
+def experts_of(root: nn.Module, name: str) -> tuple[SplitExperts, int] | None:
+    """The experts that a layer of this name under root belongs to, and the number of its own; None for any other."""
+    parent, _, index = name.rpartition(".")[0].rpartition(".")
+    module = root.get_submodule(parent)
+    return (module, int(index)) if isinstance(module, SplitExperts) and index.isdigit() else None
+
+
+def tokens_seen(root: nn.Module, name: str) -> tuple[int, int] | None:
+    """How many tokens the expert with a layer of this name saw while `borrowed`: its own, and others.
+
+    None for a layer that belongs to no expert.
+    """
+    found = experts_of(root, name)
+    if found is None:
+        return None
+    own, others = found[0].seen[found[1]].tolist()
+    return own, others
+
+
+def share_of_tokens(root: nn.Module, name: str, tokens: int) -> float:
+    """The share of so many tokens that a layer sees, on average over the experts where it belongs to one."""
+    found = experts_of(root, name)
+    if found is None:
+        return 1.0
+    experts = found[0]
+    return min(max(experts.chosen / experts.count, WANTED * experts.widest / tokens), 1.0)

@@ -1,0 +1,179 @@
+"""Mixtures of experts go through the whole pipeline by the interface of transformers."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hasslefree
+from hasslefree import Recipe, SparseLowRankLinear
+from hasslefree.errors import ModelError
+from hasslefree.exports.export import export
+from hasslefree.models.experts import SplitExperts, borrowed, fuse_experts, split_experts, tokens_seen
+from tests.tiny_models import ROTARY, logits, segments, tensors_of
+
+MIXTURE = ROTARY | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+# Of each, what is different in it.
+MIXTURES = {
+    "qwen3_moe": {"num_experts": 4},
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4},  # interleaved, transposed, biases
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2},  # transposed
+    "nemotron_h": {  # no gate
+        "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 16, "layers_block_type": ["moe", "attention"],
+    },
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},  # a shared expert, and its gate
+    "deepseek_v3": {
+        "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+mixtures = pytest.mark.parametrize("family", MIXTURES)
+
+
+def made(family):
+    """A mixture, the same at every call, in the eager way of transformers."""
+    config = AutoConfig.for_model(family, **(MIXTURE | MIXTURES[family]), bos_token_id=1, eos_token_id=2)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # also those that a fresh model leaves at zero
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def split(model):
+    return [module for module in model.modules() if isinstance(module, SplitExperts)]
+
+
+@mixtures
+def test_experts_apart_are_those_of_transformers(family):
+    """Oracle: transformers' own forward pass; and the weights, after they are fused again."""
+    model = made(family)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = logits(model, segments())
+    split_experts(model)
+    assert split(model)
+    torch.testing.assert_close(logits(model, segments()), expected, rtol=1e-5, atol=1e-6)
+    with borrowed(model, tokens=64):
+        torch.testing.assert_close(logits(model, segments()), expected, rtol=1e-5, atol=1e-6)
+    fuse_experts(model)
+    after = model.state_dict()
+    assert after.keys() == weights.keys()
+    assert all(torch.equal(after[name], weights[name]) for name in weights)
+    torch.testing.assert_close(logits(model, segments()), expected, rtol=1e-5, atol=1e-6)
+
+
+@mixtures
+def test_a_mixture_is_compressed_and_loads_as_it_was_in_memory(family, tmp_path):
+    """Oracle: the compressed model in memory; and its dense export, in transformers alone."""
+    model = made(family)
+    report = hasslefree.compress(
+        model, tmp_path / "out", Recipe(pattern="2:4", rank=2, effort="fast", rounds=3), segments=segments()
+    )
+    names = {layer.name for layer in report.layers}
+    experts = [name for name in names if ".experts." in name]
+    assert len(experts) == sum(module.count * len(module.shares) for module in split(model))
+    expected = logits(model, segments())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert sum(isinstance(module, SparseLowRankLinear) for module in loaded.modules()) == len(names)
+    torch.testing.assert_close(logits(loaded, segments()), expected, rtol=1e-5, atol=1e-6)
+    loaded.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    torch.testing.assert_close(logits(again, segments()), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ModelError, match=r"belong to experts, such as .*experts\.0\..*dense"):
+        export(tmp_path / "out", tmp_path / "peft", "peft")
+    export(tmp_path / "out", tmp_path / "dense", "dense")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert not split(plain)
+    torch.testing.assert_close(logits(plain, segments()), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_streamed_mixture_is_compressed_as_one_in_memory(family, tmp_path):
+    """Oracle: the same compression of the same model in memory."""
+    made(family).save_pretrained(tmp_path / "dense")
+    recipe = Recipe(pattern="2:4", rank=2, effort="best", rounds=3, match_predictions=64)
+    tokenizer = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
+    hasslefree.compress(tmp_path / "dense", tmp_path / "a", recipe, segments=segments(8), tokenizer=tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    hasslefree.compress(model, tmp_path / "b", recipe, segments=segments(8))
+    one, other = tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_an_expert_sees_others_tokens_where_it_gets_few_of_its_own():
+    """Oracle: the tokens that the router chose, counted."""
+    model = made("qwen3_moe")
+    chosen = []
+    handle = model.model.layers[0].mlp.experts.register_forward_pre_hook(lambda module, args: chosen.append(args[1]))
+    logits(model, segments())
+    handle.remove()
+    own = torch.cat(chosen).flatten().bincount(minlength=4)
+    split_experts(model)
+    rows = {}
+    for index in range(4):
+        expert = model.model.layers[0].mlp.experts.get_submodule(str(index))
+        expert.up_proj.register_forward_pre_hook(lambda module, args, i=index: rows.setdefault(i, []).append(args[0]))
+    with borrowed(model, tokens=40):  # 32 inputs of 40 tokens
+        logits(model, segments())
+    least = -(-64 * 32 // 40)
+    for index in range(4):
+        seen = tokens_seen(model.model.layers[0], f"mlp.experts.{index}.up_proj")
+        assert seen == (int(own[index]), max(least - int(own[index]), 0))
+        assert len(torch.cat(rows[index])) == sum(seen)
+        assert len(torch.cat(rows[index]).unique(dim=0)) == sum(seen), "no token is seen twice"
+    assert tokens_seen(model.model.layers[0], "self_attn.q_proj") is None
+
+
+def test_an_expert_that_no_token_reaches_is_compressed_by_those_of_others(tmp_path):
+    """Oracle: the Gram of every other token that enters the experts, from a hook on transformers' own module."""
+    model = made("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda module, args, found: (*found[:2], found[2].where(found[2] != 2, 3)))
+    rows = []
+    experts = model.model.layers[0].mlp.experts
+    handle = experts.register_forward_pre_hook(lambda module, args: rows.append(args[0]))
+    logits(model, segments())
+    handle.remove()
+    gram = hasslefree.Gram.from_activations(torch.cat(rows)[::2])  # of 64 tokens, as many as inputs
+    weight = experts.gate_up_proj[2, :24].detach().clone()
+    recipe = Recipe(method="eora", rank=2, leave_dense=("*.self_attn.*",))
+    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
+    name = "model.layers.0.mlp.experts.2.gate_proj"
+    layer = model.get_submodule(name)
+    found = next(each for each in report.layers if each.name == name)
+    residual = (weight - layer.unpacked() - layer.low_rank_u @ layer.low_rank_v).detach()
+    assert found.relative_error == pytest.approx(gram.relative_error(residual, weight), rel=1e-4)
+    assert any("0 tokens were routed to this expert" in remark for remark in found.remarks)
+
+
+@pytest.mark.parametrize("how", [{"dense_target": 1.0}, {"sequential": "block"}, {"allocate": "error"}])
+def test_levers_take_mixtures(how, tmp_path):
+    """Every expert is compressed, and the model predicts as the folder that was written does."""
+    model = made("mixtral")
+    report = hasslefree.compress(
+        model, tmp_path / "out", Recipe(rank=2, effort="fast", rounds=3, **how), segments=segments()
+    )
+    assert len([layer for layer in report.layers if ".experts." in layer.name]) == 2 * 4 * 3
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(loaded, segments()), logits(model, segments()), rtol=1e-5, atol=1e-6)
+
+
+def test_a_mixture_that_was_cut_short_goes_on_to_the_same_bytes(tmp_path):
+    """Oracle: the same without a stop."""
+    recipe = Recipe(rank=2, effort="fast", rounds=3)
+
+    def stop(report, done, total):
+        if done == 20:
+            raise KeyboardInterrupt
+
+    hasslefree.compress(made("qwen3_moe"), tmp_path / "whole", recipe, segments=segments())
+    with pytest.raises(KeyboardInterrupt):
+        hasslefree.compress(made("qwen3_moe"), tmp_path / "cut", recipe, segments=segments(), progress=stop)
+    hasslefree.compress(made("qwen3_moe"), tmp_path / "cut", recipe, segments=segments(), resume=True)
+    one, other = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "cut")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
