@@ -63,7 +63,7 @@ def free_port():
         return found.getsockname()[1]
 
 
-def process(rank, size, port, out, recipe, stop_after=None, activations="device"):
+def process(rank, size, port, out, recipe, stop_after=None, activations="device", family="llama"):
     """One of the processes that torchrun would start."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
@@ -71,9 +71,9 @@ def process(rank, size, port, out, recipe, stop_after=None, activations="device"
         if done == stop_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    report = hasslefree.compress(build("llama"), out, recipe, segments=segments(6, 32), progress=progress,
+    report = hasslefree.compress(build(family), out, recipe, segments=segments(6, 32), progress=progress,
                                  resume=True, activations=activations)  # fmt: skip
-    assert len(report.layers) == 14
+    assert len(report.layers) == {"llama": 14, "mixtral": 32}[family]
 
 
 def run(size, out, recipe, **options):
@@ -135,6 +135,19 @@ def test_blocks_are_matched_by_several_as_by_one(size, tmp_path):
         assert found["before"] == pytest.approx(mine["before"], rel=1e-4)
         assert found["after"] == pytest.approx(mine["after"], rel=1e-3)
         assert found["history"] == pytest.approx(mine["history"], rel=1e-3)
+
+
+@forked
+def test_experts_are_compressed_by_several_as_by_one(tmp_path):
+    """Oracle: one process. Which tokens of others an expert sees depends on those that come in together."""
+    recipe = Recipe(rank=2, effort="fast", rounds=3)
+    one = hasslefree.compress(build("mixtral"), tmp_path / "one", recipe, segments=segments(6, 32))
+    assert run(2, tmp_path / "many", recipe, family="mixtral") == [0] * 2
+    many = json.loads((tmp_path / "many" / "compression.json").read_text())["layers"]
+    assert len(many) == len(one.layers) == 2 * (4 + 4 * 3)
+    for mine, found in zip(one.layers, many, strict=True):
+        assert found["name"] == mine.name
+        assert found["relative_error"] == pytest.approx(mine.relative_error, rel=0.2)
 
 
 @forked

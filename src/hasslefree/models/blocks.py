@@ -55,7 +55,8 @@ class Selection:
 
     Args:
         sites: what is compressed of each block, by its name there.
-        dense: the full names of what stays as it is by itself: routers, and small matrices that are no linear layer.
+        dense: the full names of what stays as it is by itself: routers, convolutions of each channel alone, and small
+            matrices that are no linear layer.
     """
 
     sites: list[dict[str, Site]]
@@ -69,7 +70,7 @@ def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> Selection:
         leave_dense: glob patterns of full names (layers or parameters) that the user accepts to stay as they are.
 
     Raises:
-        ModelError: matrices that the user did not name would stay dense, of a kind that is not known here and of more
+        ModelError: matrices that the user did not name would stay dense, of a kind that is not known here and with more
             than `LITTLE` of a block's parameters; or a glob pattern matches nothing.
     """
     unused = set(leave_dense)
@@ -88,7 +89,8 @@ def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> Selection:
         for name, parameter in block.named_parameters():
             if id(parameter) in inside or not _is_matrix(parameter) or excused(f"{prefix}.{name}"):
                 continue
-            if parameter.numel() <= LITTLE * total:
+            short = isinstance(block.get_submodule(name.rpartition(".")[0]), nn.Conv1d) and parameter.shape[1] == 1
+            if short or parameter.numel() <= LITTLE * total:
                 dense.append(f"{prefix}.{name}")
             else:
                 left.append(f"{prefix}.{name} {tuple(parameter.shape)}")

@@ -25,7 +25,7 @@ class BlockCall:
     """What a block is called with beside the hidden states: masks, positions, rotary embeddings.
 
     Args:
-        outputs: length of the tuple that the block returns, hidden states first; 0 if it returns a tensor.
+        outputs: length of the tuple or list that the block returns, hidden states first; 0 if it returns a tensor.
         batched: whether several segments at a time have the outputs that they have one at a time, in these arguments.
     """
 
@@ -40,7 +40,7 @@ class BlockCall:
         Where that is not the dtype of the block, it is to be called within `precision.computing`.
         """
         output = block(hidden, *converted(self.args, hidden.dtype), **converted(self.kwargs, hidden.dtype))
-        return (output[0] if isinstance(output, tuple) else output).to(hidden.dtype)
+        return (output[0] if isinstance(output, tuple | list) else output).to(hidden.dtype)
 
     def as_output(self, hidden: Tensor) -> Any:
         """What the block would put out with these hidden states, and nothing beside them."""
@@ -102,7 +102,7 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         here.close()
-        index, count = blocks.modules.index(module), len(output) if isinstance(output, tuple) else 0
+        index, count = blocks.modules.index(module), len(output) if isinstance(output, tuple | list) else 0
         states = output[0] if count else output
         calls[index] = replace(calls[index], outputs=count)
         if not torch.isfinite(states).all():

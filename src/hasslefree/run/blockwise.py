@@ -316,14 +316,21 @@ def compress_groups(task: Task, groups: list[list[str]], moments: Sequence[Momen
     found: dict[str, Done] = {}
     for group, known in zip(groups, moments, strict=True):
         share = {name: plans[name] for name in group if name in mine}
-        found |= compress_group(task, share, known) if share else {}
+        remarks = tuple(shrunk(task, group[0]))
+        found |= compress_group(task, share, known, remarks) if share else {}
     done = [install_layer(task, name, owner, found.get(name)) for name, owner in zip(names, owners, strict=True)]
     trim()
     return done
 
 
-def compress_group(task: Task, plans: Mapping[str, LayerPlan], known: Moments) -> dict[str, Done]:
-    """Decompose layers that share one input, with what depends on its moments computed once. plans: of these layers."""
+def compress_group(
+    task: Task, plans: Mapping[str, LayerPlan], known: Moments, remarks: tuple[str, ...]
+) -> dict[str, Done]:
+    """Decompose layers that share one input, with what depends on its moments computed once.
+
+    Args:
+        plans: of these layers. remarks: on their input.
+    """
     visit, resolved = task.visit, task.resolved
     start, done = time.perf_counter(), {}
     gram, sites, method = known.gram, visit.sites(list(plans)), resolved.method
@@ -342,7 +349,7 @@ def compress_group(task: Task, plans: Mapping[str, LayerPlan], known: Moments) -
             layer = SparseLowRankLinear.from_decomposition(result, sites[name].bias, plan.spec.pattern)
             seconds = time.perf_counter() - start + shared
             report = LayerRecord.of(f"{visit.prefix}.{name}", layer.spec, result, seconds, layer.stored_bytes)
-            report = dataclasses.replace(report, remarks=(*report.remarks, *shrunk(visit.block, name)))
+            report = dataclasses.replace(report, remarks=(*report.remarks, *remarks))
             done[name] = layer, report
             task.note(report)
     except HasslefreeError as error:
@@ -350,11 +357,14 @@ def compress_group(task: Task, plans: Mapping[str, LayerPlan], known: Moments) -
     return done
 
 
-def shrunk(block: nn.Module, name: str) -> Iterator[str]:
-    """What is to be said of the tokens that the Gram of a layer of an expert was made of."""
-    seen = tokens_seen(block, name)
-    if seen is not None and seen[1]:
-        own, others = seen
+def shrunk(task: Task, name: str) -> Iterator[str]:
+    """What is to be said of the tokens, of all processes, that the Gram of a layer of an expert was made of."""
+    seen = tokens_seen(task.visit.block, name)
+    if seen is None:
+        return
+    device = task.visit.sites([name])[name].parameter.device
+    own, others = (round(task.world.total(count, device)) for count in seen)
+    if others:
         share = others / (own + others)
         yield f"{own} tokens were routed to this expert; its Gram is of {others} others too ({share:.0%})"
 

@@ -132,18 +132,18 @@ def compress(
         compress_blocks(walk, plan, resolved, local, work, world, note, channels)
         predictions = match_whole(walk, reference, work, world) if reference else done
         parts = world.broadcast(work.parts)
-        layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
-        matching = tuple(part.matching for part in parts if part.matching)
-        report = Record(
-            **about | {"dense": dense},
-            seconds=time.perf_counter() - start,
-            layers=layers,
-            matching=matching,
-            predictions=predictions,
-        )
+        report = recorded(about, parts, predictions, time.perf_counter() - start)
         if world.writes:
             work.finish(lambda part: write_rest(part, loaded, tokenizer, parts, report))
     return report
+
+
+def recorded(about: dict[str, Any], parts: list[Part], predictions: dict[str, Any] | None, seconds: float) -> Record:
+    """The record of a compression. about: what `described` says, and more; predictions: what was matched."""
+    layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
+    matching = tuple(part.matching for part in parts if part.matching)
+    rest = about | {"dense": tuple(about["dense"]), "matching": matching, "predictions": predictions}
+    return Record(**rest, seconds=seconds, layers=layers)
 
 
 def described(name: str, model: PreTrainedModel, resolved: Resolved, segments: Tensor) -> dict[str, Any]:
