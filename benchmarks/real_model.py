@@ -37,6 +37,7 @@ import torch
 from harness import models, plots, streams
 from harness.models import LAYERS, Measurement
 from harness.record import RESULTS, ROOT, machine, resumed, write
+from tables.models import gap_of
 
 import hasslefree
 from hasslefree.models.blocks import find_blocks
@@ -111,6 +112,22 @@ def run_rows(args: argparse.Namespace) -> None:
         if ROWS[name] is not None or seed == args.seeds[0]  # the dense model has no seed
     }
     models.fill(content, args.output, jobs, row)
+    if args.plot:
+        plots.frontier(curves(content), content["model"], args.plot)
+
+
+def curves(content: dict[str, Any]) -> dict[str, list[tuple[float, float, str]]]:
+    """By pattern, and whether S is coded: the bytes of a weight, gap and rank of each row."""
+    found: dict[str, list[tuple[float, float, str]]] = {}
+    [dense] = content["results"]["dense"].values()
+    for name, [measured, *_] in ((name, list(seeds.values())) for name, seeds in content["results"].items()):
+        if name == "dense":
+            continue
+        fields = FRONTIER[name]
+        kind = "4 bits" if fields["pattern"] == "dense" else fields["pattern"] + ", 4 bits" * name.endswith(", 4 bits")
+        gap = gap_of(measured["perplexity"], dense["perplexity"])
+        found.setdefault(kind, []).append((measured["bytes_a_weight"], gap, str(fields["rank"])))
+    return {kind: sorted(points) for kind, points in found.items()}
 
 
 def run_energies(args: argparse.Namespace) -> None:
@@ -162,9 +179,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
 
-    for command, names, output in (
-        ("rows", ["dense", *EFFORTS, *LEVERS, *RIVALS], "real_model.json"),
-        ("frontier", ["dense", *FRONTIER], "frontier.json"),
+    for command, names, output, plot in (
+        ("rows", ["dense", *EFFORTS, *LEVERS, *RIVALS], "real_model.json", None),
+        ("frontier", ["dense", *FRONTIER], "frontier.json", ROOT / "docs" / "measured" / "frontier.png"),
     ):
         rows = commands.add_parser(command, parents=[models.options(max_tokens=16 * 1024)])
         rows.set_defaults(run=run_rows, samples=64, seqlen=512)
@@ -174,6 +191,7 @@ def arguments() -> argparse.Namespace:
         rows.add_argument("--tasks", type=Path)
         rows.add_argument("--limit", type=int, default=200, help="questions of each task")
         rows.add_argument("--output", type=Path, default=RESULTS / output)
+        rows.add_argument("--plot", type=Path, default=plot)
 
     energies = commands.add_parser("energies")
     energies.set_defaults(run=run_energies)

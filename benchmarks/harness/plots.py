@@ -124,3 +124,23 @@ def speeds(content: Content, path: Path) -> None:
     axes[0].set_ylim(bottom=0)
     axes[1].legend(fontsize=8)
     save(figure, path)
+
+
+def frontier(points: dict[str, list[tuple[float, float, str]]], model: str, path: Path) -> None:
+    """The gap against the bytes of a weight. points: for each kind of S, its bytes, gap and rank in words."""
+    figure, axes = pyplot.subplots(figsize=(8.5, 5), layout="constrained")
+    colours: dict[str, str] = {}
+    for name, found in points.items():
+        pattern, coded = name.removesuffix(", 4 bits"), name.endswith("4 bits")
+        colour = colours.setdefault(pattern, f"C{len(colours)}")
+        style = "s--" if coded else "o-"
+        axes.plot([x for x, _, _ in found], [y for _, y, _ in found], style, color=colour, markersize=4, label=name)
+        for x, y, label in found:
+            axes.annotate(label, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
+    axes.set(
+        xlabel="bytes a weight of the compressed layers", ylabel="log(perplexity / dense perplexity)", yscale="log"
+    )
+    axes.set_title(f"{model}, --effort fast; labels are ranks")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    save(figure, path)
