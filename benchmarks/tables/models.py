@@ -163,6 +163,15 @@ def frontier(content: Content) -> Iterable[Row]:
     return sorted(rows, key=lambda row: (row["bytes"] or 2.0, row["gap"] or 0.0))
 
 
+def families(content: Content) -> Iterable[Row]:
+    """By what becomes of them: how many families, and which."""
+    found: dict[str, list[str]] = {}
+    for name, row in content["results"].items():
+        found.setdefault(row["outcome"], []).append(name)
+    for outcome, names in sorted(found.items(), key=lambda item: -len(item[1])):
+        yield {"outcome": outcome, "count": len(names), "names": ", ".join(names)}
+
+
 def learning_rates(content: Content) -> Iterable[Row]:
     """What is left of the error of blocks by the learning rate of matching, on every model."""
     models = content["models"]
@@ -218,6 +227,15 @@ TABLES: dict[str, tuple[Table, ...]] = {
             ),
             real_levers,
             note=REAL_NOTE,
+        ),
+    ),
+    "families": (
+        Table(
+            "families",
+            "python benchmarks/families.py",
+            (("outcome", "{outcome}"), ("families", "{count}"), ("", "{names}")),
+            families,
+            note="On {where}.",
         ),
     ),
     "frontier": (
