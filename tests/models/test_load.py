@@ -34,6 +34,13 @@ def test_the_segment_length(most, asked, expected):
         resolve_seqlen(build("llama", max_position_embeddings=most), most + 1)
 
 
+def test_a_limit_of_minus_one_is_none():
+    model = build("llama")
+    model.config.max_position_embeddings = -1  # as XLNet has it
+    assert resolve_seqlen(model, 4096) == 4096
+    assert resolve_seqlen(model, None) == 2048
+
+
 def test_a_checkpoint_that_lacks_a_tensor_is_not_filled_with_noise(tmp_path):
     build("llama").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -172,6 +172,8 @@ def resolve_seqlen(model: nn.Module, asked: int | None) -> int:
     """
     config: Any = model.config
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and most < 1:  # XLNet's way to say that there is no limit
+        most = None
     if most is not None and asked is not None and asked > most:
         raise ModelError(
             f"the model takes at most {most} tokens at once, asked for {asked}; use {option('seqlen', most)}"
