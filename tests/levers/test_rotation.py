@@ -87,9 +87,9 @@ def test_the_model_predicts_the_same_in_other_coordinates(family):
     ("family", "changes", "reason"),
     [
         ("llama", {"tie_word_embeddings": True}, "tied to the embeddings"),
-        ("gemma3_text", {}, "a norm of what is added"),
-        ("cohere2", {}, "no linear layer of it reads an RMS norm"),
-        ("opt", {}, "no linear layer of it reads an RMS norm"),
+        ("gemma3_text", {}, "a norm after a layer"),
+        ("cohere2", {}, "no linear layer reads an RMS norm"),
+        ("opt", {}, "no linear layer reads an RMS norm"),
     ],
 )
 def test_heads_are_rotated_where_the_stream_cannot_be(family, changes, reason):

@@ -137,8 +137,8 @@ def rotated(report: Record) -> str:
     parts = {"stream": "the residual stream", "heads": "the values of attention heads"}
     turned = [text for name, text in parts.items() if report.rotation[name] is not None]
     return (
-        f"Before that, {' and '.join(turned)} were rotated, and the weights on either side took that in: the "
-        "weights are in other coordinates than the base model's, also where they were left dense.\n"
+        f"Before the layers were fitted, {' and '.join(turned)} were rotated, and the weights on either side took "
+        "that in: also weights that were left dense differ from the base model's.\n"
     )
 
 

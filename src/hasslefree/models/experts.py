@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasslefree.errors import ModelError
-
 # What `use_experts_implementation` says of the experts of a module.
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "_apply_gate")
 
@@ -66,17 +64,8 @@ def shares(fused: Any) -> dict[str, dict[str, Share]]:
     return found
 
 
-class Expert(nn.Module):
-    """The matrices of one expert: `gate_proj`, if there are gates, `up_proj` and `down_proj`."""
-
-    def __init__(self, layers: dict[str, nn.Linear]):
-        super().__init__()
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-
 class SplitExperts(nn.Module):
-    """The experts of a module of transformers, each as an `Expert`, named 0, 1, ….
+    """The experts of a module of transformers, named 0, 1, …; each has `gate_proj`, or not, `up_proj` and `down_proj`.
 
     Args:
         fused: the module. It gives up its weights, and keeps what lies between them: gates, activations, norms.
@@ -95,10 +84,6 @@ class SplitExperts(nn.Module):
         self.rate: float | None = None  # the share of all tokens that an expert sees at least; None: only its own
         self.shares = shares(fused)
         tensors = dict(fused.named_parameters(recurse=False))
-        own = {share.source for each in self.shares.values() for share in each.values()}
-        if tensors.keys() != own or any(True for _ in fused.buffers(recurse=False)):
-            kind, names = type(fused).__name__, ", ".join(sorted(tensors))
-            raise ModelError(f"the experts of {kind} are laid out in a way that is not known here ({names})")
         self.seen = torch.zeros(0, 2, dtype=torch.int64)  # by expert: its own tokens, and others, while borrowed
         # By name, the shapes of the fused tensors.
         self.sources = {name: tensor.shape for name, tensor in tensors.items()}
@@ -113,7 +98,7 @@ class SplitExperts(nn.Module):
                 out, width = each["weight"].of(tensors[each["weight"].source][index]).shape
                 layers[name] = nn.Linear(width, out, bias="bias" in each, device="meta")
                 self.widest = max(self.widest, width)
-            self.add_module(str(index), Expert(layers))
+            self.add_module(str(index), nn.ModuleDict(layers))
         for name, tensor in tensors.items():
             self.fill(name, tensor.detach(), tensor.requires_grad)
             del fused._parameters[name]
@@ -193,9 +178,16 @@ class SplitExperts(nn.Module):
         return self.fused.post_expert_norm(found) if self.fused.has_post_expert_norm else found
 
 
-def is_fused(module: nn.Module) -> bool:
-    """Whether a module holds experts behind the interface of transformers."""
-    return all(hasattr(module, name) for name in INTERFACE) and any(True for _ in module.parameters(recurse=False))
+def is_fused(module: Any) -> bool:
+    """Whether a module holds experts behind the interface of transformers, and nothing else of its own.
+
+    Any other stays as it is: its weights are then of a kind that is not known.
+    """
+    if not all(hasattr(module, name) for name in INTERFACE):
+        return False
+    sources = {share.source for each in shares(module).values() for share in each.values()}
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    return own == sources and not any(True for _ in module.buffers(recurse=False))
 
 
 def split_experts(root: nn.Module) -> None:

@@ -184,15 +184,15 @@ def stream_use(block: nn.Module, call: BlockCall, states: Tensor) -> StreamUse:
     norms = {name: norm for name, module in trial.named_modules() if (norm := norm_of(module, width)) is not None}
     reads = readers(trial, list(norms), lambda: call.run(trial, states))
     if not reads:
-        raise ModelError("no linear layer of it reads an RMS norm of the stream")
+        raise ModelError("no linear layer reads an RMS norm of the stream (a LayerNorm subtracts the mean)")
     sites = find_sites(trial)
     writes = tuple(name for name, site in sites.items() if site.shape[0] == width and name not in reads)
     found = StreamUse({name: norms[name] for name in dict.fromkeys(reads.values())}, reads, writes)
     rotation = random_rotation((width, width), states)
     if not difference(trial, call, states, found.changes(trial, rotation), rotation) <= ALIKE:
         raise ModelError(
-            "something beside an RMS norm and the linear layers around it changes the stream: a norm of what is "
-            "added, experts, a convolution, or a multiplication of its channels"
+            "it does more with the stream than RMS norms and linear layers do: a norm after a layer, experts, a "
+            "convolution, or a multiplication of its channels"
         )
     return found
 
@@ -257,7 +257,7 @@ def head_use(block: nn.Module, call: BlockCall, states: Tensor, known: HeadUse |
     # Rotated keys make little difference where attention is all but even.
     found = min(((off(heads), index) for index, heads in enumerate(candidates)), default=(math.inf, 0))
     if not found[0] <= ALIKE:
-        raise ModelError("no linear layer makes the values of its attention, and them alone, for another one to read")
+        raise ModelError("its attention makes queries, keys and values in one matrix, or changes what a head puts out")
     return candidates[found[1]]
 
 
@@ -280,7 +280,7 @@ def tied(model: PreTrainedModel) -> str | None:
     """Why a model with tied weights cannot take a rotation of its stream in; None for one without."""
     if not model.all_tied_weights_keys:
         return None
-    return "the output head is tied to the embeddings, and it alone would have to take the gains of the last norm in"
+    return "the output head is tied to the embeddings, and the gains of the last norm can go into the head alone"
 
 
 def outer_use(walk: Walk, segment: Tensor, entering: Tensor, leaving: Tensor) -> tuple[StreamUse, str]:
@@ -298,8 +298,6 @@ def outer_use(walk: Walk, segment: Tensor, entering: Tensor, leaving: Tensor) ->
     names = {id(module): name for name, module in model.named_modules()}
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise ModelError("the model has no embeddings, or no output head, as a matrix")
-    if reason := tied(model):
-        raise ModelError(reason)
     with walk.outside():
         first = embedding(segment[None]).to(entering.dtype)
         scale = (first * entering).sum() / first.square().sum()
