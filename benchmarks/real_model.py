@@ -1,18 +1,20 @@
 """A real language model: perplexity, time and memory of every effort and of the published methods.
 
     python benchmarks/real_model.py rows MODEL TEXT… --calibration FILE [--rows NAME …] [--seeds 0 1 2]
-        [--tasks FOLDER [--limit 200]]
+        [--tasks FOLDER [--limit 200]] [--shared]
     python benchmarks/real_model.py frontier MODEL TEXT… --calibration FILE [--rows NAME …]
     python benchmarks/real_model.py energies MODEL --calibration FILE
     python benchmarks/real_model.py speed MODEL --calibration FILE --against CHECKOUT [--runs 2]
 
 TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents. Perplexity is taken in
-windows of 1,024 tokens, 16 a text. The gap is the mean over the texts of log(perplexity / dense perplexity). Every row
+windows of 1,024 tokens, 16 a text, in the dtype in which the model is stored. The gap is the mean over the texts of log(perplexity / dense perplexity). Every row
 has a process of its own and is written as soon as it is measured; rows that the output file already holds are kept.
 A row notes the version of the source that it was measured with: a rival is not measured anew for a change of `joint`.
 
 With --tasks, the zero-shot accuracy of every row on the eight tasks is measured too; FOLDER holds them as
 `hasslefree evaluate --task-data` reads them.
+
+With --shared, the machine does other work beside: no seconds are written.
 
 frontier: rows as above, of patterns and ranks with `--effort fast`, in a file of their own.
 
@@ -83,22 +85,24 @@ def source(tree: Path = ROOT) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def row(measurement: Measurement, fields: dict[str, Any] | None, tasks: Path | None, limit: int) -> dict[str, Any]:
+def row(
+    measurement: Measurement, fields: dict[str, Any] | None, tasks: Path | None, limit: int, timed: bool
+) -> dict[str, Any]:
     """Compress, and measure. fields: of the recipe; None for the dense model."""
     found: dict[str, Any] = {"source": source()}
     with tempfile.TemporaryDirectory() as scratch:
         folder = measurement.model if fields is None else f"{scratch}/out"
         if fields is not None:
             report = hasslefree.compress(measurement.model, folder, measurement.recipe(**fields))
+            found |= {"seconds": round(report.seconds, 1)} if timed else {}
             found |= {
-                "seconds": round(report.seconds, 1),
                 "peak_mb": models.peak_mb(),
                 "bytes_a_weight": report.stored_bytes / report.dense_parameters,
                 "mean_relative_error": report.mean_relative_error,
             }
-        found["perplexity"] = models.rounded(measurement.perplexities(models.loaded(folder)))
+        found["perplexity"] = models.rounded(measurement.perplexities(models.loaded(folder, "auto")))
         if tasks is not None:
-            found["tasks"] = models.zero_shot(folder, list(models.TASKS), limit, tasks)
+            found["tasks"] = models.zero_shot(folder, list(models.TASKS), limit, tasks, "auto")
     return found
 
 
@@ -107,7 +111,7 @@ def run_rows(args: argparse.Namespace) -> None:
     content = resumed(args.output, header | {"model": Path(args.model).name}, "results")
     measurement = Measurement.of(args)
     jobs = {
-        (name, str(seed)): (replace(measurement, seed=seed), ROWS[name], args.tasks, args.limit)
+        (name, str(seed)): (replace(measurement, seed=seed), ROWS[name], args.tasks, args.limit, not args.shared)
         for seed, name in itertools.product(args.seeds, args.rows)
         if ROWS[name] is not None or seed == args.seeds[0]  # the dense model has no seed
     }
@@ -190,6 +194,7 @@ def arguments() -> argparse.Namespace:
         rows.add_argument("--seeds", nargs="+", type=int, default=[0])
         rows.add_argument("--tasks", type=Path)
         rows.add_argument("--limit", type=int, default=200, help="questions of each task")
+        rows.add_argument("--shared", action="store_true")
         rows.add_argument("--output", type=Path, default=RESULTS / output)
         rows.add_argument("--plot", type=Path, default=plot)
 

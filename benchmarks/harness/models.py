@@ -84,9 +84,9 @@ def options(max_tokens: int) -> argparse.ArgumentParser:
     return parser
 
 
-def loaded(folder: str) -> Any:
-    """A model, dense or compressed, in float32 on the CPU."""
-    return load_model(folder, "float32", "cpu")
+def loaded(folder: str, dtype: str = "float32") -> Any:
+    """A model, dense or compressed, on the CPU. dtype: "auto" for that in which it is stored."""
+    return load_model(folder, dtype, "cpu")
 
 
 def compressed(measurement: Measurement, recipe: Recipe) -> Row:
@@ -156,9 +156,9 @@ def fill(
         print(", ".join(place), rows[place[-1]], flush=True)
 
 
-def zero_shot(model: str, tasks: list[str], limit: int | None, task_data: Path) -> Row:
+def zero_shot(model: str, tasks: list[str], limit: int | None, task_data: Path, dtype: str = "float32") -> Row:
     """The accuracy of a model, dense or compressed, on every task."""
-    found: Row = evaluate(model, tasks=tasks, dtype="float32", limit=limit, task_data=task_data, batch=16)["tasks"]
+    found: Row = evaluate(model, tasks=tasks, dtype=dtype, limit=limit, task_data=task_data, batch=16)["tasks"]
     return found
 
 
