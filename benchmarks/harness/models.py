@@ -21,11 +21,13 @@ import hasslefree
 from harness.record import mean, write
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL, run_demo
-from hasslefree.evaluation.run import evaluate, text_perplexity
-from hasslefree.evaluation.tasks import TASKS
+from hasslefree.evaluation.harness import evaluate_tasks
+from hasslefree.evaluation.run import text_perplexity
+from hasslefree.evaluation.tasks import TASKS, check_tasks
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model, load_tokenizer
 from hasslefree.models.sites import find_sites
+from hasslefree.packed.linear import compressed_layers
 
 __all__ = ["CALIBRATION", "MODEL", "TASKS", "load_tokenizer"]
 
@@ -85,8 +87,11 @@ def options(max_tokens: int) -> argparse.ArgumentParser:
 
 
 def loaded(folder: str, dtype: str = "float32") -> Any:
-    """A model, dense or compressed, on the CPU. dtype: "auto" for that in which it is stored."""
-    return load_model(folder, dtype, "cpu")
+    """A model, dense or compressed, on the CPU, with S unpacked once. dtype: "auto" for that in which it is stored."""
+    model = load_model(folder, dtype, "cpu")
+    if compressed_layers(model):
+        hasslefree.use_backend(model, "unpacked")
+    return model
 
 
 def compressed(measurement: Measurement, recipe: Recipe) -> Row:
@@ -158,7 +163,10 @@ def fill(
 
 def zero_shot(model: str, tasks: list[str], limit: int | None, task_data: Path, dtype: str = "float32") -> Row:
     """The accuracy of a model, dense or compressed, on every task."""
-    found: Row = evaluate(model, tasks=tasks, dtype=dtype, limit=limit, task_data=task_data, batch=16)["tasks"]
+    check_tasks(tasks, task_data)
+    found: Row = evaluate_tasks(
+        loaded(model, dtype), load_tokenizer(model), tasks, batch=16, limit=limit, folder=task_data
+    )
     return found
 
 
