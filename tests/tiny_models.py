@@ -38,9 +38,31 @@ OTHERS: dict[str, dict] = {
 }
 
 
+# Blocks that are given more than hidden states: inputs and keys of other layers, tokens, embeddings, positions that an
+# earlier one chose; in several streams, two of them.
+SHARING = {
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": 2 * ["sliding_attention", "full_attention"],
+    "head_dim": 8, "sliding_window": 8, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 64,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 48,
+}  # fmt: skip
+BESIDE: dict[str, dict] = {
+    "gemma4_text": ROTARY | SHARING | {"global_head_dim": 8},
+    "gemma3n_text": ROTARY | SHARING
+    | {"intermediate_size": [48] * 4, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4},
+    "glm_moe_dsa": ROTARY | LATENT | {"num_key_value_heads": 4, "index_topk": 4},
+    "deepseek_v4": ROTARY | LATENT
+    | {"num_local_experts": 8, "moe_intermediate_size": 256, "intermediate_size": 256, "o_lora_rank": 4, "head_dim": 8},
+    "zamba2": ROTARY
+    | {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1, "mamba_d_state": 4},
+}  # fmt: skip
+
+
 def build(family: str, dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:
     """A model of this family, the same at every call."""
-    settings = (FAMILIES | OTHERS)[family]
+    settings = (FAMILIES | OTHERS | BESIDE)[family]
     config = AutoConfig.for_model(family, **(settings | changes), bos_token_id=1, eos_token_id=2)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)

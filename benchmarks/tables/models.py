@@ -163,11 +163,17 @@ def frontier(content: Content) -> Iterable[Row]:
     return sorted(rows, key=lambda row: (row["bytes"] or 2.0, row["gap"] or 0.0))
 
 
+# What the message says where a model is refused because it is no decoder of text alone.
+ENCODERS = ("is not a decoder", "are not used when it reads text")
+
+
 def families(content: Content) -> Iterable[Row]:
     """By what becomes of them: how many families, and which."""
     found: dict[str, list[str]] = {}
     for name, row in content["results"].items():
-        found.setdefault(row["outcome"], []).append(name)
+        encodes = any(words in row.get("error", "") for words in ENCODERS)
+        kind = "refused: an encoder, or the decoder of one" if encodes else row["outcome"]
+        found.setdefault(kind, []).append(name)
     for outcome, names in sorted(found.items(), key=lambda item: -len(item[1])):
         yield {"outcome": outcome, "count": len(names), "names": ", ".join(names)}
 

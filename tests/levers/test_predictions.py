@@ -63,7 +63,9 @@ def back_to(walk, before):
     return lambda: walk.model.load_state_dict(before)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "opt", "gpt_neox", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "gpt2", "opt", "gpt_neox", "phi3", "gemma4_text", "gemma3n_text"]
+)
 @pytest.mark.parametrize(("storage", "keep_graphs"), [("device", True), ("device", False), ("disk", False)])
 def test_the_gradients_are_those_of_the_divergence_of_the_whole_model(
     family, storage, keep_graphs, tmp_path, monkeypatch
@@ -92,6 +94,9 @@ def test_the_gradients_are_those_of_the_divergence_of_the_whole_model(
     for (name, parameter), gradient in zip(parameters.items(), expected, strict=True):
         if name.endswith("k_proj.bias"):
             continue  # a softmax does not see it
+        if "per_layer" in name and not gradient.any():  # a fresh model multiplies it by zero
+            assert not found[id(parameter)].any()
+            continue
         scale = gradient.abs().max()
         assert scale > 0, name
         torch.testing.assert_close(found[id(parameter)] / scale, gradient / scale, rtol=1e-3, atol=1e-3, msg=name)

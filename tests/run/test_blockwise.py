@@ -10,6 +10,7 @@ import hasslefree
 from hasslefree import Gram, Recipe, SparseLowRankLinear
 from hasslefree.errors import RecipeError
 from hasslefree.levers.targets import corrected, drift_correction
+from hasslefree.models.moments import gather
 from hasslefree.models.sites import replace_module
 from tests.run.test_compress import ORDER
 from tests.tiny_models import build, logits, segments, tensors_of
@@ -73,7 +74,7 @@ def test_without_drift_there_is_nothing_to_lead_to(tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "opt", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "opt", "phi3", "mixtral"])
 def test_one_pass_gives_what_a_pass_for_each_group_gives(family, share, tmp_path, monkeypatch):
     """Oracle: the other way, which runs where memory is short."""
     recipe, found = dataclasses.replace(RECIPE, dense_target=share), []
@@ -82,6 +83,28 @@ def test_one_pass_gives_what_a_pass_for_each_group_gives(family, share, tmp_path
         report = hasslefree.compress(build(family), tmp_path / f"{at_once}", recipe, segments=segments(6))
         found.append({layer.name: layer.relative_error for layer in report.layers})
     assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(("room", "passes"), [(10**9, 4), (2 * 12 * 32**2, 8), (0, 10)])
+def test_experts_are_gathered_together_as_far_as_there_is_room(room, passes, tmp_path, monkeypatch):
+    """Oracle: one group of layers at a time. Four experts: q, k, v; o; gates and ups; downs, which are wider."""
+    found, gathered = [], []
+
+    def watched(block, prefix, call, hidden, groups, *rest):
+        gathered.append((prefix, len(groups)))
+        return gather(block, prefix, call, hidden, groups, *rest)
+
+    monkeypatch.setattr("hasslefree.run.blockwise.in_one_pass", lambda *how: False)
+    monkeypatch.setattr("hasslefree.run.blockwise.gather", watched)
+    for each in (0, room):
+        gathered.clear()
+        monkeypatch.setattr("hasslefree.run.blockwise.room_for_sums", lambda device, each=each: each)
+        model = build("mixtral")
+        hasslefree.compress(model, tmp_path / f"{len(found)}", RECIPE, segments=segments(6))
+        found.append(logits(model, segments()))
+    assert sum(prefix == "model.layers.1" for prefix, _ in gathered) == passes
+    assert sum(count for prefix, count in gathered if prefix == "model.layers.1") == 10
+    assert torch.equal(found[0], found[1])
 
 
 def test_blocks_that_do_not_take_several_segments_get_one_at_a_time(tmp_path):

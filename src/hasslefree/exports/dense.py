@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hasslefree.models.experts import fuse_experts, split_experts
+from hasslefree.models.load import auto_class
 from hasslefree.models.sites import find_sites
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
@@ -36,7 +37,7 @@ def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear]
     quantizer: Any = model.hf_quantizer
     quantizer.remove_quantization_config(model)
     with torch.device("meta"):
-        original = AutoModelForCausalLM.from_config(model.config)
+        original = auto_class(model.config).from_config(model.config)
     split_experts(original)
     sites = find_sites(original)
     for name, layer in compressed_layers(model).items():

@@ -15,7 +15,8 @@ from hasslefree.exports.peft import write_adapter
 from hasslefree.folder.card import export_card
 from hasslefree.folder.entries import QUANT_METHOD
 from hasslefree.folder.output import check_output, check_shard_size, replaced_whole
-from hasslefree.models.load import load_config, load_model, load_tokenizer
+from hasslefree.folder.processor import copy_processor
+from hasslefree.models.load import auto_class, load_config, load_model, load_tokenizer
 from hasslefree.packed.linear import compressed_layers
 
 # (the model, changed in place; the folder to fill; where that will stand; the shard size) → the folders with a model
@@ -49,12 +50,13 @@ def export(
     check_shard_size(max_shard_size)
     check_folders(source, target, overwrite)
     model = load_model(str(source), device="cpu")
+    auto = auto_class(model.config).__name__
     # Compressed folders have transformers' own names; the export has those that checkpoints of the family have.
     model._weight_conversions = None  # type: ignore[assignment]
     check_output(target, overwrite, bytes_needed(model))
     with replaced_whole(target) as part:
         folders = EXPORTS[to](model, part, target, max_shard_size)
-        copy_rest(source, part, folders)
+        copy_rest(source, part, folders, auto)
 
 
 def check_folders(source: Path, target: Path, overwrite: bool) -> None:
@@ -79,8 +81,11 @@ def bytes_needed(model: PreTrainedModel) -> int:
     return entries * model.dtype.itemsize + 50_000_000
 
 
-def copy_rest(source: Path, part: Path, folders: dict[str, Path]) -> None:
-    """Beside the weights: the tokenizer, a model card for every folder, and the record of the compression."""
+def copy_rest(source: Path, part: Path, folders: dict[str, Path], auto: str) -> None:
+    """Beside the weights: the tokenizer, a model card for every folder, and the record of the compression.
+
+    auto: the name of the class that loads the model.
+    """
     tokenizer = load_tokenizer(str(source)) if (source / "tokenizer_config.json").exists() else None
     recorded = (source / "compression.json").exists()
     if recorded:
@@ -88,4 +93,5 @@ def copy_rest(source: Path, part: Path, folders: dict[str, Path]) -> None:
     for kind, folder in folders.items():
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(export_card(kind, source.name, recorded), encoding="utf-8")
+        copy_processor(str(source), folder)
+        (folder / "README.md").write_text(export_card(kind, source.name, recorded, auto), encoding="utf-8")

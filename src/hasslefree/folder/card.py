@@ -20,17 +20,17 @@ FIGURE = "relative_error.png"
 LICENCE_FIELDS = ("license", "license_name", "license_link")
 
 _LOAD = """```python
-from transformers import AutoModelForCausalLM
+from transformers import {auto}
 
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+model = {auto}.from_pretrained("path/to/this/folder")
 ```
 """
 
 _LOAD_ADAPTER = """```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import {auto}
 
-base = AutoModelForCausalLM.from_pretrained("path/to/this/folder/base")
+base = {auto}.from_pretrained("path/to/this/folder/base")
 model = PeftModel.from_pretrained(base, "path/to/this/folder")  # is_trainable=True to train the adapter on
 ```
 
@@ -64,13 +64,13 @@ _WHAT = {
 }
 
 
-def export_card(kind: str, source: str, recorded: bool) -> str:
+def export_card(kind: str, source: str, recorded: bool, auto: str = "AutoModelForCausalLM") -> str:
     """The card of one folder.
 
     Args:
         kind: "dense", "narrow", "peft", or "base" for the base model of a "peft".
         source: the name of the compressed folder.
-        recorded: compression.json lies in the exported folder.
+        recorded: compression.json lies in the exported folder. auto: the name of the class that loads the model.
     """
     library, what, load = _WHAT[kind]
     front = ModelCardData(
@@ -90,7 +90,7 @@ Exported by hasslefree from a model of sparse + low-rank layers, `{source}`.{rec
 
 ## Load it
 
-{load}"""
+{load.format(auto=auto)}"""
 
 
 def base_licence(model: str) -> dict[str, str]:
@@ -142,11 +142,13 @@ def rotated(report: Record) -> str:
     )
 
 
-def model_card(report: Record, licence: dict[str, str], trust_remote_code: bool = False) -> str:
+def model_card(
+    report: Record, licence: dict[str, str], auto: str = "AutoModelForCausalLM", trust_remote_code: bool = False
+) -> str:
     """The card of a compressed folder, with the picture `FIGURE` beside it.
 
     Args:
-        licence: of the base model, as from `base_licence`.
+        licence: of the base model, as from `base_licence`. auto: the name of the class that loads the model.
     """
     left = report.recipe.get("leave_dense")
     dense = "Every linear layer in the blocks" + (f" (but for {_cell(left)})" if left else "")
@@ -158,6 +160,11 @@ def model_card(report: Record, licence: dict[str, str], trust_remote_code: bool 
     remarks = (TARGETED if report.recipe.get("dense_target") else "") + trained(report) + rotated(report)
     if report.dense:
         remarks += f"Routers and other small matrices stay dense: {_cell(', '.join(by_kind(report.dense)))}.\n"
+    if report.towers:
+        remarks += (
+            f"Only the text decoder is compressed, and the calibration was text alone: {_cell(report.towers)} are as "
+            "they were.\n"
+        )
     versions = ", ".join(f"{library} {version}" for library, version in report.versions.items())
     return f"""---
 {_front(report, licence).to_yaml()}
@@ -192,9 +199,9 @@ The relative error of a layer is tr(R H Rᵀ) / tr(W H Wᵀ), with R = W − S �
 
 ```python
 import hasslefree  # needed: it registers the layer with transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+model = {auto}.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```
 
@@ -216,7 +223,7 @@ def _front(report: Record, licence: dict[str, str]) -> ModelCardData:
     """The fields that the Hub reads."""
     fields: dict[str, Any] = {
         "library_name": "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if report.towers else "text-generation",
         "tags": ["hasslefree", "sparse", "low-rank"],
         **licence,
     }

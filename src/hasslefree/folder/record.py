@@ -87,6 +87,7 @@ class Record:
         predictions: what prediction matching did, as `PredictionRecord.to_dict` has it; None where it was not done.
         rotation: what was rotated, as `RotationRecord.to_dict` has it; None where nothing was.
         dense: the full names of what stayed dense by itself, such as routers.
+        towers: the names of the modules of other inputs than text, which stayed as they were.
         own_segments: the calibration tokens were given, and not drawn from the text that the recipe names.
     """
 
@@ -104,6 +105,7 @@ class Record:
     predictions: dict[str, Any] | None = None
     rotation: dict[str, Any] | None = None
     dense: tuple[str, ...] = ()
+    towers: tuple[str, ...] = ()
     own_segments: bool = False
 
     @property

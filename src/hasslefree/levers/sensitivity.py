@@ -109,7 +109,7 @@ def importance(reverse: Reverse, world: World) -> Tensor:
 
     It is the diagonal of the Fisher information: how much a change of that channel alone moves the predictions.
     """
-    rows = reverse.gradients[:].flatten(0, -2)[: reverse.tokens]
+    rows = reverse.visit.call.hidden(reverse.gradients[:]).flatten(0, -2)[: reverse.tokens]
     squares = rows.square().sum(0)
     world.add(squares)
     mean = squares.mean()
@@ -205,7 +205,7 @@ class SeenLayer:
     gram: Gram
     prepared: Any
     inputs: Tensor
-    gradients: Tensor
+    gradients: Tensor | None
     tokens: int
     owner: int
     world: World
@@ -223,9 +223,13 @@ class SeenLayer:
     def divergence(self, changed: Tensor) -> float:
         """An estimate of the mean KL(dense ‖ changed) of a token, in nats, with another weight (out, in) in its place.
 
+        0 where no gradient comes by.
+
         Raises:
             NonFiniteError: the gradient is NaN or Inf.
         """
+        if self.gradients is None:
+            return 0.0
         change = (self.weight.to(self.gram.matrix.dtype) - changed).T
         moved = (self.inputs.to(change.dtype) @ change).mul_(self.gradients).sum(-1).to(widest_dtype(change.device))
         found = 0.5 * self.world.total(moved.square().sum().item(), moved.device) / self.tokens
@@ -258,19 +262,31 @@ def seen_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World) 
 def block_sensitivities(
     reverse: Reverse, plans: Mapping[str, LayerPlan], world: World, see: See[T]
 ) -> dict[str, tuple[T, float]]:
-    """Of the planned layers of one block, in the order of the plan. Afterwards the gradients have passed the block."""
+    """Of the planned layers of one block, in the order of the plan. Afterwards the gradients have passed the block.
+
+    A layer that only chooses, such as an indexer of attention, has no gradient: it counts as the others do on average.
+    """
     found: dict[str, tuple[T, float]] = {}
+    choosing: set[str] = set()
     for layer in seen_layers(reverse, plans, world):
         plan = plans[layer.name]
         sparse = layer.solved(plan.pattern, 0)
         found[layer.name] = see(layer.weight, sparse, layer.gram, plan), layer.divergence(sparse)
-    return {name: found[name] for name in plans}
+        if layer.gradients is None:
+            choosing.add(layer.name)
+    known = [each for name, (_, each) in found.items() if name not in choosing]
+    usual = sum(known) / max(len(known), 1)
+    return {name: (found[name][0], usual if name in choosing else found[name][1]) for name in plans}
 
 
-def inputs_and_gradients(reverse: Reverse, groups: list[list[str]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def inputs_and_gradients(
+    reverse: Reverse, groups: list[list[str]]
+) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
     """What enters the first site of each group, (tokens, in), and the gradient at the output of each, (tokens, out).
 
-    Afterwards the gradients have passed the block. groups: sites with one input.
+    None for an output through which none goes. Afterwards the gradients have passed the block.
+
+    groups: sites with one input.
     """
     visit, states, gradients, tokens = reverse.visit, reverse.states, reverse.gradients, reverse.tokens
     inputs: dict[str, list[Tensor]] = {group[0]: [] for group in groups}
@@ -285,7 +301,7 @@ def inputs_and_gradients(reverse: Reverse, groups: list[list[str]]) -> tuple[dic
             # A copy: autograd goes on to add to what it hands out.
             outer[name].append(gradient.flatten(0, -2).to(working_dtype(gradient), copy=True))
 
-        return lambda y: y.register_hook(keep) and None
+        return lambda y: y.register_hook(keep) and None if y.requires_grad else None
 
     handles = [sites[name].on_input(entered(name)) for name in inputs]
     handles += [sites[name].on_output(left(name)) for name in outer]
@@ -303,4 +319,5 @@ def inputs_and_gradients(reverse: Reverse, groups: list[list[str]]) -> tuple[dic
         rows = torch.cat(parts)
         return rows if tokens else rows[:0]
 
-    return ({name: whole(parts) for name, parts in each.items()} for each in (inputs, outer))  # type: ignore[return-value]
+    entering = {name: whole(parts) for name, parts in inputs.items()}
+    return entering, {name: whole(parts) if parts else None for name, parts in outer.items()}

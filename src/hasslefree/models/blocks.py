@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,37 +17,78 @@ from hasslefree.models.sites import Site, find_sites
 
 # What stays dense without being named may hold this share of the parameters of a block, each matrix for itself.
 LITTLE = 0.02
+# A list of blocks has this share of the parameters of the largest one.
+LARGE = 0.1
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The decoder blocks in order. name: the module list in the model, such as model.layers."""
+    """The decoder blocks in order.
+
+    Args:
+        name: the module list in the model, such as model.layers.
+        shared: the full names of parameters that several blocks have in common.
+    """
 
     name: str
     modules: tuple[nn.Module, ...]
+    shared: frozenset[str] = frozenset()
 
     def prefix(self, index: int) -> str:
         return f"{self.name}.{index}"
 
 
 def find_blocks(model: nn.Module) -> Blocks:
-    """The module list that holds the most parameters and has linear layers in every element.
+    """The module list nearest to the input embeddings that has linear layers in every element.
 
-    An outer list holds at least what a list in it holds, and comes first.
+    That is in the innermost module around the embeddings that holds such lists: a model that sees images has others in
+    its towers. Of these, small ones aside, it is the least deep, and of several the one with the most parameters.
 
     Raises:
         ModelError: there is none.
     """
-    best: tuple[int, Blocks] | None = None
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or not module or not all(map(find_sites, module)):
+    for prefix in around(model):
+        lists = {
+            name: module
+            for name, module in model.get_submodule(prefix).named_modules(prefix=prefix)
+            if isinstance(module, nn.ModuleList) and module and all(map(find_sites, module))
+        }
+        if not lists:
             continue
-        size = sum(parameter.numel() for parameter in module.parameters())
-        if best is None or size > best[0]:
-            best = size, Blocks(name, tuple(module))
-    if best is None:
-        raise ModelError(f"{type(model).__name__} has no list of blocks with linear layers; is it a decoder?")
-    return best[1]
+        sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in lists.items()}
+        large = [name for name, size in sizes.items() if size >= LARGE * max(sizes.values())]
+        name = min(large, key=lambda name: (name.count("."), -sizes[name]))
+        tied = getattr(model, "all_tied_weights_keys", {}).items()
+        shared = {one for pair in tied if all(each.startswith(f"{name}.") for each in pair) for one in pair}
+        return Blocks(name, tuple(lists[name]), frozenset(shared))
+    raise ModelError(f"{type(model).__name__} has no list of blocks with linear layers; is it a decoder?")
+
+
+def around(model: Any) -> list[str]:
+    """The names of the modules that hold the input embeddings, the innermost first, and last the model's own: ""."""
+    try:
+        embeddings = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        embeddings = None
+    path = next((name for name, module in model.named_modules() if module is embeddings), "")
+    parts = path.split(".")[:-1]
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def towers(model: Any, blocks: Blocks) -> list[str]:
+    """The names of the modules with parameters beside those that hold the blocks: of other inputs than text."""
+    found = []
+    holding = set(blocks.name.split("."))
+    inner = next(prefix for prefix in around(model) if f"{blocks.name}.".startswith(f"{prefix}." if prefix else ""))
+    parts = inner.split(".") if inner else []
+    head = model.get_output_embeddings()
+    for depth in range(len(parts)):
+        prefix = ".".join(parts[:depth])
+        for name, child in model.get_submodule(prefix).named_children():
+            inside = any(module is head for module in child.modules())
+            if name not in holding and not inside and any(True for _ in child.parameters()):
+                found.append(f"{prefix}.{name}" if prefix else name)
+    return found
 
 
 @dataclass(frozen=True)
@@ -55,8 +97,8 @@ class Selection:
 
     Args:
         sites: what is compressed of each block, by its name there.
-        dense: the full names of what stays as it is by itself: routers, convolutions of each channel alone, and small
-            matrices that are no linear layer.
+        dense: the full names of what stays as it is by itself: what several blocks share, routers, the projections of
+            time steps, convolutions of each channel alone, and small matrices that are no linear layer.
     """
 
     sites: list[dict[str, Site]]
@@ -83,7 +125,9 @@ def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> Selection:
     chosen, left, dense = [], [], []
     for index, block in enumerate(blocks.modules):
         prefix, sites = blocks.prefix(index), find_sites(block)
-        routing = routers(block, sites)
+        staying = routers(block, sites) | read_by_kernels(block, sites)
+        names = {id(parameter): f"{prefix}.{name}" for name, parameter in block.named_parameters()}
+        staying |= {name for name, site in sites.items() if names[id(site.parameter)] in blocks.shared}
         inside = {id(site.parameter) for site in sites.values()}
         total = sum(parameter.numel() for parameter in block.parameters())
         for name, parameter in block.named_parameters():
@@ -94,8 +138,8 @@ def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> Selection:
                 dense.append(f"{prefix}.{name}")
             else:
                 left.append(f"{prefix}.{name} {tuple(parameter.shape)}")
-        dense += [f"{prefix}.{name}" for name in sites if name in routing and not excused(f"{prefix}.{name}")]
-        chosen.append({n: site for n, site in sites.items() if n not in routing and not excused(f"{prefix}.{n}")})
+        dense += [f"{prefix}.{name}" for name in sites if name in staying and not excused(f"{prefix}.{name}")]
+        chosen.append({n: site for n, site in sites.items() if n not in staying and not excused(f"{prefix}.{n}")})
     if left:
         raise ModelError(
             f"{len(left)} weights are no linear layers and would stay dense: {_shortened(left)}. "
@@ -123,6 +167,15 @@ def routers(block: nn.Module, sites: Mapping[str, Site]) -> set[str]:
     }
     beside = {name: counts.get(name.rpartition(".")[0]) for name in sites}
     return {name for name, count in beside.items() if count is not None and sites[name].shape[0] in (1, count)}
+
+
+def read_by_kernels(block: nn.Module, sites: Mapping[str, Site]) -> set[str]:
+    """The names of the sites that state-space layers do not call, but whose weight they read: of the time steps."""
+    return {
+        name
+        for name in sites
+        if name.rpartition(".")[2] == "dt_proj" and hasattr(block.get_submodule(name.rpartition(".")[0]), "A_log")
+    }
 
 
 def _is_matrix(parameter: Tensor) -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError, NonFiniteError, option
+from hasslefree.models.beside import Beside, Seen, depends, learn, leaves, rebuilt, same
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.precision import converted
 from hasslefree.models.streaming import Weights, outside
@@ -24,26 +28,63 @@ class Stop(Exception):  # noqa: N818 (not an error: it ends a forward pass whose
 class BlockCall:
     """What a block is called with beside the hidden states: masks, positions, rotary embeddings.
 
+    Hidden states are (segments, tokens, width), whatever shape they have in the model. Where a block is also given what
+    depends on the text, that is in further columns of theirs.
+
     Args:
         outputs: length of the tuple or list that the block returns, hidden states first; 0 if it returns a tensor.
         batched: whether several segments at a time have the outputs that they have one at a time, in these arguments.
+        shape: of the hidden states of a token in the model, where it is not (width,). first: whether the first axis of
+            that shape is before the segments there.
+        beside: the further columns; None for none.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: int = 0
     batched: bool = False
+    shape: tuple[int, ...] = ()
+    first: bool = False
+    beside: Beside | None = None
 
-    def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
+    def hidden(self, states: Tensor) -> Tensor:
+        """The hidden states alone: (segments, tokens, width)."""
+        return states if self.beside is None else states[..., : self.beside.width]
+
+    def run(self, block: nn.Module, states: Tensor) -> Tensor:
         """The block's output for hidden states (segments, tokens, width), in their dtype.
 
         Where that is not the dtype of the block, it is to be called within `precision.computing`.
         """
-        output = block(hidden, *converted(self.args, hidden.dtype), **converted(self.kwargs, hidden.dtype))
-        return (output[0] if isinstance(output, tuple | list) else output).to(hidden.dtype)
+        arguments = self.arguments
+        if self.beside is not None:
+            arguments = self.beside.arguments(arguments, states)
+        arguments = {name: converted(value, states.dtype) for name, value in arguments.items()}
+        args = [arguments[index] for index in range(len(self.args))]
+        output = block(self.as_called(states), *args, **{name: arguments[name] for name in self.kwargs})
+        hidden, *others = output if isinstance(output, tuple | list) else (output,)
+        found = self.as_rows(hidden).to(states.dtype)
+        return found if self.beside is None else self.beside.after(states, found, others, arguments)
 
-    def as_output(self, hidden: Tensor) -> Any:
+    @property
+    def arguments(self) -> dict[int | str, Any]:
+        """By number and by name."""
+        return numbered(self.args, self.kwargs)
+
+    def as_called(self, states: Tensor) -> Tensor:
+        """The hidden states as the block takes them."""
+        hidden = self.hidden(states)
+        if self.shape:
+            hidden = hidden.unflatten(-1, self.shape)
+        return hidden.movedim(2, 0) if self.first else hidden
+
+    def as_rows(self, hidden: Tensor) -> Tensor:
+        """The hidden states of the model as (segments, tokens, width)."""
+        return (hidden.movedim(0, 2) if self.first else hidden).flatten(2)
+
+    def as_output(self, states: Tensor) -> Any:
         """What the block would put out with these hidden states, and nothing beside them."""
+        hidden = self.as_called(states)
         return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
 
 
@@ -53,10 +94,20 @@ Look = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Probe:
-    """What one segment shows of a model: how its blocks are called, and what the last one returns."""
+    """What one segment shows of a model: how its blocks are called, and what the last one returns.
+
+    Args:
+        seen: of each call, what may run beside the hidden states.
+    """
 
     calls: list[BlockCall]
+    seen: list[Seen]
     output: Tensor
+
+
+def numbered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
+    """Arguments by their number and name."""
+    return dict(enumerate(args)) | kwargs
 
 
 def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, BlockCall]:
@@ -65,6 +116,21 @@ def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, B
         return args[0], BlockCall(args[1:], kwargs)
     rest = dict(kwargs)
     return rest.pop("hidden_states"), BlockCall((), rest)
+
+
+def shaped(call: BlockCall, hidden: Tensor) -> BlockCall:
+    """The call, for hidden states of one segment as the model has them.
+
+    Raises:
+        ModelError: they do not begin with an axis of segments.
+    """
+    if hidden.ndim <= 3:
+        if len(hidden) > 1:
+            raise ModelError(f"the blocks are called with hidden states {tuple(hidden.shape)} for one segment of text; "
+                             "not supported")  # fmt: skip
+        return call
+    first = len(hidden) > 1
+    return replace(call, shape=tuple((hidden.movedim(0, 2) if first else hidden).shape[2:]), first=first)
 
 
 @contextmanager
@@ -85,16 +151,26 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
         look: called with the index of each block while it is in memory.
 
     Raises:
-        ModelError: not all blocks run. NonFiniteError: one puts out NaN or Inf.
+        ModelError: not all blocks run, or something is done to the hidden states between them.
+        NonFiniteError: one puts out NaN or Inf.
     """
-    calls: dict[int, BlockCall] = {}
+    calls: list[BlockCall] = []
+    seen: list[Seen] = []
     outputs: list[Tensor] = []
     here = ExitStack()
 
     def enter(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             here.enter_context(weights.present(module.modules))
-            calls[index] = split_call(args, kwargs)[1]
+            states, call = split_call(args, kwargs)
+            if outputs and not torch.equal(outputs[0].to(states), states):
+                raise ModelError(
+                    f"the model does something to the hidden states before {blocks.prefix(index)}, outside of its "
+                    "blocks; not supported"
+                )
+            calls.append(shaped(call, states))
+            before = rebuilt(call.arguments)
+            seen.append(Seen(before, call.arguments, ()))
             if look is not None:
                 look(index)
 
@@ -102,14 +178,14 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         here.close()
-        index, count = blocks.modules.index(module), len(output) if isinstance(output, tuple | list) else 0
-        states = output[0] if count else output
-        calls[index] = replace(calls[index], outputs=count)
+        states, *others = output if isinstance(output, tuple | list) else (output,)
+        calls[-1] = replace(calls[-1], outputs=len(others) + 1 if isinstance(output, tuple | list) else 0)
+        seen[-1] = replace(seen[-1], after=rebuilt(seen[-1].after), outputs=tuple(others))
+        outputs[:] = [states]
         if not torch.isfinite(states).all():
-            name = blocks.prefix(index)
+            name = blocks.prefix(blocks.modules.index(module))
             raise NonFiniteError(f"{name} puts out NaN or Inf; try another dtype ({option('dtype', 'float32')})")
         if module is blocks.modules[-1]:
-            outputs.append(states)
             raise Stop
 
     handles = [b.register_forward_pre_hook(enter(i), with_kwargs=True) for i, b in enumerate(blocks.modules)]
@@ -120,7 +196,7 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
         raise ModelError(
             f"only {len(calls)} of the {len(blocks.modules)} blocks in {blocks.name} run in a forward pass"
         )
-    return Probe([calls[i] for i in range(len(calls))], outputs[0])
+    return Probe(calls, seen, outputs[0])
 
 
 def block_calls(
@@ -128,9 +204,8 @@ def block_calls(
 ) -> list[BlockCall]:
     """How a model calls each block, after a look that it can be run block by block and is a decoder.
 
-    A second segment differs in its last token: a causal model gives the same output before it, and a model whose
-    blocks are fed with the hidden states alone gives the blocks the same other arguments. segment: (1, tokens).
-    look: as for `probe`, in the first pass.
+    A second segment differs in its last token: a causal model gives the same output before it, and what the blocks are
+    given shows then what depends on the text. segment: (1, tokens). look: as for `probe`, in the first pass.
 
     Raises:
         ModelError: one of the two does not hold.
@@ -139,32 +214,83 @@ def block_calls(
     changed = segment.clone()
     changed[0, -1] = (changed[0, -1] + 1) % model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     second = probe(model, blocks, changed, weights)
-    for index, (one, other) in enumerate(zip(first.calls, second.calls, strict=True)):
-        names = [name for name in one.kwargs.keys() | other.kwargs.keys()
-                 if not _same(one.kwargs.get(name), other.kwargs.get(name))]  # fmt: skip
-        if names or not _same(one.args, other.args):
-            which = ", ".join(sorted(names)) or "positional ones"
-            raise ModelError(
-                f"{blocks.prefix(index)} is called with arguments that depend on the text ({which}); not supported"
-            )
-    before, after = first.output[0, :-1].float(), second.output[0, :-1].float()
+    before, after = (each.calls[-1].as_rows(each.output)[0, :-1].float() for each in (first, second))
     tolerance = 4 * torch.finfo(first.output.dtype).eps * before.abs().amax()
     if before.numel() and (before - after).abs().amax() > tolerance:
         raise ModelError(
             f"{type(model).__name__} is not a decoder: its output at a token changes with the tokens after it; "
             "hasslefree compresses causal language models"
         )
-    return first.calls
+    names = [blocks.prefix(index) for index in range(len(blocks.modules))]
+    beside = learn(first.calls[-1].as_rows(first.output).shape[-1], segment.shape[1], names, first.seen, second.seen)
+    if not beside[0].columns:
+        return first.calls
+    calls = [replace(call, beside=each) for call, each in zip(first.calls, beside, strict=True)]
+    with weights.present(outside(model, blocks)):
+        states = entering(model, blocks, calls, changed)
+    check_arguments(calls, names, second.seen, states)
+    return calls
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        # Threads may round sines and cosines differently from one call to the next.
-        return torch.allclose(one, other, rtol=1e-3, atol=1e-5) if one.is_floating_point() else torch.equal(one, other)
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return type(one) is type(other)
+def check_arguments(calls: Sequence[BlockCall], names: Sequence[str], seen: Sequence[Seen], states: Tensor) -> None:
+    """Raise a ModelError where the columns do not give the blocks what they were given in a forward pass.
+
+    states: what enters the first block.
+    """
+    for call, name, one in zip(calls, names, seen, strict=True):
+        beside: Any = call.beside
+        given = dict(leaves(beside.arguments(call.arguments, states)))
+        for path, value in leaves(one.before):
+            if not same(value.float(), given[path].float()):
+                raise depends(name, path)
+        states = beside.after(states, call.hidden(states), one.outputs, one.after)
+
+
+def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor) -> Tensor:
+    """What enters the first block for a segment (1, tokens), in float32 at least: (1, tokens, width).
+
+    The forward pass ends where all that depends on the text alone has come by; blocks put out what they are given.
+
+    Args:
+        calls: of the blocks; none where nothing runs beside the hidden states.
+    """
+    found: list[Tensor] = []
+    last = max((i for i, call in enumerate(calls) if call.beside and _reads_text(call.beside)), default=0)
+
+    def put_out(index: int, *args: Any, **kwargs: Any) -> Any:
+        hidden, call = split_call(args, kwargs)
+        states = shaped(call, hidden).as_rows(hidden.to(working_dtype(hidden)))
+        if not found:
+            columns = calls[0].beside.columns if calls and calls[0].beside else {}
+            found.append(F.pad(states, (0, sum(column.size for column in columns.values()))))
+        if calls and (beside := calls[index].beside):
+            for column, rows in beside.of_text(call.arguments):
+                found[0][..., column.first : column.first + column.size] = rows
+        if index == last:
+            raise Stop
+        return replace(calls[index], beside=None).as_output(states)
+
+    with ExitStack() as changes, torch.no_grad(), suppress(Stop):
+        for index, block in enumerate(blocks.modules):
+            changes.enter_context(replaced(block, "forward", partial(put_out, index)))
+        model(input_ids=segment, use_cache=False)
+    return found[0]
+
+
+def _reads_text(beside: Beside) -> bool:
+    return any(key[0] == "text" for key in beside.reads.values())
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within it, an object has another attribute; afterwards its own, or that of its class."""
+    own = name in vars(owner) or isinstance(getattr(type(owner), name, None), property)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

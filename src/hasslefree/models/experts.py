@@ -7,6 +7,7 @@ layers like all others: they are found, seen, solved, stored and trained as thos
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ class SplitExperts(nn.Module):
 
     Args:
         fused: the module. It gives up its weights, and keeps what lies between them: gates, activations, norms.
+        config: of the model, where the module has none.
 
     Each token goes through the experts that it is routed to. While `borrowed`, an expert also sees others, whose
     outputs count for nothing.
@@ -76,7 +78,7 @@ class SplitExperts(nn.Module):
 
     fused: Any
 
-    def __init__(self, fused: Any):
+    def __init__(self, fused: Any, config: Any = None):
         super().__init__()
         self.__dict__["fused"] = fused  # not a child: its children are this module's own
         for name, child in list(fused.named_children()):
@@ -89,7 +91,10 @@ class SplitExperts(nn.Module):
         self.sources = {name: tensor.shape for name, tensor in tensors.items()}
         self.count = len(tensors["down_proj"])
         # Of each token, as far as the configuration says; else as many as there are.
-        known = (getattr(fused.config, name, None) for name in ("num_experts_per_tok", "moe_topk", "moe_top_k"))
+        known = (
+            getattr(getattr(fused, "config", config), name, None)
+            for name in ("num_experts_per_tok", "moe_topk", "moe_top_k")
+        )
         self.chosen = next((each for each in known if isinstance(each, int)), self.count)
         self.widest = 0
         for index in range(self.count):
@@ -158,13 +163,16 @@ class SplitExperts(nn.Module):
 
     def others(self, rows: Tensor, tokens: int) -> Tensor:
         """The numbers of tokens that an expert sees beside those that are routed to it: evenly spaced ones."""
-        missing = 0 if self.rate is None else min(math.ceil(self.rate * tokens), tokens) - len(rows)
-        if missing <= 0:
+        if not (missing := self.missing(len(rows), tokens)):
             return rows[:0]
         free = torch.ones(tokens, dtype=torch.bool, device=rows.device)
         free[rows] = False
         left = free.nonzero().flatten()
-        return left[torch.arange(missing, device=rows.device) * len(left) // missing]
+        return left[evenly(missing, len(left), rows.device)]
+
+    def missing(self, own: int, tokens: int) -> int:
+        """How many tokens an expert sees beside its own."""
+        return 0 if self.rate is None else max(min(math.ceil(self.rate * tokens), tokens) - own, 0)
 
     def run(self, expert: Any, x: Tensor) -> Tensor:
         """What an expert makes of rows (tokens, width), before its weight."""
@@ -176,6 +184,49 @@ class SplitExperts(nn.Module):
             inner = self.fused.act_fn(expert.up_proj(x))
         found: Tensor = expert.down_proj(inner)
         return self.fused.post_expert_norm(found) if self.fused.has_post_expert_norm else found
+
+
+class BatchedExperts(SplitExperts):
+    """Experts that each get a row for every token, of zeros where the token is not routed to them, as in Llama 4.
+
+    No interface says how they are laid out; their weights are (experts, in, out), and the gate's halves follow each
+    other.
+    """
+
+    has_gate, has_bias, is_transposed, is_concatenated, has_post_expert_norm = True, False, True, True, False
+
+    def __init__(self, fused: Any, config: Any = None):
+        for name in INTERFACE[:-1]:
+            setattr(fused, name, getattr(self, name))
+        fused._apply_gate = self._apply_gate
+        super().__init__(fused, config)
+
+    def _apply_gate(self, joined: Tensor) -> Tensor:
+        gate, up = joined.chunk(2, -1)
+        found: Tensor = up * self.fused.act_fn(gate)
+        return found
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Rows (experts · tokens, width) after the expert that they belong to."""
+        tokens = len(hidden_states) // self.count
+        owner, rows = hidden_states.view(self.count, tokens, -1).any(-1).nonzero().unbind(1)
+        places = owner * tokens + rows
+        found = torch.zeros_like(hidden_states)
+        for index, expert in enumerate(self.experts()):
+            own = places[owner == index]
+            left = places[owner != index]
+            others = left[evenly(self.missing(len(own), tokens), len(left), left.device)]
+            if self.rate is not None:
+                self.seen[index] += torch.tensor([len(own), len(others)])
+            if len(own) or len(others):
+                found[own] = self.run(expert, hidden_states[torch.cat([own, others])])[: len(own)].to(found.dtype)
+        return found
+
+
+def evenly(count: int, of: int, device: torch.device) -> Tensor:
+    """So many numbers below `of`, evenly spaced, as far as there are as many."""
+    count = min(count, of)
+    return torch.arange(count, device=device) * of // max(count, 1)
 
 
 def is_fused(module: Any) -> bool:
@@ -190,12 +241,27 @@ def is_fused(module: Any) -> bool:
     return own == sources and not any(True for _ in module.buffers(recurse=False))
 
 
+def is_batched(module: Any) -> bool:
+    """Whether a module holds experts as `BatchedExperts` takes them."""
+    own = dict(module.named_parameters(recurse=False))
+    if own.keys() != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn") or is_fused(module):
+        return False
+    first, second = (own[name].shape for name in ("gate_up_proj", "down_proj"))
+    fits = len(first) == len(second) == 3 and first == (second[0], second[2], 2 * second[1])
+    return fits and len(inspect.signature(module.forward).parameters) == 1
+
+
 def split_experts(root: nn.Module) -> None:
     """Put a `SplitExperts` in the place of every module of fused experts under root."""
+    whole: Any = getattr(root, "config", None)
+    config = whole and whole.get_text_config(decoder=True)
     for name, module in list(root.named_modules()):
-        if is_fused(module):
+        kind = SplitExperts if is_fused(module) else BatchedExperts if is_batched(module) else None
+        if kind is not None:
             parent, _, leaf = name.rpartition(".")
-            setattr(root.get_submodule(parent), leaf, SplitExperts(module))
+            holder: Any = root.get_submodule(parent)
+            setattr(holder, leaf, kind(module, config))
+            holder._is_hf_initialized = True  # transformers would fill the fused tensors, which are gone
 
 
 def fuse_experts(model: Any) -> None:

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from hasslefree.errors import HasslefreeError, ModelError, option
+
+# By type of model, the class that takes images or sound beside text.
+MULTIMODAL: dict[str, str] = dict(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
@@ -38,14 +44,28 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(f"no model at {name!r}, neither as a folder nor on the hub: {_first_line(error)}") from error
-    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.model_type in MULTIMODAL
     own = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if config.is_encoder_decoder or not (known or own):
+    if has_encoder(config) or not (known or own):
         raise ModelError(
             f"{name} is a {config.model_type} model, which is not a decoder; "
             "hasslefree compresses causal language models"
         )
     return config
+
+
+def has_encoder(config: Any) -> bool:
+    """Whether a configuration is of an encoder–decoder, or its text model is one."""
+    return any(getattr(each, "is_encoder_decoder", False) for each in (config, config.get_text_config(decoder=True)))
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes a model of a configuration: with its towers, where it names such a model."""
+    multimodal = MULTIMODAL.get(config.model_type)
+    named = (getattr(config, "architectures", None) or [None])[0]
+    if multimodal and (config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or named == multimodal):
+        return AutoModelForMultimodalLM
+    return AutoModelForCausalLM
 
 
 def refuse_compressed(config: Any, name: str) -> None:
@@ -75,7 +95,7 @@ def load_shapes(name: str, dtype: str = "auto", trust_remote_code: bool = False)
     chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
+            return auto_class(config).from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
     except (OSError, RuntimeError, ValueError, ImportError, KeyError) as error:
         raise ModelError(f"the model {name!r} could not be made: {_first_line(error)}") from error
 
@@ -97,12 +117,12 @@ def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = 
 
 
 def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
-    load_config(name, trust_remote_code)
+    auto = auto_class(load_config(name, trust_remote_code))
     check_index(name)
     check_format(name)
     try:
         # Pickles are programs: no other format than safetensors.
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        found: Any = auto.from_pretrained(
             name, output_loading_info=True, use_safetensors=True, trust_remote_code=trust_remote_code, **how
         )
     except HasslefreeError:

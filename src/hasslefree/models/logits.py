@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError, option
 from hasslefree.models.blocks import Blocks
-from hasslefree.models.calls import BlockCall
+from hasslefree.models.calls import BlockCall, replaced
 
 # What a configuration may ask a model to put out beside its logits, and would have to come from the blocks.
 ASKED = ("output_router_logits", "output_attentions", "output_hidden_states")
@@ -49,18 +49,3 @@ def logits_of(
 def put_out(output: Any, *args: Any, **kwargs: Any) -> Any:
     """The output, whatever a block is called with."""
     return output
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within it, an object has another attribute; afterwards its own, or that of its class."""
-    own = name in vars(owner) or isinstance(getattr(type(owner), name, None), property)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

@@ -16,7 +16,7 @@ from hasslefree.core.linalg import bfloat16_products
 from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
-from hasslefree.models.calls import BlockCall, Stop, hooks, split_call
+from hasslefree.models.calls import BlockCall, Stop, entering, hooks
 from hasslefree.models.experts import borrowed, experts_of, share_of_tokens
 from hasslefree.models.precision import as_multiplied, computing
 from hasslefree.models.sites import find_sites
@@ -37,33 +37,26 @@ def probes(samples: int, seqlen: int, tokens: int | None = None) -> int:
 
 
 def first_hidden_states(
-    model: nn.Module, blocks: Blocks, segments: Tensor, storage: str = "device", folder: Path = Path()
+    model: nn.Module,
+    blocks: Blocks,
+    segments: Tensor,
+    storage: str = "device",
+    folder: Path = Path(),
+    calls: Sequence[BlockCall] = (),
 ) -> Activations:
     """What enters the first block, for segments (samples, tokens), in float32 at least.
 
-    storage, folder: as for `Activations`.
+    storage, folder: as for `Activations`. calls: as for `entering`.
     """
-    found: list[Activations] = []
-
-    def keep(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            states = split_call(args, kwargs)[0]
-            if not found:
-                shape = (len(segments), *states.shape[1:])
-                found.append(Activations(shape, working_dtype(states), states.device, storage, folder))
-            found[0][index] = states
-            raise Stop
-
-        return hook
-
+    found: Activations | None = None
     for index, segment in enumerate(segments):
-        handle = blocks.modules[0].register_forward_pre_hook(keep(index), with_kwargs=True)
-        with hooks([handle]), torch.no_grad():
-            try:
-                model(input_ids=segment[None], use_cache=False)
-            except Stop:
-                continue
-    return found[0]
+        states = entering(model, blocks, calls, segment[None])
+        if found is None:
+            shape = (len(segments), states.shape[1], states.shape[2])
+            found = Activations(shape, states.dtype, states.device, storage, folder)
+        found[index] = states
+    assert found is not None
+    return found
 
 
 def run_block(block: nn.Module, call: BlockCall, hidden: Activations) -> None:
@@ -179,6 +172,11 @@ class Sums:
 
         gram = Gram(mean(_mirror(self.second)), int(count), mean(self.first))
         return Moments(gram, None if self.drift is None else mean(self.drift))
+
+
+def sums_bytes(width: int) -> int:
+    """What the sums over tokens of one input take, and the Gram that comes of them."""
+    return 3 * FLOAT * width**2
 
 
 def checked(moments: Moments, name: str) -> Moments:

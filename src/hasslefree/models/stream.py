@@ -180,6 +180,8 @@ def stream_use(block: nn.Module, call: BlockCall, states: Tensor) -> StreamUse:
     Raises:
         ModelError: its output is another one after a rotation of the stream.
     """
+    if call.beside is not None or call.shape:
+        raise ModelError("its blocks are given more than one stream of hidden states")
     trial, width = copy.deepcopy(block).to(states.dtype), states.shape[-1]
     norms = {name: norm for name, module in trial.named_modules() if (norm := norm_of(module, width)) is not None}
     reads = readers(trial, list(norms), lambda: call.run(trial, states))

@@ -88,8 +88,13 @@ class Weights:
                 if isinstance(module, SplitExperts) and module in self._stored:
                     for name, shape in module.sources.items():
                         module.fill(name, self._read(module, name, shape))
+            inside = {id(module) for module in part()}  # not the modules: they would keep a replaced layer's weight
             for (module, name), (other, its_name) in self._tied.items():
-                module.register_parameter(name, other.get_parameter(its_name))
+                found = other.get_parameter(its_name)
+                if found.is_meta and id(module) in inside:  # it is in another block
+                    _put(module, name, self._read(other, its_name, found.shape))
+                elif not found.is_meta:
+                    module.register_parameter(name, found)
             yield
         finally:
             for module in part():

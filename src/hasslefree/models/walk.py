@@ -71,6 +71,17 @@ class Walk:
         """
         return cls(model, blocks, weights, block_calls(model, blocks, segment, weights, look), storage, folder)
 
+    @property
+    def width(self) -> int:
+        """Numbers of a token that run from block to block, where blocks are given more than hidden states; else 0."""
+        beside = self.calls[0].beside
+        return 0 if beside is None else beside.width + sum(column.size for column in beside.columns.values())
+
+    @property
+    def beside(self) -> int:
+        """Numbers of a token that run beside the hidden states."""
+        return self.width - self.calls[0].beside.width if self.calls[0].beside else 0
+
     def outside(self) -> AbstractContextManager[None]:
         """Within it, what is outside the blocks is in memory: embeddings, the last norm, the output head."""
         return self.weights.present(outside(self.model, self.blocks))
@@ -82,7 +93,7 @@ class Walk:
     def entering(self, segments: Tensor) -> Activations:
         """What enters the first block, for segments (samples, tokens)."""
         with self.outside():
-            return first_hidden_states(self.model, self.blocks, segments, self.storage, self.folder)
+            return first_hidden_states(self.model, self.blocks, segments, self.storage, self.folder, self.calls)
 
     def visits(self, *streams: Activations, to_end: bool = True) -> Iterator[Visit]:
         """The blocks in order, each in memory in its turn, with `streams` what enters it.

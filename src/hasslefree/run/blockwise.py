@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -35,11 +35,11 @@ from hasslefree.models.moments import (
     Stream,
     Sums,
     checked,
-    first_hidden_states,
     gather,
     groups_by_input,
     inputs_of,
     run_block,
+    sums_bytes,
     traffic,
 )
 from hasslefree.models.precision import as_multiplied, computing, solving
@@ -49,7 +49,7 @@ from hasslefree.models.walk import Visit, Walk
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.recipe.plan import LayerPlan, Plan
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.run.machine import in_one_pass
+from hasslefree.run.machine import in_one_pass, room_for_sums
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.row_chunks import InRowChunks
 
@@ -99,7 +99,9 @@ def look_over(
     planned = [f"{blocks.prefix(index)}.{name}" for index, plans in enumerate(plan) for name in plans]
     if silent := [name for name in planned if name not in reached]:
         raise ModelError(
-            f"no calibration token reaches {', '.join(silent[:8])}; name them with {option('leave_dense')}"
+            f"{len(silent)} layers of {type(model).__name__} are not used when it reads text, {silent[0]} the first; "
+            "hasslefree compresses decoder-only language models. If this is one, keep these layers as they are with "
+            f"{option('leave_dense')}"
         )
     return walk, digests
 
@@ -116,9 +118,13 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return f"{found:08x}"
 
 
-def block_tensors(block: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """The parameters and stored buffers of a block by their names in the model."""
-    return {f"{prefix}.{name}": tensor for name, tensor in block.state_dict().items()}
+def block_tensors(block: nn.Module, prefix: str, tied: Container[str] = ()) -> dict[str, Tensor]:
+    """The parameters and stored buffers of a block by their names in the model.
+
+    tied: names of parameters that are another one's, which holds them.
+    """
+    named = ((f"{prefix}.{name}", tensor) for name, tensor in block.state_dict().items())
+    return {name: tensor for name, tensor in named if name not in tied}
 
 
 def outside_tensors(model: PreTrainedModel, blocks: Blocks) -> dict[str, Tensor]:
@@ -148,13 +154,13 @@ def compress_blocks(
     with walk.outside():
         if not finished and world.writes:
             work.add(part_file(0, count), outside_tensors(walk.model, walk.blocks))
-        hidden = first_hidden_states(walk.model, walk.blocks, segments, walk.storage, walk.folder)
+    hidden = walk.entering(segments)
     dense = hidden.copy() if resolved.two_streams else None
     for visit in walk.visits(hidden, to_end=False):
         if visit.index + 1 < finished:
             if dense is not None:
                 run_block(visit.block, visit.call, dense)
-            put_back(visit, work, note)
+            put_back(visit, work, note, walk.model.all_tied_weights_keys)
             continue
         done, matching = compress_block(
             Task(visit, plan[visit.index], resolved, world, note, None if channels is None else channels[visit.index]),
@@ -164,7 +170,7 @@ def compress_blocks(
         if world.writes:
             work.add(
                 part_file(visit.index + 1, count, last=not resolved.match_predictions),
-                block_tensors(visit.block, visit.prefix),
+                block_tensors(visit.block, visit.prefix, walk.model.all_tied_weights_keys),
                 entries={report.name: entry_of(layer) for layer, report in done},
                 layers=[report.to_dict() for _, report in done],
                 matching=matching,
@@ -176,14 +182,16 @@ def part_file(part: int, blocks: int, last: bool = True) -> str:
     return f"{'model' if last else 'fitted'}-{part + 1:05d}-of-{blocks + 1:05d}.safetensors"
 
 
-def put_back(visit: Visit, work: Unfinished, note: Note) -> None:
-    """Put the compressed layers of a finished block in place, as they were written."""
+def put_back(visit: Visit, work: Unfinished, note: Note, tied: Container[str]) -> None:
+    """Put the compressed layers of a finished block in place, as they were written. tied: as for `block_tensors`."""
     part, prefix = work.parts[visit.index + 1], f"{visit.prefix}."
     sites = find_sites(visit.block)
     for name, entry in read_entries(part.entries).items():
         site = sites.pop(name.removeprefix(prefix))  # whose weight is freed as soon as it is replaced
         site.replace(empty_layer(site, name, entry))
-    visit.block.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in work.read(part).items()})
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in work.read(part).items()}
+    own = {name: tensor for name, tensor in visit.block.state_dict().items() if f"{prefix}{name}" in tied}
+    visit.block.load_state_dict(own | tensors)
     for layer in part.layers:
         note(LayerRecord.from_dict(layer))
 
@@ -229,16 +237,19 @@ def compress_block(
         if resolved.recipe.sequential == "layer" and runs_at_once(task, hidden):
             done, output = compress_in_one_pass(task, hidden, groups, drifting)
         else:
-            for together in [groups] if resolved.recipe.sequential == "block" else [[group] for group in groups]:
+            for together in [groups] if resolved.recipe.sequential == "block" else waves(task, groups, hidden.device):
                 moments = gather(block, visit.prefix, call, hidden, together, drifting, task.world.add)
                 done += compress_groups(task, together, moments)
     if original is not None and dense is not None:
         run_block(original, call, dense)
         if resolved.match_blocks:
             settings = Matching.of(resolved.match_epochs)
-            loss = partial(relative_distance, channels=task.channels)
+
+            def loss(output: Tensor, target: Tensor) -> Tensor:
+                return relative_distance(call.hidden(output), call.hidden(target), task.channels)
+
             report = match_block(block, call, hidden, dense, settings, resolved.recipe.seed, loss, world=task.world)
-            return done, {"block": visit.prefix, **report.to_dict(), **crowded(dense[0], visit.prefix)}
+            return done, {"block": visit.prefix, **report.to_dict(), **crowded(call.hidden(dense[0]), visit.prefix)}
     if output is not None:
         hidden[:] = output
         visit.passed.append(hidden)
@@ -263,6 +274,27 @@ def runs_at_once(task: Task, hidden: Activations) -> bool:
     numbers = traffic(task.visit.block, shapes, len(hidden) * hidden.states.shape[1])
     room = task.visit.call.batched and in_one_pass(numbers, hidden.device)
     return task.world.total(float(not room), hidden.device) == 0
+
+
+def waves(task: Task, groups: list[list[str]], device: torch.device) -> list[list[list[str]]]:
+    """The groups of layers that one pass gathers, pass after pass, so that each sees what the passes before it changed.
+
+    Experts of one module do not see each other: their groups are in one pass, as many as `room_for_sums` holds.
+    """
+    found: dict[tuple[object, ...], list[list[list[str]]]] = {}
+    block, room = task.visit.block, room_for_sums(device)
+    taken: dict[tuple[object, ...], int] = {}
+    for group in groups:
+        experts = experts_of(block, group[0])
+        # Of one expert, its matrices follow each other.
+        kind = (group[0],) if experts is None else (id(experts[0]), group[0].rpartition(".")[2])
+        size = sums_bytes(task.plans[group[0]].spec.shape[1])
+        if kind not in found or taken[kind] + size > room:
+            found.setdefault(kind, []).append([])
+            taken[kind] = 0
+        found[kind][-1].append(group)
+        taken[kind] += size
+    return [wave for each in found.values() for wave in each]
 
 
 def compress_in_one_pass(

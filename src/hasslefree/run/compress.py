@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,17 @@ from hasslefree.folder.card import FIGURE, base_licence, model_card
 from hasslefree.folder.journal import Part, Unfinished, fingerprint, unfinished
 from hasslefree.folder.output import check_output
 from hasslefree.folder.plugin import HasslefreeConfig
+from hasslefree.folder.processor import copy_processor
 from hasslefree.folder.record import LayerRecord, Record, versions
 from hasslefree.levers.allocation import allocated
 from hasslefree.levers.rotation import rotate
 from hasslefree.levers.sensitivity import importances
 from hasslefree.models.activations import check_storage
-from hasslefree.models.blocks import by_kind, find_blocks, select_sites
+from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
 from hasslefree.models.distributed import World, joined, local_device
 from hasslefree.models.experts import split_experts
 from hasslefree.models.load import (
+    auto_class,
     encode,
     load_config,
     load_on_disk,
@@ -37,7 +40,7 @@ from hasslefree.models.load import (
 )
 from hasslefree.models.streaming import Weights
 from hasslefree.models.texts import calibration_documents, draw_segments
-from hasslefree.recipe.plan import bytes_on_disk, digest, make_plan
+from hasslefree.recipe.plan import Plan, bytes_on_disk, digest, make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.report.figures import heat_map, save
@@ -100,10 +103,7 @@ def compress(
         name, loaded, tokenizer = open_model(
             model, recipe.dtype, work.scratch / str(world.rank), tokenizer, trust_remote_code
         )
-        blocks = find_blocks(loaded)
-        plan, dense = make_plan(blocks, resolved), select_sites(blocks, resolved.recipe.leave_dense).dense
-        if dense:
-            logger.info("stay dense by themselves: %s", ", ".join(by_kind(dense)))
+        blocks, plan, left = chosen(loaded, resolved)
         # Blocks whose predictions were matched are written before those that they replace are removed.
         twice = sum(layer.bytes for plans in plan for layer in plans.values()) if resolved.match_predictions else 0
         check_output(folder, overwrite, bytes_on_disk(loaded, plan) + twice - work.bytes_done)
@@ -113,11 +113,14 @@ def compress(
             segments = draw(loaded, tokenizer, recipe)
         check_segments(loaded, segments, world)
         shape = (segments.shape[0], segments.shape[1])
-        check_memory(estimate(loaded, blocks, plan, resolved, shape, target, activations, world.size), target)
+        footprint = partial(estimate, loaded, blocks, plan, resolved, shape, target, activations, world.size)
+        check_memory(footprint(), target)
         note = _counter(sum(map(len, plan)), progress)
-        walk_options = {"storage": activations, "folder": work.folder}
-        first = segments[:1].to(target)
+        first, walk_options = segments[:1].to(target), {"storage": activations, "folder": work.folder}
         walk, digests = look_over(loaded, blocks, Weights(loaded, target), plan, first, walk_options)
+        if walk.beside:
+            logger.info("beside the hidden states, blocks are given %d numbers for each token", walk.beside)
+            check_memory(footprint(walk.width), target)
         local = world.share(segments).to(target)
         rotation = rotate(walk, plan, local, world).to_dict() if recipe.rotate else None
         done = world.broadcast(work.predictions)
@@ -126,7 +129,7 @@ def compress(
         if channels is None and resolved.match_blocks:
             channels = importances(walk, local, world, recipe.seed)
         about = described(name, loaded, resolved, segments)
-        about |= {"device": target.type, "own_segments": given, "rotation": rotation, "dense": list(dense)}
+        about |= {"device": target.type, "own_segments": given, "rotation": rotation} | left
         if world.writes:
             work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(plan)})
         compress_blocks(walk, plan, resolved, local, work, world, note, channels)
@@ -138,11 +141,23 @@ def compress(
     return report
 
 
+def chosen(model: PreTrainedModel, resolved: Resolved) -> tuple[Blocks, Plan, dict[str, Any]]:
+    """The blocks, what becomes of their layers, and what stays as it is, as `Record` has it."""
+    blocks = find_blocks(model)
+    plan, dense = make_plan(blocks, resolved), select_sites(blocks, resolved.recipe.leave_dense).dense
+    if dense:
+        logger.info("stay dense by themselves: %s", ", ".join(by_kind(dense)))
+    if beside := towers(model, blocks):
+        logger.info("only the text decoder is compressed, on text alone; %s stay dense", ", ".join(beside))
+    return blocks, plan, {"dense": list(dense), "towers": beside}
+
+
 def recorded(about: dict[str, Any], parts: list[Part], predictions: dict[str, Any] | None, seconds: float) -> Record:
     """The record of a compression. about: what `described` says, and more; predictions: what was matched."""
     layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
     matching = tuple(part.matching for part in parts if part.matching)
-    rest = about | {"dense": tuple(about["dense"]), "matching": matching, "predictions": predictions}
+    rest = about | {name: tuple(about[name]) for name in ("dense", "towers")}
+    rest |= {"matching": matching, "predictions": predictions}
     return Record(**rest, seconds=seconds, layers=layers)
 
 
@@ -250,10 +265,12 @@ def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    # A model that was made in memory has no files to be found; the hub is not asked for what never was there.
+    known = Path(report.model).is_dir() or getattr(model.config, "_commit_hash", None)
+    if known and report.towers:
+        copy_processor(report.model, folder)
     (folder / "compression.json").write_text(report.to_json(), encoding="utf-8")
     save(heat_map(report), folder / FIGURE)
-    # A model that was made in memory has no card to be found; the hub is not asked for what never was there.
-    known = Path(report.model).is_dir() or getattr(model.config, "_commit_hash", None)
     licence = base_licence(report.model) if known else {}
-    card = model_card(report, licence, model.is_remote_code())
+    card = model_card(report, licence, auto_class(model.config).__name__, model.is_remote_code())
     (folder / "README.md").write_text(card, encoding="utf-8")

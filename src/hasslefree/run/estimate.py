@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,15 +18,15 @@ from hasslefree.levers.matching import Matching
 from hasslefree.levers.predictions import JUDGED, Predictions, segments_for
 from hasslefree.levers.rotation import rotation_bytes, rotation_flops
 from hasslefree.models.activations import check_storage
-from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites
-from hasslefree.models.experts import share_of_tokens, split_experts
+from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
+from hasslefree.models.experts import experts_of, share_of_tokens, split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
-from hasslefree.models.moments import BATCH, pass_bytes, probes, traffic
+from hasslefree.models.moments import BATCH, pass_bytes, probes, sums_bytes, traffic
 from hasslefree.models.precision import product_dtype
 from hasslefree.recipe.plan import LayerPlan, Plan, bytes_on_disk, make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.run.machine import in_one_pass
+from hasslefree.run.machine import in_one_pass, room_for_sums
 from hasslefree.solve.methods.joint import LOOK
 
 # What Python and the libraries take, on a CPU and of a GPU.
@@ -115,17 +116,21 @@ def estimate(
     device: torch.device,
     storage: str,
     processes: int = 1,
+    width: int | None = None,
 ) -> Footprint:
     """The footprint of a compression on one of so many processes, from shapes alone.
 
     Args:
         tokens: calibration segments, and tokens in each.
+        width: numbers of a token that run from block to block; None for the width of the embeddings, which it is but
+            where blocks are given more than hidden states. That is known only once the model has run.
     """
     method = resolved.method
     samples, seqlen = -(-tokens[0] // processes), tokens[1]
     inside = {id(p) for block in blocks.modules for p in block.parameters()}
     outside = {id(p): p for p in model.parameters() if id(p) not in inside}.values()
-    width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+    embedding: int = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+    width = width or embedding
     layers = [layer for plans in plan for layer in plans.values()]
     widest = max(max(layer.spec.shape) for layer in layers)
     loaded = _bytes(p for p in model.parameters() if not p.is_meta)
@@ -144,6 +149,7 @@ def estimate(
     at_once = resolved.recipe.sequential == "layer" and in_one_pass(numbers, device)
     if at_once:
         passing = max(passing, (1 + bool(resolved.dense_target)) * pass_bytes(numbers))
+    waiting = 0 if at_once else max(map(_waiting, blocks.modules, plan, itertools.repeat(device)))
     kept = sum(layer.spec.parameters for layer in layers)
     return Footprint(
         blocks=len(blocks.modules),
@@ -157,7 +163,7 @@ def estimate(
             for block, plans in zip(blocks.modules, plan, strict=True)
         ),
         solving=max(
-            max(_solving(plans, resolved, device.type) for plans in plan) + passing,
+            max(_solving(plans, resolved, device.type) for plans in plan) + passing + waiting,
             rotation_bytes(plan, width) if resolved.recipe.rotate else 0,
         ),
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
@@ -175,7 +181,7 @@ def estimate(
         + (rotation_flops(plan, width) if resolved.recipe.rotate else 0)
         + _predicting(matched, seqlen, processes, _numbers(blocks), width * vocabulary),
         levers=tuple(levers_of(resolved)),
-        by_itself=tuple(by_kind(select_sites(blocks, resolved.recipe.leave_dense).dense)),
+        by_itself=(*by_kind(select_sites(blocks, resolved.recipe.leave_dense).dense), *towers(model, blocks)),
         unstated=method.cost(*layers[0].spec.shape, layers[0].spec.rank).unstated,
     )
 
@@ -242,6 +248,16 @@ def _compressed(plans: dict[str, LayerPlan], resolved: Resolved) -> int:
         kept = sum(layer.spec.parameters for layer in plans.values())
         held += 4 * 4 * kept + 2 * sum(layer.dense_bytes for layer in plans.values())
     return held
+
+
+def _waiting(block: nn.Module, plans: dict[str, LayerPlan], device: torch.device) -> int:
+    """The sums for the experts of a block, which one pass gathers together as far as there is room."""
+    sizes: dict[str, int] = {}
+    for name, layer in plans.items():
+        if experts_of(block, name) is not None:
+            kind = name.rpartition(".")[2]
+            sizes[kind] = sizes.get(kind, 0) + sums_bytes(layer.spec.shape[1])
+    return min(max(sizes.values(), default=0), room_for_sums(device))
 
 
 def _solving(plans: dict[str, LayerPlan], resolved: Resolved, device: str) -> int:

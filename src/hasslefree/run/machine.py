@@ -85,3 +85,8 @@ def in_one_pass(numbers: float, device: torch.device) -> bool:
     Of the memory that there is, not of that which is free: the same run has the same answer.
     """
     return pass_bytes(numbers) <= total_memory(device) / 4
+
+
+def room_for_sums(device: torch.device) -> int:
+    """The bytes that sums over tokens may take at a time: a quarter of the memory that there is, as above."""
+    return total_memory(device) // 4

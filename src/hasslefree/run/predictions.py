@@ -87,11 +87,18 @@ def bring_back(walk: Walk, work: Unfinished) -> None:
         prefix, tensors = f"{walk.blocks.prefix(index)}.", work.read(work.parts[index + 1])
         # A copy: what was read is the file itself, mapped, and will be written anew.
         own = {name.removeprefix(prefix): t.to(walk.weights.device, copy=True) for name, t in tensors.items()}
-        block.load_state_dict(own, assign=True)
+        block.load_state_dict(own, assign=True, strict=not walk.blocks.shared)
+    for name, source in walk.model.all_tied_weights_keys.items():
+        if {name, source} <= walk.blocks.shared:
+            path, _, leaf = name.rpartition(".")
+            walk.model.get_submodule(path).register_parameter(leaf, walk.model.get_parameter(source))
 
 
 def matched_parts(walk: Walk) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The file of each block and its tensors, as they are now."""
     count = len(walk.blocks.modules)
     for index, block in enumerate(walk.blocks.modules):
-        yield part_file(index + 1, count), block_tensors(block, walk.blocks.prefix(index))
+        yield (
+            part_file(index + 1, count),
+            block_tensors(block, walk.blocks.prefix(index), walk.model.all_tied_weights_keys),
+        )

@@ -1,0 +1,221 @@
+"""What a block is given beside the hidden states where that depends on the text: as columns beside them.
+
+Most models call a block with hidden states and with what is the same for every text: masks, positions. Some give it
+more: the embeddings, inputs of its own, the keys and values of an earlier block, or the positions that one chose. All
+of these are numbers for each token. Here they run along as further columns of the hidden states, and so are kept,
+trained through and shared between processes as those are.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasslefree.errors import ModelError
+
+# Where a value is in the arguments of a call: the number or the name of the argument, and then the keys in it.
+Path = tuple[Any, ...]
+# What a column holds: a tensor of the text, an entry that blocks write into an argument, or an output of blocks.
+Key = tuple[Any, ...]
+Arguments = Mapping[int | str, Any]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A call of a block in a forward pass of one segment.
+
+    Args:
+        before, after: its arguments but for the hidden states, when it was called and when it returned.
+        outputs: what it returned beside the hidden states.
+    """
+
+    before: Arguments
+    after: Arguments
+    outputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Column:
+    """Numbers beside the hidden states of a token, and the tensor that they are.
+
+    Args:
+        first: the number of the first of them.
+        shape: of the tensor for one segment, without its first axis. axis: which of the tensor's axes is the tokens.
+    """
+
+    first: int
+    shape: tuple[int, ...]
+    axis: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, value: Tensor, tokens: int, first: int) -> Column | None:
+        """For a tensor of one segment; None where it does not hold numbers for each token."""
+        axes = [axis for axis in range(1, value.ndim) if value.shape[axis] == tokens]
+        return cls(first, tuple(value.shape[1:]), axes[0], value.dtype) if axes and len(value) == 1 else None
+
+    @property
+    def size(self) -> int:
+        """Numbers a token."""
+        return math.prod(self.shape) // self.shape[self.axis - 1]
+
+    def rows(self, value: Tensor) -> Tensor:
+        """(segments, tokens, size)."""
+        return value.movedim(self.axis, 1).reshape(len(value), self.shape[self.axis - 1], self.size)
+
+    def value(self, states: Tensor) -> Tensor:
+        """The tensor, from states (segments, tokens, width). Integers below 2²⁴ are exact in float32."""
+        rest = [side for axis, side in enumerate(self.shape, 1) if axis != self.axis]
+        part = states[..., self.first : self.first + self.size].reshape(*states.shape[:2], *rest)
+        found = part.movedim(1, self.axis)
+        return found if self.dtype.is_floating_point else found.detach().round().to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The columns of a model, and what one block does with them.
+
+    Args:
+        columns: in order, from `width`, that of the hidden states, on.
+        reads: which column is in the place of an argument. writes: which holds an entry that the block writes into an
+            argument. yields: which holds an output, by its number among those beside the hidden states.
+    """
+
+    width: int
+    columns: Mapping[Key, Column]
+    reads: Mapping[Path, Key] = field(default_factory=dict)
+    writes: Mapping[Path, Key] = field(default_factory=dict)
+    yields: Mapping[int, Key] = field(default_factory=dict)
+
+    def arguments(self, template: Arguments, states: Tensor) -> dict[int | str, Any]:
+        """Those of a call for these states, in containers of their own: a block may write into them."""
+
+        def put(path: Path, value: Any) -> Any:
+            key = self.reads.get(path)
+            return value if key is None else self.columns[key].value(states)
+
+        return {name: rebuilt(value, put, (name,)) for name, value in template.items()}
+
+    def after(self, states: Tensor, hidden: Tensor, outputs: Sequence[Any], arguments: Arguments) -> Tensor:
+        """The states after the block. hidden: what it puts out, (segments, tokens, width)."""
+        new = {key: outputs[number] for number, key in self.yields.items()}
+        if self.writes:
+            written = dict(leaves(arguments))
+            new |= {key: written[path] for path, key in self.writes.items()}
+        kept = (
+            column.rows(new[key]).to(hidden.dtype)
+            if key in new
+            else states[..., column.first : column.first + column.size]
+            for key, column in self.columns.items()
+        )
+        return torch.cat([hidden, *kept], -1)
+
+    def of_text(self, arguments: Arguments) -> Iterator[tuple[Column, Tensor]]:
+        """The columns that this block reads and no block writes, with their rows (segments, tokens, size)."""
+        found = dict(leaves(arguments))
+        for path, key in self.reads.items():
+            if key[0] == "text":
+                yield self.columns[key], self.columns[key].rows(found[path])
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors in an argument, or in arguments, with their places."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from leaves(each, (*path, key))
+    elif isinstance(value, tuple | list):
+        for index, each in enumerate(value):
+            yield from leaves(each, (*path, index))
+
+
+def rebuilt(value: Any, put: Callable[[Path, Any], Any] = lambda path, leaf: leaf, path: Path = ()) -> Any:
+    """The same in new containers, with `put` of each thing in them that is none."""
+    if isinstance(value, MutableMapping):
+        found = copy.copy(value)
+        for key, each in value.items():
+            found[key] = rebuilt(each, put, (*path, key))
+        return found
+    if type(value) in (tuple, list):
+        return type(value)(rebuilt(each, put, (*path, index)) for index, each in enumerate(value))
+    return put(path, value)
+
+
+def learn(width: int, tokens: int, names: Sequence[str], first: Sequence[Seen], second: Sequence[Seen]) -> list[Beside]:
+    """What every block reads and writes, from forward passes of two segments that differ in their last token.
+
+    Args:
+        width: of the hidden states. tokens: of a segment. names: of the blocks.
+
+    Raises:
+        ModelError: an argument depends on the text and is not a tensor with numbers for each token.
+    """
+    made: dict[int, Key] = {}  # by the identity of the tensor, which `first` keeps
+    text: dict[int, Key] = {}
+    found: list[Beside] = []
+    columns: dict[Key, Column] = {}
+    next_column = width
+    for name, one, other in zip(names, first, second, strict=True):
+        before, others = dict(leaves(one.before)), dict(leaves(other.before))
+        reads: dict[Path, Key] = {}
+        for path, value in before.items():
+            if id(value) in made:
+                reads[path] = made[id(value)]
+            elif not same(value, others.get(path)):
+                reads[path] = text.setdefault(id(value), ("text", len(text)))
+            else:
+                continue
+            key = reads[path]
+            column = columns.get(key) or Column.of(value, tokens, next_column)
+            if column is None or column.shape != tuple(value.shape[1:]):
+                raise depends(name, path)
+            if key not in columns:
+                columns[key], next_column = column, next_column + column.size
+        if strange := [path for path in others if path not in before]:
+            raise depends(name, strange[0])
+        there = {id(value) for value in before.values()}
+        writes = {path: ("entry", *path) for path, value in leaves(one.after) if id(value) not in there}
+        yields = {number: ("output", number) for number, value in enumerate(one.outputs) if isinstance(value, Tensor)}
+        after = dict(leaves(one.after))
+        made |= {id(after[path]): key for path, key in writes.items()}
+        made |= {id(one.outputs[number]): key for number, key in yields.items()}
+        found.append(Beside(width, columns, reads, writes, yields))
+    return [
+        Beside(width, columns, each.reads, *(_of(columns, made) for made in (each.writes, each.yields)))
+        for each in found
+    ]
+
+
+def _of(columns: Mapping[Key, Column], made: Mapping[Any, Key]) -> dict[Any, Key]:
+    """What is made and read by a block."""
+    return {place: key for place, key in made.items() if key in columns}
+
+
+def depends(name: str, path: Path) -> ModelError:
+    """The error for a block with an argument that cannot be a column."""
+    which = "positional ones" if isinstance(path[0], int) else path[0]
+    return ModelError(
+        f"{name} is called with arguments that depend on the text ({which}) and are not numbers for each token; "
+        "not supported"
+    )
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two arguments of a call are the same."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        # Threads may round sines and cosines differently from one call to the next.
+        return torch.allclose(one, other, rtol=1e-3, atol=1e-5) if one.is_floating_point() else torch.equal(one, other)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return type(one) is type(other)

@@ -1,0 +1,120 @@
+"""Blocks that are given what depends on the text beside the hidden states, and other shapes of those."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.errors import ModelError
+from hasslefree.models.beside import Column, leaves, rebuilt
+from hasslefree.models.blocks import find_blocks
+from hasslefree.models.calls import block_calls
+from hasslefree.models.moments import first_hidden_states, run_block, takes_batches
+from hasslefree.models.streaming import Weights
+from tests.tiny_models import BESIDE, build, logits, segments, tensors_of
+
+TOKENIZER = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
+beside = pytest.mark.parametrize("family", BESIDE)
+
+
+@beside
+def test_block_by_block_is_the_whole_model_on_other_texts(family):
+    """Oracle: what leaves the last block in an ordinary forward pass of each text."""
+    model, tokens = build(family), segments(seed=1)
+    blocks = find_blocks(model)
+    calls = block_calls(model, blocks, segments(1), Weights(model, model.device))
+    assert calls[0].beside is not None
+    hidden = first_hidden_states(model, blocks, tokens, calls=calls)
+    for block, call in zip(blocks.modules, calls, strict=True):
+        assert takes_batches(block, call, hidden)
+        run_block(block, call, hidden)
+    expected = []
+    handle = blocks.modules[-1].register_forward_hook(
+        lambda m, args, output: expected.append(output[0] if isinstance(output, tuple) else output)
+    )
+    for row in tokens:
+        logits(model, row[None])
+    handle.remove()
+    rows = torch.cat([calls[-1].as_rows(each) for each in expected])
+    torch.testing.assert_close(calls[-1].hidden(hidden[:]), rows, rtol=1e-4, atol=1e-5)
+
+
+@beside
+def test_every_lever_takes_it_and_it_loads(family, tmp_path):
+    model, tokens = build(family), segments()
+    recipe = Recipe(rank=2, rounds=2, effort="best", match_predictions=64)
+    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=tokens)
+    assert all(0 <= layer.relative_error < 1 for layer in report.layers)
+    assert report.predictions["after"] <= report.predictions["before"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(loaded, tokens), logits(model, tokens))
+    generated = loaded.generate(tokens[:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert generated.shape == (1, tokens.shape[1] + 3)
+
+
+def test_streamed_and_resumed_it_is_the_same(tmp_path):
+    """Oracle: the model in memory."""
+    build("gemma4_text").save_pretrained(tmp_path / "dense")
+    recipe = Recipe(rank=2, rounds=2, effort="fast")
+    hasslefree.compress(build("gemma4_text"), tmp_path / "one", recipe, segments=segments())
+    done = []
+
+    def stop(report, count, total):
+        done.append(count)
+        if count == 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hasslefree.compress(tmp_path / "dense", tmp_path / "two", recipe, segments=segments(), tokenizer=TOKENIZER,
+                            progress=stop)  # fmt: skip
+    hasslefree.compress(tmp_path / "dense", tmp_path / "two", recipe, segments=segments(), tokenizer=TOKENIZER,
+                        resume=True)  # fmt: skip
+    one, two = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_blocks_in_common_stay_dense_and_are_stored_once(tmp_path):
+    """Zamba's attention is the same in several blocks: compressed in each, it would take more room than before."""
+    model = build("zamba2")
+    report = hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
+    assert {name.split(".")[3] for name in report.dense if "shared" in name} == {"shared_transformer"}
+    assert not any("shared" in layer.name for layer in report.layers)
+    stored = [name for name in tensors_of(tmp_path / "out") if "shared_transformer.self_attn.q_proj" in name]
+    assert len(stored) == 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded, segments()), logits(model, segments()))
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((16,), 1), ((16, 3), 1), ((2, 16, 3), 2), ((2, 3, 16), 3)])
+def test_a_column_is_the_tensor_again(shape, axis):
+    for dtype in (torch.float32, torch.int64, torch.bool):
+        value = (torch.randn(1, *shape) * 10).to(dtype)
+        column = Column.of(value, 16, 5)
+        assert column.axis == axis
+        rows = column.rows(value).to(torch.float32)
+        assert rows.shape == (1, 16, value.numel() // 16)
+        found = column.value(torch.cat([torch.zeros(1, 16, 5), rows, torch.ones(1, 16, 2)], -1))
+        assert torch.equal(found, value)
+        assert found.dtype == dtype
+
+
+def test_arguments_are_put_together_in_new_containers():
+    inner = {"a": [torch.zeros(2), 1], "b": (torch.ones(2), "text")}
+    found = rebuilt(inner, lambda path, leaf: (path, leaf))
+    assert found["a"][1] == (("a", 1), 1)
+    assert found["b"][1] == (("b", 1), "text")
+    assert [path for path, _ in leaves(inner)] == [("a", 0), ("b", 0)]
+    again = rebuilt(inner)
+    again["a"].append(2)
+    assert len(inner["a"]) == 2
+
+
+def test_a_model_that_changes_hidden_states_between_its_blocks_is_refused(tmp_path):
+    model = build("llama")
+    model.model.layers[1].register_forward_pre_hook(
+        lambda m, args, kwargs: ((2 * args[0], *args[1:]), kwargs), with_kwargs=True, prepend=True
+    )
+    with pytest.raises(ModelError, match=r"does something to the hidden states before model\.layers\.1"):
+        hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
