@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -130,11 +131,19 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
     CUDA has them too, and is left out: not measured.
     """
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    # Newer versions of torch tell what the processor can do; before them, float32 it is.
+    return device.type == "cpu" and any(map(_capable, ("avx512_bf16", "amx_bf16")))
+
+
+@cache
+def multiplies_tiles() -> bool:
+    """Whether this processor multiplies tiles of bfloat16 (AMX): dense products are then several times as fast."""
+    return _capable("amx_bf16")
+
+
+def _capable(instructions: str) -> bool:
+    """Whether torch's products use these instructions; versions that do not tell what the processor has say no."""
     capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return torch.backends.mkldnn.is_available() and bool(capabilities.get(instructions))
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from hasslefree.core.factors import BITS, CodedRows
 from hasslefree.core.protocols import Decomposition
-from hasslefree.packed.kernels import Case, choose, cuda, product, wants_numba
+from hasslefree.packed.kernels import Case, choose, cuda, layer_product, product, takes_layers, wants_numba
+from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import Storage
 
@@ -123,8 +124,13 @@ class SparseLowRankLinear(nn.Module):
         """x: (..., in) → (..., out)."""
         if self.whole is not None:
             return F.linear(x, self.whole, self.bias)
+        factors = self.factors()
+        layout = self.storage.layout
+        if factors is not None and isinstance(layout, PackedGroups) and self._in_one_call(layout, x):
+            y = layer_product(layout, x, self.values, self.index, *factors)
+            return y if self.bias is None else y + self.bias
         y = self.sparse_product(x)
-        if (factors := self.factors()) is not None:
+        if factors is not None:
             u, v = factors
             hidden = F.linear(x, v).reshape(-1, self.spec.rank)
             flat = y.reshape(-1, self.out_features)
@@ -132,6 +138,15 @@ class SparseLowRankLinear(nn.Module):
             add = flat.addmm_ if flat.dtype == hidden.dtype == u.dtype else flat.addmm
             y = add(hidden, u.T).view(y.shape)
         return y if self.bias is None else y + self.bias
+
+    def _in_one_call(self, layout: PackedGroups, x: Tensor) -> bool:
+        """Whether the sparse and the low-rank product of these inputs are one call."""
+        if self.held is not None or not takes_layers(x, layout):
+            return False
+        grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        case = self._case(x.numel() // self.in_features, grad)
+        alike = x.dtype == self.weight.dtype and self.spec.factor_bits is None
+        return alike and choose(case, self.backend) == "numba"
 
     def sparse_product(self, x: Tensor) -> Tensor:
         """x Sᵀ: (..., in) → (..., out)."""

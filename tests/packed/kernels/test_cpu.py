@@ -28,7 +28,7 @@ TOKENS = st.sampled_from([1, 2, 5, 6, 17, 50])
 def unpacked(op, *packed, dtype, width):
     """S, by way of the tiles: the product with the identity is exact."""
     with pytest.MonkeyPatch.context() as patch:
-        for table in ("DIRECT", "DIRECT_2_4", "DIRECT_2_4_SCALAR"):
+        for table in ("DIRECT", "DIRECT_2_4", "DIRECT_2_4_TILES", "DIRECT_2_4_SCALAR"):
             patch.setattr(ops, table, {})
         return op(torch.eye(width, dtype=dtype), *packed).T
 
@@ -86,7 +86,7 @@ def test_registers_of_2_4_and_what_they_leave(groups, dtype, wide, monkeypatch):
     from hasslefree.packed.kernels import cpu
 
     monkeypatch.setattr(cpu, "WIDE", cpu.WIDE and wide)
-    for table in ("DIRECT_2_4", "DIRECT_2_4_SCALAR"):
+    for table in ("DIRECT_2_4", "DIRECT_2_4_TILES", "DIRECT_2_4_SCALAR"):
         monkeypatch.setattr(ops, table, {dtype: 100})
     s = reference.sparse(7, groups, 2, 4, dtype, seed=groups)
     packed = reference.pack_groups(s, 2, 4)
@@ -112,25 +112,51 @@ def test_unpacking_by_registers_and_bit_by_bit(width, dtype, wide, monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch):
     monkeypatch.setattr(ops, "TILE_BYTES", 1)
-    monkeypatch.setattr(ops, "DIRECT_2_4", {})
+    monkeypatch.setattr(ops, "_direct", lambda n, m: {})
     s = reference.sparse(3 * ops.LEAST_ROWS + 5, 9, 2, 4, torch.float32, seed=0)
     x = inputs(tokens, s.shape[1], torch.float32)
     reference.assert_close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
     reference.assert_close(ops.linear_mask(x, *reference.pack_mask(s)), x, s)
 
 
+@given(
+    pattern=st.sampled_from([(2, 4), (1, 4), (2, 8), (2, 66), (1, 12)]), out=st.integers(1, 70),
+    groups=st.integers(1, 40), rank=st.integers(1, 20), tokens=st.integers(1, ops.FEW), wide=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_whole_layer_in_one_call(pattern, out, groups, rank, tokens, wide, dtype, seed):
+    """Oracle: the sum of its products in float64."""
+    from hasslefree.packed.kernels import cpu
+
+    s = reference.sparse(out, groups, *pattern, dtype, seed)
+    u, v = inputs(out, rank, dtype, seed + 1), inputs(rank, s.shape[1], dtype, seed + 2)
+    x = inputs(tokens, s.shape[1], dtype, seed)
+    assert ops.takes_layers(x, *pattern)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "WIDE", cpu.WIDE and wide)
+        y = ops.layer_product(x, *reference.pack_groups(s, *pattern), *pattern, u, v)
+    assert y.dtype == dtype
+    expected = x.double() @ (s.double() + u.double() @ v.double()).T
+    scale = x.double().abs() @ (s.double().abs() + u.double().abs() @ v.double().abs()).T
+    epsilon = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}[dtype]
+    assert ((y.double() - expected).abs() <= epsilon * scale).all()
+
+
+@pytest.mark.parametrize("tiles", [True, False])
 @pytest.mark.parametrize("tokens", [33, 64, 65, 100, 161])
 @pytest.mark.parametrize(("out", "width"), [(1, 64), (15, 64), (16, 128), (70, 64), (150, 192)])
-def test_many_tokens_by_tables(out, width, tokens, monkeypatch):
+def test_many_tokens_by_tables_or_by_tiles(out, width, tokens, tiles, monkeypatch):
     """Whole tiles and blocks of tokens, and what they leave."""
+    monkeypatch.setattr(ops, "multiplies_tiles", lambda: tiles)
     monkeypatch.setattr(ops, "MOST_ROWS", 64)
     s = reference.sparse(out, width // 4, 2, 4, torch.bfloat16, seed=out)
     x = inputs(tokens + 1, width, torch.bfloat16).view(-1)[3 : 3 + tokens * width].view(tokens, width)  # 2-byte aligned
     reference.assert_close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
 
 
-def test_every_pair_of_a_table_is_exact():
+def test_every_pair_of_a_table_is_exact(monkeypatch):
     """Oracle: the matrix that was packed, by the product with the identity; NaN and Inf pass where they are used."""
+    monkeypatch.setattr(ops, "multiplies_tiles", lambda: False)
     s = reference.sparse(96, 32, 2, 4, torch.bfloat16, seed=2, empty_rows=False)
     packed = reference.pack_groups(s, 2, 4)
     assert torch.equal(ops.linear_groups(torch.eye(128).bfloat16(), *packed, 2, 4).T, s)
@@ -145,8 +171,9 @@ def test_every_pair_of_a_table_is_exact():
         assert torch.equal(y[5].isnan(), (s[:, 7] != 0) & x[5, 7].isnan())
 
 
-def test_sums_are_rounded_to_the_nearest_and_ties_to_even():
+def test_sums_are_rounded_to_the_nearest_and_ties_to_even(monkeypatch):
     """Oracle: torch's cast. The sums are 1 + i/512, with ties of both kinds, and their negatives."""
+    monkeypatch.setattr(ops, "multiplies_tiles", lambda: False)
     parts = torch.tensor([[1.0, i / 512] for i in range(32)]).repeat(2, 1)
     parts[32:] *= -1
     s = torch.zeros(64, 64).bfloat16()

@@ -79,8 +79,7 @@ def wants_numba(case: Case) -> bool:
 def product(backend: str, x: Tensor, values: Tensor, index: Tensor, layout: Any) -> Tensor:
     """x Sᵀ, by `numba` or `triton`. x: (..., in) → (..., out); values and index as `layout` stores S."""
     flat = x.reshape(-1, x.shape[-1])
-    # An operator is for what traces the call; for a small layer, going through it costs as much as its product.
-    traced = torch.compiler.is_compiling() or type(x) is not Tensor
+    traced = _traced(x)
     if backend == "triton":
         y = ops.decode_cuda(flat, values, index, layout.n, layout.m)
     elif isinstance(layout, PackedGroups):
@@ -88,6 +87,23 @@ def product(backend: str, x: Tensor, values: Tensor, index: Tensor, layout: Any)
         y = groups(flat, values, index, layout.n, layout.m)
     else:
         y = (ops.linear_mask if traced else ops.mask_product)(flat, values, index)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _traced(x: Tensor) -> bool:
+    """Whether something traces the call: operators are for that. For a small layer one costs as much as its product."""
+    return torch.compiler.is_compiling() or type(x) is not Tensor
+
+
+def takes_layers(x: Tensor, layout: PackedGroups) -> bool:
+    """Whether `layer_product` computes a whole layer for inputs (..., in), on a CPU by `numba`: for a few tokens."""
+    return x.device.type == "cpu" and ops.takes_layers(x, layout.n, layout.m)
+
+
+def layer_product(layout: PackedGroups, x: Tensor, values: Tensor, index: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """x Sᵀ + x vᵀ uᵀ, by `numba`, where `takes_layers`. x: (..., in) → (..., out)."""
+    layer = ops.linear_layer if _traced(x) else ops.layer_product
+    y = layer(x.reshape(-1, x.shape[-1]), values, index, layout.n, layout.m, u, v)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 

@@ -329,6 +329,17 @@ def dot(row, x):
 
 
 @sums_in_parallel
+def add_low_rank(x, v, u, hidden, y):
+    """y += x vᵀ uᵀ. x: (tokens, in) float32; v: (r, in); u: (out, r); hidden: room for x vᵀ; y: (tokens, out)."""
+    for k in prange(v.shape[0]):
+        for t in range(x.shape[0]):
+            hidden[t, k] = dot(v[k], x[t])
+    for o in prange(u.shape[0]):
+        for t in range(x.shape[0]):
+            y[t, o] += dot(u[o], hidden[t])
+
+
+@sums_in_parallel
 def dot_positions(values, positions, n, m, bits, x, y):
     """y = x Sᵀ. values: flat; positions: (out, bytes); x: (tokens, in); y: (tokens, out)."""
     kept = x.shape[1] // m * n

@@ -1,8 +1,8 @@
 """y = x Sᵀ as torch operators, so that torch.compile sees one node and no graph break.
 
 On a CPU a few tokens are multiplied with the packed rows, and so are many in bfloat16 with 2:4, by tables of the
-inputs. Otherwise rows of S are unpacked from `DIRECT` on, a tile at a time into a buffer, and torch multiplies them:
-S is read packed, and a large S never stands in memory as a whole.
+inputs, but where the processor multiplies tiles. Otherwise rows of S are unpacked from `DIRECT` on, a tile at a time
+into a buffer, and torch multiplies them: S is read packed, and a large S never stands in memory as a whole.
 
 There is no gradient: a call that needs one raises torch's error that no autograd formula was registered. `choose`
 uses the dense backend for such calls.
@@ -19,14 +19,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hasslefree.core.linalg import multiplies_tiles
 from hasslefree.errors import KernelError, PatternError, ShapeError
 from hasslefree.packed.layouts import PackedGroups
 
 # From how many tokens on unpacking a tile once is cheaper than running through packed rows for every token. With the
 # vectors of `cpu.WIDE`, 2:4 halves the products as well, and float32 is never unpacked.
 DIRECT_2_4 = {torch.float32: math.inf, torch.bfloat16: 33}
+DIRECT_2_4_TILES = {torch.float32: math.inf, torch.bfloat16: 13}  # where dense products are of tiles, as on AMX
 DIRECT_2_4_SCALAR = {torch.float32: 2, torch.bfloat16: 2}
 DIRECT = {torch.float32: 6, torch.bfloat16: 6}
+# Tokens for which a layer's products, sparse and low-rank, are one call.
+FEW = 4
 # Tokens that run through the packed rows of 2:4 together: their inputs stay in the second level of the cache.
 TOGETHER = 32
 # A tile that stays in the cache, and the rows that a product needs to be fast.
@@ -57,7 +61,7 @@ def groups_product(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int)
     if bits is None:
         return mask_product(x, values.reshape(-1), positions)
     if len(x) < _direct(n, m).get(x.dtype, 0):
-        return _direct_groups(x, values, positions, n, m, bits)
+        return _direct_groups(x, values, positions, n, m)
     if (n, m) == (2, 4) and _fits_tables(x):
         return _by_tables(x, values, positions)
     return _by_tiles(x, len(values), _groups_unpacker(values, positions, n, m, bits))
@@ -66,7 +70,32 @@ def groups_product(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int)
 def _direct(n: int, m: int) -> Mapping[torch.dtype, float]:
     if (n, m) != (2, 4):
         return DIRECT
-    return DIRECT_2_4 if _kernels().WIDE else DIRECT_2_4_SCALAR
+    if not _kernels().WIDE:
+        return DIRECT_2_4_SCALAR
+    return DIRECT_2_4_TILES if multiplies_tiles() else DIRECT_2_4
+
+
+def layer_product(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, u: Tensor, v: Tensor) -> Tensor:
+    """x Sᵀ + x vᵀ uᵀ for S with the pattern N:M and at most `FEW` tokens: three calls cost more than the products.
+
+    Args:
+        x, values, positions: as for `groups_product`. u: (out, r) and v: (r, in), of x's dtype.
+
+    Returns:
+        (tokens, out), in x's dtype; sums are float32.
+    """
+    _check_groups(x, values, positions, n, m)
+    y = _direct_sums(x, values, positions, n, m)
+    inputs, hidden = x.float().contiguous().numpy(), torch.empty(len(x), len(v))
+    factors = (_numbers(factor.contiguous()) for factor in (v, u))
+    _kernels().add_low_rank(inputs, *factors, hidden.numpy(), y.numpy())
+    return y.to(x.dtype)
+
+
+def takes_layers(x: Tensor, n: int, m: int) -> bool:
+    """Whether `layer_product` does it. x: (..., in)."""
+    few = x.numel() <= FEW * x.shape[-1] and x.dtype in (torch.float32, torch.bfloat16)
+    return few and position_bits(n, m) is not None
 
 
 def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -96,6 +125,7 @@ def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 linear_groups = torch.library.custom_op(
     "hasslefree::linear_groups", groups_product, mutates_args=(), device_types="cpu"
 )
+linear_layer = torch.library.custom_op("hasslefree::linear_layer", layer_product, mutates_args=(), device_types="cpu")
 linear_mask = torch.library.custom_op("hasslefree::linear_mask", mask_product, mutates_args=(), device_types="cpu")
 
 
@@ -116,29 +146,41 @@ def _(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
     return x.new_empty(x.shape[0], positions.shape[0])
 
 
+@linear_layer.register_fake
+def _(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, u: Tensor, v: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], positions.shape[0])
+
+
 @linear_mask.register_fake
 def _(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], mask.shape[0])
 
 
-def _direct_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, bits: int) -> Tensor:
+def _direct_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
+    return _direct_sums(x, values, positions, n, m).to(x.dtype)
+
+
+def _direct_sums(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
+    """x Sᵀ from the packed rows, in float32: (tokens, out)."""
     kernels, numbers = _kernels(), _numbers(values.contiguous())
     y, codes = torch.empty(len(x), len(values)), positions.numpy()
     if (n, m) != (2, 4):
         array = x.float().contiguous().numpy()
-        kernels.dot_positions(numbers.reshape(-1), codes, n, m, bits, array, y.numpy())
-        return y.to(x.dtype)
+        kernels.dot_positions(numbers.reshape(-1), codes, n, m, position_bits(n, m), array, y.numpy())
+        return y
     array = _numbers(x.contiguous())
     for start in range(0, len(x), TOGETHER):
         kernels.dot_2_4(
             numbers, codes, array[start : start + TOGETHER], y[start : start + TOGETHER].numpy(), kernels.WIDE
         )
-    return y.to(x.dtype)
+    return y
 
 
 def _fits_tables(x: Tensor) -> bool:
     kernels = _kernels()
-    return bool(kernels.WIDE and x.dtype == torch.bfloat16 and x.shape[1] % (4 * kernels.GROUPS) == 0)
+    return bool(
+        kernels.WIDE and not multiplies_tiles() and x.dtype == torch.bfloat16 and x.shape[1] % (4 * kernels.GROUPS) == 0
+    )
 
 
 def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
@@ -148,7 +190,7 @@ def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     y = x.new_empty(tokens, out)
     if 0 < left < DIRECT_2_4[x.dtype]:
         tokens -= left
-        y[tokens:] = _direct_groups(x[tokens:], values, positions, 2, 4, 2)
+        y[tokens:] = _direct_groups(x[tokens:], values, positions, 2, 4)
     missing = -tokens % kernels.TOKENS
     inputs = F.pad(x[:tokens], (0, 0, 0, missing)) if missing else x[:tokens].contiguous()
     height = min(out, MOST_ROWS, max(kernels.TOKENS, -(-out * len(inputs) // (parts * kernels.TOKENS))))
