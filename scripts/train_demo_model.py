@@ -1,9 +1,15 @@
 """Train the small Llama that ships inside the package, on the documentation that CPython carries.
 
+    python scripts/train_demo_model.py [--out FOLDER --report FILE]
+    python scripts/train_demo_model.py --shape mixture --epochs 2 --out FOLDER --report FILE
+
 The text is what every CPython installation holds: the topics behind ``help()`` and the docstrings of the
 standard library, split by whole documents. Under ``--out`` appear ``model/``, a Hugging Face folder with
 bfloat16 weights; ``calibration.jsonl``, documents of the training part; and ``held_out.txt``, documents the
 model never saw. ``--report`` describes the run.
+
+``--shape mixture`` trains a small mixture of experts for benchmarks, in the layout of Qwen3-MoE: eight experts, two
+a token. The source code of the standard library is part of its text, too. It does not ship.
 """
 
 import argparse
@@ -26,7 +32,14 @@ import tokenizers
 import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_DOCUMENTATION = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -34,16 +47,22 @@ BOS, EOS = "<s>", "</s>"
 WINDOW = 256
 RUN_OF_WORDS = 12  # a run of this many equal words counts as copied text
 SHORTEST = 300  # characters; shorter documents are little more than a heading
-SHAPE = LlamaConfig(
-    vocab_size=2048, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
-    num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
-    bos_token_id=0, eos_token_id=1,
-)  # fmt: skip
+COMMON = {
+    "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 512, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+SHAPES = {
+    "demo": LlamaConfig(vocab_size=2048, intermediate_size=512, **COMMON),
+    "mixture": Qwen3MoeConfig(
+        vocab_size=4096, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=416, norm_topk_prob=True,
+        router_aux_loss_coef=0.01, **COMMON,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text: a documentation topic, or all docstrings of one module."""
+    """One text: a documentation topic, all docstrings of one module, or its source."""
 
     source: str
     name: str
@@ -64,8 +83,8 @@ def docstrings(node: ast.AST, name: str) -> Iterator[str]:
             yield from docstrings(child, f"{name}.{child.name}")
 
 
-def read_documents() -> list[Document]:
-    """Collect the topics and the docstrings of the running CPython."""
+def read_documents(sources: bool) -> list[Document]:
+    """Collect the topics and the docstrings of the running CPython. sources: and the source of its modules."""
     documents = [Document("topics", name, text.strip()) for name, text in sorted(topics.items())]
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(library.rglob("*.py")):
@@ -75,6 +94,8 @@ def read_documents() -> list[Document]:
         tree = ast.parse(path.read_bytes())
         name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
         documents.append(Document("docstrings", name, "\n\n\n".join(docstrings(tree, name))))
+        if sources:
+            documents.append(Document("sources", name, path.read_text(encoding="utf-8", errors="replace")))
     return [document for document in documents if len(document.text) >= SHORTEST]
 
 
@@ -112,8 +133,10 @@ def split_documents(documents: list[Document], held_out_size: int, seed: int) ->
     alone = [d for d in documents if all(times_seen[run] == 1 for run in d.runs())]
     random.Random(seed).shuffle(alone)
     apart: dict[str, list[Document]] = {"validation": [], "held_out": []}
-    # Topics are the best prose, so they get a larger share of the held-out text than of the whole.
-    for source, share in (("topics", 0.4), ("docstrings", 0.6)):
+    # Topics are the best prose, so they get a larger share of the held-out text than of the whole. Docstrings share
+    # their words with the sources, where those are there.
+    rest = "sources" if any(document.source == "sources" for document in documents) else "docstrings"
+    for source, share in (("topics", 0.4), (rest, 0.6)):
         candidates = [d for d in alone if d.source == source]
         apart["held_out"] += take(candidates, round(share * held_out_size))
         apart["validation"] += take(candidates, round(share * held_out_size / 2))
@@ -122,50 +145,56 @@ def split_documents(documents: list[Document], held_out_size: int, seed: int) ->
     return {"train": train, **apart}
 
 
-def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
+def train_tokenizer(documents: list[Document], shape: PretrainedConfig) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer; it adds no special tokens of its own accord."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=SHAPE.vocab_size, special_tokens=[BOS, EOS], show_progress=False,
+        vocab_size=shape.vocab_size, special_tokens=[BOS, EOS], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     tokenizer.train_from_iterator((document.text for document in documents), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=EOS,
-        model_max_length=SHAPE.max_position_embeddings, clean_up_tokenization_spaces=False,
+        model_max_length=shape.max_position_embeddings, clean_up_tokenization_spaces=False,
     )  # fmt: skip
 
 
-def loss_of(model: LlamaForCausalLM, windows: torch.Tensor) -> torch.Tensor:
-    """Mean negative log-likelihood, in nats, of every token but the first of each window."""
-    logits = model(input_ids=windows, use_cache=False).logits[:, :-1]
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+def loss_of(model: PreTrainedModel, windows: torch.Tensor, balance: float = 0.0) -> torch.Tensor:
+    """Mean negative log-likelihood, in nats, of every token but the first of each window.
+
+    balance: how much the loss of experts that are not used alike counts beside it.
+    """
+    output = model(input_ids=windows, use_cache=False, **({"output_router_logits": True} if balance else {}))
+    logits = output.logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+    return loss + balance * output.aux_loss if balance else loss
 
 
 @torch.no_grad()
-def evaluate(model: LlamaForCausalLM, tokens: torch.Tensor) -> float:
+def evaluate(model: PreTrainedModel, tokens: torch.Tensor) -> float:
     """Mean loss over consecutive full windows that do not overlap."""
     windows = tokens[: len(tokens) // WINDOW * WINDOW].view(-1, WINDOW)
     return torch.stack([loss_of(model, window[None]) for window in windows]).mean().item()
 
 
 def train(
-    model: LlamaForCausalLM, tokens: torch.Tensor, validation: torch.Tensor, options: argparse.Namespace
+    model: PreTrainedModel, tokens: torch.Tensor, validation: torch.Tensor, options: argparse.Namespace
 ) -> list[dict[str, float]]:
     """Train in place, leave the weights of the best validation loss, and return the loss curve."""
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate, (0.9, 0.95), weight_decay=0.1)
     n_windows = len(tokens) // WINDOW - 1  # one window less leaves room for a random offset
     n_steps = options.epochs * math.ceil(n_windows / options.batch)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, options.warm_up, n_steps)
+    balance = getattr(model.config, "router_aux_loss_coef", 0.0)
     curve, best, started = [], math.inf, time.perf_counter()
     for epoch in range(1, options.epochs + 1):
         # A new offset each epoch cuts the text elsewhere, so no window is ever seen twice as it is.
         offset, total = int(torch.randint(WINDOW, (1,))), 0.0
         windows = tokens[offset : offset + n_windows * WINDOW].view(-1, WINDOW)
         for batch in torch.split(windows[torch.randperm(n_windows)], options.batch):
-            loss = loss_of(model, batch)
+            loss = loss_of(model, batch, balance)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -192,9 +221,10 @@ def save_texts(out: Path, train: list[Document], held_out: list[Document]) -> No
 
 def parse_options() -> argparse.Namespace:
     """Read the command line; the defaults are those of the shipped model."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "src/hasslefree/demo")
     parser.add_argument("--report", type=Path, default=ROOT / "benchmarks/results/demo_training.json")
+    parser.add_argument("--shape", choices=SHAPES, default="demo")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=8, help="windows per step")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="the peak")
@@ -209,10 +239,12 @@ def main() -> None:
     options = parse_options()
     torch.set_num_threads(2)  # the order of sums, and with it the result, depends on the number
     torch.manual_seed(options.seed)
-    parts = split_documents(without_copies(read_documents()), options.held_out_size, options.seed)
-    tokenizer = train_tokenizer(parts["train"])
+    shape = SHAPES[options.shape]
+    documents = without_copies(read_documents(sources=options.shape == "mixture"))
+    parts = split_documents(documents, options.held_out_size, options.seed)
+    tokenizer = train_tokenizer(parts["train"], shape)
     tokens = {k: torch.tensor(tokenizer.encode(EOS.join(d.text for d in v))) for k, v in parts.items()}
-    model = LlamaForCausalLM(SHAPE)
+    model = AutoModelForCausalLM.from_config(shape)
     print(f"{len(tokens['train'])} training tokens, {model.num_parameters()} parameters", flush=True)
     started = time.perf_counter()
     curve = train(model, tokens["train"], tokens["validation"], options)
@@ -222,7 +254,7 @@ def main() -> None:
     model.to(torch.bfloat16).save_pretrained(options.out / "model")
     save_texts(options.out, parts["train"], parts["held_out"])
     # What counts is the shipped file, so the final figure is taken from the weights as they were rounded.
-    saved = LlamaForCausalLM.from_pretrained(options.out / "model", dtype=torch.float32)
+    saved = AutoModelForCausalLM.from_pretrained(options.out / "model", dtype=torch.float32)
     held_out = (options.out / "held_out.txt").read_text(encoding="utf-8")
     row = torch.tensor(tokenizer.encode(held_out))
     loss = evaluate(saved, row)
