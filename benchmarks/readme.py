@@ -13,10 +13,10 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from tables import layers, models, paper, recipe, running
+from tables import layers, models, paper, real, recipe, running
 from tables.engine import PageError, Table, filled, pages, shown
 
-TABLES: dict[str, tuple[Table, ...]] = layers.TABLES | models.TABLES | running.TABLES | paper.TABLES
+TABLES: dict[str, tuple[Table, ...]] = layers.TABLES | models.TABLES | real.TABLES | running.TABLES | paper.TABLES
 
 
 def written() -> dict[Path, tuple[str, str]]:

@@ -40,7 +40,7 @@ import torch
 from harness import models, plots, streams
 from harness.models import LAYERS, Measurement
 from harness.record import RESULTS, ROOT, machine, resumed, write
-from tables.models import gap_of
+from tables.real import gap_of
 
 import hasslefree
 from hasslefree.models.blocks import find_blocks

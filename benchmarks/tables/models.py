@@ -123,61 +123,6 @@ def systems(content: Content) -> Iterable[Row]:
     yield {"name": "dense", "bytes_a_weight": 2.0, "perplexity": named(content["dense"]), **blank}
 
 
-def measured(content: Content, names: Iterable[str]) -> Iterable[Row]:
-    """These rows of a real model, means over their seeds; times over those of `fast`."""
-    results = content["results"]
-    dense = next(iter(results["dense"].values()))["perplexity"]
-    for name in names:
-        seeds = results[name]
-        texts = {text: mean(row["perplexity"][text] for row in seeds.values()) for text in dense}
-        found: Row = {"name": name, "perplexity": named(texts), "seeds": len(seeds)}
-        found |= dict.fromkeys(["gap", "bytes", "seconds", "over_fast"])
-        if name != "dense":
-            gaps = [gap_of(row["perplexity"], dense) for row in seeds.values()]
-            found |= {"gap": mean(gaps), "bytes": over_seeds(seeds, "bytes_a_weight")}
-        # Rivals were measured beside other work: their times mean nothing.
-        if all("seconds" in row for row in seeds.values()) and "fast" in results:
-            seconds = over_seeds(seeds, "seconds")
-            found |= {"seconds": seconds, "over_fast": seconds / over_seeds(results["fast"], "seconds")}
-        yield found
-
-
-def gap_of(perplexity: dict[str, float], dense: dict[str, float]) -> float:
-    """The mean over the texts of log(perplexity / dense perplexity)."""
-    return mean(math.log(perplexity[text] / dense[text]) for text in dense)
-
-
-def real_model(content: Content) -> Iterable[Row]:
-    """The dense model, the efforts, and the published methods."""
-    return measured(content, (name for name in content["results"] if not name.startswith("fast, ")))
-
-
-def real_levers(content: Content) -> Iterable[Row]:
-    """What each lever does to the layers of `fast`."""
-    return measured(content, (name for name in content["results"] if name.startswith("fast")))
-
-
-def frontier(content: Content) -> Iterable[Row]:
-    """By the bytes of the compressed layers."""
-    rows = measured(content, content["results"])
-    return sorted(rows, key=lambda row: (row["bytes"] or 2.0, row["gap"] or 0.0))
-
-
-# What the message says where a model is refused because it is no decoder of text alone.
-ENCODERS = ("is not a decoder", "are not used when it reads text")
-
-
-def families(content: Content) -> Iterable[Row]:
-    """By what becomes of them: how many families, and which."""
-    found: dict[str, list[str]] = {}
-    for name, row in content["results"].items():
-        encodes = any(words in row.get("error", "") for words in ENCODERS)
-        kind = "refused: an encoder, or the decoder of one" if encodes else row["outcome"]
-        found.setdefault(kind, []).append(name)
-    for outcome, names in sorted(found.items(), key=lambda item: -len(item[1])):
-        yield {"outcome": outcome, "count": len(names), "names": ", ".join(names)}
-
-
 def learning_rates(content: Content) -> Iterable[Row]:
     """What is left of the error of blocks by the learning rate of matching, on every model."""
     models = content["models"]
@@ -199,65 +144,7 @@ LEVERS_NOTE = (
     "seeds from 0 on, with the least and the most, on {where}."
 )
 
-REAL_NOTE = (
-    "{model}, calibrated on {samples} × {seqlen} tokens of C4; perplexity in windows of {window} tokens, {max_tokens} "
-    "tokens a text; on {where}."
-)
-
 TABLES: dict[str, tuple[Table, ...]] = {
-    "real_model": (
-        Table(
-            "real_model",
-            f"python benchmarks/real_model.py rows {MODEL}",
-            (
-                ("2:4 + rank 16", "{name}"),
-                ("*", "{perplexity[*]:.2f}"),
-                ("gap", "{gap:.3f}"),
-                ("bytes a weight", "{bytes:.3f}"),
-                ("seconds", "{seconds:.0f}"),
-                ("over fast", "{over_fast:.1f}"),
-            ),
-            real_model,
-            note=REAL_NOTE,
-        ),
-    ),
-    "real_levers": (
-        Table(
-            "real_model",
-            f"python benchmarks/real_model.py rows {MODEL}",
-            (
-                ("2:4 + rank 16", "{name}"),
-                ("*", "{perplexity[*]:.2f}"),
-                ("gap", "{gap:.3f}"),
-                ("over fast", "{over_fast:.1f}"),
-            ),
-            real_levers,
-            note=REAL_NOTE,
-        ),
-    ),
-    "families": (
-        Table(
-            "families",
-            "python benchmarks/families.py",
-            (("outcome", "{outcome}"), ("families", "{count}"), ("", "{names}")),
-            families,
-            note="On {where}.",
-        ),
-    ),
-    "frontier": (
-        Table(
-            "frontier",
-            f"python benchmarks/real_model.py frontier {MODEL}",
-            (
-                ("", "{name}"),
-                ("bytes a weight", "{bytes:.3f}"),
-                ("*", "{perplexity[*]:.2f}"),
-                ("gap", "{gap:.3f}"),
-            ),
-            frontier,
-            note=REAL_NOTE,
-        ),
-    ),
     "demo": (
         Table(
             "demo",

@@ -1,0 +1,194 @@
+"""The tables of a real language model, of families of models, and of a small mixture of experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from harness.record import mean
+
+from tables.engine import Content, Row, Table
+from tables.models import MODEL, named, over_seeds
+
+
+def measured(content: Content, names: Iterable[str]) -> Iterable[Row]:
+    """These rows of a real model, means over their seeds; times over those of `fast`."""
+    results = content["results"]
+    dense = next(iter(results["dense"].values()))["perplexity"]
+    for name in names:
+        seeds = results[name]
+        texts = {text: mean(row["perplexity"][text] for row in seeds.values()) for text in dense}
+        found: Row = {"name": name, "perplexity": named(texts), "seeds": len(seeds)}
+        found |= dict.fromkeys(["gap", "bytes", "seconds", "over_fast"])
+        if name != "dense":
+            gaps = [gap_of(row["perplexity"], dense) for row in seeds.values()]
+            found |= {"gap": mean(gaps), "bytes": over_seeds(seeds, "bytes_a_weight")}
+        # Rivals were measured beside other work: their times mean nothing.
+        if all("seconds" in row for row in seeds.values()) and "fast" in results:
+            seconds = over_seeds(seeds, "seconds")
+            found |= {"seconds": seconds, "over_fast": seconds / over_seeds(results["fast"], "seconds")}
+        yield found
+
+
+def gap_of(perplexity: dict[str, float], dense: dict[str, float]) -> float:
+    """The mean over the texts of log(perplexity / dense perplexity)."""
+    return mean(math.log(perplexity[text] / dense[text]) for text in dense)
+
+
+def real_model(content: Content) -> Iterable[Row]:
+    """The dense model, the efforts, and the published methods."""
+    return measured(content, (name for name in content["results"] if not name.startswith("fast, ")))
+
+
+def real_levers(content: Content) -> Iterable[Row]:
+    """What each lever does to the layers of `fast`."""
+    return measured(content, (name for name in content["results"] if name.startswith("fast")))
+
+
+def frontier(content: Content) -> Iterable[Row]:
+    """By the bytes of the compressed layers."""
+    rows = measured(content, content["results"])
+    return sorted(rows, key=lambda row: (row["bytes"] or 2.0, row["gap"] or 0.0))
+
+
+def zero_shot(content: Content) -> Iterable[Row]:
+    """The accuracy of the rows that were asked, task by task, and on average; and what share of it each loses."""
+    results = {name: next(iter(seeds.values())) for name, seeds in content["results"].items()}
+    asked = {name: row["tasks"] for name, row in results.items() if "tasks" in row}
+    averages = {name: mean(task["value"] for task in tasks.values()) for name, tasks in asked.items()}
+    for name, tasks in asked.items():
+        errors = [task[f"{task['metric']}_stderr"] for task in tasks.values()]
+        yield {
+            "name": name,
+            "tasks": {task: 100 * found["value"] for task, found in tasks.items()},
+            "average": 100 * averages[name],
+            "error": 100 * math.hypot(*errors) / len(errors),
+            "lost": None if name == "dense" else 100 * (averages["dense"] - averages[name]),
+        }
+
+
+def grams(content: Content) -> Iterable[Row]:
+    """The mixture by what its experts see at least; means over seeds."""
+    yield from of_mixture(content, (name for name in content["results"] if "segments" in name))
+
+
+def mixture(content: Content) -> Iterable[Row]:
+    """The mixture by method; means over seeds."""
+    yield from of_mixture(content, (name for name in content["results"] if "segments" not in name))
+
+
+def of_mixture(content: Content, names: Iterable[str]) -> Iterable[Row]:
+    [dense] = content["results"]["dense"].values()
+    for name in names:
+        seeds = content["results"][name]
+        gaps = [gap_of(row["perplexity"], dense["perplexity"]) for row in seeds.values()]
+        yield {
+            "name": name,
+            "perplexity": mean(value for row in seeds.values() for value in row["perplexity"].values()),
+            "gap": mean(gaps) if name != "dense" else None,
+            "least": min(gaps) if name != "dense" else None,
+            "most": max(gaps) if name != "dense" else None,
+        }
+
+
+# What the message says where a model is refused because it is no decoder of text alone.
+ENCODERS = ("is not a decoder", "are not used when it reads text")
+
+
+def families(content: Content) -> Iterable[Row]:
+    """By what becomes of them: how many families, and which."""
+    found: dict[str, list[str]] = {}
+    for name, row in content["results"].items():
+        encodes = any(words in row.get("error", "") for words in ENCODERS)
+        kind = "refused: an encoder, or the decoder of one" if encodes else row["outcome"]
+        found.setdefault(kind, []).append(name)
+    for outcome, names in sorted(found.items(), key=lambda item: -len(item[1])):
+        yield {"outcome": outcome, "count": len(names), "names": ", ".join(names)}
+
+
+REAL_NOTE = (
+    "{model}, calibrated on {samples} × {seqlen} tokens of C4; perplexity in windows of {window} tokens, {max_tokens} "
+    "tokens a text; on {where}."
+)
+
+MIXTURE_NOTE = "Means over three seeds, with the least and the most; segments of {seqlen} tokens, on {where}."
+MIXTURE = (
+    ("", "{name}"),
+    ("perplexity", "{perplexity:.2f}"),
+    ("gap", "{gap:.4f}"),
+    ("least", "{least:.4f}"),
+    ("most", "{most:.4f}"),
+)
+
+TABLES: dict[str, tuple[Table, ...]] = {
+    "real_model": (
+        Table(
+            "real_model",
+            f"python benchmarks/real_model.py rows {MODEL}",
+            (
+                ("2:4 + rank 16", "{name}"),
+                ("*", "{perplexity[*]:.2f}"),
+                ("gap", "{gap:.3f}"),
+                ("bytes a weight", "{bytes:.3f}"),
+                ("seconds", "{seconds:.0f}"),
+                ("over fast", "{over_fast:.1f}"),
+            ),
+            real_model,
+            note=REAL_NOTE,
+        ),
+    ),
+    "real_levers": (
+        Table(
+            "real_model",
+            f"python benchmarks/real_model.py rows {MODEL}",
+            (
+                ("2:4 + rank 16", "{name}"),
+                ("*", "{perplexity[*]:.2f}"),
+                ("gap", "{gap:.3f}"),
+                ("over fast", "{over_fast:.1f}"),
+            ),
+            real_levers,
+            note=REAL_NOTE,
+        ),
+    ),
+    "families": (
+        Table(
+            "families",
+            "python benchmarks/families.py",
+            (("outcome", "{outcome}"), ("families", "{count}"), ("", "{names}")),
+            families,
+            note="On {where}.",
+        ),
+    ),
+    "frontier": (
+        Table(
+            "frontier",
+            f"python benchmarks/real_model.py frontier {MODEL}",
+            (
+                ("", "{name}"),
+                ("bytes a weight", "{bytes:.3f}"),
+                ("*", "{perplexity[*]:.2f}"),
+                ("gap", "{gap:.3f}"),
+            ),
+            frontier,
+            note=REAL_NOTE,
+        ),
+    ),
+    "zero_shot": (
+        Table(
+            "real_model",
+            f"python benchmarks/real_model.py rows {MODEL} --tasks FOLDER",
+            (
+                ("2:4 + rank 16", "{name}"),
+                ("*", "{tasks[*]:.1f}"),
+                ("average", "{average:.1f}"),
+                ("standard error", "{error:.1f}"),
+                ("lost", "{lost:.1f}"),
+            ),
+            zero_shot,
+            note="Per cent of the first 200 questions of each task, zero-shot, by lm-evaluation-harness; on {where}.",
+        ),
+    ),
+    "grams": (Table("mixture", f"python benchmarks/mixture.py {MODEL}", MIXTURE, grams, note=MIXTURE_NOTE),),
+    "mixture": (Table("mixture", f"python benchmarks/mixture.py {MODEL}", MIXTURE, mixture, note=MIXTURE_NOTE),),
+}
