@@ -34,6 +34,8 @@ FAMILIES: dict[str, dict] = {
 OTHERS: dict[str, dict] = {
     "mixtral": ROTARY | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "bamba": ROTARY | {"mamba_n_heads": 8, "mamba_d_state": 4, "mamba_d_head": 8, "attn_layer_indices": [1]},
+    "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 2, "time_step_rank": 4},
+    "falcon_mamba": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 2, "time_step_rank": 4},
     "rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64},
 }
 

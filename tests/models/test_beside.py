@@ -7,11 +7,15 @@ from transformers import AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import ModelError
+from hasslefree.levers.sensitivity import sensitivities
 from hasslefree.models.beside import Column, leaves, rebuilt
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calls import block_calls
+from hasslefree.models.distributed import ALONE
 from hasslefree.models.moments import first_hidden_states, run_block, takes_batches
 from hasslefree.models.streaming import Weights
+from hasslefree.models.walk import Walk
+from hasslefree.recipe.plan import make_plan
 from tests.tiny_models import BESIDE, build, logits, segments, tensors_of
 
 TOKENIZER = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
@@ -73,6 +77,35 @@ def test_streamed_and_resumed_it_is_the_same(tmp_path):
     one, two = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_layer_that_only_chooses_counts_as_the_others_of_its_block(tmp_path):
+    """The indexer of GLM-5 has no gradient: its output is compared, and the positions are numbers."""
+    model, tokens = build("glm_moe_dsa"), segments()
+    resolved = Recipe(rank=2).resolve(with_text=False)
+    blocks = find_blocks(model)
+    plan = make_plan(blocks, resolved)
+    walk = Walk.open(model, blocks, Weights(model, model.device), tokens[:1])
+    found, _ = sensitivities(walk, plan, tokens, ALONE, lambda *seen: None)
+    for layers in found:
+        one = {name: sensitivity for name, (_, sensitivity) in layers.items()}
+        chosen = [name for name in one if ".indexer." in name]
+        rest = [sensitivity for name, sensitivity in one.items() if name not in chosen]
+        assert all(sensitivity > 0 for sensitivity in rest)
+        assert all(one[name] == pytest.approx(sum(rest) / len(rest)) for name in chosen)
+    assert chosen
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])
+def test_weights_that_a_kernel_reads_by_itself_stay_dense(family, tmp_path):
+    """Of Mamba's projection of time steps only the weight is used; a compressed layer has none to be read."""
+    model = build(family)
+    report = hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
+    assert [name for name in report.dense if "dt_proj" in name] == [
+        f"backbone.layers.{index}.mixer.dt_proj" for index in (0, 1)
+    ]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded, segments()), logits(model, segments()))
 
 
 def test_blocks_in_common_stay_dense_and_are_stored_once(tmp_path):
