@@ -130,6 +130,17 @@ def test_s_is_unpacked_once_where_that_is_asked_for(monkeypatch):
     assert len(layer.state_dict()) == 5
 
 
+def test_nothing_is_kept_for_gradients_while_s_is_unpacked_once():
+    """S is unpacked for all calls; what its gradient would need is as large as S."""
+    layer, kept = layer_of("2:4"), []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda tensor: tensor)
+    with keep, unpacked_once(layer):
+        assert not layer.held.requires_grad
+    layer.use("unpacked")
+    assert not layer.held.requires_grad
+    assert not kept
+
+
 @patterns
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

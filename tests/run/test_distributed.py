@@ -19,7 +19,7 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.errors import CalibrationError
-from hasslefree.models.distributed import World
+from hasslefree.models.distributed import World, joined
 from hasslefree.run.compress import check_segments
 from tests.tiny_models import build, segments, tensors_of
 
@@ -34,6 +34,24 @@ def test_every_job_is_dealt_once_and_nobody_has_much_more(costs, size):
     loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(size)]
     assert max(loads) <= sum(costs) / size + max(costs, default=0) + 1e-3
     assert set(owners) <= set(range(size))
+
+
+def test_every_process_is_bound_to_its_own_gpu(monkeypatch):
+    """NCCL would send the objects of all of them through the first one."""
+    calls = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: calls.append(("bound", device)))
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *args, **options: calls.append((args, options)))
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    device = torch.device("cuda:1")
+    with joined(device) as world:
+        assert world == World(1, 2)
+    [(_, bound), (args, options)] = calls
+    assert bound == device
+    assert args == ("nccl",)
+    assert options["device_id"] == device
 
 
 @given(count=st.integers(1, 20), size=st.integers(1, 5))

@@ -110,3 +110,27 @@ def test_a_layer_that_fits_in_no_chunks_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("hasslefree.recipe.resolved.method_of", lambda recipe: Narrow(Joint(rounds=5), 0))
     with pytest.raises(MemoryShortError, match=r"no room for a layer 32×32, not even in 16 .*model\.layers\.0"):
         hasslefree.compress(build("llama"), tmp_path / "out", Recipe(rank=2), segments=segments())
+
+
+@dataclass(frozen=True)
+class Unprepared(Narrow):
+    """A device that has no room to prepare, so many times."""
+
+    times: list[int]
+
+    def prepare(self, gram):
+        if self.times:
+            self.times.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.method.prepare(gram)
+
+
+def test_preparing_is_tried_again_and_then_named(tmp_path, monkeypatch, caplog):
+    method = Unprepared(Joint(rounds=5), 100, [1])
+    monkeypatch.setattr("hasslefree.recipe.resolved.method_of", lambda recipe: method)
+    with caplog.at_level(logging.WARNING):
+        hasslefree.compress(build("llama"), tmp_path / "one", Recipe(rank=2), segments=segments())
+    assert "out of memory with the Gram of 32 inputs: CUDA out of memory" in caplog.text
+    method.times[:] = [1, 1]
+    with pytest.raises(MemoryShortError, match=r"no room to factor the Gram of 32 inputs(.|\n)*model\.layers\.0"):
+        hasslefree.compress(build("llama"), tmp_path / "two", Recipe(rank=2), segments=segments())

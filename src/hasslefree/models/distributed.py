@@ -88,7 +88,11 @@ def joined(device: torch.device) -> Iterator[World]:
     elif alone:
         yield ALONE
     else:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # else every process sends its objects through the first GPU
+            dist.init_process_group("nccl", timeout=PATIENCE, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=PATIENCE)
         try:
             yield World(dist.get_rank(), dist.get_world_size())
         finally:

@@ -172,10 +172,11 @@ class SparseLowRankLinear(nn.Module):
         if backend is not None:
             choose(self._case(tokens=1, grad=False), backend)
         held = None
-        if backend == "unpacked":
-            held = self.unpacked().detach()
-        elif backend == "semi-structured":
-            held = cuda.semi_structured(self.unpacked())
+        with torch.no_grad():
+            if backend == "unpacked":
+                held = self.unpacked()
+            elif backend == "semi-structured":
+                held = cuda.semi_structured(self.unpacked())
         self.backend, self.held = backend, held
 
     def _case(self, tokens: int, grad: bool) -> Case:
@@ -222,8 +223,9 @@ def unpacked_once(root: nn.Module) -> Iterator[None]:
     layers = compressed_layers(root).values()
     before = [layer.held for layer in layers]
     try:
-        for layer in layers:
-            layer.held = layer.unpacked().detach()
+        with torch.no_grad():
+            for layer in layers:
+                layer.held = layer.unpacked()
         yield
     finally:
         for layer, held in zip(layers, before, strict=True):

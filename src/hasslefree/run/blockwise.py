@@ -371,7 +371,7 @@ def compress_group(
         correction = known.drift
         if correction is not None:
             correction.copy_(drift_correction(gram, correction, resolved.dense_target, target_damping(gram)))
-        prepared = method.prepare(gram)
+        prepared = prepare_with_room(method, gram)
         shared = (time.perf_counter() - start) / len(plans)
         for name, plan in plans.items():
             start = time.perf_counter()
@@ -399,6 +399,24 @@ def shrunk(task: Task, name: str) -> Iterator[str]:
     if others:
         share = others / (own + others)
         yield f"{own} tokens were routed to this expert; its Gram is of {others} others too ({share:.0%})"
+
+
+def prepare_with_room(method: Method, gram: Gram) -> Any:
+    """`method.prepare`; where the device has no room for it, once more without what torch keeps for later.
+
+    Raises:
+        MemoryShortError: that does not help.
+    """
+    for _ in range(2):
+        try:
+            return method.prepare(gram)
+        except torch.OutOfMemoryError as error:
+            logger.warning("out of memory with the Gram of %d inputs: %s", len(gram.matrix), error)
+        torch.cuda.empty_cache()
+    raise MemoryShortError(
+        f"{gram.matrix.device} has no room to factor the Gram of {len(gram.matrix)} inputs; use "
+        f"{option('activations', 'cpu')}, another method, a larger device, or {option('device', 'cpu')}"
+    )
 
 
 def solve_with_room(
