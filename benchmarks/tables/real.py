@@ -19,14 +19,17 @@ def measured(content: Content, names: Iterable[str]) -> Iterable[Row]:
         seeds = results[name]
         texts = {text: mean(row["perplexity"][text] for row in seeds.values()) for text in dense}
         found: Row = {"name": name, "perplexity": named(texts), "seeds": len(seeds)}
-        found |= dict.fromkeys(["gap", "bytes", "seconds", "over_fast"])
+        found |= dict.fromkeys(["gap", "bytes", "seconds", "over_fast"]) | {"spread": ""}
         if name != "dense":
             gaps = [gap_of(row["perplexity"], dense) for row in seeds.values()]
             found |= {"gap": mean(gaps), "bytes": over_seeds(seeds, "bytes_a_weight")}
-        # Rivals were measured beside other work: their times mean nothing.
-        if all("seconds" in row for row in seeds.values()) and "fast" in results:
-            seconds = over_seeds(seeds, "seconds")
-            found |= {"seconds": seconds, "over_fast": seconds / over_seeds(results["fast"], "seconds")}
+            found["spread"] = f" ({min(gaps):.3f} to {max(gaps):.3f})" if len(gaps) > 1 else ""
+        # Some were measured beside other work: their times mean nothing.
+        timed, fast = (
+            [row["seconds"] for row in each.values() if "seconds" in row] for each in (seeds, results.get("fast", {}))
+        )
+        if timed and fast:
+            found |= {"seconds": mean(timed), "over_fast": mean(timed) / mean(fast)}
         yield found
 
 
@@ -128,7 +131,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             (
                 ("2:4 + rank 16", "{name}"),
                 ("*", "{perplexity[*]:.2f}"),
-                ("gap", "{gap:.3f}"),
+                ("gap", "{gap:.3f}{spread}"),
                 ("bytes a weight", "{bytes:.3f}"),
                 ("seconds", "{seconds:.0f}"),
                 ("over fast", "{over_fast:.1f}"),

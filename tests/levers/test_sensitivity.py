@@ -21,7 +21,7 @@ from hasslefree.models.moments import probes
 from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import Weights
 from hasslefree.recipe.plan import make_plan
-from hasslefree.run.blockwise import look_over
+from hasslefree.run.look import look_over
 from tests.tiny_models import build, logits, segments
 
 RECIPE = Recipe(rank=2, allocate="error").resolve(with_text=False)

@@ -18,7 +18,8 @@ from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import find_blocks
 from hasslefree.recipe.plan import make_plan
 from hasslefree.recipe.resolved import filled
-from hasslefree.run.estimate import LIBRARIES, estimate, estimate_model, matching_passes, to_dict
+from hasslefree.run.estimate import LIBRARIES, estimate, estimate_model, to_dict
+from hasslefree.run.flops import matching_passes
 from hasslefree.run.machine import free_memory
 from hasslefree.run.memory import check_memory
 from hasslefree.run.tables import as_text, estimate_table

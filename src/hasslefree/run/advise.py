@@ -22,9 +22,9 @@ from hasslefree.models.moments import probes
 from hasslefree.models.streaming import Weights
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.run.blockwise import look_over
 from hasslefree.run.compress import check_segments, draw, open_model
 from hasslefree.run.estimate import Footprint, estimate
+from hasslefree.run.look import look_over
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.memory import check_memory
 

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import logging
-import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from hasslefree.core.gram import Gram
-from hasslefree.core.protocols import Decomposition, Method
-from hasslefree.errors import HasslefreeError, MemoryShortError, ModelError, NonFiniteError, option
-from hasslefree.folder.entries import crc32, entry_of, read_entries
+from hasslefree.folder.entries import entry_of, read_entries
 from hasslefree.folder.journal import Unfinished
 from hasslefree.folder.plugin import empty_layer
 from hasslefree.folder.record import LayerRecord
 from hasslefree.levers.matching import Matching, match_block, relative_distance, sink_share
-from hasslefree.levers.targets import corrected, drift_correction, target_damping
 from hasslefree.models.activations import Activations
-from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import hooks
 from hasslefree.models.distributed import World
-from hasslefree.models.experts import borrowed, experts_of, tokens_seen
+from hasslefree.models.experts import borrowed, experts_of
 from hasslefree.models.moments import (
-    Moments,
     Stream,
     Sums,
     checked,
@@ -43,95 +32,15 @@ from hasslefree.models.moments import (
     traffic,
 )
 from hasslefree.models.precision import as_multiplied, computing, solving
-from hasslefree.models.sites import Site, find_sites
-from hasslefree.models.streaming import Weights, outside, trim
+from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
-from hasslefree.packed.linear import SparseLowRankLinear
-from hasslefree.recipe.plan import LayerPlan, Plan
+from hasslefree.recipe.plan import Plan
 from hasslefree.recipe.resolved import Resolved
+from hasslefree.run.layers import Done, Note, Task, compress_groups, copied_but_for
+from hasslefree.run.look import block_tensors, outside_tensors
 from hasslefree.run.machine import in_one_pass, room_for_sums
-from hasslefree.solve.decompose import solve_layer
-from hasslefree.solve.row_chunks import InRowChunks
 
 logger = logging.getLogger(__name__)
-
-# A layer that the device has no room for is cut into this many chunks of rows.
-CHUNKS = (2, 4, 8, 16)
-
-# Called with the report of each layer.
-Note = Callable[[LayerRecord], None]
-# A layer that was compressed, and its report.
-Done = tuple[SparseLowRankLinear, LayerRecord]
-
-
-def look_over(
-    model: PreTrainedModel, blocks: Blocks, weights: Weights, plan: Plan, segment: Tensor, walk_options: dict[str, Any]
-) -> tuple[Walk, dict[str, str]]:
-    """One segment (1, tokens) through the whole model, before hours of work are spent.
-
-    Args:
-        walk_options: `storage` and `folder` of `Walk`.
-
-    Returns:
-        How to walk through the model; and a checksum of each part of the model by its name.
-
-    Raises:
-        ModelError: it cannot be run block by block, or a planned layer is not reached.
-        NonFiniteError: NaN or Inf in a weight.
-    """
-    with weights.present(outside(model, blocks)):
-        digests = {"outside": checksum(outside_tensors(model, blocks))}
-    reached: set[str] = set()
-    handles = []
-    for index, (block, plans) in enumerate(zip(blocks.modules, plan, strict=True)):
-        sites = find_sites(block)
-        handles += [sites[name].on_input(noting(reached, f"{blocks.prefix(index)}.{name}")) for name in plans]
-
-    def look(index: int) -> None:
-        tensors = block_tensors(blocks.modules[index], blocks.prefix(index))
-        digests[blocks.prefix(index)] = checksum(tensors)
-        for name, tensor in tensors.items():
-            if not torch.isfinite(tensor).all():
-                raise NonFiniteError(f"the weight {name} holds NaN or Inf; repair the checkpoint")
-
-    with hooks(handles), borrowed(model):
-        walk = Walk.open(model, blocks, weights, segment, look=look, **walk_options)
-    planned = [f"{blocks.prefix(index)}.{name}" for index, plans in enumerate(plan) for name in plans]
-    if silent := [name for name in planned if name not in reached]:
-        raise ModelError(
-            f"{len(silent)} layers of {type(model).__name__} are not used when it reads text, {silent[0]} the first; "
-            "hasslefree compresses decoder-only language models. If this is one, keep these layers as they are with "
-            f"{option('leave_dense')}"
-        )
-    return walk, digests
-
-
-def noting(reached: set[str], name: str) -> Callable[[Tensor], None]:
-    return lambda x: reached.add(name)
-
-
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """CRC-32 of the bytes of tensors, one after the other."""
-    found = 0
-    for tensor in tensors.values():
-        found = crc32(tensor, found)
-    return f"{found:08x}"
-
-
-def block_tensors(block: nn.Module, prefix: str, tied: Container[str] = ()) -> dict[str, Tensor]:
-    """The parameters and stored buffers of a block by their names in the model.
-
-    tied: names of parameters that are another one's, which holds them.
-    """
-    named = ((f"{prefix}.{name}", tensor) for name, tensor in block.state_dict().items())
-    return {name: tensor for name, tensor in named if name not in tied}
-
-
-def outside_tensors(model: PreTrainedModel, blocks: Blocks) -> dict[str, Tensor]:
-    """The parameters and stored buffers outside the blocks; of tied ones, the one that a checkpoint holds."""
-    tied = model.all_tied_weights_keys
-    inside = f"{blocks.name}."
-    return {n: t for n, t in model.state_dict().items() if not n.startswith(inside) and n not in tied}
 
 
 def compress_blocks(
@@ -194,23 +103,6 @@ def put_back(visit: Visit, work: Unfinished, note: Note, tied: Container[str]) -
     visit.block.load_state_dict(own | tensors)
     for layer in part.layers:
         note(LayerRecord.from_dict(layer))
-
-
-@dataclass(frozen=True)
-class Task:
-    """A block to compress.
-
-    Args:
-        plans: of its layers. note: called with the report of each.
-        channels: the importance of the channels of its output, (width,); None for all alike.
-    """
-
-    visit: Visit
-    plans: Mapping[str, LayerPlan]
-    resolved: Resolved
-    world: World
-    note: Note
-    channels: Tensor | None = None
 
 
 def compress_block(
@@ -329,128 +221,3 @@ def compress_in_one_pass(
     calls = (sites[group[0]].on_call(partial(arrived, group)) for group in groups)
     with torch.no_grad(), computing(block), ExitStack() as ready, hooks(calls):
         return done, call.run(block, hidden[:])
-
-
-def copied_but_for(sites: Mapping[str, Site], block: nn.Module) -> nn.Module:
-    """A copy of a block that shares the modules of some sites: they are replaced in the block, and stay in the copy."""
-    shared: dict[int, Any] = {id(site.module): site.module for site in sites.values()}
-    return copy.deepcopy(block, shared)
-
-
-def compress_groups(task: Task, groups: list[list[str]], moments: Sequence[Moments]) -> list[Done]:
-    """Decompose and replace the layers of groups with these moments of their inputs; each process does its share."""
-    plans, world = task.plans, task.world
-    names = [name for group in groups for name in group]
-    # What every method does most of is products out × in × in.
-    shapes = [plans[name].spec.shape for name in names]
-    owners = world.assign([out * width**2 for out, width in shapes])
-    mine = {name for name, owner in zip(names, owners, strict=True) if owner == world.rank}
-    found: dict[str, Done] = {}
-    for group, known in zip(groups, moments, strict=True):
-        share = {name: plans[name] for name in group if name in mine}
-        remarks = tuple(shrunk(task, group[0]))
-        found |= compress_group(task, share, known, remarks) if share else {}
-    done = [install_layer(task, name, owner, found.get(name)) for name, owner in zip(names, owners, strict=True)]
-    trim()
-    return done
-
-
-def compress_group(
-    task: Task, plans: Mapping[str, LayerPlan], known: Moments, remarks: tuple[str, ...]
-) -> dict[str, Done]:
-    """Decompose layers that share one input, with what depends on its moments computed once.
-
-    Args:
-        plans: of these layers. remarks: on their input.
-    """
-    visit, resolved = task.visit, task.resolved
-    start, done = time.perf_counter(), {}
-    gram, sites, method = known.gram, visit.sites(list(plans)), resolved.method
-    try:
-        # In the place of the drift, and before the solver makes what it holds: neither is needed beside the other.
-        correction = known.drift
-        if correction is not None:
-            correction.copy_(drift_correction(gram, correction, resolved.dense_target, target_damping(gram)))
-        prepared = prepare_with_room(method, gram)
-        shared = (time.perf_counter() - start) / len(plans)
-        for name, plan in plans.items():
-            start = time.perf_counter()
-            weight = sites[name].weight().to(plan.dtype)  # it may be `computing`
-            target = None if correction is None else corrected(weight, correction)
-            result = solve_with_room(weight, gram, method, prepared, plan, resolved.recipe.seed, target)
-            layer = SparseLowRankLinear.from_decomposition(result, sites[name].bias, plan.spec.pattern)
-            seconds = time.perf_counter() - start + shared
-            report = LayerRecord.of(f"{visit.prefix}.{name}", layer.spec, result, seconds, layer.stored_bytes)
-            report = dataclasses.replace(report, remarks=(*report.remarks, *remarks))
-            done[name] = layer, report
-            task.note(report)
-    except HasslefreeError as error:
-        raise error.within(f"{visit.prefix}: {', '.join(plans)}") from None
-    return done
-
-
-def shrunk(task: Task, name: str) -> Iterator[str]:
-    """What is to be said of the tokens, of all processes, that the Gram of a layer of an expert was made of."""
-    seen = tokens_seen(task.visit.block, name)
-    if seen is None:
-        return
-    device = task.visit.sites([name])[name].parameter.device
-    own, others = (round(task.world.total(count, device)) for count in seen)
-    if others:
-        share = others / (own + others)
-        yield f"{own} tokens were routed to this expert; its Gram is of {others} others too ({share:.0%})"
-
-
-def prepare_with_room(method: Method, gram: Gram) -> Any:
-    """`method.prepare`; where the device has no room for it, once more without what torch keeps for later.
-
-    Raises:
-        MemoryShortError: that does not help.
-    """
-    for _ in range(2):
-        try:
-            return method.prepare(gram)
-        except torch.OutOfMemoryError as error:
-            logger.warning("out of memory with the Gram of %d inputs: %s", len(gram.matrix), error)
-        torch.cuda.empty_cache()
-    raise MemoryShortError(
-        f"{gram.matrix.device} has no room to factor the Gram of {len(gram.matrix)} inputs; use "
-        f"{option('activations', 'cpu')}, another method, a larger device, or {option('device', 'cpu')}"
-    )
-
-
-def solve_with_room(
-    weight: Tensor, gram: Gram, method: Method, prepared: Any, plan: LayerPlan, seed: int, target: Tensor | None
-) -> Decomposition:
-    """`solve_layer`; where the device has no room for it, again in 2, 4, 8, … chunks of rows. The result remarks it.
-
-    Raises:
-        MemoryShortError: no number of chunks helps.
-    """
-    spec = plan.spec
-    for chunks in (1, *CHUNKS):
-        way = method if chunks == 1 else InRowChunks(method, chunks, gram)
-        try:
-            return solve_layer(weight, gram, way, prepared, plan.pattern, spec.rank, seed, target, spec.factor_bits)
-        except torch.OutOfMemoryError as error:
-            logger.warning("out of memory with %d chunk(s) of rows of a layer %s: %s", chunks, spec.shape, error)
-        torch.cuda.empty_cache()
-    raise MemoryShortError(
-        f"{weight.device} has no room for a layer {spec.shape[0]}×{spec.shape[1]}, not even in {CHUNKS[-1]} chunks of "
-        f"rows; use another method, a larger device, or {option('device', 'cpu')}"
-    )
-
-
-def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
-    """Put a compressed layer in its place, in all processes. done: what its owner has."""
-    site, world = find_sites(task.visit.block)[name], task.world
-    entry, report = world.broadcast((entry_of(done[0]), done[1]) if done else None, owner)
-    if done is None:
-        layer = empty_layer(site, report.name, read_entries({report.name: entry})[report.name])
-        task.note(report)
-    else:
-        layer = done[0]
-    for tensor in layer.state_dict().values():
-        world.broadcast_(tensor, owner)
-    site.replace(layer)
-    return layer, report

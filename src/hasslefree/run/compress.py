@@ -44,8 +44,9 @@ from hasslefree.recipe.plan import Plan, bytes_on_disk, digest, make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.report.figures import heat_map, save
-from hasslefree.run.blockwise import compress_blocks, look_over
+from hasslefree.run.blockwise import compress_blocks
 from hasslefree.run.estimate import estimate
+from hasslefree.run.look import look_over
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.memory import check_memory
 from hasslefree.run.predictions import dense_reference, match_whole

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +12,18 @@ import torch
 from torch import nn
 
 from hasslefree.core.cost import FLOAT, workspace
-from hasslefree.levers.masters import SAMPLES
-from hasslefree.levers.matching import Matching
-from hasslefree.levers.predictions import JUDGED, Predictions, segments_for
+from hasslefree.levers.predictions import Predictions, segments_for
 from hasslefree.levers.rotation import rotation_bytes, rotation_flops
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
-from hasslefree.models.experts import experts_of, share_of_tokens, split_experts
+from hasslefree.models.experts import experts_of, split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.models.moments import BATCH, pass_bytes, probes, sums_bytes, traffic
 from hasslefree.models.precision import product_dtype
 from hasslefree.recipe.plan import LayerPlan, Plan, bytes_on_disk, make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
+from hasslefree.run.flops import flops_of, numbers_of, predicting
 from hasslefree.run.machine import in_one_pass, room_for_sums
 from hasslefree.solve.methods.joint import LOOK
 
@@ -143,7 +141,7 @@ def estimate(
     # At most: a short text has fewer.
     matched = -(-segments_for(resolved.match_predictions, seqlen) // processes)
     # A forward and a backward pass of the blocks and the output head.
-    probing = 3 * 2 * probed * seqlen * (_numbers(blocks) + width * vocabulary)
+    probing = 3 * 2 * probed * seqlen * (numbers_of(blocks) + width * vocabulary)
     numbers = max(traffic_of(blocks, plan, samples * seqlen))
     passing = FORWARD * max(seqlen, BATCH) * widest * FLOAT
     at_once = resolved.recipe.sequential == "layer" and in_one_pass(numbers, device)
@@ -176,10 +174,10 @@ def estimate(
         device=device.type,
         storage=storage,
         disk=bytes_on_disk(model, plan),
-        flops=_flops(blocks, plan, resolved, tokens, processes, at_once)
+        flops=flops_of(blocks, plan, resolved, tokens, processes, at_once)
         + probing
         + (rotation_flops(plan, width) if resolved.recipe.rotate else 0)
-        + _predicting(matched, seqlen, processes, _numbers(blocks), width * vocabulary),
+        + predicting(matched, seqlen, processes, numbers_of(blocks), width * vocabulary),
         levers=tuple(levers_of(resolved)),
         by_itself=(*by_kind(select_sites(blocks, resolved.recipe.leave_dense).dense), *towers(model, blocks)),
         unstated=method.cost(*layers[0].spec.shape, layers[0].spec.rank).unstated,
@@ -286,43 +284,6 @@ def kinds(plan: Plan) -> Iterator[tuple[str, LayerPlan, int]]:
     yield from ((name, layer, count) for (name, layer), count in found.items())
 
 
-def matching_passes(settings: Matching, segments: int) -> float:
-    """Forward passes over the calibration text that matching takes at most, but for retreats; a backward one is two."""
-    measured = min(SAMPLES, segments - math.ceil(settings.held_out * segments)) / segments
-    return measured + settings.held_out + settings.epochs * (3 * (1 - settings.held_out) + settings.held_out)
-
-
-def _flops(
-    blocks: Blocks, plan: Plan, resolved: Resolved, text: tuple[int, int], processes: int, at_once: bool
-) -> float:
-    """Of solvers, Grams, forward passes, and matching.
-
-    A forward pass is two FLOPs a parameter and token. Where the segments of a block do not run at once, one is taken
-    for each group of layers with the same input, and one at the end of a block; groups are not known from shapes, and
-    one for each two layers is near.
-
-    Args:
-        text: segments, and tokens in each. at_once: whether the segments of a block run at once.
-    """
-    segments, tokens = text[0], -(-text[0] // processes) * text[1]
-    layers = [layer.spec for plans in plan for layer in plans.values()]
-    solvers = sum(resolved.method.cost(*layer.shape, layer.rank).flops for layer in layers) / processes
-    grams = sum(
-        2 * tokens * share_of_tokens(block, name, tokens) * layer.spec.shape[1] ** 2
-        for block, plans in zip(blocks.modules, plan, strict=True)
-        for name, layer in plans.items()
-    )
-    alone = 2.0 if resolved.recipe.sequential == "block" else 1 + len(plan[0]) / 2
-    passes = (1.0 if at_once else alone) * (1 + resolved.two_streams)
-    if resolved.allocate == "error":
-        solvers += sum(LOOK.cost(*layer.shape, 0).flops for layer in layers) / processes
-    if resolved.match_blocks:
-        # The segments of a step are whose they are: about the square root of the processes work at the same time.
-        settings = Matching.of(resolved.match_epochs)
-        passes += matching_passes(settings, segments) * processes / min(math.sqrt(processes), settings.batch)
-    return solvers + grams + passes * 2 * tokens * _numbers(blocks)
-
-
 def traffic_of(blocks: Blocks, plan: Plan, tokens: int) -> list[float]:
     """The `traffic` of the planned layers of each block."""
     shapes = ({name: layer.spec.shape for name, layer in plans.items()} for plans in plan)
@@ -344,29 +305,6 @@ def _together(blocks: Blocks, plan: Plan, tokens: int, width: int, device: torch
         return whole + entering + pass_bytes(max(numbers))
     copies = sum(FLOAT * layer.spec.dense_parameters + 2 * FLOAT * layer.spec.parameters for layer in layers)
     return whole + entering + pass_bytes(sum(numbers)) + copies
-
-
-def _predicting(segments: int, seqlen: int, processes: int, inside: int, head: int) -> float:
-    """The FLOPs of matching predictions, while the other processes wait where a step has too few segments for all.
-
-    The dense model once, the compressed one forwards, and once more for its backward pass, which is two; of the head
-    both models' predictions, and one backward pass to the hidden states.
-
-    Args:
-        segments: of one process, the judging ones included. inside, head: parameters of the blocks, and of the head.
-    """
-    waiting = max(processes * seqlen / Predictions().tokens(seqlen), 1)
-    judging = Predictions().looks / (JUDGED + 1)
-    return waiting * 2 * segments * seqlen * ((5 + judging) * inside + (3 + 2 * judging) * head)
-
-
-def _numbers(blocks: Blocks) -> int:
-    """The parameters of all blocks; of experts, those that a token meets."""
-    found = 0.0
-    for block in blocks.modules:
-        for name, parameter in block.named_parameters():
-            found += share_of_tokens(block, name.rpartition(".")[0], 2**62) * parameter.numel()
-    return round(found)
 
 
 def to_dict(found: Footprint) -> dict[str, Any]:

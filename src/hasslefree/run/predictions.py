@@ -25,7 +25,8 @@ from hasslefree.models.texts import calibration_documents, disjoint_segments
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.run.blockwise import block_tensors, part_file
+from hasslefree.run.blockwise import part_file
+from hasslefree.run.look import block_tensors
 from hasslefree.run.machine import in_one_pass
 
 

@@ -1,0 +1,185 @@
+"""The layers of a block whose inputs are known: decomposed, each process its share, and put in their place."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasslefree.core.gram import Gram
+from hasslefree.core.protocols import Decomposition, Method
+from hasslefree.errors import HasslefreeError, MemoryShortError, option
+from hasslefree.folder.entries import entry_of, read_entries
+from hasslefree.folder.plugin import empty_layer
+from hasslefree.folder.record import LayerRecord
+from hasslefree.levers.targets import corrected, drift_correction, target_damping
+from hasslefree.models.distributed import World
+from hasslefree.models.experts import tokens_seen
+from hasslefree.models.moments import Moments
+from hasslefree.models.sites import Site, find_sites
+from hasslefree.models.streaming import trim
+from hasslefree.models.walk import Visit
+from hasslefree.packed.linear import SparseLowRankLinear
+from hasslefree.recipe.plan import LayerPlan
+from hasslefree.recipe.resolved import Resolved
+from hasslefree.solve.decompose import solve_layer
+from hasslefree.solve.row_chunks import InRowChunks
+
+logger = logging.getLogger(__name__)
+
+# A layer that the device has no room for is cut into this many chunks of rows.
+CHUNKS = (2, 4, 8, 16)
+
+# Called with the report of each layer.
+Note = Callable[[LayerRecord], None]
+# A layer that was compressed, and its report.
+Done = tuple[SparseLowRankLinear, LayerRecord]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A block to compress.
+
+    Args:
+        plans: of its layers. note: called with the report of each.
+        channels: the importance of the channels of its output, (width,); None for all alike.
+    """
+
+    visit: Visit
+    plans: Mapping[str, LayerPlan]
+    resolved: Resolved
+    world: World
+    note: Note
+    channels: Tensor | None = None
+
+
+def copied_but_for(sites: Mapping[str, Site], block: nn.Module) -> nn.Module:
+    """A copy of a block that shares the modules of some sites: they are replaced in the block, and stay in the copy."""
+    shared: dict[int, Any] = {id(site.module): site.module for site in sites.values()}
+    return copy.deepcopy(block, shared)
+
+
+def compress_groups(task: Task, groups: list[list[str]], moments: Sequence[Moments]) -> list[Done]:
+    """Decompose and replace the layers of groups with these moments of their inputs; each process does its share."""
+    plans, world = task.plans, task.world
+    names = [name for group in groups for name in group]
+    # What every method does most of is products out × in × in.
+    shapes = [plans[name].spec.shape for name in names]
+    owners = world.assign([out * width**2 for out, width in shapes])
+    mine = {name for name, owner in zip(names, owners, strict=True) if owner == world.rank}
+    found: dict[str, Done] = {}
+    for group, known in zip(groups, moments, strict=True):
+        share = {name: plans[name] for name in group if name in mine}
+        remarks = tuple(shrunk(task, group[0]))
+        found |= compress_group(task, share, known, remarks) if share else {}
+    done = [install_layer(task, name, owner, found.get(name)) for name, owner in zip(names, owners, strict=True)]
+    trim()
+    return done
+
+
+def compress_group(
+    task: Task, plans: Mapping[str, LayerPlan], known: Moments, remarks: tuple[str, ...]
+) -> dict[str, Done]:
+    """Decompose layers that share one input, with what depends on its moments computed once.
+
+    Args:
+        plans: of these layers. remarks: on their input.
+    """
+    visit, resolved = task.visit, task.resolved
+    start, done = time.perf_counter(), {}
+    gram, sites, method = known.gram, visit.sites(list(plans)), resolved.method
+    try:
+        # In the place of the drift, and before the solver makes what it holds: neither is needed beside the other.
+        correction = known.drift
+        if correction is not None:
+            correction.copy_(drift_correction(gram, correction, resolved.dense_target, target_damping(gram)))
+        prepared = prepare_with_room(method, gram)
+        shared = (time.perf_counter() - start) / len(plans)
+        for name, plan in plans.items():
+            start = time.perf_counter()
+            weight = sites[name].weight().to(plan.dtype)  # it may be `computing`
+            target = None if correction is None else corrected(weight, correction)
+            result = solve_with_room(weight, gram, method, prepared, plan, resolved.recipe.seed, target)
+            layer = SparseLowRankLinear.from_decomposition(result, sites[name].bias, plan.spec.pattern)
+            seconds = time.perf_counter() - start + shared
+            report = LayerRecord.of(f"{visit.prefix}.{name}", layer.spec, result, seconds, layer.stored_bytes)
+            report = dataclasses.replace(report, remarks=(*report.remarks, *remarks))
+            done[name] = layer, report
+            task.note(report)
+    except HasslefreeError as error:
+        raise error.within(f"{visit.prefix}: {', '.join(plans)}") from None
+    return done
+
+
+def shrunk(task: Task, name: str) -> Iterator[str]:
+    """What is to be said of the tokens, of all processes, that the Gram of a layer of an expert was made of."""
+    seen = tokens_seen(task.visit.block, name)
+    if seen is None:
+        return
+    device = task.visit.sites([name])[name].parameter.device
+    own, others = (round(task.world.total(count, device)) for count in seen)
+    if others:
+        share = others / (own + others)
+        yield f"{own} tokens were routed to this expert; its Gram is of {others} others too ({share:.0%})"
+
+
+def prepare_with_room(method: Method, gram: Gram) -> Any:
+    """`method.prepare`; where the device has no room for it, once more without what torch keeps for later.
+
+    Raises:
+        MemoryShortError: that does not help.
+    """
+    for _ in range(2):
+        try:
+            return method.prepare(gram)
+        except torch.OutOfMemoryError as error:
+            logger.warning("out of memory with the Gram of %d inputs: %s", len(gram.matrix), error)
+        torch.cuda.empty_cache()
+    raise MemoryShortError(
+        f"{gram.matrix.device} has no room to factor the Gram of {len(gram.matrix)} inputs; use "
+        f"{option('activations', 'cpu')}, another method, a larger device, or {option('device', 'cpu')}"
+    )
+
+
+def solve_with_room(
+    weight: Tensor, gram: Gram, method: Method, prepared: Any, plan: LayerPlan, seed: int, target: Tensor | None
+) -> Decomposition:
+    """`solve_layer`; where the device has no room for it, again in 2, 4, 8, … chunks of rows. The result remarks it.
+
+    Raises:
+        MemoryShortError: no number of chunks helps.
+    """
+    spec = plan.spec
+    for chunks in (1, *CHUNKS):
+        way = method if chunks == 1 else InRowChunks(method, chunks, gram)
+        try:
+            return solve_layer(weight, gram, way, prepared, plan.pattern, spec.rank, seed, target, spec.factor_bits)
+        except torch.OutOfMemoryError as error:
+            logger.warning("out of memory with %d chunk(s) of rows of a layer %s: %s", chunks, spec.shape, error)
+        torch.cuda.empty_cache()
+    raise MemoryShortError(
+        f"{weight.device} has no room for a layer {spec.shape[0]}×{spec.shape[1]}, not even in {CHUNKS[-1]} chunks of "
+        f"rows; use another method, a larger device, or {option('device', 'cpu')}"
+    )
+
+
+def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
+    """Put a compressed layer in its place, in all processes. done: what its owner has."""
+    site, world = find_sites(task.visit.block)[name], task.world
+    entry, report = world.broadcast((entry_of(done[0]), done[1]) if done else None, owner)
+    if done is None:
+        layer = empty_layer(site, report.name, read_entries({report.name: entry})[report.name])
+        task.note(report)
+    else:
+        layer = done[0]
+    for tensor in layer.state_dict().values():
+        world.broadcast_(tensor, owner)
+    site.replace(layer)
+    return layer, report

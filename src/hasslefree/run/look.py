@@ -1,0 +1,90 @@
+"""A look over a model before hours of work are spent on it: it runs block by block, and its weights are numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hasslefree.errors import ModelError, NonFiniteError, option
+from hasslefree.folder.entries import crc32
+from hasslefree.models.blocks import Blocks
+from hasslefree.models.calls import hooks
+from hasslefree.models.experts import borrowed
+from hasslefree.models.sites import find_sites
+from hasslefree.models.streaming import Weights, outside
+from hasslefree.models.walk import Walk
+from hasslefree.recipe.plan import Plan
+
+
+def look_over(
+    model: PreTrainedModel, blocks: Blocks, weights: Weights, plan: Plan, segment: Tensor, walk_options: dict[str, Any]
+) -> tuple[Walk, dict[str, str]]:
+    """One segment (1, tokens) through the whole model, before hours of work are spent.
+
+    Args:
+        walk_options: `storage` and `folder` of `Walk`.
+
+    Returns:
+        How to walk through the model; and a checksum of each part of the model by its name.
+
+    Raises:
+        ModelError: it cannot be run block by block, or a planned layer is not reached.
+        NonFiniteError: NaN or Inf in a weight.
+    """
+    with weights.present(outside(model, blocks)):
+        digests = {"outside": checksum(outside_tensors(model, blocks))}
+    reached: set[str] = set()
+    handles = []
+    for index, (block, plans) in enumerate(zip(blocks.modules, plan, strict=True)):
+        sites = find_sites(block)
+        handles += [sites[name].on_input(noting(reached, f"{blocks.prefix(index)}.{name}")) for name in plans]
+
+    def look(index: int) -> None:
+        tensors = block_tensors(blocks.modules[index], blocks.prefix(index))
+        digests[blocks.prefix(index)] = checksum(tensors)
+        for name, tensor in tensors.items():
+            if not torch.isfinite(tensor).all():
+                raise NonFiniteError(f"the weight {name} holds NaN or Inf; repair the checkpoint")
+
+    with hooks(handles), borrowed(model):
+        walk = Walk.open(model, blocks, weights, segment, look=look, **walk_options)
+    planned = [f"{blocks.prefix(index)}.{name}" for index, plans in enumerate(plan) for name in plans]
+    if silent := [name for name in planned if name not in reached]:
+        raise ModelError(
+            f"{len(silent)} layers of {type(model).__name__} are not used when it reads text, {silent[0]} the first; "
+            "hasslefree compresses decoder-only language models. If this is one, keep these layers as they are with "
+            f"{option('leave_dense')}"
+        )
+    return walk, digests
+
+
+def noting(reached: set[str], name: str) -> Callable[[Tensor], None]:
+    return lambda x: reached.add(name)
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """CRC-32 of the bytes of tensors, one after the other."""
+    found = 0
+    for tensor in tensors.values():
+        found = crc32(tensor, found)
+    return f"{found:08x}"
+
+
+def block_tensors(block: nn.Module, prefix: str, tied: Container[str] = ()) -> dict[str, Tensor]:
+    """The parameters and stored buffers of a block by their names in the model.
+
+    tied: names of parameters that are another one's, which holds them.
+    """
+    named = ((f"{prefix}.{name}", tensor) for name, tensor in block.state_dict().items())
+    return {name: tensor for name, tensor in named if name not in tied}
+
+
+def outside_tensors(model: PreTrainedModel, blocks: Blocks) -> dict[str, Tensor]:
+    """The parameters and stored buffers outside the blocks; of tied ones, the one that a checkpoint holds."""
+    tied = model.all_tied_weights_keys
+    inside = f"{blocks.name}."
+    return {n: t for n, t in model.state_dict().items() if not n.startswith(inside) and n not in tied}
