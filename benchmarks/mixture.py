@@ -51,16 +51,17 @@ def row(measurement: Measurement, fields: dict[str, Any] | None, wanted: float) 
     return {name: found[name] for name in kept}
 
 
-def jobs(measurement: Measurement, seeds: list[int]) -> dict[tuple[str, ...], tuple[Any, ...]]:
+def jobs(measurement: Measurement, seeds: list[int], parts: list[str]) -> dict[tuple[str, ...], tuple[Any, ...]]:
+    """The rows of these parts: "grams" and "methods"."""
     found: dict[tuple[str, ...], tuple[Any, ...]] = {("dense", "0"): (measurement, None, 1.0)}
     for seed in seeds:
         for pattern, fields in PATTERNS.items():
-            for samples in (FEW, MANY):
+            for samples in (FEW, MANY) if "grams" in parts else ():
                 for wanted in WANTED if samples == FEW else (0.0, 1.0, math.inf):
                     one = replace(measurement, seed=seed, samples=samples)
                     name = f"{pattern}, {samples} segments, {wanted:g}"
                     found[name, str(seed)] = (one, fields | {"effort": "fast"}, wanted)
-            for method, changes in METHODS.items():
+            for method, changes in METHODS.items() if "methods" in parts else ():
                 if method in LOW_RANK and not fields["rank"]:
                     continue
                 one = replace(measurement, seed=seed, samples=MANY)
@@ -75,10 +76,11 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--parts", nargs="+", default=["grams", "methods"], choices=["grams", "methods"])
     parser.add_argument("--output", type=Path, default=RESULTS / "mixture.json")
     args = parser.parse_args()
     content = resumed(args.output, {"seqlen": args.seqlen, "max_tokens": args.max_tokens}, "results")
-    models.fill(content, args.output, jobs(Measurement.of(args), args.seeds), row)
+    models.fill(content, args.output, jobs(Measurement.of(args), args.seeds, args.parts), row)
 
 
 if __name__ == "__main__":
