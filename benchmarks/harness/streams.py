@@ -25,7 +25,8 @@ from hasslefree.levers.targets import corrected, drift_correction, target_dampin
 from hasslefree.models import moments
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.calls import BlockCall, block_calls, hooks
+from hasslefree.models.calls import BlockCall, hooks
+from hasslefree.models.probe import block_calls
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights
 from hasslefree.models.texts import calibration_documents

@@ -19,9 +19,9 @@ from hasslefree.errors import CalibrationError, NonFiniteError
 from hasslefree.levers.masters import kept_parameters
 from hasslefree.levers.matching import Matching, match_block, relative_distance, sink_share, split
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.calls import block_calls
 from hasslefree.models.moments import first_hidden_states
 from hasslefree.models.precision import computing
+from hasslefree.models.probe import block_calls
 from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import Weights
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers

@@ -10,9 +10,9 @@ from hasslefree.errors import ModelError
 from hasslefree.levers.sensitivity import sensitivities
 from hasslefree.models.beside import Column, leaves, rebuilt
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.calls import block_calls
 from hasslefree.models.distributed import ALONE
 from hasslefree.models.moments import first_hidden_states, run_block, takes_batches
+from hasslefree.models.probe import block_calls
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
 from hasslefree.recipe.plan import make_plan

@@ -10,8 +10,8 @@ import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.calls import block_calls
 from hasslefree.models.moments import first_hidden_states, gather, groups_by_input, run_block
+from hasslefree.models.probe import block_calls
 from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import Weights
 from tests import oracles

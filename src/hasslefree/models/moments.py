@@ -16,9 +16,10 @@ from hasslefree.core.linalg import bfloat16_products
 from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
-from hasslefree.models.calls import BlockCall, Stop, entering, hooks
+from hasslefree.models.calls import BlockCall, Stop, hooks
 from hasslefree.models.experts import borrowed, experts_of, share_of_tokens
 from hasslefree.models.precision import as_multiplied, computing
+from hasslefree.models.probe import entering
 from hasslefree.models.sites import find_sites
 
 # Rows of inputs whose squares are summed in float32 at a time, and columns.

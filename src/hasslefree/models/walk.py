@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
-from hasslefree.models.calls import BlockCall, Look, block_calls
+from hasslefree.models.calls import BlockCall
 from hasslefree.models.moments import first_hidden_states, run_block, takes_batches
+from hasslefree.models.probe import Look, block_calls
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights, outside
 

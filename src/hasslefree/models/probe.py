@@ -1,0 +1,173 @@
+"""What one segment shows of a model: how it calls its blocks, and that it can be run block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hasslefree.core.gram import working_dtype
+from hasslefree.errors import ModelError, NonFiniteError, option
+from hasslefree.models.beside import Beside, Seen, depends, learn, leaves, rebuilt, same
+from hasslefree.models.blocks import Blocks
+from hasslefree.models.calls import BlockCall, Stop, hooks, replaced, shaped, split_call
+from hasslefree.models.streaming import Weights, outside
+
+# Called with the index of a block.
+Look = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one segment shows of a model: how its blocks are called, and what the last one returns.
+
+    Args:
+        seen: of each call, what may run beside the hidden states.
+    """
+
+    calls: list[BlockCall]
+    seen: list[Seen]
+    output: Tensor
+
+
+def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, look: Look | None = None) -> Probe:
+    """A forward pass of a segment (1, tokens) up to the last block, with one block in memory at a time.
+
+    Args:
+        look: called with the index of each block while it is in memory.
+
+    Raises:
+        ModelError: not all blocks run, or something is done to the hidden states between them.
+        NonFiniteError: one puts out NaN or Inf.
+    """
+    calls: list[BlockCall] = []
+    seen: list[Seen] = []
+    outputs: list[Tensor] = []
+    here = ExitStack()
+
+    def enter(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            here.enter_context(weights.present(module.modules))
+            states, call = split_call(args, kwargs)
+            if outputs and not torch.equal(outputs[0].to(states), states):
+                raise ModelError(
+                    f"the model does something to the hidden states before {blocks.prefix(index)}, outside of its "
+                    "blocks; not supported"
+                )
+            calls.append(shaped(call, states))
+            before = rebuilt(call.arguments)
+            seen.append(Seen(before, call.arguments, ()))
+            if look is not None:
+                look(index)
+
+        return hook
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        here.close()
+        states, *others = output if isinstance(output, tuple | list) else (output,)
+        calls[-1] = replace(calls[-1], outputs=len(others) + 1 if isinstance(output, tuple | list) else 0)
+        seen[-1] = replace(seen[-1], after=rebuilt(seen[-1].after), outputs=tuple(others))
+        outputs[:] = [states]
+        if not torch.isfinite(states).all():
+            name = blocks.prefix(blocks.modules.index(module))
+            raise NonFiniteError(f"{name} puts out NaN or Inf; try another dtype ({option('dtype', 'float32')})")
+        if module is blocks.modules[-1]:
+            raise Stop
+
+    handles = [b.register_forward_pre_hook(enter(i), with_kwargs=True) for i, b in enumerate(blocks.modules)]
+    handles += [block.register_forward_hook(leave) for block in blocks.modules]
+    with hooks(handles), here, weights.present(outside(model, blocks)), torch.no_grad(), suppress(Stop):
+        model(input_ids=segment, use_cache=False)
+    if len(calls) != len(blocks.modules):
+        raise ModelError(
+            f"only {len(calls)} of the {len(blocks.modules)} blocks in {blocks.name} run in a forward pass"
+        )
+    return Probe(calls, seen, outputs[0])
+
+
+def block_calls(
+    model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, look: Look | None = None
+) -> list[BlockCall]:
+    """How a model calls each block, after a look that it can be run block by block and is a decoder.
+
+    A second segment differs in its last token: a causal model gives the same output before it, and what the blocks are
+    given shows then what depends on the text. segment: (1, tokens). look: as for `probe`, in the first pass.
+
+    Raises:
+        ModelError: one of the two does not hold.
+    """
+    first = probe(model, blocks, segment, weights, look)
+    changed = segment.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    second = probe(model, blocks, changed, weights)
+    before, after = (each.calls[-1].as_rows(each.output)[0, :-1].float() for each in (first, second))
+    tolerance = 4 * torch.finfo(first.output.dtype).eps * before.abs().amax()
+    if before.numel() and (before - after).abs().amax() > tolerance:
+        raise ModelError(
+            f"{type(model).__name__} is not a decoder: its output at a token changes with the tokens after it; "
+            "hasslefree compresses causal language models"
+        )
+    names = [blocks.prefix(index) for index in range(len(blocks.modules))]
+    beside = learn(first.calls[-1].as_rows(first.output).shape[-1], segment.shape[1], names, first.seen, second.seen)
+    if not beside[0].columns:
+        return first.calls
+    calls = [replace(call, beside=each) for call, each in zip(first.calls, beside, strict=True)]
+    with weights.present(outside(model, blocks)):
+        states = entering(model, blocks, calls, changed)
+    check_arguments(calls, names, second.seen, states)
+    return calls
+
+
+def check_arguments(calls: Sequence[BlockCall], names: Sequence[str], seen: Sequence[Seen], states: Tensor) -> None:
+    """Raise a ModelError where the columns do not give the blocks what they were given in a forward pass.
+
+    states: what enters the first block.
+    """
+    for call, name, one in zip(calls, names, seen, strict=True):
+        beside: Any = call.beside
+        given = dict(leaves(beside.arguments(call.arguments, states)))
+        for path, value in leaves(one.before):
+            if not same(value.float(), given[path].float()):
+                raise depends(name, path)
+        states = beside.after(states, call.hidden(states), one.outputs, one.after)
+
+
+def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor) -> Tensor:
+    """What enters the first block for a segment (1, tokens), in float32 at least: (1, tokens, width).
+
+    The forward pass ends where all that depends on the text alone has come by; blocks put out what they are given.
+
+    Args:
+        calls: of the blocks; none where nothing runs beside the hidden states.
+    """
+    found: list[Tensor] = []
+    last = max((i for i, call in enumerate(calls) if call.beside and _reads_text(call.beside)), default=0)
+
+    def put_out(index: int, *args: Any, **kwargs: Any) -> Any:
+        hidden, call = split_call(args, kwargs)
+        states = shaped(call, hidden).as_rows(hidden.to(working_dtype(hidden)))
+        if not found:
+            columns = calls[0].beside.columns if calls and calls[0].beside else {}
+            found.append(F.pad(states, (0, sum(column.size for column in columns.values()))))
+        if calls and (beside := calls[index].beside):
+            for column, rows in beside.of_text(call.arguments):
+                found[0][..., column.first : column.first + column.size] = rows
+        if index == last:
+            raise Stop
+        return replace(calls[index], beside=None).as_output(states)
+
+    with ExitStack() as changes, torch.no_grad(), suppress(Stop):
+        for index, block in enumerate(blocks.modules):
+            changes.enter_context(replaced(block, "forward", partial(put_out, index)))
+        model(input_ids=segment, use_cache=False)
+    return found[0]
+
+
+def _reads_text(beside: Beside) -> bool:
+    return any(key[0] == "text" for key in beside.reads.values())
