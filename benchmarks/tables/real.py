@@ -70,20 +70,10 @@ def zero_shot(content: Content) -> Iterable[Row]:
         }
 
 
-def grams(content: Content) -> Iterable[Row]:
-    """The mixture by what its experts see at least; means over seeds."""
-    yield from of_mixture(content, (name for name in content["results"] if "segments" in name))
-
-
 def mixture(content: Content) -> Iterable[Row]:
-    """The mixture by method; means over seeds."""
-    yield from of_mixture(content, (name for name in content["results"] if "segments" not in name))
-
-
-def of_mixture(content: Content, names: Iterable[str]) -> Iterable[Row]:
+    """The mixture by what its experts see at least; means over seeds."""
     [dense] = content["results"]["dense"].values()
-    for name in names:
-        seeds = content["results"][name]
+    for name, seeds in content["results"].items():
         gaps = [gap_of(row["perplexity"], dense["perplexity"]) for row in seeds.values()]
         yield {
             "name": name,
@@ -192,6 +182,5 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note="Per cent of the first 200 questions of each task, zero-shot, by lm-evaluation-harness; on {where}.",
         ),
     ),
-    "grams": (Table("mixture", f"python benchmarks/mixture.py {MODEL}", MIXTURE, grams, note=MIXTURE_NOTE),),
     "mixture": (Table("mixture", f"python benchmarks/mixture.py {MODEL}", MIXTURE, mixture, note=MIXTURE_NOTE),),
 }
