@@ -4,6 +4,7 @@ Importing this package registers its format with transformers, before or after t
 `from_pretrained` loads the folders that `compress` writes. The public names are listed in __init__.pyi.
 """
 
+import sys
 from types import ModuleType
 
 import lazy_loader
@@ -15,6 +16,10 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def _register(_module: ModuleType) -> None:
+    plugin = sys.modules.get("hasslefree.folder.plugin")
+    if plugin is not None and not hasattr(plugin, "register"):
+        return  # it is being imported, and registers itself at its end
+
     from hasslefree.folder.plugin import register
 
     register()

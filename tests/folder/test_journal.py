@@ -15,7 +15,7 @@ from hasslefree import Recipe
 from hasslefree.errors import CheckpointError, HasslefreeError, OutputError
 from hasslefree.folder import journal
 from hasslefree.levers.masters import Masters
-from hasslefree.run import blockwise
+from hasslefree.run import layers
 from tests.tiny_models import build, segments
 
 RECIPE = Recipe(rank=2, method="eora")
@@ -80,8 +80,8 @@ def test_going_on_with_s_on_a_grid(bits, tmp_path):
 def test_finished_blocks_are_not_solved_again(tmp_path, monkeypatch):
     interrupted(tmp_path / "out", 15)
     solved = []
-    solve = blockwise.solve_layer
-    monkeypatch.setattr(blockwise, "solve_layer", lambda *a: solved.append(1) or solve(*a))
+    solve = layers.solve_layer
+    monkeypatch.setattr(layers, "solve_layer", lambda *a: solved.append(1) or solve(*a))
     compress(tmp_path / "out", resume=True)
     assert len(solved) == 7
 

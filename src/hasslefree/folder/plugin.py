@@ -120,3 +120,6 @@ def register() -> None:
     if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantizer(QUANT_METHOD)(HasslefreeQuantizer)
         register_quantization_config(QUANT_METHOD)(HasslefreeConfig)
+
+
+register()
