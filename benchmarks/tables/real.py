@@ -84,6 +84,13 @@ def mixture(content: Content) -> Iterable[Row]:
         }
 
 
+def experts(content: Content) -> Iterable[Row]:
+    """Milliseconds of a block of experts in every way, and the packed ones over transformers' eager ones."""
+    for row in content["rows"]:
+        found = row["milliseconds"]
+        yield row | {"over_eager": found["packed"] / found["eager"]}
+
+
 # What the message says where a model is refused because it is no decoder of text alone.
 ENCODERS = ("is not a decoder", "are not used when it reads text")
 
@@ -180,6 +187,19 @@ TABLES: dict[str, tuple[Table, ...]] = {
             ),
             zero_shot,
             note="Per cent of the first 200 questions of each task, zero-shot, by lm-evaluation-harness; on {where}.",
+        ),
+    ),
+    "experts": (
+        Table(
+            "experts",
+            "python benchmarks/experts.py",
+            (
+                ("tokens", "{tokens}"),
+                ("*", "{milliseconds[*]:.1f}"),
+                ("packed over eager", "{over_eager:.2f}"),
+            ),
+            experts,
+            note="Milliseconds of {experts} experts, {chosen} a token, in bfloat16, 2:4 + rank 64; on {where}.",
         ),
     ),
     "mixture": (Table("mixture", f"python benchmarks/mixture.py {MODEL}", MIXTURE, mixture, note=MIXTURE_NOTE),),
