@@ -24,6 +24,7 @@ FOLDERS = {
         "num_experts": 4, "shared_expert_intermediate_size": 24, "layer_types": ["linear_attention", "full_attention"],
         "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     },
+    "falcon": ROTARY | {"new_decoder_architecture": True, "num_kv_heads": 2},  # a linear layer of its own kind
     "llama4": MODELS["llama4"],
     "gemma3": MODELS["gemma3"],
 }  # fmt: skip

@@ -11,7 +11,7 @@ from hasslefree import Recipe
 from hasslefree.errors import ModelError
 from hasslefree.exports.export import export
 from hasslefree.models.blocks import find_blocks, towers
-from hasslefree.models.experts import BatchedExperts, borrowed, split_experts
+from hasslefree.models.experts import BatchedExperts, borrowed, fuse_experts, split_experts
 from hasslefree.models.load import load_model
 from tests.tiny_models import ROTARY, logits, segments, tensors_of
 
@@ -118,6 +118,23 @@ def test_an_encoder_decoder_that_sees_images_is_refused(tmp_path):
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="florence2 model, which is not a decoder"):
         hasslefree.compress(tmp_path, tmp_path / "out", Recipe(rank=2))
+
+
+def test_a_model_that_needs_an_image_is_refused(tmp_path):
+    AutoConfig.for_model("blip-2").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="Blip2ForConditionalGeneration, which does not run on text alone"):
+        hasslefree.compress(tmp_path, tmp_path / "out", Recipe(rank=2))
+
+
+def test_experts_in_one_batch_are_taken_apart_again():
+    """Oracle: the model as it was."""
+    model = made("llama4")
+    expected = logits(model, segments())
+    for _ in range(2):
+        split_experts(model)
+        assert sum(isinstance(module, BatchedExperts) for module in model.modules()) == 2
+        fuse_experts(model)
+    assert torch.equal(logits(model, segments()), expected)
 
 
 def test_the_text_model_alone_is_loaded_where_the_configuration_names_it(tmp_path):

@@ -130,6 +130,17 @@ def test_s_is_unpacked_once_where_that_is_asked_for(monkeypatch):
     assert len(layer.state_dict()) == 5
 
 
+def test_factors_alone_are_trained_for_a_few_tokens():
+    """Oracle: the dense backend, which a gradient of the values would choose."""
+    layer, x = layer_of("2:4"), torch.randn(3, 24)
+    layer(x).sum().backward()
+    expected = layer.low_rank_u.grad.clone(), layer.low_rank_v.grad.clone()
+    layer.zero_grad()
+    layer.values.requires_grad_(False)
+    layer(x).sum().backward()
+    torch.testing.assert_close((layer.low_rank_u.grad, layer.low_rank_v.grad), expected)
+
+
 def test_nothing_is_kept_for_gradients_while_s_is_unpacked_once():
     """S is unpacked for all calls; what its gradient would need is as large as S."""
     layer, kept = layer_of("2:4"), []

@@ -12,6 +12,7 @@ FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "audio_preprocessor_config.json",
+    "chat_template.json",
 )
 
 
@@ -25,5 +26,5 @@ def copy_processor(model: str, folder: Path) -> None:
             file = cached_file(model, name, **lenient)
         except OSError:
             file = None
-        if file is not None:
+        if file is not None and not (folder / name).exists():
             shutil.copyfile(file, folder / name)

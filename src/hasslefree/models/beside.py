@@ -166,16 +166,16 @@ def learn(width: int, tokens: int, names: Sequence[str], first: Sequence[Seen], 
         before, others = dict(leaves(one.before)), dict(leaves(other.before))
         reads: dict[Path, Key] = {}
         for path, value in before.items():
-            if id(value) in made:
-                reads[path] = made[id(value)]
-            elif not same(value, others.get(path)):
-                reads[path] = text.setdefault(id(value), ("text", len(text)))
-            else:
+            alike = same(value, others.get(path))
+            if alike and id(value) not in made:
                 continue
-            key = reads[path]
+            key = made.get(id(value)) or text.setdefault(id(value), ("text", len(text)))
             column = columns.get(key) or Column.of(value, tokens, next_column)
             if column is None or column.shape != tuple(value.shape[1:]):
+                if alike:  # a block makes it, of positions alone
+                    continue
                 raise depends(name, path)
+            reads[path] = key
             if key not in columns:
                 columns[key], next_column = column, next_column + column.size
         if strange := [path for path in others if path not in before]:

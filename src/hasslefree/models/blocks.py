@@ -59,7 +59,10 @@ def find_blocks(model: nn.Module) -> Blocks:
         large = [name for name, size in sizes.items() if size >= LARGE * max(sizes.values())]
         name = min(large, key=lambda name: (name.count("."), -sizes[name]))
         tied = getattr(model, "all_tied_weights_keys", {}).items()
-        shared = {one for pair in tied if all(each.startswith(f"{name}.") for each in pair) for one in pair}
+        pairs = (pair for pair in tied if all(each.startswith(f"{name}.") for each in pair))
+        block_of = len(name.split("."))
+        apart = (pair for pair in pairs if len({each.split(".")[block_of] for each in pair}) > 1)
+        shared = {each for pair in apart for each in pair}
         return Blocks(name, tuple(lists[name]), frozenset(shared))
     raise ModelError(f"{type(model).__name__} has no list of blocks with linear layers; is it a decoder?")
 
@@ -78,16 +81,16 @@ def around(model: Any) -> list[str]:
 def towers(model: Any, blocks: Blocks) -> list[str]:
     """The names of the modules with parameters beside those that hold the blocks: of other inputs than text."""
     found = []
-    holding = set(blocks.name.split("."))
     inner = next(prefix for prefix in around(model) if f"{blocks.name}.".startswith(f"{prefix}." if prefix else ""))
     parts = inner.split(".") if inner else []
     head = model.get_output_embeddings()
     for depth in range(len(parts)):
         prefix = ".".join(parts[:depth])
         for name, child in model.get_submodule(prefix).named_children():
-            inside = any(module is head for module in child.modules())
-            if name not in holding and not inside and any(True for _ in child.parameters()):
-                found.append(f"{prefix}.{name}" if prefix else name)
+            full = f"{prefix}.{name}" if prefix else name
+            inside = any(module is head for module in child.modules()) or blocks.name.startswith(f"{full}.")
+            if not inside and any(True for _ in child.parameters()):
+                found.append(full)
     return found
 
 

@@ -89,6 +89,7 @@ def joined(device: torch.device) -> Iterator[World]:
         yield ALONE
     else:
         if device.type == "cuda":
+            device = device if device.index is not None else torch.device(local_device() or "cuda:0")
             torch.cuda.set_device(device)  # else every process sends its objects through the first GPU
             dist.init_process_group("nccl", timeout=PATIENCE, device_id=device)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,14 +77,16 @@ class SplitExperts(nn.Module):
     """
 
     fused: Any
+    layout: Any
 
     def __init__(self, fused: Any, config: Any = None):
         super().__init__()
         self.__dict__["fused"] = fused  # not a child: its children are this module's own
         for name, child in list(fused.named_children()):
             self.add_module(name, child)
+        self.__dict__["layout"] = self.layout_of(fused)
         self.rate: float | None = None  # the share of all tokens that an expert sees at least; None: only its own
-        self.shares = shares(fused)
+        self.shares = shares(self.layout)
         tensors = dict(fused.named_parameters(recurse=False))
         self.seen = torch.zeros(0, 2, dtype=torch.int64)  # by expert: its own tokens, and others, while borrowed
         # By name, the shapes of the fused tensors.
@@ -107,6 +109,11 @@ class SplitExperts(nn.Module):
         for name, tensor in tensors.items():
             self.fill(name, tensor.detach(), tensor.requires_grad)
             del fused._parameters[name]
+
+    @classmethod
+    def layout_of(cls, fused: Any) -> Any:
+        """What says how the experts of a module are laid out, by the names of `INTERFACE`."""
+        return fused
 
     def experts(self) -> Iterator[Any]:
         """The experts in order."""
@@ -176,14 +183,30 @@ class SplitExperts(nn.Module):
 
     def run(self, expert: Any, x: Tensor) -> Tensor:
         """What an expert makes of rows (tokens, width), before its weight."""
-        if self.fused.has_gate:
+        if self.layout.has_gate:
             halves = expert.gate_proj(x), expert.up_proj(x)
-            joined = torch.cat(halves, -1) if self.fused.is_concatenated else torch.stack(halves, -1).flatten(-2)
-            inner = self.fused._apply_gate(joined)
+            joined = torch.cat(halves, -1) if self.layout.is_concatenated else torch.stack(halves, -1).flatten(-2)
+            inner = self.layout._apply_gate(joined)
         else:
             inner = self.fused.act_fn(expert.up_proj(x))
         found: Tensor = expert.down_proj(inner)
-        return self.fused.post_expert_norm(found) if self.fused.has_post_expert_norm else found
+        return self.fused.post_expert_norm(found) if self.layout.has_post_expert_norm else found
+
+
+@dataclass(frozen=True)
+class BatchedLayout:
+    """What the interface of transformers would say of `BatchedExperts`. act_fn: of the gate."""
+
+    act_fn: Callable[[Tensor], Tensor]
+    has_gate: bool = True
+    has_bias: bool = False
+    is_transposed: bool = True
+    is_concatenated: bool = True
+    has_post_expert_norm: bool = False
+
+    def _apply_gate(self, joined: Tensor) -> Tensor:
+        gate, up = joined.chunk(2, -1)
+        return up * self.act_fn(gate)
 
 
 class BatchedExperts(SplitExperts):
@@ -193,18 +216,9 @@ class BatchedExperts(SplitExperts):
     other.
     """
 
-    has_gate, has_bias, is_transposed, is_concatenated, has_post_expert_norm = True, False, True, True, False
-
-    def __init__(self, fused: Any, config: Any = None):
-        for name in INTERFACE[:-1]:
-            setattr(fused, name, getattr(self, name))
-        fused._apply_gate = self._apply_gate
-        super().__init__(fused, config)
-
-    def _apply_gate(self, joined: Tensor) -> Tensor:
-        gate, up = joined.chunk(2, -1)
-        found: Tensor = up * self.fused.act_fn(gate)
-        return found
+    @classmethod
+    def layout_of(cls, fused: Any) -> Any:
+        return BatchedLayout(fused.act_fn)
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """Rows (experts · tokens, width) after the expert that they belong to."""
@@ -266,12 +280,12 @@ def split_experts(root: nn.Module) -> None:
 
 def fuse_experts(model: Any) -> None:
     """Undo `split_experts`, where no layer of an expert is compressed any more."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, SplitExperts):
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, module.together())
-            # How it was loaded, without what makes fused tensors of a checkpoint's, and back.
-            vars(model).pop("_weight_conversions", None)
+    # Names alone: a module that is held here would keep its weights beside the fused ones.
+    for name in [name for name, module in model.named_modules() if isinstance(module, SplitExperts)]:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, model.get_submodule(name).together())
+        # How it was loaded, without what makes fused tensors of a checkpoint's, and back.
+        vars(model).pop("_weight_conversions", None)
 
 
 @contextmanager

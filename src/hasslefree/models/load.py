@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from pathlib import Path
@@ -51,7 +52,27 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
             f"{name} is a {config.model_type} model, which is not a decoder; "
             "hasslefree compresses causal language models"
         )
+    if not own:
+        check_reads_text(name, config)
     return config
+
+
+def check_reads_text(name: str, config: Any) -> None:
+    """Raise a ModelError where the class of a model does not run on token ids alone."""
+    kind = auto_class(config)._model_mapping.get(type(config), None)
+    if kind is None:  # transformers says so itself when the model is made
+        return
+    forward = inspect.signature(kind.forward).parameters if "forward" in dir(kind) else {}
+    needed = [
+        each.name
+        for each in forward.values()
+        if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    if "input_ids" not in forward or set(needed) - {"self", "input_ids"}:
+        raise ModelError(
+            f"{name} is a {kind.__name__}, which does not run on text alone; "
+            "hasslefree compresses causal language models"
+        )
 
 
 def has_encoder(config: Any) -> bool:

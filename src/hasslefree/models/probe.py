@@ -86,7 +86,8 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
         model(input_ids=segment, use_cache=False)
     if len(calls) != len(blocks.modules):
         raise ModelError(
-            f"only {len(calls)} of the {len(blocks.modules)} blocks in {blocks.name} run in a forward pass"
+            f"a text runs {len(calls)} times through the {len(blocks.modules)} blocks in {blocks.name}, and not once "
+            "through each; not supported"
         )
     return Probe(calls, seen, outputs[0])
 

@@ -102,13 +102,15 @@ def multiplies(kind: Any) -> bool:
     """Whether a kind of `nn.Linear` does what it says: others multiply group by group, or choose between experts."""
     if kind.forward is nn.Linear.forward:
         return True
-    x = torch.ones(1, 3).cumsum(1)
-    try:
-        own = kind(3, 2)
-        with torch.no_grad():
-            return torch.allclose(own(x), nn.functional.linear(x, own.weight, own.bias))
-    except Exception:  # it is made of something else, or puts out something else, whatever it says then
-        return False
+    # Models are made on the meta device, without numbers in their weights: not so here.
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        x, weight = torch.arange(1.0, 4.0)[None], torch.arange(6.0).view(2, 3)
+        try:
+            own = kind(3, 2, bias=False)
+            own.weight = nn.Parameter(weight)
+            return torch.allclose(own(x), x @ weight.T)
+        except Exception:  # it is made of something else, or puts out something else, whatever it says then
+            return False
 
 
 @dataclass(frozen=True)

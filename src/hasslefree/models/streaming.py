@@ -90,10 +90,12 @@ class Weights:
                         module.fill(name, self._read(module, name, shape))
             inside = {id(module) for module in part()}  # not the modules: they would keep a replaced layer's weight
             for (module, name), (other, its_name) in self._tied.items():
+                if id(module) not in inside:
+                    continue
                 found = other.get_parameter(its_name)
-                if found.is_meta and id(module) in inside:  # it is in another block
+                if found.is_meta:  # it is in another block
                     _put(module, name, self._read(other, its_name, found.shape))
-                elif not found.is_meta:
+                else:
                     module.register_parameter(name, found)
             yield
         finally:

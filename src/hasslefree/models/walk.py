@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -74,9 +75,11 @@ class Walk:
 
     @property
     def width(self) -> int:
-        """Numbers of a token that run from block to block, where blocks are given more than hidden states; else 0."""
-        beside = self.calls[0].beside
-        return 0 if beside is None else beside.width + sum(column.size for column in beside.columns.values())
+        """Numbers of a token that run from block to block, where that is not the width of the embeddings; else 0."""
+        call = self.calls[0]
+        if call.beside is None:
+            return math.prod(call.shape) if call.shape else 0
+        return call.beside.width + sum(column.size for column in call.beside.columns.values())
 
     @property
     def beside(self) -> int:

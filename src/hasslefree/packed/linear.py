@@ -126,7 +126,7 @@ class SparseLowRankLinear(nn.Module):
             return F.linear(x, self.whole, self.bias)
         factors = self.factors()
         layout = self.storage.layout
-        if factors is not None and isinstance(layout, PackedGroups) and self._in_one_call(layout, x):
+        if factors is not None and isinstance(layout, PackedGroups) and self._in_one_call(layout, x, factors):
             y = layer_product(layout, x, self.values, self.index, *factors)
             return y if self.bias is None else y + self.bias
         y = self.sparse_product(x)
@@ -139,11 +139,11 @@ class SparseLowRankLinear(nn.Module):
             y = add(hidden, u.T).view(y.shape)
         return y if self.bias is None else y + self.bias
 
-    def _in_one_call(self, layout: PackedGroups, x: Tensor) -> bool:
+    def _in_one_call(self, layout: PackedGroups, x: Tensor, factors: tuple[Tensor, Tensor]) -> bool:
         """Whether the sparse and the low-rank product of these inputs are one call."""
         if self.held is not None or not takes_layers(x, layout):
             return False
-        grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        grad = torch.is_grad_enabled() and any(each.requires_grad for each in (x, self.weight, *factors))
         case = self._case(x.numel() // self.in_features, grad)
         alike = x.dtype == self.weight.dtype and self.spec.factor_bits is None
         return alike and choose(case, self.backend) == "numba"

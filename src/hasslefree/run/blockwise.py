@@ -63,7 +63,7 @@ def compress_blocks(
     with walk.outside():
         if not finished and world.writes:
             work.add(part_file(0, count), outside_tensors(walk.model, walk.blocks))
-    hidden = walk.entering(segments)
+        hidden = walk.entering(segments)
     dense = hidden.copy() if resolved.two_streams else None
     for visit in walk.visits(hidden, to_end=False):
         if visit.index + 1 < finished:
@@ -174,7 +174,7 @@ def waves(task: Task, groups: list[list[str]], device: torch.device) -> list[lis
     Experts of one module do not see each other: their groups are in one pass, as many as `room_for_sums` holds.
     """
     found: dict[tuple[object, ...], list[list[list[str]]]] = {}
-    block, room = task.visit.block, room_for_sums(device)
+    block, room = task.visit.block, task.world.broadcast(room_for_sums(device))  # the same passes in all processes
     taken: dict[tuple[object, ...], int] = {}
     for group in groups:
         experts = experts_of(block, group[0])

@@ -121,6 +121,7 @@ def compress(
         walk, digests = look_over(loaded, blocks, Weights(loaded, target), plan, first, walk_options)
         if walk.beside:
             logger.info("beside the hidden states, blocks are given %d numbers for each token", walk.beside)
+        if walk.width:
             check_memory(footprint(walk.width), target)
         local = world.share(segments).to(target)
         rotation = rotate(walk, plan, local, world).to_dict() if recipe.rotate else None

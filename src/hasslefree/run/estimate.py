@@ -141,7 +141,7 @@ def estimate(
     # At most: a short text has fewer.
     matched = -(-segments_for(resolved.match_predictions, seqlen) // processes)
     # A forward and a backward pass of the blocks and the output head.
-    probing = 3 * 2 * probed * seqlen * (numbers_of(blocks) + width * vocabulary)
+    probing = 3 * 2 * probed * seqlen * (numbers_of(blocks) + embedding * vocabulary)
     numbers = max(traffic_of(blocks, plan, samples * seqlen))
     passing = FORWARD * max(seqlen, BATCH) * widest * FLOAT
     at_once = resolved.recipe.sequential == "layer" and in_one_pass(numbers, device)
@@ -162,7 +162,7 @@ def estimate(
         ),
         solving=max(
             max(_solving(plans, resolved, device.type) for plans in plan) + passing + waiting,
-            rotation_bytes(plan, width) if resolved.recipe.rotate else 0,
+            rotation_bytes(plan, embedding) if resolved.recipe.rotate else 0,
         ),
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
         streams=(1 + resolved.two_streams) * samples * seqlen * width * FLOAT,
@@ -176,8 +176,8 @@ def estimate(
         disk=bytes_on_disk(model, plan),
         flops=flops_of(blocks, plan, resolved, tokens, processes, at_once)
         + probing
-        + (rotation_flops(plan, width) if resolved.recipe.rotate else 0)
-        + predicting(matched, seqlen, processes, numbers_of(blocks), width * vocabulary),
+        + (rotation_flops(plan, embedding) if resolved.recipe.rotate else 0)
+        + predicting(matched, seqlen, processes, numbers_of(blocks), embedding * vocabulary),
         levers=tuple(levers_of(resolved)),
         by_itself=(*by_kind(select_sites(blocks, resolved.recipe.leave_dense).dense), *towers(model, blocks)),
         unstated=method.cost(*layers[0].spec.shape, layers[0].spec.rank).unstated,

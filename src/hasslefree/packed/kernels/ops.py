@@ -85,7 +85,8 @@ def layer_product(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, 
         (tokens, out), in x's dtype; sums are float32.
     """
     _check_groups(x, values, positions, n, m)
-    y = _direct_sums(x, values, positions, n, m)
+    direct = len(x) < _direct(n, m).get(x.dtype, 0)
+    y = _direct_sums(x, values, positions, n, m) if direct else groups_product(x, values, positions, n, m).float()
     inputs, hidden = x.float().contiguous().numpy(), torch.empty(len(x), len(v))
     factors = (_numbers(factor.contiguous()) for factor in (v, u))
     _kernels().add_low_rank(inputs, *factors, hidden.numpy(), y.numpy())
