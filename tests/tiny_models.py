@@ -71,6 +71,10 @@ def build(family: str, dtype: torch.dtype = torch.float32, **changes) -> PreTrai
     return model.eval()
 
 
+# For models that are compressed by their name, and have none.
+NO_TOKENIZER = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
+
+
 def segments(samples: int = 4, seqlen: int = 16, seed: int = 0) -> torch.Tensor:
     """Random tokens (samples, seqlen)."""
     return torch.randint(3, 64, (samples, seqlen), generator=torch.Generator().manual_seed(seed))

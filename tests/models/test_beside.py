@@ -16,9 +16,8 @@ from hasslefree.models.probe import block_calls
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
 from hasslefree.recipe.plan import make_plan
-from tests.tiny_models import BESIDE, build, logits, segments, tensors_of
+from tests.tiny_models import BESIDE, NO_TOKENIZER, build, logits, segments, tensors_of
 
-TOKENIZER = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
 beside = pytest.mark.parametrize("family", BESIDE)
 
 
@@ -70,9 +69,9 @@ def test_streamed_and_resumed_it_is_the_same(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hasslefree.compress(tmp_path / "dense", tmp_path / "two", recipe, segments=segments(), tokenizer=TOKENIZER,
+        hasslefree.compress(tmp_path / "dense", tmp_path / "two", recipe, segments=segments(), tokenizer=NO_TOKENIZER,
                             progress=stop)  # fmt: skip
-    hasslefree.compress(tmp_path / "dense", tmp_path / "two", recipe, segments=segments(), tokenizer=TOKENIZER,
+    hasslefree.compress(tmp_path / "dense", tmp_path / "two", recipe, segments=segments(), tokenizer=NO_TOKENIZER,
                         resume=True)  # fmt: skip
     one, two = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
     assert one.keys() == two.keys()
@@ -149,5 +148,5 @@ def test_a_model_that_changes_hidden_states_between_its_blocks_is_refused(tmp_pa
     model.model.layers[1].register_forward_pre_hook(
         lambda m, args, kwargs: ((2 * args[0], *args[1:]), kwargs), with_kwargs=True, prepend=True
     )
-    with pytest.raises(ModelError, match=r"does something to the hidden states before model\.layers\.1"):
+    with pytest.raises(ModelError, match=r"changes the hidden states between two blocks, before model\.layers\.1"):
         hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())

@@ -1,5 +1,7 @@
 """Mixtures of experts go through the whole pipeline by the interface of transformers."""
 
+import math
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -8,8 +10,9 @@ import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.errors import ModelError
 from hasslefree.exports.export import export
+from hasslefree.models import experts as experts_module
 from hasslefree.models.experts import SplitExperts, borrowed, fuse_experts, split_experts, tokens_seen
-from tests.tiny_models import ROTARY, logits, segments, tensors_of
+from tests.tiny_models import NO_TOKENIZER, ROTARY, logits, segments, tensors_of
 
 MIXTURE = ROTARY | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 # Of each, what is different in it.
@@ -95,8 +98,7 @@ def test_a_streamed_mixture_is_compressed_as_one_in_memory(family, tmp_path):
     """Oracle: the same compression of the same model in memory."""
     made(family).save_pretrained(tmp_path / "dense")
     recipe = Recipe(pattern="2:4", rank=2, effort="best", rounds=3, match_predictions=64)
-    tokenizer = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
-    hasslefree.compress(tmp_path / "dense", tmp_path / "a", recipe, segments=segments(8), tokenizer=tokenizer)
+    hasslefree.compress(tmp_path / "dense", tmp_path / "a", recipe, segments=segments(8), tokenizer=NO_TOKENIZER)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     hasslefree.compress(model, tmp_path / "b", recipe, segments=segments(8))
     one, other = tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b")
@@ -104,8 +106,10 @@ def test_a_streamed_mixture_is_compressed_as_one_in_memory(family, tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_an_expert_sees_others_tokens_where_it_gets_few_of_its_own():
+@pytest.mark.parametrize("enough", [0, 30, math.inf])
+def test_an_expert_sees_others_tokens_where_it_gets_few_of_its_own(enough, monkeypatch):
     """Oracle: the tokens that the router chose, counted."""
+    monkeypatch.setattr(experts_module, "ENOUGH", enough)
     model = made("qwen3_moe")
     chosen = []
     handle = model.model.layers[0].mlp.experts.register_forward_pre_hook(lambda module, args: chosen.append(args[1]))
@@ -122,7 +126,8 @@ def test_an_expert_sees_others_tokens_where_it_gets_few_of_its_own():
     least = -(-64 * 32 // 40)
     for index in range(4):
         seen = tokens_seen(model.model.layers[0], f"mlp.experts.{index}.up_proj")
-        assert seen == (int(own[index]), max(least - int(own[index]), 0))
+        wanted = least if own[index] < enough else 1
+        assert seen == (int(own[index]), max(wanted - int(own[index]), 0))
         assert len(torch.cat(rows[index])) == sum(seen)
         assert len(torch.cat(rows[index]).unique(dim=0)) == sum(seen), "no token is seen twice"
     assert tokens_seen(model.model.layers[0], "self_attn.q_proj") is None

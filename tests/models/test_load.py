@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import ModelError
-from hasslefree.models.load import load_model, resolve_device, resolve_seqlen
-from tests.tiny_models import build, segments
+from hasslefree.models.load import load_config, load_model, load_tokenizer, resolve_device, resolve_seqlen
+from tests.tiny_models import NO_TOKENIZER, build, segments
 
 
 @pytest.mark.parametrize(("asked", "found"), [("auto", torch.bfloat16), ("float32", torch.float32)])
@@ -17,9 +17,8 @@ def test_the_dtype_asked_for_is_the_one_that_is_loaded_and_saved(asked, found, t
     build("llama", torch.bfloat16).save_pretrained(tmp_path / "model")
     assert load_model(str(tmp_path / "model"), asked, "cpu").dtype == found
     recipe = Recipe(method="wanda", dtype=asked)
-    tokenizer = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
     hasslefree.compress(
-        tmp_path / "model", tmp_path / "out", recipe, segments=segments(), tokenizer=tokenizer, device="cpu"
+        tmp_path / "model", tmp_path / "out", recipe, segments=segments(), tokenizer=NO_TOKENIZER, device="cpu"
     )
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == found
 
@@ -75,3 +74,9 @@ def test_pickled_weights_are_not_read(tmp_path):
 def test_a_gguf_file_is_to_be_converted_first():
     with pytest.raises(ModelError, match=r"GGUF file; .*from_pretrained\('some', gguf_file='model.gguf'\)"):
         load_model("some/model.gguf", device="cpu")
+
+
+@pytest.mark.parametrize("load", [load_config, load_tokenizer])
+def test_a_folder_that_is_not_there_is_named(load, tmp_path):
+    with pytest.raises(ModelError, match="the model folder .*/nowhere does not exist"):
+        load(str(tmp_path / "nowhere"))

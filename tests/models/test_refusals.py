@@ -46,7 +46,7 @@ def test_infinite_activations_are_named(tmp_path):
     model = build("llama")
     with torch.no_grad():
         model.model.layers[1].input_layernorm.weight[4] = 3e38
-    assert_refused(model, RECIPE, tmp_path, NonFiniteError, r"model\.layers\.1 puts out NaN or Inf; try another dtype")
+    assert_refused(model, RECIPE, tmp_path, NonFiniteError, r"model\.layers\.1 outputs NaN or Inf; try another dtype")
 
 
 def test_the_layer_that_does_not_fit_is_named(tmp_path):
@@ -102,7 +102,7 @@ def test_blocks_that_are_told_the_text_are_refused(tmp_path):
             lambda m, args, kwargs: (args, kwargs | {"extra": tokens["ids"]}), with_kwargs=True, prepend=True
         )
         model.model.layers[index] = wrapped
-    with pytest.raises(ModelError, match=r"model\.layers\.0 is called with arguments that depend on the text"):
+    with pytest.raises(ModelError, match=r"argument 'extra' of model\.layers\.0 depends on the text"):
         hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
 
 
@@ -110,7 +110,7 @@ def test_a_layer_that_no_token_reaches_is_named(tmp_path):
     model = build("llama")
     model.model.layers[1].mlp.unused = torch.nn.Linear(32, 32)
     with pytest.raises(
-        ModelError, match=r"1 layers of .* are not used when it reads text, model\.layers\.1\.mlp\.unused the first"
+        ModelError, match=r"LlamaForCausalLM does not use model\.layers\.1\.mlp\.unused when it reads text"
     ):
         hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
     recipe = Recipe(rank=2, method="eora", leave_dense=("*.unused",))

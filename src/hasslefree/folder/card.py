@@ -93,17 +93,26 @@ Exported by hasslefree from a model of sparse + low-rank layers, `{source}`.{rec
 {load.format(auto=auto)}"""
 
 
+def hub_file(model: str, name: str) -> Path | None:
+    """A file of a local folder or of the hub; None where there is none, or no network."""
+    lenient = {
+        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")
+    }
+    try:
+        file = cached_file(model, name, **lenient)
+    except OSError:
+        return None
+    return Path(file) if file else None
+
+
 def base_licence(model: str) -> dict[str, str]:
     """What the model card of a local folder or of the hub says of the licence; empty where it says nothing.
 
     No network and no card are no reason to lose a compression.
     """
-    lenient = {
-        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")
-    }
     try:
-        file = cached_file(model, "README.md", **lenient)
-        found = metadata_load(Path(file)) if file else None
+        file = hub_file(model, "README.md")
+        found = metadata_load(file) if file else None
     except (OSError, ValueError, YAMLError):
         return {}
     given = found if isinstance(found, dict) else {}
@@ -167,7 +176,7 @@ def model_card(
         )
     versions = ", ".join(f"{library} {version}" for library, version in report.versions.items())
     return f"""---
-{_front(report, licence).to_yaml()}
+{_front(report, licence, auto).to_yaml()}
 ---
 
 # {report.model.rstrip("/").rpartition("/")[2]}, sparse + low-rank
@@ -219,11 +228,11 @@ The method in full: `{report.method}`. Made with {versions}.
 """
 
 
-def _front(report: Record, licence: dict[str, str]) -> ModelCardData:
+def _front(report: Record, licence: dict[str, str], auto: str) -> ModelCardData:
     """The fields that the Hub reads."""
     fields: dict[str, Any] = {
         "library_name": "transformers",
-        "pipeline_tag": "image-text-to-text" if report.towers else "text-generation",
+        "pipeline_tag": "text-generation" if auto == "AutoModelForCausalLM" else "image-text-to-text",
         "tags": ["hasslefree", "sparse", "low-rank"],
         **licence,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from transformers.utils.hub import cached_file
+from hasslefree.folder.card import hub_file
 
 FILES = (
     "processor_config.json",
@@ -17,14 +17,7 @@ FILES = (
 
 
 def copy_processor(model: str, folder: Path) -> None:
-    """Copy those that a model, a folder or a hub name, has."""
-    lenient = {
-        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")
-    }
+    """Copy those that a model, a folder or a hub name, has, and that the folder lacks."""
     for name in FILES:
-        try:
-            file = cached_file(model, name, **lenient)
-        except OSError:
-            file = None
-        if file is not None and not (folder / name).exists():
+        if not (folder / name).exists() and (file := hub_file(model, name)):
             shutil.copyfile(file, folder / name)

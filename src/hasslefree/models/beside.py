@@ -93,6 +93,11 @@ class Beside:
     writes: Mapping[Path, Key] = field(default_factory=dict)
     yields: Mapping[int, Key] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """Numbers a token in all columns."""
+        return sum(column.size for column in self.columns.values())
+
     def arguments(self, template: Arguments, states: Tensor) -> dict[int | str, Any]:
         """Those of a call for these states, in containers of their own: a block may write into them."""
 
@@ -159,7 +164,7 @@ def learn(width: int, tokens: int, names: Sequence[str], first: Sequence[Seen], 
     """
     made: dict[int, Key] = {}  # by the identity of the tensor, which `first` keeps
     text: dict[int, Key] = {}
-    found: list[Beside] = []
+    found: list[tuple[dict[Path, Key], dict[Path, Tensor], dict[int, Tensor]]] = []
     columns: dict[Key, Column] = {}
     next_column = width
     for name, one, other in zip(names, first, second, strict=True):
@@ -181,29 +186,25 @@ def learn(width: int, tokens: int, names: Sequence[str], first: Sequence[Seen], 
         if strange := [path for path in others if path not in before]:
             raise depends(name, strange[0])
         there = {id(value) for value in before.values()}
-        writes = {path: ("entry", *path) for path, value in leaves(one.after) if id(value) not in there}
-        yields = {number: ("output", number) for number, value in enumerate(one.outputs) if isinstance(value, Tensor)}
-        after = dict(leaves(one.after))
-        made |= {id(after[path]): key for path, key in writes.items()}
-        made |= {id(one.outputs[number]): key for number, key in yields.items()}
-        found.append(Beside(width, columns, reads, writes, yields))
-    return [
-        Beside(width, columns, each.reads, *(_of(columns, made) for made in (each.writes, each.yields)))
-        for each in found
-    ]
+        written = {path: value for path, value in leaves(one.after) if id(value) not in there}
+        yielded = {number: value for number, value in enumerate(one.outputs) if isinstance(value, Tensor)}
+        made |= {id(value): ("entry", *path) for path, value in written.items()}
+        made |= {id(value): ("output", number) for number, value in yielded.items()}
+        found.append((reads, written, yielded))
 
+    def kept(values: Mapping[Any, Tensor]) -> dict[Any, Key]:
+        """Those that a block reads."""
+        return {place: made[id(value)] for place, value in values.items() if made[id(value)] in columns}
 
-def _of(columns: Mapping[Key, Column], made: Mapping[Any, Key]) -> dict[Any, Key]:
-    """What is made and read by a block."""
-    return {place: key for place, key in made.items() if key in columns}
+    return [Beside(width, columns, reads, kept(written), kept(yielded)) for reads, written, yielded in found]
 
 
 def depends(name: str, path: Path) -> ModelError:
     """The error for a block with an argument that cannot be a column."""
-    which = "positional ones" if isinstance(path[0], int) else path[0]
+    which = f"positional argument {path[0]}" if isinstance(path[0], int) else f"argument {path[0]!r}"
     return ModelError(
-        f"{name} is called with arguments that depend on the text ({which}) and are not numbers for each token; "
-        "not supported"
+        f"the {which} of {name} depends on the text and has no entry for each token, so that this block cannot be run "
+        "without the rest of the model; models of this kind are not supported"
     )
 
 

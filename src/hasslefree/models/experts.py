@@ -21,8 +21,12 @@ from torch import Tensor, nn
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "_apply_gate")
 
 
-# For each input of its widest matrix, the tokens that an expert sees at least of a calibration text.
-WANTED = 1.0
+# For each input of its widest matrix, the tokens of a calibration text that an expert sees at least, as long as fewer
+# than `ENOUGH` are routed to it; from then on, one in each pass. An expert with tokens of its own gains nothing from
+# those of others (docs/measured/quality.md).
+WANTED, ENOUGH = 1.0, 1
+# As a share of all tokens of a pass: one.
+LEAST = 1e-9
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class SplitExperts(nn.Module):
         outputs, first = [], 0
         for index, (expert, count) in enumerate(zip(self.experts(), counts, strict=True)):
             rows = order[first : first + count] // chosen
-            others = self.others(rows, tokens)
+            others = self.others(index, rows, tokens)
             if self.rate is not None:
                 self.seen[index] += torch.tensor([count, len(others)])
             if count or len(others):
@@ -168,18 +172,21 @@ class SplitExperts(nn.Module):
         outputs.append(states.new_zeros(len(order) - first, states.shape[1]))
         return torch.cat(outputs)[order.argsort()].view(tokens, chosen, -1).sum(1).view(hidden_states.shape)
 
-    def others(self, rows: Tensor, tokens: int) -> Tensor:
+    def others(self, index: int, rows: Tensor, tokens: int) -> Tensor:
         """The numbers of tokens that an expert sees beside those that are routed to it: evenly spaced ones."""
-        if not (missing := self.missing(len(rows), tokens)):
+        if not (missing := self.missing(index, len(rows), tokens)):
             return rows[:0]
         free = torch.ones(tokens, dtype=torch.bool, device=rows.device)
         free[rows] = False
         left = free.nonzero().flatten()
         return left[evenly(missing, len(left), rows.device)]
 
-    def missing(self, own: int, tokens: int) -> int:
-        """How many tokens an expert sees beside its own."""
-        return 0 if self.rate is None else max(min(math.ceil(self.rate * tokens), tokens) - own, 0)
+    def missing(self, index: int, own: int, tokens: int) -> int:
+        """How many tokens an expert sees beside its own in a pass."""
+        if self.rate is None:
+            return 0
+        rate = self.rate if own + int(self.seen[index, 0]) < ENOUGH else LEAST
+        return max(min(math.ceil(rate * tokens), tokens) - own, 0)
 
     def run(self, expert: Any, x: Tensor) -> Tensor:
         """What an expert makes of rows (tokens, width), before its weight."""
@@ -229,7 +236,7 @@ class BatchedExperts(SplitExperts):
         for index, expert in enumerate(self.experts()):
             own = places[owner == index]
             left = places[owner != index]
-            others = left[evenly(self.missing(len(own), tokens), len(left), left.device)]
+            others = left[evenly(self.missing(index, len(own), tokens), len(left), left.device)]
             if self.rate is not None:
                 self.seen[index] += torch.tensor([len(own), len(others)])
             if len(own) or len(others):
@@ -290,19 +297,19 @@ def fuse_experts(model: Any) -> None:
 
 @contextmanager
 def borrowed(root: nn.Module, tokens: int | None = None) -> Iterator[None]:
-    """Within it, an expert under root that gets few tokens sees some that are routed to others, evenly spaced.
+    """Within it, an expert under root that gets no tokens sees some that are routed to others, evenly spaced.
 
     So its Gram is shrunk towards that of all tokens: it is the mean over its own and the others.
 
     Args:
-        tokens: of the whole calibration text; an expert sees at least `WANTED` tokens for each input of its widest
-            matrix. None: it sees one token at least in every pass.
+        tokens: of the whole calibration text, of which an expert without own tokens sees `WANTED` for each input of its
+            widest matrix. In any case it sees one in every pass.
     """
     found = [module for module in root.modules() if isinstance(module, SplitExperts)]
     before = [module.rate for module in found]
     try:
         for module in found:
-            module.rate = min(WANTED * module.widest / tokens, 1.0) if tokens else 1e-9
+            module.rate = min(WANTED * module.widest / tokens, 1.0) if tokens else LEAST
             module.seen = torch.zeros(module.count, 2, dtype=torch.int64)
         yield
     finally:
@@ -329,10 +336,7 @@ def tokens_seen(root: nn.Module, name: str) -> tuple[int, int] | None:
     return own, others
 
 
-def share_of_tokens(root: nn.Module, name: str, tokens: int) -> float:
-    """The share of so many tokens that a layer sees, on average over the experts where it belongs to one."""
+def share_of_tokens(root: nn.Module, name: str) -> float:
+    """The share of all tokens that a layer sees, on average over the experts where it belongs to one."""
     found = experts_of(root, name)
-    if found is None:
-        return 1.0
-    experts = found[0]
-    return min(max(experts.chosen / experts.count, WANTED * experts.widest / tokens), 1.0)
+    return min(found[0].chosen / found[0].count, 1.0) if found else 1.0

@@ -32,15 +32,7 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
     Raises:
         ModelError: no such model, or one that is no causal language model.
     """
-    if name.endswith(".gguf"):
-        file = Path(name)
-        raise ModelError(
-            f"{name} is a GGUF file; make a model folder of it first: AutoModelForCausalLM.from_pretrained("
-            f"{str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(FOLDER), and AutoTokenizer likewise "
-            "(transformers reads GGUF with the package gguf)"
-        )
-    if not Path(name).is_dir() and name.count("/") > 1:
-        raise ModelError(f"the model folder {name} does not exist")
+    check_name(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -55,6 +47,19 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
     if not own:
         check_reads_text(name, config)
     return config
+
+
+def check_name(name: str) -> None:
+    """Raise a ModelError for a file that is no model folder, and a path at which there is none."""
+    if name.endswith(".gguf"):
+        file = Path(name)
+        raise ModelError(
+            f"{name} is a GGUF file; make a model folder of it first: AutoModelForCausalLM.from_pretrained("
+            f"{str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(FOLDER), and AutoTokenizer likewise "
+            "(transformers reads GGUF with the package gguf)"
+        )
+    if not Path(name).is_dir() and name.count("/") > 1:
+        raise ModelError(f"the model folder {name} does not exist")
 
 
 def check_reads_text(name: str, config: Any) -> None:
@@ -149,7 +154,9 @@ def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrain
     except HasslefreeError:
         raise
     except (OSError, RuntimeError, ValueError, ImportError, KeyError, SafetensorError) as error:
-        raise ModelError(f"the model {name!r} could not be loaded: {_first_line(error)}") from error
+        damaged = isinstance(error, RuntimeError | SafetensorError)
+        remedy = "; if a file of it is damaged or cut short, get it anew" if damaged else ""
+        raise ModelError(f"the model {name!r} could not be loaded: {_first_line(error)}{remedy}") from error
     model, info = found
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"the checkpoint {name!r} lacks {len(missing)} tensors: {', '.join(missing[:6])}; get it anew")
@@ -184,6 +191,7 @@ def check_format(name: str) -> None:
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer that belongs to a model."""
+    check_name(name)
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:

@@ -44,7 +44,7 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
 
     Raises:
         ModelError: not all blocks run, or something is done to the hidden states between them.
-        NonFiniteError: one puts out NaN or Inf.
+        NonFiniteError: a block outputs NaN or Inf.
     """
     calls: list[BlockCall] = []
     seen: list[Seen] = []
@@ -57,8 +57,8 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
             states, call = split_call(args, kwargs)
             if outputs and not torch.equal(outputs[0].to(states), states):
                 raise ModelError(
-                    f"the model does something to the hidden states before {blocks.prefix(index)}, outside of its "
-                    "blocks; not supported"
+                    f"the model changes the hidden states between two blocks, before {blocks.prefix(index)}; models of "
+                    "this kind are not supported"
                 )
             calls.append(shaped(call, states))
             before = rebuilt(call.arguments)
@@ -76,7 +76,7 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
         outputs[:] = [states]
         if not torch.isfinite(states).all():
             name = blocks.prefix(blocks.modules.index(module))
-            raise NonFiniteError(f"{name} puts out NaN or Inf; try another dtype ({option('dtype', 'float32')})")
+            raise NonFiniteError(f"{name} outputs NaN or Inf; try another dtype ({option('dtype', 'float32')})")
         if module is blocks.modules[-1]:
             raise Stop
 
@@ -86,8 +86,8 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
         model(input_ids=segment, use_cache=False)
     if len(calls) != len(blocks.modules):
         raise ModelError(
-            f"a text runs {len(calls)} times through the {len(blocks.modules)} blocks in {blocks.name}, and not once "
-            "through each; not supported"
+            f"the model called blocks {len(calls)} times in one forward pass, but {blocks.name} has "
+            f"{len(blocks.modules)} blocks; only models that call each block once are supported"
         )
     return Probe(calls, seen, outputs[0])
 
@@ -154,8 +154,7 @@ def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segme
         hidden, call = split_call(args, kwargs)
         states = shaped(call, hidden).as_rows(hidden.to(working_dtype(hidden)))
         if not found:
-            columns = calls[0].beside.columns if calls and calls[0].beside else {}
-            found.append(F.pad(states, (0, sum(column.size for column in columns.values()))))
+            found.append(F.pad(states, (0, calls[0].beside.size if calls and calls[0].beside else 0)))
         if calls and (beside := calls[index].beside):
             for column, rows in beside.of_text(call.arguments):
                 found[0][..., column.first : column.first + column.size] = rows

@@ -74,17 +74,12 @@ class Walk:
         return cls(model, blocks, weights, block_calls(model, blocks, segment, weights, look), storage, folder)
 
     @property
-    def width(self) -> int:
-        """Numbers of a token that run from block to block, where that is not the width of the embeddings; else 0."""
+    def width(self) -> int | None:
+        """Numbers that each token hands from block to block; None where that is the width of the embeddings."""
         call = self.calls[0]
-        if call.beside is None:
-            return math.prod(call.shape) if call.shape else 0
-        return call.beside.width + sum(column.size for column in call.beside.columns.values())
-
-    @property
-    def beside(self) -> int:
-        """Numbers of a token that run beside the hidden states."""
-        return self.width - self.calls[0].beside.width if self.calls[0].beside else 0
+        if call.beside is not None:
+            return call.beside.width + call.beside.size
+        return math.prod(call.shape) if call.shape else None
 
     def outside(self) -> AbstractContextManager[None]:
         """Within it, what is outside the blocks is in memory: embeddings, the last norm, the output head."""

@@ -119,9 +119,8 @@ def compress(
         note = _counter(sum(map(len, plan)), progress)
         first, walk_options = segments[:1].to(target), {"storage": activations, "folder": work.folder}
         walk, digests = look_over(loaded, blocks, Weights(loaded, target), plan, first, walk_options)
-        if walk.beside:
-            logger.info("beside the hidden states, blocks are given %d numbers for each token", walk.beside)
-        if walk.width:
+        if walk.width is not None:
+            logger.info("blocks read more than hidden states: each token hands on %d numbers", walk.width)
             check_memory(footprint(walk.width), target)
         local = world.share(segments).to(target)
         rotation = rotate(walk, plan, local, world).to_dict() if recipe.rotate else None

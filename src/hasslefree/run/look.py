@@ -54,10 +54,10 @@ def look_over(
         walk = Walk.open(model, blocks, weights, segment, look=look, **walk_options)
     planned = [f"{blocks.prefix(index)}.{name}" for index, plans in enumerate(plan) for name in plans]
     if silent := [name for name in planned if name not in reached]:
+        more = f" and {len(silent) - 1} more layers" if len(silent) > 1 else ""
         raise ModelError(
-            f"{len(silent)} layers of {type(model).__name__} are not used when it reads text, {silent[0]} the first; "
-            "hasslefree compresses decoder-only language models. If this is one, keep these layers as they are with "
-            f"{option('leave_dense')}"
+            f"{type(model).__name__} does not use {silent[0]}{more} when it reads text. hasslefree compresses "
+            f"decoder-only language models; if this is one, keep such layers dense with {option('leave_dense')}"
         )
     return walk, digests
 
