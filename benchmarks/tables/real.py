@@ -70,18 +70,36 @@ def zero_shot(content: Content) -> Iterable[Row]:
         }
 
 
-def mixture(content: Content) -> Iterable[Row]:
-    """The mixture by what its experts see at least; means over seeds."""
+def mixture_grams(content: Content) -> Iterable[Row]:
+    """A trained mixture by the tokens that the Grams of its experts are summed over."""
+    for name, row in mixture(content):
+        if "segments" in name:
+            pattern, segments, wanted = name.split(", ")
+            named = {"0": "its own", "inf": "all"}.get(wanted, f"at least {wanted} an input")
+            yield row | {"pattern": pattern, "segments": segments.split()[0], "wanted": named}
+
+
+def mixture_methods(content: Content) -> Iterable[Row]:
+    """A trained mixture by the method."""
+    for name, row in mixture(content):
+        if "segments" not in name:
+            yield row | {"name": name}
+
+
+def mixture(content: Content) -> Iterable[tuple[str, Row]]:
+    """Every row of a trained mixture: means over seeds."""
     [dense] = content["results"]["dense"].values()
     for name, seeds in content["results"].items():
         gaps = [gap_of(row["perplexity"], dense["perplexity"]) for row in seeds.values()]
-        yield {
-            "name": name,
-            "perplexity": mean(value for row in seeds.values() for value in row["perplexity"].values()),
-            "gap": mean(gaps) if name != "dense" else None,
-            "least": min(gaps) if name != "dense" else None,
-            "most": max(gaps) if name != "dense" else None,
-        }
+        yield (
+            name,
+            {
+                "perplexity": mean(value for row in seeds.values() for value in row["perplexity"].values()),
+                "gap": mean(gaps) if name != "dense" else None,
+                "least": min(gaps) if name != "dense" else None,
+                "most": max(gaps) if name != "dense" else None,
+            },
+        )
 
 
 def experts(content: Content) -> Iterable[Row]:
@@ -92,7 +110,7 @@ def experts(content: Content) -> Iterable[Row]:
 
 
 # What the message says where a model is refused because it is no decoder of text alone.
-ENCODERS = ("is not a decoder", "are not used when it reads text")
+ENCODERS = ("is not a decoder", "when it reads text")
 
 
 def families(content: Content) -> Iterable[Row]:
@@ -113,7 +131,6 @@ REAL_NOTE = (
 
 MIXTURE_NOTE = "Means over three seeds, with the least and the most; segments of {seqlen} tokens, on {where}."
 MIXTURE = (
-    ("", "{name}"),
     ("perplexity", "{perplexity:.2f}"),
     ("gap", "{gap:.4f}"),
     ("least", "{least:.4f}"),
@@ -144,7 +161,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             (
                 ("2:4 + rank 16", "{name}"),
                 ("*", "{perplexity[*]:.2f}"),
-                ("gap", "{gap:.3f}"),
+                ("gap", "{gap:.3f}{spread}"),
                 ("over fast", "{over_fast:.1f}"),
             ),
             real_levers,
@@ -202,5 +219,22 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note="Milliseconds of {experts} experts, {chosen} a token, in bfloat16, 2:4 + rank 64; on {where}.",
         ),
     ),
-    "mixture": (Table("mixture", f"python benchmarks/mixture.py {MODEL}", MIXTURE, mixture, note=MIXTURE_NOTE),),
+    "mixture_grams": (
+        Table(
+            "mixture",
+            f"python benchmarks/mixture.py {MODEL} --parts grams",
+            (("", "{pattern}"), ("segments", "{segments}"), ("tokens of an expert", "{wanted}"), *MIXTURE),
+            mixture_grams,
+            note=MIXTURE_NOTE,
+        ),
+    ),
+    "mixture_methods": (
+        Table(
+            "mixture",
+            f"python benchmarks/mixture.py {MODEL} --parts methods",
+            (("128 segments", "{name}"), *MIXTURE),
+            mixture_methods,
+            note=MIXTURE_NOTE,
+        ),
+    ),
 }
