@@ -50,7 +50,7 @@ def product_rate(out: int, width: int, device: str, precision: str) -> float:
     """FLOPs a second of a plain product (out, width) × (width, width) in this precision."""
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     a, b = (torch.randn(rows, width, device=device, dtype=dtype) for rows in (out, width))
-    with matmul_precision(precision == "tf32", a.device):
+    with matmul_precision(a.device, tf32=precision == "tf32"):
         a @ b
         start = clock(device)
         for _ in range(10):

@@ -71,7 +71,63 @@ def faults(content: Content) -> Row:
     return {"kills": len(content["results"]) - len(others), "others": ", ".join(others)}
 
 
+def products(file: str) -> Table:
+    """The table of products of one layer, from results of one machine."""
+    return Table(
+        file,
+        f"{INFERENCE} products --output benchmarks/results/{file}.json",
+        (
+            ("out×in", "{layer}"),
+            ("dense, ms", "{dense:.2f}"),
+            ("packed, ms", "{packed:.2f}"),
+            ("GB/s", "{rate:.1f}"),
+            ("* tokens", "{speed[*]:.2f}"),
+        ),
+        inference,
+        note="A plain read reaches {read_gigabytes_a_second:.1f} GB/s; {time}, {preemptions} preemptions, on {where}.",
+        facts=lambda content: {"time": "processor time of one thread" if content["clock"] == "cpu" else "wall time"},
+    )
+
+
+def simulated(content: Content) -> Iterable[Row]:
+    """By effort, the minutes of each kind of work."""
+    for effort, found in content["results"].items():
+        minutes = {work: sum(kinds.values()) / 60 for work, kinds in found["seconds"].items()}
+        rest = sum(minutes.get(work, 0.0) for work in ("forward passes", "packing and writing", "first look"))
+        named = ("Grams", "solving", "allocation", "block matching", "prediction matching")
+        works = {"forward passes": rest} | {work: minutes.get(work, 0.0) for work in named}
+        yield {"effort": effort, "minutes": found["minutes"], "works": works, "peak": found["peak_over_estimate"]}
+
+
 TABLES: dict[str, tuple[Table, ...]] = {
+    "gpu_simulated": (
+        Table(
+            "gpu_simulated",
+            "python benchmarks/gpu_simulated.py",
+            (
+                ("effort", "{effort}"),
+                ("minutes", "{minutes:.1f}"),
+                ("*", "{works[*]:.2f}"),
+                ("memory over the estimate", "{peak:.2f}"),
+            ),
+            simulated,
+            note="Simulated, by torch {machine[torch]}; nothing ran on a GPU.",
+        ),
+    ),
+    "gpu_kernels": (
+        Table(
+            "gpu_kernels",
+            "python benchmarks/gpu_kernels.py",
+            (
+                ("", "{architecture}"),
+                ("tokens", "{tokens}"),
+                ("registers", "{registers}"),
+                ("spilled bytes", "{spilled_bytes}"),
+                ("packed bytes an instruction", "{bytes_an_instruction:.2f}"),
+            ),
+            note="Triton {triton}; compiled, not run.",
+        ),
+    ),
     "workspace": (
         Table(
             "workspace",
@@ -148,25 +204,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
             facts=faults,
         ),
     ),
-    "inference": (
-        Table(
-            "inference",
-            f"{INFERENCE} products",
-            (
-                ("out×in", "{layer}"),
-                ("dense, ms", "{dense:.2f}"),
-                ("packed, ms", "{packed:.2f}"),
-                ("GB/s", "{rate:.1f}"),
-                ("* tokens", "{speed[*]:.2f}"),
-            ),
-            inference,
-            note="A plain read reaches {read_gigabytes_a_second:.1f} GB/s; {time}, {preemptions} preemptions, on "
-            "{where}.",
-            facts=lambda content: {
-                "time": "processor time of one thread" if content["clock"] == "cpu" else "wall time"
-            },
-        ),
-    ),
+    "inference": (products("inference"),),
+    "inference_amx": (products("inference_amx"),),
     "loaded": (
         Table(
             "loaded",

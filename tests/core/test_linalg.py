@@ -35,8 +35,13 @@ def test_a_singular_matrix_is_an_error_with_a_remedy():
             factorise(torch.zeros(3, 3))
 
 
-def test_the_inverse_takes_float64_where_float32_cannot_factor():
-    """Oracle: Woodbury in float64, for I + B Bᵀ in whole numbers that float32 holds: the I is at its rounding."""
+@pytest.mark.parametrize("block", [2, 64, 100])
+def test_the_inverse_takes_float64_where_float32_cannot_factor(block, monkeypatch):
+    """Oracle: Woodbury in float64, for I + B Bᵀ in whole numbers that float32 holds: the I is at its rounding.
+
+    In blocks of two the first one fails, in blocks of 64 what it leaves of the second.
+    """
+    monkeypatch.setitem(linalg.BLOCK, "cpu", block)
     b = torch.randint(-2000, 2000, (100, 3), generator=torch.Generator().manual_seed(0)).double()
     matrix = b @ b.T + torch.eye(100)
     assert torch.equal(matrix.float().double(), matrix)
@@ -106,6 +111,18 @@ def test_products_of_bfloat16_numbers_are_exact_but_for_their_sums():
     torch.testing.assert_close(after.double(), a.double() @ b.double(), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 16, 33])
+def test_an_inverse_by_blocks_is_the_inverse(size, monkeypatch):
+    """Oracle: float64, in one piece."""
+    monkeypatch.setitem(linalg.BLOCK, "cpu", 8)
+    _, h = oracles.problem(4, size)
+    h.diagonal().add_(0.05 * h.diagonal().mean())
+    exact = torch.linalg.inv(h.double())
+    torch.testing.assert_close(
+        linalg.inverse_(h.clone()).double(), exact, rtol=1e-3, atol=1e-5 * exact.abs().max().item()
+    )
+
+
 def test_nothing_is_set_where_there_are_no_bfloat16_products(monkeypatch):
     settings = torch.backends.mkldnn.matmul
     monkeypatch.setattr(linalg, "multiplies_bfloat16", lambda device: False)
@@ -130,7 +147,7 @@ def test_nothing_is_set_where_there_is_no_cuda(monkeypatch):
     touched = []
     monkeypatch.setattr(linalg, "_matmul_setting", lambda tf32: touched.append(tf32) or contextlib.nullcontext())
     for device in ("cpu", "cuda"):
-        with matmul_precision(True, torch.device(device)):
+        with matmul_precision(torch.device(device), tf32=True):
             touched.append(device)
     assert touched == ["cpu", True, "cuda"]
 

@@ -114,8 +114,8 @@ def sketched_svd_flops(out: int, width: int, columns: int, iterations: int) -> i
 
 
 def objective_flops(out: int, width: int) -> int:
-    """Of tr(R H Rᵀ) and tr(W H Wᵀ), by which an alternation keeps its best round."""
-    return 4 * out * width**2
+    """Of tr(R H Rᵀ), by which an alternation keeps its best round."""
+    return 2 * out * width**2
 
 
 def admm_flops(out: int, width: int, rounds: int, every: int, others: int = 0) -> int:

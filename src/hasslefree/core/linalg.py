@@ -15,6 +15,9 @@ from torch import Tensor
 
 from hasslefree.errors import FactorizationError, option
 
+# Up to this size a matrix is inverted in one piece: factorisations of small ones are faster than products.
+BLOCK = {"cpu": 384, "cuda": 2048}
+
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
 
@@ -67,15 +70,60 @@ def unit_diagonal_scale(diagonal: Tensor) -> Tensor:
 
 
 def inverse_(matrix: Tensor) -> Tensor:
-    """Overwrite a positive definite matrix (n, n) that is not ill-conditioned by its inverse; by its Cholesky factor.
+    """Overwrite a positive definite matrix (n, n) that is not ill-conditioned by its inverse.
 
-    Its own dtype will do as long as the least eigenvalue is well above the rounding of the largest. Where the
+    Its own dtype will do as long as the least eigenvalue is well above the rounding of the largest. Where a
     factorisation says that it is not, float64 takes over; the result is in the dtype of `matrix`.
     """
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    if info.item() != 0:
-        return matrix.copy_(torch.cholesky_inverse(lower_cholesky(matrix)))
-    return torch.cholesky_inverse(factor, out=matrix)
+    with matmul_precision(matrix.device):
+        found = _inverse_by_blocks(matrix)
+    return matrix.copy_(torch.cholesky_inverse(lower_cholesky(matrix)) if found is None else found)
+
+
+def _inverse_by_blocks(matrix: Tensor) -> Tensor | None:
+    """The inverse by halves: of the upper left block, then of its Schur complement; None where a factorisation fails.
+
+    Nearly all of it are products; only blocks of at most `BLOCK` are factored. The Schur complement of a positive
+    definite matrix is no worse conditioned than the matrix.
+    """
+    if len(matrix) <= BLOCK.get(matrix.device.type, BLOCK["cpu"]):
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        return torch.cholesky_inverse(factor) if info.item() == 0 else None
+    first, rest = slice(None, len(matrix) // 2), slice(len(matrix) // 2, None)
+    head = _inverse_by_blocks(matrix[first, first])
+    if head is None:
+        return None
+    across = head @ matrix[first, rest]
+    tail = _inverse_by_blocks(matrix[rest, rest] - matrix[rest, first] @ across)
+    if tail is None:
+        return None
+    found = torch.empty_like(matrix)
+    found[rest, rest] = tail
+    found[first, rest] = (across @ tail).neg_()
+    found[rest, first] = found[first, rest].T
+    found[first, first] = torch.addmm(head, found[first, rest], across.T, alpha=-1)
+    return found
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """A basis of the columns of a matrix (n, r): (n, r), orthonormal; by a QR factorisation.
+
+    On CUDA, where a QR factorisation runs column by column, by three Cholesky factorisations of the columns' products
+    with each other (CholeskyQR3: Fukaya et al., arXiv 1809.11085), each shifted by its rounding: of columns that others
+    span, what is left has a norm below one.
+    """
+    if matrix.device.type != "cuda" or not matrix.shape[1]:
+        return torch.linalg.qr(matrix).Q
+    shift = 4 * matrix.shape[1] * torch.finfo(matrix.dtype).eps
+    with matmul_precision(matrix.device):
+        for _ in range(3):
+            scale = 1 / unit_diagonal_scale(matrix.square().sum(0))
+            matrix = matrix * scale
+            products = matrix.T @ matrix
+            products.diagonal().add_(shift)
+            factor = torch.linalg.cholesky_ex(products).L
+            matrix = torch.linalg.solve_triangular(factor.T, matrix, upper=True, left=False)
+    return matrix
 
 
 def masked_cg(
@@ -94,7 +142,7 @@ def masked_cg(
         target: T, (out, in). start: S at first, zero off the mask. mask: the support, bool (out, in).
         steps: at most. tolerance: the end, where in no row g diag(H)⁻¹ gᵀ is more than its square times Σ t²·H_jj, with
             g the gradient on the support; 0 takes all steps.
-        rounded: let the products of directions with H be `bfloat16_products`; that of the residual, at first, is not.
+        rounded: let the products of directions with H be `narrow_products`; that of the residual, at first, is not.
 
     Each step minimises the loss of a row along a direction of descent, so that no step raises it. Where the gradient
     of a row is zero, it rests; and where H is singular, it takes no step along a direction whose inputs cancel to
@@ -112,7 +160,7 @@ def masked_cg(
             break
         image = direction.square()
         least = image.mv(rounding).unsqueeze(1)
-        with bfloat16_products(matrix.device) if rounded else nullcontext():
+        with narrow_products(matrix.device) if rounded else nullcontext():
             torch.mm(direction, matrix, out=image).mul_(mask)
         curvature = torch.linalg.vecdot(direction, image).unsqueeze(1)
         length = torch.where(curvature > least, energy / curvature, 0.0)
@@ -129,7 +177,7 @@ def masked_cg(
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether products of bfloat16 are known to be faster than float32's: on x86 with instructions for them.
 
-    CUDA has them too, and is left out: not measured.
+    CUDA is left out: its narrow products are TF32, which need no cast (`narrow_products`).
     """
     return device.type == "cpu" and any(map(_capable, ("avx512_bf16", "amx_bf16")))
 
@@ -160,17 +208,20 @@ def bfloat16_products(device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def matmul_precision(tf32: bool, device: torch.device) -> Iterator[None]:
-    """Run float32 products on CUDA in TF32, or in full; torch's setting is put back at the end.
+def matmul_precision(device: torch.device, tf32: bool = False) -> AbstractContextManager[None]:
+    """Run float32 products on CUDA in full, or in TF32; torch's setting is put back at the end.
 
     On other devices, nothing is touched.
     """
-    if device.type != "cuda":
-        yield
-        return
-    with _matmul_setting(tf32):
-        yield
+    return _matmul_setting(tf32) if device.type == "cuda" else nullcontext()
+
+
+def narrow_products(device: torch.device) -> AbstractContextManager[None]:
+    """Round the factors of float32 products to what the device multiplies fastest, and sum in float32.
+
+    That is TF32 on CUDA, and `bfloat16_products` elsewhere.
+    """
+    return matmul_precision(device, tf32=True) if device.type == "cuda" else bfloat16_products(device)
 
 
 def _matmul_setting(tf32: bool) -> AbstractContextManager[None]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hasslefree.core.linalg import orthonormal
+
 
 @dataclass(frozen=True)
 class LowRank:
@@ -68,6 +70,6 @@ def subspace_steps(target: Tensor, norm: Tensor, basis: Tensor, steps: int) -> L
     v = basis.T @ target
     for _ in range(steps):
         image = target.to(norm.dtype) @ (norm @ v.T.to(norm.dtype))
-        basis = torch.linalg.qr(image.to(target.dtype)).Q
+        basis = orthonormal(image.to(target.dtype))
         v = basis.T @ target
     return LowRank(basis, v)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.gram import Gram
+from hasslefree.core.linalg import orthonormal
 
 # Fewer eigenvalues than one in so many come from orthogonal iteration: with spare columns, in so many steps.
 FEW, SPARE, ITERATIONS = 4, 8, 6
@@ -75,7 +76,7 @@ def rank_gains(residual: Tensor, gram: Gram, count: int) -> tuple[Tensor, float]
         return values.flip(0).clamp_min(0)[:count], total
     start = torch.randn(len(wide), count + SPARE, generator=torch.Generator().manual_seed(0)).to(wide)
     for _ in range(ITERATIONS):
-        basis = torch.linalg.qr(start).Q
+        basis = orthonormal(start)
         start = wide @ (matrix @ (wide.T @ basis))
     values = torch.linalg.eigvalsh((basis.T @ start).double())
     return values.flip(0).clamp_min(0)[:count], total

@@ -301,7 +301,11 @@ def inputs_and_gradients(
             # A copy: autograd goes on to add to what it hands out.
             outer[name].append(gradient.flatten(0, -2).to(working_dtype(gradient), copy=True))
 
-        return lambda y: y.register_hook(keep) and None if y.requires_grad else None
+        def see(y: Tensor) -> None:
+            if y.requires_grad:
+                y.register_hook(keep)
+
+        return see
 
     handles = [sites[name].on_input(entered(name)) for name in inputs]
     handles += [sites[name].on_output(left(name)) for name in outer]

@@ -120,8 +120,8 @@ def estimate(
 
     Args:
         tokens: calibration segments, and tokens in each.
-        width: numbers of a token that run from block to block; None for the width of the embeddings, which it is but
-            where blocks are given more than hidden states. That is known only once the model has run.
+        width: numbers that each token hands from block to block; None for the width of the embeddings. Blocks that
+            are given more than hidden states are known only once the model has run.
     """
     method = resolved.method
     samples, seqlen = -(-tokens[0] // processes), tokens[1]
@@ -147,7 +147,7 @@ def estimate(
     at_once = resolved.recipe.sequential == "layer" and in_one_pass(numbers, device)
     if at_once:
         passing = max(passing, (1 + bool(resolved.dense_target)) * pass_bytes(numbers))
-    waiting = 0 if at_once else max(map(_waiting, blocks.modules, plan, itertools.repeat(device)))
+    sums = 0 if at_once else max(map(_sums_of_experts, blocks.modules, plan, itertools.repeat(device)))
     kept = sum(layer.spec.parameters for layer in layers)
     return Footprint(
         blocks=len(blocks.modules),
@@ -161,7 +161,7 @@ def estimate(
             for block, plans in zip(blocks.modules, plan, strict=True)
         ),
         solving=max(
-            max(_solving(plans, resolved, device.type) for plans in plan) + passing + waiting,
+            max(_solving(plans, resolved, device.type) for plans in plan) + passing + sums,
             rotation_bytes(plan, embedding) if resolved.recipe.rotate else 0,
         ),
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
@@ -248,7 +248,7 @@ def _compressed(plans: dict[str, LayerPlan], resolved: Resolved) -> int:
     return held
 
 
-def _waiting(block: nn.Module, plans: dict[str, LayerPlan], device: torch.device) -> int:
+def _sums_of_experts(block: nn.Module, plans: dict[str, LayerPlan], device: torch.device) -> int:
     """The sums for the experts of a block, which one pass gathers together as far as there is room."""
     sizes: dict[str, int] = {}
     for name, layer in plans.items():

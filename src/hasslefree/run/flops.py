@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 
 from hasslefree.levers.masters import SAMPLES
 from hasslefree.levers.matching import Matching
 from hasslefree.levers.predictions import JUDGED, Predictions
-from hasslefree.models.blocks import Blocks
+from hasslefree.models.blocks import Blocks, by_kind
 from hasslefree.models.experts import share_of_tokens
 from hasslefree.recipe.plan import Plan
 from hasslefree.recipe.resolved import Resolved
@@ -37,12 +36,12 @@ def flops_of(
     layers = [layer.spec for plans in plan for layer in plans.values()]
     solvers = sum(resolved.method.cost(*layer.shape, layer.rank).flops for layer in layers) / processes
     grams = sum(
-        2 * tokens * share_of_tokens(block, name, tokens) * layer.spec.shape[1] ** 2
+        2 * tokens * share_of_tokens(block, name) * layer.spec.shape[1] ** 2
         for block, plans in zip(blocks.modules, plan, strict=True)
         for name, layer in plans.items()
     )
-    kinds = {re.sub(r"\.\d+(?=\.)", "", name) for name in plan[0]}  # the experts of a block are gathered together
-    alone = 2.0 if resolved.recipe.sequential == "block" else 1 + len(kinds) / 2
+    # The experts of a block are gathered together.
+    alone = 2.0 if resolved.recipe.sequential == "block" else 1 + len(by_kind(plan[0])) / 2
     passes = (1.0 if at_once else alone) * (1 + resolved.two_streams)
     if resolved.allocate == "error":
         solvers += sum(LOOK.cost(*layer.shape, 0).flops for layer in layers) / processes
@@ -72,5 +71,5 @@ def numbers_of(blocks: Blocks) -> int:
     found = 0.0
     for block in blocks.modules:
         for name, parameter in block.named_parameters():
-            found += share_of_tokens(block, name.rpartition(".")[0], 2**62) * parameter.numel()
+            found += share_of_tokens(block, name.rpartition(".")[0]) * parameter.numel()
     return round(found)

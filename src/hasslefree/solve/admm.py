@@ -19,7 +19,8 @@ class ScaledSpectrum:
     """The problem in the units where H has a unit diagonal: D⁻¹HD⁻¹ = Q diag(λ) Qᵀ with D = diag(H)^½.
 
     Args:
-        scale: D, (in,). matrix: D⁻¹HD⁻¹, (in, in). values: λ, (in,), and vectors: Q, (in, in), in float64.
+        scale: D, (in,). matrix: D⁻¹HD⁻¹, (in, in). values: λ, (in,), in float64. vectors: Q, (in, in); computed in
+            float64, and cast, for they are multiplied whenever ρ changes.
     """
 
     scale: Tensor
@@ -38,11 +39,11 @@ class ScaledSpectrum:
                 f"{values[0].item():.1e} in units of its diagonal; gather it anew"
             )
         # What rounding has put below zero would make H + ρI singular at a small ρ.
-        return cls(scale, matrix, values.clamp_min(0), vectors)
+        return cls(scale, matrix, values.clamp_min(0), vectors.to(matrix.dtype))
 
     def resolvent(self, rho: float) -> Tensor:
         """ρ(H + ρI)⁻¹: (in, in), in the working dtype."""
-        return ((self.vectors * (rho / (self.values + rho))) @ self.vectors.T).to(self.matrix.dtype)
+        return (self.vectors * (rho / (self.values + rho)).to(self.vectors.dtype)) @ self.vectors.T
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Scaling
+from hasslefree.core.linalg import orthonormal
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern, Row, SemiStructured, Unstructured
 from hasslefree.core.protocols import Method, Solution
@@ -47,7 +48,7 @@ class InRowChunks(Method):
             raise MemoryShortError(f"pattern {pattern} ties rows together, so that they cannot be solved in chunks")
         out = len(weight)
         low_rank = LowRank.gaussian_start(weight, rank, generator)
-        basis = torch.linalg.qr(low_rank.u).Q
+        basis = orthonormal(low_rank.u)
         sparse = torch.empty_like(weight)
         for _ in range(self.rounds if rank else 1):
             scalings = []
@@ -73,5 +74,5 @@ class InRowChunks(Method):
 
         for _ in range(steps):
             v = basis.T @ weight - basis.T @ sparse
-            basis = torch.linalg.qr(residual(h @ v.T)).Q
+            basis = orthonormal(residual(h @ v.T))
         return LowRank(basis, basis.T @ weight - basis.T @ sparse)

@@ -15,7 +15,7 @@ PRODUCTS = """
 import torch
 from hasslefree.packed.kernels import triton
 from tests.packed.kernels import reference
-for n, m, groups in ((2, 4, 17), (2, 4, 300), (2, 8, 9), (1, 12, 5), (2, 66, 2), (1, 1, 7)):
+for n, m, groups in ((2, 4, 17), (2, 4, 300), (2, 4, 1), (2, 8, 9), (1, 12, 5), (2, 66, 2), (1, 1, 7)):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for tokens in (1, 3, 16):
             s = reference.sparse(13, groups, n, m, dtype, seed=groups)
@@ -24,6 +24,14 @@ for n, m, groups in ((2, 4, 17), (2, 4, 300), (2, 8, 9), (1, 12, 5), (2, 66, 2),
             y = triton.decode(x, *reference.pack_groups(s, n, m), n, m)
             assert y.dtype == dtype
             reference.assert_close(y, x, s)
+# Inputs that no value of 2:4 reads may hold anything.
+s = torch.zeros(6, 160)
+s.view(6, 40, 4)[:, :, 0], s.view(6, 40, 4)[:, :, 3] = 2.0, 3.0
+x = torch.ones(1, 160)
+x.view(40, 4)[:, 1] = float("nan")
+x.view(40, 4)[:, 2] = float("inf")
+y = triton.decode(x, *reference.pack_groups(s, 2, 4), 2, 4)
+assert torch.equal(y, torch.full((1, 6), 200.0)), y
 print("done")
 """
 

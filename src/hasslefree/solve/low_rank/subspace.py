@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hasslefree.core.cost import Cost, Need
 from hasslefree.core.gram import Gram
+from hasslefree.core.linalg import orthonormal
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.protocols import LowRankSolver
 
@@ -29,7 +29,7 @@ class Subspace(LowRankSolver):
 
     def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int) -> LowRank:
         if round == 0:
-            return subspace_steps(target, prepared, torch.linalg.qr(start.u).Q, self.first_steps)
+            return subspace_steps(target, prepared, orthonormal(start.u), self.first_steps)
         return subspace_steps(target, prepared, start.u, self.steps)
 
     def cost(self, out: int, width: int, rank: int) -> Cost:

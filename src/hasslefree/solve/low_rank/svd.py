@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hasslefree.core.cost import Cost, Need, sketched_svd_flops, svd_flops
 from hasslefree.core.gram import Gram
+from hasslefree.core.linalg import orthonormal
 from hasslefree.core.low_rank import LowRank, truncated_svd
 from hasslefree.core.protocols import LowRankSolver
 
@@ -48,9 +49,9 @@ class RandomizedSVD(LowRankSolver):
         columns = min(start.rank + self.oversampling, *target.shape)
         generator = torch.Generator().manual_seed(self.seed)
         omega = torch.randn(target.shape[1], columns, generator=generator).to(target)
-        basis = torch.linalg.qr(target @ omega).Q
+        basis = orthonormal(target @ omega)
         for _ in range(self.iterations):
-            basis = torch.linalg.qr(target @ torch.linalg.qr(target.T @ basis).Q).Q
+            basis = orthonormal(target @ orthonormal(target.T @ basis))
         small = truncated_svd(basis.T @ target, start.rank)
         return LowRank(basis @ small.u, small.v)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.cost import Cost, objective_flops
-from hasslefree.core.gram import Gram
+from hasslefree.core.gram import Gram, relative
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import LowRankSolver, Method, Pruned, Pruner, Solution
@@ -69,9 +69,10 @@ class AlternatingMinimization(Method):
     ) -> Solution:
         gram, for_pruner, for_solver = prepared
         low_rank = LowRank.gaussian_start(weight, rank, generator)
+        norm = gram.loss(weight)
         if rank == 0:
             alone = self.pruner.prune(weight, for_pruner, pattern)
-            error = gram.relative_error(weight - alone.sparse, weight)
+            error = relative(gram.loss(weight - alone.sparse), norm)
             return Solution(alone.sparse, low_rank, (error,), scaling=alone.scaling)
         found = Pruned(torch.zeros_like(weight))
         best: tuple[Pruned, LowRank] = found, low_rank
@@ -86,9 +87,9 @@ class AlternatingMinimization(Method):
                 found = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
                 if t == 0:
                     # The pruner alone is the first candidate: Adam's steps have a fixed size, and can overshoot.
-                    best, least = (found, low_rank), gram.relative_error(weight - found.sparse, weight)
+                    best, least = (found, low_rank), relative(gram.loss(weight - found.sparse), norm)
                 low_rank = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, t)
-            error = gram.relative_error(low_rank.residual(weight, found.sparse), weight)
+            error = relative(gram.loss(low_rank.residual(weight, found.sparse)), norm)
             if not math.isfinite(error):
                 if math.isinf(least) or not self.keep_best:
                     raise NonFiniteError(f"round {t + 1} came upon NaN or Inf; {REMEDY}")
@@ -102,7 +103,7 @@ class AlternatingMinimization(Method):
         found, low_rank = best
         if self.last_fit:
             last = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, len(history))
-            error = gram.relative_error(last.residual(weight, found.sparse), weight)
+            error = relative(gram.loss(last.residual(weight, found.sparse)), norm)
             low_rank, history = (last, [*history, error]) if error < least else (low_rank, history)
         if least and not low_rank.v.any():
             remarks.append("no round was better than the pruner alone: L is nothing")
@@ -114,4 +115,6 @@ class AlternatingMinimization(Method):
         if rank:
             a_round += fit.flops + 4 * out * width * rank
         need = prune.need.joined(fit.need).around(1, 3)
-        return Cost(prune.once + rounds * a_round, need=need, unstated=prune.unstated + fit.unstated)
+        unstated = prune.unstated + fit.unstated
+        flops = prune.once + objective_flops(out, width) + rounds * a_round
+        return Cost(flops, need=need, unstated=unstated)

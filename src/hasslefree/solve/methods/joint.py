@@ -11,7 +11,14 @@ from torch import Tensor
 
 from hasslefree.core.cost import FLOAT, Cost, Need
 from hasslefree.core.gram import Gram
-from hasslefree.core.linalg import inverse_, masked_cg, matmul_precision, multiplies_bfloat16, unit_diagonal_scale
+from hasslefree.core.linalg import (
+    inverse_,
+    masked_cg,
+    matmul_precision,
+    multiplies_bfloat16,
+    orthonormal,
+    unit_diagonal_scale,
+)
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Solution
@@ -89,9 +96,9 @@ class Joint(Method):
             Before that it is an estimate after each tenth of the rounds but the last (each fifth round, where there
             are fewer than 50), from every ninth row, times what all rows are over those at the end; none where these
             rows are no sample of the others.
-        precision: of the products of the rounds; sums are in float32. "auto" is bfloat16 on a processor with
-            instructions for it, else the dtype of the solver; so are then the products of the polish's steps. "tf32" is
-            for CUDA.
+        precision: of the products of the rounds; sums are in float32. "auto" is TF32 on CUDA, bfloat16 on a processor
+            with instructions for it, and the dtype of the solver elsewhere; so are then the products of the polish's
+            steps. "tf32" is for CUDA.
 
     Example:
         >>> hasslefree.decompose(weight, gram, pattern="2:4", rank=64, method=Joint(rounds=50))
@@ -128,9 +135,9 @@ class Joint(Method):
         density = pattern.kept((weight.shape[0], weight.shape[1])) / weight.numel()
         relief = math.exp(-RANK_RELIEF * rank * sum(weight.shape) / weight.numel())
         power = self.first_power(density, relief)
-        with matmul_precision(self.precision == "tf32", weight.device):
+        with matmul_precision(weight.device, tf32=self.precision in ("auto", "tf32")):
             found = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief)
-        with matmul_precision(False, weight.device):
+        with matmul_precision(weight.device):
             return self._polish(scaled, prepared, *found)
 
     def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
@@ -169,7 +176,8 @@ class Joint(Method):
         if done == self.rounds or done * LOOKS // self.rounds == (done - 1) * LOOKS // self.rounds:
             return False
         planned = MOVING * max(1 - done / (SETTLED * self.rounds), 0.0)
-        return int(torch.count_nonzero(mask ^ last)) >= 2 * planned * int(torch.count_nonzero(mask))
+        changed, kept = torch.count_nonzero(mask ^ last), torch.count_nonzero(mask)
+        return bool(changed >= 2 * planned * kept.double())  # one number read: on a GPU, each is a wait
 
     def _product_dtype(self, weight: Tensor) -> torch.dtype:
         """What T − L and K are rounded to for their product."""
@@ -195,7 +203,7 @@ class Joint(Method):
         The state is X = Z + Y, the dense copy of S with the scaled dual: S = project(X) and Y = X − S.
         """
         dtype = self._product_dtype(weight)
-        low_rank = LowRank(torch.linalg.qr(low_rank.u).Q, low_rank.v)
+        low_rank = LowRank(orthonormal(low_rank.u), low_rank.v)
         target = torch.empty_like(weight)
         mask = pattern.mask(torch.mul(state, state, out=target))
         sparse = state * mask
@@ -236,7 +244,7 @@ class Joint(Method):
 
         course: of the rounds, on some rows. The history begins with it, times what all rows are over those at the end.
         """
-        gram, rounded = problem.gram, self._product_dtype(weight) == torch.bfloat16
+        gram, rounded = problem.gram, self.precision in ("auto", "bfloat16")
         history: list[float] = []
         remarks: list[str] = []
         norm = gram.loss(weight) or 1.0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.cost import Cost, objective_flops
-from hasslefree.core.gram import Gram
+from hasslefree.core.gram import Gram, relative
 from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.linalg import masked_cg
 from hasslefree.core.low_rank import LowRank
@@ -69,13 +69,14 @@ class JointOnGrid(Method):
             sparse, low_rank, support = found.sparse, found.low_rank, found.sparse != 0
         best: tuple[Tensor, LowRank, Scaling | None] = (sparse, low_rank, None)
         history: list[float] = []
+        norm = gram.loss(weight)
         for _ in range(self.turns if rank else 1):
             target = weight - low_rank.product()
             free = target if support.all() else masked_cg(gram.matrix, target, sparse, support, CG_STEPS)
             swept = SparseGPT(grid=self.grid).prune(free, for_sweep, KnownSupport(support))
             sparse = swept.sparse
             low_rank = _fitted(weight - sparse, for_fit, rank)
-            error = gram.relative_error(low_rank.residual(weight, sparse), weight)
+            error = relative(gram.loss(low_rank.residual(weight, sparse)), norm)
             if not history or error < min(history):
                 best = sparse, low_rank, swept.scaling
             history.append(error)
@@ -85,7 +86,7 @@ class JointOnGrid(Method):
         joint, sweep = self._joint().cost(out, width, rank, device), SparseGPT().cost(out, width)
         fit = Exact().cost(out, width, rank)
         turn = sweep.flops + fit.flops * (rank > 0) + (CG_STEPS + 1) * 2 * out * width**2 + objective_flops(out, width)
-        flops = joint.flops + 2 * width**3 + (self.turns if rank else 1) * turn
+        flops = joint.flops + 2 * width**3 + objective_flops(out, width) + (self.turns if rank else 1) * turn
         return Cost(flops, need=joint.need.joined(sweep.need).joined(fit.need).around(1, 3), kernels=joint.kernels)
 
     def _joint(self) -> Joint:

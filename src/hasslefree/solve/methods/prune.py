@@ -54,5 +54,5 @@ class Prune(Method):
 
     def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
         found = self.pruner.cost(out, width)
-        flops = found.once + found.flops + objective_flops(out, width)
+        flops = found.once + found.flops + 2 * objective_flops(out, width)
         return Cost(flops, need=found.need.around(1, 0), unstated=found.unstated)

@@ -1,0 +1,98 @@
+"""Whole compressions on a GPU, and what they leave; the CPU is the oracle."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.levers import rotation
+from hasslefree.packed.layouts import PackedGroups, layout_of
+from hasslefree.packed.linear import use_backend
+from hasslefree.run import compress as driver
+from hasslefree.run.estimate import LIBRARIES
+from tests.tiny_models import NO_TOKENIZER, build, logits, segments
+
+# Two layers will do for the methods that take many rounds.
+FEW = {"leave_dense": ("*.self_attn.*", "*.gate_proj"), "rank": 2}
+RECIPES = {
+    "fast": Recipe(rank=2),
+    "balanced": Recipe(rank=2, effort="balanced"),
+    "best": Recipe(rank=2, effort="best"),
+    "rotate": Recipe(rank=2, rotate=True, leave_dense=("*.mlp.*",)),
+    "3basil": Recipe(**FEW, method="3basil"),
+    "hassle-free": Recipe(**FEW, method="hassle-free", rounds=2),
+    "oats": Recipe(**FEW, method="oats", rounds=2),
+    "joint-grid": Recipe(**FEW, method="joint-grid", rounds=5, group_size=16),
+    "alps": Recipe(**FEW | {"rank": 0}, method="alps"),
+    "sparsegpt": Recipe(rank=0, method="sparsegpt"),
+    "8 bits": Recipe(rank=2, method="eora", rounds=2, factor_bits=8),
+}
+
+
+def compressed(tmp_path, recipe, device):
+    """The record of a compression, by the name of a model in bfloat16, and the folder."""
+    build("llama", torch.bfloat16).save_pretrained(tmp_path / "model")
+    out = tmp_path / device
+    return hasslefree.compress(
+        tmp_path / "model", out, recipe, segments=segments(), tokenizer=NO_TOKENIZER, device=device
+    ), out
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_compression_comes_out_as_on_the_cpu(name, gpu, tmp_path, monkeypatch):
+    """And it takes no more of the GPU than was estimated."""
+    monkeypatch.setattr(rotation.Learning.__init__, "__defaults__", (4, 0.01))  # steps, learning_rate
+    footprints = []
+    monkeypatch.setattr(driver, "check_memory", lambda footprint, device: footprints.append(footprint))
+    here, _ = compressed(tmp_path, RECIPES[name], "cpu")
+    there, out = compressed(tmp_path, RECIPES[name], "cuda")
+    assert there.device == "cuda"
+    assert there.mean_relative_error == pytest.approx(here.mean_relative_error, rel=0.1)
+    if gpu:
+        assert gpu.peak <= footprints[-1].device_peak - LIBRARIES
+    tokens = segments()
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    plain = logits(loaded, tokens)
+    torch.testing.assert_close(logits(loaded.to("cuda"), tokens.to("cuda")).cpu(), plain, rtol=0.05, atol=0.05)
+
+
+def test_a_model_that_is_on_the_gpu_stays_there(gpu, tmp_path):
+    model, tokens = build("llama").cuda(), segments().cuda()
+    report = hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora", rounds=2), segments=tokens)
+    assert report.device == "cuda"
+    assert model.device.type == "cuda"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").cuda()
+    torch.testing.assert_close(logits(loaded, tokens).cpu(), logits(model, tokens).cpu(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", [None, "dense", "unpacked", "triton"])
+def test_every_backend_gives_the_same_logits(backend, gpu, tmp_path):
+    """Oracle: the CPU. The fake GPU cannot run Triton; the kernel is tested by itself, in the interpreter."""
+    if gpu:
+        gpu.instead[torch.ops.hasslefree.decode_cuda.default] = decoded
+    build("llama").save_pretrained(tmp_path / "model")
+    hasslefree.compress(tmp_path / "model", tmp_path / "out", RECIPES["sparsegpt"], segments=segments(),
+                        tokenizer=NO_TOKENIZER, device="cpu")  # fmt: skip
+    loaded, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), segments(1, 8)
+    plain = logits(loaded, tokens)
+    loaded = loaded.to("cuda")
+    use_backend(loaded, backend)
+    torch.testing.assert_close(logits(loaded, tokens.cuda()).cpu(), plain, rtol=1e-3, atol=1e-3)
+
+
+def decoded(x, values, positions, n, m):
+    """What the operator `decode_cuda` computes, plainly."""
+    return x @ PackedGroups(n, m).unpack(values, positions, x.shape[1]).T
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "2:8", "3:8", "2:5", "row", "structured"])
+def test_packing_gives_the_same_bytes_and_the_same_matrix(pattern, gpu):
+    n, _, m = pattern.partition(":")
+    sparse = torch.zeros(33, 120, dtype=torch.bfloat16)
+    sparse.view(33, -1, int(m or 3))[..., : int(n) if m else 1] = -1.5
+    layout = layout_of(pattern)
+    here, there = layout.pack(sparse), layout.pack(sparse.cuda())
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(here, there, strict=True))
+    assert torch.equal(layout.unpack(*there, 120).cpu(), sparse)
+    layout.validate(there[1], 120, there[0].numel())

@@ -1,0 +1,59 @@
+"""What is computed otherwise on a GPU: sums over tokens, and bases. Oracle: float64 on the CPU."""
+
+import pytest
+import torch
+from harness.fake_cuda import fake_cuda
+
+from hasslefree.core.linalg import orthonormal
+from hasslefree.models import moments
+from hasslefree.models.moments import Sums
+
+
+def inputs(tokens, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(tokens, width, generator=generator) * torch.logspace(-2, 2, width)).bfloat16()
+
+
+def test_products_of_bfloat16_are_summed_in_float32(gpu, monkeypatch):
+    """More inputs than a panel, in batches of unequal length."""
+    monkeypatch.setitem(moments.PANEL, "cuda", 16)
+    rows = inputs(700, 40)
+    sums = Sums(256)
+    for part in rows.cuda().split(500):
+        sums.take(part, None)
+    gram = sums.moments(lambda tensor: None).gram
+    exact = rows.double().T @ rows.double() / 700
+    norms = exact.diagonal().sqrt()
+    assert gram.matrix.dtype == torch.float32
+    assert ((gram.matrix.cpu().double() - exact) / torch.outer(norms, norms)).abs().max() < 1e-6
+    torch.testing.assert_close(gram.mean.cpu().double(), rows.double().mean(0), rtol=1e-5, atol=1e-5)
+
+
+def test_the_drift_keeps_sixteen_bits(gpu):
+    """It is a small difference of two streams: rounded to bfloat16 it would be off by up to 2⁻⁸ of each number."""
+    here, there = inputs(300, 24), inputs(300, 24, seed=1)
+    sums = Sums(128)
+    sums.take(here.cuda(), there.cuda())
+    drift = sums.moments(lambda tensor: None).drift.cpu().double()
+    exact = here.double().T @ (there.double() - here.double()) / 300
+    size = here.double().abs().T @ (there.double() - here.double()).abs() / 300
+    assert ((drift - exact).abs() / size).max() < 2**-16
+
+
+@pytest.mark.parametrize("condition", [1e1, 1e4])
+def test_a_basis_is_orthonormal_and_spans_the_columns(condition, gpu):
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, 12, generator=generator).double()).Q for n in (200, 12))
+    matrix = (left * torch.logspace(0, -torch.tensor(condition).log10().item(), 12) @ right).float()
+    basis = orthonormal(matrix.cuda()).cpu().double()
+    torch.testing.assert_close(basis.T @ basis, torch.eye(12).double(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(basis @ basis.T @ matrix.double(), matrix.double(), rtol=0, atol=1e-5)
+
+
+def test_columns_that_others_span_leave_the_basis_finite():
+    with fake_cuda():
+        column = torch.randn(50, 1, device="cuda")
+        basis = orthonormal(torch.cat([column, 2 * column, torch.zeros_like(column)], 1)).cpu()
+    assert torch.isfinite(basis).all()
+    assert basis[:, 0].norm() == pytest.approx(1, abs=1e-2)
+    assert torch.linalg.matrix_norm(basis, 2) < 1.01
