@@ -9,8 +9,8 @@
 TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents. Perplexity is taken in
 windows of 1,024 tokens, 16 a text, in the dtype in which the model is stored. The gap is the mean over the texts of
 log(perplexity / dense perplexity). Every row has a process of its own and is written as soon as it is measured; rows
-that the output file already holds are kept. A row notes the version of the source and the processor that it was measured
-with: a rival is not measured anew for a change of `joint`.
+that the output file already holds are kept. A row notes the version of the source and the processor that it was
+measured with: a rival is not measured anew for a change of `joint`.
 
 With --tasks, the zero-shot accuracy of every row on the eight tasks is measured too; FOLDER holds them as
 `hasslefree evaluate --task-data` reads them.

@@ -156,7 +156,7 @@ def test_nothing_is_kept_for_gradients_while_s_is_unpacked_once():
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_way_of_a_cpu_computes_the_same(pattern, tokens, dtype):
-    """Oracle: float64, with what may be rounded on the way: S x, V x, U V x, their sum, the result, and float32 sums."""
+    """Oracle: float64, give or take what is rounded: S x, V x, U V x, their sum, the result; and float32 sums."""
     layer, x = layer_of(pattern, dtype=dtype), torch.randn(tokens, 24).to(dtype)
     sparse, u, v, bias = (part.double() for part in parts(pattern, dtype=dtype))
     own, inner = x.double() @ sparse.T, x.double() @ v.T

@@ -198,7 +198,8 @@ def _capable(instructions: str) -> bool:
 def bfloat16_products(device: torch.device) -> Iterator[None]:
     """Round the factors of float32 products to bfloat16, and sum in float32, where `multiplies_bfloat16`.
 
-    Of numbers that are bfloat16 already, the products are exact. Elsewhere nothing is touched.
+    Of numbers that are bfloat16 already, the products are exact. oneDNN may multiply in full all the same, as it does
+    on some processors without AMX. Elsewhere nothing is touched.
     """
     settings = getattr(torch.backends.mkldnn, "matmul", None)
     if not multiplies_bfloat16(device) or not hasattr(settings, "fp32_precision"):
