@@ -23,6 +23,7 @@ from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Solution
 from hasslefree.errors import BudgetError
+from hasslefree.solve.fused import settle
 
 # Kernels are kept for the next layer with the same input as long as they take no more than this: on a CPU a little,
 # for the widest layers, whose kernels are the largest, often have an input of their own.
@@ -210,25 +211,25 @@ class Joint(Method):
         kernel = problem.kernel(self.growth**power, dtype)
         course: list[float] = []
         parts = min(PARTS, self.rounds // 5)
+        torch.add(weight, state, out=target).sub_(sparse, alpha=2)  # T = W − S + Y
         for t in range(self.rounds):
-            torch.add(weight, state, out=target).sub_(sparse, alpha=2)  # T = W − S + Y
             if low_rank.rank:
                 low_rank = subspace_steps(target, kernel, low_rank.u, 1 if t else FIRST_STEPS)
                 target.addmm_(low_rank.u, low_rank.v, alpha=-1)
-            # Z + Y = S + (T − L) K
             if dtype == weight.dtype:
-                torch.addmm(sparse, target, kernel, out=state)
+                torch.mm(target, kernel, out=state)
             else:
-                torch.add(sparse, target.to(dtype) @ kernel, out=state)
-            last, mask = mask, pattern.mask(torch.mul(state, state, out=target))
-            torch.mul(state, mask, out=sparse)
+                state.copy_(target.to(dtype) @ kernel)
+            # Z + Y = S + (T − L) K; then the next S, Y and T.
+            last, mask = mask, settle(pattern, weight, state, sparse, target)
             if t * parts // self.rounds < (t + 1) * parts // self.rounds < parts:
                 course.append(sampled_loss(problem.gram, weight, sparse, low_rank))
             if self.moves_too_much(mask, last, t + 1):
                 power += 1
                 del kernel  # there may be no room for two
                 kernel = problem.kernel(self.growth**power, dtype)
-                state.sub_(sparse).div_(self.growth).add_(sparse)  # Y ← Y·ρ_before/ρ
+                state.sub_(sparse).div_(self.growth)  # Y ← Y·ρ_before/ρ
+                torch.sub(weight, sparse, out=target).add_(state)
         return sparse, mask, low_rank, course
 
     def _polish(

@@ -1,0 +1,82 @@
+"""The entries of a round in one pass on a CPU, by Numba, for groups of 4 or 8 inputs (`hasslefree.solve.fused`).
+
+LLVM turns the loops over `LANES` groups into vector instructions, since M is a constant of each compiled function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numba
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+# Groups that are ranked together: a register of vectors for each comparison, and few enough to stay in the first cache.
+LANES = 32
+
+rows_in_parallel = njit(nogil=True, error_model="numpy", parallel=True, cache=True)
+inlined = njit(nogil=True, error_model="numpy", inline="always")
+
+
+def settle(weight: Tensor, state: Tensor, sparse: Tensor, target: Tensor, n: int, m: int) -> Tensor:
+    """As `hasslefree.solve.fused.settle_groups`, on the threads that torch uses."""
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    mask = torch.empty_like(weight, dtype=torch.bool)
+    arrays = (each.detach().numpy() for each in (weight, state, sparse, target, mask))
+    compiled: Callable[..., None] = {4: _settle_4, 8: _settle_8}[m]
+    compiled(*arrays, n)
+    return mask
+
+
+@rows_in_parallel
+def _settle_4(weight, state, sparse, target, mask, n):
+    for row in prange(len(weight)):
+        _settle_row(weight[row], state[row], sparse[row], target[row], mask[row], n, 4)
+
+
+@rows_in_parallel
+def _settle_8(weight, state, sparse, target, mask, n):
+    for row in prange(len(weight)):
+        _settle_row(weight[row], state[row], sparse[row], target[row], mask[row], n, 8)
+
+
+@inlined
+def _settle_row(weight, state, sparse, target, mask, n, m):
+    """One row, `LANES` groups at a time, and what is left one group at a time."""
+    score = np.empty((m, LANES), np.float32)
+    before = np.empty((m, LANES), np.int32)
+    done = len(weight) // (m * LANES) * LANES
+    for first in range(0, done, LANES):
+        _settle_span(weight, state, sparse, target, mask, n, m, first, LANES, score, before)
+    for first in range(done, len(weight) // m):
+        _settle_span(weight, state, sparse, target, mask, n, m, first, 1, score, before)
+
+
+@inlined
+def _settle_span(weight, state, sparse, target, mask, n, m, first, count, score, before):
+    """`count` groups from the group `first` on. An entry is kept if fewer than n others of its group come before it."""
+    start = first * m
+    for lane in range(count):
+        for i in range(m):
+            x = sparse[start + lane * m + i] + state[start + lane * m + i]
+            state[start + lane * m + i] = x
+            score[i, lane] = x * x
+    for i in range(m):
+        for lane in range(count):
+            before[i, lane] = m - 1 - i  # as if all later entries were larger, until the comparisons say otherwise
+    for i in range(m):
+        for j in range(i + 1, m):
+            for lane in range(count):
+                larger = np.int32(score[i, lane] >= score[j, lane])
+                before[j, lane] += larger
+                before[i, lane] -= larger
+    for lane in range(count):
+        for i in range(m):
+            mask[start + lane * m + i] = before[i, lane] < n
+    for at in range(start, start + count * m):
+        x = state[at]
+        kept = x if mask[at] else np.float32(0)
+        sparse[at] = kept
+        target[at] = weight[at] + x - 2 * kept
