@@ -6,9 +6,11 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
+from hasslefree.errors import MemoryShortError
 from hasslefree.levers import rotation
+from hasslefree.packed.kernels import backends
 from hasslefree.packed.layouts import PackedGroups, layout_of
-from hasslefree.packed.linear import use_backend
+from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, use_backend
 from hasslefree.run import compress as driver
 from hasslefree.run.estimate import LIBRARIES
 from tests.tiny_models import NO_TOKENIZER, build, logits, segments
@@ -79,6 +81,37 @@ def test_every_backend_gives_the_same_logits(backend, gpu, tmp_path):
     loaded = loaded.to("cuda")
     use_backend(loaded, backend)
     torch.testing.assert_close(logits(loaded, tokens.cuda()).cpu(), plain, rtol=1e-3, atol=1e-3)
+
+
+def test_a_loaded_model_keeps_s_unpacked_where_there_is_no_kernel(gpu, tmp_path, monkeypatch):
+    """Oracle: the dense product of what the layer holds now."""
+    monkeypatch.setattr(backends, "HAS_TRITON", False)
+    build("llama").save_pretrained(tmp_path / "model")
+    hasslefree.compress(tmp_path / "model", tmp_path / "out", RECIPES["sparsegpt"], segments=segments(),
+                        tokenizer=NO_TOKENIZER, device="cpu")  # fmt: skip
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").to("cuda")
+    layer = next(iter(compressed_layers(loaded).values()))
+    x = torch.randn(40, layer.in_features).cuda()
+    with torch.no_grad():
+        layer(x)
+        kept = layer.held
+        assert torch.equal(kept, layer.unpacked())
+        layer(x)
+        assert layer.held is kept
+        layer.values.mul_(2)
+        torch.testing.assert_close(layer(x), x @ layer.unpacked().T)
+        assert layer.held is not kept
+        layer.use("dense")
+        assert layer.held is None
+        torch.testing.assert_close(layer(x), x @ layer.unpacked().T)
+        layer.use(None)
+        monkeypatch.setattr(SparseLowRankLinear, "unpacked", out_of_memory)
+        with pytest.raises(MemoryShortError, match=r'use_backend\(model, "dense"\)'):
+            layer(x)
+
+
+def out_of_memory(layer):
+    raise torch.OutOfMemoryError("no room")
 
 
 def decoded(x, values, positions, n, m):

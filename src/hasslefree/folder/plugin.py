@@ -18,7 +18,9 @@ from hasslefree.folder.headers import read_headers
 from hasslefree.folder.verify import check_indices, check_layers
 from hasslefree.models.experts import SplitExperts, split_experts
 from hasslefree.models.sites import Site, find_sites
-from hasslefree.packed.linear import SparseLowRankLinear, layers_without_numba
+from hasslefree.packed.kernels.backends import HAS_TRITON
+from hasslefree.packed.linear import SparseLowRankLinear, bytes_unpacked, keep_unpacked, layers_without_numba
+from hasslefree.units import size
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,13 @@ class HasslefreeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         # For transformers this forbids .half(), .float() and training; here the values are floats like any others.
         model.is_quantized = False  # type: ignore[assignment]
+        keep_unpacked(model)
+        if kept := bytes_unpacked(model):
+            logger.info(
+                "Beside the packed weights, %s of the GPU will hold unpacked weights, for %s; "
+                'hasslefree.use_backend(model, "dense") needs none of it, and unpacks at every call, which is slow',
+                size(kept), "calls with more than 16 tokens" if HAS_TRITON else "all calls: Triton is not installed",
+            )  # fmt: skip
         if slow := layers_without_numba(model):
             logger.warning(
                 "Numba is not installed: %d layers, %s the first, unpack their weights at every call, which is slow on "

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from hasslefree.core.factors import BITS, CodedRows
 from hasslefree.core.protocols import Decomposition
+from hasslefree.errors import MemoryShortError
 from hasslefree.packed.kernels import Case, choose, cuda, layer_product, product, takes_layers, wants_numba
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
@@ -48,6 +49,8 @@ class SparseLowRankLinear(nn.Module):
         self.out_features, self.in_features = spec.shape
         self.backend: str | None = None
         self.held: Tensor | None = None  # S in another form, for calls without gradients or with its own
+        self.keeps = False  # whether `held` is made by itself on a GPU (`keep_unpacked`), and of what it was made
+        self.held_of: tuple[int, int] | None = None
         self.whole: Tensor | None = None  # S + u v, in the place of all three
         biases: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {"bias": ((self.out_features,), None)}
         for name, (shape, own) in (spec.tensors() | (biases if bias else {})).items():
@@ -151,12 +154,27 @@ class SparseLowRankLinear(nn.Module):
     def sparse_product(self, x: Tensor) -> Tensor:
         """x Sᵀ: (..., in) → (..., out)."""
         grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        if self.held is not None and (self.held.requires_grad or not grad):
+        if self.held is not None and self.held_of is None and (self.held.requires_grad or not grad):
             return F.linear(x, self.held)
         backend = choose(self._case(x.numel() // self.in_features, grad), self.backend)
         if backend in ("numba", "triton"):
             return product(backend, x, self.values, self.index, self.storage.layout)
-        return F.linear(x, self.unpacked())
+        return F.linear(x, self._kept() if backend == "unpacked" and self.keeps else self.unpacked())
+
+    def _kept(self) -> Tensor:
+        """S, unpacked at the first call and kept until the layer changes or moves."""
+        if torch.compiler.is_compiling():
+            return self.unpacked() if self.held is None else self.held
+        made_of = self.weight.data_ptr(), self.weight._version
+        if self.held is None or self.held_of != made_of:
+            try:
+                self.held, self.held_of = self.unpacked(), made_of
+            except torch.OutOfMemoryError:
+                raise MemoryShortError(
+                    f"not enough memory on the GPU for a copy of S {tuple(self.spec.shape)} that is not packed; "
+                    'hasslefree.use_backend(model, "dense") needs none, and is slower'
+                ) from None
+        return self.held
 
     def use(self, backend: str | None) -> None:
         """Set how x Sᵀ is computed from now on; with None, it is chosen at every call.
@@ -177,7 +195,7 @@ class SparseLowRankLinear(nn.Module):
                 held = self.unpacked()
             elif backend == "semi-structured":
                 held = cuda.semi_structured(self.unpacked())
-        self.backend, self.held = backend, held
+        self.backend, self.held, self.held_of = backend, held, None
 
     def _case(self, tokens: int, grad: bool) -> Case:
         quantised = self.spec.grid is not None
@@ -215,6 +233,21 @@ def use_backend(model: nn.Module, backend: str | None) -> None:
             choose(layer._case(tokens=1, grad=False), backend)
     for layer in layers:
         layer.use(backend)
+
+
+def keep_unpacked(model: nn.Module) -> None:
+    """Let the layers of a model keep S unpacked on a GPU, from the first call on for which there is no kernel.
+
+    Without a requested backend such a layer unpacks S at every call otherwise, which is the slowest way.
+    """
+    for layer in compressed_layers(model).values():
+        layer.keeps = True
+
+
+def bytes_unpacked(model: nn.Module) -> int:
+    """What the layers of a model on a GPU will keep unpacked, or keep already."""
+    layers = [layer for layer in compressed_layers(model).values() if layer.keeps and layer.backend is None]
+    return sum(layer.spec.dense_bytes(layer.weight.dtype) for layer in layers if layer.weight.device.type == "cuda")
 
 
 @contextmanager

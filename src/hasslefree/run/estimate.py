@@ -82,6 +82,11 @@ class Footprint:
         return self.device == "cpu"
 
     @property
+    def unpacked(self) -> int:
+        """Bytes of S of all layers where a GPU runs the result and S is unpacked."""
+        return sum(layer.dense_bytes * count for _, layer, count in self.layers)
+
+    @property
     def activations(self) -> int:
         """Bytes of hidden states at a time."""
         return self.reference + max(self.streams, self.probes)

@@ -41,6 +41,7 @@ def totals(found: Footprint, device: torch.device) -> dict[str, str]:
     return {
         "parameters kept": f"{found.kept / 1e6:,.1f} M of {found.dense / 1e6:,.1f} M ({found.kept / found.dense:.1%})",
         "on the disk": size(found.disk),
+        "to run on a GPU": f"{size(found.unpacked)} more, for unpacked weights (none with backend dense)",
         **memory,
         "peak of RAM": against(found.ram_peak, torch.device("cpu")),
         "activations": f"{size(found.activations)}, on {here}",

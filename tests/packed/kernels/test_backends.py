@@ -35,11 +35,20 @@ def everything(monkeypatch):
         ({"layout": Columns()}, "dense"),
         ({"grad": True}, "dense"),
         ({"dtype": torch.float64}, "dense"),
-        ({"device": "cuda"}, "dense"),
+        ({"device": "cuda"}, "triton"),
+        ({"device": "cuda", "tokens": 17}, "unpacked"),
+        ({"device": "cuda", "layout": Bitmask()}, "unpacked"),
+        ({"device": "cuda", "quantised": True}, "unpacked"),
+        ({"device": "cuda", "grad": True}, "dense"),
     ],
 )
 def test_the_rule(everything, changes, expected):
     assert choose(case(**changes)) == expected
+
+
+def test_on_a_gpu_without_triton_s_is_unpacked_once(everything, monkeypatch):
+    monkeypatch.setattr(choosing, "HAS_TRITON", False)
+    assert choose(case(device="cuda")) == "unpacked"
 
 
 def test_without_numba_the_rule_is_dense_and_the_wish_an_error_that_says_what_to_install(monkeypatch):

@@ -1,9 +1,9 @@
-"""Which backend computes a product x Sᵀ. The rule is that of docs/guide/run.md, from measurement on a CPU.
+"""Which backend computes a product x Sᵀ. The rule is that of docs/guide/run.md: measured on a CPU, published on CUDA.
 
 | backend | what | where |
 |---|---|---|
 | `dense` | S is unpacked by torch at every call, then `F.linear`; the caller's own | everywhere, with gradients |
-| `unpacked` | S is unpacked once by the caller, and takes the memory of a dense layer | everywhere, no gradients |
+| `unpacked` | S is unpacked once and kept by the caller; it takes the memory of a dense layer | no gradients |
 | `numba` | `packed.kernels.ops`: from the packed tensors | CPU, N:M and bitmask, no grid, no gradients |
 | `triton` | `packed.kernels.triton`; more than 16 tokens go `dense` | CUDA, N:M as positions, no grid, no gradients |
 | `semi-structured` | `packed.kernels.cuda`: torch's 2:4 tensors, made by the caller | CUDA of capability 8.0, 2:4 |
@@ -55,20 +55,27 @@ class Case:
 
 
 def choose(case: Case, backend: str | None = None) -> str:
-    """The name of the backend: the one asked for, or by the rule of docs/guide/run.md.
+    """The name of the backend: the requested one, or by the rule of docs/guide/run.md.
 
-    Without a wish it is `numba` where that can be, else `dense`: what was not measured is chosen by name only.
+    By that rule a CPU uses `numba` where possible, and `dense` otherwise. CUDA without gradients uses `triton` where
+    possible, and `unpacked` otherwise: S is never unpacked at every call. `semi-structured` must be requested.
 
     Raises:
         UnknownNameError: no such backend. KernelError: the backend asked for is not possible, and why.
     """
     if backend is None:
-        return "dense" if _numba(case) else "numba"
+        return _automatic(case)
     if backend not in BACKENDS:
         raise UnknownNameError("backend", backend, BACKENDS)
     if obstacle := BACKENDS[backend](case):
         raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
     return "dense" if backend == "triton" and case.tokens > TRITON_TOKENS else backend
+
+
+def _automatic(case: Case) -> str:
+    if case.device == "cuda" and not case.grad:
+        return "triton" if case.tokens <= TRITON_TOKENS and _triton(case) is None else "unpacked"
+    return "dense" if _numba(case) else "numba"
 
 
 def wants_numba(case: Case) -> bool:
