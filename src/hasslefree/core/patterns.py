@@ -230,8 +230,9 @@ def least_of_largest(score: Tensor, count: int) -> Tensor:
     place, margin = share * len(samples), 3 * math.sqrt(len(samples) * share * (1 - share)) + 1
     upper = samples[max(int(place - margin), 0)]
     lower = samples[min(int(place + margin), len(samples) - 1)]
-    between = score[(score <= upper) & (score >= lower)]
-    wanted = count - int(torch.count_nonzero(score > upper))
+    above = score > upper
+    between = score[(score >= lower) ^ above]
+    wanted = count - int(torch.count_nonzero(above))
     if not 1 <= wanted <= len(between):
         between, wanted = score, count
     return between.topk(wanted, sorted=False).values.amin(0, keepdim=True)
