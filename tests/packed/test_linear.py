@@ -12,7 +12,7 @@ from hasslefree import Gram, Grid, Prune, SparseGPT, SparseLowRankLinear, use_ba
 from hasslefree.core.factors import CodedFactors, nearest
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
-from hasslefree.errors import KernelError, PatternError, UnknownNameError
+from hasslefree.errors import KernelError, PatternError, ShapeError, UnknownNameError
 from hasslefree.packed.linear import layers_without_numba, unpacked_once
 from hasslefree.packed.spec import LayerSpec
 from tests import oracles
@@ -21,13 +21,13 @@ PATTERNS = ["2:4", "2:8", "3:8", "2:3", "unstructured", "row", "structured"]
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
 
 
-def parts(pattern, rank=2, dtype=torch.float32):
-    """S (10, 24) of a pattern, with −0.0 in the place of its zeros; the factors; a bias."""
+def parts(pattern, rank=2, dtype=torch.float32, width=24):
+    """S (10, width) of a pattern, with −0.0 in the place of its zeros; the factors; a bias."""
     generator = torch.Generator().manual_seed(0)
     sparse, u, v, bias = (
-        torch.randn(shape, generator=generator).to(dtype) for shape in [(10, 24), (10, rank), (rank, 24), (10,)]
+        torch.randn(shape, generator=generator).to(dtype) for shape in [(10, width), (10, rank), (rank, width), (10,)]
     )
-    kept = torch.zeros(10, 24, dtype=torch.bool)
+    kept = torch.zeros(10, width, dtype=torch.bool)
     n, _, m = pattern.partition(":")
     if m:
         kept.view(10, -1, int(m))[..., : int(n)] = True
@@ -36,8 +36,8 @@ def parts(pattern, rank=2, dtype=torch.float32):
     return torch.where(kept, sparse, -0.0), u, v, bias
 
 
-def layer_of(pattern, rank=2, dtype=torch.float32, with_bias=True):
-    sparse, u, v, bias = parts(pattern, rank, dtype)
+def layer_of(pattern, rank=2, dtype=torch.float32, with_bias=True, width=24):
+    sparse, u, v, bias = parts(pattern, rank, dtype, width)
     result = Decomposition(sparse, LowRank(u, v), 0.0, 0.0, ())
     return SparseLowRankLinear.from_decomposition(result, bias if with_bias else None, pattern)
 
@@ -153,17 +153,18 @@ def test_nothing_is_kept_for_gradients_while_s_is_unpacked_once():
 
 
 @patterns
+@pytest.mark.parametrize("width", [24, 192])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_way_of_a_cpu_computes_the_same(pattern, tokens, dtype):
+def test_every_way_of_a_cpu_computes_the_same(pattern, tokens, dtype, width):
     """Oracle: float64, give or take what is rounded: S x, V x, U V x, their sum, the result; and float32 sums."""
-    layer, x = layer_of(pattern, dtype=dtype), torch.randn(tokens, 24).to(dtype)
-    sparse, u, v, bias = (part.double() for part in parts(pattern, dtype=dtype))
+    layer, x = layer_of(pattern, dtype=dtype, width=width), torch.randn(tokens, width).to(dtype)
+    sparse, u, v, bias = (part.double() for part in parts(pattern, dtype=dtype, width=width))
     own, inner = x.double() @ sparse.T, x.double() @ v.T
     expected = own + inner @ u.T + bias
     passed = own.abs() + inner.abs() @ u.abs().T + (inner @ u.T).abs() + (expected - bias).abs() + expected.abs()
     sums = x.double().abs() @ (sparse.abs().T + v.abs().T @ u.abs().T)
-    bound = torch.finfo(dtype).eps / 2 * passed + 24 * torch.finfo(torch.float32).eps * sums
+    bound = torch.finfo(dtype).eps / 2 * passed + width * torch.finfo(torch.float32).eps * sums
     ways = ["unpacked", "dense", None] + (["numba"] if pattern != "structured" else [])
     for backend in ways:
         layer.use(backend)
@@ -344,3 +345,65 @@ def test_rank_0_has_no_codes():
     layer = SparseLowRankLinear(LayerSpec("2:4", (10, 24), 0, 120, factor_bits=8), False)
     assert (layer.spec.factor_bits, layer.factors()) == (None, None)
     assert set(layer.state_dict()) == {"values", "positions"}
+
+
+def changed_in_place(layer):
+    layer.values.data.mul_(2)  # as an optimizer may
+
+
+def loaded_anew(layer):
+    layer.load_state_dict(
+        {name: 2 * each if each.is_floating_point() else each for name, each in layer.state_dict().items()}
+    )
+
+
+def moved_and_back(layer):
+    layer.double().to(torch.float32)
+
+
+def assigned(layer):
+    layer.low_rank_v.data = layer.low_rank_v.data + 1
+
+
+def assigned_transposed(layer):
+    layer.values.data = layer.values.data.T.contiguous().T
+
+
+@pytest.mark.parametrize("change", [changed_in_place, loaded_anew, moved_and_back, assigned, assigned_transposed])
+def test_a_layer_that_changed_multiplies_what_it_is_now(change):
+    """Oracle: float64 on the dense matrix. For a few tokens the arrays of a layer are kept from call to call."""
+    layer, x = layer_of("2:4", width=128), torch.randn(2, 128)  # more than the vectors of a register
+    with torch.no_grad():
+        layer(x)
+        change(layer)
+        u, v = layer.factors()
+        dense = layer.unpacked().double() + u.double() @ v.double()
+        torch.testing.assert_close(
+            layer(x).double(), F.linear(x.double(), dense, layer.bias.double()), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_and_inf_come_out(dtype):
+    layer, x = layer_of("2:4", dtype=dtype, width=128), torch.ones(2, 128, dtype=dtype)
+    x[0, 0], x[1, 0] = torch.nan, torch.inf
+    with torch.no_grad():
+        y = layer(x)
+    assert y[0].isnan().all()
+    assert not y[1].isfinite().any()
+
+
+def test_inputs_of_another_width_are_an_error():
+    """The kernels read without asking how long a row is."""
+    with torch.no_grad(), pytest.raises(ShapeError):
+        layer_of("2:4")(torch.randn(2, 16))
+
+
+def test_a_copy_of_a_layer_has_arrays_of_its_own():
+    layer, x = layer_of("2:4"), torch.randn(2, 24)
+    with torch.no_grad():
+        expected = layer(x)
+        twin = copy.deepcopy(layer)
+        layer.values.zero_()
+        assert torch.equal(twin(x), expected)
+        assert twin.prepared.arrays[0] is not layer.prepared.arrays[0]

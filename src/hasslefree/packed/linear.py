@@ -13,6 +13,8 @@ from hasslefree.core.factors import BITS, CodedRows
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError
 from hasslefree.packed.kernels import Case, choose, cuda, layer_product, product, takes_layers, wants_numba
+from hasslefree.packed.kernels.backends import HAS_NUMBA
+from hasslefree.packed.kernels.few import Prepared, takes_few
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import Storage
@@ -52,6 +54,9 @@ class SparseLowRankLinear(nn.Module):
         self.keeps = False  # whether `held` is made by itself on a GPU (`keep_unpacked`), and of what it was made
         self.held_of: tuple[int, int] | None = None
         self.whole: Tensor | None = None  # S + u v, in the place of all three
+        self.prepared: Prepared | None = None  # the arrays for few tokens, and where the tensors lay
+        self.prepared_of: tuple[int, ...] = ()
+        self._takes_few = HAS_NUMBA and spec.pattern == "2:4" and not (spec.grid or spec.factor_bits)
         biases: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {"bias": ((self.out_features,), None)}
         for name, (shape, own) in (spec.tensors() | (biases if bias else {})).items():
             if own is None:
@@ -127,6 +132,8 @@ class SparseLowRankLinear(nn.Module):
         """x: (..., in) → (..., out)."""
         if self.whole is not None:
             return F.linear(x, self.whole, self.bias)
+        if (prepared := self._prepared_for(x)) is not None:
+            return prepared(x)
         factors = self.factors()
         layout = self.storage.layout
         if factors is not None and isinstance(layout, PackedGroups) and self._in_one_call(layout, x, factors):
@@ -141,6 +148,22 @@ class SparseLowRankLinear(nn.Module):
             add = flat.addmm_ if flat.dtype == hidden.dtype == u.dtype else flat.addmm
             y = add(hidden, u.T).view(y.shape)
         return y if self.bias is None else y + self.bias
+
+    def _prepared_for(self, x: Tensor) -> Prepared | None:
+        """What computes the whole layer for a few tokens on a CPU, without gradients; None where nothing does."""
+        usual = self._takes_few and self.held is None and self.backend in (None, "numba")
+        if not usual or type(x) is not Tensor or x.shape[-1] != self.in_features or torch.compiler.is_compiling():
+            return None
+        tensors = [self._parameters[name] for name in ("values", "low_rank_u", "low_rank_v", "bias")]
+        parts = [x, self.index, *(each for each in tensors if each is not None)]
+        if not takes_few(x, self.values) or (torch.is_grad_enabled() and any(each.requires_grad for each in parts)):
+            return None
+        places = tuple(each.data_ptr() for each in parts[1:])
+        if self.prepared is None or self.prepared_of != places:
+            if not all(each.is_contiguous() for each in parts[1:]):
+                return None
+            self.prepared, self.prepared_of = Prepared(self.values, self.index, self.factors(), self.bias), places
+        return self.prepared
 
     def _in_one_call(self, layout: PackedGroups, x: Tensor, factors: tuple[Tensor, Tensor]) -> bool:
         """Whether the sparse and the low-rank product of these inputs are one call."""

@@ -83,6 +83,27 @@ def _widen(value):
     return lambda value: u32(u32(value) << u32(16)).view(np.float32)
 
 
+def narrow(y, t, o, value):
+    """y[t, o] = a float32, rounded to the nearest, and to the even one of two."""
+
+
+@overload(narrow, inline="always")
+def _narrow(y, t, o, value):
+    if isinstance(y.dtype, types.Float):
+
+        def store(y, t, o, value):
+            y[t, o] = value
+
+    else:
+
+        def store(y, t, o, value):
+            bits = np.float32(value).view(np.uint32)
+            rounded = (bits + u32(0x7FFF) + ((bits >> u32(16)) & u32(1))) >> u32(16)
+            y[t, o] = u16(rounded) if value == value else u16(0x7FC0)
+
+    return store
+
+
 class BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat16, which llvmlite has no name for."""
 
@@ -425,24 +446,61 @@ def dot_block(values, codes, o, x, t, y, spans):
     store_totals(sums, y, t, o)
 
 
+@row_function
+def rows_2_4(values, positions, x, sums, chunk, spans, span):
+    """sums[:, o : o + 4] = x Sᵀ for the four rows of a chunk, or for what is left of them."""
+    tokens, out = u64(x.shape[0]), u64(values.shape[0])
+    o = u64(4) * u64(chunk)
+    paired = tokens & ~u64(3) if o + u64(4) <= out else u64(0)
+    for t in range(u64(0), paired, u64(4)):
+        dot_block(values, positions, o, x, t, sums, spans)
+    for row in range(o, min(o + u64(4), out)):
+        for t in range(paired, tokens):
+            dot_one(values, positions, row, x, t, sums, spans)
+        if spans * u64(span) < u64(x.shape[1]):
+            for t in range(tokens):
+                sums[t, row] += dot_groups(values[row], positions[row], x[t], spans * u64(span // 4))
+
+
 @sums_in_parallel
 def dot_2_4(values, positions, x, y, wide):
     """y = x Sᵀ. values: (out, in/2); positions: (out, ⌈in/8⌉); x: (tokens, in), of their dtype; y: (tokens, out)."""
-    tokens, out = u64(x.shape[0]), u64(values.shape[0])
     span = 128 // x.itemsize  # inputs: two registers
     spans = u64(x.shape[1] // span if wide else 0)
     for chunk in prange((values.shape[0] + 3) // 4):
-        o = u64(4) * u64(chunk)
-        rows = range(o, min(o + u64(4), out))
-        paired = tokens & ~u64(3) if o + u64(4) <= out else u64(0)
-        for t in range(u64(0), paired, u64(4)):
-            dot_block(values, positions, o, x, t, y, spans)
-        for row in rows:
-            for t in range(paired, tokens):
-                dot_one(values, positions, row, x, t, y, spans)
-            if spans * u64(span) < u64(x.shape[1]):
-                for t in range(tokens):
-                    y[t, row] += dot_groups(values[row], positions[row], x[t], spans * u64(span // 4))
+        rows_2_4(values, positions, x, y, chunk, spans, span)
+
+
+@sums_in_parallel
+def layer_2_4(values, positions, u, v, bias, x, y, wide):
+    """y = x (S + u v)ᵀ + bias, summed in float32 and rounded once.
+
+    values, positions, x: as for `dot_2_4`. u: (out, r); v: (r, in); bias: (out,), or (0,) for none; y: (tokens, out).
+    All but the positions are float32, or the bits of bfloat16.
+    """
+    span = 128 // x.itemsize
+    spans = u64(x.shape[1] // span if wide else 0)
+    sums, hidden = np.empty(y.shape, np.float32), np.empty((x.shape[0], v.shape[0]), np.float32)
+    for k in prange(v.shape[0]):
+        for t in range(x.shape[0]):
+            hidden[t, k] = dot_both(v[k], x[t])
+    for chunk in prange((values.shape[0] + 3) // 4):
+        rows_2_4(values, positions, x, sums, chunk, spans, span)
+        for o in range(4 * chunk, min(4 * chunk + 4, y.shape[1])):
+            for t in range(x.shape[0]):
+                total = sums[t, o] + dot(u[o], hidden[t])
+                if bias.shape[0]:
+                    total += widen(bias[o])
+                narrow(y, t, o, total)
+
+
+@njit(nogil=True, error_model="numpy", fastmath=SUMS)
+def dot_both(row, x):
+    """Σ row·x of two rows (in,), each float32 or the bits of bfloat16."""
+    total = np.float32(0)
+    for j in range(row.shape[0]):
+        total += widen(row[j]) * widen(x[j])
+    return total
 
 
 @row_function
