@@ -2,6 +2,7 @@
 
     python benchmarks/inference.py products [--device cpu|cuda] [--threads N] [--clock wall|cpu]
     python benchmarks/inference.py models [--blocks 2] [--new-tokens 128]
+    python benchmarks/inference.py generate [MODEL FOLDER] [--blocks 16] [--threads N] [--clock wall|cpu]
 
 products: milliseconds of one layer, 2:4 + rank 64, in the shapes of Llama-3-8B. Each way of the device and the dense
 layer take turns, first to last and last to first; medians. Every turn takes the next of several layers, together larger
@@ -12,6 +13,10 @@ not for more threads than one, nor for a GPU.
 models: memory of a random Llama whose blocks have the shapes of Llama-3-8B's, in bfloat16, 2:4 + rank 64; each form is
 loaded in a process of its own, and counts by what the resident set grew. Speed of the embedded model, in float32, dense
 and compressed (2:4 + rank 16), one text at a time; the ways take turns, medians.
+
+generate: a model and FOLDER, what `hasslefree compress` made of it; without them, a random Llama with the shapes of
+Llama-3.2-1B, 2:4 + rank 64. Tokens a second of one text, seconds of a prompt, and memory once loaded, each in the dtype
+of the files; the ways take turns, medians. Rows are added to those of other models in the output file.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from harness import plots
 from harness.memory import resident
 from harness.models import CALIBRATION, MODEL
 from harness.products import RANK, Layer, possible, random_layer, write_models
-from harness.record import RESULTS, ROOT, geometric_mean, machine, write
+from harness.record import RESULTS, ROOT, geometric_mean, machine, resumed, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -139,15 +144,19 @@ def load_and_measure(folder: Path) -> None:
         print(resident() - before)
 
 
+def loaded_megabytes(folder: Path) -> float:
+    """`load_and_measure` in a process of its own."""
+    command = [sys.executable, __file__, "models", "--load", str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return round(int(done.stdout.split()[-1]) / 1e6, 1)
+
+
 def memory(blocks: int) -> dict[str, Any]:
     """MB of each form, and their ratio."""
     with tempfile.TemporaryDirectory() as name:
         write_models(Path(name), blocks)
         found: dict[str, Any] = {"blocks": blocks}
-        for form in ("dense", "packed"):
-            command = [sys.executable, __file__, "models", "--load", f"{name}/{form}"]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            found[form] = round(int(done.stdout.split()[-1]) / 1e6, 1)
+        found |= {form: loaded_megabytes(Path(name, form)) for form in ("dense", "packed")}
         found["packed_over_dense"] = found["packed"] / found["dense"]
     return found
 
@@ -180,6 +189,58 @@ def generation(new_tokens: int) -> list[dict[str, Any]]:
     ]
 
 
+def turns(runs: dict[str, Callable[[], Any]], clock: str) -> dict[str, float]:
+    """Median seconds of each, which take turns; the first turn warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(REPEATS + 1):
+        for name, run in runs.items():
+            found = timed(run, "cpu", clock)
+            seconds[name] += [found] if repeat else []
+    return {name: statistics.median(found) for name, found in seconds.items()}
+
+
+def speeds(dense: Path, packed: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each way: dense, packed, and S unpacked once."""
+    ways = {"dense": dense, "packed": packed, "unpacked": packed}
+    loaded = {way: AutoModelForCausalLM.from_pretrained(folder, dtype="auto") for way, folder in ways.items()}
+    hasslefree.use_backend(loaded["unpacked"], "unpacked")
+    prompts = {
+        count: torch.arange(count).unsqueeze(0) % loaded["dense"].config.vocab_size for count in (16, args.prompt)
+    }
+    new = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "do_sample": False}
+    with torch.no_grad():
+        writing = turns({way: lambda m=m: m.generate(prompts[16], **new) for way, m in loaded.items()}, args.clock)
+        reading = turns({way: lambda m=m: m(prompts[args.prompt]) for way, m in loaded.items()}, args.clock)
+    return [
+        {
+            "way": way,
+            "tokens_a_second": round(args.new_tokens / writing[way], 2),
+            "tokens_over_dense": round(writing["dense"] / writing[way], 3),
+            "prompt_seconds": round(reading[way], 4),
+            "prompt_over_dense": round(reading["dense"] / reading[way], 3),
+        }
+        for way in ways
+    ]
+
+
+def generate(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    header = {"clock": args.clock, "prompt": args.prompt, "new_tokens": args.new_tokens}
+    content = resumed(args.output, header, "models")
+    with tempfile.TemporaryDirectory() as name:
+        folders = args.model, args.folder
+        if args.model is None:
+            write_models(Path(name), args.blocks, "Llama-3.2-1B", 128_256)
+            folders = Path(name, "dense"), Path(name, "packed")
+        found = speeds(*folders, args)
+        for row, folder in zip(found, folders, strict=False):
+            row["megabytes"] = loaded_megabytes(folder)
+    content["models"][args.model.name if args.model else f"random, Llama-3.2-1B, {args.blocks} blocks"] = found
+    for row in found:
+        print(row)
+    write(args.output, content)
+
+
 def models(args: argparse.Namespace) -> None:
     if args.load:
         load_and_measure(args.load)
@@ -210,8 +271,20 @@ def main() -> None:
     other.add_argument("--new-tokens", type=int, default=128)
     other.add_argument("--output", type=Path, default=RESULTS / "loaded.json")
     other.add_argument("--load", type=Path, help="one load, in this process")
+    third = commands.add_parser("generate")
+    third.set_defaults(run=generate, device="cpu")
+    third.add_argument("model", type=Path, nargs="?")
+    third.add_argument("folder", type=Path, nargs="?")
+    third.add_argument("--blocks", type=int, default=16, help="of the random model")
+    third.add_argument("--new-tokens", type=int, default=128)
+    third.add_argument("--prompt", type=int, default=512)
+    third.add_argument("--threads", type=int, default=torch.get_num_threads())
+    third.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    third.add_argument("--output", type=Path, default=RESULTS / "generation.json")
     args = parser.parse_args()
-    if args.run is products and args.clock == "cpu" and (args.threads > 1 or args.device != "cpu"):
+    if args.run is generate and (args.model is None) != (args.folder is None):
+        parser.error("generate takes a model and the folder that was made of it, or neither")
+    if args.run is not models and args.clock == "cpu" and (args.threads > 1 or args.device != "cpu"):
         parser.error("--clock cpu counts one thread: it needs --threads 1 and --device cpu")
     args.run(args)
 

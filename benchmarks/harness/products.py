@@ -83,12 +83,17 @@ def random_layer(weight: Tensor) -> SparseLowRankLinear:
     return SparseLowRankLinear.from_decomposition(Decomposition(sparse, factors, 0.0, 0.0, ()), None, "2:4")
 
 
-def write_models(folder: Path, blocks: int) -> None:
+# Sizes of Llamas by name, but for their blocks and vocabulary.
+LLAMAS = {
+    "Llama-3-8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    "Llama-3.2-1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "head_dim": 64},
+}
+
+
+def write_models(folder: Path, blocks: int, like: str = "Llama-3-8B", vocabulary: int = 256) -> None:
     """The same random Llama twice: folder/dense and folder/packed."""
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=blocks,
-        num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True,
-    )  # fmt: skip
+    sizes = LLAMAS[like] | {"vocab_size": vocabulary, "num_hidden_layers": blocks}
+    config = LlamaConfig(**sizes, num_key_value_heads=8, tie_word_embeddings=True)  # type: ignore[arg-type]
     model = LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(folder / "dense")
     entries = {}
