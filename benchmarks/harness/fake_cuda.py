@@ -324,7 +324,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.__array__: _numpy,
     Tensor.tolist: _tolist,
     Tensor.get_device: _device_index,
-    Tensor.pin_memory: _pinned,
     Tensor.untyped_storage: lambda tensor: Tensor.untyped_storage(unwrapped(tensor)),
     Tensor.data_ptr: lambda tensor: Tensor.data_ptr(unwrapped(tensor)),
 }
@@ -372,6 +371,8 @@ def fake_cuda(holder: str = "cpu", memory: int = 80 << 30, capability: tuple[int
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(torch, "autocast", _Autocast))
+        # Not among `_SPECIAL`: these hold in one thread, and others pin memory too.
+        stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pinned))
         stack.enter_context(_Redirect())
         try:
             yield gpu

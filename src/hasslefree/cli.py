@@ -112,10 +112,11 @@ def plan(
         say_advice(model, advise, recipe, device, activations, trust_remote_code, output)
         return
     from hasslefree.run.estimate import estimate_model, to_dict
+    from hasslefree.run.memory import as_run
     from hasslefree.run.tables import estimate_table
 
     target = resolve_device(device)
-    found = estimate_model(model, recipe, target, activations, processes, trust_remote_code)
+    found = as_run(estimate_model(model, recipe, target, activations, processes, trust_remote_code), target)
     console.print(estimate_table(found, target))
     write_json(to_dict(found), output)
 

@@ -21,7 +21,7 @@ from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.errors import CalibrationError
 from hasslefree.models.distributed import World, joined
 from hasslefree.run.compress import check_segments
-from tests.tiny_models import build, segments, tensors_of
+from tests.tiny_models import NO_TOKENIZER, build, segments, tensors_of
 
 forked = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 
@@ -81,16 +81,17 @@ def free_port():
         return found.getsockname()[1]
 
 
-def process(rank, size, port, out, recipe, stop_after=None, activations="device", family="llama"):
-    """One of the processes that torchrun would start."""
+def process(rank, size, port, out, recipe, stop_after=None, activations="device", family="llama", source=None):
+    """One of the processes that torchrun would start. source: the folder of a model that is read block by block."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
     def progress(report, done, total):
         if done == stop_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    report = hasslefree.compress(build(family), out, recipe, segments=segments(6, 32), progress=progress,
-                                 resume=True, activations=activations)  # fmt: skip
+    how = {"resume": True, "activations": activations, "progress": progress, "segments": segments(6, 32)}
+    how |= {"tokenizer": NO_TOKENIZER, "device": "cpu"} if source else {}
+    report = hasslefree.compress(source or build(family), out, recipe, **how)
     assert len(report.layers) == {"llama": 14, "mixtral": 32}[family]
 
 
@@ -219,6 +220,19 @@ def test_what_several_began_they_go_on_with(tmp_path):
     assert run(2, tmp_path / "out", recipe) == [0, 0]
     whole, out = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("whole", "out"))
     assert whole == out
+
+
+@forked
+def test_each_process_reads_and_one_writes_beside_the_work(tmp_path):
+    """Oracle: two processes with the model in memory, one of them killed while a block is compressed."""
+    recipe = Recipe(rank=2, method="eora")
+    build("llama").save_pretrained(tmp_path / "dense")
+    assert run(2, tmp_path / "memory", recipe) == [0, 0]
+    assert all(run(2, tmp_path / "disk", recipe, source=tmp_path / "dense", stop_after=10))
+    assert run(2, tmp_path / "disk", recipe, source=tmp_path / "dense") == [0, 0]
+    memory, disk = (tensors_of(tmp_path / name) for name in ("memory", "disk"))
+    assert memory.keys() == disk.keys()
+    assert all(torch.equal(disk[name], tensor) for name, tensor in memory.items())
 
 
 def test_more_processes_than_segments():

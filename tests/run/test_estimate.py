@@ -21,7 +21,7 @@ from hasslefree.recipe.resolved import filled
 from hasslefree.run.estimate import LIBRARIES, estimate, estimate_model, to_dict
 from hasslefree.run.flops import matching_passes
 from hasslefree.run.machine import free_memory
-from hasslefree.run.memory import check_memory
+from hasslefree.run.memory import as_run, check_memory, runs_beside
 from hasslefree.run.tables import as_text, estimate_table
 from hasslefree.solve.methods import METHODS
 from hasslefree.solve.methods.prune import Prune
@@ -96,6 +96,8 @@ def test_what_memory_holds_by_hand(tmp_path):
     layers = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32
     packed = layers // 2 * 4 + layers // 2 * 2 // 8 + 4 * 2 * (2 * 64 + 2 * 48 + 3 * 80)
     assert found.block == 4 * (layers + 2 * 32) + packed
+    assert found.beside == 4 * (layers + 2 * 32) + 2 * (4 * 2 * 32 + packed)  # a block is read, and one is written
+    assert planned(tmp_path / "one", num_hidden_layers=1).beside == 0
     assert planned(tmp_path / "half", processes=2).activations == found.activations // 2
 
 
@@ -114,8 +116,9 @@ def test_a_model_that_is_loaded_counts_whole(tmp_path, monkeypatch):
     loaded = estimate(model, blocks, make_plan(blocks, recipe), recipe, (6, 16), CPU, "device")
     whole, block = (sum(p.nbytes for p in part.parameters()) for part in (model, model.model.layers[0]))
     assert loaded.resident == whole - block
-    assert loaded == dataclasses.replace(planned(tmp_path), resident=whole - block)
-    on_disk = dataclasses.replace(loaded, storage="disk", streams=0, probes=0)
+    assert loaded == dataclasses.replace(planned(tmp_path), resident=whole - block, beside=loaded.beside)
+    assert planned(tmp_path).beside == loaded.beside + block  # which is not read
+    on_disk = dataclasses.replace(loaded, storage="disk", streams=0, probes=0, beside=0)
     set_free_memory(monkeypatch, lambda device: on_disk.ram_peak - 1)
     with pytest.raises(MemoryShortError, match="it fits with (.|\n)*folder in the place of the loaded model"):
         check_memory(on_disk, CPU)
@@ -128,6 +131,25 @@ def test_a_run_that_will_not_fit_is_refused_with_the_way_out(tmp_path, monkeypat
     with pytest.raises(MemoryShortError, match=r"with activations='disk'(.|\n)*parameters kept(.|\n)*peak of RAM"):
         check_memory(found, CPU)
     check_memory(dataclasses.replace(found, streams=0), CPU)
+
+
+def test_where_memory_is_short_blocks_are_read_and_written_before_and_after_the_work(tmp_path, monkeypatch, caplog):
+    """Oracle: the peaks of the footprint, on a CPU and beside a GPU."""
+    found = planned(tmp_path)
+    for device in (CPU, torch.device("cuda")):
+        here = dataclasses.replace(found, device=device.type, storage="disk")
+        lean = dataclasses.replace(here, beside=0)
+        assert here.ram_peak == lean.ram_peak + here.beside > lean.ram_peak
+        set_free_memory(monkeypatch, lambda _, room=here.ram_peak: room)
+        assert runs_beside(here, device)
+        assert as_run(here, device) == here
+        set_free_memory(monkeypatch, lambda _, room=here.ram_peak - 1: room)
+        check_memory(here, device)
+        with caplog.at_level("INFO", "hasslefree"):
+            assert not runs_beside(here, device)
+        assert "not enough memory to read and write blocks beside the work" in caplog.text
+        assert as_run(here, device) == lean
+        caplog.clear()
 
 
 def test_what_a_gpu_has_no_room_for_may_fit_into_ram(tmp_path, monkeypatch):

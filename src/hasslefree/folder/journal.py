@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,12 @@ from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hasslefree.background import begun, error_of
 from hasslefree.errors import CheckpointError, OutputError, option
 from hasslefree.folder.headers import read_json
 from hasslefree.folder.output import check_output, is_of_the_disk, open_up, put_in_place
+
+logger = logging.getLogger(__name__)
 
 JOURNAL, BEFORE = "progress.json", "before"
 
@@ -47,6 +53,8 @@ class Unfinished:
 
     Nothing in it is ever half there: files are written beside their place, synced, and renamed. `predictions` is the
     report of prediction matching, once all blocks have the values that it gave them.
+
+    A part is written by a thread while the next one is computed, if `beside`, which takes the memory of one more part.
     """
 
     def __init__(
@@ -59,6 +67,8 @@ class Unfinished:
         self.out, self.identity, self.parts, self.predictions = out, identity, parts, predictions
         self.folder = unfinished_folder(out)
         self.model, self.scratch = self.folder / "model", self.folder / "scratch"
+        self.beside = True
+        self._writing: Future[None] | None = None
 
     @property
     def bytes_done(self) -> int:
@@ -82,8 +92,44 @@ class Unfinished:
         self.identity = identity
 
     def add(self, file: str, tensors: dict[str, Tensor], **rest: Any) -> None:
-        """Write one more part. rest: `entries`, `layers` and `matching` of `Part`."""
-        with room_errors(self.folder):
+        """Write one more part, once the part before it is written; `parts` and the journal have it when it is safe.
+
+        Args:
+            tensors: by their names; they stay as they are until `wait` has returned.
+            rest: `entries`, `layers` and `matching` of `Part`.
+
+        Raises:
+            OutputError: the part before this one could not be written; or this one, where nothing runs beside.
+        """
+        self.wait()
+        held = {name: tensor.detach().cpu() for name, tensor in tensors.items()}  # a GPU's memory is for the next part
+        [self._writing] = begun("write", partial(self._write_part, file, held, rest))
+        if not self.beside:
+            self.wait()
+
+    def check(self) -> None:
+        """Raise what the last `add` has failed with by now, if it has; without waiting."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until all parts are written.
+
+        Raises:
+            OutputError: the last one could not be written.
+        """
+        error = self._writing.exception() if self._writing is not None else None
+        self._writing = None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait until nothing is written any more, where a run ends with an error: that of a write is logged."""
+        if self._writing is not None and (error := error_of(self._writing)) is not None:
+            logger.error("%s", error)
+
+    def _write_part(self, file: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+        with room_errors(self.model / file):
             digest = self._save(file, tensors)
             sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
             self.parts.append(Part(file, digest, sizes, **rest))
@@ -171,6 +217,7 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
         try:
             yield found
         finally:
+            found.close()
             shutil.rmtree(found.scratch, ignore_errors=True)
             if not found.parts or not found.model.exists():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -298,8 +345,8 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def room_errors(folder: Path) -> Iterator[None]:
-    """Errors of the disk as an OutputError."""
+def room_errors(place: Path) -> Iterator[None]:
+    """Errors of the disk as an OutputError. place: the folder or file that is written."""
     try:
         yield
     except (OutputError, Timeout):
@@ -307,7 +354,7 @@ def room_errors(folder: Path) -> Iterator[None]:
     except Exception as error:
         if is_of_the_disk(error):
             raise OutputError(
-                f"{folder} cannot be written: {error}; finished blocks are kept. Correct the cause, and use "
+                f"{place} cannot be written: {error}; finished blocks are kept. Correct the cause, and use "
                 f"{option('resume', True)}"
             ) from error
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -36,6 +36,10 @@ class Blocks:
 
     def prefix(self, index: int) -> str:
         return f"{self.name}.{index}"
+
+    def part(self, index: int) -> Callable[[], Iterable[nn.Module]] | None:
+        """All modules of a block, as `Weights.present` takes them; None where no block has this index."""
+        return self.modules[index].modules if 0 <= index < len(self.modules) else None
 
 
 def find_blocks(model: nn.Module) -> Blocks:

@@ -53,7 +53,7 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
 
     def enter(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            here.enter_context(weights.present(module.modules))
+            here.enter_context(weights.present(module.modules, blocks.part(index + 1)))
             states, call = split_call(args, kwargs)
             if outputs and not torch.equal(outputs[0].to(states), states):
                 raise ModelError(

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError
+from hasslefree.models.ahead import Ahead, Source
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.experts import SplitExperts
 from hasslefree.packed.linear import SparseLowRankLinear
@@ -32,10 +33,13 @@ class Weights:
 
     Args:
         model: its hooks of accelerate are taken off, and its buffers moved to `device`.
+        ahead: whether the weights of the next part are read beside the work on the present one, which takes the memory
+            of one more part.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device):
-        self.device = device
+    def __init__(self, model: PreTrainedModel, device: torch.device, ahead: bool = True):
+        self.device, self.ahead = device, ahead
+        self._ahead = Ahead(device)
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         # Weak: a layer that was replaced takes its weight along.
         self._stored: WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = WeakKeyDictionary()
@@ -71,39 +75,67 @@ class Weights:
                     setattr(module, name, buffer.to(device))
 
     @contextmanager
-    def present(self, part: Modules) -> Iterator[None]:
+    def present(self, part: Modules, then: Modules | None = None) -> Iterator[None]:
         """Within it, the parameters of a part of the model are on the device.
 
         Afterwards they are in no memory, and neither are the compressed layers that came into the part meanwhile. A
         part that was in memory before stays there.
+
+        Args:
+            then: the part that is present next, which is read meanwhile if `ahead`.
+
+        Raises:
+            ModelError: a file cannot be read, or holds a tensor of another shape than the model.
         """
-        if not self.streamed or not any(p.is_meta for module in part() for p in module.parameters(recurse=False)):
+        if not self._missing(part):
             yield
             return
         try:
-            for module in part():
-                for name, parameter in list(module.named_parameters(recurse=False)):
-                    if module in self._stored and (module, name) not in self._tied and parameter.is_meta:
-                        _put(module, name, self._read(module, name, parameter.shape))
-                if isinstance(module, SplitExperts) and module in self._stored:
-                    for name, shape in module.sources.items():
-                        module.fill(name, self._read(module, name, shape))
-            inside = {id(module) for module in part()}  # not the modules: they would keep a replaced layer's weight
-            for (module, name), (other, its_name) in self._tied.items():
-                if id(module) not in inside:
-                    continue
-                found = other.get_parameter(its_name)
-                if found.is_meta:  # it is in another block
-                    _put(module, name, self._read(other, its_name, found.shape))
-                else:
-                    module.register_parameter(name, found)
+            self._bring(part)
+            if then is not None and self.ahead and self._missing(then):
+                self._ahead.start(self._source(module, name) for module, name, _ in self._wanted(then))
             yield
+        except BaseException:
+            self._ahead.drop()
+            raise
         finally:
             for module in part():
                 if isinstance(module, SparseLowRankLinear):
                     module.to("meta")
                 for name, parameter in module.named_parameters(recurse=False):
                     _put(module, name, torch.empty_like(parameter, device="meta"))
+
+    def _missing(self, part: Modules) -> bool:
+        """Whether parameters of a part are in files alone."""
+        return self.streamed and any(p.is_meta for module in part() for p in module.parameters(recurse=False))
+
+    def _wanted(self, part: Modules) -> Iterator[tuple[nn.Module, str, torch.Size]]:
+        """What is read for a part: module, name and shape of its tensors in the files; not of tied parameters."""
+        for module in part():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if module in self._stored and (module, name) not in self._tied and parameter.is_meta:
+                    yield module, name, parameter.shape
+            if isinstance(module, SplitExperts) and module in self._stored:
+                for name, shape in module.sources.items():
+                    yield module, name, shape
+
+    def _bring(self, part: Modules) -> None:
+        """Put the parameters of a part on the device. It holds no module: a replaced layer would keep its weight."""
+        for module, name, shape in self._wanted(part):
+            value = self._read(module, name, shape)
+            if isinstance(module, SplitExperts) and name in module.sources:
+                module.fill(name, value)
+            else:
+                _put(module, name, value)
+        inside = {id(module) for module in part()}
+        for (module, name), (other, its_name) in self._tied.items():
+            if id(module) not in inside:
+                continue
+            found = other.get_parameter(its_name)
+            if found.is_meta:  # it is in another block
+                _put(module, name, self._read(other, its_name, found.shape))
+            else:
+                module.register_parameter(name, found)
 
     def change(self, model: PreTrainedModel, changes: Mapping[str, Change]) -> None:
         """Let parameters be what these make of them: those in files whenever they are read, the others now, in place.
@@ -122,15 +154,20 @@ class Weights:
         """Whether the files hold a parameter under its own name."""
         return module in self._stored and f"{self._names[module]}.{name}" in iter(self._stored[module])
 
-    def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
-        """Raises a ModelError where the file has another shape than the model."""
-        change = self._changes.get((module, name))
+    def _source(self, module: nn.Module, name: str) -> Source:
+        """Where a parameter is in the files, under whichever of its names they hold it."""
         module, name = self._other_name.get((module, name), (module, name))
-        found = self._stored[module][name]
+        return Source(self._stored[module], name, f"{self._names[module]}.{name}")
+
+    def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
+        """The value of a parameter, on the device; raises as `present`."""
+        source, change = self._source(module, name), self._changes.get((module, name))
+        found = self._ahead.take(source)
         if found.shape != shape:
-            full = f"{self._names[module]}.{name}"
-            raise ModelError(f"the checkpoint's {full} is {list(found.shape)}, the model's {list(shape)}; get it anew")
-        found = found.to(self.device)
+            raise ModelError(
+                f"the checkpoint's {source.name} is {list(found.shape)}, the model's {list(shape)}; get it anew"
+            )
+        found = found.to(self.device, non_blocking=self.device.type == "cuda")  # the order of its stream will do
         return found if change is None else changed(found.clone(), change)
 
 

@@ -101,7 +101,7 @@ class Walk:
         the last one too.
         """
         for index, block in enumerate(self.blocks.modules):
-            with self.weights.present(block.modules):
+            with self.weights.present(block.modules, self.blocks.part(index + 1)):
                 call = self.calls[index]
                 if streams:
                     call = replace(call, batched=takes_batches(block, call, streams[0]))
@@ -115,5 +115,5 @@ class Walk:
     def backwards(self) -> Iterator[Visit]:
         """The blocks from the last to the first, each in memory in its turn."""
         for index in reversed(range(len(self.blocks.modules))):
-            with self.weights.present(self.blocks.modules[index].modules):
+            with self.weights.present(self.blocks.modules[index].modules, self.blocks.part(index - 1)):
                 yield Visit(index, self.blocks.prefix(index), self.blocks.modules[index], self.calls[index])

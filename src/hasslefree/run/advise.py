@@ -26,7 +26,7 @@ from hasslefree.run.compress import check_segments, draw, open_model
 from hasslefree.run.estimate import Footprint, estimate
 from hasslefree.run.look import look_over
 from hasslefree.run.machine import memory_reused
-from hasslefree.run.memory import check_memory
+from hasslefree.run.memory import check_memory, runs_beside
 
 
 def advise(
@@ -63,12 +63,13 @@ def advise(
         segments = draw(loaded, tokenizer or load_tokenizer(name, trust_remote_code), recipe).to(target)
         check_segments(loaded, segments, ALONE)
         shape = (segments.shape[0], segments.shape[1])
-        check_memory(footprint(loaded, blocks, chosen, resolved, shape, target, activations), target)
+        found = footprint(loaded, blocks, chosen, resolved, shape, target, activations)
+        check_memory(found, target)
         options = {"storage": activations, "folder": Path(scratch)}
-        weights = Weights(loaded, target)
+        weights = Weights(loaded, target, ahead=runs_beside(found, target))
         walk, _ = look_over(loaded, blocks, weights, chosen[0].plan, segments[:1], options)
-        found = costs(walk, chosen, segments, recipe.seed, progress)
-        return sorted(found, key=lambda each: each.divergence)
+        advice = costs(walk, chosen, segments, recipe.seed, progress)
+        return sorted(advice, key=lambda each: each.divergence)
 
 
 # The fields of a recipe that say how a model is looked at.

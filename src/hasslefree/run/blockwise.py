@@ -55,15 +55,23 @@ def compress_blocks(
 ) -> None:
     """Decompose, replace and write every planned layer; each block gets the outputs of the compressed ones before it.
 
+    A block is read and the one before it written while a block is decomposed; all are written at the end.
+
     Args:
         segments: of this process. work: holds the finished blocks, and takes the others.
         channels: the importance of the channels of each block's output, for block matching; None for all alike.
     """
     count, finished = len(walk.blocks.modules), len(work.parts)
+
+    def noted(report: LayerRecord) -> None:
+        work.check()
+        note(report)
+
     with walk.outside():
         if not finished and world.writes:
             work.add(part_file(0, count), outside_tensors(walk.model, walk.blocks))
         hidden = walk.entering(segments)
+        work.wait()  # else what is outside the blocks stays in memory beside the first one
     dense = hidden.copy() if resolved.two_streams else None
     for visit in walk.visits(hidden, to_end=False):
         if visit.index + 1 < finished:
@@ -72,7 +80,7 @@ def compress_blocks(
             put_back(visit, work, note, walk.model.all_tied_weights_keys)
             continue
         done, matching = compress_block(
-            Task(visit, plan[visit.index], resolved, world, note, None if channels is None else channels[visit.index]),
+            Task(visit, plan[visit.index], resolved, world, noted, None if channels is None else channels[visit.index]),
             hidden,
             dense,
         )
@@ -84,6 +92,7 @@ def compress_blocks(
                 layers=[report.to_dict() for _, report in done],
                 matching=matching,
             )
+    work.wait()
 
 
 def part_file(part: int, blocks: int, last: bool = True) -> str:

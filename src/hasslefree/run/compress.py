@@ -48,7 +48,7 @@ from hasslefree.run.blockwise import compress_blocks
 from hasslefree.run.estimate import estimate
 from hasslefree.run.look import look_over
 from hasslefree.run.machine import memory_reused
-from hasslefree.run.memory import check_memory
+from hasslefree.run.memory import check_memory, runs_beside
 from hasslefree.run.predictions import dense_reference, match_whole
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,8 @@ def compress(
 ) -> Record:
     """Compress a causal language model and write it to a folder that transformers loads.
 
-    One dense block is in memory at a time. Compressed, it is on the disk, in `OUT.unfinished`, as soon as it is done.
+    One dense block is in memory at a time, and the next one while there is room. Compressed, a block goes to the disk,
+    into `OUT.unfinished`, while the next one is compressed.
 
     Args:
         model: a hub name, a local folder, or a loaded model, which is then changed in place.
@@ -118,10 +119,13 @@ def compress(
         check_memory(footprint(), target)
         note = _counter(sum(map(len, plan)), progress)
         first, walk_options = segments[:1].to(target), {"storage": activations, "folder": work.folder}
-        walk, digests = look_over(loaded, blocks, Weights(loaded, target), plan, first, walk_options)
+        weights = Weights(loaded, target, ahead=runs_beside(footprint(), target))
+        walk, digests = look_over(loaded, blocks, weights, plan, first, walk_options)
         if walk.width is not None:
             logger.info("blocks read more than hidden states: each token hands on %d numbers", walk.width)
             check_memory(footprint(walk.width), target)
+            weights.ahead = runs_beside(footprint(walk.width), target)
+        work.beside = weights.ahead
         local = world.share(segments).to(target)
         rotation = rotate(walk, plan, local, world).to_dict() if recipe.rotate else None
         done = world.broadcast(work.predictions)

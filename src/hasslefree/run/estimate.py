@@ -46,6 +46,7 @@ class Footprint:
         outside: what is outside the blocks. logits: of one segment, where the backward pass draws labels from them.
         block, solving: of the dearest block: its weights before and after, and the Grams and the solver's arrays of its
             dearest layer. resident: the rest of a model that is loaded already.
+        beside: in RAM, the blocks that are read and written while another one is solved; 0 where none are.
         streams: hidden states of all segments. probes: those before each block that the backward pass keeps.
         reference, whole, masters: where predictions are matched, the dense model's last hidden states, all compressed
             blocks with what a step keeps of them, and what Adam holds for them; else 0.
@@ -64,6 +65,7 @@ class Footprint:
     block: int
     solving: int
     resident: int
+    beside: int
     streams: int
     probes: int
     reference: int
@@ -96,7 +98,7 @@ class Footprint:
         """Bytes of the device's memory."""
         here = self.storage == "device" or (self.storage == "cpu" and self.on_cpu)
         head = 2 * self.outside + self.logits
-        blockwise = self.resident + max(head, self.block + self.solving)
+        blockwise = self.resident + max(head, self.block + self.solving + (self.beside if self.on_cpu else 0))
         together = self.whole + max(head, self.block) + (self.masters if here or self.on_cpu else 0)
         work = max(blockwise, together) if self.whole else blockwise
         return LIBRARIES + work + (self.activations if here else 0)
@@ -107,7 +109,7 @@ class Footprint:
         if self.on_cpu:
             return self.device_peak
         held = 2 * max(self.outside, self.block) + (self.activations if self.storage == "cpu" else 0)
-        return 2 * LIBRARIES + held + (self.masters if self.storage != "device" else 0)
+        return 2 * LIBRARIES + held + self.beside + (self.masters if self.storage != "device" else 0)
 
 
 def estimate(
@@ -170,6 +172,7 @@ def estimate(
             rotation_bytes(plan, embedding) if resolved.recipe.rotate else 0,
         ),
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
+        beside=_beside(blocks, plan, device),
         streams=(1 + resolved.two_streams) * samples * seqlen * width * FLOAT,
         probes=(2 + len(plan)) * probed * seqlen * width * FLOAT,
         reference=matched * seqlen * width * FLOAT,
@@ -242,6 +245,22 @@ def _running(block: nn.Module, device: torch.device) -> int:
     parameters = list(block.parameters())
     wide = [p for p in parameters if p.element_size() < FLOAT and product_dtype(p.dtype, device) is None]
     return _bytes(parameters) + FLOAT * sum(p.numel() for p in wide)
+
+
+def _beside(blocks: Blocks, plan: Plan, device: torch.device) -> int:
+    """The next block, unless it is loaded, and the one before as it is written.
+
+    Pinned memory comes in powers of two. What is written may be there twice: some versions of safetensors copy it.
+    """
+    if len(blocks.modules) == 1:
+        return 0
+    pinned = 2 if device.type == "cuda" else 1
+    read = max(_bytes(p for p in block.parameters() if p.is_meta) for block in blocks.modules)
+    written = max(
+        _bytes(block.parameters()) + sum(layer.bytes - layer.dense_bytes for layer in plans.values())
+        for block, plans in zip(blocks.modules, plan, strict=True)
+    )
+    return pinned * read + 2 * written
 
 
 def _compressed(plans: dict[str, LayerPlan], resolved: Resolved) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hasslefree.core.gram import Gram
 from hasslefree.core.protocols import Decomposition, Method
-from hasslefree.errors import HasslefreeError, MemoryShortError, option
+from hasslefree.errors import HasslefreeError, MemoryShortError, OutputError, option
 from hasslefree.folder.entries import entry_of, read_entries
 from hasslefree.folder.plugin import empty_layer
 from hasslefree.folder.record import LayerRecord
@@ -113,6 +113,8 @@ def compress_group(
             report = dataclasses.replace(report, remarks=(*report.remarks, *remarks))
             done[name] = layer, report
             task.note(report)
+    except OutputError:
+        raise  # `task.note` raises that of the block before, which is written meanwhile
     except HasslefreeError as error:
         raise error.within(f"{visit.prefix}: {', '.join(plans)}") from None
     return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -13,14 +14,33 @@ from hasslefree.run.estimate import Footprint
 from hasslefree.run.machine import free_memory
 from hasslefree.run.tables import as_text, estimate_table
 
+logger = logging.getLogger(__name__)
+
 
 def check_memory(found: Footprint, device: torch.device) -> None:
-    """Raise a MemoryShortError, with the estimate and a remedy, where a compression will not fit."""
+    """Raise a MemoryShortError, with the estimate and a remedy, where a compression will not fit.
+
+    Not even with reads and writes that do not run beside the work.
+    """
+    found = dataclasses.replace(found, beside=0)
     if fits(found, device):
         return
     remedy = next((remedy for other, where, remedy in remedies(found, device) if fits(other, where)), None)
     advice = f"it fits with {remedy}" if remedy else "it needs a machine with more memory"
     raise MemoryShortError(f"not enough memory; {advice}\n{as_text(estimate_table(found, device))}")
+
+
+def runs_beside(found: Footprint, device: torch.device) -> bool:
+    """Whether memory allows that blocks are read and written beside the work; it is logged where it does not."""
+    if fits(found, device):
+        return True
+    logger.info("not enough memory to read and write blocks beside the work: each is read, compressed and then written")
+    return False
+
+
+def as_run(found: Footprint, device: torch.device) -> Footprint:
+    """The footprint as `compress` runs it on this machine, with reads and writes beside the work or without."""
+    return found if fits(found, device) else dataclasses.replace(found, beside=0)
 
 
 def fits(found: Footprint, device: torch.device) -> bool:
