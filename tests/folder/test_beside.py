@@ -82,6 +82,19 @@ def test_a_block_is_written_while_the_next_one_is_compressed_and_no_two_at_once(
     assert at_once == [False] * (BLOCKS + 1)
 
 
+def test_where_memory_is_short_a_block_is_written_before_the_next_one_begins(saving, tmp_path, monkeypatch):
+    begun, seen = [], []
+    saving["before"] = begun.append
+    monkeypatch.setattr("hasslefree.run.compress.runs_beside", lambda *args: False)
+
+    def progress(layer, done, total):
+        folder = tmp_path / "out.unfinished"
+        seen.append((len(begun), len(journal.read_json(folder / "progress.json")["parts"])))
+
+    compress(tmp_path / "out", progress=progress)
+    assert seen == [(block + 1, block + 1) for block in range(BLOCKS) for _ in range(LAYERS)]
+
+
 @pytest.mark.parametrize("part", range(BLOCKS + 1))
 @pytest.mark.parametrize("error", [FULL, PermissionError(13, "Permission denied")], ids=["full", "permission"])
 def test_what_cannot_be_written_stops_the_run_and_is_named(part, error, whole, saving, tmp_path):
@@ -138,23 +151,26 @@ def test_an_error_of_a_write_that_another_one_hides_is_logged(whole, saving, tmp
     assert contents(tmp_path / "out") == whole
 
 
-def test_the_folder_is_locked_until_the_last_file_is_written_even_if_ctrl_c_comes_twice(whole, saving, tmp_path):
+def test_the_folder_is_locked_until_the_last_file_is_written_even_if_ctrl_c_comes_twice(
+    whole, saving, tmp_path, monkeypatch
+):
     """And the block that was finished counts."""
-    interrupted, locked = threading.Event(), []
+    closing, locked, error_of = threading.Event(), [], journal.error_of
+    monkeypatch.setattr(journal, "error_of", lambda future: closing.set() or error_of(future))
     left = tmp_path / "out.unfinished"
 
     def before(file):
         if file == file_of(1):
-            assert interrupted.wait(120)
+            assert closing.wait(120)
+            time.sleep(0.2)  # for the main thread to begin to wait
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            time.sleep(0.5)  # for the main thread to do what it should not
+            time.sleep(0.5)  # and to do what it should not
             with pytest.raises(Timeout):
                 FileLock(left / "lock").acquire(timeout=0)
             locked.append(True)
 
     def progress(layer, done, total):
         if done == LAYERS + 1:
-            interrupted.set()
             raise KeyboardInterrupt
 
     saving["before"] = before

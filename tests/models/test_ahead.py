@@ -105,6 +105,23 @@ def test_the_next_block_is_read_by_a_thread_and_not_again(reads, tmp_path):
             assert parameter.is_meta or torch.equal(parameter, stored[name])
 
 
+def test_no_more_than_the_next_block_is_read_ahead(reads, tmp_path):
+    """As the estimate counts it. What a reader handed over is in the block: a tensor of its own holds it no more."""
+    build("llama", num_hidden_layers=4).save_pretrained(tmp_path / "dense")
+    held = []
+
+    def look(layer, done, total):
+        ended("read ahead")
+        alive = {int(name.split(".")[2]) for name, _, tensor in reads if tensor() is not None}
+        held.append((int(layer.name.split(".")[2]), alive))
+
+    hasslefree.compress(
+        tmp_path / "dense", tmp_path / "out", RECIPES["llama"], tokenizer=NO_TOKENIZER, segments=segments(),
+        device="cpu", progress=look,
+    )  # fmt: skip
+    assert held == [(block, {block + 1} - {4}) for block in range(4) for _ in range(7)]
+
+
 def test_what_is_not_taken_is_dropped_with_the_work_that_fails(reads, tmp_path):
     build("llama").save_pretrained(tmp_path)
     _, weights, (first, second) = opened(tmp_path)
