@@ -6,7 +6,8 @@ A decode kernel reads S once, so that what counts is how many packed bytes an in
 issues about 927 G of them a second (132 processors, four schedulers each, 1.755 GHz): its memory is used fully from 3.6
 bytes an instruction on. Triton compiles for any architecture (`GPUTarget`), and its wheel has the disassembler.
 
---json prints one line: by architecture and number of tokens, registers, spilled bytes and packed bytes an instruction.
+--json prints one line: by architecture, pattern and number of tokens, registers, spilled bytes and packed bytes an
+instruction.
 """
 
 from __future__ import annotations
@@ -19,35 +20,48 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from harness.record import RESULTS, machine, write
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hasslefree.packed.kernels import triton as triton_kernels
-from hasslefree.packed.kernels.triton import BLOCK_OUT, PAIRS_BYTES, PAIRS_OUT, block_values
+from hasslefree.packed.kernels.triton.launch import add_constants, add_up, multiply, multiply_constants
 
 ARCHITECTURES = (80, 90, 100)
-TOKENS = (1, 2, 4, 8, 16)
+PATTERNS = ((2, 4), (2, 8))
+TOKENS = (1, 2, 16)
 WARPS = 4
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Of 2:4 in bfloat16: two bytes of a value, and a quarter of a byte of its position.
-BYTES_A_VALUE = 2.25
+# Instructions of a loop that only waits, at most.
+WAITING = 16
+# The arguments of the kernels that are one number, and those that are a tuple of one item for each layer.
+SIZES = ("width", "kept", "row_bytes", "tokens", "columns", "parts")
+OF_LAYERS = {
+    "values": "*bf16", "positions": "*u8", "vs": "*bf16", "us": "*bf16", "biases": "*bf16",
+    "outs": "i32", "ranks": "i32", "lengths": "i32",
+}  # fmt: skip
+POINTERS = {"x": "*bf16", "sums": "*fp32", "y": "*bf16"}
+# What is not a multiple of 16 in a model, so that loads cannot rely on it.
+ODD = ("tokens", "parts")
 
 
-def compiled(architecture: int, tokens: int) -> bytes:
-    """The machine code of the kernel for 2:4 in bfloat16 and so many tokens."""
-    pointers = {"x": "*bf16", "values": "*bf16", "positions": "*u8", "y": "*fp32"}
-    sizes = {"out": "i32", "kept": "i32", "code_bytes": "i32"}
-    if tokens == 1:
-        kernel, constants = triton_kernels._decode_pairs, {"ROWS": PAIRS_OUT, "BYTES": PAIRS_BYTES}
-    else:
-        blocks = {"TOKENS": tokens, "ROWS": BLOCK_OUT, "VALUES": block_values(tokens)}
-        kernel, constants = triton_kernels._decode, {"N": 2, "M": 4, "BITS": 2} | blocks
-    signature = pointers | sizes | dict.fromkeys(constants, "constexpr")
-    order = {name: signature[name] for name in kernel.arg_names}
-    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(order) if name in pointers | sizes}
-    source = ASTSource(fn=kernel, signature=order, constexprs=constants, attrs=aligned)
+def compiled(kernel: Any, constants: dict[str, Any], architecture: int, layers: int = 1) -> bytes:
+    """The machine code of a kernel for bfloat16, and so many layers at once.
+
+    Args:
+        constants: the arguments that are known when it is compiled; an argument that is 1 is one of them, as in Triton.
+    """
+    known: dict[str, Any] = POINTERS | dict.fromkeys(SIZES, "i32")
+    known |= {name: (kind,) * layers for name, kind in OF_LAYERS.items()} | dict.fromkeys(constants, "constexpr")
+    signature = {name: known[name] for name in kernel.arg_names}
+    aligned: dict[tuple[int, ...], Any] = {}
+    for place, name in enumerate(signature):
+        if name in OF_LAYERS:
+            aligned |= {(place, layer): [["tt.divisibility", 16]] for layer in range(layers)}
+        elif name not in ODD and name not in constants:
+            aligned[place,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": WARPS}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["cubin"]
 
@@ -67,30 +81,44 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2]) + int(found[3])
 
 
-def longest_loop(cubin: bytes) -> int:
-    """The instructions of the longest loop: a jump back to a label, and all from there."""
+def innermost_loops(cubin: bytes) -> list[int]:
+    """The instructions of each loop without a loop in it: a jump back to a label, and all from there.
+
+    A loop of a few instructions waits for the memory or for the tensor cores, and does not count as one.
+    """
     labels: dict[str, int] = {}
-    count = longest = 0
+    loops: list[tuple[int, int]] = []
+    count = 0
     for line in run_tool("nvdisasm", cubin, "-c").splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = count
         elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             count += 1
             jump = re.search(r"BRA\S*\s.*?(\.L_x_\d+)", instruction[1])
-            if jump and jump[1] in labels:
-                longest = max(longest, count - labels[jump[1]])
-    return longest
+            if jump and jump[1] in labels and count - labels[jump[1]] > WAITING:
+                loops.append((labels[jump[1]], count))
+    inner = [
+        (start, end)
+        for start, end in loops
+        if not any(start <= a and b <= end and (a, b) != (start, end) for a, b in loops)
+    ]
+    return [end - start for start, end in inner]
 
 
-def row(architecture: int, tokens: int) -> dict[str, Any]:
-    cubin = compiled(architecture, tokens)
-    registers, spilled = resources(cubin)
-    values = PAIRS_OUT * PAIRS_BYTES * 4 if tokens == 1 else BLOCK_OUT * block_values(tokens)
-    brought = values * BYTES_A_VALUE / WARPS
-    rate = round(brought / longest_loop(cubin), 2)
+def row(architecture: int, tokens: int, layers: int = 1, n: int = 2, m: int = 4) -> dict[str, Any]:
+    """What the two launches of one layer, or of several together, are compiled to. The longest loop is that over S."""
+    known = {"tokens": 1} if tokens == 1 else {}
+    x = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta")
+    constants = multiply_constants(x, n, m)
+    first = compiled(multiply, constants | known, architecture, layers)
+    second = compiled(add_up, add_constants(x, n, m) | known, architecture, layers)
+    registers, spilled = resources(first)
+    values = constants["ROWS"] * constants["STEP"] * (1 if constants["KERNEL"] == "gather" else 4)
+    brought = values * (2 + constants["BITS"] / 8) / WARPS
     return {
-        "architecture": f"sm_{architecture}", "tokens": tokens, "registers": registers, "spilled_bytes": spilled,
-        "bytes_an_instruction": rate,
+        "architecture": f"sm_{architecture}", "pattern": f"{n}:{m}", "tokens": tokens,
+        "registers": registers, "spilled_bytes": spilled + resources(second)[1],
+        "bytes_an_instruction": round(brought / max(innermost_loops(first)), 2),
     }  # fmt: skip
 
 
@@ -99,7 +127,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one line, and write nothing")
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu_kernels.json")
     args = parser.parse_args()
-    rows = [row(architecture, tokens) for architecture in ARCHITECTURES for tokens in TOKENS]
+    rows = [
+        row(architecture, tokens, n=n, m=m) for architecture in ARCHITECTURES for n, m in PATTERNS for tokens in TOKENS
+    ]
     if args.json:
         print(json.dumps(rows))
     else:

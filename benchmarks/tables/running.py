@@ -120,6 +120,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             "python benchmarks/gpu_kernels.py",
             (
                 ("", "{architecture}"),
+                ("pattern", "{pattern}"),
                 ("tokens", "{tokens}"),
                 ("registers", "{registers}"),
                 ("spilled bytes", "{spilled_bytes}"),

@@ -114,9 +114,13 @@ def out_of_memory(layer):
     raise torch.OutOfMemoryError("no room")
 
 
-def decoded(x, values, positions, n, m):
+def decoded(x, values, positions, us, vs, biases, n, m):
     """What the operator `decode_cuda` computes, plainly."""
-    return x @ PackedGroups(n, m).unpack(values, positions, x.shape[1]).T
+    outputs = []
+    for value, index, u, v, bias in zip(values, positions, us, vs, biases, strict=True):
+        y = x @ PackedGroups(n, m).unpack(value, index, x.shape[1]).T + x @ v.T @ u.T
+        outputs.append(y if bias is None else y + bias)
+    return torch.cat([y.flatten() for y in outputs])
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "2:8", "3:8", "2:5", "row", "structured"])

@@ -12,7 +12,16 @@ from torch.nn import functional as F
 from hasslefree.core.factors import BITS, CodedRows
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError
-from hasslefree.packed.kernels import Case, choose, cuda, layer_product, product, takes_layers, wants_numba
+from hasslefree.packed.kernels import (
+    Case,
+    LayerTensors,
+    choose,
+    cuda,
+    layer_products,
+    product,
+    takes_layers,
+    wants_numba,
+)
 from hasslefree.packed.kernels.backends import HAS_NUMBA
 from hasslefree.packed.kernels.few import Prepared, takes_few
 from hasslefree.packed.layouts import PackedGroups
@@ -134,11 +143,9 @@ class SparseLowRankLinear(nn.Module):
             return F.linear(x, self.whole, self.bias)
         if (prepared := self._prepared_for(x)) is not None:
             return prepared(x)
-        factors = self.factors()
-        layout = self.storage.layout
+        factors, layout = self.factors(), self.storage.layout
         if factors is not None and isinstance(layout, PackedGroups) and self._in_one_call(layout, x, factors):
-            y = layer_product(layout, x, self.values, self.index, *factors)
-            return y if self.bias is None else y + self.bias
+            return layer_products(layout, x, [self._tensors(factors)])[0]
         y = self.sparse_product(x)
         if factors is not None:
             u, v = factors
@@ -165,14 +172,18 @@ class SparseLowRankLinear(nn.Module):
             self.prepared, self.prepared_of = Prepared(self.values, self.index, self.factors(), self.bias), places
         return self.prepared
 
+    def _tensors(self, factors: tuple[Tensor, Tensor]) -> LayerTensors:
+        return LayerTensors(self.values, self.index, *factors, self.bias)
+
     def _in_one_call(self, layout: PackedGroups, x: Tensor, factors: tuple[Tensor, Tensor]) -> bool:
         """Whether the sparse and the low-rank product of these inputs are one call."""
-        if self.held is not None or not takes_layers(x, layout):
+        requested = self.held is not None and self.held_of is None
+        if requested or x.dtype != self.weight.dtype or self.spec.factor_bits is not None:
             return False
-        grad = torch.is_grad_enabled() and any(each.requires_grad for each in (x, self.weight, *factors))
-        case = self._case(x.numel() // self.in_features, grad)
-        alike = x.dtype == self.weight.dtype and self.spec.factor_bits is None
-        return alike and choose(case, self.backend) == "numba"
+        tensors = (x, self.weight, *factors, *([] if self.bias is None else [self.bias]))
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            return False
+        return takes_layers(choose(self._case(x.numel() // self.in_features, grad=False), self.backend), x, layout)
 
     def sparse_product(self, x: Tensor) -> Tensor:
         """x Sᵀ: (..., in) → (..., out)."""

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from hasslefree.errors import KernelError, UnknownNameError
+from hasslefree.errors import KernelError, ShapeError, UnknownNameError
 from hasslefree.packed.kernels import BACKENDS, Case, choose, cuda, ops, product
 from hasslefree.packed.layouts import Bitmask, Columns, PackedGroups
 from tests.packed.kernels import reference
@@ -126,5 +126,28 @@ def test_triton_refuses_masks_instead_of_reading_them_as_positions():
     pytest.importorskip("triton", reason="needs triton")
     s = reference.sparse(8, 4, 4, 8, torch.float32, seed=4)
     x = torch.randn(1, s.shape[1])
+    values, positions = reference.pack_groups(s, 4, 8)
+    factors = s.new_empty(8, 0), s.new_empty(0, 32)
     with pytest.raises(KernelError, match="4:8 is stored as masks; use dense"):
-        ops.decode_cuda._init_fn(x, *reference.pack_groups(s, 4, 8), 4, 8)
+        ops.decode_cuda._init_fn(x, [values], [positions], *([each] for each in factors), [None], 4, 8)
+
+
+def test_triton_refuses_tensors_that_do_not_go_together():
+    pytest.importorskip("triton", reason="needs triton")
+    s = reference.sparse(8, 4, 2, 4, torch.float32, seed=4)
+    x, u, v = torch.randn(1, 16), torch.randn(8, 3), torch.randn(3, 16)
+    values, positions = reference.pack_groups(s, 2, 4)
+
+    def call(x=x, values=values, u=u, v=v, bias=None):
+        return ops.decode_cuda._init_fn(x, [values], [positions], [u], [v], [bias], 2, 4)
+
+    with pytest.raises(KernelError, match="takes 16 tokens at most, got 17"):
+        call(x=torch.randn(17, 16))
+    with pytest.raises(ShapeError, match="are no 2:4 weight for inputs of width 16"):
+        call(values=values[1:])
+    with pytest.raises(ShapeError, match=r"factors \(8, 2\) of torch.float32 and \(3, 16\)"):
+        call(u=u[:, :2])
+    with pytest.raises(ShapeError, match=r"and \(3, 16\) of torch.bfloat16 do not go with inputs"):
+        call(v=v.bfloat16())
+    with pytest.raises(ShapeError, match=r"a bias \(1, 8\) does not go with 8 outputs"):
+        call(bias=torch.randn(1, 8))

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hasslefree.packed.kernels import cuda, ops
+from hasslefree.packed.kernels import cuda, product
+from hasslefree.packed.layouts import PackedGroups
 from tests.packed.kernels import reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -16,9 +17,23 @@ def test_triton(tokens, dtype):
     for n, m in ((2, 4), (2, 8), (1, 4)):
         s = reference.sparse(100, 64, n, m, dtype, seed=tokens)
         x = torch.randn(tokens, s.shape[1]).to(dtype)
-        values, positions = reference.pack_groups(s, n, m)
-        y = ops.decode_cuda(x.cuda(), values.cuda(), positions.cuda(), n, m)
+        y = product("triton", x.cuda(), *(each.cuda() for each in reference.pack_groups(s, n, m)), PackedGroups(n, m))
         reference.assert_close(y.cpu(), x, s)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+def test_triton_where_an_input_that_is_not_read_is_not_a_number(tokens, dtype):
+    """Oracle: the same product where that input is 0."""
+    s = reference.sparse(100, 64, 2, 4, dtype, seed=tokens)
+    x = torch.randn(tokens, 256).to(dtype)
+    s.view(100, 64, 4)[:, 5] = torch.tensor([0.0, 1.0, 2.0, 0.0])
+    packed = [each.cuda() for each in reference.pack_groups(s, 2, 4)]
+    x[:, 20] = 0
+    expected = product("triton", x.cuda(), *packed, PackedGroups(2, 4))
+    x[-1, 20] = float("nan")
+    y = product("triton", x.cuda(), *packed, PackedGroups(2, 4))
+    torch.testing.assert_close(y, expected, rtol=2.0**-7, atol=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="capability 8.0")

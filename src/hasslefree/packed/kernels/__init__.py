@@ -3,11 +3,21 @@
 from hasslefree.packed.kernels.backends import (
     BACKENDS,
     Case,
+    LayerTensors,
     choose,
-    layer_product,
+    layer_products,
     product,
     takes_layers,
     wants_numba,
 )
 
-__all__ = ["BACKENDS", "Case", "choose", "layer_product", "product", "takes_layers", "wants_numba"]
+__all__ = [
+    "BACKENDS",
+    "Case",
+    "LayerTensors",
+    "choose",
+    "layer_products",
+    "product",
+    "takes_layers",
+    "wants_numba",
+]

@@ -12,9 +12,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib import metadata
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +24,18 @@ from hasslefree.errors import KernelError, UnknownNameError
 from hasslefree.packed.kernels import ops
 from hasslefree.packed.layouts import Columns, Layout, PackedGroups
 
+
+def _has_triton() -> bool:
+    """Whether Triton is installed, with the tuples of tensors that the kernels take."""
+    try:
+        return tuple(map(int, metadata.version("triton").split(".")[:2])) >= (3, 4)
+    except metadata.PackageNotFoundError:
+        return False
+
+
 # Looked up once: torch.compile cannot trace the search.
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = _has_triton()
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 TRITON_TOKENS = 16
 NO_CODES = "S is stored as codes of a grid, for which there is no kernel; use dense or unpacked"
@@ -88,8 +98,9 @@ def product(backend: str, x: Tensor, values: Tensor, index: Tensor, layout: Any)
     flat = x.reshape(-1, x.shape[-1])
     traced = _traced(x)
     if backend == "triton":
-        y = ops.decode_cuda(flat, values, index, layout.n, layout.m)
-    elif isinstance(layout, PackedGroups):
+        layer = LayerTensors(values, index, values.new_empty(len(values), 0), values.new_empty(0, x.shape[-1]), None)
+        return layer_products(layout, x, [layer])[0]
+    if isinstance(layout, PackedGroups):
         groups = ops.linear_groups if traced else ops.groups_product
         y = groups(flat, values, index, layout.n, layout.m)
     else:
@@ -102,16 +113,40 @@ def _traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
-def takes_layers(x: Tensor, layout: PackedGroups) -> bool:
-    """Whether `layer_product` computes a whole layer for inputs (..., in), on a CPU by `numba`: for a few tokens."""
-    return x.device.type == "cpu" and ops.takes_layers(x, layout.n, layout.m)
+class LayerTensors(NamedTuple):
+    """What a layer multiplies: S as `PackedGroups` stores it, u: (out, r), v: (r, in), and the bias: (out,) or None."""
+
+    values: Tensor
+    positions: Tensor
+    u: Tensor
+    v: Tensor
+    bias: Tensor | None
 
 
-def layer_product(layout: PackedGroups, x: Tensor, values: Tensor, index: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """x Sᵀ + x vᵀ uᵀ, by `numba`, where `takes_layers`. x: (..., in) → (..., out)."""
-    layer = ops.linear_layer if _traced(x) else ops.layer_product
-    y = layer(x.reshape(-1, x.shape[-1]), values, index, layout.n, layout.m, u, v)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+def takes_layers(backend: str, x: Tensor, layout: PackedGroups) -> bool:
+    """Whether the backend that `choose` named computes a whole layer in one call, for inputs (..., in)."""
+    return backend == "triton" or (backend == "numba" and ops.takes_layers(x, layout.n, layout.m))
+
+
+def layer_products(layout: PackedGroups, x: Tensor, layers: Sequence[LayerTensors]) -> list[Tensor]:
+    """x Sᵀ + x vᵀ uᵀ + b of layers that read the same inputs, where `takes_layers`. x: (..., in) → (..., out) for each.
+
+    On CUDA, two launches of Triton's kernels are for all layers; on a CPU, Numba's kernel is called for each.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    if x.device.type == "cuda":
+        outs = [len(layer.values) for layer in layers]
+        y = ops.decode_cuda(flat, *map(list, zip(*layers, strict=True)), layout.n, layout.m)
+        products = y.split([len(flat) * out for out in outs])
+    else:
+        products = [_numba_layer(layout, flat, layer) for layer in layers]
+    return [y.view(*x.shape[:-1], len(layer.values)) for y, layer in zip(products, layers, strict=True)]
+
+
+def _numba_layer(layout: PackedGroups, x: Tensor, layer: LayerTensors) -> Tensor:
+    product = ops.linear_layer if _traced(x) else ops.layer_product
+    y = product(x, layer.values, layer.positions, layout.n, layout.m, layer.u, layer.v)
+    return y if layer.bias is None else y + layer.bias
 
 
 def _dense(case: Case) -> str | None:
@@ -142,7 +177,7 @@ def _triton(case: Case) -> str | None:
     if case.quantised:
         return NO_CODES
     if not HAS_TRITON:
-        return "Triton is not installed; pip install triton"
+        return "Triton 3.4 or newer is not installed; torch 2.8 brings it, or pip install triton"
     if case.device != "cuda":
         return f"it runs on CUDA, and the layer is on {case.device}; use numba or dense"
     if case.grad:

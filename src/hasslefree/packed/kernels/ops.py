@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,17 +131,51 @@ linear_mask = torch.library.custom_op("hasslefree::linear_mask", mask_product, m
 
 
 @torch.library.custom_op("hasslefree::decode_cuda", mutates_args=(), device_types="cuda")
-def decode_cuda(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
-    """`linear_groups` on CUDA, by Triton, for at most 16 tokens and N:M stored as positions."""
+def decode_cuda(
+    x: Tensor,
+    values: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    us: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    n: int,
+    m: int,
+) -> Tensor:
+    """x Sᵀ + x vᵀ uᵀ + b of layers that read the same inputs, on CUDA, by Triton, for at most 16 tokens.
+
+    Args:
+        x: (tokens, in). values, positions: of each layer, as for `groups_product`, for N:M stored as positions.
+        us, vs: (out, r) and (r, in), of x's dtype; r may be 0. biases: (out,) or None.
+
+    Returns:
+        (tokens · the sum of out,), in x's dtype: the outputs (tokens, out) of each layer in turn; sums are float32.
+    """
     from hasslefree.packed.kernels import triton
 
-    _check_groups(x, values, positions, n, m)
     if position_bits(n, m) is None:
         raise KernelError(f"the backend triton reads positions, and {n}:{m} is stored as masks; use dense")
-    return triton.decode(x, values, positions, n, m)
+    if len(x) > triton.MOST_TOKENS:
+        raise KernelError(f"the backend triton takes {triton.MOST_TOKENS} tokens at most, got {len(x)}; use dense")
+    for each in zip(values, positions, us, vs, biases, strict=True):
+        _check_groups(x, *each[:2], n, m)
+        _check_factors(x, len(each[0]), *each[2:])
+    return triton.decode(x, values, positions, us, vs, biases, n, m)
 
 
 @decode_cuda.register_fake
+def _(
+    x: Tensor,
+    values: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    us: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    n: int,
+    m: int,
+) -> Tensor:
+    return x.new_empty(x.shape[0] * sum(each.shape[0] for each in values))
+
+
 @linear_groups.register_fake
 def _(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
     return x.new_empty(x.shape[0], positions.shape[0])
@@ -279,6 +313,16 @@ def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) 
             f"values {tuple(values.shape)} and positions {tuple(positions.shape)} are no {n}:{m} weight "
             f"for inputs of width {width}"
         )
+
+
+def _check_factors(x: Tensor, out: int, u: Tensor, v: Tensor, bias: Tensor | None) -> None:
+    if u.dtype != x.dtype or v.dtype != x.dtype or u.shape != (out, len(v)) or v.shape != (len(v), x.shape[1]):
+        raise ShapeError(
+            f"factors {tuple(u.shape)} of {u.dtype} and {tuple(v.shape)} of {v.dtype} do not go with inputs of "
+            f"width {x.shape[1]} and {x.dtype}, and {out} outputs"
+        )
+    if bias is not None and bias.shape != (out,):
+        raise ShapeError(f"a bias {tuple(bias.shape)} does not go with {out} outputs")
 
 
 def _check_mask(x: Tensor, values: Tensor, mask: Tensor) -> None:

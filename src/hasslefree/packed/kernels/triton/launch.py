@@ -1,0 +1,317 @@
+"""A layer x Sᵀ + (x vᵀ) uᵀ + b in two launches, and several layers that read the same inputs as well.
+
+The first launch multiplies what reads x. Each program takes some rows of one S or v, and one part of the inputs, and
+writes its float32 sums for all tokens to a buffer (parts, tokens, columns); the columns are the rows of all S, then the
+rows of all v. The second launch adds the parts, u times the sums of v, and the bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hasslefree.packed.kernels.triton.factors import factor_dot, factor_sums
+from hasslefree.packed.kernels.triton.groups import gathered_sums
+from hasslefree.packed.kernels.triton.pairs import dot_sums, selected_sums
+
+MOST_TOKENS = 16
+# Programs for each processor of the GPU that the inputs are split for, and the least of them that a part has.
+PROGRAMS, LEAST_INPUTS = 8, 512
+# Rows of a program of the second launch.
+SUM_ROWS = 16
+NUMBERS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program of the first launch multiplies at a time.
+
+    Args:
+        kernel: "select", "dot" or "gather". rows: of S or v. step: of a row of S, bytes of positions, or with "gather"
+            kept values. columns: of a row of v. tokens: a power of two, at least as many as x has.
+    """
+
+    kernel: str
+    rows: int
+    step: int
+    columns: int
+    tokens: int
+
+    @classmethod
+    def of(cls, x: Tensor, n: int, m: int) -> Tile:
+        """For inputs (tokens, in) and S with the pattern N:M."""
+        tokens, width = x.shape
+        if (n, m) == (2, 4) and x.itemsize == 2 and width % 8 == 0:
+            return cls("select", 4, 128, 512, 1) if tokens == 1 else cls("dot", 64, 16, 128, MOST_TOKENS)
+        wide = triton.next_power_of_2(tokens)
+        values = max(512 // wide, 16)
+        return cls("gather", 8, values, values, wide)
+
+
+@triton.jit
+def multiply(
+    x, values, positions, vs, sums, outs, ranks, width, kept, row_bytes, tokens, columns,
+    KERNEL: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The first launch: a grid of blocks of rows, by parts. values, positions, vs, outs and ranks have one per layer.
+
+    x: (tokens, in), or with "gather" (in, TOKENS); values: (out, kept); positions: (out, row_bytes); v: (rank, width);
+    sums: (parts, tokens, columns).
+    """
+    block, blocks = tl.program_id(0), _blocks(outs, ROWS)
+    sums += tl.program_id(1) * tokens * columns
+    if block < blocks:
+        layer, first, above = _layer_of(block, outs, ROWS)
+        value, position, out = _of(layer, values), _of(layer, positions), _of(layer, outs)
+        row = (block - first) * ROWS + tl.arange(0, ROWS)
+        if KERNEL == "gather":
+            _gather(
+                x, value, position, sums + above, row, out, kept, row_bytes, tokens, columns,
+                N, M, BITS, ROWS, STEP, TOKENS,
+            )  # fmt: skip
+        else:
+            _pairs(
+                x, value, position, sums + above, row, out, row_bytes, tokens, columns,
+                KERNEL == "dot", ROWS, STEP, TOKENS, DTYPE,
+            )  # fmt: skip
+    else:
+        layer, first, above = _layer_of(block - blocks, ranks, ROWS)
+        row = (block - blocks - first) * ROWS + tl.arange(0, ROWS)
+        _factor(
+            x, _of(layer, vs), sums + _total(outs) + above, row, _of(layer, ranks), width, tokens, columns,
+            KERNEL == "dot", ROWS, COLUMNS, TOKENS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gather(
+    x, values, positions, sums, row, out, kept, row_bytes, tokens, columns,
+    N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    begin, end = _share(kept, STEP)
+    rows = tl.minimum(row, out - 1).to(tl.int64)[:, None]
+    total = gathered_sums(x, values, positions, rows, begin, end, kept, row_bytes, N, M, BITS, ROWS, STEP, TOKENS)
+    _store(sums, total, row, out, tokens, columns, TOKENS)
+
+
+@triton.jit
+def _pairs(
+    x, values, positions, sums, row, out, row_bytes, tokens, columns,
+    DOT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The tensor cores multiply every input by the zeros of S as well: where a sum is not finite, an input that S does
+    not use may be the reason, and the selected inputs alone are multiplied."""
+    begin, end = _share(row_bytes, STEP)
+    rows = tl.minimum(row, out - 1).to(tl.int64)[:, None]
+    words = values.to(tl.pointer_type(tl.int64))
+    finite = 0
+    if DOT:
+        total = dot_sums(x, words, positions, rows, begin, end, row_bytes, tokens, ROWS, STEP, TOKENS, DTYPE)
+        _store(sums, total, row, out, tokens, columns, TOKENS)
+        finite = tl.min((tl.abs(total) < float("inf")).to(tl.int32))
+    if finite == 0:
+        inputs = x.to(tl.pointer_type(tl.int64))
+        for token in range(tokens):
+            selected = selected_sums(
+                inputs + token * (2 * row_bytes), words, positions, rows, begin, end, row_bytes, ROWS, STEP, DTYPE
+            )
+            tl.store(sums + token * columns + row, selected, mask=row < out)
+
+
+@triton.jit
+def _factor(
+    x, v, sums, row, rank, width, tokens, columns,
+    DOT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    begin, end = _share(width, COLUMNS)
+    rows = tl.minimum(row, rank - 1).to(tl.int64)[:, None]
+    if DOT:
+        total = factor_dot(x, v, rows, begin, end, width, tokens, ROWS, COLUMNS, TOKENS)
+    else:
+        total = factor_sums(x, v, rows, begin, end, width, ROWS, COLUMNS, TOKENS)
+    _store(sums, total, row, rank, tokens, columns, TOKENS)
+
+
+@triton.jit
+def _store(sums, total, row, out, tokens, columns, TOKENS: tl.constexpr):
+    token = tl.arange(0, TOKENS)[None, :]
+    tl.store(sums + token * columns + row[:, None], total, mask=(row[:, None] < out) & (token < tokens))
+
+
+@triton.jit
+def add_up(
+    sums, us, biases, y, outs, ranks, lengths, parts, tokens, columns,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The second launch: a grid of blocks of rows. us, biases, outs, ranks and lengths have one per layer.
+
+    sums: (parts, tokens, columns); u: (out, rank); bias: (length,), where the length is out, or 0 without a bias;
+    y: the outputs (tokens, out) of each layer in turn.
+    """
+    layer, first, above = _layer_of(tl.program_id(0), outs, ROWS)
+    u, bias, out, rank = _of(layer, us), _of(layer, biases), _of(layer, outs), _of(layer, ranks)
+    row = ((tl.program_id(0) - first) * ROWS + tl.arange(0, ROWS))[:, None]
+    token = tl.arange(0, TOKENS)[None, :]
+    exists = (row < out) & (token < tokens)
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    total += tl.load(bias + row, mask=row < _of(layer, lengths), other=0.0).to(tl.float32)
+    for part in range(parts):
+        total += tl.load(sums + (part * tokens + token) * columns + above + row, mask=exists, other=0.0)
+    hidden_column = _total(outs) + _before(layer, ranks)
+    for start in range(0, rank, RANKS):
+        k = start + tl.arange(0, RANKS)
+        at = token * columns + hidden_column + k[:, None]
+        used = (k[:, None] < rank) & (token < tokens)
+        hidden = tl.zeros((RANKS, TOKENS), tl.float32)
+        for part in range(parts):
+            hidden += tl.load(sums + part * tokens * columns + at, mask=used, other=0.0)
+        inside = (row < out) & (k[None, :] < rank)
+        factor = tl.load(u + row.to(tl.int64) * rank + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(factor[:, :, None] * hidden[None, :, :], axis=1)
+    tl.store(y + tokens * above + token * out + row, total, mask=exists)
+
+
+@triton.jit
+def _share(length, STEP: tl.constexpr):
+    """Begin and end of this program's part of a row, in whole steps; the last parts may be short, or empty."""
+    share = tl.cdiv(tl.cdiv(length, tl.num_programs(1)), STEP) * STEP
+    begin = tl.minimum(tl.program_id(1) * share, length)
+    return begin, tl.minimum(begin + share, length)
+
+
+@triton.jit
+def _blocks(rows, ROWS: tl.constexpr):
+    """The number of blocks of the matrices with these numbers of rows."""
+    count = 0
+    for i in tl.static_range(len(rows)):
+        count += tl.cdiv(rows[i], ROWS)
+    return count
+
+
+@triton.jit
+def _total(rows):
+    count = 0
+    for i in tl.static_range(len(rows)):
+        count += rows[i]
+    return count
+
+
+@triton.jit
+def _before(layer, rows):
+    """The number of rows of the matrices before this one."""
+    count = 0
+    for i in tl.static_range(len(rows)):
+        if layer > i:
+            count += rows[i]
+    return count
+
+
+@triton.jit
+def _layer_of(block, rows, ROWS: tl.constexpr):
+    """Of the matrix that a block belongs to: its index, its first block, and the number of rows before it."""
+    layer, first, end = 0, 0, 0
+    for i in tl.static_range(len(rows) - 1):
+        end += tl.cdiv(rows[i], ROWS)
+        if block >= end:
+            layer, first = i + 1, end
+    return layer, first, _before(layer, rows)
+
+
+@triton.jit
+def _of(layer, items):
+    """The item of a layer: a tuple cannot be indexed by a number that only the GPU knows."""
+    item = items[0]
+    for i in tl.static_range(1, len(items)):
+        if layer == i:
+            item = items[i]
+    return item
+
+
+def decode(
+    x: Tensor,
+    values: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    us: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    n: int,
+    m: int,
+    parts: int | None = None,
+) -> Tensor:
+    """x Sᵀ + (x vᵀ) uᵀ + b of one or several layers, in two launches.
+
+    Args:
+        x: (tokens, in), at most 16 tokens. values: (out, in/M·N) of each layer, in x's dtype. positions: (out, bytes),
+            uint8. us, vs: (out, r) and (r, in), in x's dtype; r may be 0. biases: (out,), in x's dtype.
+        parts: how many programs share a row; by default as many as keep the GPU busy.
+
+    Returns:
+        (tokens · the sum of out,), in x's dtype: the outputs (tokens, out) of each layer in turn. Sums are float32.
+    """
+    tokens, width = x.shape
+    outs, ranks = tuple(map(len, values)), tuple(map(len, vs))
+    y = x.new_empty(tokens * sum(outs))
+    if not y.numel():
+        return y
+    tile, columns = Tile.of(x, n, m), sum(outs) + sum(ranks)
+    blocks = sum(-(-rows // tile.rows) for rows in (*outs, *ranks))
+    parts = parts or _parts(blocks, width, x.device)
+    sums = torch.empty(parts, tokens, columns, dtype=torch.float32, device=x.device)
+    inputs = aligned(x) if tile.kernel != "gather" else _transposed(x, tile.tokens)
+    multiply[blocks, parts](
+        inputs, each_aligned(values), each_aligned(positions), each_aligned(vs), sums, outs, ranks,
+        width, values[0].shape[1], positions[0].shape[1], tokens, columns,
+        **multiply_constants(x, n, m),
+    )  # fmt: skip
+    lengths = tuple(0 if bias is None else len(bias) for bias in biases)
+    add_up[(sum(-(-out // SUM_ROWS) for out in outs),)](
+        sums, each_aligned(us), tuple(x if bias is None else bias.contiguous() for bias in biases), y, outs, ranks,
+        lengths, parts, tokens, columns, **add_constants(x, n, m),
+    )  # fmt: skip
+    return y
+
+
+def multiply_constants(x: Tensor, n: int, m: int) -> dict[str, Any]:
+    """What `multiply` is compiled for, for inputs (tokens, in) and S with the pattern N:M."""
+    tile = Tile.of(x, n, m)
+    return {
+        "KERNEL": tile.kernel, "N": n, "M": m, "BITS": (m - 1).bit_length(), "DTYPE": NUMBERS[x.dtype],
+        "ROWS": tile.rows, "STEP": tile.step, "COLUMNS": tile.columns, "TOKENS": tile.tokens,
+    }  # fmt: skip
+
+
+def add_constants(x: Tensor, n: int, m: int) -> dict[str, Any]:
+    """The same of `add_up`."""
+    tokens = Tile.of(x, n, m).tokens
+    return {"ROWS": SUM_ROWS, "RANKS": max(32 // tokens, 16), "TOKENS": tokens}
+
+
+def _parts(blocks: int, width: int, device: torch.device) -> int:
+    """How many programs share a row, for so many blocks of rows."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return max(1, min(-(-processors * PROGRAMS // blocks), width // LEAST_INPUTS))
+
+
+def _transposed(x: Tensor, tokens: int) -> Tensor:
+    """(in, tokens), with zeros for the tokens that x does not have: those of one input are loaded at once."""
+    wide = x.new_zeros(x.shape[1], tokens)
+    wide[:, : len(x)] = x.T
+    return wide
+
+
+def each_aligned(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(map(aligned, tensors))
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Contiguous, and at an address from which 64-bit words can be read."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 8 else tensor
