@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.errors import CalibrationError
 from hasslefree.models.distributed import World, joined
 from hasslefree.run.compress import check_segments
+from tests.sharing import free_port
 from tests.tiny_models import NO_TOKENIZER, build, segments, tensors_of
 
 forked = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
@@ -75,12 +75,6 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def process(rank, size, port, out, recipe, stop_after=None, activations="device", family="llama", source=None):
     """One of the processes that torchrun would start. source: the folder of a model that is read block by block."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -109,8 +103,12 @@ def run(size, out, recipe, **options):
 @forked
 @pytest.mark.parametrize("sequential", ["layer", "block"])
 @pytest.mark.parametrize(("size", "method"), [(2, "joint"), (3, "joint"), (2, "eora"), (2, "caldera")])
-def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path):
-    """Oracle: one process. Sums of Grams are rounded in another order: supports and objective are the same."""
+def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path, monkeypatch):
+    """Oracle: one process. Sums are rounded in another order: supports and objective are the same.
+
+    In bfloat16 they would not be: there a last digit of float32 decides how a number is rounded.
+    """
+    monkeypatch.setattr("hasslefree.solve.methods.joint.multiplies_bfloat16", lambda device: False)
     grid = {"rounds": 2, "group_size": 16} if method == "caldera" else {}
     recipe = Recipe(rank=2, method=method, sequential=sequential, match_blocks=False, **grid)
     one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))

@@ -18,6 +18,7 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import eigh
 from hasslefree.core.low_rank import LowRank
+from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError, GridError
 
 BITS = 8
@@ -74,7 +75,9 @@ def factor_tensors(
     return {**factors, **(scales if bits else {})}
 
 
-def quantised(low_rank: LowRank, weight: Tensor, sparse: Tensor, gram: Gram, dtype: torch.dtype) -> CodedFactors:
+def quantised(
+    low_rank: LowRank, weight: Tensor, sparse: Tensor, gram: Gram, dtype: torch.dtype, rows: Rows = WHOLE
+) -> CodedFactors:
     """Factors in eight bits with tr((T − L) H (T − L)ᵀ) small, T = W − S, from an L that is good as it is.
 
     The balanced factors are mixed, so that all components weigh alike. v is rounded to nearest, u refitted to what
@@ -82,8 +85,9 @@ def quantised(low_rank: LowRank, weight: Tensor, sparse: Tensor, gram: Gram, dty
 
     Args:
         weight, sparse: W and S, (out, in), in the working dtype. dtype: of the scales, the model's.
+        rows: those of W, S and u, where processes share them.
     """
-    balanced, mixing = low_rank.balanced(), hartley(low_rank.u)
+    balanced, mixing = low_rank.balanced(rows), hartley(low_rank.u)
     v = nearest(mixing @ balanced.v.double(), dtype)
     start, used = balanced.u.double() @ mixing, v.values().to(weight.dtype)
     image = gram.matrix @ used.T

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import FactorizationError, option
 
 # Up to this size a matrix is inverted in one piece: factorisations of small ones are faster than products.
@@ -105,22 +106,25 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor | None:
     return found
 
 
-def orthonormal(matrix: Tensor) -> Tensor:
+def orthonormal(matrix: Tensor, rows: Rows = WHOLE) -> Tensor:
     """A basis of the columns of a matrix (n, r): (n, r), orthonormal; by a QR factorisation.
 
-    On CUDA, where a QR factorisation runs column by column, by three Cholesky factorisations of the columns' products
-    with each other (CholeskyQR3: Fukaya et al., arXiv 1809.11085), each shifted by its rounding: of columns that others
-    span, what is left has a norm below one.
+    On CUDA, where a QR factorisation runs column by column, and where processes share the rows, by three Cholesky
+    factorisations of the columns' products with each other, (r, r) (CholeskyQR3: Fukaya et al., arXiv 1809.11085), each
+    shifted by its rounding: of columns that others span, what is left has a norm below one. In the last, only these are
+    shifted, so that the others are orthonormal to rounding.
     """
-    if matrix.device.type != "cuda" or not matrix.shape[1]:
+    if not matrix.shape[1] or (matrix.device.type != "cuda" and rows.size == 1):
         return torch.linalg.qr(matrix).Q
     shift = 4 * matrix.shape[1] * torch.finfo(matrix.dtype).eps
     with matmul_precision(matrix.device):
-        for _ in range(3):
-            scale = 1 / unit_diagonal_scale(matrix.square().sum(0))
+        for last in (False, False, True):
+            products = rows.sum(matrix.T @ matrix)
+            squares = products.diagonal().clone()
+            scale = 1 / unit_diagonal_scale(squares)
             matrix = matrix * scale
-            products = matrix.T @ matrix
-            products.diagonal().add_(shift)
+            products *= torch.outer(scale, scale)
+            products.diagonal().add_(shift * (squares < 0.5) if last else shift)
             factor = torch.linalg.cholesky_ex(products).L
             matrix = torch.linalg.solve_triangular(factor.T, matrix, upper=True, left=False)
     return matrix

@@ -6,12 +6,14 @@ A score (out, in) is the loss that removing an entry costs, so that `Structured`
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hasslefree.core.rows import WHOLE, Rows
+from hasslefree.core.selection import largest_of_rows
 from hasslefree.errors import PatternError
 
 # Groups up to this size are ranked by comparing all pairs; beyond it a partial sort is faster.
@@ -21,7 +23,11 @@ SAMPLES = 1 << 11
 
 
 class Pattern(Protocol):
-    """What a pruner may keep of a weight of one shape."""
+    """What a pruner may keep of a weight of one shape.
+
+    Where processes share the rows of a weight, `mask` gets the scores of the rows of a process (`of_rows`); all shapes
+    are those of the whole weight.
+    """
 
     @property
     def group(self) -> int | None:
@@ -79,9 +85,10 @@ class SemiStructured:
 
 @dataclass(frozen=True)
 class Unstructured:
-    """The `count` largest entries over the whole matrix."""
+    """The `count` largest entries over the whole matrix, also where processes share its `rows`."""
 
     count: int
+    rows: Rows = field(default=WHOLE, repr=False, compare=False)
 
     def __str__(self) -> str:
         return "unstructured"
@@ -97,11 +104,13 @@ class Unstructured:
         return self.count
 
     def mask(self, score: Tensor) -> Tensor:
-        self.check((score.shape[0], score.shape[1]))
+        self.check(self.rows.shape(score))
+        if self.rows.size > 1:
+            return largest_of_rows(score, self.count, self.rows)
         return largest(score.flatten(), self.count).reshape(score.shape)
 
     def restricted(self, start: int, stop: int, width: int) -> Unstructured:
-        return Unstructured(_share(self.count, start, stop, width))
+        return replace(self, count=_share(self.count, start, stop, width))
 
 
 @dataclass(frozen=True)
@@ -137,10 +146,12 @@ class Structured:
 
     Args:
         unit: so many consecutive channels stay or go together, such as those of an attention head.
+        rows: those of a process, where several share the weight.
     """
 
     count: int
     unit: int = 1
+    rows: Rows = field(default=WHOLE, repr=False, compare=False)
 
     def __str__(self) -> str:
         return "structured"
@@ -162,11 +173,12 @@ class Structured:
 
     def mask(self, score: Tensor) -> Tensor:
         self.check((score.shape[0], score.shape[1]))
-        units = largest(score.sum(0).view(-1, self.unit).sum(1), self.count // self.unit)
+        totals = self.rows.sum(score.sum(0).view(-1, self.unit).sum(1))
+        units = largest(totals, self.count // self.unit)
         return units.repeat_interleave(self.unit).expand(score.shape)
 
     def restricted(self, start: int, stop: int, width: int) -> Structured:
-        return Structured(_share(self.count, start, stop, width))
+        return replace(self, count=_share(self.count, start, stop, width), unit=1)
 
 
 @dataclass(frozen=True)
@@ -196,6 +208,11 @@ class KnownSupport:
 
     def restricted(self, start: int, stop: int, width: int) -> KnownSupport:
         return KnownSupport(self.known[:, start:stop])
+
+
+def of_rows(pattern: Pattern, rows: Rows) -> Pattern:
+    """The same pattern for a process that holds some rows of the weight: its `mask` gets the scores of these rows."""
+    return replace(pattern, rows=rows) if isinstance(pattern, Unstructured | Structured) else pattern
 
 
 def largest(score: Tensor, count: int) -> Tensor:

@@ -21,6 +21,7 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Quantised, Scaling
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern, Structured
+from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import PatternError
 
 
@@ -55,6 +56,14 @@ class Sparsifier(ABC):
         """Whether whole input channels go, and nothing else: the heads of attention then stay or go in one piece."""
         return self.inner.whole_channels if self.inner else False
 
+    def shares_rows(self, pattern: Pattern) -> bool:
+        """Whether processes can share the rows of one layer with this pattern. A plug-in can if it says so.
+
+        A pruner that says so takes the rows of a process for the target, and makes each row of S of that row alone and
+        of what `pattern.mask` says. A method that says so is a `SharingMethod`.
+        """
+        return False
+
     def check_pattern(self, pattern: Pattern) -> None:
         """Raise PatternError where whole channels go, and the pattern keeps others."""
         if self.inner:
@@ -87,9 +96,33 @@ class LowRankSolver(ABC):
     def fit(self, target: Tensor, prepared: Any, start: LowRank, round: int) -> LowRank:
         """L of the rank of `start`, for a target (out, in), from a start, in round 0, 1, 2, … of an alternation."""
 
+    @property
+    def shares_rows(self) -> bool:
+        """Whether processes can share the rows of one layer; the solver is then a `SharingSolver`."""
+        return False
+
     def cost(self, out: int, width: int, rank: int) -> Cost:
         """What each call of `fit` takes; by the rule for plug-ins that state no cost, if not said."""
         return unstated_solver(type(self).__name__, out, width, rank)
+
+
+class SharingSolver(LowRankSolver):
+    """A low-rank solver for rows that processes share: what couples rows goes through `rows.sum`."""
+
+    @abstractmethod
+    def fit(self, target: Tensor, prepared: Any, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
+        """As for `LowRankSolver`. Of the target and of u, a process has its rows; v is the same in all processes."""
+
+    @property
+    def shares_rows(self) -> bool:
+        return True
+
+
+def fit_rows(solver: LowRankSolver, target: Tensor, prepared: Any, start: LowRank, round: int, rows: Rows) -> LowRank:
+    """`solver.fit` for rows that may be shared."""
+    if isinstance(solver, SharingSolver):
+        return solver.fit(target, prepared, start, round, rows)
+    return solver.fit(target, prepared, start, round)
 
 
 @dataclass(frozen=True)
@@ -131,6 +164,30 @@ class Method(Sparsifier):
             device: its kind, such as "cuda".
         """
         return unstated_method(type(self).__name__, out, width, rank)
+
+
+class SharingMethod(Method):
+    """A method for rows that processes share: given L and H, each row of S is made of its row of W alone.
+
+    `shares_rows` says for which patterns. What couples rows, such as L, the objective and counts, goes through
+    `rows.sum`, so that every process decides alike.
+    """
+
+    @abstractmethod
+    def solve(
+        self,
+        weight: Tensor,
+        prepared: Any,
+        pattern: Pattern,
+        rank: int,
+        generator: torch.Generator,
+        rows: Rows = WHOLE,
+    ) -> Solution:
+        """As for `Method`. Of the weight, of S and of u, a process has its rows; v is the same in all processes."""
+
+    def shared_cost(self, out: int, width: int, rank: int, processes: int, device: str = "cpu") -> Cost:
+        """What a layer takes of each of so many processes that share its rows: as for `cost`, with fewer rows."""
+        return self.cost(-(-out // processes), width, rank, device)
 
 
 @dataclass(frozen=True)

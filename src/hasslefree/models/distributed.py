@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hasslefree.core.rows import Rows
 from hasslefree.errors import DistributedError, option
 
 # How long a process waits for the others: longer than any layer takes. One that dies is noticed at once.
@@ -75,8 +76,58 @@ class World:
             loads[owners[job]] += costs[job]
         return owners
 
+    def too_large(self, costs: Sequence[float]) -> list[bool]:
+        """Which jobs must be shared by all ranks, because `assign` would leave ranks idle meanwhile.
+
+        These are the jobs that cost more than 1/size of their own cost and of all that are cheaper. (Jobs of one cost
+        are alike: all of them are shared, or none.)
+        """
+        return [cost * self.size > sum(other for other in costs if other <= cost) for cost in costs]
+
 
 ALONE = World()
+
+
+class SharedRows(Rows):
+    """The rows of one layer that this process has: consecutive ones, as many as every other process to within one.
+
+    Args:
+        out: rows of the layer in all; at least as many as there are processes.
+    """
+
+    def __init__(self, world: World, out: int):
+        self.world, self.out = world, out
+        self.rank, self.size = world.rank, world.size
+        self.bounds = [out * rank // world.size for rank in range(world.size + 1)]
+        self.start, self.stop = self.bounds[self.rank], self.bounds[self.rank + 1]
+
+    def shape(self, matrix: Tensor) -> tuple[int, int]:
+        return self.out, matrix.shape[1]
+
+    def local(self, whole: Tensor) -> Tensor:
+        return whole[self.start : self.stop]
+
+    def gather(self, local: Tensor) -> Tensor:
+        whole = local.new_empty(self.out, *local.shape[1:])
+        self.local(whole).copy_(local)
+        for owner in range(self.size):
+            self.world.broadcast_(whole[self.bounds[owner] : self.bounds[owner + 1]], owner)
+        return whole
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous()
+        self.world.add(tensor)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, owner: int) -> Tensor:
+        tensor = tensor.contiguous()
+        self.world.broadcast_(tensor, owner)
+        return tensor
+
+    def before(self, count: Tensor) -> Tensor:
+        counts = count.new_zeros(self.size)
+        counts[self.rank] = count
+        return self.sum(counts)[: self.rank].sum()
 
 
 @contextmanager

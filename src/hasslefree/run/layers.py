@@ -1,4 +1,6 @@
-"""The layers of a block whose inputs are known: decomposed, each process its share, and put in their place."""
+"""The layers of a block whose inputs are known: decomposed, each process its share, and put in their place.
+
+A layer belongs to one process, or all processes share its rows (`run.sharing`)."""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from hasslefree.core.gram import Gram
+from hasslefree.core.patterns import of_rows
 from hasslefree.core.protocols import Decomposition, Method
+from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import HasslefreeError, MemoryShortError, OutputError, option
 from hasslefree.folder.entries import entry_of, read_entries
 from hasslefree.folder.plugin import empty_layer
 from hasslefree.folder.record import LayerRecord
 from hasslefree.levers.targets import corrected, drift_correction, target_damping
-from hasslefree.models.distributed import World
+from hasslefree.models.distributed import SharedRows, World
 from hasslefree.models.experts import tokens_seen
 from hasslefree.models.moments import Moments
 from hasslefree.models.sites import Site, find_sites
@@ -29,7 +33,8 @@ from hasslefree.models.walk import Visit
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.recipe.plan import LayerPlan
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.solve.decompose import solve_layer
+from hasslefree.run.sharing import dealt, shared_layers
+from hasslefree.solve.decompose import gathered, solve_layer
 from hasslefree.solve.row_chunks import InRowChunks
 
 logger = logging.getLogger(__name__)
@@ -68,29 +73,29 @@ def copied_but_for(sites: Mapping[str, Site], block: nn.Module) -> nn.Module:
 
 def compress_groups(task: Task, groups: list[list[str]], moments: Sequence[Moments]) -> list[Done]:
     """Decompose and replace the layers of groups with these moments of their inputs; each process does its share."""
-    plans, world = task.plans, task.world
-    names = [name for group in groups for name in group]
-    # What every method does most of is products out × in × in.
-    shapes = [plans[name].spec.shape for name in names]
-    owners = world.assign([out * width**2 for out, width in shapes])
-    mine = {name for name, owner in zip(names, owners, strict=True) if owner == world.rank}
+    world = task.world
+    plans = {name: task.plans[name] for group in groups for name in group}
+    shared = shared_layers(task.resolved.method, plans, world.size)
+    owners = dealt(plans, shared, world.size)
     found: dict[str, Done] = {}
     for group, known in zip(groups, moments, strict=True):
-        share = {name: plans[name] for name in group if name in mine}
+        # First those that are shared: what is kept of the Gram is then the same in all processes.
+        names = sorted(group, key=lambda name: name not in shared)
+        share = {name: plans[name] for name in names if owners[name] in (None, world.rank)}
         remarks = tuple(shrunk(task, group[0]))
-        found |= compress_group(task, share, known, remarks) if share else {}
-    done = [install_layer(task, name, owner, found.get(name)) for name, owner in zip(names, owners, strict=True)]
+        found |= compress_group(task, share, shared, known, remarks) if share else {}
+    done = [install_layer(task, name, owner, found.get(name)) for name, owner in owners.items()]
     trim()
     return done
 
 
 def compress_group(
-    task: Task, plans: Mapping[str, LayerPlan], known: Moments, remarks: tuple[str, ...]
+    task: Task, plans: Mapping[str, LayerPlan], shared: Container[str], known: Moments, remarks: tuple[str, ...]
 ) -> dict[str, Done]:
     """Decompose layers that share one input, with what depends on its moments computed once.
 
     Args:
-        plans: of these layers. remarks: on their input.
+        plans: of these layers. shared: those whose rows all processes share. remarks: on their input.
     """
     visit, resolved = task.visit, task.resolved
     start, done = time.perf_counter(), {}
@@ -101,14 +106,15 @@ def compress_group(
         if correction is not None:
             correction.copy_(drift_correction(gram, correction, resolved.dense_target, target_damping(gram)))
         prepared = prepare_with_room(method, gram)
-        shared = (time.perf_counter() - start) / len(plans)
+        preparing = (time.perf_counter() - start) / len(plans)
         for name, plan in plans.items():
             start = time.perf_counter()
-            weight = sites[name].weight().to(plan.dtype)  # it may be `computing`
+            rows = SharedRows(task.world, plan.spec.shape[0]) if name in shared else WHOLE
+            weight = rows.local(sites[name].weight()).to(plan.dtype)  # it may be `computing`
             target = None if correction is None else corrected(weight, correction)
-            result = solve_with_room(weight, gram, method, prepared, plan, resolved.recipe.seed, target)
+            result = solve_with_room(weight, gram, method, prepared, plan, resolved.recipe.seed, target, rows)
             layer = SparseLowRankLinear.from_decomposition(result, sites[name].bias, plan.spec.pattern)
-            seconds = time.perf_counter() - start + shared
+            seconds = time.perf_counter() - start + preparing
             report = LayerRecord.of(f"{visit.prefix}.{name}", layer.spec, result, seconds, layer.stored_bytes)
             report = dataclasses.replace(report, remarks=(*report.remarks, *remarks))
             done[name] = layer, report
@@ -151,13 +157,25 @@ def prepare_with_room(method: Method, gram: Gram) -> Any:
 
 
 def solve_with_room(
-    weight: Tensor, gram: Gram, method: Method, prepared: Any, plan: LayerPlan, seed: int, target: Tensor | None
+    weight: Tensor,
+    gram: Gram,
+    method: Method,
+    prepared: Any,
+    plan: LayerPlan,
+    seed: int,
+    target: Tensor | None,
+    rows: Rows = WHOLE,
 ) -> Decomposition:
     """`solve_layer`; where the device has no room for it, again in 2, 4, 8, … chunks of rows. The result remarks it.
 
+    Args:
+        rows: those of the weight, where processes share the layer. The result is the whole layer in all of them.
+
     Raises:
-        MemoryShortError: no number of chunks helps.
+        MemoryShortError: no number of chunks helps; or processes share the layer, and one has no room for its rows.
     """
+    if rows.size > 1:
+        return solve_shared(weight, gram, method, prepared, plan, seed, target, rows)
     spec = plan.spec
     for chunks in (1, *CHUNKS):
         way = method if chunks == 1 else InRowChunks(method, chunks, gram)
@@ -172,9 +190,36 @@ def solve_with_room(
     )
 
 
-def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
-    """Put a compressed layer in its place, in all processes. done: what its owner has."""
+def solve_shared(
+    weight: Tensor,
+    gram: Gram,
+    method: Method,
+    prepared: Any,
+    plan: LayerPlan,
+    seed: int,
+    target: Tensor | None,
+    rows: Rows,
+) -> Decomposition:
+    """`solve_with_room` for rows of a layer. Chunks would have to be agreed on: no process can begin anew alone."""
+    spec, pattern = plan.spec, of_rows(plan.pattern, rows)
+    try:
+        found = solve_layer(weight, gram, method, prepared, pattern, spec.rank, seed, target, spec.factor_bits, rows)
+        return gathered(found, rows)
+    except torch.OutOfMemoryError as error:
+        raise MemoryShortError(
+            f"{weight.device} has no room for {len(weight)} rows of a layer {spec.shape[0]}×{spec.shape[1]}, which "
+            f"{rows.size} processes share; use more processes, {option('activations', 'cpu')}, another method, or a "
+            f"larger device ({error})"
+        ) from None
+
+
+def install_layer(task: Task, name: str, owner: int | None, done: Done | None) -> Done:
+    """Put a compressed layer in its place, in all processes. done: what its owner has; all do where there is none."""
     site, world = find_sites(task.visit.block)[name], task.world
+    if owner is None:
+        assert done is not None
+        site.replace(done[0])
+        return done
     entry, report = world.broadcast((entry_of(done[0]), done[1]) if done else None, owner)
     if done is None:
         layer = empty_layer(site, report.name, read_entries({report.name: entry})[report.name])

@@ -11,6 +11,7 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import eigh, unit_diagonal_scale
 from hasslefree.core.patterns import Pattern
+from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import FactorizationError
 
 
@@ -68,11 +69,13 @@ class SupportPenalty:
         spectrum: ScaledSpectrum,
         pattern: Pattern,
         fit: Callable[[Tensor], Tensor],
+        rows: Rows = WHOLE,
     ) -> Tensor:
         """Z, the dense copy of S that the ADMM ends with: (out, in). Everything in the units of unit diagonal.
 
         Args:
-            weight: W, (out, in). fit: L for a target W − Z, called once a round.
+            weight: W, (out, in). fit: L for a target W − Z, called once a round. rows: those of W, where processes
+                share them.
 
         With Y the dual over ρ, the minimum over Z of tr((W−Z−L) H (W−Z−L)ᵀ) + ρ‖Z − S + Y‖² is
         Z = M + (S − Y − M)·ρ(H + ρI)⁻¹ with M = W − L.
@@ -83,7 +86,7 @@ class SupportPenalty:
         sparse, dual = first, torch.zeros_like(weight)
         dense, low_rank = weight, torch.zeros_like(weight)
         checked = sparse != 0
-        kept = max(pattern.kept((weight.shape[0], weight.shape[1])), 1)
+        kept = max(pattern.kept(rows.shape(weight)), 1)
         for t in range(1, self.most + 1):
             free = weight - low_rank
             dense = free + (sparse - dual - free) @ resolvent
@@ -94,7 +97,7 @@ class SupportPenalty:
             if t % self.every:
                 continue
             support = sparse != 0
-            changed = int((support != checked).sum())
+            changed = int(rows.sum(torch.count_nonzero(support != checked)))
             checked, before = support, rho
             if changed > 0.005 * kept or (changed and grown):
                 rho *= self.growth[0 if changed > 0.1 * kept else 1 if changed > 0.005 * kept else 2]

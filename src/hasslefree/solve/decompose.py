@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.budgets import Budget
-from hasslefree.core.factors import check_factor_bits, quantised
+from hasslefree.core.factors import CodedFactors, CodedRows, check_factor_bits, quantised
 from hasslefree.core.gram import Gram, relative, working_dtype
-from hasslefree.core.grids import Quantised
+from hasslefree.core.grids import Quantised, Scaling
 from hasslefree.core.linalg import LinAlgError
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Decomposition, Method, Solution
+from hasslefree.core.protocols import Decomposition, Method, SharingMethod, Solution
+from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError, option
 from hasslefree.solve.methods import build_method
 
@@ -88,6 +89,7 @@ def solve_layer(
     seed: int,
     target: Tensor | None = None,
     factor_bits: int | None = None,
+    rows: Rows = WHOLE,
 ) -> Decomposition:
     """`decompose` for inputs that were checked, with `prepared` = method.prepare(gram) shared between layers.
 
@@ -96,6 +98,8 @@ def solve_layer(
             The relative errors are then tr(R H Rᵀ) / tr(W̃ H W̃ᵀ) with R = W̃ − S − L: how well the solver did what it
             was asked, and no distance to the dense model.
         factor_bits: as for `decompose`; without effect at rank 0.
+        rows: those of W and W̃, where processes share a layer (`core.rows`), and the method can. Then `pattern` is for
+            these rows (`of_rows`), and so are S and u of the result; its errors are those of all rows.
 
     Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method.
 
@@ -107,12 +111,12 @@ def solve_layer(
     full = weight.to(working_dtype(weight)) if target is None else target
     alive = gram.alive
     live = full if alive.all() else full * alive
-    norm = checked_norm(live, gram)
-    solution = None if method.grid else unchanged(live, pattern, rank)
-    solution = solution or solve(method, live, prepared, pattern, rank, seed)
+    norm = checked_norm(live, gram, rows)
+    solution = None if method.grid else unchanged(live, pattern, rank, rows)
+    solution = solution or solve(method, live, prepared, pattern, rank, seed, rows)
     sparse = solution.sparse * alive
-    low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * alive).balanced()
-    before = relative(gram.loss(low_rank.residual(full, sparse)), norm)
+    low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * alive).balanced(rows)
+    before = relative(gram.loss(low_rank.residual(full, sparse), rows), norm)
     if not math.isfinite(before):
         raise NonFiniteError(
             f"the method came upon NaN or Inf; raise the damping ({option('damping', 0.01)}) or use joint"
@@ -120,11 +124,12 @@ def solve_layer(
     on_grid = Quantised.of(sparse, solution.scaling, weight.dtype) if solution.scaling else None
     cast, cast_low_rank, factors = sparse.to(weight.dtype), low_rank.to(weight.dtype), None
     if factor_bits and rank:
-        factors = quantised(low_rank, full, cast.to(full.dtype), gram, weight.dtype)
+        factors = quantised(low_rank, full, cast.to(full.dtype), gram, weight.dtype, rows)
         cast_low_rank = factors.values()
     after = before
     if weight.dtype != full.dtype or factors:
-        after = relative(gram.loss(cast_low_rank.to(full.dtype).residual(full, cast.to(full.dtype))), norm)
+        residual = cast_low_rank.to(full.dtype).residual(full, cast.to(full.dtype))
+        after = relative(gram.loss(residual, rows), norm)
     if not math.isfinite(after):
         raise NonFiniteError(
             f"S or L does not fit into {_name(weight)}; "
@@ -135,21 +140,47 @@ def solve_layer(
     return Decomposition(cast, cast_low_rank, after, before, solution.history, remarks, on_grid, factors)
 
 
-def checked_norm(weight: Tensor, gram: Gram) -> float:
+def gathered(found: Decomposition, rows: Rows) -> Decomposition:
+    """The decomposition of all rows of a layer, the same in every process, of those that each process has."""
+
+    def coded(u: CodedRows, v: CodedRows) -> CodedFactors:
+        of_u, of_v = (
+            (rows.gather(u.codes), rows.gather(u.scale)),
+            (rows.broadcast(v.codes, 0), rows.broadcast(v.scale, 0)),
+        )
+        return CodedFactors(CodedRows(*of_u), CodedRows(*of_v))
+
+    def on_grid(codes: Tensor, scaling: Scaling) -> Quantised:
+        placed = Scaling(scaling.grid, rows.gather(scaling.scale), rows.gather(scaling.zero))
+        return Quantised(rows.gather(codes), placed)
+
+    return dataclasses.replace(
+        found,
+        sparse=rows.gather(found.sparse),
+        low_rank=LowRank(rows.gather(found.low_rank.u), rows.broadcast(found.low_rank.v, 0)),
+        quantised=on_grid(found.quantised.codes, found.quantised.scaling) if found.quantised else None,
+        factors=coded(found.factors.u, found.factors.v) if found.factors else None,
+    )
+
+
+def checked_norm(weight: Tensor, gram: Gram, rows: Rows = WHOLE) -> float:
     """tr(W H Wᵀ) of a weight (out, in), by which errors are divided; 0 for a weight of zeros.
+
+    rows: those of the weight, where processes share them.
 
     Raises:
         NonFiniteError: rounding is all that is left of it, or next to nothing or to everything that a dtype holds.
     """
-    norm, limits = gram.loss(weight), torch.finfo(weight.dtype)
+    norm, limits = gram.loss(weight, rows), torch.finfo(weight.dtype)
     # What it would be if no two inputs had anything in common. Sums that cancel are rounded by that much.
-    apart = (weight.square() @ gram.diagonal).sum(dtype=torch.float64).item()
-    if not (limits.tiny / limits.eps < apart < limits.max * limits.eps) and weight.any():
+    apart = rows.sum((weight.square() @ gram.diagonal).sum(dtype=torch.float64)).item()
+    some = bool(rows.sum(torch.count_nonzero(weight)))
+    if not (limits.tiny / limits.eps < apart < limits.max * limits.eps) and some:
         raise NonFiniteError(
             f"the mean square of the layer's output, {apart:.0e}, is near the limits of {_name(weight)}; "
             f"scale the weight or the activations, or use float64 ({option('dtype', 'float64')})"
         )
-    if norm <= limits.eps * apart and weight.any():
+    if norm <= limits.eps * apart and some:
         raise NonFiniteError(
             "the layer's inputs cancel: it puts out nothing but rounding on any calibration token, so that no error "
             f"can be measured; leave it dense ({option('leave_dense')}) or use more tokens"
@@ -157,20 +188,31 @@ def checked_norm(weight: Tensor, gram: Gram) -> float:
     return norm
 
 
-def unchanged(weight: Tensor, pattern: Pattern, rank: int) -> Solution | None:
+def unchanged(weight: Tensor, pattern: Pattern, rank: int, rows: Rows = WHOLE) -> Solution | None:
     """S = W and L = 0 where the pattern keeps all there is, so that no method has anything to find."""
-    kept = pattern.kept((weight.shape[0], weight.shape[1]))
-    if weight.count_nonzero() > kept or (weight != 0)[~pattern.mask(weight.square())].any():
+    shape = rows.shape(weight)
+    kept = pattern.kept(shape)
+    if rows.sum(torch.count_nonzero(weight)) > kept:
+        return None
+    if rows.sum(torch.count_nonzero((weight != 0) & ~pattern.mask(weight.square()))):
         return None
     nothing = LowRank(weight.new_zeros(len(weight), rank), weight.new_zeros(rank, weight.shape[1]))
-    remarks = () if kept == weight.numel() else ("the pattern keeps every non-zero of the weight: S = W, L = 0",)
+    remarks = () if kept == math.prod(shape) else ("the pattern keeps every non-zero of the weight: S = W, L = 0",)
     return Solution(weight, nothing, (), remarks)
 
 
-def solve(method: Method, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, seed: int) -> Solution:
-    """The method's answer, with an error of LAPACK's as one that names the remedy."""
+def solve(
+    method: Method, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, seed: int, rows: Rows = WHOLE
+) -> Solution:
+    """The method's answer, with an error of LAPACK's as one that names the remedy.
+
+    rows: those of the weight, where processes share them and `method.shares_rows`.
+    """
+    generator = torch.Generator().manual_seed(seed)
     try:
-        return method.solve(weight, prepared, pattern, rank, torch.Generator().manual_seed(seed))
+        if isinstance(method, SharingMethod):
+            return method.solve(weight, prepared, pattern, rank, generator, rows)
+        return method.solve(weight, prepared, pattern, rank, generator)
     except LinAlgError as error:
         raise FactorizationError(f"{error}; raise the damping ({option('damping', 0.01)})") from None
 

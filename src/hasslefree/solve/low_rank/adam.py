@@ -11,11 +11,12 @@ from hasslefree.core.cost import Cost, Need
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank
-from hasslefree.core.protocols import LowRankSolver
+from hasslefree.core.protocols import SharingSolver
+from hasslefree.core.rows import WHOLE, Rows
 
 
 @dataclass(frozen=True)
-class Adam(LowRankSolver):
+class Adam(SharingSolver):
     """A few Adam steps on f(u, v) = tr((T − uv) H (T − uv)ᵀ) from the factors of the round before.
 
     Scaled, it solves the same problem for T D and D⁻¹HD⁻¹ with D = diag(H)^½, which makes one learning rate fit all
@@ -38,7 +39,9 @@ class Adam(LowRankSolver):
         scale = unit_diagonal_scale(gram.diagonal) if self.scaled else torch.ones_like(gram.diagonal)
         return gram.matrix / torch.outer(scale, scale), scale
 
-    def fit(self, target: Tensor, prepared: tuple[Tensor, Tensor], start: LowRank, round: int) -> LowRank:
+    def fit(
+        self, target: Tensor, prepared: tuple[Tensor, Tensor], start: LowRank, round: int, rows: Rows = WHOLE
+    ) -> LowRank:
         h, scale = prepared
         th = (target * scale) @ h
         u, v = start.u.clone(), start.v * scale
@@ -46,7 +49,7 @@ class Adam(LowRankSolver):
         for _ in range(self.steps):
             vh = v @ h
             u.grad = -2 * (th @ v.T - u @ (vh @ v.T))
-            v.grad = -2 * (u.T @ th - (u.T @ u) @ vh)
+            v.grad = -2 * (rows.sum(u.T @ th) - rows.sum(u.T @ u) @ vh)
             optimizer.step()
         return LowRank(u.detach(), v.detach() / scale)
 

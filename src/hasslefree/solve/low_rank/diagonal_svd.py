@@ -11,12 +11,13 @@ from hasslefree.core.cost import Cost, Need
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank
-from hasslefree.core.protocols import LowRankSolver
+from hasslefree.core.protocols import SharingSolver, fit_rows
+from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.solve.low_rank.svd import SVD, RandomizedSVD
 
 
 @dataclass(frozen=True)
-class DiagonalSVD(LowRankSolver):
+class DiagonalSVD(SharingSolver):
     """L = C_r(T D) D⁻¹ with D = diag(H)^½.
 
     Args:
@@ -28,8 +29,12 @@ class DiagonalSVD(LowRankSolver):
     def prepare(self, gram: Gram) -> Tensor:
         return unit_diagonal_scale(gram.diagonal)
 
-    def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int) -> LowRank:
-        scaled = self.svd.fit(target * prepared, None, start, round)
+    @property
+    def shares_rows(self) -> bool:
+        return self.svd.shares_rows
+
+    def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
+        scaled = fit_rows(self.svd, target * prepared, None, start, round, rows)
         return LowRank(scaled.u, scaled.v / prepared)
 
     def cost(self, out: int, width: int, rank: int) -> Cost:

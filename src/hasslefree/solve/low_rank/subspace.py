@@ -10,11 +10,12 @@ from hasslefree.core.cost import Cost, Need
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import orthonormal
 from hasslefree.core.low_rank import LowRank, subspace_steps
-from hasslefree.core.protocols import LowRankSolver
+from hasslefree.core.protocols import SharingSolver
+from hasslefree.core.rows import WHOLE, Rows
 
 
 @dataclass(frozen=True)
-class Subspace(LowRankSolver):
+class Subspace(SharingSolver):
     """Steps of orthogonal iteration (`subspace_steps`) from the basis of the round before; from noise in the first.
 
     Args:
@@ -27,10 +28,10 @@ class Subspace(LowRankSolver):
     def prepare(self, gram: Gram) -> Tensor:
         return gram.matrix
 
-    def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int) -> LowRank:
+    def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
         if round == 0:
-            return subspace_steps(target, prepared, orthonormal(start.u), self.first_steps)
-        return subspace_steps(target, prepared, start.u, self.steps)
+            return subspace_steps(target, prepared, orthonormal(start.u, rows), self.first_steps, rows)
+        return subspace_steps(target, prepared, start.u, self.steps, rows)
 
     def cost(self, out: int, width: int, rank: int) -> Cost:
         flops = 2 * width**2 * rank + 6 * out * width * rank + 4 * out * rank**2

@@ -11,7 +11,8 @@ from hasslefree.core.cost import Cost, Need, sketched_svd_flops, svd_flops
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import orthonormal
 from hasslefree.core.low_rank import LowRank, truncated_svd
-from hasslefree.core.protocols import LowRankSolver
+from hasslefree.core.protocols import LowRankSolver, SharingSolver
+from hasslefree.core.rows import WHOLE, Rows
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class SVD(LowRankSolver):
 
 
 @dataclass(frozen=True)
-class RandomizedSVD(LowRankSolver):
+class RandomizedSVD(SharingSolver):
     """L = Q·C_r(QᵀT), with Q an orthonormal basis of the range of (T Tᵀ)^p T Ω (arXiv 0909.4061, algorithm 4.4).
 
     Args:
@@ -45,14 +46,14 @@ class RandomizedSVD(LowRankSolver):
     def prepare(self, gram: Gram) -> None:
         return None
 
-    def fit(self, target: Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
-        columns = min(start.rank + self.oversampling, *target.shape)
+    def fit(self, target: Tensor, prepared: None, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
+        columns = min(start.rank + self.oversampling, *rows.shape(target))
         generator = torch.Generator().manual_seed(self.seed)
         omega = torch.randn(target.shape[1], columns, generator=generator).to(target)
-        basis = orthonormal(target @ omega)
+        basis = orthonormal(target @ omega, rows)
         for _ in range(self.iterations):
-            basis = orthonormal(target @ orthonormal(target.T @ basis))
-        small = truncated_svd(basis.T @ target, start.rank)
+            basis = orthonormal(target @ orthonormal(rows.sum(target.T @ basis)), rows)
+        small = truncated_svd(rows.sum(basis.T @ target), start.rank)
         return LowRank(basis @ small.u, small.v)
 
     def cost(self, out: int, width: int, rank: int) -> Cost:

@@ -13,7 +13,8 @@ from hasslefree.core.cost import Cost, objective_flops
 from hasslefree.core.gram import Gram, relative
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import LowRankSolver, Method, Pruned, Pruner, Solution
+from hasslefree.core.protocols import LowRankSolver, Pruned, Pruner, SharingMethod, Solution, fit_rows
+from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError, NonFiniteError, option, with_arguments
 from hasslefree.solve.low_rank.adam import Adam
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
@@ -24,7 +25,7 @@ REMEDY = (
 
 
 @dataclass(frozen=True)
-class AlternatingMinimization(Method):
+class AlternatingMinimization(SharingMethod):
     """S ← prune(W − L), L ← fit(W − S), over and over. The defaults are the paper's.
 
     Args:
@@ -64,15 +65,24 @@ class AlternatingMinimization(Method):
         damped = gram.damped(self.damping)
         return damped, self.pruner.prepare(damped), self.low_rank.prepare(damped)
 
+    def shares_rows(self, pattern: Pattern) -> bool:
+        return self.pruner.shares_rows(pattern) and self.low_rank.shares_rows
+
     def solve(
-        self, weight: Tensor, prepared: tuple[Gram, Any, Any], pattern: Pattern, rank: int, generator: torch.Generator
+        self,
+        weight: Tensor,
+        prepared: tuple[Gram, Any, Any],
+        pattern: Pattern,
+        rank: int,
+        generator: torch.Generator,
+        rows: Rows = WHOLE,
     ) -> Solution:
         gram, for_pruner, for_solver = prepared
-        low_rank = LowRank.gaussian_start(weight, rank, generator)
-        norm = gram.loss(weight)
+        low_rank = LowRank.gaussian_start(weight, rank, generator, rows)
+        norm = gram.loss(weight, rows)
         if rank == 0:
             alone = self.pruner.prune(weight, for_pruner, pattern)
-            error = relative(gram.loss(weight - alone.sparse), norm)
+            error = relative(gram.loss(weight - alone.sparse, rows), norm)
             return Solution(alone.sparse, low_rank, (error,), scaling=alone.scaling)
         found = Pruned(torch.zeros_like(weight))
         best: tuple[Pruned, LowRank] = found, low_rank
@@ -81,15 +91,15 @@ class AlternatingMinimization(Method):
         remarks: list[str] = []
         for t in range(self.rounds):
             if self.low_rank_first:
-                low_rank = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, t)
+                low_rank = fit_rows(self.low_rank, weight - found.sparse, for_solver, low_rank, t, rows)
                 found = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
             else:
                 found = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
                 if t == 0:
                     # The pruner alone is the first candidate: Adam's steps have a fixed size, and can overshoot.
-                    best, least = (found, low_rank), relative(gram.loss(weight - found.sparse), norm)
-                low_rank = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, t)
-            error = relative(gram.loss(low_rank.residual(weight, found.sparse)), norm)
+                    best, least = (found, low_rank), relative(gram.loss(weight - found.sparse, rows), norm)
+                low_rank = fit_rows(self.low_rank, weight - found.sparse, for_solver, low_rank, t, rows)
+            error = relative(gram.loss(low_rank.residual(weight, found.sparse), rows), norm)
             if not math.isfinite(error):
                 if math.isinf(least) or not self.keep_best:
                     raise NonFiniteError(f"round {t + 1} came upon NaN or Inf; {REMEDY}")
@@ -102,8 +112,8 @@ class AlternatingMinimization(Method):
                 best, least = (found, low_rank), error
         found, low_rank = best
         if self.last_fit:
-            last = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, len(history))
-            error = relative(gram.loss(last.residual(weight, found.sparse)), norm)
+            last = fit_rows(self.low_rank, weight - found.sparse, for_solver, low_rank, len(history), rows)
+            error = relative(gram.loss(last.residual(weight, found.sparse), rows), norm)
             low_rank, history = (last, [*history, error]) if error < least else (low_rank, history)
         if least and not low_rank.v.any():
             remarks.append("no round was better than the pruner alone: L is nothing")

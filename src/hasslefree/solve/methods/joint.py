@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
@@ -21,7 +22,8 @@ from hasslefree.core.linalg import (
 )
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Method, Solution
+from hasslefree.core.protocols import SharingMethod, Solution
+from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError
 from hasslefree.solve.fused import settle
 
@@ -62,16 +64,56 @@ class ScaledProblem:
 
     def kernel(self, rho: float, dtype: torch.dtype) -> Tensor:
         """K = H(H + ρI)⁻¹ = I − ρ(H + ρI)⁻¹: (in, in). Computed once for each ρ while there is room."""
+        found = self.kept(rho, dtype)
+        return self.keep(rho, self.computed(rho, dtype)) if found is None else found
+
+    def kept(self, rho: float, dtype: torch.dtype) -> Tensor | None:
+        """The kernel of this ρ, if it is there."""
         found = self._kernels.get(rho)
-        if found is None or found.dtype != dtype:
-            shifted = self.gram.matrix.clone()
-            shifted.diagonal().add_(rho)
-            found = inverse_(shifted).mul_(-rho)
-            found.diagonal().add_(1)
-            found = found.to(dtype)
-            if (len(self._kernels) + 1) * found.nbytes <= kernel_bytes(found.device.type):
-                self._kernels[rho] = found
-        return found
+        return found if found is not None and found.dtype == dtype else None
+
+    def computed(self, rho: float, dtype: torch.dtype) -> Tensor:
+        """The kernel of this ρ, computed anew."""
+        shifted = self.gram.matrix.clone()
+        shifted.diagonal().add_(rho)
+        found = inverse_(shifted).mul_(-rho)
+        found.diagonal().add_(1)
+        return found.to(dtype)
+
+    def keep(self, rho: float, kernel: Tensor) -> Tensor:
+        """The kernel of this ρ, kept for the next layer while there is room."""
+        if (len(self._kernels) + 1) * kernel.nbytes <= kernel_bytes(kernel.device.type):
+            self._kernels[rho] = kernel
+        return kernel
+
+
+@dataclass
+class KernelsInTurn:
+    """The kernels of one layer for ρ = growth^power, as ρ grows. Processes that share its rows compute one each, ahead.
+
+    A kernel costs as much whether few rows need it or many, and the powers come one after the other: so where one is
+    missing, the process with rank i computes that of power + i, and broadcasts it when its turn comes.
+    """
+
+    problem: ScaledProblem
+    growth: float
+    dtype: torch.dtype
+    rows: Rows
+    _first: int = 0
+    _ahead: Tensor | None = None
+
+    def __call__(self, power: int) -> Tensor:
+        """K: (in, in), the same in every process, all of which ask for the same powers."""
+        rho = self.growth**power
+        found = self.problem.kept(rho, self.dtype)
+        if self.rows.size == 1 or found is not None:
+            return self.problem.kernel(rho, self.dtype) if found is None else found
+        if self._ahead is None or not 0 <= power - self._first < self.rows.size:
+            self._first, self._ahead = power, None  # there may be no room for two
+            self._ahead = self.problem.computed(self.growth ** (power + self.rows.rank), self.dtype)
+        owner = power - self._first
+        mine = self._ahead if owner == self.rows.rank else torch.empty_like(self._ahead)
+        return self.problem.keep(rho, self.rows.broadcast(mine, owner))
 
 
 def kernel_bytes(device: str) -> int:
@@ -80,7 +122,7 @@ def kernel_bytes(device: str) -> int:
 
 
 @dataclass(frozen=True)
-class Joint(Method):
+class Joint(SharingMethod):
     """S and L together: each round of the ADMM minimises over the dense copy of S and L at once.
 
     The minimum over the copy is exact for every L; L takes a step towards its own.
@@ -128,18 +170,28 @@ class Joint(Method):
         outer = torch.outer(scale, scale)
         return ScaledProblem(scale, Gram(torch.div(damped.matrix, outer, out=outer), damped.tokens))
 
+    def shares_rows(self, pattern: Pattern) -> bool:
+        return True
+
     def solve(
-        self, weight: Tensor, prepared: ScaledProblem, pattern: Pattern, rank: int, generator: torch.Generator
+        self,
+        weight: Tensor,
+        prepared: ScaledProblem,
+        pattern: Pattern,
+        rank: int,
+        generator: torch.Generator,
+        rows: Rows = WHOLE,
     ) -> Solution:
-        low_rank = LowRank.gaussian_start(weight, rank, generator)
+        low_rank = LowRank.gaussian_start(weight, rank, generator, rows)
         scaled = weight * prepared.scale
-        density = pattern.kept((weight.shape[0], weight.shape[1])) / weight.numel()
-        relief = math.exp(-RANK_RELIEF * rank * sum(weight.shape) / weight.numel())
+        out, width = rows.shape(weight)
+        density = pattern.kept((out, width)) / (out * width)
+        relief = math.exp(-RANK_RELIEF * rank * (out + width) / (out * width))
         power = self.first_power(density, relief)
         with matmul_precision(weight.device, tf32=self.precision in ("auto", "tf32")):
-            found = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief)
+            found = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief, rows)
         with matmul_precision(weight.device):
-            return self._polish(scaled, prepared, *found)
+            return self._polish(scaled, prepared, *found, rows)
 
     def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
         """The scale and about eight kernels; a product and a subspace step a round; the polish.
@@ -157,6 +209,13 @@ class Joint(Method):
         kernels = max(min(kernel_bytes(device), min(self.rounds, LOOKS) * kernel), kernel)
         return Cost(flops, need=Need(prepare=4.5, kept=1, large=7.5, square=3, thin=8), kernels=kernels)
 
+    def shared_cost(self, out: int, width: int, rank: int, processes: int, device: str = "cpu") -> Cost:
+        """Of the eight kernels each process computes its part, and holds one ahead."""
+        each, kernels = super().shared_cost(out, width, rank, processes, device), min(self.rounds, 8)
+        need = dataclasses.replace(each.need, square=each.need.square + 1)
+        flops = each.flops - (kernels - -(-kernels // processes)) * width**3
+        return dataclasses.replace(each, flops=flops, need=need)
+
     def first_power(self, density: float, relief: float) -> int:
         """log ρ to the base `growth`, at first, for a layer that keeps this share of its parameters in S.
 
@@ -168,16 +227,17 @@ class Joint(Method):
         odds = max((1 - density) / max(density, 0.02), 1.0)
         return round(math.log(max(self.penalty * odds * relief, 0.01), self.growth))
 
-    def moves_too_much(self, mask: Tensor, last: Tensor, done: int) -> bool:
+    def moves_too_much(self, mask: Tensor, last: Tensor, done: int, rows: Rows = WHOLE) -> bool:
         """Whether ρ must grow: too much of the support changed from one round to the next.
 
         Args:
             mask, last: the support after this round and after the one before, bool (out, in). done: rounds so far.
+            rows: those of the supports, where processes share them.
         """
         if done == self.rounds or done * LOOKS // self.rounds == (done - 1) * LOOKS // self.rounds:
             return False
         planned = MOVING * max(1 - done / (SETTLED * self.rounds), 0.0)
-        changed, kept = torch.count_nonzero(mask ^ last), torch.count_nonzero(mask)
+        changed, kept = rows.sum(torch.stack([torch.count_nonzero(mask ^ last), torch.count_nonzero(mask)]))
         return bool(changed >= 2 * planned * kept.double())  # one number read: on a GPU, each is a wait
 
     def _product_dtype(self, weight: Tensor) -> torch.dtype:
@@ -195,6 +255,7 @@ class Joint(Method):
         low_rank: LowRank,
         power: int,
         state: Tensor,
+        rows: Rows,
     ) -> tuple[Tensor, Tensor, LowRank, list[float]]:
         """S, its support, and L, by ADMM; and `sampled_loss` after every part of the rounds but the last.
 
@@ -204,17 +265,18 @@ class Joint(Method):
         The state is X = Z + Y, the dense copy of S with the scaled dual: S = project(X) and Y = X − S.
         """
         dtype = self._product_dtype(weight)
-        low_rank = LowRank(orthonormal(low_rank.u), low_rank.v)
+        low_rank = LowRank(orthonormal(low_rank.u, rows), low_rank.v)
         target = torch.empty_like(weight)
         mask = pattern.mask(torch.mul(state, state, out=target))
         sparse = state * mask
-        kernel = problem.kernel(self.growth**power, dtype)
+        kernels = KernelsInTurn(problem, self.growth, dtype, rows)
+        kernel = kernels(power)
         course: list[float] = []
         parts = min(PARTS, self.rounds // 5)
         torch.add(weight, state, out=target).sub_(sparse, alpha=2)  # T = W − S + Y
         for t in range(self.rounds):
             if low_rank.rank:
-                low_rank = subspace_steps(target, kernel, low_rank.u, 1 if t else FIRST_STEPS)
+                low_rank = subspace_steps(target, kernel, low_rank.u, 1 if t else FIRST_STEPS, rows)
                 target.addmm_(low_rank.u, low_rank.v, alpha=-1)
             if dtype == weight.dtype:
                 torch.mm(target, kernel, out=state)
@@ -223,11 +285,11 @@ class Joint(Method):
             # Z + Y = S + (T − L) K; then the next S, Y and T.
             last, mask = mask, settle(pattern, weight, state, sparse, target)
             if t * parts // self.rounds < (t + 1) * parts // self.rounds < parts:
-                course.append(sampled_loss(problem.gram, weight, sparse, low_rank))
-            if self.moves_too_much(mask, last, t + 1):
+                course.append(sampled_loss(problem.gram, weight, sparse, low_rank, rows))
+            if self.moves_too_much(mask, last, t + 1, rows):
                 power += 1
                 del kernel  # there may be no room for two
-                kernel = problem.kernel(self.growth**power, dtype)
+                kernel = kernels(power)
                 state.sub_(sparse).div_(self.growth)  # Y ← Y·ρ_before/ρ
                 torch.sub(weight, sparse, out=target).add_(state)
         return sparse, mask, low_rank, course
@@ -240,6 +302,7 @@ class Joint(Method):
         mask: Tensor,
         low_rank: LowRank,
         course: list[float],
+        rows: Rows,
     ) -> Solution:
         """Conjugate gradients on S and a subspace step on L in turn, on the support that was found.
 
@@ -248,17 +311,17 @@ class Joint(Method):
         gram, rounded = problem.gram, self.precision in ("auto", "bfloat16")
         history: list[float] = []
         remarks: list[str] = []
-        norm = gram.loss(weight) or 1.0
+        norm = gram.loss(weight, rows) or 1.0
         for sweep in range(self.sweeps + 1):
             before = sparse, low_rank
             if sweep:
                 sparse = masked_cg(gram.matrix, weight - low_rank.product(), sparse, mask, CG_STEPS, rounded=rounded)
             if low_rank.rank:
-                low_rank = subspace_steps(weight - sparse, gram.matrix, low_rank.u, 1)
-            error = gram.loss(low_rank.residual(weight, sparse)) / norm
+                low_rank = subspace_steps(weight - sparse, gram.matrix, low_rank.u, 1, rows)
+            error = gram.loss(low_rank.residual(weight, sparse), rows) / norm
             if not sweep:
-                end = sampled_loss(gram, weight, sparse, low_rank)
-                share = error * norm * -(-len(weight) // SAMPLED) / len(weight)
+                end, out = sampled_loss(gram, weight, sparse, low_rank, rows), rows.shape(weight)[0]
+                share = error * norm * -(-out // SAMPLED) / out
                 history = [loss * error / end for loss in course] if end > LEAST_SHARE * share else []
             if sweep and error > 1.01 * history[-1] + 1e-9:
                 remarks.append(f"sweep {sweep} of the polish was undone: rounding raised the objective to {error:.2g}")
@@ -269,10 +332,10 @@ class Joint(Method):
         return Solution(sparse / problem.scale, low_rank, tuple(history), tuple(remarks))
 
 
-def sampled_loss(gram: Gram, weight: Tensor, sparse: Tensor, low_rank: LowRank) -> float:
-    """tr(R H Rᵀ), R = W − S − L, of one row in `SAMPLED`. weight, sparse: (out, in)."""
-    rows = slice(None, None, SAMPLED)
-    return gram.loss(LowRank(low_rank.u[rows], low_rank.v).residual(weight[rows], sparse[rows]))
+def sampled_loss(gram: Gram, weight: Tensor, sparse: Tensor, low_rank: LowRank, rows: Rows = WHOLE) -> float:
+    """tr(R H Rᵀ), R = W − S − L, of one row in `SAMPLED`. weight, sparse: (out, in). rows: where they are shared."""
+    taken = slice(-rows.start % SAMPLED, None, SAMPLED)
+    return gram.loss(LowRank(low_rank.u[taken], low_rank.v).residual(weight[taken], sparse[taken]), rows)
 
 
 def refit_scale(matrix: Tensor) -> Tensor:

@@ -12,12 +12,13 @@ from hasslefree.core.cost import Cost, objective_flops
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Method, Pruner, Solution
+from hasslefree.core.protocols import Pruner, SharingMethod, Solution
+from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError
 
 
 @dataclass(frozen=True)
-class Prune(Method):
+class Prune(SharingMethod):
     """S ← prune(W), and no low-rank part.
 
     Args:
@@ -43,13 +44,22 @@ class Prune(Method):
         damped = gram.damped(self.damping)
         return damped, self.pruner.prepare(damped)
 
+    def shares_rows(self, pattern: Pattern) -> bool:
+        return self.pruner.shares_rows(pattern)
+
     def solve(
-        self, weight: Tensor, prepared: tuple[Gram, Any], pattern: Pattern, rank: int, generator: torch.Generator
+        self,
+        weight: Tensor,
+        prepared: tuple[Gram, Any],
+        pattern: Pattern,
+        rank: int,
+        generator: torch.Generator,
+        rows: Rows = WHOLE,
     ) -> Solution:
         gram, for_pruner = prepared
         found = self.pruner.prune(weight, for_pruner, pattern)
         nothing = LowRank(weight.new_zeros(len(weight), 0), weight.new_zeros(0, weight.shape[1]))
-        error = gram.relative_error(weight - found.sparse, weight)
+        error = gram.relative_error(weight - found.sparse, weight, rows)
         return Solution(found.sparse, nothing, (error,), scaling=found.scaling)
 
     def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:

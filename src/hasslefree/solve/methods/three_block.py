@@ -12,13 +12,14 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Method, Solution
+from hasslefree.core.protocols import SharingMethod, Solution
+from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.solve.admm import ScaledSpectrum, SupportPenalty
 from hasslefree.solve.low_rank.svd import RandomizedSVD
 
 
 @dataclass(frozen=True)
-class ThreeBlock(Method):
+class ThreeBlock(SharingMethod):
     """One round minimises over Z, then S, moves the dual, and fits L to W − Z; the figures are the authors'.
 
     L minimises tr((W−Z−L) H (W−Z−L)ᵀ) by a randomised SVD of (W − Z) C with H = C Cᵀ. The authors whiten with an
@@ -40,6 +41,9 @@ class ThreeBlock(Method):
         spectrum = ScaledSpectrum.of(damped)
         return damped, spectrum, lower_cholesky(spectrum.matrix).to(spectrum.matrix.dtype)
 
+    def shares_rows(self, pattern: Pattern) -> bool:
+        return True
+
     def solve(
         self,
         weight: Tensor,
@@ -47,25 +51,26 @@ class ThreeBlock(Method):
         pattern: Pattern,
         rank: int,
         generator: torch.Generator,
+        rows: Rows = WHOLE,
     ) -> Solution:
         gram, spectrum, factor = prepared
-        best = LowRank.gaussian_start(weight, rank, generator)
+        best = LowRank.gaussian_start(weight, rank, generator, rows)
 
         def fit(target: Tensor) -> Tensor:
             nonlocal best
             if rank:
-                white = self.svd.fit(target @ factor, None, best, 0)
+                white = self.svd.fit(target @ factor, None, best, 0, rows)
                 best = LowRank(white.u, torch.linalg.solve_triangular(factor, white.v, upper=False, left=False))
             return best.product()
 
-        if pattern.kept((weight.shape[0], weight.shape[1])):
-            dense = self.penalty.run(weight * spectrum.scale, spectrum, pattern, fit)
+        if pattern.kept(rows.shape(weight)):
+            dense = self.penalty.run(weight * spectrum.scale, spectrum, pattern, fit, rows)
         else:  # no support that could move
             dense = torch.zeros_like(weight)
             fit(weight * spectrum.scale)
         sparse = dense * pattern.mask(dense.square()) / spectrum.scale
         low_rank = LowRank(best.u, best.v / spectrum.scale)
-        error = gram.relative_error(low_rank.residual(weight, sparse), weight)
+        error = gram.relative_error(low_rank.residual(weight, sparse), weight, rows)
         return Solution(sparse, low_rank, (error,))
 
     def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:

@@ -49,6 +49,9 @@ class DSNoT(Pruner):
         rounding = torch.finfo(gram.matrix.dtype).eps * torch.where(gram.alive, gram.diagonal, 1.0)
         return Moments(gram.means, torch.maximum(gram.variances, rounding), self.start.prepare(gram))
 
+    def shares_rows(self, pattern: Pattern) -> bool:
+        return self.start.shares_rows(pattern) and not isinstance(pattern, Structured)
+
     def prune(self, target: Tensor, prepared: Moments, pattern: Pattern) -> Pruned:
         kept = self.start.prune(target, prepared.start, pattern).sparse != 0
         # Problems × outputs of each × inputs: a row is a problem, or all rows together are one.

@@ -19,6 +19,9 @@ class Magnitude(Pruner):
     def prepare(self, gram: Gram) -> None:
         return None
 
+    def shares_rows(self, pattern: Pattern) -> bool:
+        return True
+
     def prune(self, target: Tensor, prepared: None, pattern: Pattern) -> Pruned:
         return Pruned(target * pattern.mask(target.square()))
 

@@ -30,6 +30,9 @@ class RoundToNearest(Pruner):
     def prepare(self, gram: Gram) -> Tensor | None:
         return gram.diagonal if self.weighted else None
 
+    def shares_rows(self, pattern: Pattern) -> bool:
+        return True
+
     def prune(self, target: Tensor, prepared: Tensor | None, pattern: Pattern) -> Pruned:
         scaling = self.grid.scaling(target)
         rounded = scaling.nearest(target)

@@ -19,6 +19,9 @@ class Wanda(Pruner):
     def prepare(self, gram: Gram) -> Tensor:
         return gram.diagonal
 
+    def shares_rows(self, pattern: Pattern) -> bool:
+        return True
+
     def prune(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Pruned:
         return Pruned(target * pattern.mask(target.square() * prepared))
 

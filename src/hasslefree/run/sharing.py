@@ -1,0 +1,56 @@
+"""Which layers several processes share row by row, and which go to one of them as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hasslefree.core.cost import Cost
+from hasslefree.core.protocols import Method, SharingMethod
+from hasslefree.models.distributed import World
+from hasslefree.recipe.plan import LayerPlan
+
+Plans = Mapping[str, LayerPlan]
+
+
+def shared_layers(method: Method, plans: Plans, processes: int) -> frozenset[str]:
+    """The layers whose rows the processes share, of those that are solved at the same time: `World.too_large`.
+
+    A layer with fewer rows than processes is not shared, and none is by a method that cannot.
+    """
+    flagged = World(0, processes).too_large([weight_of(layer) for layer in plans.values()])
+    return frozenset(
+        name
+        for (name, layer), large in zip(plans.items(), flagged, strict=True)
+        if large and processes > 1 and layer.spec.shape[0] >= processes and method.shares_rows(layer.pattern)
+    )
+
+
+def weight_of(layer: LayerPlan) -> float:
+    """What the cost of a layer is proportional to: every method does products out × in × in most of the time."""
+    out, width = layer.spec.shape
+    return out * width**2
+
+
+def dealt(plans: Plans, shared: frozenset[str], processes: int) -> dict[str, int | None]:
+    """The rank that solves each layer; None for one that is shared."""
+    whole = [name for name in plans if name not in shared]
+    owners = World(0, processes).assign([weight_of(plans[name]) for name in whole])
+    return dict.fromkeys(plans) | dict(zip(whole, owners, strict=True))
+
+
+def cost_of(method: Method, layer: LayerPlan, processes: int, device: str = "cpu") -> Cost:
+    """What a layer takes of each of the processes that share it; of one where `processes` is 1."""
+    out, width = layer.spec.shape
+    if processes > 1 and isinstance(method, SharingMethod):
+        return method.shared_cost(out, width, layer.spec.rank, processes, device)
+    return method.cost(out, width, layer.spec.rank, device)
+
+
+def solving_flops(method: Method, plans: Plans, processes: int) -> float:
+    """FLOPs of the process that has most to do, for layers that are solved at the same time."""
+    shared, loads = shared_layers(method, plans, processes), [0.0] * processes
+    for name, owner in dealt(plans, shared, processes).items():
+        cost = cost_of(method, plans[name], processes if owner is None else 1).flops
+        for rank in range(processes) if owner is None else (owner,):
+            loads[rank] += cost
+    return max(loads)
