@@ -77,12 +77,18 @@ class World:
         return owners
 
     def too_large(self, costs: Sequence[float]) -> list[bool]:
-        """Which jobs must be shared by all ranks, because `assign` would leave ranks idle meanwhile.
+        """Which jobs all ranks must share, because `assign` would leave ranks idle meanwhile.
 
-        These are the jobs that cost more than 1/size of their own cost and of all that are cheaper. (Jobs of one cost
-        are alike: all of them are shared, or none.)
+        From the largest job on, those that cost more than 1/size of what is left. (Jobs of one cost are all of them
+        shared, or none.)
         """
-        return [cost * self.size > sum(other for other in costs if other <= cost) for cost in costs]
+        left, found = sum(costs), [False] * len(costs)
+        for job in sorted(range(len(costs)), key=lambda job: -costs[job]):
+            if costs[job] * self.size <= left:
+                break
+            found[job] = True
+            left -= costs[job]
+        return found
 
 
 ALONE = World()

@@ -50,6 +50,7 @@ from hasslefree.run.look import look_over
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.memory import check_memory, runs_beside
 from hasslefree.run.predictions import dense_reference, match_whole
+from hasslefree.run.sharing import undivided
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,8 @@ def compress(
             model, recipe.dtype, work.scratch / str(world.rank), tokenizer, trust_remote_code
         )
         blocks, plan, left = chosen(loaded, resolved)
+        if world.writes and (remark := undivided(resolved.method, plan, world.size)):
+            logger.info(remark)
         # Blocks whose predictions were matched are written before those that they replace are removed.
         twice = sum(layer.bytes for plans in plan for layer in plans.values()) if resolved.match_predictions else 0
         check_output(folder, overwrite, bytes_on_disk(loaded, plan) + twice - work.bytes_done)

@@ -25,6 +25,7 @@ from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.flops import flops_of, numbers_of, predicting
 from hasslefree.run.machine import in_one_pass, room_for_sums
+from hasslefree.run.sharing import cost_of, shared_layers
 from hasslefree.solve.methods.joint import LOOK
 
 # What Python and the libraries take, on a CPU and of a GPU.
@@ -168,7 +169,7 @@ def estimate(
             for block, plans in zip(blocks.modules, plan, strict=True)
         ),
         solving=max(
-            max(_solving(plans, resolved, device.type) for plans in plan) + passing + sums,
+            max(_solving(plans, resolved, device.type, processes) for plans in plan) + passing + sums,
             rotation_bytes(plan, embedding) if resolved.recipe.rotate else 0,
         ),
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
@@ -282,20 +283,25 @@ def _sums_of_experts(block: nn.Module, plans: dict[str, LayerPlan], device: torc
     return min(max(sizes.values(), default=0), room_for_sums(device))
 
 
-def _solving(plans: dict[str, LayerPlan], resolved: Resolved, device: str) -> int:
+def _solving(plans: dict[str, LayerPlan], resolved: Resolved, device: str, processes: int) -> int:
     """Grams in float32 and the arrays of a solver, or sums in float64 and a product, whichever is more.
 
-    Where targets lead to the dense model, the drift is there beside each Gram, and its correction in float64.
+    Of a layer that processes share, those for its rows. Groups of layers are not known from shapes; a layer that is
+    shared among all of the block is shared among those of its group. Where targets lead to the dense model, the drift
+    is there beside each Gram, and its correction in float64.
     """
     squares = [layer.spec.shape[1] ** 2 * 4 for layer in plans.values()]
     most = max(squares, default=0)
     grams = (sum(squares) if resolved.recipe.sequential == "block" else most) * (2 if resolved.dense_target else 1)
-    methods = [resolved.method, LOOK] if resolved.allocate == "error" else [resolved.method]
-    solvers = [
-        workspace(each.cost(*spec.shape, spec.rank, device), *spec.shape, spec.rank) + 4 * spec.dense_parameters
-        for spec in (layer.spec for layer in plans.values())
-        for each in methods
-    ]
+    shared = shared_layers(resolved.method, plans, processes)
+    uses = [(resolved.method, layer, processes if name in shared else 1) for name, layer in plans.items()]
+    if resolved.allocate == "error":
+        uses += [(LOOK, layer, 1) for layer in plans.values()]
+    solvers = []
+    for method, layer, sharing in uses:
+        (out, width), rank = layer.spec.shape, layer.spec.rank
+        needed = workspace(cost_of(method, layer, sharing, device), -(-out // sharing), width, rank)
+        solvers.append(needed + 4 * layer.spec.dense_parameters)
     return max(2 * grams + most, grams + max([6 * most if resolved.dense_target else 0, *solvers]))
 
 

@@ -11,6 +11,7 @@ from hasslefree.models.blocks import Blocks, by_kind
 from hasslefree.models.experts import share_of_tokens
 from hasslefree.recipe.plan import Plan
 from hasslefree.recipe.resolved import Resolved
+from hasslefree.run.sharing import solving_flops
 from hasslefree.solve.methods.joint import LOOK
 
 
@@ -27,14 +28,15 @@ def flops_of(
 
     A forward pass is two FLOPs a parameter and token. Where the segments of a block do not run at once, one is taken
     for each group of layers with the same input, and one at the end of a block; groups are not known from shapes, and
-    one for each two layers is near.
+    one for each two layers is near. Solvers are counted as if all layers of a block were solved at the same time: where
+    layers are dealt out, and not shared, it takes longer in the order of groups.
 
     Args:
         text: segments, and tokens in each. at_once: whether the segments of a block run at once.
     """
     segments, tokens = text[0], -(-text[0] // processes) * text[1]
     layers = [layer.spec for plans in plan for layer in plans.values()]
-    solvers = sum(resolved.method.cost(*layer.shape, layer.rank).flops for layer in layers) / processes
+    solvers = sum(solving_flops(resolved.method, plans, processes) for plans in plan)
     grams = sum(
         2 * tokens * share_of_tokens(block, name) * layer.spec.shape[1] ** 2
         for block, plans in zip(blocks.modules, plan, strict=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hasslefree.core.cost import Cost
 from hasslefree.core.protocols import Method, SharingMethod
 from hasslefree.models.distributed import World
-from hasslefree.recipe.plan import LayerPlan
+from hasslefree.recipe.plan import LayerPlan, Plan
 
 Plans = Mapping[str, LayerPlan]
 
@@ -22,6 +22,19 @@ def shared_layers(method: Method, plans: Plans, processes: int) -> frozenset[str
         name
         for (name, layer), large in zip(plans.items(), flagged, strict=True)
         if large and processes > 1 and layer.spec.shape[0] >= processes and method.shares_rows(layer.pattern)
+    )
+
+
+def undivided(method: Method, plan: Plan, processes: int) -> str | None:
+    """A remark on the layers that each go to one process because the method cannot share their rows; None if it can."""
+    layers = [layer for plans in plan for layer in plans.values()]
+    whole = {str(layer.pattern) for layer in layers if not method.shares_rows(layer.pattern)}
+    if processes == 1 or not whole:
+        return None
+    patterns = " and ".join(sorted(whole))
+    return (
+        f"{type(method).__name__} cannot share the rows of a layer ({patterns}): each layer is solved by one of the "
+        f"{processes} processes, and the others wait for the largest one of a group"
     )
 
 

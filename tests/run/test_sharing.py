@@ -1,0 +1,92 @@
+"""Which layers processes share, and what the plan makes of it."""
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hasslefree
+from hasslefree import Recipe, SemiStructured
+from hasslefree.core.cost import workspace
+from hasslefree.models.distributed import World
+from hasslefree.recipe.plan import LayerPlan
+from hasslefree.run.sharing import cost_of, dealt, shared_layers, solving_flops, undivided
+from hasslefree.solve.methods import METHODS
+from tests.tiny_models import build, segments
+
+JOINT = METHODS["joint"]
+# Llama-3-70B: the groups of layers with one input.
+GROUPS = [
+    {"q": (8192, 8192), "k": (1024, 8192), "v": (1024, 8192)},
+    {"o": (8192, 8192)},
+    {"gate": (28672, 8192), "up": (28672, 8192)},
+    {"down": (8192, 28672)},
+]
+
+
+def plans_of(shapes):
+    pattern = SemiStructured(2, 4)
+    return {name: LayerPlan.of(shape, pattern, 64, torch.bfloat16) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("processes", "shared"),
+    [(1, []), (2, [{"q"}, {"o"}, set(), {"down"}]), (8, [set("qkv"), {"o"}, {"gate", "up"}, {"down"}])],
+)
+def test_layers_that_would_leave_processes_idle_are_shared(processes, shared):
+    """Oracle: by hand. Two processes solve gate and up side by side, and k and v; eight share every layer."""
+    found = [shared_layers(JOINT, plans_of(group), processes) for group in GROUPS]
+    assert found == (shared or [set()] * 4)
+
+
+def test_experts_are_dealt_out_and_small_layers_are_whole():
+    """Oracle: by hand. A layer with fewer rows than processes is not shared, nor one whose method cannot."""
+    experts = plans_of({f"{i}.gate": (768, 2048) for i in range(128)})
+    assert not shared_layers(JOINT, experts, 8)
+    assert not shared_layers(JOINT, plans_of({"tiny": (7, 64)}), 8)
+    assert shared_layers(JOINT, plans_of({"tiny": (8, 64)}), 8) == {"tiny"}
+    assert not shared_layers(METHODS["eora"], plans_of({"down": (8192, 28672)}), 8)
+
+
+@given(costs=st.lists(st.integers(1, 10**6), min_size=1, max_size=12), size=st.integers(1, 9))
+def test_what_is_dealt_out_is_no_larger_than_an_even_part(costs, size):
+    """Oracle: the definition of an even part, for what is left when the larger jobs are shared."""
+    shared = World(0, size).too_large(costs)
+    left = [cost for cost, large in zip(costs, shared, strict=True) if not large]
+    assert not left or max(left) * size <= sum(left)
+    taken = [cost for cost, large in zip(costs, shared, strict=True) if large]
+    assert not taken or not left or min(taken) > max(left)
+
+
+def test_every_process_does_its_part():
+    """Oracle: the costs themselves: a shared layer's on all processes, the others' on theirs."""
+    plans = plans_of({"q": (8192, 8192), "k": (1024, 8192), "v": (1024, 8192)})
+    assert dealt(plans, frozenset("q"), 2) == {"q": None, "k": 0, "v": 1}
+    one = JOINT.cost(1024, 8192, 64).flops
+    assert solving_flops(JOINT, plans, 2) == JOINT.shared_cost(8192, 8192, 64, 2).flops + one
+    assert solving_flops(JOINT, plans, 1) == JOINT.cost(8192, 8192, 64).flops + 2 * one
+
+
+def test_shared_rows_take_less_time_and_memory():
+    """Oracle: the cost of the rows of one process. Of eight kernels each of two processes computes four."""
+    shape, width = (8192, 28672), 28672
+    layer = plans_of({"down": shape})["down"]
+    alone, two = (cost_of(JOINT, layer, processes, "cuda") for processes in (1, 2))
+    half = JOINT.cost(4096, width, 64, "cuda")
+    assert two.flops == half.flops - 4 * width**3
+    assert workspace(two, 4096, width, 64) == workspace(half, 4096, width, 64) + 4 * width**2
+    assert workspace(two, 4096, width, 64) < workspace(alone, *shape, 64)
+
+
+def test_a_method_that_cannot_share_says_so(caplog, tmp_path, monkeypatch):
+    plan = [plans_of(GROUPS[3])]
+    assert undivided(JOINT, plan, 8) is None
+    assert undivided(METHODS["eora"], plan, 1) is None
+    remark = undivided(METHODS["eora"], plan, 8)
+    assert remark.startswith("AlternatingMinimization cannot share the rows of a layer (2:4): each layer is solved by")
+    monkeypatch.setattr("hasslefree.run.compress.undivided", lambda method, plan, size: f"{size} cannot share")
+    with caplog.at_level(logging.INFO, logger="hasslefree"):
+        hasslefree.compress(build("llama"), tmp_path / "out", Recipe(method="wanda"), segments=segments())
+    assert "1 cannot share" in caplog.text
