@@ -1,0 +1,54 @@
+"""The command line. A user's mistake ends with one message and exit code 2."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Any
+
+from rich.console import Console
+from wrapt import register_post_import_hook
+
+# Each module adds its commands to the application; the help lists them in this order.
+from hasslefree.cli import compress, demo, evaluate, folder  # noqa: F401
+from hasslefree.cli.common import app
+from hasslefree.errors import HasslefreeError, with_flags
+
+# These take several values after one flag, as in: --perplexity wikitext2 ptb my.txt
+_LISTS = ("--perplexity", "--tasks", "--leave-dense", "--methods", "--texts")
+
+
+def spread_lists(arguments: list[str]) -> list[str]:
+    """Repeat a list flag before each of its values: --perplexity a b → --perplexity a --perplexity b."""
+    spread: list[str] = []
+    flag = None
+    for argument in arguments:
+        if argument.startswith("-"):
+            flag = argument if argument in _LISTS else None
+        elif flag and spread[-1] != flag:
+            spread.append(flag)
+        spread.append(argument)
+    return spread
+
+
+def main() -> None:
+    """Run the command line; a HasslefreeError becomes a message and exit code 2, an interruption exit code 130."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what schedulers send is what Ctrl-C sends
+    quiet_libraries()
+    try:
+        app(args=spread_lists(sys.argv[1:]), prog_name="hasslefree")
+    except HasslefreeError as error:
+        Console(stderr=True, soft_wrap=True).print(
+            f"error: {with_flags(error.message)}", style="red", markup=False, highlight=False
+        )
+        sys.exit(2)
+
+
+def quiet_libraries() -> None:
+    """One bar is enough: transformers' own bars and notices are off once it is imported. Its errors are not."""
+
+    def quiet(logging: Any) -> None:
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+
+    register_post_import_hook(quiet, "transformers.utils.logging")
