@@ -137,3 +137,7 @@ class DistributedError(HasslefreeError):
 
 class KernelError(HasslefreeError):
     """A backend that this machine does not have, or that does not fit the layer."""
+
+
+class ProgramError(HasslefreeError):
+    """A program that `hasslefree run` does not find."""

@@ -10,7 +10,7 @@ from rich.console import Console
 from wrapt import register_post_import_hook
 
 # Each module adds its commands to the application; the help lists them in this order.
-from hasslefree.cli import compress, demo, evaluate, folder  # noqa: F401
+from hasslefree.cli import compress, demo, evaluate, folder, programs  # noqa: F401
 from hasslefree.cli.common import app
 from hasslefree.errors import HasslefreeError, with_flags
 
@@ -19,7 +19,12 @@ _LISTS = ("--perplexity", "--tasks", "--leave-dense", "--methods", "--texts")
 
 
 def spread_lists(arguments: list[str]) -> list[str]:
-    """Repeat a list flag before each of its values: --perplexity a b → --perplexity a --perplexity b."""
+    """Repeat a list flag before each of its values: --perplexity a b → --perplexity a --perplexity b.
+
+    The arguments of `run` are another program's, and stay as they are.
+    """
+    if arguments[:1] == ["run"]:
+        return arguments
     spread: list[str] = []
     flag = None
     for argument in arguments:

@@ -1,0 +1,79 @@
+"""Find a Python program and run it with hasslefree's format registered, in it and in the processes that it starts.
+
+Python imports the module `sitecustomize` when it starts. The folder `site` holds one that imports hasslefree, and
+PYTHONPATH, which child processes inherit, names that folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from hasslefree.errors import ProgramError
+
+SITE = Path(__file__).parent / "site"
+
+
+def run_program(name: str, arguments: Sequence[str]) -> None:
+    """Replace this process by a program of this environment; its exit code becomes that of this process.
+
+    Args:
+        name: a console script, a module that `python -m` runs, or a .py file.
+        arguments: what the program finds in sys.argv[1:].
+
+    Raises:
+        ProgramError: no such program.
+    """
+    command, environment = [*program_command(name), *arguments], registering(os.environ)
+    if os.name == "nt":  # exec on Windows returns to the shell before the program ends
+        sys.exit(subprocess.call(command, env=environment))
+    os.execve(command[0], command, environment)
+
+
+def program_command(name: str) -> list[str]:
+    """The words that start a program: the path of its script, or this interpreter with a file or a module.
+
+    Raises:
+        ProgramError: no such program; the message says what was looked for.
+    """
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise ProgramError(f"there is no file {name}; give the path of a Python script")
+        return [sys.executable, name]
+    scripts = sysconfig.get_path("scripts")
+    if script := shutil.which(name, path=scripts):
+        return [script]
+    if not is_runnable(name):
+        raise ProgramError(
+            f"there is no program {name!r}, neither as a script in {scripts} nor as a module that {sys.executable} -m "
+            "runs; pip install the package that provides it"
+        )
+    return [sys.executable, "-m", name]
+
+
+def is_runnable(module: str) -> bool:
+    """Whether `python -m` runs a module of this name: a plain module, or a package with __main__."""
+    sys.path.insert(0, os.getcwd())  # as `python -m` looks there first
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return False
+    finally:
+        del sys.path[0]
+    if found is None:
+        return False
+    inside = found.submodule_search_locations
+    return inside is None or PathFinder.find_spec(f"{module}.__main__", inside) is not None
+
+
+def registering(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which every Python process imports hasslefree when it starts."""
+    path = [str(SITE), *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(path)}
