@@ -139,5 +139,9 @@ class KernelError(HasslefreeError):
     """A backend that this machine does not have, or that does not fit the layer."""
 
 
+class PromptError(HasslefreeError):
+    """A prompt that is empty, or longer than the model takes."""
+
+
 class ProgramError(HasslefreeError):
     """A program that `hasslefree run` does not find."""

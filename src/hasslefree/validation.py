@@ -12,6 +12,9 @@ from hasslefree.errors import HasslefreeError, with_arguments
 
 T = TypeVar("T")
 
+# The names of dtypes that a user may give; auto: that of the checkpoint.
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 # A measured number, and a count.
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]

@@ -3,10 +3,22 @@
 import dataclasses
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hasslefree.demo import run as demo
-from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL, demo_table, held_out_perplexity, recipes, run_demo
+from hasslefree.demo.run import (
+    CALIBRATION,
+    HELD_OUT,
+    MODEL,
+    NEW_TOKENS,
+    PROMPT,
+    demo_table,
+    held_out_perplexity,
+    recipes,
+    run_demo,
+    sample_table,
+)
 from hasslefree.models.texts import calibration_documents
 
 
@@ -31,6 +43,17 @@ def test_the_tokenizer_is_lossless():
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
+def continuation(folder):
+    """Oracle: transformers' own `generate`."""
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    given = tokenizer(PROMPT, return_tensors="pt")
+    whole = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return tokenizer.decode(whole[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
 def test_the_demo_compares_what_the_readme_says(tmp_path, monkeypatch):
     """Few samples and rounds: the table and the folders, not the figures."""
     quick = {
@@ -39,12 +62,15 @@ def test_the_demo_compares_what_the_readme_says(tmp_path, monkeypatch):
         if recipe.method not in ("oats", "3basil")
     }
     monkeypatch.setattr(demo, "recipes", lambda rounds: quick)
-    rows = run_demo(tmp_path, 1)
+    found = run_demo(tmp_path, 1)
+    rows = found.rows
     assert [row.method for row in rows] == ["dense", *quick]
     assert demo_table(rows).row_count == len(rows)
     dense, pruned, *_ = rows
     assert pruned.perplexity > dense.perplexity
     assert 0.5 < pruned.parameters / dense.parameters < 0.7
+    assert found.samples == {"dense": continuation(MODEL), list(quick)[-1]: continuation(tmp_path / "4-joint")}
+    assert sample_table(found.samples).row_count == 1
     methods = [recipe.method for recipe in recipes(7).values()]
     assert methods == ["sparsegpt", "oats", "hassle-free", "3basil", "joint", "joint"]
     assert {path.name for path in tmp_path.iterdir()} == {"1-sparsegpt", "2-hassle-free", "3-joint", "4-joint"}

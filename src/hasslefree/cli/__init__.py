@@ -10,7 +10,7 @@ from rich.console import Console
 from wrapt import register_post_import_hook
 
 # Each module adds its commands to the application; the help lists them in this order.
-from hasslefree.cli import compress, demo, evaluate, folder, programs  # noqa: F401
+from hasslefree.cli import compress, demo, evaluate, folder, generate, programs  # noqa: F401
 from hasslefree.cli.common import app
 from hasslefree.errors import HasslefreeError, with_flags
 

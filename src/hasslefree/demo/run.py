@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from hasslefree.evaluation.run import evaluate
-from hasslefree.models.load import load_model
+from hasslefree.generation.sample import Sampling, continue_prompt, prompt_ids
+from hasslefree.models.load import load_model, load_tokenizer
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.run.compress import Progress, compress
 
@@ -19,6 +21,8 @@ MODEL = FOLDER / "model"
 CALIBRATION = FOLDER / "calibration.jsonl"
 HELD_OUT = FOLDER / "held_out.txt"
 SEQLEN = 256
+PROMPT = "Return a new dictionary"
+NEW_TOKENS = 40
 
 
 def recipes(rounds: int) -> dict[str, Recipe]:
@@ -45,8 +49,16 @@ class DemoRow:
     seconds: float
 
 
-def run_demo(out: Path | None, rounds: int, progress: Progress | None = None) -> list[DemoRow]:
-    """Compress, and measure perplexity on the held-out text; the dense model comes first.
+@dataclass(frozen=True)
+class Demo:
+    """What the demo found. samples: the continuations of PROMPT, by the dense model and by the last compressed one."""
+
+    rows: list[DemoRow]
+    samples: dict[str, str]
+
+
+def run_demo(out: Path | None, rounds: int, progress: Progress | None = None) -> Demo:
+    """Compress, measure perplexity on the held-out text, and continue a prompt; the dense model comes first.
 
     Args:
         out: a folder for the compressed models; None for a temporary one.
@@ -61,7 +73,14 @@ def run_demo(out: Path | None, rounds: int, progress: Progress | None = None) ->
             stored = dense - report.dense_parameters + report.kept_parameters
             found = held_out_perplexity(target)
             rows.append(DemoRow(name, found, report.mean_relative_error, stored, report.seconds))
-    return rows
+        return Demo(rows, {"dense": continued(MODEL), name: continued(target)})
+
+
+def continued(model: Path) -> str:
+    """The most probable continuation of PROMPT by a model folder."""
+    loaded, tokenizer = load_model(str(model), dtype="float32"), load_tokenizer(str(model))
+    ids = prompt_ids(tokenizer, PROMPT)
+    return continue_prompt(loaded, tokenizer, ids, Sampling(NEW_TOKENS), write=lambda text: None).text
 
 
 def demo_table(rows: list[DemoRow]) -> Table:
@@ -77,6 +96,15 @@ def demo_table(rows: list[DemoRow]) -> Table:
             f"{row.parameters / 1e6:.2f} M",
             f"{row.seconds:.0f}" if row.seconds else "",
         )
+    return table
+
+
+def sample_table(samples: dict[str, str]) -> Table:
+    """The continuations side by side."""
+    table = Table(title=f"{PROMPT!r}, continued")
+    for name in samples:
+        table.add_column(name, overflow="fold", ratio=1)
+    table.add_row(*(Text(PROMPT + text) for text in samples.values()))
     return table
 
 

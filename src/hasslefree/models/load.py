@@ -17,7 +17,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from hasslefree.errors import HasslefreeError, ModelError, option
+from hasslefree.errors import HasslefreeError, ModelError, UnknownNameError, option
+from hasslefree.validation import DTYPES
 
 # By type of model, the class that takes images or sound beside text.
 MULTIMODAL: dict[str, str] = dict(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
@@ -109,7 +110,12 @@ def load_model(
         dtype: "auto" for the checkpoint's, or "float32", "bfloat16", "float16".
         device: such as "cpu" or "cuda"; None for the GPU if there is one.
         trust_remote_code: run code that comes with the model.
+
+    Raises:
+        ModelError: a model that cannot be loaded, or an unknown device. UnknownNameError: an unknown dtype.
     """
+    if dtype not in DTYPES:
+        raise UnknownNameError("dtype", dtype, DTYPES)
     target = resolve_device(device)
     model: Any = _from_pretrained(name, trust_remote_code, dtype=dtype)
     return model.to(target)
@@ -213,16 +219,20 @@ def resolve_device(device: str | None) -> torch.device:
     return chosen
 
 
+def most_positions(model: nn.Module) -> int | None:
+    """The tokens that a model takes at once; None where there is no limit."""
+    config: Any = model.config
+    most: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if most is not None and most < 1 else most  # less than 1 is XLNet's way to say that there is no limit
+
+
 def resolve_seqlen(model: nn.Module, asked: int | None) -> int:
     """The segment length: what was asked for, or 2048, or what the model takes if that is less.
 
     Raises:
         ModelError: more was asked for than the model has positions.
     """
-    config: Any = model.config
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and most < 1:  # XLNet's way to say that there is no limit
-        most = None
+    most = most_positions(model)
     if most is not None and asked is not None and asked > most:
         raise ModelError(
             f"the model takes at most {most} tokens at once, asked for {asked}; use {option('seqlen', most)}"

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hasslefree.validation import DTYPES
+
 if TYPE_CHECKING:
     from hasslefree.recipe.resolved import Resolved
 
 EFFORTS = ("fast", "balanced", "best")
 ALLOCATIONS = ("uniform", "owl", "error")
 SEQUENTIAL = ("layer", "block")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 # What is wrong with a value of a field, in words; None for nothing.
 Check = Callable[[Any], str | None]

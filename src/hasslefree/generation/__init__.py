@@ -1,0 +1,1 @@
+"""Text from models: one prompt or a conversation, by the compressed model and by the dense one."""

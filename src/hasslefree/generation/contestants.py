@@ -1,0 +1,99 @@
+"""The compressed model and the dense one that it was made of, loaded to be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from transformers import PreTrainedModel
+
+from hasslefree.errors import CheckpointError, RecipeError
+from hasslefree.folder.record import Record
+from hasslefree.generation.sample import warm_up
+from hasslefree.models.load import load_model, load_tokenizer
+from hasslefree.packed.linear import compressed_layers, use_backend
+
+# The value of --dense that leaves the dense model out.
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A loaded model. role: dense or compressed. name: as it was given."""
+
+    role: str
+    name: str
+    model: PreTrainedModel
+    tokenizer: Any
+
+    @property
+    def bytes(self) -> int:
+        """The memory of its weights, with what backends hold beside."""
+        held = [layer.held for layer in compressed_layers(self.model).values() if layer.held is not None]
+        return int(self.model.get_memory_footprint()) + sum(each.nbytes for each in held)
+
+
+def load_contestant(role: str, name: str, **how: Any) -> Contestant:
+    """how: the dtype, device and trust_remote_code of `load_model`."""
+    tokenizer = load_tokenizer(name, how.get("trust_remote_code", False))
+    return Contestant(role, name, load_model(name, **how), tokenizer)
+
+
+def load_contestants(
+    folder: str, dense: str | None, backend: str | None, threads: int | None, **how: Any
+) -> tuple[list[Contestant], str | None]:
+    """The dense model, where it is at hand, and the compressed one.
+
+    Args:
+        dense: the dense model; None for the one that the record of `folder` names, if it is at hand; "none" for none.
+        backend: of the compressed layers; None for the automatic choice. threads: of torch; None for its own number.
+        how: the dtype, device and trust_remote_code of `load_model`.
+
+    Returns:
+        The models, and a sentence that says why there is no dense one, where that was not asked for.
+
+    Raises:
+        HasslefreeError: a model that cannot be loaded, or a backend that is not possible.
+    """
+    if threads is not None:
+        if threads < 1:
+            raise RecipeError(f"threads is at least 1, got {threads}", ("threads",))
+        torch.set_num_threads(threads)
+    remark = None
+    if dense is None:
+        dense, remark = recorded_dense(Path(folder))
+    compressed = load_contestant("compressed", folder, **how)
+    use_backend(compressed.model, backend)
+    warm_up(compressed.model)
+    if dense is None or dense == NONE:
+        return [compressed], remark
+    return [load_contestant("dense", dense, **how), compressed], None
+
+
+def recorded_dense(folder: Path) -> tuple[str | None, str | None]:
+    """The dense model that compression.json names, as a local folder; or None, and a sentence that says why."""
+    file = folder / "compression.json"
+    if not file.is_file():
+        return None, f"{folder} has no compression.json that names its dense model; name that with --dense."
+    try:
+        name = Record.from_json(file.read_text(encoding="utf-8")).model
+    except CheckpointError as error:
+        raise error.under(str(file)) from None
+    if found := at_hand(name):
+        return str(found), None
+    return None, f"The dense model {name} is not on this machine; name it with --dense, or download it."
+
+
+def at_hand(name: str) -> Path | None:
+    """The local folder of a model or its folder in the cache of the hub, if it holds weights; nothing is downloaded."""
+    folder = Path(name)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(name, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError):
+            return None
+    return folder if any(folder.glob("*.safetensors")) else None

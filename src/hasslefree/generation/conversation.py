@@ -1,0 +1,76 @@
+"""A conversation with one model, in the words of its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hasslefree.errors import PromptError
+from hasslefree.generation.contestants import Contestant
+from hasslefree.generation.sample import Continuation, Sampling, check_prompt, continue_prompt, prompt_ids
+
+
+@dataclass
+class Conversation:
+    """What was said so far. A tokenizer without a chat template continues every message by itself.
+
+    Args:
+        messages: as a chat template takes them: {"role", "content"} each, of the user and the assistant in turn.
+    """
+
+    contestant: Contestant
+    sampling: Sampling
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def has_template(self) -> bool:
+        return self.contestant.tokenizer.chat_template is not None
+
+    def answer(self, message: str, write: Callable[[str], None]) -> Continuation:
+        """The model's answer, which becomes part of the conversation.
+
+        The oldest exchanges are forgotten where the model does not take them all.
+
+        Args:
+            write: called with each piece of the answer as soon as it is there.
+
+        Raises:
+            PromptError: the message alone is too long; the conversation stays as it was.
+        """
+        asked = {"role": "user", "content": message}
+        kept, prompt = self.fitting([*self.messages, asked])
+        tokenizer = self.contestant.tokenizer
+        found = continue_prompt(self.contestant.model, tokenizer, prompt, self.sampling, write)
+        if self.has_template:
+            self.messages = [*kept, {"role": "assistant", "content": found.text}]
+        return found
+
+    def fitting(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], Tensor]:
+        """The newest messages for which the model has room, from a question on; and their token ids (1, length).
+
+        Raises:
+            PromptError: there is no room for the last message.
+        """
+        while True:
+            prompt = self.prompt(messages)
+            try:
+                check_prompt(self.contestant.model, prompt, self.sampling)
+            except PromptError:
+                if len(messages) == 1:
+                    raise
+                messages = messages[2:]
+            else:
+                return messages, prompt
+
+    def prompt(self, messages: list[dict[str, str]]) -> Tensor:
+        """The token ids (1, length) that the model continues."""
+        tokenizer = self.contestant.tokenizer
+        if not self.has_template:
+            return prompt_ids(tokenizer, messages[-1]["content"])
+        made = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        ids: Tensor = made["input_ids"]
+        return ids

@@ -1,0 +1,135 @@
+"""The commands `generate` and `chat`. Oracle for texts: transformers' own `generate` on the loaded folder."""
+
+import io
+import json
+import shutil
+import sys
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hasslefree import use_backend
+from hasslefree.cli import main
+from hasslefree.demo.run import MODEL
+from hasslefree.generation.contestants import load_contestant
+from hasslefree.units import size
+
+
+def run(monkeypatch, capsys, *arguments, stdin=None):
+    """The exit code, and what was printed."""
+    monkeypatch.setattr(sys, "argv", ["hasslefree", *map(str, arguments)])
+    if stdin is not None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+    with pytest.raises(SystemExit) as caught:
+        main()
+    printed = capsys.readouterr()
+    return caught.value.code or 0, printed.out + printed.err
+
+
+def continued(folder, prompt, count):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    whole = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=count, do_sample=False)
+    return tokenizer.decode(whole[0], skip_special_tokens=True)
+
+
+def test_generate_shows_both_models_with_their_bytes(monkeypatch, capsys, out):
+    code, text = run(monkeypatch, capsys, "generate", out, "Return the", "--max-new-tokens", "12")
+    assert code == 0, text
+    before, dense, compressed = text.replace("[compressed]", "[dense]").split("[dense]\n")
+    assert before == ""
+    assert dense.startswith(continued(MODEL, "Return the", 12))
+    assert compressed.startswith(continued(out, "Return the", 12))
+    for folder in (MODEL, out):
+        weights = load_file(folder / "model.safetensors").values() if folder == MODEL else shards(out)
+        assert size(sum(tensor.nbytes for tensor in weights)) in text
+    assert "tokens/s" in text
+
+
+def shards(folder):
+    return [tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).values()]
+
+
+def test_unpacked_copies_count_as_bytes(out):
+    """Oracle: S of every layer, dense and in float32, beside what is packed."""
+    found = load_contestant("compressed", str(out), device="cpu")
+    packed = found.bytes
+    use_backend(found.model, "unpacked")
+    layers = json.loads((out / "compression.json").read_text())["layers"]
+    assert found.bytes - packed == sum(4 * layer["out"] * layer["width"] for layer in layers)
+
+
+def test_generate_reads_the_prompt_from_a_pipe_and_leaves_the_dense_model_out(monkeypatch, capsys, out):
+    arguments = ["generate", out, "--dense", "none", "--max-new-tokens", "4", "--backend", "dense"]
+    code, text = run(monkeypatch, capsys, *arguments, stdin=b"Return the\n")
+    assert code == 0, text
+    assert text.startswith("[compressed]\n" + continued(out, "Return the", 4))
+    assert "[dense]" not in text
+
+
+def test_a_dense_model_that_is_not_at_hand_is_a_sentence(monkeypatch, capsys, out, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    shutil.copytree(out, tmp_path / "out")
+    record = json.loads((out / "compression.json").read_text())
+    for name in ("nobody/such-model", str(tmp_path / "gone" / "model")):
+        (tmp_path / "out" / "compression.json").write_text(json.dumps(record | {"model": name}))
+        code, text = run(monkeypatch, capsys, "generate", tmp_path / "out", "Return", "--max-new-tokens", "2")
+        assert code == 0, text
+        assert text.startswith(f"The dense model {name} is not on this machine; name it with --dense, or download it.")
+        assert "[dense]" not in text
+    code, text = run(monkeypatch, capsys, "generate", MODEL, "Return", "--max-new-tokens", "2")
+    assert code == 0, text
+    assert "no compression.json that names its dense model" in text
+
+
+def test_chat_answers_the_lines_of_a_pipe(monkeypatch, capsys, with_template):
+    arguments = ["chat", with_template, "--dense", "none", "--max-new-tokens", "6"]
+    code, text = run(monkeypatch, capsys, *arguments, stdin=b"Hello\n\n \nNot \xff UTF-8\n")
+    assert code == 0, text
+    first = continued(with_template, "<user>Hello\n<assistant>", 6).removeprefix("<user>Hello\n<assistant>")
+    assert f"> Hello\n{first}\n6 tokens" in text
+    assert "> Not � UTF-8\n" in text
+    assert text.count("> ") == 2
+
+
+def test_chat_goes_on_after_a_message_that_is_too_long(monkeypatch, capsys, out):
+    arguments = ["chat", out, "--dense", "none", "--max-new-tokens", "2"]
+    code, text = run(monkeypatch, capsys, *arguments, stdin=b"words " * 600 + b"\nReturn\n")
+    assert code == 0, text
+    assert "the model takes at most 512" in text
+    assert "--max-new-tokens from 2" in text.replace("\n", " ")
+    assert text.count("2 tokens, ") == 1
+
+
+@pytest.mark.parametrize(("end", "expected"), [(EOFError, 0), (KeyboardInterrupt, 130)])
+def test_ctrl_d_and_ctrl_c_end_a_chat(monkeypatch, capsys, out, end, expected):
+    typed = iter(["Return"])
+
+    def answer(_prompt):
+        for line in typed:
+            return line
+        raise end
+
+    monkeypatch.setattr("builtins.input", answer)
+    code, text = run(monkeypatch, capsys, "chat", out, "--dense", "none", "--max-new-tokens", "2")
+    assert code == expected
+    assert "2 tokens, " in text
+    assert "Traceback" not in text
+
+
+def test_mistakes_are_one_message_and_exit_code_2(monkeypatch, capsys, out, tmp_path):
+    for arguments, message in [
+        (["generate", out, ""], "the prompt is empty"),
+        (["generate", out, "x", "--max-new-tokens", "512"], "takes at most 512, new ones included"),
+        (["generate", tmp_path / "none", "x"], "none does not exist"),
+        (["generate", out, "x", "--dense", tmp_path / "gone"], "gone does not exist"),
+        (["generate", out, "x", "--backend", "numbr"], "Did you mean 'numba'"),
+        (["chat", out, "--backend", "triton"], "it runs on CUDA"),
+        (["chat", out, "--dtype", "float23"], "unknown dtype 'float23'. Did you mean 'float32'"),
+        (["chat", out, "--device", "gpu"], "unknown device 'gpu'"),
+        (["chat", out, "--temperature", "-1"], "--temperature"),
+    ]:
+        code, text = run(monkeypatch, capsys, *arguments)
+        assert code == 2, text
+        assert message in text.replace("\n", " "), text
+        assert "Traceback" not in text
