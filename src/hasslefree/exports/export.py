@@ -12,6 +12,7 @@ from hasslefree.errors import ModelError, OutputError, UnknownNameError
 from hasslefree.exports.dense import write_dense
 from hasslefree.exports.narrow import write_narrow
 from hasslefree.exports.peft import write_adapter
+from hasslefree.exports.rotary import write_older_rotary
 from hasslefree.folder.card import export_card
 from hasslefree.folder.entries import QUANT_METHOD
 from hasslefree.folder.output import check_output, check_shard_size, replaced_whole
@@ -94,4 +95,6 @@ def copy_rest(source: Path, part: Path, folders: dict[str, Path], auto: str) -> 
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         copy_processor(str(source), folder)
+        if (folder / "config.json").exists():  # an adapter has none
+            write_older_rotary(folder / "config.json")
         (folder / "README.md").write_text(export_card(kind, source.name, recorded, auto), encoding="utf-8")
