@@ -145,3 +145,7 @@ class PromptError(HasslefreeError):
 
 class ProgramError(HasslefreeError):
     """A program that `hasslefree run` does not find."""
+
+
+class ServeError(HasslefreeError):
+    """A compressed folder that vLLM cannot serve as asked: its version, the GPU, or how the model is split."""

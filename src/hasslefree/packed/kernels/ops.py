@@ -38,6 +38,8 @@ TILE_BYTES, LEAST_ROWS = 4 << 20, 256
 # The rows of a tile that runs through tables: its sums stay in the second level of the cache.
 MOST_ROWS = 1024
 _KEPT = threading.local()
+# The one that sets them: in its workers, vLLM puts a function that does nothing in the place of torch's.
+set_torch_threads = torch.set_num_threads
 Unpack = Callable[[int, int, Any], None]
 
 
@@ -279,7 +281,7 @@ def _kernels() -> Any:
     count = torch.get_num_threads()
     cpu.use_threads(count)
     if torch.get_num_threads() != count:  # Numba's first start sets the number of OpenMP threads, which torch shares
-        torch.set_num_threads(count)
+        set_torch_threads(count)
     return cpu
 
 

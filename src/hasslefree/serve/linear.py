@@ -1,0 +1,108 @@
+"""vLLM's linear layers with compressed weights: how they are divided, loaded and multiplied."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear
+
+from hasslefree.folder.entries import Entry
+from hasslefree.serve.arrivals import Arrivals
+from hasslefree.serve.parts import Division
+from hasslefree.serve.stacked import StackedLinear
+
+logger = logging.getLogger(__name__)
+
+
+class StackedLinearMethod(LinearMethodBase):
+    """How vLLM runs a linear layer that consists of compressed layers.
+
+    Args:
+        entries: of these layers by name, in the order of their outputs; None for one that stayed dense.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry | None]):
+        self.entries = entries
+
+    def create_weights(
+        self,
+        layer: LinearBase,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register the stack, and for each tensor of the folder a parameter that vLLM's loaders find by its name.
+
+        These parameters have no elements: their `weight_loader` gives the tensors to the stack.
+
+        Raises:
+            ServeError: the layers do not add up to this one, or a rank's share cuts a group of N:M.
+        """
+        sizes = slice_sizes(layer, output_size)
+        local = (output_partition_sizes, input_size, input_size_per_partition)
+        division = Division(sizes, *local, layer.tp_rank, layer.tp_size)
+        parts = division.parts(self.entries)
+        layer.compressed = StackedLinear(parts, params_dtype)
+        arrivals = Arrivals(layer.compressed)
+        for leaf, dtype in {leaf: dtype for part in parts for leaf, (_, dtype) in part.tensors().items()}.items():
+            layer.register_parameter(leaf, Landing(leaf, arrivals, dtype or params_dtype))
+        if layer.compressed.groups is None:
+            warn_unpacked(", ".join(dict.fromkeys(part.kind for part in parts)))
+
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
+        """Remove the parameters without elements.
+
+        Raises:
+            CheckpointError: the weight files lack a tensor of the layer.
+        """
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            if isinstance(parameter, Landing):
+                delattr(layer, name)
+        layer.compressed.finish()
+
+    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x: (…, in) → (…, out), of this rank."""
+        y = layer.compressed(x)
+        return y if bias is None else y + bias
+
+
+class Landing(nn.Parameter):
+    """A parameter without elements, by whose name vLLM's loaders find where a tensor of the folder goes.
+
+    Args:
+        leaf: the name. dtype: of the tensors; vLLM warns of another one.
+    """
+
+    def __new__(cls, leaf: str, arrivals: Arrivals, dtype: torch.dtype) -> Landing:
+        return super().__new__(cls, torch.empty(0, dtype=dtype), requires_grad=False)
+
+    def __init__(self, leaf: str, arrivals: Arrivals, dtype: torch.dtype):
+        self.leaf, self.arrivals = leaf, arrivals
+
+    def weight_loader(
+        self, parameter: nn.Parameter, tensor: Tensor, slices: str | int | tuple[int, ...] | None = None
+    ) -> None:
+        """What vLLM calls for every tensor. slices: of a fused layer, which one the tensor is for."""
+        self.arrivals.add(self.leaf, tensor, slices)
+
+
+def slice_sizes(layer: LinearBase, output_size: int) -> list[int]:
+    """The outputs of each slice of a layer on all ranks together; key heads that ranks share count once."""
+    if isinstance(layer, QKVParallelLinear):
+        keys = layer.total_num_kv_heads
+        return [layer.total_num_heads * layer.head_size, keys * layer.head_size, keys * layer.v_head_size]
+    return list(getattr(layer, "output_sizes", [output_size]))
+
+
+@functools.cache
+def warn_unpacked(kind: str) -> None:
+    """Log once for each kind of layer that it takes the memory of a dense one."""
+    logger.warning("Layers of %s are unpacked when they are loaded: they take the memory of dense layers", kind)

@@ -1,0 +1,86 @@
+"""The product of a stack of compressed layers as one torch operator, for torch.compile and CUDA graphs.
+
+Which kernel runs is decided within the operator, so that a compiled graph for any number of tokens has one node. A
+captured CUDA graph holds the kernels for the number of tokens that it was captured with.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
+
+from hasslefree.packed.kernels import BACKENDS, Case, choose, cuda, layer_product, product, takes_layers
+from hasslefree.packed.layouts import PackedGroups
+
+
+def stacked_product(
+    x: Tensor, values: Tensor, positions: Tensor, n: int, m: int,
+    low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int], held: list[Tensor],
+) -> Tensor:  # fmt: skip
+    """x (S + L)ᵀ for layers that read the same inputs, with S of all of them stacked by rows.
+
+    Args:
+        x: (tokens, in). values: (Σ out, in/M·N), of x's dtype. positions: (Σ out, bytes), uint8: the codes of the
+            groups. low_rank_u, low_rank_v, outs, ranks: as for `add_low_rank`.
+        held: S once more, as `semi_structured_tensors` gives it, for calls that no decode kernel takes; or empty.
+
+    Returns:
+        (tokens, Σ out), in x's dtype.
+    """
+    layout = PackedGroups(n, m)
+    case = Case(x.device.type, x.dtype, layout, len(x), grad=False)
+    backend = choose(case, "triton" if BACKENDS["triton"](case) is None else None)
+    if backend == "numba" and len(outs) == 1 and ranks[0] and takes_layers(x, layout):
+        return layer_product(layout, x, values, positions, low_rank_u.view(outs[0], -1), low_rank_v)
+    if backend != "dense":
+        y = product(backend, x, values, positions, layout)
+    elif held:
+        y = F.linear(x, _semi_structured(held, (len(values), x.shape[1])))
+    else:
+        y = F.linear(x, layout.unpack(values, positions, x.shape[1]))
+    return add_low_rank(y, x, low_rank_u, low_rank_v, outs, ranks)
+
+
+stacked_linear = torch.library.custom_op("hasslefree::stacked_linear", stacked_product, mutates_args=())
+
+
+@stacked_linear.register_fake
+def _(
+    x: Tensor, values: Tensor, positions: Tensor, n: int, m: int,
+    low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int], held: list[Tensor],
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], positions.shape[0])
+
+
+def add_low_rank(
+    y: Tensor, x: Tensor, low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int]
+) -> Tensor:
+    """y with the low-rank part of each layer added in place to its outputs.
+
+    Args:
+        y: (tokens, Σ out). x: (tokens, in). low_rank_v: (Σ r, in), the v of all layers stacked by rows.
+        low_rank_u: (Σ out·r,), the u (out, r) of one layer after the other. outs, ranks: out and r of each layer.
+    """
+    if not len(low_rank_v):
+        return y
+    hidden = F.linear(x, low_rank_v)
+    factors = low_rank_u.split([out * rank for out, rank in zip(outs, ranks, strict=True)])
+    for part, inner, u, out in zip(y.split(outs, 1), hidden.split(ranks, 1), factors, outs, strict=True):
+        if inner.shape[1]:
+            part.addmm_(inner, u.view(out, -1).T)
+    return y
+
+
+def semi_structured_tensors(sparse: Tensor) -> list[Tensor]:
+    """S (out, in) of the pattern 2:4 in torch's own format, as plain tensors, which operators take as arguments."""
+    held = cuda.semi_structured(sparse)
+    return [tensor for name in ("packed", "meta") if (tensor := getattr(held, name)) is not None]
+
+
+def _semi_structured(held: list[Tensor], shape: tuple[int, int]) -> Tensor:
+    """The inverse of `semi_structured_tensors`. cuSPARSELt keeps one tensor, and CUTLASS has the positions apart."""
+    kind = SparseSemiStructuredTensorCUSPARSELT if len(held) == 1 else SparseSemiStructuredTensorCUTLASS
+    packed, meta = (*held, None)[:2]
+    return kind(torch.Size(shape), packed, meta, None, None, None)

@@ -1,0 +1,150 @@
+"""The layers of a folder that make up one linear layer of vLLM, such as q, k and v, and what a rank holds of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.factors import CodedRows
+from hasslefree.errors import CheckpointError, PatternError, ServeError
+from hasslefree.folder.entries import Entry, crc32
+from hasslefree.packed.layouts import PackedGroups
+from hasslefree.serve.shards import Shard, check_groups, shard_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer of the folder.
+
+    Args:
+        name: the one that vLLM's model gives to it. entry: of config.json; None for a layer that stayed dense.
+        shape: (out, in) of the weight. slices: which outputs of vLLM's layer it makes up, by number.
+        shard: what this rank holds.
+
+    Raises:
+        ServeError: the share cuts a group of N:M.
+    """
+
+    name: str
+    entry: Entry | None
+    shape: tuple[int, int]
+    slices: range
+    shard: Shard
+
+    def __post_init__(self) -> None:
+        if self.entry is not None:
+            check_groups(self.name, self.entry.spec, self.shard)
+
+    @property
+    def rank(self) -> int:
+        return self.entry.spec.rank if self.entry else 0
+
+    @property
+    def kind(self) -> str:
+        """How the layer is stored, in words."""
+        return self.entry.spec.kind if self.entry else "no compression"
+
+    @property
+    def groups(self) -> PackedGroups | None:
+        """The layout of S if it is N:M and on no grid."""
+        layout = self.entry.spec.storage.layout if self.entry and self.entry.spec.grid is None else None
+        return layout if isinstance(layout, PackedGroups) else None
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """The tensors that the folder holds, without the bias, with their dtypes; None for the model's."""
+        return self.entry.spec.tensors() if self.entry else {"weight": (self.shape, None)}
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compare all tensors of the layer with its entry.
+
+        Raises:
+            CheckpointError: a shape or dtype differs, or the index tensor is damaged.
+        """
+        for leaf, (shape, dtype) in self.tensors().items():
+            found = tensors[leaf]
+            if tuple(found.shape) != shape or (found.dtype != dtype if dtype else not found.is_floating_point()):
+                raise CheckpointError(
+                    f"{self.name}.{leaf} is {found.dtype} {list(found.shape)}, and by config.json "
+                    f"{dtype or 'floating'} {list(shape)}; get both anew"
+                )
+        if self.entry is None:
+            return
+        spec, layout = self.entry.spec, self.entry.spec.storage.layout
+        index = tensors[layout.index].cpu()
+        if (crc := crc32(index)) != self.entry.crc32:
+            raise CheckpointError(
+                f"{self.name}.{layout.index} is damaged: its CRC-32 is {crc:08x}, and {self.entry.crc32:08x} by "
+                "config.json; get it anew"
+            )
+        try:
+            layout.validate(index, spec.shape[1], spec.nonzeros)
+        except PatternError as error:
+            raise CheckpointError(f"{self.name}.{layout.index} was not written by a sound writer: {error}") from None
+
+    def factors(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """This rank's u (out, r) and v (r, in). r > 0."""
+        u, v = tensors["low_rank_u"], tensors["low_rank_v"]
+        if self.entry is not None and self.entry.spec.factor_bits is not None:
+            u, v = (CodedRows(codes, tensors[f"low_rank_{key}_scale"]).values() for key, codes in (("u", u), ("v", v)))
+        return self.shard.take_rows(u), self.shard.take_columns(v)
+
+    def unpacked(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """This rank's share of S, or of the dense weight."""
+        whole = tensors.get("weight")
+        if whole is None:
+            assert self.entry is not None
+            whole = self.entry.spec.storage.unpack(tensors, self.shape[1], self.entry.spec.nonzeros)
+        return self.shard.take_columns(self.shard.take_rows(whole))
+
+
+@dataclass(frozen=True)
+class Division:
+    """How vLLM divides a linear layer into slices of outputs, such as q, k and v, and among ranks.
+
+    Args:
+        sizes, local_sizes: the outputs of each slice, whole and of one rank. width, local_width: the inputs.
+        rank, ranks: of tensor parallelism.
+    """
+
+    sizes: Sequence[int]
+    local_sizes: Sequence[int]
+    width: int
+    local_width: int
+    rank: int
+    ranks: int
+
+    def parts(self, entries: Mapping[str, Entry | None]) -> list[Part]:
+        """The layers of the folder that make up the layer, each of one slice or of several that follow each other.
+
+        Args:
+            entries: by name, in the order of their outputs; None for a layer that stayed dense, which is one slice.
+
+        Raises:
+            ServeError: their shapes do not add up to the layer, or a share cuts a group of N:M.
+        """
+        parts: list[Part] = []
+        first = 0
+        for name, entry in entries.items():
+            last = first + 1
+            while entry and last < len(self.sizes) and sum(self.sizes[first:last]) < entry.spec.shape[0]:
+                last += 1
+            shape = (sum(self.sizes[first:last]), self.width)
+            if last > len(self.sizes) or (entry and entry.spec.shape != shape):
+                raise self._mismatch(entries)
+            local = self.local_sizes[first:last]
+            shard = shard_of(self.sizes[first:last], local, self.width, self.local_width, self.rank, self.ranks)
+            parts.append(Part(name, entry, shape, range(first, last), shard))
+            first = last
+        if first < len(self.sizes):
+            raise self._mismatch(entries)
+        return parts
+
+    def _mismatch(self, entries: Mapping[str, Entry | None]) -> ServeError:
+        shapes = ", ".join(f"{name} {list(entry.spec.shape) if entry else 'dense'}" for name, entry in entries.items())
+        return ServeError(
+            f"config.json lists {shapes}; vLLM's layer has outputs {list(self.sizes)} and {self.width} inputs: "
+            "write a dense model with `hasslefree export FOLDER --to dense DEST` and serve DEST"
+        )
