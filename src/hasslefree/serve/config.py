@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from typing import Any
 
 import torch
@@ -14,13 +12,7 @@ from vllm.platforms import current_platform
 
 from hasslefree.errors import ServeError
 from hasslefree.folder.entries import QUANT_METHOD, Entry, check_version, read_entries
-from hasslefree.serve import versions
-
-logger = logging.getLogger(__name__)
-
-# (major, minor) of the least compute capability: that of torch's 2:4 tensors, for which the kernels are compiled too.
-LEAST_CAPABILITY = (8, 0)
-EXPERT = re.compile(r"\.experts\.\d+\.")
+from hasslefree.serve.requirements import DENSE, LEAST_CAPABILITY, check_device, check_layers, check_vllm
 
 
 class ServedConfig(QuantizationConfig):
@@ -42,15 +34,12 @@ class ServedConfig(QuantizationConfig):
             CheckpointError: the entry is malformed, or of another version of the format.
             ServeError: vLLM has another version, the device has no kernels, or the model is a mixture of experts.
         """
-        versions.check_version(vllm.__version__)
-        check_device()
+        check_vllm(vllm.__version__)
+        capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+        check_device(current_platform.device_name, capability and (capability.major, capability.minor))
         check_version(config.get("version"), config.get("layout"))
         entries = read_entries(config.get("modules"))
-        if expert := next((name for name in entries if EXPERT.search(name)), None):
-            raise ServeError(
-                f"{expert} is a compressed expert, and compressed experts cannot be served; "
-                "write a dense model with `hasslefree export FOLDER --to dense DEST` and serve DEST"
-            )
+        check_layers(entries)
         return cls(entries)
 
     @classmethod
@@ -75,15 +64,21 @@ class ServedConfig(QuantizationConfig):
         self.entries = hf_to_vllm_mapper.apply_dict(self.entries)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """How vLLM runs a layer; None for one that is not linear.
+
+        Args:
+            prefix: its name in vLLM's model, where `qkv_proj` stands for three layers of the folder.
+
+        Raises:
+            ServeError: a layer that is not linear is compressed.
+        """
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
         from hasslefree.serve.linear import StackedLinearMethod
 
         if not isinstance(layer, LinearBase):
             if prefix in self.entries:
-                raise ServeError(
-                    f"{prefix} is compressed, and vLLM has no linear layer but a {type(layer).__name__} there"
-                )
+                raise ServeError(f"{prefix} is compressed, and vLLM has a {type(layer).__name__} there: {DENSE}")
             return None
         parent, _, leaf = prefix.rpartition(".")
         names = [f"{parent}.{name}" if parent else name for name in self.packed_modules_mapping.get(leaf, [leaf])]
@@ -91,21 +86,3 @@ class ServedConfig(QuantizationConfig):
         if not any(entries.values()):
             return UnquantizedLinearMethod()
         return StackedLinearMethod(entries)
-
-
-def check_device() -> None:
-    """Raise ServeError where vLLM runs on a device without kernels."""
-    if current_platform.is_cpu():
-        return
-    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-    if capability is None:
-        raise ServeError(
-            f"compressed folders are served on a CPU or an NVIDIA GPU, not on {current_platform.device_name}; "
-            "write a dense model with `hasslefree export FOLDER --to dense DEST` and serve DEST"
-        )
-    if tuple(capability) < LEAST_CAPABILITY:
-        least, found = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, tuple(capability)))
-        raise ServeError(
-            f"compressed folders need a GPU of compute capability {least}, and this one has {found}; "
-            "write a dense model with `hasslefree export FOLDER --to dense DEST` and serve DEST"
-        )

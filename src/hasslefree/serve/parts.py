@@ -12,6 +12,7 @@ from hasslefree.core.factors import CodedRows
 from hasslefree.errors import CheckpointError, PatternError, ServeError
 from hasslefree.folder.entries import Entry, crc32
 from hasslefree.packed.layouts import PackedGroups
+from hasslefree.serve.requirements import DENSE
 from hasslefree.serve.shards import Shard, check_groups, shard_of
 
 
@@ -145,6 +146,5 @@ class Division:
     def _mismatch(self, entries: Mapping[str, Entry | None]) -> ServeError:
         shapes = ", ".join(f"{name} {list(entry.spec.shape) if entry else 'dense'}" for name, entry in entries.items())
         return ServeError(
-            f"config.json lists {shapes}; vLLM's layer has outputs {list(self.sizes)} and {self.width} inputs: "
-            "write a dense model with `hasslefree export FOLDER --to dense DEST` and serve DEST"
+            f"config.json lists {shapes}; vLLM's layer has outputs {list(self.sizes)} and {self.width} inputs: {DENSE}"
         )

@@ -1,0 +1,52 @@
+"""What a compressed folder needs of vLLM, of the device and of the model: checked before any weight is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from hasslefree.errors import ServeError
+
+# (major, minor) of vLLM; docs/guide/serve.md says what was run with each.
+VERSIONS = ((0, 32), (0, 33))
+# (major, minor) of the least compute capability: that of torch's 2:4 tensors, for which the kernels are compiled too.
+LEAST_CAPABILITY = (8, 0)
+EXPERT = re.compile(r"\.experts\.\d+\.")
+DENSE = "write a dense model with `hasslefree export FOLDER --to dense DEST` and serve DEST"
+
+
+def check_vllm(version: str) -> None:
+    """Raise ServeError where this version of vLLM is not one that the plugin is written for."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if found in VERSIONS:
+        return
+    known, (major, minor) = " and ".join(f"{major}.{minor}" for major, minor in VERSIONS), max(VERSIONS)
+    update = "update hasslefree, or " if found > max(VERSIONS) else ""
+    raise ServeError(
+        f"this hasslefree serves compressed folders with vLLM {known}, and vLLM {version} is installed: "
+        f'{update}pip install "vllm=={major}.{minor}.*"'
+    )
+
+
+def check_device(name: str, capability: tuple[int, int] | None) -> None:
+    """Raise ServeError where there are no kernels for the device.
+
+    Args:
+        name: "cpu", "cuda" or another one, as vLLM calls it. capability: (major, minor) of an NVIDIA GPU, else None.
+    """
+    if name == "cpu":
+        return
+    if name != "cuda" or capability is None:
+        raise ServeError(f"compressed folders are served on a CPU or an NVIDIA GPU, not on {name}: {DENSE}")
+    if capability < LEAST_CAPABILITY:
+        least, found = (f"{major}.{minor}" for major, minor in (LEAST_CAPABILITY, capability))
+        raise ServeError(
+            f"compressed folders need a GPU of compute capability {least}, and this one has {found}: {DENSE}"
+        )
+
+
+def check_layers(names: Iterable[str]) -> None:
+    """Raise ServeError where one of these compressed layers is an expert of a mixture."""
+    if expert := next((name for name in names if EXPERT.search(name)), None):
+        raise ServeError(f"{expert} is an expert of a mixture, and compressed experts cannot be served: {DENSE}")
