@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
-from hasslefree.packed.kernels import BACKENDS, Case, choose, cuda, layer_product, product, takes_layers
+from hasslefree.packed.kernels import Case, LayerTensors, choose, cuda, layer_products, product, takes_layers
 from hasslefree.packed.layouts import PackedGroups
 
 
@@ -30,11 +30,11 @@ def stacked_product(
         (tokens, Σ out), in x's dtype.
     """
     layout = PackedGroups(n, m)
-    case = Case(x.device.type, x.dtype, layout, len(x), grad=False)
-    backend = choose(case, "triton" if BACKENDS["triton"](case) is None else None)
-    if backend == "numba" and len(outs) == 1 and ranks[0] and takes_layers(x, layout):
-        return layer_product(layout, x, values, positions, low_rank_u.view(outs[0], -1), low_rank_v)
-    if backend != "dense":
+    backend = choose(Case(x.device.type, x.dtype, layout, len(x), grad=False))
+    if takes_layers(backend, x, layout) and (backend == "triton" or len(outs) == 1):
+        layers = layers_of(values, positions, low_rank_u, low_rank_v, outs, ranks)
+        return torch.cat(layer_products(layout, x, layers), dim=1)
+    if backend == "numba":
         y = product(backend, x, values, positions, layout)
     elif held:
         y = F.linear(x, _semi_structured(held, (len(values), x.shape[1])))
@@ -52,6 +52,15 @@ def _(
     low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int], held: list[Tensor],
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], positions.shape[0])
+
+
+def layers_of(
+    values: Tensor, positions: Tensor, low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int]
+) -> list[LayerTensors]:
+    """The layers of a stack, as views. The arguments are those of `stacked_product`."""
+    us = low_rank_u.split([out * rank for out, rank in zip(outs, ranks, strict=True)])
+    parts = zip(values.split(outs), positions.split(outs), us, low_rank_v.split(ranks), strict=True)
+    return [LayerTensors(value, index, u.view(len(value), len(v)), v, None) for value, index, u, v in parts]
 
 
 def add_low_rank(
