@@ -9,10 +9,11 @@ from hasslefree import Recipe
 from hasslefree.errors import MemoryShortError
 from hasslefree.levers import rotation
 from hasslefree.packed.kernels import backends
-from hasslefree.packed.layouts import PackedGroups, layout_of
+from hasslefree.packed.layouts import layout_of
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, use_backend
 from hasslefree.run import compress as driver
 from hasslefree.run.estimate import LIBRARIES
+from tests.cuda.plain import decoded
 from tests.tiny_models import NO_TOKENIZER, build, logits, segments
 
 # Two layers will do for the methods that take many rounds.
@@ -112,15 +113,6 @@ def test_a_loaded_model_keeps_s_unpacked_where_there_is_no_kernel(gpu, tmp_path,
 
 def out_of_memory(layer):
     raise torch.OutOfMemoryError("no room")
-
-
-def decoded(x, values, positions, us, vs, biases, n, m):
-    """What the operator `decode_cuda` computes, plainly."""
-    outputs = []
-    for value, index, u, v, bias in zip(values, positions, us, vs, biases, strict=True):
-        y = x @ PackedGroups(n, m).unpack(value, index, x.shape[1]).T + x @ v.T @ u.T
-        outputs.append(y if bias is None else y + bias)
-    return torch.cat([y.flatten() for y in outputs])
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "2:8", "3:8", "2:5", "row", "structured"])

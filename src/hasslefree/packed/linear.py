@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -143,9 +143,9 @@ class SparseLowRankLinear(nn.Module):
             return F.linear(x, self.whole, self.bias)
         if (prepared := self._prepared_for(x)) is not None:
             return prepared(x)
-        factors, layout = self.factors(), self.storage.layout
-        if factors is not None and isinstance(layout, PackedGroups) and self._in_one_call(layout, x, factors):
-            return layer_products(layout, x, [self._tensors(factors)])[0]
+        if (tensors := self._in_one_call(x)) is not None:
+            return layer_products(x, [tensors])[0]
+        factors = self.factors()
         y = self.sparse_product(x)
         if factors is not None:
             u, v = factors
@@ -172,18 +172,23 @@ class SparseLowRankLinear(nn.Module):
             self.prepared, self.prepared_of = Prepared(self.values, self.index, self.factors(), self.bias), places
         return self.prepared
 
-    def _tensors(self, factors: tuple[Tensor, Tensor]) -> LayerTensors:
-        return LayerTensors(self.values, self.index, *factors, self.bias)
+    def _in_one_call(self, x: Tensor) -> LayerTensors | None:
+        """What is multiplied, where the sparse and the low-rank product of these inputs and the bias are one call."""
+        layout, packed = self.storage.layout, self.whole is None and (self.held is None or self.held_of is not None)
+        coded = self.spec.grid is not None or self.spec.factor_bits is not None
+        if not packed or coded or not isinstance(layout, PackedGroups):
+            return None
+        if x.dtype != self.weight.dtype or (torch.is_grad_enabled() and self._wants_gradients(x)):
+            return None
+        backend = choose(self._case(x.numel() // self.in_features, grad=False), self.backend)
+        if not takes_layers(backend, x, layout, self.spec.rank):
+            return None
+        none = self.values.new_empty(self.out_features, 0), self.values.new_empty(0, self.in_features)
+        return LayerTensors(layout, self.values, self.index, *(self.factors() or none), self.bias)
 
-    def _in_one_call(self, layout: PackedGroups, x: Tensor, factors: tuple[Tensor, Tensor]) -> bool:
-        """Whether the sparse and the low-rank product of these inputs are one call."""
-        requested = self.held is not None and self.held_of is None
-        if requested or x.dtype != self.weight.dtype or self.spec.factor_bits is not None:
-            return False
-        tensors = (x, self.weight, *factors, *([] if self.bias is None else [self.bias]))
-        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-            return False
-        return takes_layers(choose(self._case(x.numel() // self.in_features, grad=False), self.backend), x, layout)
+    def _wants_gradients(self, x: Tensor) -> bool:
+        tensors = (x, self.values, self.low_rank_u, self.low_rank_v, self.bias)
+        return any(each is not None and each.requires_grad for each in tensors)
 
     def sparse_product(self, x: Tensor) -> Tensor:
         """x Sᵀ: (..., in) → (..., out)."""
@@ -242,6 +247,22 @@ class SparseLowRankLinear(nn.Module):
         factors = f", factors=int{spec.factor_bits}" if spec.factor_bits else ""
         bias = self.bias is not None
         return f"{shape}, pattern={spec.pattern}, rank={spec.rank}, bias={bias}, backend={backend}{grid}{factors}"
+
+
+def together(layers: Sequence[SparseLowRankLinear], x: Tensor) -> list[Tensor]:
+    """The outputs of layers that read the same inputs, such as those of q, k and v: (..., out) for each.
+
+    Layers of one N:M pattern on the backend `triton` share its two launches. What does not go in one call for one of
+    them, such as a long prompt, is computed layer by layer. Hooks of the layers are not called in the first case.
+
+    Args:
+        x: (..., in).
+    """
+    calls = [layer._in_one_call(x) for layer in layers]
+    tensors = [each for each in calls if each is not None]
+    if len({layer.storage.layout for layer in layers}) == 1 and len(tensors) == len(layers):
+        return layer_products(x, tensors)
+    return [layer(x) for layer in layers]
 
 
 def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:

@@ -31,9 +31,9 @@ def stacked_product(
     """
     layout = PackedGroups(n, m)
     backend = choose(Case(x.device.type, x.dtype, layout, len(x), grad=False))
-    if takes_layers(backend, x, layout) and (backend == "triton" or len(outs) == 1):
-        layers = layers_of(values, positions, low_rank_u, low_rank_v, outs, ranks)
-        return torch.cat(layer_products(layout, x, layers), dim=1)
+    if takes_layers(backend, x, layout, max(ranks)) and (backend == "triton" or len(outs) == 1):
+        layers = layers_of(layout, values, positions, low_rank_u, low_rank_v, outs, ranks)
+        return torch.cat(layer_products(x, layers), dim=1)
     if backend == "numba":
         y = product(backend, x, values, positions, layout)
     elif held:
@@ -55,12 +55,18 @@ def _(
 
 
 def layers_of(
-    values: Tensor, positions: Tensor, low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int]
+    layout: PackedGroups,
+    values: Tensor,
+    positions: Tensor,
+    low_rank_u: Tensor,
+    low_rank_v: Tensor,
+    outs: list[int],
+    ranks: list[int],
 ) -> list[LayerTensors]:
     """The layers of a stack, as views. The arguments are those of `stacked_product`."""
     us = low_rank_u.split([out * rank for out, rank in zip(outs, ranks, strict=True)])
     parts = zip(values.split(outs), positions.split(outs), us, low_rank_v.split(ranks), strict=True)
-    return [LayerTensors(value, index, u.view(len(value), len(v)), v, None) for value, index, u, v in parts]
+    return [LayerTensors(layout, value, index, u.view(len(value), len(v)), v, None) for value, index, u, v in parts]
 
 
 def add_low_rank(

@@ -98,8 +98,8 @@ def product(backend: str, x: Tensor, values: Tensor, index: Tensor, layout: Any)
     flat = x.reshape(-1, x.shape[-1])
     traced = _traced(x)
     if backend == "triton":
-        layer = LayerTensors(values, index, values.new_empty(len(values), 0), values.new_empty(0, x.shape[-1]), None)
-        return layer_products(layout, x, [layer])[0]
+        u, v = values.new_empty(len(values), 0), values.new_empty(0, x.shape[-1])
+        return layer_products(x, [LayerTensors(layout, values, index, u, v, None)])[0]
     if isinstance(layout, PackedGroups):
         groups = ops.linear_groups if traced else ops.groups_product
         y = groups(flat, values, index, layout.n, layout.m)
@@ -114,8 +114,9 @@ def _traced(x: Tensor) -> bool:
 
 
 class LayerTensors(NamedTuple):
-    """What a layer multiplies: S as `PackedGroups` stores it, u: (out, r), v: (r, in), and the bias: (out,) or None."""
+    """What a layer multiplies: S as its layout stores it, u: (out, r), v: (r, in), and the bias: (out,) or None."""
 
+    layout: PackedGroups
     values: Tensor
     positions: Tensor
     u: Tensor
@@ -123,29 +124,36 @@ class LayerTensors(NamedTuple):
     bias: Tensor | None
 
 
-def takes_layers(backend: str, x: Tensor, layout: PackedGroups) -> bool:
+def takes_layers(backend: str, x: Tensor, layout: PackedGroups, rank: int) -> bool:
     """Whether the backend that `choose` named computes a whole layer in one call, for inputs (..., in)."""
-    return backend == "triton" or (backend == "numba" and ops.takes_layers(x, layout.n, layout.m))
+    return backend == "triton" or (backend == "numba" and rank > 0 and ops.takes_layers(x, layout.n, layout.m))
 
 
-def layer_products(layout: PackedGroups, x: Tensor, layers: Sequence[LayerTensors]) -> list[Tensor]:
-    """x Sᵀ + x vᵀ uᵀ + b of layers that read the same inputs, where `takes_layers`. x: (..., in) → (..., out) for each.
+def layer_products(x: Tensor, layers: Sequence[LayerTensors]) -> list[Tensor]:
+    """x Sᵀ + x vᵀ uᵀ + b of layers of one layout that read the same inputs, where `takes_layers`.
 
     On CUDA, two launches of Triton's kernels are for all layers; on a CPU, Numba's kernel is called for each.
+
+    Args:
+        x: (..., in).
+
+    Returns:
+        (..., out) for each layer.
     """
-    flat = x.reshape(-1, x.shape[-1])
+    flat, layout = x.reshape(-1, x.shape[-1]), layers[0].layout
     if x.device.type == "cuda":
-        outs = [len(layer.values) for layer in layers]
-        y = ops.decode_cuda(flat, *map(list, zip(*layers, strict=True)), layout.n, layout.m)
-        products = y.split([len(flat) * out for out in outs])
+        _, *tensors = map(list, zip(*layers, strict=True))
+        products = ops.decode_cuda(flat, *tensors, layout.n, layout.m).split(
+            [len(flat) * len(layer.values) for layer in layers]
+        )
     else:
-        products = [_numba_layer(layout, flat, layer) for layer in layers]
+        products = [_numba_layer(flat, layer) for layer in layers]
     return [y.view(*x.shape[:-1], len(layer.values)) for y, layer in zip(products, layers, strict=True)]
 
 
-def _numba_layer(layout: PackedGroups, x: Tensor, layer: LayerTensors) -> Tensor:
+def _numba_layer(x: Tensor, layer: LayerTensors) -> Tensor:
     product = ops.linear_layer if _traced(x) else ops.layer_product
-    y = product(x, layer.values, layer.positions, layout.n, layout.m, layer.u, layer.v)
+    y = product(x, layer.values, layer.positions, layer.layout.n, layer.layout.m, layer.u, layer.v)
     return y if layer.bias is None else y + layer.bias
 
 
