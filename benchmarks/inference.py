@@ -214,6 +214,7 @@ def speeds(dense: Path, packed: Path, args: argparse.Namespace) -> list[dict[str
     return [
         {
             "way": way,
+            "new_tokens": args.new_tokens,
             "tokens_a_second": round(args.new_tokens / writing[way], 2),
             "tokens_over_dense": round(writing["dense"] / writing[way], 3),
             "prompt_seconds": round(reading[way], 4),
@@ -225,7 +226,7 @@ def speeds(dense: Path, packed: Path, args: argparse.Namespace) -> list[dict[str
 
 def generate(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    header = {"clock": args.clock, "prompt": args.prompt, "new_tokens": args.new_tokens}
+    header = {"clock": args.clock, "prompt": args.prompt}
     content = resumed(args.output, header, "models")
     with tempfile.TemporaryDirectory() as name:
         folders = args.model, args.folder

@@ -65,6 +65,13 @@ def inference(content: Content) -> Iterable[Row]:
             }
 
 
+def generation(content: Content) -> Iterable[Row]:
+    """The ways of each model; memory was not measured where a model is loaded twice."""
+    for model, rows in content["models"].items():
+        for row in rows:
+            yield {"megabytes": None, **row, "model": model}
+
+
 def faults(content: Content) -> Row:
     """How many ways to end a compression were tried."""
     others = [name for name in content["results"] if not name.startswith("SIGKILL")]
@@ -207,6 +214,23 @@ TABLES: dict[str, tuple[Table, ...]] = {
     ),
     "inference": (products("inference"),),
     "inference_amx": (products("inference_amx"),),
+    "generation": (
+        Table(
+            "generation",
+            f"{INFERENCE} generate",
+            (
+                ("{model}", "{way}"),
+                ("tokens a second", "{tokens_a_second:.1f}"),
+                ("over dense", "{tokens_over_dense:.2f}"),
+                ("seconds for a prompt", "{prompt_seconds:.2f}"),
+                ("dense over it", "{prompt_over_dense:.2f}"),
+                ("MB loaded", "{megabytes:.0f}"),
+            ),
+            generation,
+            split="model",
+            note="One text at a time, in bfloat16; prompts of {prompt} tokens. On {where}.",
+        ),
+    ),
     "loaded": (
         Table(
             "loaded",
