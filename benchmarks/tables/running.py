@@ -106,6 +106,17 @@ def simulated(content: Content) -> Iterable[Row]:
         yield {"effort": effort, "minutes": found["minutes"], "works": works, "peak": found["peak_over_estimate"]}
 
 
+def elsewhere(content: Content) -> Iterable[Row]:
+    """What every engine made of an export, or why it could not."""
+    for row in content["rows"]:
+        versions = ", ".join(f"{name} {version}" for name, version in row.get("versions", {}).items())
+        if "error" in row:
+            yield row | {"same": row["error"], "versions": versions, "gap": None}
+        else:
+            same = f"{row['same']} of {row['prompts']}, {row['new_tokens']} tokens each"
+            yield row | {"same": same, "versions": versions, "gap": row["widest_gap"]}
+
+
 TABLES: dict[str, tuple[Table, ...]] = {
     "gpu_simulated": (
         Table(
@@ -245,6 +256,23 @@ TABLES: dict[str, tuple[Table, ...]] = {
             "{memory[dense]:.0f} MB dense and {memory[packed]:.0f} MB with 2:4 + rank {rank}: "
             "{memory[packed_over_dense]:.3f} of it.",
             note="On {where}.",
+        ),
+    ),
+    "elsewhere": (
+        Table(
+            "elsewhere",
+            "python benchmarks/elsewhere.py NAME=FOLDER… --engines ENGINE=PYTHON…",
+            (
+                ("model", "{model}"),
+                ("engine", "{engine}"),
+                ("export", "{form}"),
+                ("the same text", "{same}"),
+                ("widest gap", "{gap:.4f}"),
+                ("versions", "{versions}"),
+            ),
+            elsewhere,
+            note="On {date}, by the compressed model on {where}. Gap: where a text parts, by how much the compressed "
+            "model's first two logits differ there.",
         ),
     ),
 }
