@@ -84,6 +84,9 @@ def llama_cpp(folder: Path, work: Path, request: dict[str, Any]) -> Tokens:
     adapter = None
     if (folder / "adapter_config.json").exists():
         adapter = convert("convert_lora_to_gguf.py", folder, "adapter.gguf", "--base", str(folder / "base"))
+        # llama.cpp scales every layer by one alpha over the layer's own rank, and by 1 where alpha is 0.
+        unscaled = ["gguf.scripts.gguf_set_metadata", adapter, "adapter.lora.alpha", "0", "--force"]
+        subprocess.run([sys.executable, "-m", *unscaled], check=True, stdout=sys.stderr)
         folder = folder / "base"
     file = convert("convert_hf_to_gguf.py", folder, "model.gguf")
     model = Llama(file, lora_path=adapter, n_ctx=512, logits_all=False, verbose=False)
