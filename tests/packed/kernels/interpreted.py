@@ -66,11 +66,11 @@ def layers_of_any_heights_and_ranks_in_two_launches():
     """More parts than steps, more rows than a block, a layer without a low-rank part, and one without a bias."""
     for dtype, tokens, parts in ((torch.bfloat16, 1, 3), (torch.float16, 5, 9), (torch.float32, 2, 2)):
         layers = [
-            layer(70, 130, 5, dtype, 1, True),
-            layer(6, 130, 0, dtype, 2, True),
-            layer(9, 130, 66, dtype, 3, False),
+            layer(70, 288, 5, dtype, 1, True),
+            layer(6, 288, 0, dtype, 2, True),
+            layer(9, 288, 66, dtype, 3, False),
         ]
-        x = inputs(tokens, 520, dtype)
+        x = inputs(tokens, 1152, dtype)
         for y, each in zip(decoded(x, layers, parts=parts), layers, strict=True):
             assert_close(y, x, *each)
 

@@ -21,8 +21,8 @@ from hasslefree.packed.kernels.triton.groups import gathered_sums
 from hasslefree.packed.kernels.triton.pairs import dot_sums, selected_sums
 
 MOST_TOKENS = 16
-# Programs for each processor of the GPU that the inputs are split for, and the least of them that a part has.
-PROGRAMS, LEAST_INPUTS = 8, 512
+# Programs for each processor of the GPU: where a layer has fewer blocks of rows, its rows are split.
+PROGRAMS = 8
 # Rows of a program of the second launch.
 SUM_ROWS = 16
 NUMBERS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -34,7 +34,8 @@ class Tile:
 
     Args:
         kernel: "select", "dot" or "gather". rows: of S or v. step: of a row of S, bytes of positions, or with "gather"
-            kept values. columns: of a row of v. tokens: a power of two, at least as many as x has.
+            kept values. columns: of a row of v. tokens: a power of two, at least as many as x has. least: the inputs
+            of a part of a row, at least.
     """
 
     kernel: str
@@ -42,16 +43,20 @@ class Tile:
     step: int
     columns: int
     tokens: int
+    least: int
 
     @classmethod
     def of(cls, x: Tensor, n: int, m: int) -> Tile:
         """For inputs (tokens, in) and S with the pattern N:M."""
         tokens, width = x.shape
         if (n, m) == (2, 4) and x.itemsize == 2 and width % 8 == 0:
-            return cls("select", 4, 128, 512, 1) if tokens == 1 else cls("dot", 64, 16, 128, MOST_TOKENS)
+            if tokens == 1:
+                return cls("select", rows=4, step=128, columns=512, tokens=1, least=1024)
+            # Rows of S at addresses that are not multiples of 16 are loaded in more, and shorter, pieces.
+            return cls("dot", 32 if width % 128 else 64, step=16, columns=128, tokens=MOST_TOKENS, least=512)
         wide = triton.next_power_of_2(tokens)
         values = max(512 // wide, 16)
-        return cls("gather", 8, values, values, wide)
+        return cls("gather", rows=8, step=values, columns=values, tokens=wide, least=1024)
 
 
 @triton.jit
@@ -115,8 +120,9 @@ def _pairs(
     finite = 0
     if DOT:
         total = dot_sums(x, words, positions, rows, begin, end, row_bytes, tokens, ROWS, STEP, TOKENS, DTYPE)
-        _store(sums, total, row, out, tokens, columns, TOKENS)
         finite = tl.min((tl.abs(total) < float("inf")).to(tl.int32))
+        if finite != 0:
+            _store(sums, total, row, out, tokens, columns, TOKENS)
     if finite == 0:
         inputs = x.to(tl.pointer_type(tl.int64))
         for token in range(tokens):
@@ -263,19 +269,19 @@ def decode(
         return y
     tile, columns = Tile.of(x, n, m), sum(outs) + sum(ranks)
     blocks = sum(-(-rows // tile.rows) for rows in (*outs, *ranks))
-    parts = parts or _parts(blocks, width, x.device)
+    parts = parts or _parts(blocks, width // tile.least, x.device)
     sums = torch.empty(parts, tokens, columns, dtype=torch.float32, device=x.device)
     inputs = aligned(x) if tile.kernel != "gather" else _transposed(x, tile.tokens)
-    multiply[blocks, parts](
-        inputs, each_aligned(values), each_aligned(positions), each_aligned(vs), sums, outs, ranks,
-        width, values[0].shape[1], positions[0].shape[1], tokens, columns,
-        **multiply_constants(x, n, m),
-    )  # fmt: skip
     lengths = tuple(0 if bias is None else len(bias) for bias in biases)
-    add_up[(sum(-(-out // SUM_ROWS) for out in outs),)](
-        sums, each_aligned(us), tuple(x if bias is None else bias.contiguous() for bias in biases), y, outs, ranks,
-        lengths, parts, tokens, columns, **add_constants(x, n, m),
-    )  # fmt: skip
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        multiply[blocks, parts](
+            inputs, each_aligned(values), each_aligned(positions), each_aligned(vs), sums, outs, ranks,
+            width, values[0].shape[1], positions[0].shape[1], tokens, columns, **multiply_constants(x, n, m),
+        )  # fmt: skip
+        add_up[(sum(-(-out // SUM_ROWS) for out in outs),)](
+            sums, each_aligned(us), tuple(x if bias is None else bias.contiguous() for bias in biases), y, outs, ranks,
+            lengths, parts, tokens, columns, **add_constants(x, n, m),
+        )  # fmt: skip
     return y
 
 
@@ -294,10 +300,10 @@ def add_constants(x: Tensor, n: int, m: int) -> dict[str, Any]:
     return {"ROWS": SUM_ROWS, "RANKS": max(32 // tokens, 16), "TOKENS": tokens}
 
 
-def _parts(blocks: int, width: int, device: torch.device) -> int:
-    """How many programs share a row, for so many blocks of rows."""
+def _parts(blocks: int, most: int, device: torch.device) -> int:
+    """How many programs share a row, for so many blocks of rows; not more than `most`, where that is not 0."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return max(1, min(-(-processors * PROGRAMS // blocks), width // LEAST_INPUTS))
+    return max(1, min(-(-processors * PROGRAMS // blocks), most))
 
 
 def _transposed(x: Tensor, tokens: int) -> Tensor:
