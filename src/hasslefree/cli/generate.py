@@ -11,7 +11,7 @@ from hasslefree.cli.common import DEVICE, TRUST, app, console, say
 from hasslefree.errors import PromptError
 
 if TYPE_CHECKING:
-    from hasslefree.generation.contestants import Contestant
+    from hasslefree.generation.compared import ComparedModel
 
 Folder = Annotated[str, typer.Argument(metavar="OUT", help="A folder that compress wrote, or any model.")]
 Dense = Annotated[
@@ -52,8 +52,8 @@ def generate(
     from hasslefree.generation.terminal import read_prompt, show_generation
 
     text = read_prompt() if prompt is None else prompt
-    contestants = loaded(folder, dense, backend, threads, dtype, device, trust_remote_code)
-    show_generation(console, contestants, text, Sampling(max_new_tokens, temperature, seed))
+    compared = loaded(folder, dense, backend, threads, dtype, device, trust_remote_code)
+    show_generation(console, compared, text, Sampling(max_new_tokens, temperature, seed))
 
 
 @app.command()
@@ -73,9 +73,9 @@ def chat(
     from hasslefree.generation.sample import Sampling
     from hasslefree.generation.terminal import show_chat, size_table
 
-    contestants = loaded(folder, dense, backend, threads, dtype, device, trust_remote_code)
-    console.print(size_table(contestants))
-    show_chat(console, contestants, Sampling(max_new_tokens, temperature, seed))
+    compared = loaded(folder, dense, backend, threads, dtype, device, trust_remote_code)
+    console.print(size_table(compared))
+    show_chat(console, compared, Sampling(max_new_tokens, temperature, seed))
 
 
 def loaded(
@@ -86,12 +86,12 @@ def loaded(
     dtype: str,
     device: str | None,
     trust_remote_code: bool,
-) -> list[Contestant]:
+) -> list[ComparedModel]:
     """The models; where the dense one is missing, a line says why."""
-    from hasslefree.generation.contestants import load_contestants
+    from hasslefree.generation.compared import load_compared_models
 
     with console.status("loading"):
-        found, remark = load_contestants(
+        found, remark = load_compared_models(
             folder, dense, backend, threads, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )
     if remark is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hasslefree.errors import PromptError
-from hasslefree.generation.contestants import Contestant
+from hasslefree.generation.compared import ComparedModel
 from hasslefree.generation.sample import Continuation, Sampling, check_prompt, continue_prompt, prompt_ids
 
 
@@ -20,13 +20,13 @@ class Conversation:
         messages: as a chat template takes them: {"role", "content"} each, of the user and the assistant in turn.
     """
 
-    contestant: Contestant
+    compared: ComparedModel
     sampling: Sampling
     messages: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def has_template(self) -> bool:
-        return self.contestant.tokenizer.chat_template is not None
+        return self.compared.tokenizer.chat_template is not None
 
     def answer(self, message: str, write: Callable[[str], None]) -> Continuation:
         """The model's answer, which becomes part of the conversation.
@@ -41,8 +41,8 @@ class Conversation:
         """
         asked = {"role": "user", "content": message}
         kept, prompt = self.fitting([*self.messages, asked])
-        tokenizer = self.contestant.tokenizer
-        found = continue_prompt(self.contestant.model, tokenizer, prompt, self.sampling, write)
+        tokenizer = self.compared.tokenizer
+        found = continue_prompt(self.compared.model, tokenizer, prompt, self.sampling, write)
         if self.has_template:
             self.messages = [*kept, {"role": "assistant", "content": found.text}]
         return found
@@ -56,7 +56,7 @@ class Conversation:
         while True:
             prompt = self.prompt(messages)
             try:
-                check_prompt(self.contestant.model, prompt, self.sampling)
+                check_prompt(self.compared.model, prompt, self.sampling)
             except PromptError:
                 if len(messages) == 1:
                     raise
@@ -66,7 +66,7 @@ class Conversation:
 
     def prompt(self, messages: list[dict[str, str]]) -> Tensor:
         """The token ids (1, length) that the model continues."""
-        tokenizer = self.contestant.tokenizer
+        tokenizer = self.compared.tokenizer
         if not self.has_template:
             return prompt_ids(tokenizer, messages[-1]["content"])
         made = tokenizer.apply_chat_template(

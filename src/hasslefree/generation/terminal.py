@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hasslefree.errors import PromptError, with_flags
-from hasslefree.generation.contestants import Contestant
+from hasslefree.generation.compared import ComparedModel
 from hasslefree.generation.conversation import Conversation
 from hasslefree.generation.sample import Continuation, Sampling, continue_prompt, prompt_ids
 from hasslefree.units import size
@@ -20,31 +20,31 @@ from hasslefree.units import size
 PROMPT = "> "
 
 
-def show_generation(console: Console, contestants: Sequence[Contestant], prompt: str, sampling: Sampling) -> None:
+def show_generation(console: Console, compared: Sequence[ComparedModel], prompt: str, sampling: Sampling) -> None:
     """Every model continues the prompt, one after the other; then a table of sizes and speeds.
 
     Raises:
         PromptError: the prompt is empty or too long for a model.
     """
     write, found = writer(console), []
-    for each in contestants:
+    for each in compared:
         heading(console, each.role)
         ids = prompt_ids(each.tokenizer, prompt)
         console.print(prompt, end="", style="bold", markup=False, highlight=False, soft_wrap=True)
         found.append(continue_prompt(each.model, each.tokenizer, ids, sampling, write))
         console.print()
-    console.print(speed_table(contestants, found))
+    console.print(speed_table(compared, found))
 
 
-def show_chat(console: Console, contestants: Sequence[Contestant], sampling: Sampling) -> None:
+def show_chat(console: Console, compared: Sequence[ComparedModel], sampling: Sampling) -> None:
     """Answer the lines of standard input until its end (Ctrl-D); each model sees its own answers only."""
-    write, conversations = writer(console), [Conversation(each, sampling) for each in contestants]
+    write, conversations = writer(console), [Conversation(each, sampling) for each in compared]
     if not all(each.has_template for each in conversations):
         console.print("The tokenizer has no chat template: every line is continued by itself.")
     for message in messages(console):
         for each in conversations:
             if len(conversations) > 1:
-                heading(console, each.contestant.role)
+                heading(console, each.compared.role)
             try:
                 answer = each.answer(message, write)
             except PromptError as error:
@@ -102,21 +102,21 @@ def speed(found: Continuation) -> str:
     return count if rate is None else f"{count}, {rate:.1f} tokens/s"
 
 
-def size_table(contestants: Sequence[Contestant]) -> Table:
+def size_table(compared: Sequence[ComparedModel]) -> Table:
     """The models and the memory of their weights."""
     table = Table("", "model")
     table.add_column("weights", justify="right")
-    for each in contestants:
+    for each in compared:
         table.add_row(each.role, Text(each.name), size(each.bytes))
     return table
 
 
-def speed_table(contestants: Sequence[Contestant], found: Sequence[Continuation]) -> Table:
+def speed_table(compared: Sequence[ComparedModel], found: Sequence[Continuation]) -> Table:
     """The models, the memory of their weights, how many tokens they wrote, and how fast after the first of them."""
     table = Table("", "model")
     for name in ("weights", "tokens", "tokens/s"):
         table.add_column(name, justify="right")
-    for each, made in zip(contestants, found, strict=True):
+    for each, made in zip(compared, found, strict=True):
         rate = made.tokens_per_second
         shown = "" if rate is None else f"{rate:.1f}"
         table.add_row(each.role, Text(each.name), size(each.bytes), str(len(made.tokens)), shown)

@@ -22,7 +22,7 @@ NONE = "none"
 
 
 @dataclass(frozen=True)
-class Contestant:
+class ComparedModel:
     """A loaded model. role: dense or compressed. name: as it was given."""
 
     role: str
@@ -37,15 +37,15 @@ class Contestant:
         return int(self.model.get_memory_footprint()) + sum(each.nbytes for each in held)
 
 
-def load_contestant(role: str, name: str, **how: Any) -> Contestant:
+def load_compared_model(role: str, name: str, **how: Any) -> ComparedModel:
     """how: the dtype, device and trust_remote_code of `load_model`."""
     tokenizer = load_tokenizer(name, how.get("trust_remote_code", False))
-    return Contestant(role, name, load_model(name, **how), tokenizer)
+    return ComparedModel(role, name, load_model(name, **how), tokenizer)
 
 
-def load_contestants(
+def load_compared_models(
     folder: str, dense: str | None, backend: str | None, threads: int | None, **how: Any
-) -> tuple[list[Contestant], str | None]:
+) -> tuple[list[ComparedModel], str | None]:
     """The dense model, where it is at hand, and the compressed one.
 
     Args:
@@ -66,12 +66,12 @@ def load_contestants(
     remark = None
     if dense is None:
         dense, remark = recorded_dense(Path(folder))
-    compressed = load_contestant("compressed", folder, **how)
+    compressed = load_compared_model("compressed", folder, **how)
     use_backend(compressed.model, backend)
     warm_up(compressed.model)
     if dense is None or dense == NONE:
         return [compressed], remark
-    return [load_contestant("dense", dense, **how), compressed], None
+    return [load_compared_model("dense", dense, **how), compressed], None
 
 
 def recorded_dense(folder: Path) -> tuple[str | None, str | None]:
