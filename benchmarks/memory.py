@@ -15,12 +15,15 @@ compression: a bf16 checkpoint that is written here with random weights, the sha
 Each run is a process of its own, `hasslefree compress`; its peak is the largest resident set that the kernel saw. With
 several processes, under torchrun, it is that of the largest one, and each has one thread.
 
-large: what a compression of Llama-3's sizes would move and compute (`harness/large.py`); nothing is measured.
+large: what a compression of Llama-3's sizes would move and compute (`harness/large.py`), and how long its solvers would
+take on GPUs that share the rows of layers (`harness/sharing.py`); nothing is measured. Simulations that the output file
+already holds stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -37,6 +40,7 @@ from harness.layers import METHODS, UNMEASURED, default_pattern, short, solved
 from harness.memory import Peak, command_peak, idle_mb, planned_mb
 from harness.models import CALIBRATION, MODEL
 from harness.record import RESULTS, machine, resumed, write
+from harness.sharing import LATENCY, LINKS
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -156,13 +160,32 @@ def compress_command(model: Path, out: Path, processes: int, rounds: int) -> lis
 
 
 def large(args: argparse.Namespace) -> None:
-    recipes = [Recipe(rank=64, dtype="bfloat16", seqlen=2048, sequential=order) for order in ("layer", "block")]
-    rows = [row(size, processes, recipe) for size in SIZES for recipe in recipes for processes in PROCESSES]
-    content = {"assumed": ASSUMED, "recipe": {"pattern": "2:4", "rank": 64, "tokens": [128, 2048]}, "rows": rows}
-    write(args.output, content)
-    for each in rows:
+    """As the guide's commands for several GPUs do it, without prediction matching."""
+    content: dict[str, Any] = {
+        "assumed": ASSUMED,
+        "links": LINKS,
+        "latency": LATENCY,
+        "recipe": {"pattern": "2:4", "rank": 64, "tokens": [128, 2048]},
+        "rows": [],
+    }
+    known = simulated_before(args.output, content)
+    orders = [
+        Recipe(rank=64, dtype="bfloat16", seqlen=2048, sequential=order, match_predictions=0)
+        for order in ("layer", "block")
+    ]
+    for size, recipe, processes in itertools.product(SIZES, orders, PROCESSES):
+        content["rows"].append(each := row(size, processes, recipe, known.get((size, recipe.sequential, processes))))
         hours = {part: round(value, 2) for part, value in each["hours"].items()}
-        print(each["size"], each["order"], each["processes"], hours)
+        print(size, each["order"], processes, hours, each["simulated_solving"], flush=True)
+    write(args.output, content)
+
+
+def simulated_before(path: Path, content: dict[str, Any]) -> dict[tuple[str, str, int], dict[str, float] | None]:
+    """The simulations that an output file holds, which take minutes each; none where it has other assumptions."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    if any(before.get(name) != content[name] for name in ("links", "latency", "recipe")):
+        return {}
+    return {(row["size"], row["order"], row["processes"]): row["simulated_solving"] for row in before["rows"]}
 
 
 def main() -> None:

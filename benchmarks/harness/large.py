@@ -2,23 +2,30 @@
 
 2:4 + rank 64, joint, 128 × 2048 tokens, on 1, 8 and 64 processes with a GPU each. Memory is that of `hasslefree plan`,
 FLOPs those that the method states. The rates below are assumptions about an H100 and its network, and the times
-follow from them: layers of a group are dealt out as the driver does it, and a group ends with its slowest process.
+follow from them: layers of a group are shared or dealt out as the driver does it, and a group ends with its slowest
+process. Solvers of the larger sizes also run on fake GPUs, where each operation has a rate of its own
+(`harness.sharing`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from harness.fake_cuda import fake_cuda
+from harness.sharing import block_seconds
 from hasslefree import Recipe
+from hasslefree.core.protocols import Method
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.distributed import World
-from hasslefree.models.sites import find_sites
-from hasslefree.recipe.plan import make_plan
+from hasslefree.recipe.plan import LayerPlan, make_plan
 from hasslefree.run.estimate import estimate
+from hasslefree.run.sharing import shared_layers, solving_flops
+from hasslefree.solve.methods import build_method
+from hasslefree.solve.methods.joint import FIRST_STEPS, Joint
 
 # width, MLP, blocks, heads, KV heads
 SIZES = {
@@ -28,6 +35,12 @@ SIZES = {
 }
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 PROCESSES = (1, 8, 64)
+# Sizes whose solvers run on fake GPUs, in the order "layer"; each takes minutes.
+SIMULATED = ("70B", "405B")
+# Rounds of `joint` in its longest runs; the recipe takes fewer.
+LONGER = 100
+# Bytes of a GPU.
+MEMORY = 80 << 30
 # FLOPs a second of float32 products, and of bfloat16 ones in a forward pass; bytes a second between nodes, and from
 # the disk of each.
 ASSUMED = {"float32": 40e12, "bfloat16": 400e12, "network": 50e9, "disk": 5e9}
@@ -35,21 +48,34 @@ ASSUMED = {"float32": 40e12, "bfloat16": 400e12, "network": 50e9, "disk": 5e9}
 READS = 4
 
 
-def row(size: str, processes: int, recipe: Recipe) -> dict[str, Any]:
-    """Bytes and seconds of one size on so many processes; those of the one that takes longest."""
+def row(size: str, processes: int, recipe: Recipe, simulated: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """Bytes and seconds of one size on so many processes; those of the one that takes longest.
+
+    simulated: hours of its solvers by kind of operation, where they are known already.
+    """
     blocks = find_blocks(model := shapes_of(size))
     resolved = recipe.resolve(with_text=False)
+    method = resolved.method
     plan = make_plan(blocks, resolved)
     tokens = (recipe.samples, recipe.seqlen or 2048)
-    found = estimate(model, blocks, plan, resolved, tokens, torch.device("cuda"), "cpu", processes)
-    shapes = {name.rpartition(".")[2]: site.shape for name, site in find_sites(blocks.modules[0]).items()}
-    solving, idle = solver_flops(recipe, shapes, processes)
+    with fake_cuda("meta", memory=MEMORY):
+        found = estimate(model, blocks, plan, resolved, tokens, torch.device("cuda"), "cpu", processes)
+    layers = {name.rpartition(".")[2]: layer for name, layer in plan[0].items()}
+    # In the order "block" all layers of a block are solved at the same time.
+    groups = GROUPS if recipe.sequential == "layer" else (tuple(layers),)
+    together = [{name: layers[name] for name in group} for group in groups]
+    longer = build_method("joint", rounds=LONGER)
+    solving, most = (sum(solving_flops(each, plans, processes) for plans in together) for each in (method, longer))
     passes = 2 if recipe.sequential == "block" else len(GROUPS) + 1
     share = math.ceil(tokens[0] / processes) * tokens[1]
     parameters = sum(p.numel() for p in blocks.modules[0].parameters())
-    squares = [shapes[group[0]][1] ** 2 for group in GROUPS]
+    squares = [layers[group[0]].spec.shape[1] ** 2 for group in GROUPS]
     reduced = 2 * 8 * sum(squares) if processes > 1 else 0  # a ring sends and receives everything about twice
-    spread = sum(layer.bytes for layer in plan[0].values()) if processes > 1 else 0
+    spread = sum(sent(method, plans, processes) for plans in together) if processes > 1 else 0
+    blocks_of_model = SIZES[size][2]
+    if simulated is None and recipe.sequential == "layer" and size in SIMULATED:
+        of_a_block = block_seconds(method, together, processes)
+        simulated = {name: blocks_of_model * took / 3600 for name, took in sorted(of_a_block.items())}
     seconds = {
         "solving": solving / ASSUMED["float32"],
         "forward and Grams": share
@@ -65,8 +91,9 @@ def row(size: str, processes: int, recipe: Recipe) -> dict[str, Any]:
         "ram_gb": found.ram_peak / 1e9,
         "disk_gb": found.disk / 1e9,
         "network_gb_a_block": (reduced + spread) / 1e9,
-        "hours": {name: SIZES[size][2] * value / 3600 for name, value in seconds.items()},
-        "solvers_idle": idle / (solving * processes),
+        "solving_longer": blocks_of_model * most / ASSUMED["float32"] / 3600,
+        "hours": {name: blocks_of_model * value / 3600 for name, value in seconds.items()},
+        "simulated_solving": simulated,
     }
 
 
@@ -81,14 +108,19 @@ def shapes_of(size: str) -> PreTrainedModel:
         return LlamaForCausalLM(config).bfloat16()
 
 
-def solver_flops(recipe: Recipe, shapes: dict[str, tuple[int, int]], processes: int) -> tuple[float, float]:
-    """FLOPs of a block's layers on the process that has most of them, and those that the others could do meanwhile."""
-    method, solving, idle = recipe.resolve(with_text=False).method, 0.0, 0.0
-    # In the order "block" all layers of a block are dealt out at once.
-    for group in (tuple(shapes),) if recipe.sequential == "block" else GROUPS:
-        costs = [method.cost(*shapes[name], 64).flops for name in group]
-        owners = World(0, processes).assign(costs)
-        loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(processes)]
-        solving += max(loads)
-        idle += max(loads) * processes - sum(costs)
-    return solving, idle
+def sent(method: Method, plans: Mapping[str, LayerPlan], processes: int) -> float:
+    """Bytes that each process sends for layers that are solved at the same time: once around a ring, or twice.
+
+    The packed layers of those that are dealt out. Of one that `joint` shares: S in bfloat16, eight kernels, and in
+    every step of orthogonal iteration v and three matrices (r, r).
+    """
+    assert isinstance(method, Joint)
+    shared, found = shared_layers(method, plans, processes), 0.0
+    for name, layer in plans.items():
+        if name not in shared:
+            found += layer.bytes
+            continue
+        (out, width), rank = layer.spec.shape, layer.spec.rank
+        steps = method.rounds + FIRST_STEPS + method.sweeps
+        found += 2 * out * width + min(method.rounds, 8) * 4 * width**2 + steps * 2 * 4 * rank * (width + 3 * rank)
+    return found

@@ -49,6 +49,14 @@ def widest(content: Content) -> Row:
     }
 
 
+def scaling(content: Content) -> Iterable[Row]:
+    """Hours in all, and those of the simulation, where there is one."""
+    for row in content["rows"]:
+        simulated = row["simulated_solving"]
+        hours = f"{sum(simulated.values()):.2f}" if simulated else ""
+        yield row | {"total": sum(row["hours"].values()), "simulated": hours}
+
+
 def inference(content: Content) -> Iterable[Row]:
     """Milliseconds of the packed and of the dense layer, and their ratio at every number of tokens."""
     found: dict[tuple[str, str, str], dict[int, Row]] = {}
@@ -199,18 +207,24 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("GB of RAM", "{ram_gb:.0f}"),
                 ("GB sent a block", "{network_gb_a_block:.1f}"),
                 ("hours: solving", "{hours[solving]:.2f}"),
+                ("simulated", "{simulated}"),
+                ("in 100 rounds", "{solving_longer:.2f}"),
                 ("forward, Grams", "{hours[forward and Grams]:.2f}"),
                 ("network", "{hours[network]:.2f}"),
                 ("disk", "{hours[disk]:.2f}"),
                 ("all", "{total:.1f}"),
             ),
-            lambda content: [row | {"total": sum(row["hours"].values())} for row in content["rows"]],
-            note="Assumed: {tera[float32]:.0f} TFLOP/s for float32 products and {tera[bfloat16]:.0f} for bfloat16 "
-            "ones, {giga[network]:.0f} GB/s between processes, {giga[disk]:.0f} GB/s from the disk. Arithmetic, not "
-            "measured on a GPU.",
+            scaling,
+            note="Assumed: {tera[float32]:.0f} TFLOP/s for all products of solvers and {tera[bfloat16]:.0f} for those "
+            "of forward passes, {giga[network]:.0f} GB/s between processes, {giga[disk]:.0f} GB/s from the disk. "
+            "Simulated: the real solver with the rates of the simulation above, and up to eight GPUs connected by "
+            "NVLink ({link[nvlink]:.0f} GB/s, {wait[nvlink]:.0f} µs an exchange), more by a network "
+            "({link[network]:.0f} GB/s, {wait[network]:.0f} µs). Arithmetic, not measured on a GPU.",
             facts=lambda content: {
                 "tera": {name: rate / 1e12 for name, rate in content["assumed"].items()},
                 "giga": {name: rate / 1e9 for name, rate in content["assumed"].items()},
+                "link": {name: rate / 1e9 for name, rate in content["links"].items()},
+                "wait": {name: seconds * 1e6 for name, seconds in content["latency"].items()},
             },
         ),
     ),

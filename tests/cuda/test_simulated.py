@@ -7,6 +7,11 @@ import torch
 from harness.fake_cuda import fake_cuda
 from harness.guesses import Guesses
 from harness.roofline import BANDWIDTH, LAUNCH, LINK, RATES, Roofline
+from harness.sharing import LATENCY, LINKS, FakeRows, block_seconds
+
+from hasslefree import SemiStructured
+from hasslefree.recipe.plan import LayerPlan
+from hasslefree.solve.methods.joint import Joint
 
 
 def seconds(operation):
@@ -45,6 +50,27 @@ def test_what_is_read_of_shapes_says_that_all_is_well():
         first, second = x.sum().item(), x.sum().item()
         assert 0 < second < first < 1
         assert x[x > 0].shape == (32,)
+
+
+def test_an_exchange_takes_its_latency_and_its_bytes():
+    """Oracle: a ring of four GPUs, by hand: each sends three quarters of a tensor, twice if it is added up."""
+    roofline = Roofline()
+    rows = FakeRows(10, 4, roofline)
+    tensor = torch.empty(1000)
+    rows.sum(tensor)
+    assert roofline.total()["solving"] == pytest.approx(LATENCY["nvlink"] + 2 * 3000 / LINKS["nvlink"])
+    rows.broadcast(tensor, 1)
+    assert roofline.total()["solving"] == pytest.approx(2 * LATENCY["nvlink"] + 3 * 3000 / LINKS["nvlink"])
+    assert (rows.count, rows.shape(tensor.view(2, 500))) == (3, (10, 500))
+
+
+def test_gpus_that_share_a_layer_take_less_each():
+    """Oracle: one GPU. Of its products of 256 rows two GPUs have one half each; those of H alone are not shared."""
+    layer = LayerPlan.of((256, 64), SemiStructured(2, 4), 8, torch.bfloat16)
+    method = Joint(rounds=10)
+    one, two = (block_seconds(method, [{"down": layer}], processes) for processes in (1, 2))
+    assert two["exchanges"] > one["exchanges"] == 0
+    assert two["products, tf32"] <= one["products, tf32"]
 
 
 @pytest.mark.parametrize("effort", ["fast", "best"])

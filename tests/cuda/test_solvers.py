@@ -3,7 +3,6 @@
 import pytest
 import torch
 from harness.fake_cuda import fake_cuda
-from harness.record import geometric_mean
 from harness.watch import watched
 
 import hasslefree
@@ -20,9 +19,9 @@ SWAPPING = ("osscar", "losparse")
 ROUNDS = [name for name in METHODS if getattr(METHODS[name], "rounds", None) and name not in SWAPPING]
 
 
-def solved(name, rounds=None, seed=0):
+def solved(name, rounds=None):
     """A method on a layer that it can take, on the GPU and on the CPU."""
-    weight, h = oracles.problem(32, 64, seed=seed)
+    weight, h = oracles.problem(32, 64)
     alone = isinstance(METHODS[name], Prune)
     least = getattr(METHODS[name], "rounds", None)
     rounds = rounds or (25 if "joint" in name else least and min(least, 2))
@@ -35,19 +34,16 @@ def solved(name, rounds=None, seed=0):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_reach_the_error_that_they_reach_on_the_cpu(name, gpu, monkeypatch):
-    """Rounding may tip a choice here and there; the error must not notice.
+    """Rounding may tip a choice here and there; the error must not notice. `joint` makes choices in every round.
 
-    `joint` makes choices in every round, and one tipped choice of a small layer leads to others: the mean of eight is
-    compared.
+    What narrow products tip is for the next test: here the fake GPU and the CPU compute in float32.
     """
     monkeypatch.setattr(joint, "multiplies_bfloat16", lambda device: False)  # as on a CPU without such instructions
-    ratios = []
-    for seed in range(8 if "joint" in name else 1):
-        solve = solved(name, seed=seed)
-        here, there = solve("cpu"), solve("cuda")
-        assert there.sparse.device.type == "cuda"
-        ratios.append(there.relative_error / here.relative_error)
-    assert geometric_mean(ratios) == pytest.approx(1, rel=0.2 if "joint" in name else 0.02)
+    monkeypatch.setattr("harness.fake_cuda.as_tf32", lambda value: value)
+    solve = solved(name)
+    here, there = solve("cpu"), solve("cuda")
+    assert there.sparse.device.type == "cuda"
+    assert there.relative_error == pytest.approx(here.relative_error, rel=0.1 if "joint" in name else 0.02)
     assert torch.equal(there.product(), solve("cuda").product())
 
 

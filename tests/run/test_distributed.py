@@ -248,7 +248,7 @@ if os.environ["RANK"] == "1":
     calls = []
     def dying(self, tensor):
         calls.append(1)
-        if len(calls) == 20:  # in the second block
+        if len(calls) == 50:  # in the second block, while processes share the rows of a layer
             clock.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         add(self, tensor)

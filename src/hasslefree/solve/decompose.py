@@ -142,25 +142,18 @@ def solve_layer(
 
 def gathered(found: Decomposition, rows: Rows) -> Decomposition:
     """The decomposition of all rows of a layer, the same in every process, of those that each process has."""
-
-    def coded(u: CodedRows, v: CodedRows) -> CodedFactors:
-        of_u, of_v = (
-            (rows.gather(u.codes), rows.gather(u.scale)),
-            (rows.broadcast(v.codes, 0), rows.broadcast(v.scale, 0)),
-        )
-        return CodedFactors(CodedRows(*of_u), CodedRows(*of_v))
-
-    def on_grid(codes: Tensor, scaling: Scaling) -> Quantised:
-        placed = Scaling(scaling.grid, rows.gather(scaling.scale), rows.gather(scaling.zero))
-        return Quantised(rows.gather(codes), placed)
-
-    return dataclasses.replace(
-        found,
-        sparse=rows.gather(found.sparse),
-        low_rank=LowRank(rows.gather(found.low_rank.u), rows.broadcast(found.low_rank.v, 0)),
-        quantised=on_grid(found.quantised.codes, found.quantised.scaling) if found.quantised else None,
-        factors=coded(found.factors.u, found.factors.v) if found.factors else None,
-    )
+    low_rank, codes, factors = found.low_rank, found.quantised, found.factors
+    if codes:
+        placed = codes.scaling
+        placed = Scaling(placed.grid, rows.gather(placed.scale), rows.gather(placed.zero))
+        codes = Quantised(rows.gather(codes.codes), placed)
+    if factors:
+        u = CodedRows(rows.gather(factors.u.codes), rows.gather(factors.u.scale))
+        v = CodedRows(rows.broadcast(factors.v.codes, 0), rows.broadcast(factors.v.scale, 0))
+        factors = CodedFactors(u, v)
+    low_rank = LowRank(rows.gather(low_rank.u), rows.broadcast(low_rank.v, 0))
+    sparse = rows.gather(found.sparse)
+    return dataclasses.replace(found, sparse=sparse, low_rank=low_rank, quantised=codes, factors=factors)
 
 
 def checked_norm(weight: Tensor, gram: Gram, rows: Rows = WHOLE) -> float:
