@@ -12,7 +12,7 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import SharingMethod, Solution
+from hasslefree.core.protocols import SharingMethod, Solution, fit_rows
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.solve.admm import ScaledSpectrum, SupportPenalty
 from hasslefree.solve.low_rank.svd import RandomizedSVD
@@ -59,7 +59,7 @@ class ThreeBlock(SharingMethod):
         def fit(target: Tensor) -> Tensor:
             nonlocal best
             if rank:
-                white = self.svd.fit(target @ factor, None, best, 0, rows)
+                white = fit_rows(self.svd, target @ factor, None, best, 0, rows)
                 best = LowRank(white.u, torch.linalg.solve_triangular(factor, white.v, upper=False, left=False))
             return best.product()
 
