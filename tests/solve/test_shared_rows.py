@@ -68,10 +68,13 @@ def assert_alike(one, several, weight, gram):
         assert torch.equal(each.sparse, several[0].sparse)
         assert torch.equal(each.low_rank.u, several[0].low_rank.u)
         assert torch.equal(each.low_rank.v, several[0].low_rank.v)
-    found = several[0]
+    assert several[0].relative_error == pytest.approx(true_error(several[0], weight, gram), rel=1e-3)
+
+
+def true_error(found, weight, gram):
+    """By definition, in float64."""
     residual = weight.double() - found.sparse.double() - found.low_rank.to(torch.float64).product()
-    error = oracles.loss(residual, gram.matrix) / oracles.loss(weight, gram.matrix)
-    assert found.relative_error == pytest.approx(error, rel=1e-3)
+    return oracles.loss(residual, gram.matrix) / oracles.loss(weight, gram.matrix)
 
 
 @forked
@@ -133,7 +136,7 @@ def test_three_blocks_share_rows(pattern):
 
 @forked
 def test_factors_in_eight_bits_are_those_of_the_whole_layer():
-    """Oracle: one process, up to codes that a last digit rounds otherwise; and the codes themselves."""
+    """Oracle: one process, up to codes that a last digit rounds otherwise; the codes themselves; and the objective."""
     weight, gram = problem(19, dtype=torch.float64)
     method = Joint(rounds=5)
     one, several = of_one(weight, gram, method, HALF, 3, 8), of_several(2, weight, gram, method, HALF, 3, 8)
@@ -142,6 +145,7 @@ def test_factors_in_eight_bits_are_those_of_the_whole_layer():
         assert each.factors.u.codes.shape == (19, 3)
         assert torch.equal(each.factors.values().u, each.low_rank.u)
         assert torch.equal(each.factors.v.codes, several[0].factors.v.codes)
+        assert each.relative_error == pytest.approx(true_error(each, weight, gram), rel=1e-6)
 
 
 @forked
@@ -163,7 +167,7 @@ def test_what_the_pattern_keeps_whole_is_kept():
     weight, gram = problem(12)
     has = weight * HALF.mask(weight.square())
     assert torch.equal(of_several(2, has, gram, Joint(), HALF, 2)[0].sparse, has)
-    has[-1] = weight[-1]
+    has[-1], has[0] = weight[-1], 0.0  # as many non-zeros as before
     assert of_several(2, has, gram, Joint(rounds=5), HALF, 2)[1].relative_error > 0
 
 
