@@ -125,6 +125,16 @@ def elsewhere(content: Content) -> Iterable[Row]:
             yield row | {"same": same, "versions": versions, "gap": row["widest_gap"]}
 
 
+def served(content: Content) -> Row:
+    """The versions in vLLM's environment, and what came through the server."""
+    rows = content["results"].values()
+    asked = [row["served_is_same"] for row in rows if "served_is_same" in row]
+    return {
+        "versions": next(iter(rows))["versions"],
+        "served": f"Through the OpenAI-compatible server, {sum(asked)} of {len(asked)} prompts got the same tokens.",
+    }
+
+
 TABLES: dict[str, tuple[Table, ...]] = {
     "gpu_simulated": (
         Table(
@@ -287,6 +297,22 @@ TABLES: dict[str, tuple[Table, ...]] = {
             elsewhere,
             note="On {date}, by the compressed model on {where}. Gap: where a text parts, by how much the compressed "
             "model's first two logits differ there.",
+        ),
+    ),
+    "served": (
+        Table(
+            "vllm",
+            "python benchmarks/vllm_tokens.py FOLDER… --vllm PYTHON",
+            (
+                ("folder, tensor-parallel size, dtype", "{name}"),
+                ("prompts with the same tokens", "{same} of {prompts}"),
+                ("other tokens", "{other_tokens} of {tokens}"),
+                ("largest gap", "{largest_gap:.2g}"),
+            ),
+            lambda content: [{"name": name} | row for name, row in content["results"].items()],
+            note="{prompt_tokens} tokens a prompt, {new_tokens} new ones; vLLM {versions[vllm]} with transformers "
+            "{versions[transformers]}. {served} On {where}.",
+            facts=served,
         ),
     ),
 }

@@ -100,6 +100,16 @@ def test_layers_of_different_kinds_are_fused(kinds):
         close(by_outputs(layers, rank, 2)(x), torch.cat(expected, 1))
 
 
+@pytest.mark.parametrize("kind", ["2:4, int8 factors", "dense, int4", "2:4, int8"])
+def test_codes_are_rounded_to_the_dtype_of_the_stack_and_not_of_the_file(kind):
+    """Oracle: the float64 product. Scales have eight significant bits, so that bfloat16 holds them."""
+    layer, x = layer_of(kind, (16, WIDTH), 3), torch.randn(3, WIDTH)
+    scales = {leaf: each.bfloat16() for leaf, each in layer.tensors.items() if leaf.endswith("_scale")}
+    assert all(torch.equal(each.float(), layer.tensors[leaf]) for leaf, each in scales.items())
+    layer.tensors |= scales
+    close(by_outputs([layer])(x), x.double() @ layer.matrix.T)
+
+
 def test_n_m_stays_packed_and_takes_the_bytes_of_the_files():
     """Oracle: the sizes of the tensors in the folder."""
     layers = [layer_of("2:4", (16, WIDTH), 3), layer_of("2:4", (16, WIDTH), 1)]

@@ -38,8 +38,8 @@ class StackedLinear(nn.Module):
         self.missing = set(range(len(parts)))
         self.held: list[Tensor] = []
         rows, width = sum(self.outs), parts[0].shard.shape[1]
-        sizes = [out * rank for out, rank in zip(self.outs, self.ranks, strict=True)]
-        self.low_rank_u = self._empty((sum(sizes),), dtype, device)
+        self.u_sizes = [out * rank for out, rank in zip(self.outs, self.ranks, strict=True)]
+        self.low_rank_u = self._empty((sum(self.u_sizes),), dtype, device)
         self.low_rank_v = self._empty((sum(self.ranks), width), dtype, device)
         self.groups = common_groups(parts, self.low_rank_v.device)
         if self.groups is None:
@@ -64,6 +64,9 @@ class StackedLinear(nn.Module):
         """
         part, row = self.parts[index], sum(self.outs[:index])
         part.check(tensors)
+        # Before codes are multiplied by their scales: the product is rounded to the dtype of the scale.
+        dtype = self.low_rank_v.dtype
+        tensors = {leaf: each.to(dtype) if each.is_floating_point() else each for leaf, each in tensors.items()}
         rows = slice(row, row + self.outs[index])
         with torch.no_grad():
             if self.groups is None:
@@ -74,9 +77,8 @@ class StackedLinear(nn.Module):
                     getattr(self, leaf)[rows] = share
             if part.rank:
                 u, v = part.factors(tensors)
-                first, entry = sum(self.ranks[:index]), sum(map(int.__mul__, self.outs[:index], self.ranks[:index]))
-                self.low_rank_u[entry : entry + u.numel()] = u.flatten()
-                self.low_rank_v[first : first + part.rank] = v
+                self.low_rank_u.split(self.u_sizes)[index].copy_(u.flatten())
+                self.low_rank_v.split(self.ranks)[index].copy_(v)
         self.missing.discard(index)
 
     def finish(self) -> None:
