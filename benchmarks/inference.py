@@ -87,10 +87,10 @@ def measure(layers: list[Layer], x: Tensor, ways: list[str], clock: str) -> dict
 def rows(device: str, clock: str, shapes: list[tuple[int, int]], tokens: list[int]) -> Iterator[dict[str, Any]]:
     for out, width in shapes:
         for dtype in (torch.float32, torch.bfloat16):
-            convert = "semi-structured" in possible(device, dtype, 1)
-            layers = [Layer.random(out, width, dtype, device, convert)]
-            while sum(layer.bytes("packed") for layer in layers) < COLD_BYTES:
-                layers.append(Layer.random(out, width, dtype, device, convert))
+            backends = possible(device, dtype, 1)
+            layers = [Layer.random(out, width, dtype, device, backends)]
+            while sum(layer.bytes(backends[0]) for layer in layers) < COLD_BYTES:
+                layers.append(Layer.random(out, width, dtype, device, backends))
             for count in tokens:
                 x = torch.randn(count, width, device=device).to(dtype)
                 found = measure(layers, x, possible(device, dtype, count), clock)

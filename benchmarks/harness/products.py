@@ -15,9 +15,10 @@ from hasslefree.folder.entries import entry_of
 from hasslefree.folder.plugin import HasslefreeConfig
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
-from hasslefree.packed.kernels import Case, cuda, product
+from hasslefree.packed.kernels import Case
 from hasslefree.packed.kernels.backends import BACKENDS
 from hasslefree.packed.layouts import PackedGroups
+from hasslefree.packed.spec import LayerSpec
 
 RANK = 64
 TWO_OF_FOUR = PackedGroups(2, 4)
@@ -27,43 +28,39 @@ CODES = torch.tensor([0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110], dtype=tor
 
 @dataclass(frozen=True)
 class Layer:
-    """A random layer, packed, and a dense one of the same shape."""
+    """A random dense layer (out, in), and a compressed one of its shape for each backend, which share their tensors."""
 
-    values: Tensor
-    positions: Tensor
-    u: Tensor
-    v: Tensor
     dense: Tensor
-    converted: Tensor | None = None
+    packed: dict[str, SparseLowRankLinear]
 
     @classmethod
-    def random(cls, out: int, width: int, dtype: torch.dtype, device: str, convert: bool) -> Layer:
+    def random(cls, out: int, width: int, dtype: torch.dtype, device: str, backends: list[str]) -> Layer:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, device=device).to(dtype) / width**0.5
 
         codes = CODES.to(device)[torch.randint(len(CODES), (out, width // 4), device=device)]
-        values, positions = normal(out, width // 2), codes[:, 0::2] | (codes[:, 1::2] << 4)
-        converted = None
-        if convert:
-            pruned = normal(out, width).view(-1, 4)
-            pruned[:, 2:] = 0
-            converted = cuda.semi_structured(pruned.view(out, width))
-        return cls(values, positions, normal(out, RANK), normal(RANK, width), normal(out, width), converted)
+        tensors = {
+            "values": normal(out, width // 2),
+            "positions": codes[:, 0::2] | (codes[:, 1::2] << 4),
+            "low_rank_u": normal(out, RANK),
+            "low_rank_v": normal(RANK, width),
+        }
+        packed = {}
+        for backend in backends:
+            spec = LayerSpec("2:4", (out, width), RANK, out * width // 2)
+            packed[backend] = SparseLowRankLinear(spec, bias=False, dtype=dtype, device="meta")
+            packed[backend].load_state_dict(tensors, assign=True)
+            packed[backend].requires_grad_(False).use(backend)
+        return cls(normal(out, width), packed)
 
     def bytes(self, backend: str) -> int:
         """What a product reads of the layer."""
-        tensors = [self.dense] if backend == "dense layer" else [self.values, self.positions, self.u, self.v]
-        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        packed = next(iter(self.packed.values()))
+        return self.dense.nbytes if backend == "dense layer" else packed.stored_bytes
 
     def product(self, backend: str, x: Tensor) -> Tensor:
-        if backend == "dense layer":
-            return F.linear(x, self.dense)
-        if backend == "semi-structured":
-            assert self.converted is not None
-            y = F.linear(x, self.converted)
-        else:
-            y = product(backend, x, self.values, self.positions, TWO_OF_FOUR)
-        return y.addmm_(F.linear(x, self.v), self.u.T)
+        found: Tensor = F.linear(x, self.dense) if backend == "dense layer" else self.packed[backend](x)
+        return found
 
 
 def possible(device: str, dtype: torch.dtype, tokens: int) -> list[str]:

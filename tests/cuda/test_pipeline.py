@@ -107,8 +107,9 @@ def test_a_loaded_model_keeps_s_unpacked_where_there_is_no_kernel(gpu, tmp_path,
         torch.testing.assert_close(layer(x), x @ layer.unpacked().T)
         layer.use(None)
         monkeypatch.setattr(SparseLowRankLinear, "unpacked", out_of_memory)
-        with pytest.raises(MemoryShortError, match=r'use_backend\(model, "dense"\)'):
-            layer(x)
+        for call in (lambda: layer(x), lambda: layer.use("unpacked")):
+            with pytest.raises(MemoryShortError, match=r'use_backend\(model, "dense"\)'):
+                call()
 
 
 def out_of_memory(layer):

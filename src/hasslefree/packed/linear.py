@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +24,13 @@ from hasslefree.packed.kernels import (
     takes_layers,
     wants_numba,
 )
-from hasslefree.packed.kernels.backends import HAS_NUMBA
+from hasslefree.packed.kernels.backends import HAS_NUMBA, HAS_TRITON
 from hasslefree.packed.kernels.few import Prepared, takes_few
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import Storage
+
+logger = logging.getLogger(__name__)
 
 
 class SparseLowRankLinear(nn.Module):
@@ -206,13 +210,9 @@ class SparseLowRankLinear(nn.Module):
             return self.unpacked() if self.held is None else self.held
         made_of = self.weight.data_ptr(), self.weight._version
         if self.held is None or self.held_of != made_of:
-            try:
+            say_without_triton()
+            with room_for_a_copy(self.spec.shape):
                 self.held, self.held_of = self.unpacked(), made_of
-            except torch.OutOfMemoryError:
-                raise MemoryShortError(
-                    f"not enough memory on the GPU for a copy of S {tuple(self.spec.shape)} that is not packed; "
-                    'hasslefree.use_backend(model, "dense") needs none, and is slower'
-                ) from None
         return self.held
 
     def use(self, backend: str | None) -> None:
@@ -229,7 +229,7 @@ class SparseLowRankLinear(nn.Module):
         if backend is not None:
             choose(self._case(tokens=1, grad=False), backend)
         held = None
-        with torch.no_grad():
+        with torch.no_grad(), room_for_a_copy(self.spec.shape):
             if backend == "unpacked":
                 held = self.unpacked()
             elif backend == "semi-structured":
@@ -247,6 +247,27 @@ class SparseLowRankLinear(nn.Module):
         factors = f", factors=int{spec.factor_bits}" if spec.factor_bits else ""
         bias = self.bias is not None
         return f"{shape}, pattern={spec.pattern}, rank={spec.rank}, bias={bias}, backend={backend}{grid}{factors}"
+
+
+@cache
+def say_without_triton() -> None:
+    """A line in the log, once, where a GPU multiplies unpacked S for want of a kernel."""
+    if not HAS_TRITON:
+        logger.info(
+            "Triton is not installed: compressed layers on a GPU are unpacked once, and multiplied as dense ones"
+        )
+
+
+@contextmanager
+def room_for_a_copy(shape: tuple[int, int]) -> Iterator[None]:
+    """Turn a lack of GPU memory for a second copy of S, of this shape, into a MemoryShortError with a remedy."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise MemoryShortError(
+            f"not enough memory on the GPU for a second copy of a sparse matrix {shape}; "
+            'hasslefree.use_backend(model, "dense") keeps no copy, and is slower'
+        ) from None
 
 
 def together(layers: Sequence[SparseLowRankLinear], x: Tensor) -> list[Tensor]:

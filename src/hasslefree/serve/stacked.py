@@ -121,4 +121,5 @@ def fits_semi_structured(groups: PackedGroups, values: Tensor, rows: int) -> boo
     """Whether S can be held in torch's 2:4 format on this device."""
     width = values.shape[1] * 2
     fits = rows % cuda.LEAST[0] == 0 and width % cuda.LEAST[1] == 0
-    return (groups.n, groups.m) == (2, 4) and values.is_cuda and values.dtype in HALF_DTYPES and fits
+    usable = fits and values.is_cuda and values.dtype in HALF_DTYPES and cuda.obstacle() is None
+    return usable and (groups.n, groups.m) == (2, 4)

@@ -100,6 +100,20 @@ def test_an_old_gpu_and_a_missing_triton(everything, monkeypatch):
             choose(case(device="cuda", dtype=torch.float16), way)
 
 
+@pytest.mark.parametrize(("capability", "cusparselt", "possible"), [
+    ((8, 6), False, True), ((9, 0), True, True), ((9, 0), False, False), ((10, 0), False, False),
+])  # fmt: skip
+def test_cutlass_multiplies_on_gpus_of_capability_8_alone(everything, monkeypatch, capability, cusparselt, possible):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: cusparselt)
+    half = case(device="cuda", dtype=torch.bfloat16)
+    if possible:
+        assert choose(half, "semi-structured") == "semi-structured"
+    else:
+        with pytest.raises(KernelError, match="needs cuSPARSELt, which this build of torch lacks; use triton or dense"):
+            choose(half, "semi-structured")
+
+
 def test_an_unknown_way_is_an_error_that_lists_the_known():
     with pytest.raises(UnknownNameError, match="unknown backend 'nunba'. Did you mean 'numba'"):
         choose(case(), "nunba")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.errors import KernelError, UnknownNameError
-from hasslefree.packed.kernels import ops
+from hasslefree.packed.kernels import cuda, ops
 from hasslefree.packed.layouts import Columns, Layout, PackedGroups
 
 
@@ -199,8 +199,8 @@ def _triton(case: Case) -> str | None:
 def _semi_structured(case: Case) -> str | None:
     if case.device != "cuda":
         return f"it runs on CUDA, and the layer is on {case.device}; use numba or dense"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return "it needs a GPU of compute capability 8.0; use triton or dense"
+    if (obstacle := cuda.obstacle()) is not None:
+        return f"{obstacle}; use triton or dense"
     if case.grad:
         return NO_GRADIENTS
     if case.groups != (2, 4) or case.dtype not in HALF_DTYPES:

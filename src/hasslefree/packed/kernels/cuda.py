@@ -5,13 +5,39 @@ A second copy of S in the layout of the hardware; torch pads the tokens to what 
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from hasslefree.errors import KernelError
 
+logger = logging.getLogger(__name__)
+
 # What both of torch's backends take: rows and columns are multiples of these.
 LEAST = (32, 64)
+
+
+def obstacle() -> str | None:
+    """Why the current GPU, with this build of torch, has no 2:4 tensors; None where it has them.
+
+    torch multiplies them by cuSPARSELt, or by CUTLASS, whose kernels are for compute capability 8.x alone
+    (github.com/pytorch/pytorch/issues/132009).
+    """
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return "it needs a GPU of compute capability 8.0"
+    if major > 8 and not torch.backends.cusparselt.is_available():
+        return f"on a GPU of compute capability {major}.{minor} it needs cuSPARSELt, which this build of torch lacks"
+    return None
+
+
+@cache
+def say_what_multiplies() -> None:
+    """A line in the log, once, where cuSPARSELt is missing."""
+    if not torch.backends.cusparselt.is_available():
+        logger.info("this build of torch lacks cuSPARSELt: CUTLASS multiplies its 2:4 tensors")
 
 
 def semi_structured(sparse: Tensor) -> Tensor:
@@ -28,4 +54,5 @@ def semi_structured(sparse: Tensor) -> Tensor:
             f"semi-structured needs out divisible by {LEAST[0]} and in by {LEAST[1]}, got "
             f"{tuple(sparse.shape)}; use triton or dense"
         )
+    say_what_multiplies()
     return torch.sparse.to_sparse_semi_structured(sparse.detach().contiguous())
