@@ -1,5 +1,6 @@
 """The entries of a round in one pass. Oracle: the same by torch, operation by operation; equal bit for bit."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -43,6 +44,18 @@ def test_a_cpu_computes_it_in_one_pass(n, m, out, width, ties, monkeypatch):
     expected = by_torch(SemiStructured(n, m), *inputs)
     for found, wanted in zip((mask, state, sparse, target), expected, strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.skipif(not fused.HAS_NUMBA, reason="needs numba")
+def test_several_threads_share_the_rows(monkeypatch):
+    cpu = importlib.import_module("hasslefree.solve.fused.cpu")
+    monkeypatch.setattr(cpu, "ENTRIES", 40)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    weight, state, sparse, target = arrays(5, 40, ties=False)
+    expected = by_torch(SemiStructured(2, 4), weight, state.clone(), sparse.clone())
+    found = fused.settle(SemiStructured(2, 4), weight, state, sparse, target), state, sparse, target
+    for one, wanted in zip(found, expected, strict=True):
+        assert torch.equal(one, wanted)
 
 
 @pytest.mark.parametrize("pattern", [SemiStructured(2, 4), SemiStructured(2, 3), SemiStructured(1, 1), Row(7)])

@@ -1,44 +1,53 @@
 """The entries of a round in one pass on a CPU, by Numba, for groups of 4 or 8 inputs (`hasslefree.solve.fused`).
 
-LLVM turns the loops over `LANES` groups into vector instructions, since M is a constant of each compiled function.
+LLVM turns the loops over `LANES` groups into vector instructions, since M is a constant of each compiled function. Rows
+are shared by Python's threads and not by Numba's, which do not survive a fork.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
-import numba
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 from torch import Tensor
 
 # Groups that are ranked together: a register of vectors for each comparison, and few enough to stay in the first cache.
 LANES = 32
+# Entries for which a thread is worth its start.
+ENTRIES = 1 << 19
 
-rows_in_parallel = njit(nogil=True, error_model="numpy", parallel=True, cache=True)
+compiled = njit(nogil=True, error_model="numpy", cache=True)
 inlined = njit(nogil=True, error_model="numpy", inline="always")
 
 
 def settle(weight: Tensor, state: Tensor, sparse: Tensor, target: Tensor, n: int, m: int) -> Tensor:
-    """As `hasslefree.solve.fused.settle_groups`, on the threads that torch uses."""
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    """As `hasslefree.solve.fused.settle_groups`, on as many threads as torch uses at most."""
     mask = torch.empty_like(weight, dtype=torch.bool)
-    arrays = (each.detach().numpy() for each in (weight, state, sparse, target, mask))
-    compiled: Callable[..., None] = {4: _settle_4, 8: _settle_8}[m]
-    compiled(*arrays, n)
+    arrays = [each.detach().numpy() for each in (weight, state, sparse, target, mask)]
+    kernel: Callable[..., None] = {4: _settle_4, 8: _settle_8}[m]
+    threads = min(torch.get_num_threads(), weight.numel() // ENTRIES)
+    if threads < 2:
+        kernel(*arrays, n)
+    else:
+        bounds = [len(weight) * thread // threads for thread in range(threads + 1)]
+        with ThreadPoolExecutor(threads) as pool:
+            shares = [slice(*bounds[thread : thread + 2]) for thread in range(threads)]
+            list(pool.map(lambda rows: kernel(*(array[rows] for array in arrays), n), shares))
     return mask
 
 
-@rows_in_parallel
+@compiled
 def _settle_4(weight, state, sparse, target, mask, n):
-    for row in prange(len(weight)):
+    for row in range(len(weight)):
         _settle_row(weight[row], state[row], sparse[row], target[row], mask[row], n, 4)
 
 
-@rows_in_parallel
+@compiled
 def _settle_8(weight, state, sparse, target, mask, n):
-    for row in prange(len(weight)):
+    for row in range(len(weight)):
         _settle_row(weight[row], state[row], sparse[row], target[row], mask[row], n, 8)
 
 
