@@ -77,7 +77,8 @@ def test_a_dense_model_that_is_not_at_hand_is_a_sentence(monkeypatch, capsys, ou
         assert code == 0, text
         assert text.startswith(f"The dense model {name} is not on this machine; name it with --dense, or download it.")
         assert "[dense]" not in text
-    code, text = run(monkeypatch, capsys, "generate", MODEL, "Return", "--max-new-tokens", "2")
+    (tmp_path / "out" / "compression.json").unlink()
+    code, text = run(monkeypatch, capsys, "generate", tmp_path / "out", "Return", "--max-new-tokens", "2")
     assert code == 0, text
     assert "no compression.json that names its dense model" in text
 
@@ -124,6 +125,7 @@ def test_mistakes_are_one_message_and_exit_code_2(monkeypatch, capsys, out, tmp_
         (["generate", tmp_path / "none", "x"], "none does not exist"),
         (["generate", out, "x", "--dense", tmp_path / "gone"], "gone does not exist"),
         (["generate", out, "x", "--backend", "numbr"], "Did you mean 'numba'"),
+        (["generate", MODEL, "x"], "holds no compressed layers"),
         (["chat", out, "--backend", "triton"], "it runs on CUDA"),
         (["chat", out, "--dtype", "float23"], "unknown dtype 'float23'. Did you mean 'float32'"),
         (["chat", out, "--device", "gpu"], "unknown device 'gpu'"),

@@ -52,6 +52,8 @@ def generate(
     from hasslefree.generation.terminal import read_prompt, show_generation
 
     text = read_prompt() if prompt is None else prompt
+    if not text:
+        raise PromptError("the prompt is empty; give some text to continue")
     compared = loaded(folder, dense, backend, threads, dtype, device, trust_remote_code)
     show_generation(console, compared, text, Sampling(max_new_tokens, temperature, seed))
 

@@ -57,7 +57,7 @@ def load_compared_models(
         The models, and a sentence that says why there is no dense one, where that was not asked for.
 
     Raises:
-        HasslefreeError: a model that cannot be loaded, or a backend that is not possible.
+        HasslefreeError: a model that cannot be loaded or is not compressed, or a backend that is not possible.
     """
     if threads is not None:
         if threads < 1:
@@ -67,6 +67,8 @@ def load_compared_models(
     if dense is None:
         dense, remark = recorded_dense(Path(folder))
     compressed = load_compared_model("compressed", folder, **how)
+    if not compressed_layers(compressed.model):
+        raise CheckpointError(f"{folder} holds no compressed layers; give a folder that `hasslefree compress` wrote")
     use_backend(compressed.model, backend)
     warm_up(compressed.model)
     if dense is None or dense == NONE:
