@@ -2,7 +2,8 @@
 
     python benchmarks/inference.py products [--device cpu|cuda] [--threads N] [--clock wall|cpu]
     python benchmarks/inference.py models [--blocks 2] [--new-tokens 128]
-    python benchmarks/inference.py generate [MODEL FOLDER] [--blocks 16] [--threads N] [--clock wall|cpu]
+    python benchmarks/inference.py generate [MODEL FOLDER] [--blocks 16] [--device cpu|cuda] [--threads N]
+        [--clock wall|cpu]
 
 products: milliseconds of one layer, 2:4 + rank 64, in the shapes of Llama-3-8B. Each way of the device and the dense
 layer take turns, first to last and last to first; medians. Every turn takes the next of several layers, together larger
@@ -189,12 +190,12 @@ def generation(new_tokens: int) -> list[dict[str, Any]]:
     ]
 
 
-def turns(runs: dict[str, Callable[[], Any]], clock: str) -> dict[str, float]:
+def turns(runs: dict[str, Callable[[], Any]], device: str, clock: str) -> dict[str, float]:
     """Median seconds of each, which take turns; the first turn warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(REPEATS + 1):
         for name, run in runs.items():
-            found = timed(run, "cpu", clock)
+            found = timed(run, device, clock)
             seconds[name] += [found] if repeat else []
     return {name: statistics.median(found) for name, found in seconds.items()}
 
@@ -202,15 +203,22 @@ def turns(runs: dict[str, Callable[[], Any]], clock: str) -> dict[str, float]:
 def speeds(dense: Path, packed: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each way: dense, packed, and S unpacked once."""
     ways = {"dense": dense, "packed": packed, "unpacked": packed}
-    loaded = {way: AutoModelForCausalLM.from_pretrained(folder, dtype="auto") for way, folder in ways.items()}
+    loaded = {
+        way: AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(args.device) for way, folder in ways.items()
+    }
     hasslefree.use_backend(loaded["unpacked"], "unpacked")
     prompts = {
-        count: torch.arange(count).unsqueeze(0) % loaded["dense"].config.vocab_size for count in (16, args.prompt)
+        count: (torch.arange(count) % loaded["dense"].config.vocab_size).unsqueeze(0).to(args.device)
+        for count in (16, args.prompt)
     }
     new = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "do_sample": False}
     with torch.no_grad():
-        writing = turns({way: lambda m=m: m.generate(prompts[16], **new) for way, m in loaded.items()}, args.clock)
-        reading = turns({way: lambda m=m: m(prompts[args.prompt]) for way, m in loaded.items()}, args.clock)
+        writing = turns(
+            {way: lambda m=m: m.generate(prompts[16], **new) for way, m in loaded.items()}, args.device, args.clock
+        )
+        reading = turns(
+            {way: lambda m=m: m(prompts[args.prompt]) for way, m in loaded.items()}, args.device, args.clock
+        )
     return [
         {
             "way": way,
@@ -226,7 +234,7 @@ def speeds(dense: Path, packed: Path, args: argparse.Namespace) -> list[dict[str
 
 def generate(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    header = {"clock": args.clock, "prompt": args.prompt}
+    header = {"device": args.device, "clock": args.clock, "prompt": args.prompt}
     content = resumed(args.output, header, "models")
     with tempfile.TemporaryDirectory() as name:
         folders = args.model, args.folder
@@ -235,7 +243,7 @@ def generate(args: argparse.Namespace) -> None:
             folders = Path(name, "dense"), Path(name, "packed")
         found = speeds(*folders, args)
         for row, folder in zip(found, folders, strict=False):
-            row["megabytes"] = loaded_megabytes(folder)
+            row["megabytes"] = loaded_megabytes(folder)  # of RAM
     content["models"][args.model.name if args.model else f"random, Llama-3.2-1B, {args.blocks} blocks"] = found
     for row in found:
         print(row)
@@ -273,7 +281,8 @@ def main() -> None:
     other.add_argument("--output", type=Path, default=RESULTS / "loaded.json")
     other.add_argument("--load", type=Path, help="one load, in this process")
     third = commands.add_parser("generate")
-    third.set_defaults(run=generate, device="cpu")
+    third.set_defaults(run=generate)
+    third.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     third.add_argument("model", type=Path, nargs="?")
     third.add_argument("folder", type=Path, nargs="?")
     third.add_argument("--blocks", type=int, default=16, help="of the random model")

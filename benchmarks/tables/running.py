@@ -80,6 +80,25 @@ def generation(content: Content) -> Iterable[Row]:
             yield {"megabytes": None, **row, "model": model}
 
 
+def writing(file: str) -> Table:
+    """The table of what models write and read, from results of one machine."""
+    return Table(
+        file,
+        f"{INFERENCE} generate --output benchmarks/results/{file}.json",
+        (
+            ("{model}", "{way}"),
+            ("tokens a second", "{tokens_a_second:.1f}"),
+            ("over dense", "{tokens_over_dense:.2f}"),
+            ("seconds for a prompt", "{prompt_seconds:.2f}"),
+            ("dense over it", "{prompt_over_dense:.2f}"),
+            ("MB loaded", "{megabytes:.0f}"),
+        ),
+        generation,
+        split="model",
+        note="One text at a time, in bfloat16; prompts of {prompt} tokens; {clock} clock. On {where}.",
+    )
+
+
 def faults(content: Content) -> Row:
     """How many ways to end a compression were tried."""
     others = [name for name in content["results"] if not name.startswith("SIGKILL")]
@@ -249,23 +268,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
     ),
     "inference": (products("inference"),),
     "inference_amx": (products("inference_amx"),),
-    "generation": (
-        Table(
-            "generation",
-            f"{INFERENCE} generate",
-            (
-                ("{model}", "{way}"),
-                ("tokens a second", "{tokens_a_second:.1f}"),
-                ("over dense", "{tokens_over_dense:.2f}"),
-                ("seconds for a prompt", "{prompt_seconds:.2f}"),
-                ("dense over it", "{prompt_over_dense:.2f}"),
-                ("MB loaded", "{megabytes:.0f}"),
-            ),
-            generation,
-            split="model",
-            note="One text at a time, in bfloat16; prompts of {prompt} tokens. On {where}.",
-        ),
-    ),
+    "generation": (writing("generation"),),
+    "generation_one_thread": (writing("generation_one_thread"),),
     "loaded": (
         Table(
             "loaded",
