@@ -404,6 +404,7 @@ def test_a_copy_of_a_layer_has_arrays_of_its_own():
     with torch.no_grad():
         expected = layer(x)
         twin = copy.deepcopy(layer)
+        assert twin.prepared is None, "a copy, or a file, holds its tensors twice"
         layer.values.zero_()
         assert torch.equal(twin(x), expected)
         assert twin.prepared.arrays[0] is not layer.prepared.arrays[0]

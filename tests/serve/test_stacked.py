@@ -37,7 +37,7 @@ def by_inputs(layer, rank, ranks):
     return stack_of([layer], Division(sizes, sizes, WIDTH, WIDTH // ranks, rank, ranks))
 
 
-def close(found, expected):
+def assert_close(found, expected):
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
@@ -50,7 +50,7 @@ def test_shares_of_the_outputs_are_rows_of_the_product(kind, ranks, tokens):
     x = torch.randn(tokens, WIDTH)
     found = [by_outputs(layers, rank, ranks)(x).split([16 // ranks, 32 // ranks], 1) for rank in range(ranks)]
     for layer, shares in zip(layers, zip(*found, strict=True), strict=True):
-        close(torch.cat(shares, 1), x.double() @ layer.matrix.T)
+        assert_close(torch.cat(shares, 1), x.double() @ layer.matrix.T)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,7 +59,7 @@ def test_shares_of_the_inputs_add_up_to_the_product(kind, ranks):
     """Oracle: the product with the whole matrix in float64."""
     layer, x = layer_of(kind, (24, WIDTH), 5), torch.randn(2, 3, WIDTH)
     shares = x.chunk(ranks, -1)
-    close(sum(by_inputs(layer, rank, ranks)(shares[rank]) for rank in range(ranks)), x.double() @ layer.matrix.T)
+    assert_close(sum(by_inputs(layer, rank, ranks)(shares[rank]) for rank in range(ranks)), x.double() @ layer.matrix.T)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -75,7 +75,7 @@ def test_key_heads_fewer_than_ranks_are_held_by_several(ranks):
         first = rank * (heads // ranks)  # the first query head of this rank
         key = first // (heads // keys)
         for part, layer, start in zip(found, layers, (first, key, key), strict=True):
-            close(part, (x.double() @ layer.matrix.T)[:, start * head :][:, : part.shape[1]])
+            assert_close(part, (x.double() @ layer.matrix.T)[:, start * head :][:, : part.shape[1]])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -87,7 +87,7 @@ def test_a_layer_that_is_fused_in_the_folder(ranks):
         local = [size // ranks for size in sizes]
         found = stack_of([layer], Division(sizes, local, WIDTH, WIDTH, rank, ranks))(x).split(local, 1)
         for part, whole in zip(found, expected, strict=True):
-            close(part, whole.chunk(ranks, 1)[rank])
+            assert_close(part, whole.chunk(ranks, 1)[rank])
 
 
 @pytest.mark.parametrize("kinds", list(itertools.permutations(["dense", "2:4", "row"], 2)))
@@ -97,7 +97,7 @@ def test_layers_of_different_kinds_are_fused(kinds):
     x = torch.randn(3, WIDTH)
     for rank in range(2):
         expected = [(x.double() @ layer.matrix.T).chunk(2, 1)[rank] for layer in layers]
-        close(by_outputs(layers, rank, 2)(x), torch.cat(expected, 1))
+        assert_close(by_outputs(layers, rank, 2)(x), torch.cat(expected, 1))
 
 
 @pytest.mark.parametrize("kind", ["2:4, int8 factors", "dense, int4", "2:4, int8"])
@@ -107,7 +107,7 @@ def test_codes_are_rounded_to_the_dtype_of_the_stack_and_not_of_the_file(kind):
     scales = {leaf: each.bfloat16() for leaf, each in layer.tensors.items() if leaf.endswith("_scale")}
     assert all(torch.equal(each.float(), layer.tensors[leaf]) for leaf, each in scales.items())
     layer.tensors |= scales
-    close(by_outputs([layer])(x), x.double() @ layer.matrix.T)
+    assert_close(by_outputs([layer])(x), x.double() @ layer.matrix.T)
 
 
 def test_n_m_stays_packed_and_takes_the_bytes_of_the_files():
@@ -186,4 +186,4 @@ def test_tensors_may_come_in_any_order_and_their_memory_may_be_used_again():
             buffer.zero_()
     stack.finish()
     x = torch.randn(3, WIDTH)
-    close(stack(x), torch.cat([x.double() @ layer.matrix.T for layer in layers], 1))
+    assert_close(stack(x), torch.cat([x.double() @ layer.matrix.T for layer in layers], 1))

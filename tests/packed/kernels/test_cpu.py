@@ -160,7 +160,7 @@ def test_every_pair_of_a_table_is_exact(monkeypatch):
     s = reference.sparse(96, 32, 2, 4, torch.bfloat16, seed=2, empty_rows=False)
     packed = reference.pack_groups(s, 2, 4)
     assert torch.equal(ops.linear_groups(torch.eye(128).bfloat16(), *packed, 2, 4).T, s)
-    if not ops._kernels().WIDE:
+    if not ops.numba_kernels().WIDE:
         pytest.skip("this processor multiplies unpacked rows, in which a zero times NaN is NaN: tables need AVX-512")
     for value in (float("inf"), float("nan")):
         x = torch.zeros(64, 128).bfloat16()

@@ -1,4 +1,4 @@
-"""A layer whose arrays are at hand for Numba: for a few tokens, all that Python does takes longer than the product."""
+"""A layer whose arrays are kept ready for Numba: the product of a few tokens is short, and Python counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasslefree.packed.kernels.ops import FEW, _kernels, _numbers
+from hasslefree.packed.kernels.ops import FEW, numba_kernels, numbers_of
 
 
 class Prepared:
@@ -23,14 +23,14 @@ class Prepared:
     def __init__(self, values: Tensor, positions: Tensor, factors: tuple[Tensor, Tensor] | None, bias: Tensor | None):
         self.out = len(values)
         u, v = factors or (values.new_empty(self.out, 0), values.new_empty(0, 2 * values.shape[1]))
-        numbers = [_numbers(each.detach()) for each in (u, v, values.new_empty(0) if bias is None else bias)]
-        self.arrays = (_numbers(values.detach()), positions.numpy(), *numbers)
+        numbers = [numbers_of(each.detach()) for each in (u, v, values.new_empty(0) if bias is None else bias)]
+        self.arrays = (numbers_of(values.detach()), positions.numpy(), *numbers)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (..., in) → (..., out)."""
         y = torch.empty(*x.shape[:-1], self.out, dtype=x.dtype)
         arrays = (self._array(each) for each in (x.contiguous(), y))
-        kernels = _kernels()
+        kernels = numba_kernels()
         kernels.layer_2_4(*self.arrays, *arrays, kernels.WIDE)
         return y
 

@@ -72,7 +72,7 @@ def groups_product(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int)
 def _direct(n: int, m: int) -> Mapping[torch.dtype, float]:
     if (n, m) != (2, 4):
         return DIRECT
-    if not _kernels().WIDE:
+    if not numba_kernels().WIDE:
         return DIRECT_2_4_SCALAR
     return DIRECT_2_4_TILES if multiplies_tiles() else DIRECT_2_4
 
@@ -90,8 +90,8 @@ def layer_product(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, 
     direct = len(x) < _direct(n, m).get(x.dtype, 0)
     y = _direct_sums(x, values, positions, n, m) if direct else groups_product(x, values, positions, n, m).float()
     inputs, hidden = x.float().contiguous().numpy(), torch.empty(len(x), len(v))
-    factors = (_numbers(factor.contiguous()) for factor in (v, u))
-    _kernels().add_low_rank(inputs, *factors, hidden.numpy(), y.numpy())
+    factors = (numbers_of(factor.contiguous()) for factor in (v, u))
+    numba_kernels().add_low_rank(inputs, *factors, hidden.numpy(), y.numpy())
     return y.to(x.dtype)
 
 
@@ -111,11 +111,11 @@ def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         (tokens, out), in x's dtype.
     """
     _check_mask(x, values, mask)
-    starts, kernels, flat, mask_array = _starts(mask, values), _kernels(), values.contiguous(), mask.numpy()
+    starts, kernels, flat, mask_array = _starts(mask, values), numba_kernels(), values.contiguous(), mask.numpy()
     if len(x) < DIRECT.get(x.dtype, 0):
         y = torch.empty(len(x), len(mask))
         inputs = x.float().contiguous().numpy()
-        kernels.dot_mask(_numbers(flat), starts, mask_array, inputs, y.numpy(), kernels.WIDE)
+        kernels.dot_mask(numbers_of(flat), starts, mask_array, inputs, y.numpy(), kernels.WIDE)
         return y.to(x.dtype)
     array = _bits(flat)
 
@@ -199,13 +199,13 @@ def _direct_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int)
 
 def _direct_sums(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
     """x Sᵀ from the packed rows, in float32: (tokens, out)."""
-    kernels, numbers = _kernels(), _numbers(values.contiguous())
+    kernels, numbers = numba_kernels(), numbers_of(values.contiguous())
     y, codes = torch.empty(len(x), len(values)), positions.numpy()
     if (n, m) != (2, 4):
         array = x.float().contiguous().numpy()
         kernels.dot_positions(numbers.reshape(-1), codes, n, m, position_bits(n, m), array, y.numpy())
         return y
-    array = _numbers(x.contiguous())
+    array = numbers_of(x.contiguous())
     for start in range(0, len(x), TOGETHER):
         kernels.dot_2_4(
             numbers, codes, array[start : start + TOGETHER], y[start : start + TOGETHER].numpy(), kernels.WIDE
@@ -214,7 +214,7 @@ def _direct_sums(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -
 
 
 def _fits_tables(x: Tensor) -> bool:
-    kernels = _kernels()
+    kernels = numba_kernels()
     return bool(
         kernels.WIDE and not multiplies_tiles() and x.dtype == torch.bfloat16 and x.shape[1] % (4 * kernels.GROUPS) == 0
     )
@@ -222,7 +222,7 @@ def _fits_tables(x: Tensor) -> bool:
 
 def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     """x Sᵀ of 2:4 in bfloat16, 64 tokens at a time; a few that are left go directly."""
-    kernels, out, tokens, parts = _kernels(), len(values), len(x), torch.get_num_threads()
+    kernels, out, tokens, parts = numba_kernels(), len(values), len(x), torch.get_num_threads()
     left = tokens % kernels.TOKENS
     y = x.new_empty(tokens, out)
     if 0 < left < DIRECT_2_4[x.dtype]:
@@ -239,7 +239,7 @@ def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
 
 
 def _groups_unpacker(values: Tensor, positions: Tensor, n: int, m: int, bits: int) -> Unpack:
-    kernels, array, codes = _kernels(), _bits(values.contiguous()), positions.numpy()
+    kernels, array, codes = numba_kernels(), _bits(values.contiguous()), positions.numpy()
 
     def unpack(a: int, b: int, rows: Any) -> None:
         if (n, m) == (2, 4) and kernels.WIDE:
@@ -274,7 +274,7 @@ def _workspace(size: int) -> Tensor:
     return memory[:size]
 
 
-def _kernels() -> Any:
+def numba_kernels() -> Any:
     """The module of Numba's kernels, set to torch's number of threads."""
     from hasslefree.packed.kernels import cpu
 
@@ -290,7 +290,7 @@ def _bits(tensor: Tensor) -> Any:
     return tensor.detach().view({2: torch.uint16, 4: torch.uint32}[tensor.itemsize]).numpy()
 
 
-def _numbers(tensor: Tensor) -> Any:
+def numbers_of(tensor: Tensor) -> Any:
     """The memory of a contiguous tensor as float32, or as the bits of bfloat16."""
     return _bits(tensor) if tensor.dtype == torch.bfloat16 else tensor.detach().numpy()
 
@@ -298,7 +298,7 @@ def _numbers(tensor: Tensor) -> Any:
 def _starts(mask: Tensor, values: Tensor) -> Any:
     """Where the values of each row begin: (out,) int64; the counts of the mask must add up to the values."""
     counts = torch.empty(len(mask), dtype=torch.int64)
-    _kernels().count_rows(mask.numpy(), counts.numpy())
+    numba_kernels().count_rows(mask.numpy(), counts.numpy())
     ends = counts.cumsum(0)
     marked = int(ends[-1]) if len(ends) else 0
     if marked != values.numel():
