@@ -34,6 +34,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--texts", nargs="+", required=True)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--methods", nargs="+", help="of the table, and those that reproduce adds")
+    parser.add_argument("--settings", nargs="+", help="of the table")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--task-data", type=Path)
     for option, number in NUMBERS.items():
         parser.add_argument(f"--{option.replace('_', '-')}", type=int, default=number)
@@ -43,7 +46,9 @@ def arguments() -> argparse.Namespace:
 def command(args: argparse.Namespace, part: str) -> list[str]:
     """The command that measures one table, or the figure."""
     words = [sys.executable, "-m", "hasslefree", "reproduce", part, "--model", args.model, "--output", str(args.work)]
-    words += ["--calibration", args.calibration, "--texts", *args.texts, "--dtype", "float32"]
+    words += ["--calibration", args.calibration, "--texts", *args.texts, "--dtype", args.dtype]
+    for option in ("methods", "settings"):
+        words += [f"--{option}", *given] if (given := getattr(args, option)) else []
     words += ["--task-data", str(args.task_data)] if args.task_data else ["--tasks", "none"]
     given = {option: getattr(args, option) for option in NUMBERS if getattr(args, option) is not None}
     return words + [word for option, number in given.items() for word in (f"--{option.replace('_', '-')}", str(number))]
@@ -51,7 +56,7 @@ def command(args: argparse.Namespace, part: str) -> list[str]:
 
 def collected(args: argparse.Namespace) -> dict[str, Any]:
     """All that was measured, without the machine's paths."""
-    settings = {option: getattr(args, option) for option in NUMBERS}
+    settings = {option: getattr(args, option) for option in ("dtype", *NUMBERS)}
     found: dict[str, Any] = {"machine": machine(), "model": args.name, **settings, "tables": {}}
     for part in args.parts:
         content = json.loads((args.work / f"{part}.json").read_text())
@@ -68,7 +73,8 @@ def main() -> None:
         if part != "figure1" or not (args.work / "figure1.json").exists():
             subprocess.run(command(args, part), check=True)
     write(RESULTS / f"reproduction_{args.name}.json", collected(args))
-    shutil.copyfile(args.work / "figure1.png", ROOT / f"docs/measured/figure1_{args.name}.png")
+    if "figure1" in args.parts:
+        shutil.copyfile(args.work / "figure1.png", ROOT / f"docs/measured/figure1_{args.name}.png")
 
 
 if __name__ == "__main__":

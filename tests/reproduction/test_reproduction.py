@@ -59,7 +59,7 @@ def test_rows_are_those_of_the_paper_and_joint_in_every_setting(table):
 def test_a_scale_changes_what_it_says_and_nothing_else(name):
     """Oracle: the recipe. A rank that follows from a ratio stays, and a method without rounds has none."""
     # Layers alone, `joint` too.
-    alone = {"allocate": "uniform", "dense_target": 0.0, "match_blocks": False}
+    alone = {"allocate": "uniform", "dense_target": 0.0, "match_blocks": False, "match_predictions": 0}
     plain, scaled = dataclasses.replace(Recipe.from_yaml(RECIPES / name), **alone), SMALL.recipe(name)
     changed = {"samples": 2, "seqlen": 32, "calibration": str(CALIBRATION), "dtype": "float32"}
     changed |= {"rank": 4} if "rank-64" in name else {}
@@ -77,6 +77,28 @@ def test_a_plan_has_the_dense_model_first_and_the_methods_asked_for():
     assert {job.row.model for job in jobs} == {"Llama-3.2-3B"}
     assert len({job.key for job in jobs}) == len(jobs)
     assert jobs[1].key != table_jobs(2, str(MODEL), None, None, dataclasses.replace(SMALL, samples=3))[1].key
+
+
+def test_added_methods_are_measured_when_they_are_asked_for():
+    """Oracle: the recipes as they would be written by hand. The paper's methods and `joint` have no levers."""
+    asked = ("hassle-free", "joint", "3basil", "joint-balanced", "joint-best")
+    _, *jobs = table_jobs(2, str(MODEL), None, asked, SMALL, ("2:4 + rank 64",))
+    shared = dataclasses.asdict(Recipe(pattern="2:4", rank=4, samples=2, seqlen=32, calibration=str(CALIBRATION)))
+    levers = ("allocate", "dense_target", "match_blocks", "match_predictions")
+    resolved = {job.row.method: job.recipe.resolve().recipe for job in jobs}
+    assert tuple(resolved) == asked
+    for name, effort in {"joint": "fast", "joint-balanced": "balanced", "joint-best": "best"}.items():
+        plain = Recipe(**shared | {"method": "joint", "effort": effort, "rounds": 1, "dtype": "float32"})
+        wanted = plain.resolve().recipe
+        assert {lever: getattr(resolved[name], lever) for lever in levers} == {
+            lever: getattr(wanted, lever) for lever in levers
+        }
+        assert resolved[name].method == "joint"
+    for name in ("hassle-free", "3basil"):
+        assert resolved[name].method == name
+        assert [getattr(resolved[name], lever) for lever in levers] == ["uniform", 0.0, False, 0]
+    unasked = {job.row.method for job in table_jobs(2, str(MODEL), None, None, SMALL)}
+    assert unasked == {"dense", "oats", "hassle-free", "joint"}
 
 
 def test_tables_that_share_a_row_share_its_measurement():
@@ -103,6 +125,7 @@ def test_tasks_are_those_that_the_table_prints():
 
 BAD = {
     "method": (lambda: table_jobs(2, str(MODEL), None, ("wanda",), SMALL), UnknownNameError, "table 2 'wanda'"),
+    "setting": (lambda: table_jobs(2, str(MODEL), None, None, SMALL, ("2:4",)), UnknownNameError, "2:4 . rank 64"),
     "model": (lambda: table_jobs(4, str(MODEL), "Llama-3.2-1B", None, SMALL), UnknownNameError, "Llama-3.2-1B"),
     "text": (lambda: table_jobs(2, None, None, None, Scale(texts={"a": "no.txt"})), CalibrationError, "no.txt"),
     "task": (lambda: table_jobs(2, None, None, None, Scale(tasks=("piqua",))), UnknownNameError, "piqua"),

@@ -81,12 +81,19 @@ def parse_batch_size(given: str) -> int | None:
     return int(given)
 
 
+METHODS = (
+    "Only these methods of the table; also 3basil, joint-balanced and joint-best, which are added to settings with a "
+    "low-rank part (default: the table's methods and joint)."
+)
+
+
 @app.command()
 def reproduce(
     what: Annotated[str, typer.Argument(help="table1, table2, table3, table4 or figure1 of arXiv 2502.00899.")],
     model: Annotated[str | None, typer.Option(help="Instead of the paper's models (figure1: Llama-3.2-1B).")] = None,
     like: Annotated[str | None, typer.Option(help="The paper's model whose figures stand beside.")] = None,
-    methods: Annotated[list[str] | None, typer.Option(help="Only these (default: all that are built).")] = None,
+    methods: Annotated[list[str] | None, typer.Option(help=METHODS)] = None,
+    settings: Annotated[list[str] | None, typer.Option(help="Only these settings, such as '2:4 + rank 64'.")] = None,
     output: Annotated[Path, typer.Option(help="The folder for results; what it holds is not done again.")] = Path(
         "reproduction"
     ),
@@ -125,4 +132,7 @@ def reproduce(
         return
     table = table_number(what)
     with layer_bar() as progress:
-        reproduce_table(table, model, like, chosen, scale, desk, plan_only=plan_only, keep=keep, progress=progress)
+        reproduce_table(
+            table, model, like, chosen, scale, desk,
+            settings=tuple(settings) if settings else None, plan_only=plan_only, keep=keep, progress=progress,
+        )  # fmt: skip

@@ -15,12 +15,9 @@ from hasslefree.errors import HasslefreeError, RecipeError, UnknownNameError
 from hasslefree.evaluation.tasks import check_tasks
 from hasslefree.models.texts import check_text
 from hasslefree.recipe.recipe import Recipe
-from hasslefree.reproduction.paper import MODELS, RECIPES, TEXTS, PaperRow, paper_rows
+from hasslefree.reproduction.paper import LAYERS_ALONE, MODELS, RECIPES, TEXTS, PaperRow, paper_rows
 from hasslefree.run.estimate import Footprint, estimate_model
 from hasslefree.solve.methods import METHODS, settings_of
-
-# No levers: what the paper's methods do not have beside them, `joint` does not have either.
-LAYERS_ALONE: dict[str, Any] = {"allocate": "uniform", "dense_target": 0.0, "match_blocks": False}
 
 
 @dataclass(frozen=True)
@@ -46,22 +43,22 @@ class Scale:
     limit: int | None = None
     task_data: Path | None = None
 
-    def recipe(self, name: str) -> Recipe:
-        """A recipe of the paper's, with these changes; of the layers alone, as the paper's methods are."""
-        plain = Recipe.from_yaml(RECIPES / name)
-        changes: dict[str, Any] = LAYERS_ALONE | {
+    def recipe(self, name: str, changes: dict[str, Any] = LAYERS_ALONE) -> Recipe:
+        """A recipe of the paper's in this scale. changes: other fields of it, as a row has them."""
+        plain = Recipe.from_yaml(RECIPES / name, **changes)
+        scaled: dict[str, Any] = {
             field: value
             for field in ("samples", "seqlen", "calibration", "dtype")
             if (value := getattr(self, field)) is not None
         }
         if self.rank is not None and plain.rank is not None:
-            changes["rank"] = self.rank
+            scaled["rank"] = self.rank
         if self.rounds is not None and "rounds" in settings_of(METHODS[plain.method]):
-            changes["rounds"] = self.rounds
-        return Recipe.from_yaml(RECIPES / name, **changes)
+            scaled["rounds"] = self.rounds
+        return Recipe.from_yaml(RECIPES / name, **changes | scaled)
 
     def evaluation(self, row: PaperRow) -> dict[str, Any]:
-        """The arguments of `evaluate` for a row. A row of `joint` has the tasks of its table."""
+        """The arguments of `evaluate` for a row. An added row has the tasks of its table."""
         printed = next(other for other in paper_rows(row.table) if other.figures)
         names = [name for name in printed.figures if name not in (*TEXTS, "average")]
         return {
@@ -103,34 +100,48 @@ class Job:
 
 
 def table_jobs(
-    table: int, model: str | None, like: str | None, methods: tuple[str, ...] | None, scale: Scale
+    table: int,
+    model: str | None,
+    like: str | None,
+    methods: tuple[str, ...] | None,
+    scale: Scale,
+    settings: tuple[str, ...] | None = None,
 ) -> list[Job]:
     """The rows of a table that can be measured; the dense models come first.
 
     Args:
         model: in the place of the paper's; None for all models of the table.
         like: the paper's model that stands beside it; None for the one of its name, else the table's first.
-        methods: some of the table's and joint; None for all. Dense models are always measured.
+        methods: some of the table's and of `ADDED`; None for the table's and `joint`. Dense models are always measured.
+        settings: some of the table's, as the paper prints them (`2:4 + rank 64`); None for all.
 
     Raises:
-        HasslefreeError: a method that is in no row, a text or a task's data that are not there, a wrong recipe.
+        HasslefreeError: a method or a setting that is in no row, a text or the data of a task that are missing, a wrong
+            recipe.
     """
     rows = paper_rows(table)
     if unknown := set(methods or ()) - {row.method for row in rows}:
         raise UnknownNameError(f"method of table {table}", min(unknown), {row.method for row in rows})
+    if unknown := set(settings or ()) - {row.config for row in rows}:
+        raise UnknownNameError(f"setting of table {table}", min(unknown), {row.config for row in rows if row.config})
     if model is not None:
         beside = like or next((name for name in MODELS if model.rstrip("/").endswith(name)), rows[0].model)
         rows = [row for row in rows if row.model == beside]
         if not rows:
             raise UnknownNameError(f"model of table {table}", beside, {row.model for row in paper_rows(table)})
-    wanted = [
-        row
-        for row in sorted(rows, key=lambda row: row.method != "dense")
-        if row.recipe is None or methods is None or row.method in methods
-    ]
+
+    def wanted(row: PaperRow) -> bool:
+        method = row.method in methods if methods else bool(row.figures) or row.method == "joint"
+        return row.recipe is None or (method and (settings is None or row.config in settings))
+
     jobs = [
-        Job(row, model or MODELS[row.model], scale.recipe(row.recipe) if row.recipe else None, scale.evaluation(row))
-        for row in wanted
+        Job(
+            row,
+            model or MODELS[row.model],
+            scale.recipe(row.recipe, row.changes) if row.recipe else None,
+            scale.evaluation(row),
+        )
+        for row in sorted(filter(wanted, rows), key=lambda row: row.method != "dense")
     ]
     for text in jobs[0].evaluation["texts"].values():
         check_text(text)

@@ -68,12 +68,13 @@ def reproduce_table(
     scale: Scale,
     desk: Desk,
     *,
+    settings: tuple[str, ...] | None = None,
     plan_only: bool = False,
     keep: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Measure a table; the arguments are those of `table_jobs` and `run_jobs`. It is printed, and written as JSON."""
-    jobs = table_jobs(table, model, like, methods, scale)
+    jobs = table_jobs(table, model, like, methods, scale, settings)
     target = resolve_device(desk.device)
     takes = [(job, cost(job, target)) for job in jobs]
     desk.console.print(cost_table(takes, read_results(desk.output), product_rate(target), keep))
