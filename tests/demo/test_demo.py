@@ -57,7 +57,13 @@ def continuation(folder):
 def test_the_demo_compares_what_the_readme_says(tmp_path, monkeypatch):
     """Few samples and rounds: the table and the folders, not the figures."""
     quick = {
-        name: dataclasses.replace(recipe, samples=2, seqlen=32, rounds=None if recipe.method == "sparsegpt" else 1)
+        name: dataclasses.replace(
+            recipe,
+            samples=2,
+            seqlen=32,
+            rounds=None if recipe.method == "sparsegpt" else 1,
+            match_predictions=64 if recipe.resolve().match_predictions else None,
+        )
         for name, recipe in recipes(1).items()
         if recipe.method not in ("oats", "3basil")
     }
