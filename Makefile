@@ -8,7 +8,7 @@ BIN := .venv/bin
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	touch $@
 
-.PHONY: demo test nightly lint docs bench
+.PHONY: demo test nightly lint docs links bench
 demo: .venv/.ready
 	$(BIN)/hasslefree demo
 
@@ -31,6 +31,18 @@ lint: .venv/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The tables of README.md and docs/ are what the results give, and no method is missing. No benchmark is run.
-docs: .venv/.ready
+# Packages that build the site, apart, so that `make demo` and `make test` need none of them.
+.venv/.docs: .venv/.ready
+	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	touch $@
+
+# The tables of README.md and docs/ are what the results give, and no method is missing; no benchmark is run. Then the
+# site, in build/docs/html, without a warning and without a network. The notebooks of the tutorials are run, and kept in
+# build/docs/notebooks for the next time.
+docs: .venv/.docs
 	$(BIN)/python benchmarks/readme.py --check
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs/html
+
+# Whether links to other sites lead somewhere. This needs a network.
+links: .venv/.docs
+	$(BIN)/python -m sphinx -q -b linkcheck docs build/docs/links

@@ -273,7 +273,7 @@ def main() -> None:
     one.add_argument("--shapes", nargs="+", default=[f"{out}x{width}" for out, width in SHAPES])
     one.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     one.add_argument("--output", type=Path, default=RESULTS / "inference.json")
-    one.add_argument("--plot", type=Path, default=ROOT / "docs" / "measured" / "inference.png")
+    one.add_argument("--plot", type=Path, default=ROOT / "docs" / "results" / "inference.png")
     other = commands.add_parser("models")
     other.set_defaults(run=models)
     other.add_argument("--blocks", type=int, default=2)

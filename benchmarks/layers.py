@@ -88,7 +88,7 @@ def curves(args: argparse.Namespace) -> None:
         if name in CURVES or possible(problems[0], name):  # what is slow the first time
             run(problems[0], name, CURVES.get(name, [None])[0], args.seed, args.clock)
     measure(problems, args.methods, content, output)
-    plot = args.plot or ROOT / "docs" / "measured" / f"{stem}.png"
+    plot = args.plot or ROOT / "docs" / "results" / f"{stem}.png"
     plots.curves(means(content), CURVES, len(content["problems"]), plot)
     for source in ("model", "synthetic"):
         for key, (error, seconds, count) in means(content, source).items():

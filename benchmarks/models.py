@@ -178,7 +178,7 @@ def arguments() -> argparse.Namespace:
     by_bytes.add_argument("--rank", type=int, default=16)
     by_bytes.add_argument("--only", nargs="+")
     by_bytes.add_argument("--output", type=Path, default=RESULTS / "systems.json")
-    by_bytes.add_argument("--plot", type=Path, default=ROOT / "docs" / "measured" / "systems.png")
+    by_bytes.add_argument("--plot", type=Path, default=ROOT / "docs" / "results" / "systems.png")
 
     tasks = commands.add_parser("tasks")
     tasks.set_defaults(run=run_tasks)

@@ -2,9 +2,8 @@
 
     python benchmarks/readme.py [--check]
 
-`benchmarks/tables` specifies every table; that of a recipe's fields comes from their declarations. With --check nothing
-is written: it fails where a page differs from what the results give, or where a method of the package is not measured
-or not in the documentation, and says what to run.
+`benchmarks/tables` specifies every table. With --check nothing is written: it fails where a page differs from what the
+results give, or where a method of the package is not measured or not in the documentation, and says what to run.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from tables import layers, models, paper, real, recipe, running
+from tables import layers, models, paper, real, running
 from tables.engine import PageError, Table, filled, pages, shown
 
 TABLES: dict[str, tuple[Table, ...]] = layers.TABLES | models.TABLES | real.TABLES | running.TABLES | paper.TABLES
@@ -23,7 +22,7 @@ def written() -> dict[Path, tuple[str, str]]:
     """Every page as it is, and with its tables made anew from the results."""
     before = pages()
     make = {name: lambda parts=parts: "\n\n".join(part.text() for part in parts) for name, parts in TABLES.items()}
-    after = filled(before, make | recipe.TABLES)
+    after = filled(before, make)
     return {page: (before[page], after[page]) for page in before}
 
 

@@ -186,7 +186,7 @@ def arguments() -> argparse.Namespace:
 
     for command, names, output, plot in (
         ("rows", ["dense", *EFFORTS, *LEVERS, *RIVALS], "real_model.json", None),
-        ("frontier", ["dense", *FRONTIER], "frontier.json", ROOT / "docs" / "measured" / "frontier.png"),
+        ("frontier", ["dense", *FRONTIER], "frontier.json", ROOT / "docs" / "results" / "frontier.png"),
     ):
         rows = commands.add_parser(command, parents=[models.options(max_tokens=16 * 1024)])
         rows.set_defaults(run=run_rows, samples=64, seqlen=512)

@@ -3,7 +3,7 @@
     python benchmarks/reproduction.py NAME MODEL --work FOLDER --calibration FILE --texts NAME=FILE… [--rank …]
 
 What FOLDER holds is not measured again. Results go to benchmarks/results/reproduction_NAME.json, and the figure to
-docs/measured/figure1_NAME.png. Without --rounds every method has its own, and without --task-data no task is
+docs/results/figure1_NAME.png. Without --rounds every method has its own, and without --task-data no task is
 measured. The embedded model is measured on --texts held_out=…/demo/held_out.txt, and the reference model on the three
 texts of the paper with --max-tokens 8192.
 """
@@ -74,7 +74,7 @@ def main() -> None:
             subprocess.run(command(args, part), check=True)
     write(RESULTS / f"reproduction_{args.name}.json", collected(args))
     if "figure1" in args.parts:
-        shutil.copyfile(args.work / "figure1.png", ROOT / f"docs/measured/figure1_{args.name}.png")
+        shutil.copyfile(args.work / "figure1.png", ROOT / f"docs/results/figure1_{args.name}.png")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,16 @@
-"""Every relative link in README.md and docs/ points to an existing file and, with an anchor, to one of its headings."""
+"""README.md and docs/: links lead to files and headings, commands parse, the index and the reference are complete."""
 
+import dataclasses
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer.main
+
+import hasslefree
+from hasslefree.cli import spread_lists
+from hasslefree.cli.common import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -39,7 +46,36 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_index_lists_every_page():
-    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     for page in PAGES[1:]:
         name = page.relative_to(ROOT / "docs").as_posix()
-        assert name == "README.md" or f"]({name})" in index, name
+        assert name == "index.md" or f"]({name})" in index, name
+
+
+def test_the_reference_lists_every_public_name():
+    """Oracle: __init__.pyi, which Python itself reads."""
+    api = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\.\. auto(?:class|function):: hasslefree\.(\w+)$", api, re.MULTILINE)
+    assert {*listed, "HasslefreeError"} == {*hasslefree.__all__} - {"__version__"}
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    """The arguments of every call of hasslefree in a block of code, after `python -m` and in a pipe too."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(?:bash|yaml|sh)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks += re.findall(r"(?:^ {4,}.*\n)+", text, re.MULTILINE)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    called = [re.search(r"(?:^\s*|\| |-m )hasslefree (?=[a-z])(.*)", line) for line in lines]
+    return [shlex.split(call[1], comments=True) for call in called if call]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if command_lines(page)], ids=lambda page: page.stem)
+def test_commands_of_the_pages_parse(page):
+    """Oracle: the application's own parser, and the recipe's own checks."""
+    fields = {field.name for field in dataclasses.fields(hasslefree.Recipe)}
+    commands = typer.main.get_command(app).commands
+    for name, *arguments in map(spread_lists, command_lines(page)):
+        given = commands[name].make_context(name, arguments).params
+        if "recipe" in given and given["recipe"] is None and not given.get("advise"):
+            values = {field: value for field, value in given.items() if field in fields and value not in (None, [])}
+            hasslefree.Recipe(**values).resolve(with_text=False)

@@ -11,7 +11,7 @@ from hasslefree import Recipe
 ROOT = Path(__file__).parents[1]
 TASKS = ("piqa", "hellaswag", "arc_easy", "arc_challenge", "winogrande", "rte", "openbookqa", "boolq")
 TEXTS = ("c4", "wikitext2", "ptb")
-ROWS = list(csv.DictReader((ROOT / "docs/measured/paper_tables.csv").read_text().splitlines()))
+ROWS = list(csv.DictReader((ROOT / "docs/results/paper_tables.csv").read_text().splitlines()))
 
 
 def test_the_tables_are_whole():
@@ -35,7 +35,7 @@ def test_the_printed_averages_are_those_of_the_printed_tasks(row):
 
 
 def test_rows_that_stand_in_two_tables_agree():
-    """Table 3 repeats rows of table 1, and every table its dense models, except one (docs/measured/reproduction.md)."""
+    """Table 3 repeats rows of table 1, and every table its dense models, except one (docs/results/reproduction.md)."""
     seen: dict[tuple[str, ...], set[str]] = {}
     for row in ROWS:
         for name in (*TEXTS, *TASKS):

@@ -98,8 +98,8 @@ def cell(form: str, row: Row) -> str:
 
 
 def markdown(heads: list[str], rows: list[list[str]]) -> str:
-    """A table whose first column is text and whose other columns are numbers."""
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    """A table whose columns are numbers, but for the first one and those without a head, which are text."""
+    lines = [heads, ["---", *("---:" if head else "---" for head in heads[1:])], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

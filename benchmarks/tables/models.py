@@ -215,7 +215,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             f"python benchmarks/levers.py variants {MODEL}",
             (("gap", "{setting}"), ("*", "{gap[*]:.4f} ({seconds[*]:.0f})"), ("best / *", "{ratio[*]:.2f}")),
             efforts,
-            note="Seeds as in docs/measured/quality.md, on {where}.",
+            note="Seeds as in [what each effort gains](#what-each-effort-gains), on {where}.",
         ),
     ),
     "learning_rates": (

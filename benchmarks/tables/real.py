@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from harness.record import mean
 
-from tables.engine import Content, Row, Table
+from tables.engine import Content, Row, Table, load
 from tables.models import MODEL, named, over_seeds
 
 
@@ -52,6 +52,31 @@ def frontier(content: Content) -> Iterable[Row]:
     """By the bytes of the compressed layers."""
     rows = measured(content, content["results"])
     return sorted(rows, key=lambda row: (row["bytes"] or 2.0, row["gap"] or 0.0))
+
+
+# What the README sets side by side: a row of the frontier, or one of the other results by its name there.
+SIDE_BY_SIDE = {
+    "dense": "dense, bfloat16",
+    "6:8 + rank 16": "6:8 + rank 16",
+    "best": "2:4 + rank 16, `--effort best`",
+    "sparsegpt": "2:4 alone, by SparseGPT",
+    "4 bits + rank 16": "4 bits + rank 16",
+    "4 bits": "4 bits alone, by GPTQ",
+    "2:4 + rank 16, 4 bits": "2:4 + rank 16, S on 4 bits",
+}
+
+
+def choices(content: Content) -> Iterable[Row]:
+    """Ways to make one model smaller, side by side."""
+    wanted = {row["name"]: row for row in (*measured(load("real_model"), ("best", "sparsegpt")), *frontier(content))}
+    for name, words in SIDE_BY_SIDE.items():
+        yield wanted[name] | {"name": words, "bytes": wanted[name]["bytes"] or 2.0}
+
+
+def headline(content: Content) -> Row:
+    """The dense model and `--effort best`, in one sentence."""
+    dense, best = measured(content, ("dense", "best"))
+    return {"dense": dense["perplexity"]["wikitext2"], "minutes": best["seconds"] / 60, "best": best}
 
 
 def zero_shot(content: Content) -> Iterable[Row]:
@@ -124,6 +149,13 @@ def families(content: Content) -> Iterable[Row]:
         yield {"outcome": outcome, "count": len(names), "names": ", ".join(names)}
 
 
+def family_counts(content: Content) -> Row:
+    """How many families there are, and how many of them compress."""
+    outcomes = [row["outcome"] for row in content["results"].values()]
+    counts = {words: outcomes.count(kind) for words, kind in (("compress", "compresses"), ("unbuilt", "not built"))}
+    return counts | {"total": len(outcomes), "refused": outcomes.count("refused")}
+
+
 REAL_NOTE = (
     "{model}, calibrated on {samples} × {seqlen} tokens of C4; perplexity in windows of {window} tokens, {max_tokens} "
     "tokens a text; on {where}."
@@ -138,6 +170,30 @@ MIXTURE = (
 )
 
 TABLES: dict[str, tuple[Table, ...]] = {
+    "headline": (
+        Table(
+            "real_model",
+            f"python benchmarks/real_model.py rows {MODEL}",
+            note="**SmolLM2-135M-Instruct at 2:4 + rank 16 takes {best[bytes]:.2f} bytes a weight instead of 2.00, and "
+            "its perplexity on WikiText-2 rises from {dense:.1f} to {best[perplexity][wikitext2]:.1f}, after "
+            "{minutes:.0f} minutes on two CPU threads** (`--effort best`, mean over {best[seeds]} calibration texts of "
+            "{samples} × {seqlen} tokens of C4).",
+            facts=headline,
+        ),
+    ),
+    "choices": (
+        Table(
+            "frontier",
+            f"python benchmarks/real_model.py frontier {MODEL}",
+            (
+                ("SmolLM2-135M-Instruct", "{name}"),
+                ("bytes a weight", "{bytes:.3f}"),
+                ("perplexity, WikiText-2", "{perplexity[wikitext2]:.1f}"),
+                ("gap", "{gap:.3f}"),
+            ),
+            choices,
+        ),
+    ),
     "real_model": (
         Table(
             "real_model",
@@ -166,6 +222,16 @@ TABLES: dict[str, tuple[Table, ...]] = {
             ),
             real_levers,
             note=REAL_NOTE,
+        ),
+    ),
+    "families_counted": (
+        Table(
+            "families",
+            "python benchmarks/families.py",
+            note="Of the {total} families of causal models in transformers {machine[transformers]}, each built tiny, "
+            "{compress} compress, load again and give the same output; {unbuilt} could not be built, and {refused} are "
+            "refused, most of them encoders ([the list](docs/results/quality.md#families-of-models)).",
+            facts=family_counts,
         ),
     ),
     "families": (

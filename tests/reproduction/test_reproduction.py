@@ -25,7 +25,7 @@ from hasslefree.reproduction.tables import compare, cost_table, result_table
 from tests.tiny_models import gram_of
 
 ROOT = Path(__file__).parents[2]
-TABLES = ROOT / "docs" / "measured" / "paper_tables.csv"
+TABLES = ROOT / "docs" / "results" / "paper_tables.csv"
 SMALL = Scale(rank=4, samples=2, seqlen=32, rounds=1, calibration=str(CALIBRATION), dtype="float32",
               texts={"wikitext2": str(HELD_OUT)}, max_tokens=64, tasks=())  # fmt: skip
 

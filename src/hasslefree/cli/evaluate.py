@@ -41,7 +41,7 @@ def evaluate(
     trust_remote_code: Annotated[bool, TRUST] = False,
     output: Annotated[Path | None, typer.Option(help="Write the results as JSON.")] = None,
 ) -> None:
-    """Perplexity of MODEL on texts, and its zero-shot accuracy on tasks, as docs/guide/evaluate.md defines them."""
+    """Perplexity of MODEL on texts, and its zero-shot accuracy on tasks, as docs/howto/evaluate.md defines them."""
     from hasslefree.evaluation import run
     from hasslefree.evaluation.harness import default_cache
     from hasslefree.evaluation.tables import result_tables
@@ -113,7 +113,7 @@ def reproduce(
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[str | None, DEVICE] = None,
 ) -> None:
-    """A table or a figure of the paper: measured, the paper's figures beside it. See docs/measured/reproduction.md."""
+    """A table or a figure of the paper: measured, the paper's figures beside it. See docs/results/reproduction.md."""
     from hasslefree.reproduction.jobs import Scale
     from hasslefree.reproduction.reproduce import (
         Desk,

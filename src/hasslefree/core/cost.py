@@ -1,4 +1,4 @@
-"""What plug-ins cost on a layer (out, in): FLOPs, and arrays beside W and H (measured in docs/measured/speed.md).
+"""What plug-ins cost on a layer (out, in): FLOPs, and arrays beside W and H (measured in docs/results/speed.md).
 
 FLOPs are leading terms; a multiplication with an addition is two. A thin SVD of p × q, p ≥ q, is counted as
 6pq² + 20q³, an eigendecomposition as 9n³, a Cholesky factorisation with the inverse as n³ and a QR of p × q as 4pq²

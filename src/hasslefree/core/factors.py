@@ -4,7 +4,7 @@
 
 As for S on a grid, a scale has the eight significant bits of bfloat16, and a value is rounded once, to the dtype of
 its scale. The factors are no unknowns of their own: L = (u R)(R⁻¹ v) for every R, and once v is rounded the best u is
-a least squares problem. `quantised` uses both; docs/measured/quality.md says what each is worth.
+a least squares problem. `quantised` uses both; docs/results/quality.md says what each is worth.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def subspace_steps(target: Tensor, norm: Tensor, basis: Tensor, steps: int, rows
 
     For every orthonormal B the best L with that column space is B BᵀT, whatever H is; at the fixed point B spans the
     leading eigenvectors of T H Tᵀ, and L is the best of its rank (orthogonal iteration: Golub & Van Loan, section
-    8.2). No step raises tr((T − L) H (T − L)ᵀ) (docs/reference/maths.md).
+    8.2). No step raises tr((T − L) H (T − L)ᵀ) (docs/explanation/maths.md).
 
     Args:
         target: T, (out, in). norm: H, (in, in), positive semi-definite. Products with it run in its dtype, which may

@@ -23,7 +23,7 @@ INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_po
 
 # For each input of its widest matrix, the tokens of a calibration text that an expert sees at least, as long as fewer
 # than `ENOUGH` are routed to it; from then on, one in each pass. An expert with tokens of its own gains nothing from
-# those of others (docs/measured/quality.md).
+# those of others (docs/results/quality.md).
 WANTED, ENOUGH = 1.0, 1
 # As a share of all tokens of a pass: one.
 LEAST = 1e-9

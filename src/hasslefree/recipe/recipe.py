@@ -79,8 +79,8 @@ LEVERS, TEXT, MODEL = "Beyond the layer", "Calibration", "Model"
 class Recipe:
     """A compression as it is asked for: the same recipe, model and machine give the same folder.
 
-    Every field says what it is where it is declared; `hasslefree compress --help` and docs/guide/compress.md list them.
-    None stands for a default that depends on other fields: `resolve` fills it in.
+    Every field says what it is where it is declared; `hasslefree compress --help` lists them, and so does the page of
+    the documentation on recipes. None stands for a default that depends on other fields: `resolve` fills it in.
 
     Example:
         >>> hasslefree.compress("meta-llama/Llama-3.2-1B", "out/", Recipe(pattern="2:4", rank=64))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from hasslefree.errors import ServeError
 
-# (major, minor) of vLLM; docs/guide/serve.md says what was run with each.
+# (major, minor) of vLLM; docs/howto/serve.md says what was run with each.
 VERSIONS = ((0, 32), (0, 33))
 # (major, minor) of the least compute capability: that of torch's 2:4 tensors, for which the kernels are compiled too.
 LEAST_CAPABILITY = (8, 0)

@@ -1,4 +1,4 @@
-"""The claims of docs/reference/maths.md: which choices of H and of halves make two methods one."""
+"""The claims of docs/explanation/maths.md: which choices of H and of halves make two methods one."""
 
 import pytest
 import torch

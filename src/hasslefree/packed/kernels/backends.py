@@ -1,4 +1,4 @@
-"""Which backend computes a product x Sᵀ. The rule is that of docs/guide/run.md: measured on a CPU, published on CUDA.
+"""Which backend computes a product x Sᵀ. The rule is that of docs/howto/run.md: measured on a CPU, published on CUDA.
 
 | backend | what | where |
 |---|---|---|
@@ -65,7 +65,7 @@ class Case:
 
 
 def choose(case: Case, backend: str | None = None) -> str:
-    """The name of the backend: the requested one, or by the rule of docs/guide/run.md.
+    """The name of the backend: the requested one, or by the rule of docs/howto/run.md.
 
     By that rule a CPU uses `numba` where possible, and `dense` otherwise. CUDA without gradients uses `triton` where
     possible, and `unpacked` otherwise: S is never unpacked at every call. `semi-structured` must be requested.

@@ -1,4 +1,4 @@
-"""joint: ADMM on the support that follows the best low-rank part in every step (docs/reference/joint.md derives it)."""
+"""joint: ADMM on the support that follows the best low-rank part in each step; docs/explanation/joint.md derives it."""
 
 from __future__ import annotations
 

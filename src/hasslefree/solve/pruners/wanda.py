@@ -14,7 +14,7 @@ from hasslefree.core.protocols import Pruned, Pruner
 
 @dataclass(frozen=True)
 class Wanda(Pruner):
-    """S keeps the entries with the largest T²·H_jj, the square of Wanda's |T|·‖X_j‖."""
+    """S keeps the entries with the largest T²·H_jj, the square of Wanda's `|T|·‖X_j‖`."""
 
     def prepare(self, gram: Gram) -> Tensor:
         return gram.diagonal
