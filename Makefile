@@ -8,7 +8,7 @@ BIN := .venv/bin
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	touch $@
 
-.PHONY: demo test nightly lint docs bench
+.PHONY: demo test nightly lint docs bench dist
 demo: .venv/.ready
 	$(BIN)/hasslefree demo
 
@@ -34,3 +34,9 @@ lint: .venv/.ready
 # The tables of README.md and docs/ are what the results give, and no method is missing. No benchmark is run.
 docs: .venv/.ready
 	$(BIN)/python benchmarks/readme.py --check
+
+# The source archive, the wheel built from it, and whether the wheel holds every file of the package.
+dist: .venv/.ready
+	rm -rf dist build
+	$(BIN)/python -m build
+	$(BIN)/python scripts/check_dist.py
