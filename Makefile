@@ -8,7 +8,7 @@ BIN := .venv/bin
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	touch $@
 
-.PHONY: demo test nightly lint docs links bench
+.PHONY: demo test nightly lint docs links dist bench
 demo: .venv/.ready
 	$(BIN)/hasslefree demo
 
@@ -46,3 +46,9 @@ docs: .venv/.docs
 # Whether links to other sites lead somewhere. This needs a network.
 links: .venv/.docs
 	$(BIN)/python -m sphinx -q -b linkcheck docs build/docs/links
+
+# The source archive, the wheel built from it, and whether the wheel holds every file of the package.
+dist: .venv/.ready
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python scripts/check_dist.py

@@ -10,7 +10,9 @@ from types import ModuleType
 import lazy_loader
 from wrapt import register_post_import_hook
 
-__version__ = "0.1.0"
+from hasslefree.dependencies import OLDEST, check_version
+
+__version__ = "0.2.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
@@ -25,5 +27,7 @@ def _register(_module: ModuleType) -> None:
     register()
 
 
+for _library in OLDEST:
+    register_post_import_hook(check_version, _library)
 # At once, if transformers has loaded its quantizers already; else as soon as it does.
 register_post_import_hook(_register, "transformers.quantizers.auto")

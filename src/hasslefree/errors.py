@@ -65,6 +65,10 @@ class HasslefreeError(ValueError):
         return found
 
 
+class VersionError(HasslefreeError):
+    """A library that is older than this package needs."""
+
+
 class UnknownNameError(HasslefreeError):
     """A method, pruner, solver, pattern or data set that is in no table."""
 

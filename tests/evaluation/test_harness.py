@@ -14,7 +14,7 @@ from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.errors import OutputError, TaskError, UnknownNameError
 from hasslefree.evaluation.fingerprint import fingerprint
 from hasslefree.evaluation.run import evaluate
-from hasslefree.evaluation.tasks import TASKS, check_tasks, harness_tasks
+from hasslefree.evaluation.tasks import TASKS, check_harness, check_tasks, harness_tasks
 from tests.evaluation.task_rows import ROWS, questions, write_rows
 
 pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: pip install "hasslefree[eval]"')
@@ -266,9 +266,10 @@ def test_names_and_a_harness_that_is_missing(monkeypatch):
     with pytest.raises(TaskError, match="names rte more than once"):
         check_tasks(["rte", "piqa", "rte"], None)
     check_tasks(list(TASKS), None)
+    check_harness()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(TaskError, match=r'not installed: pip install "hasslefree\[eval\]"'):
-        check_tasks(["rte"], None)
+        check_harness()
 
 
 def test_a_cache_that_cannot_be_used(tmp_path, rows):

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
-from hasslefree.launch.program import SITE
+from hasslefree.errors import ProgramError
+from hasslefree.launch.program import SITE, program_command
 
 # It does not import hasslefree. The child process is a fresh interpreter, as those of data loaders and servers are.
 LOADER = """
@@ -121,6 +122,13 @@ def test_a_program_that_is_not_there_is_one_message_and_exit_code_2(tmp_path, ar
     assert "Traceback" not in done.stderr
     if "no program" in message:
         assert "pip install" in done.stderr
+
+
+def test_a_program_of_an_extra_names_the_extra(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("hasslefree.launch.program.is_runnable", lambda name: False)
+    with pytest.raises(ProgramError, match=r'runs; pip install "hasslefree\[eval\]"$'):
+        program_command("lm_eval")
 
 
 TASK = """

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import importlib.util
 import json
 import math
 import sys
@@ -288,3 +289,16 @@ def test_a_user_s_mistake_is_one_message(monkeypatch, capsys, tmp_path, argument
     assert code == 2
     assert message in text
     assert "Traceback" not in text
+
+
+def test_a_plan_needs_no_harness_and_a_measurement_does(monkeypatch, capsys, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "lm_eval" else find(name, *rest)
+    )
+    command = ["reproduce", "table2", "--model", MODEL, "--seqlen", "64", "--output", tmp_path / "out"]
+    code, text = run(monkeypatch, capsys, *command, "--plan")
+    assert (code, "0 of them measured already" in text) == (0, True), text
+    code, text = run(monkeypatch, capsys, *command)
+    assert (code, 'pip install "hasslefree[eval]"' in text) == (2, True), text
+    assert not (tmp_path / "out").exists()

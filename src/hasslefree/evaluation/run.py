@@ -12,7 +12,7 @@ import torch
 
 from hasslefree.evaluation.harness import evaluate_tasks
 from hasslefree.evaluation.perplexity import perplexity
-from hasslefree.evaluation.tasks import check_tasks
+from hasslefree.evaluation.tasks import check_harness, check_tasks
 from hasslefree.folder.record import versions
 from hasslefree.models.load import load_model, load_tokenizer, resolve_seqlen
 from hasslefree.models.texts import check_text, evaluation_protocol, evaluation_text
@@ -58,6 +58,7 @@ def evaluate(
         check_text(text)
     if tasks:
         check_tasks(tasks, task_data)
+        check_harness()
     tokenizer = load_tokenizer(model, trust_remote_code)
     loaded = load_model(model, dtype, device, trust_remote_code)
     results: dict[str, Any] = {

@@ -74,19 +74,23 @@ def check_tasks(names: Sequence[str], folder: Path | None) -> None:
     """Look at all that can be seen before a model is loaded.
 
     Raises:
-        UnknownNameError: no such task. TaskError: one twice, no harness, or with a folder a file that is missing or
-            holds rows of another form.
+        UnknownNameError: no such task. TaskError: one twice, or with a folder a file that is missing or holds rows of
+            another form.
     """
     for name in names:
         if name not in TASKS:
             raise UnknownNameError("task", name, TASKS)
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
         raise TaskError(f"{option('tasks')} names {', '.join(twice)} more than once; once is enough")
-    if importlib.util.find_spec("lm_eval") is None:
-        raise TaskError(f"the zero-shot tasks need lm-evaluation-harness, which is not installed: {REMEDY}")
     if folder is not None:
         for name in names:
             row_form(name, folder)
+
+
+def check_harness() -> None:
+    """Raise a TaskError if lm-evaluation-harness is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise TaskError(f"the zero-shot tasks need lm-evaluation-harness, which is not installed: {REMEDY}")
 
 
 def data_file(name: str, folder: Path) -> Path:

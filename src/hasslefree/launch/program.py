@@ -19,6 +19,8 @@ from pathlib import Path
 from hasslefree.errors import ProgramError
 
 SITE = Path(__file__).parent / "site"
+# The extra that installs a program.
+EXTRAS = {"lm_eval": "eval", "lm-eval": "eval", "vllm": "vllm"}
 
 
 def run_program(name: str, arguments: Sequence[str]) -> None:
@@ -51,9 +53,11 @@ def program_command(name: str) -> list[str]:
     if script := shutil.which(name, path=scripts):
         return [script]
     if not is_runnable(name):
+        extra = EXTRAS.get(name)
+        remedy = f'pip install "hasslefree[{extra}]"' if extra else "pip install the package that provides it"
         raise ProgramError(
             f"there is no program {name!r}, neither as a script in {scripts} nor as a module that {sys.executable} -m "
-            "runs; pip install the package that provides it"
+            f"runs; {remedy}"
         )
     return [sys.executable, "-m", name]
 

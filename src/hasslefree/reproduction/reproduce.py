@@ -13,6 +13,7 @@ from rich.table import Table
 
 from hasslefree.errors import RecipeError, UnknownNameError
 from hasslefree.evaluation.harness import default_cache
+from hasslefree.evaluation.tasks import check_harness
 from hasslefree.models.load import resolve_device
 from hasslefree.report.figures import grouped_bars, save
 from hasslefree.reproduction.figure1 import COMPARED, layer_errors, mean_error
@@ -80,6 +81,8 @@ def reproduce_table(
     desk.console.print(cost_table(takes, read_results(desk.output), product_rate(target), keep))
     if plan_only:
         return
+    if any(job.evaluation["tasks"] for job in jobs):
+        check_harness()
     results = run_jobs(
         jobs, desk.output, device=desk.device, cache=default_cache(), keep=keep, progress=progress, say=desk.say
     )

@@ -1,0 +1,25 @@
+"""Refuse a torch or transformers that is older than the package needs, in one sentence, when it is imported."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import ModuleType
+
+from hasslefree.errors import VersionError
+
+# (major, minor) of the oldest versions in use, as pyproject.toml has them.
+OLDEST = {"torch": (2, 6), "transformers": (5, 20)}
+
+
+def check_version(library: ModuleType) -> None:
+    """Raise a VersionError if an imported library of `OLDEST` is too old.
+
+    Inside vLLM any version passes: vLLM chooses its transformers, and the plugin for vLLM imports none of it.
+    """
+    major, minor = OLDEST[library.__name__]
+    numbers = re.match(r"(\d+)\.(\d+)", str(library.__version__))
+    if numbers is None or (int(numbers[1]), int(numbers[2])) >= (major, minor) or "vllm" in sys.modules:
+        return
+    found, needed = f"{library.__name__} {library.__version__}", f"{library.__name__}>={major}.{minor}"
+    raise VersionError(f'{found} is too old for hasslefree, which needs {needed}: pip install "{needed}"')
