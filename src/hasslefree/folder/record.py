@@ -85,6 +85,8 @@ class Record:
         seqlen: as resolved for the model. tokens: of the calibration text.
         matching: for each block that was matched, its name and error before and after.
         predictions: what prediction matching did, as `PredictionRecord.to_dict` has it; None where it was not done.
+        sensitivities: by the name of each layer, the estimated divergence of the model's predictions, in nats per
+            token, when that layer alone is pruned. None where the allocation did not measure it.
         rotation: what was rotated, as `RotationRecord.to_dict` has it; None where nothing was.
         dense: the full names of what stayed dense by itself, such as routers.
         towers: the names of the modules of other inputs than text, which stayed as they were.
@@ -103,6 +105,7 @@ class Record:
     layers: tuple[LayerRecord, ...]
     matching: tuple[dict[str, Any], ...] = ()
     predictions: dict[str, Any] | None = None
+    sensitivities: dict[str, Figure] | None = None
     rotation: dict[str, Any] | None = None
     dense: tuple[str, ...] = ()
     towers: tuple[str, ...] = ()

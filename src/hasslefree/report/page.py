@@ -14,7 +14,7 @@ from hasslefree.folder.record import LayerRecord
 from hasslefree.report.content import Content, Evaluation, Run
 from hasslefree.report.figures import block_means, shares
 from hasslefree.report.layer_map import error_range, layer_map, place, shade
-from hasslefree.units import duration, size
+from hasslefree.units import duration, significant, size
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -90,9 +90,9 @@ def run_data(run: Run, most: int) -> dict[str, Any]:
     return {
         "name": run.name,
         "layers": layers,
-        "sparse": [figure(value) for value in sparse],
-        "lowRank": [figure(value) for value in low_rank],
-        "blocks": [{"x": block, "y": figure(mean)} for block, mean in means.items()],
+        "sparse": [significant(value) for value in sparse],
+        "lowRank": [significant(value) for value in low_rank],
+        "blocks": [{"x": block, "y": significant(mean)} for block, mean in means.items()],
     }
 
 
@@ -106,8 +106,8 @@ def layer_data(run: Run, layer: LayerRecord, kind: str, most: int) -> dict[str, 
         "pattern": layer.spec.pattern,
         "rank": layer.spec.rank,
         "nonzeros": layer.spec.nonzeros,
-        "error": figure(layer.relative_error),
-        "before": figure(layer.relative_error_before_cast),
+        "error": significant(layer.relative_error),
+        "before": significant(layer.relative_error_before_cast),
         "history": curve(layer.history, most),
         "spectrum": curve(values, most),
         "ninety": leading(values, 0.9),
@@ -123,7 +123,7 @@ def curve(values: Sequence[float], most: int) -> dict[str, Any]:
     """
     count = len(values)
     kept = [step * (count - 1) // (most - 1) for step in range(most)] if count > most else range(count)
-    return {"count": count, "values": [figure(values[index], 5) for index in kept]}
+    return {"count": count, "values": [significant(values[index], 5) for index in kept]}
 
 
 def leading(values: Sequence[float], share: float) -> int:
@@ -134,11 +134,6 @@ def leading(values: Sequence[float], share: float) -> int:
         if so_far >= share * total:
             return count
     return 0
-
-
-def figure(value: float, digits: int = 4) -> float:
-    """So many significant digits: what can be seen."""
-    return float(f"{value:.{digits}g}")
 
 
 def percent(share: float) -> str:
