@@ -65,7 +65,7 @@ def test_the_page_says_what_errors_with_dense_targets_are(made, tmp_path):
 
 
 def test_the_page_says_what_was_trained_after_the_errors_were_measured(made, tmp_path):
-    said = "The errors are those of the layers as they were fitted"
+    said = "The errors were measured before this training"
     assert said not in render(read_content(made))
     assert said in render(read_content([*made, compressed(tmp_path / "other", match_predictions=32)]))
 
