@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from hasslefree.folder.card import TARGETED
 from hasslefree.folder.record import LayerRecord
 from hasslefree.report.content import Content, Evaluation, Run
 from hasslefree.report.figures import block_means, shares
-from hasslefree.report.layer_map import error_range, layer_map, place, shade
+from hasslefree.report.frontier import dense_bytes, frontiers
+from hasslefree.report.layer_map import by_kind, error_range, layer_map, place, shade
+from hasslefree.report.samples import Samples
 from hasslefree.units import duration, significant, size
 
 ASSETS = Path(__file__).parent / "assets"
@@ -22,8 +26,12 @@ ASSETS = Path(__file__).parent / "assets"
 POINTS = 12_000
 
 
-def render(content: Content) -> str:
-    """The page. Whatever comes from a folder is escaped; the browser runs the page's own two scripts and no other."""
+def render(content: Content, samples: Sequence[Samples] = ()) -> str:
+    """The page. Whatever comes from a folder is escaped; the browser runs the page's own two scripts and no other.
+
+    Args:
+        samples: of each run, in their order; empty for a page without samples.
+    """
     library, script = read_script("chart.umd.min.js"), read_script("page.js")
     environment = Environment(
         loader=FileSystemLoader(ASSETS),
@@ -48,6 +56,10 @@ def render(content: Content) -> str:
         most=most,
         texts=list(dict.fromkeys(texts)),
         tasks=list(dict.fromkeys(tasks)),
+        dense_bytes={name: dense_bytes(name, content.runs) for name in content.others},
+        frontiers=list(frontiers(content)),
+        samples=samples,
+        targeted=TARGETED,
         data=page_data(content),
         style=(ASSETS / "page.css").read_text(encoding="utf-8"),
         scripts=[library, script],
@@ -78,7 +90,8 @@ def page_data(content: Content) -> dict[str, Any]:
     """What the charts are drawn from."""
     count = sum(len(run.record.layers) for run in content.runs)
     most = max(12, POINTS // (2 * count))
-    return {"runs": [run_data(run, most) for run in content.runs]}
+    points = [[dataclasses.asdict(point) for point in found] for found in frontiers(content).values()]
+    return {"runs": [run_data(run, most) for run in content.runs], "frontiers": points}
 
 
 def run_data(run: Run, most: int) -> dict[str, Any]:
@@ -92,6 +105,10 @@ def run_data(run: Run, most: int) -> dict[str, Any]:
         "layers": layers,
         "sparse": [significant(value) for value in sparse],
         "lowRank": [significant(value) for value in low_rank],
+        "sensitivities": [
+            {"kind": kind, "data": [{"x": block, "y": significant(value)} for block, value in line.items()]}
+            for kind, line in by_kind(run.record.sensitivities or {}).items()
+        ],
         "blocks": [{"x": block, "y": significant(mean)} for block, mean in means.items()],
     }
 
@@ -107,6 +124,7 @@ def layer_data(run: Run, layer: LayerRecord, kind: str, most: int) -> dict[str, 
         "rank": layer.spec.rank,
         "nonzeros": layer.spec.nonzeros,
         "error": significant(layer.relative_error),
+        "sensitivity": (run.record.sensitivities or {}).get(layer.name),
         "before": significant(layer.relative_error_before_cast),
         "history": curve(layer.history, most),
         "spectrum": curve(values, most),
