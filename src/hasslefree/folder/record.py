@@ -17,6 +17,7 @@ from hasslefree.errors import CheckpointError
 from hasslefree.levers.predictions import PredictionRecord
 from hasslefree.levers.rotation import RotationRecord
 from hasslefree.packed.spec import LayerSpec
+from hasslefree.phases import PhaseTime
 from hasslefree.validation import Count, Figure, validated
 
 
@@ -91,6 +92,7 @@ class Record:
         dense: the full names of what stayed dense by itself, such as routers.
         towers: the names of the modules of other inputs than text, which stayed as they were.
         own_segments: the calibration tokens were given, and not drawn from the text that the recipe names.
+        phases: how long each phase of the run took.
     """
 
     model: str
@@ -110,6 +112,7 @@ class Record:
     dense: tuple[str, ...] = ()
     towers: tuple[str, ...] = ()
     own_segments: bool = False
+    phases: tuple[PhaseTime, ...] = ()
 
     @property
     def mean_relative_error(self) -> float:
@@ -145,6 +148,7 @@ class Record:
             "stored_bytes": self.stored_bytes,
             "dense_bytes": self.dense_bytes,
         }
+        del content["phases"]
         for timed in (content, *content["layers"]):
             del timed["seconds"]
         return json.dumps(content, indent=1) + "\n"
