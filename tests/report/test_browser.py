@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from hasslefree.report.content import Content, Evaluation, read_content
+from hasslefree.phases import PhaseTime
+from hasslefree.report.content import Content, Evaluation, read_content, seconds_file, write_seconds
 from hasslefree.report.page import render
 from hasslefree.report.samples import Sample, Samples, Text
 from tests.report.folders import compressed, edit, evaluation
@@ -25,6 +26,7 @@ FOLDERS = ["one", "two-" + 60 * "x"]
 SIZES = {"desktop": (1200, 900), "phone": (380, 800)}
 
 
+PHASES = [("loading the model", 0.5, None), ("solving", 10.0, 12.5), ("writing", 5.0, None)]
 SAMPLES = [
     Samples((Sample("Say <b>", Text("same ", "left" + 90 * "x"), Text("same ", "<i>right"), 1),)),
     Samples((Sample("Say <b>", Text("alone", "")),), "No dense model."),
@@ -53,6 +55,8 @@ def file(tmp_path_factory):
     edit(two, lambda content: content.update(model="base/dense"))
     for run, value in ((one, 33.0), (two, 44.0)):
         evaluation(run / "evaluation.json", "m", value, tasks={"piqa": {"value": 0.5}}, average=0.5)
+    phases = tuple(PhaseTime(*each) for each in PHASES)
+    write_seconds(one, dataclasses.replace(read_content([one]).runs[0].record, seconds=20.0, phases=phases))
     dense = evaluation(folder / "dense.json", "base/dense", 30.0)
     path = folder / "page.html"
     path.write_text(render(read_content([one, two, dense]), SAMPLES), encoding="utf-8")
@@ -245,6 +249,25 @@ def test_names_in_a_picture_do_not_overlap(opened, file, size, spread):
     for one, other in itertools.combinations(names, 2):
         apart = max(one["x"], other["x"]) >= min(one["x"] + one["w"], other["x"] + other["w"])
         assert apart or max(one["y"], other["y"]) >= min(one["y"] + one["h"], other["y"] + other["h"])
+
+
+def test_phases_are_bars_of_their_share_of_the_whole_time(opened, file):
+    """Oracle: the seconds in the file beside the folder; a folder without such a file shows no section."""
+    page = opened()
+    rows = page.locator(".phases tbody tr:visible")
+    assert [[cell.strip() for cell in row.split("\t")] for row in rows.all_inner_texts()] == [
+        ["loading the model", "", "0.5 s", ""], ["solving", "", "10 s", "12 s"], ["writing", "", "5.0 s", ""],
+    ]  # fmt: skip
+    stored = json.loads(seconds_file(file.parent / "one").read_text())
+    widths = page.locator(".phases i").evaluate_all(
+        "bars => bars.map(bar => bar.getBoundingClientRect().width / bar.closest('td').getBoundingClientRect().width)"
+    )
+    shares = [phase["seconds"] / stored["seconds"] for phase in stored["phases"]]
+    inner = widths[1] / shares[1]  # what the padding leaves of a cell
+    assert inner == pytest.approx(1, abs=0.1)
+    assert widths == [pytest.approx(share * inner, rel=0.02) for share in shares]
+    page.locator("#choice input").nth(1).check(force=True)
+    assert page.locator(".phases:visible").count() == 0
 
 
 def test_samples_are_highlighted_from_the_first_difference(opened):

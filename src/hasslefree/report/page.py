@@ -40,7 +40,13 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "error": error_text, "size": size, "duration": duration}
+    environment.filters |= {
+        "percent": percent,
+        "error": error_text,
+        "size": size,
+        "duration": duration,
+        "precise": precise,
+    }
     environment.filters |= {"layer": layer_text, "leaf": lambda path: Path(path).name or path}
     layers = [layer for run in content.runs for layer in run.record.layers]
     texts = [text for found in evaluations(content) for text in found.perplexity]
@@ -170,3 +176,8 @@ def layer_text(name: str) -> str:
     """A layer by its block and the last part of its name."""
     block, kind = place(name)
     return f"block {block}, {kind.rpartition('.')[2]}"
+
+
+def precise(seconds: float) -> str:
+    """A duration, with a tenth of a second below 10 s."""
+    return f"{seconds:.1f} s" if seconds < 9.95 else duration(seconds)

@@ -2,7 +2,7 @@
 (() => {
   const { runs, frontiers } = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
-  const colours = ["--accent", "--second", "--third", "--fourth", "--fifth"];
+  const colours = ["--accent", "--second", "--third", "--fourth", "--fifth", "--sixth", "--seventh"];
   const dashes = [[], [6, 3], [2, 2], [8, 3, 2, 3]];
   const styles = ["circle", "rect", "triangle", "star", "cross"];
   const state = { run: 0, layer: 0 };
@@ -13,6 +13,12 @@
   const grouped = (value) => value.toLocaleString("en");
   const points = ({ count, values }) =>
     values.map((y, step) => ({ x: 1 + Math.floor((step * (count - 1)) / Math.max(1, values.length - 1)), y }));
+
+  /* The labels of a legend with the dashes of the lines, which Chart.js leaves out where a line stands for a box. */
+  const generateLabels = (chart) =>
+    Chart.defaults.plugins.legend.labels
+      .generateLabels(chart)
+      .map((item) => ({ ...item, lineDash: chart.data.datasets[item.datasetIndex].borderDash }));
 
   /* One chart in the place of the one before. The colours are those of the scheme in force. */
   function draw(id, type, datasets, { x, y, labels, last, ...rest }) {
@@ -47,7 +53,7 @@
         plugins: {
           legend: {
             display: datasets.length > 1 && !rest.plugins,
-            labels: { color: colour("--ink"), ...(type === "bar" ? { boxWidth: 14, boxHeight: 8 } : { usePointStyle: true, pointStyle: "line", pointStyleWidth: 28 }) },
+            labels: { color: colour("--ink"), ...(type === "bar" ? { boxWidth: 14, boxHeight: 8 } : { usePointStyle: true, pointStyle: "line", pointStyleWidth: 28, generateLabels }) },
           },
           tooltip: rest.tooltip ?? {},
         },
@@ -110,7 +116,7 @@
   function drawSensitivities() {
     const id = `sensitivity-${state.run}`;
     if (byId(id)) {
-      draw(id, "line", runs[state.run].sensitivities.map(({ kind, data }, index) => ({ ...line(kind, data.filter(({ y }) => y > 0), index), pointRadius: 2 })), {
+      draw(id, "line", runs[state.run].sensitivities.map(({ kind, data }, index) => ({ ...line(kind, data.filter(({ y }) => y > 0), index), pointRadius: 2, clip: 8 })), {
         x: "block", y: "nats per token", error: true,
       });
     }
