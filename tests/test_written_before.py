@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 import hasslefree
 from hasslefree import HasslefreeError, Recipe
 from hasslefree.cli import main
+from hasslefree.levers.allocation import Allocation
 
 FIXTURES = Path(__file__).parent / "fixtures"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
@@ -129,7 +130,7 @@ def unfinished(tmp_path, monkeypatch) -> dict:
             for name, layer in plans.items():
                 rank = entries[f"{walk.blocks.prefix(index)}.{name}"]["rank"]
                 plans[name] = dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, rank=rank))
-        return plan, None
+        return Allocation(plan)
 
     monkeypatch.setattr("hasslefree.run.compress.allocated", allocated)
     shutil.copytree(FIXTURES / "dense", tmp_path / "dense")

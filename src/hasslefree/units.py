@@ -1,4 +1,4 @@
-"""Sizes and durations in words, the same wherever they are printed."""
+"""Sizes, durations and rounded figures, the same wherever they are shown."""
 
 import re
 
@@ -6,7 +6,7 @@ from rich.filesize import decimal as size
 
 from hasslefree.errors import BudgetError, option
 
-__all__ = ["bytes_of", "duration", "size"]
+__all__ = ["bytes_of", "duration", "significant", "size"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", re.IGNORECASE)
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -29,3 +29,8 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def significant(value: float, digits: int = 4) -> float:
+    """A number rounded to so many significant digits."""
+    return float(f"{value:.{digits}g}")

@@ -11,6 +11,7 @@ import hasslefree
 from hasslefree import Gram, Recipe
 from hasslefree.core.patterns import SemiStructured, Unstructured
 from hasslefree.errors import BudgetError, RecipeError
+from hasslefree.folder.record import Record
 from hasslefree.levers.allocation import choice_of
 from hasslefree.models.blocks import find_blocks
 from hasslefree.recipe.plan import LayerPlan, make_plan
@@ -44,6 +45,7 @@ def test_the_bytes_are_those_of_the_uniform_plan(recipe, tmp_path):
     before = {layer.name: layer for layer in reports["uniform"].layers}
     moved = [layer.spec.rank - before[layer.name].spec.rank for layer in reports["error"].layers]
     assert min(moved) < 0 < max(moved)
+    assert reports["uniform"].sensitivities is None
     for layer in reports["error"].layers:
         was = before[layer.name]
         assert was.spec.rank // 2 <= layer.spec.rank <= 2 * was.spec.rank
@@ -75,6 +77,9 @@ def test_a_layer_with_nothing_to_lose_keeps_the_least(recipe, tmp_path):
     plans = uniform(recipe)
     assert ranks[name] == plans[name].spec.rank // 2
     assert sum(ranks[other] > plan.spec.rank for other, plan in plans.items()) > 3
+    assert list(report.sensitivities) == [layer.name for layer in report.layers]
+    assert [layer for layer, value in report.sensitivities.items() if value == 0] == [name]
+    assert Record.from_json((tmp_path / "out/compression.json").read_text()).sensitivities == report.sensitivities
 
 
 @pytest.mark.parametrize("recipe", BY_ERROR[:2], ids=["2:4", "unstructured"])

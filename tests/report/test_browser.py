@@ -1,12 +1,18 @@
 """The page in a real Chromium: no errors, what clicks and keys do, both colour schemes, and the width of a phone."""
 
+import dataclasses
+import itertools
+import json
 import shutil
 
 import pytest
 
-from hasslefree.report.content import read_content
+from hasslefree.phases import PhaseTime
+from hasslefree.report.content import Content, Evaluation, read_content, seconds_file, write_seconds
 from hasslefree.report.page import render
+from hasslefree.report.samples import Sample, Samples, Text
 from tests.report.folders import compressed, edit, evaluation
+from tests.tiny_models import build, tensors_of
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")
@@ -16,7 +22,15 @@ if CHROMIUM is None:
 # No sandbox, because tests may run as root; no connections of the browser's own.
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
          "--disable-sync", "--no-first-run"]  # fmt: skip
+FOLDERS = ["one", "two-" + 60 * "x"]
 SIZES = {"desktop": (1200, 900), "phone": (380, 800)}
+
+
+PHASES = [("loading the model", 0.5, None), ("solving", 10.0, 12.5), ("writing", 5.0, None)]
+SAMPLES = [
+    Samples((Sample("Say <b>", Text("same ", "left" + 90 * "x"), Text("same ", "<i>right"), 1),)),
+    Samples((Sample("Say <b>", Text("alone", "")),), "No dense model."),
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +46,20 @@ def file(tmp_path_factory):
     """Two folders and a dense model; names that are long, and one that is a script."""
     folder = tmp_path_factory.mktemp("browser")
     one = compressed(folder / "one")
-    two = compressed(folder / ("two-" + 60 * "x"), method="wanda", rank=None, rounds=None)
+    two = compressed(folder / (FOLDERS[1]), method="wanda", rank=None, rounds=None)
     evil = "<img src=x onerror=\"document.title='pwned'\">"
     edit(one, lambda content: content.update(model="a/" + 80 * "m", method=evil))
     edit(one, lambda content: content["layers"][3].update(remarks=[evil]))
+    names = [layer["name"] for layer in json.loads((one / "compression.json").read_text())["layers"]]
+    edit(one, lambda content: content.update(sensitivities={name: 2.0**-i for i, name in enumerate(names)}))
+    edit(two, lambda content: content.update(model="base/dense"))
     for run, value in ((one, 33.0), (two, 44.0)):
         evaluation(run / "evaluation.json", "m", value, tasks={"piqa": {"value": 0.5}}, average=0.5)
+    phases = tuple(PhaseTime(*each) for each in PHASES)
+    write_seconds(one, dataclasses.replace(read_content([one]).runs[0].record, seconds=20.0, phases=phases))
     dense = evaluation(folder / "dense.json", "base/dense", 30.0)
     path = folder / "page.html"
-    path.write_text(render(read_content([one, two, dense])), encoding="utf-8")
+    path.write_text(render(read_content([one, two, dense]), SAMPLES), encoding="utf-8")
     return path
 
 
@@ -79,7 +98,15 @@ def inked(page, canvas):
 
 def curve(page, canvas):
     """The points that a chart was given, as Chart.js has them."""
-    return page.evaluate("id => Chart.getChart(id).data.datasets[0].data.map(point => [point.x, point.y])", canvas)
+    return curves(page, canvas)[0][1]
+
+
+def curves(page, canvas):
+    """All lines of a chart: their names and points."""
+    return page.evaluate(
+        "id => Chart.getChart(id).data.datasets.map(line => [line.label, line.data.map(point => [point.x, point.y])])",
+        canvas,
+    )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -94,7 +121,7 @@ def test_it_opens_whole_and_nothing_overflows(opened, scheme, size):
         "e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"
     )
     assert wide == []
-    for canvas in ("blocks", "history", "spectrum", "parameters"):
+    for canvas in ("blocks", "history", "spectrum", "parameters", "sensitivity-0", "frontier-0"):
         assert inked(page, canvas) > 500, canvas
     assert page.title().endswith("hasslefree report")
 
@@ -102,7 +129,7 @@ def test_it_opens_whole_and_nothing_overflows(opened, scheme, size):
 def test_a_click_shows_the_layer(opened, file):
     """Oracle: compression.json of the folder."""
     page = opened()
-    (run, _) = read_content([file.parent / "one", file.parent / ("two-" + 60 * "x")]).runs
+    (run, _) = read_content([file.parent / "one", file.parent / (FOLDERS[1])]).runs
     layer = run.record.layers[10]
     page.locator(f'.map button[data-layer="{layer.name}"]:visible').click()
     assert page.locator("#layer-name").inner_text() == layer.name
@@ -167,6 +194,92 @@ def test_another_folder_by_its_button(opened):
     assert page.locator("#layer-name").inner_text() == layer, "the same layer of the other model"
     assert "rank 0" in page.locator("#spectrum-note").inner_text()
     assert page.locator('.of-run[data-run="0"]:visible').count() == 0
+
+
+def test_sensitivities_are_those_of_the_record(opened, file):
+    """Oracle: compression.json, layer by layer; a folder without sensitivities shows no section."""
+    stored = json.loads((file.parent / "one/compression.json").read_text())["sensitivities"]
+    page = opened()
+    drawn = {
+        (block, kind): pytest.approx(value, rel=1e-3)
+        for kind, points in curves(page, "sensitivity-0")
+        for block, value in points
+    }
+    assert len(drawn) == len(stored) == 14
+    assert drawn == {(int(name.split(".")[2]), name.split(".")[-1]): value for name, value in stored.items()}
+    assert page.get_by_role("heading", name="Sensitivity by block and layer").count() == 1
+    page.locator("#choice input").nth(1).check(force=True)
+    assert page.get_by_role("heading", name="Sensitivity by block and layer").count() == 0
+
+
+def test_every_model_is_a_point_of_perplexity_and_bytes(opened, file):
+    """Oracles: the tensors of the folders, the evaluations; the dense model has two blocks' weights whole."""
+    size = {name: sum(tensor.nbytes for tensor in tensors_of(file.parent / name).values()) for name in FOLDERS}
+    whole = sum(parameter.numel() * 4 for parameter in build("llama").parameters())
+    (unit,) = {1000} if whole < 2e6 else {1e6}
+    found = {name: points for name, points in curves(opened(), "frontier-0")}
+    assert found == {
+        "dense (dense)": [[pytest.approx(whole / unit), 30.0]],
+        FOLDERS[0]: [[pytest.approx(size[FOLDERS[0]] / unit), 33.0]],
+        FOLDERS[1]: [[pytest.approx(size[FOLDERS[1]] / unit), 44.0]],
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("spread", [0.001, 3.0], ids=["close", "a decade"])
+def test_names_in_a_picture_do_not_overlap(opened, file, size, spread):
+    """Eight models of the same size: every name is drawn, within the chart, beside all others and all points."""
+    (run,) = read_content([file.parent / "one"]).runs
+    runs = tuple(
+        dataclasses.replace(
+            run, name=f"a-folder-with-a-long-name-{i}", evaluation=Evaluation({"t": 9 * (1 + spread * i)})
+        )
+        for i in range(8)
+    )
+    path = file.with_name("crowd.html")
+    path.write_text(render(Content(runs, {})), encoding="utf-8")
+    page = opened("light", size)
+    page.goto(path.as_uri())
+    chart = page.evaluate("(({names, chartArea}) => ({names, area: chartArea}))(Chart.getChart('frontier-0'))")
+    names, area = chart["names"], chart["area"]
+    assert [each["text"][-6:] for each in names] == [f"name-{i}" for i in range(8)]
+    for each in names:
+        assert area["left"] <= each["x"] <= area["right"] - each["w"]
+        assert area["top"] <= each["y"] <= area["bottom"] - each["h"]
+    for one, other in itertools.combinations(names, 2):
+        apart = max(one["x"], other["x"]) >= min(one["x"] + one["w"], other["x"] + other["w"])
+        assert apart or max(one["y"], other["y"]) >= min(one["y"] + one["h"], other["y"] + other["h"])
+
+
+def test_phases_are_bars_of_their_share_of_the_whole_time(opened, file):
+    """Oracle: the seconds in the file beside the folder; a folder without such a file shows no section."""
+    page = opened()
+    rows = page.locator(".phases tbody tr:visible")
+    assert [[cell.strip() for cell in row.split("\t")] for row in rows.all_inner_texts()] == [
+        ["loading the model", "", "0.5 s", ""], ["solving", "", "10 s", "12 s"], ["writing", "", "5.0 s", ""],
+    ]  # fmt: skip
+    stored = json.loads(seconds_file(file.parent / "one").read_text())
+    widths = page.locator(".phases i").evaluate_all(
+        "bars => bars.map(bar => bar.getBoundingClientRect().width / bar.closest('td').getBoundingClientRect().width)"
+    )
+    shares = [phase["seconds"] / stored["seconds"] for phase in stored["phases"]]
+    inner = widths[1] / shares[1]  # what the padding leaves of a cell
+    assert inner == pytest.approx(1, abs=0.1)
+    assert widths == [pytest.approx(share * inner, rel=0.02) for share in shares]
+    page.locator("#choice input").nth(1).check(force=True)
+    assert page.locator(".phases:visible").count() == 0
+
+
+def test_samples_are_highlighted_from_the_first_difference(opened):
+    page = opened()
+    assert page.locator(".prompt:visible").all_inner_texts() == ["Say <b>"]
+    assert page.locator(".written:visible").all_inner_texts() == ["same <i>right", "same left" + 90 * "x"]
+    assert page.locator("mark:visible").all_inner_texts() == ["<i>right", "left" + 90 * "x"]
+    assert page.get_by_text("The first token is the same.").count() == 1
+    page.locator("#choice input").nth(1).check(force=True)
+    assert page.locator(".written:visible").all_inner_texts() == ["alone"]
+    assert page.locator("mark:visible").count() == 0
+    assert page.get_by_text("No dense model.").is_visible()
 
 
 def test_a_change_of_scheme_changes_the_page_and_the_charts(opened):

@@ -12,6 +12,7 @@ from hasslefree.errors import CheckpointError
 from hasslefree.folder.headers import read_json
 from hasslefree.folder.record import LayerRecord, Record
 from hasslefree.packed.spec import LayerSpec
+from hasslefree.phases import PhaseTime
 from hasslefree.report.content import (
     distinct_names,
     read_content,
@@ -68,9 +69,11 @@ def test_the_spectrum_of_factors_in_eight_bits(tmp_path):
 def test_seconds_are_those_of_this_compression_and_of_no_other(folder):
     report = Record.from_json((folder / "compression.json").read_text())
     layers = tuple(dataclasses.replace(layer, seconds=float(index)) for index, layer in enumerate(report.layers))
-    write_seconds(folder, dataclasses.replace(report, layers=layers, seconds=99.5))
+    phases = (PhaseTime("reading the text", 1.25), PhaseTime("solving", 90.5, 80.25))
+    write_seconds(folder, dataclasses.replace(report, layers=layers, seconds=99.5, phases=phases))
     (run,) = read_content([folder]).runs
     assert run.seconds == 99.5
+    assert run.record.phases == phases
     assert [layer.seconds for layer in run.record.layers] == [*map(float, range(14))]
     edit(folder, lambda content: content.update(seqlen=17))
     assert read_content([folder]).runs[0].seconds is None

@@ -10,7 +10,9 @@ from html.parser import HTMLParser
 import pytest
 
 from hasslefree.report.content import read_content
-from hasslefree.report.figures import block_means, write_figures
+from hasslefree.report.figures import block_means, frontier, write_figures
+from hasslefree.report.frontier import frontiers
+from hasslefree.report.layer_map import by_kind
 from hasslefree.report.page import ASSETS, curve, leading, percent, render
 from tests.report.folders import compressed, edit, evaluation
 
@@ -59,13 +61,13 @@ def test_every_layer_of_every_run_is_a_button_and_a_line(made):
 
 
 def test_the_page_says_what_errors_with_dense_targets_are(made, tmp_path):
-    said = "With dense targets W is the layer's target"
+    said = "W stands for the target of the layer"
     assert said not in render(read_content(made))
     assert said in render(read_content([*made, compressed(tmp_path / "other", dense_target=0.5)]))
 
 
 def test_the_page_says_what_was_trained_after_the_errors_were_measured(made, tmp_path):
-    said = "The errors are those of the layers as they were fitted"
+    said = "The errors were measured before this training"
     assert said not in render(read_content(made))
     assert said in render(read_content([*made, compressed(tmp_path / "other", match_predictions=32)]))
 
@@ -89,7 +91,7 @@ def test_whatever_a_folder_says_is_text(made, tmp_path):
     assert not [name for _, each in found.tags for name in each if name.startswith("on")]
     assert EVIL in found.text
     assert {name for _, each in found.tags for name in each} <= {name for _, each in plain.tags for name in each}
-    assert len(write_figures(content, tmp_path / "figures")) == 8, "a dollar begins no formula"
+    assert len(write_figures(content, tmp_path / "figures")) == 10, "a dollar begins no formula"
 
 
 def test_the_browser_is_told_to_run_the_two_scripts_of_the_page_alone(made):
@@ -139,6 +141,32 @@ def test_figures_are_whole_and_the_same_twice(made, tmp_path):
             ET.parse(one)
         else:
             assert one.read_bytes().startswith(b"\x89PNG")
+
+
+def test_allocation_and_perplexities_have_figures(made, tmp_path):
+    names = [layer.name for layer in read_content(made).runs[0].record.layers]
+    folder = shutil.copytree(made[0], tmp_path / "one")
+    edit(folder, lambda content: content.update(sensitivities=dict.fromkeys(names, 0.5)))
+    files = [evaluation(tmp_path / "a.json", folder, 3.0), evaluation(tmp_path / "b.json", made[1], 4.0)]
+    content = read_content([folder, made[1], *files])
+    drawn = {path.name for path in write_figures(content, tmp_path / "figures")}
+    assert {
+        f"{stem}.{kind}" for stem in ("sensitivity-one", "perplexity-held_out.txt") for kind in ("png", "svg")
+    } <= drawn
+    axes = frontier("t", frontiers(content)["held_out.txt"]).axes[0]
+    sizes = [run.sizes.to_dict()["bytes"] / 1e6 for run in content.runs]
+    assert [(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in axes.lines] == [
+        *zip(sizes, (3.0, 4.0), strict=True)
+    ]
+
+
+def test_sensitivities_by_kind_by_hand():
+    """The experts of a block are one kind, and their figures are summed."""
+    experts = {f"m.layers.{b}.mlp.experts.{e}.up_proj": 2.0**e + b for b in range(2) for e in range(3)}
+    found = by_kind({"m.layers.0.self_attn.q_proj": 0.5} | experts)
+    assert found == {"q_proj": {0: 0.5}, "up_proj": {0: 7.0, 1: 10.0}}
+    beside = by_kind(experts | {"m.layers.0.mlp.shared.up_proj": 0.25})
+    assert beside == {"mlp.experts.up_proj": {0: 7.0, 1: 10.0}, "mlp.shared.up_proj": {0: 0.25}}
 
 
 def test_block_means_by_hand(made):

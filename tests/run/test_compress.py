@@ -304,4 +304,4 @@ def test_the_model_card_says_what_stayed_dense_and_names_no_local_folder_as_a_hu
     hasslefree.compress("sub/model", "out", recipe, segments=segments(), tokenizer=tokenizer, device="cpu")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model" not in card
-    assert "Every linear layer in the blocks (but for *.0.*)" in card
+    assert "every linear layer in the blocks (but for *.0.*)" in card

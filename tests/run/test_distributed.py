@@ -134,8 +134,9 @@ def test_budgets_are_allocated_by_several_as_by_one(probed, size, tmp_path, monk
     one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))
     assert len({layer.spec.rank for layer in one.layers}) > 2
     assert run(size, tmp_path / "many", recipe, activations="disk") == [0] * size
-    many = json.loads((tmp_path / "many" / "compression.json").read_text())["layers"]
-    assert [layer["rank"] for layer in many] == [layer.spec.rank for layer in one.layers]
+    many = json.loads((tmp_path / "many" / "compression.json").read_text())
+    assert [layer["rank"] for layer in many["layers"]] == [layer.spec.rank for layer in one.layers]
+    assert many["sensitivities"] == pytest.approx(one.sensitivities, rel=1e-3)
 
 
 @forked

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from hasslefree.cli.common import app, check_output_file, console, say, write_json
-from hasslefree.errors import OutputError
+from hasslefree.cli.common import DEVICE, TRUST, app, check_output_file, console, say, write_json
+from hasslefree.errors import OutputError, PromptError
 
 
 @app.command()
@@ -33,6 +33,17 @@ def report_page(
     ],
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     figures: Annotated[Path | None, typer.Option(help="Write the figures here too, as PNG and SVG.")] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Show how the compressed and the dense model continue this text; repeatable."),
+    ] = None,
+    dense: Annotated[
+        str | None,
+        typer.Option(help="With --prompt: the dense model, or none (default: the one from which FOLDER was made)."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="With --prompt: length of the text at most.", min=1)] = 64,
+    device: Annotated[str | None, DEVICE] = None,
+    trust_remote_code: Annotated[bool, TRUST] = False,
 ) -> None:
     """One HTML page about compressed folders, side by side where there are several, that needs no network.
 
@@ -46,8 +57,18 @@ def report_page(
     check_output_file(output)
     if figures is not None and figures.exists() and not figures.is_dir():
         raise OutputError(f"--figures {figures} is a file; give a folder")
+    if "" in (prompts := prompt or []):
+        raise PromptError("--prompt is empty; give some text to continue")
     content = read_content(sources)
-    output.write_text(render(content), encoding="utf-8")
+    samples = []
+    if prompts:
+        from hasslefree.report.samples import sample_folders
+
+        folders = [Path(run.sizes.folder) for run in content.runs]
+        how = {"device": device, "trust_remote_code": trust_remote_code}
+        with console.status("continuing the prompts"):
+            samples = sample_folders(folders, prompts, dense, max_new_tokens, **how)
+    output.write_text(render(content, samples), encoding="utf-8")
     say(f"Written to {output}.")
     if figures is not None:
         say(f"{len(write_figures(content, figures))} figures written to {figures}.")

@@ -26,6 +26,17 @@ model = {auto}.from_pretrained("path/to/this/folder")
 ```
 """
 
+_LOAD_COMPRESSED = """## Load it
+
+```python
+import hasslefree  # needed: it registers the layer with transformers
+from transformers import {auto}, AutoTokenizer
+
+model = {auto}.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+"""
+
 _LOAD_ADAPTER = """```python
 from peft import PeftModel
 from transformers import {auto}
@@ -34,31 +45,31 @@ base = {auto}.from_pretrained("path/to/this/folder/base")
 model = PeftModel.from_pretrained(base, "path/to/this/folder")  # is_trainable=True to train the adapter on
 ```
 
-`base` alone is not the model: it lacks the low-rank part.
+The model in `base` alone lacks the low-rank matrices.
 """
 
 _WHAT = {
     "dense": (
         "transformers",
         "Every compressed layer holds the sum of its sparse and its low-rank matrix as an ordinary weight. The model "
-        "is as large as before its compression, and needs no library of its own.",
+        "is as large as before the compression, and loads without hasslefree.",
         _LOAD,
     ),
     "narrow": (
         "transformers",
-        "A plain model with fewer attention heads and fewer neurons than the one that it was made of: those that its "
-        "compressed layers did not read are gone. It needs no library of its own.",
+        "A plain model with fewer attention heads and fewer neurons than the base model: those that no compressed "
+        "layer reads were removed. It loads without hasslefree.",
         _LOAD,
     ),
     "peft": (
         "peft",
-        "A PEFT adapter with the low-rank matrices, and in `base` the model with the sparse ones as its weights.",
+        "A PEFT adapter that holds the low-rank matrices, and in `base` a model whose weights are the sparse matrices.",
         _LOAD_ADAPTER,
     ),
     "base": (
         "transformers",
-        "The sparse matrices alone, as the weights of a plain model. It is not the compressed model: the low-rank "
-        "part is the adapter in the folder above.",
+        "A plain model whose weights are the sparse matrices alone. It is not the whole compressed model: the low-rank "
+        "matrices are in the adapter in the parent folder.",
         _LOAD,
     ),
 }
@@ -77,14 +88,14 @@ def export_card(kind: str, source: str, recorded: bool, auto: str = "AutoModelFo
         library_name=library, pipeline_tag="text-generation", tags=["hasslefree", "sparse", "low-rank"]
     )
     where = "compression.json" if kind != "base" else "../compression.json"
-    record = f" `{where}` says of what model, and how it was made." if recorded else ""
+    record = f" `{where}` names the base model and the settings of the compression." if recorded else ""
     return f"""---
 {front.to_yaml()}
 ---
 
 # {source}, {kind}
 
-Exported by hasslefree from a model of sparse + low-rank layers, `{source}`.{record}
+hasslefree exported this model from `{source}`, whose layers are sums of a sparse and a low-rank matrix.{record}
 
 {what}
 
@@ -120,35 +131,53 @@ def base_licence(model: str) -> dict[str, str]:
 
 
 # What the errors of a compression with dense targets are, and are not.
-TARGETED = """W is its target there: the weight, changed for inputs that the layers before it have changed. So the
-figure says how close S + L came to what was asked, and does not compare with that of a run without dense targets.
+TARGETED = """In this compression, W stands for the target of the layer: the dense weight, corrected for the changes
+of the layers before it. These errors cannot be compared with those of a compression without dense targets.
 """
 
 
 def trained(report: Record) -> str:
-    """What was trained after the layers were fitted, in a sentence or two; nothing where nothing was."""
+    """What was trained after the errors were measured, in sentences; nothing where nothing was."""
     if not report.matching and report.predictions is None:
         return ""
-    found = "The errors are those of the layers as they were fitted; afterwards what they keep was trained"
-    found += " block by block against the dense blocks' outputs" if report.matching else ""
+    ways = ["block by block, to reproduce the outputs of the dense blocks"] if report.matching else []
+    divergence = ""
     if report.predictions is not None:
         before, after, tokens = (report.predictions[name] for name in ("before", "after", "tokens"))
-        found += ", and" if report.matching else ""
-        found += f" together on the dense model's predictions, on {tokens:,} tokens: "
-        found += f"their divergence on held-out text was {before:.4f} nats a token before, and is {after:.4f} now"
-    return found + ".\n"
+        ways.append(f"all blocks together, to reproduce the predictions of the dense model on {tokens:,} tokens")
+        divergence = (
+            " The divergence from the dense model's predictions on held-out text was "
+            f"{before:.4f} nats per token before the last training and {after:.4f} after it."
+        )
+    return (
+        f"After the layers were fitted, the values that they keep were trained: {'; then '.join(ways)}. "
+        f"The errors were measured before this training.{divergence}\n"
+    )
 
 
 def rotated(report: Record) -> str:
-    """What was rotated before the layers were fitted, in a sentence; nothing where nothing was."""
+    """What was rotated before the layers were fitted, in sentences; nothing where nothing was."""
     if report.rotation is None:
         return ""
-    parts = {"stream": "the residual stream", "heads": "the values of attention heads"}
+    parts = {"stream": "the residual stream", "heads": "the values of the attention heads"}
     turned = [text for name, text in parts.items() if report.rotation[name] is not None]
     return (
-        f"Before the layers were fitted, {' and '.join(turned)} were rotated, and the weights on either side took "
-        "that in: also weights that were left dense differ from the base model's.\n"
+        f"Before the layers were fitted, {' and '.join(turned)} were rotated. The adjacent weights absorb the "
+        "rotations, so that weights that stayed dense differ from those of the base model too.\n"
     )
+
+
+def remarks(report: Record) -> str:
+    """What a reader has to know of the errors and of what stayed dense, in sentences."""
+    found = (TARGETED if report.recipe.get("dense_target") else "") + trained(report) + rotated(report)
+    if report.dense:
+        found += f"These small matrices, such as routers, stayed dense: {_cell(', '.join(by_kind(report.dense)))}.\n"
+    if report.towers:
+        found += (
+            f"Only the text decoder was compressed, calibrated on text alone. These modules are unchanged: "
+            f"{_cell(report.towers)}.\n"
+        )
+    return found
 
 
 def model_card(
@@ -160,72 +189,50 @@ def model_card(
         licence: of the base model, as from `base_licence`. auto: the name of the class that loads the model.
     """
     left = report.recipe.get("leave_dense")
-    dense = "Every linear layer in the blocks" + (f" (but for {_cell(left)})" if left else "")
-    stored = f"{report.stored_bytes:,} of {report.dense_bytes:,} ({report.stored_bytes / report.dense_bytes:.1%})"
-    worst = max(report.layers, key=lambda layer: layer.relative_error)
-    recipe = "\n".join(
-        f"| {key} | {_cell(value)} |" for key, value in report.recipe.items() if value not in (None, (), [])
-    )
-    remarks = (TARGETED if report.recipe.get("dense_target") else "") + trained(report) + rotated(report)
-    if report.dense:
-        remarks += f"Routers and other small matrices stay dense: {_cell(', '.join(by_kind(report.dense)))}.\n"
-    if report.towers:
-        remarks += (
-            f"Only the text decoder is compressed, and the calibration was text alone: {_cell(report.towers)} are as "
-            "they were.\n"
-        )
-    versions = ", ".join(f"{library} {version}" for library, version in report.versions.items())
+    name = report.model.rstrip("/").rpartition("/")[2]
     return f"""---
 {_front(report, licence, auto).to_yaml()}
 ---
 
-# {report.model.rstrip("/").rpartition("/")[2]}, sparse + low-rank
+# {name}, sparse + low-rank
 
-{dense} of `{report.model}` was replaced by a sparse matrix plus a low-rank one, without
-retraining, by hasslefree, which starts from [the paper HASSLE-free]. Embeddings, norms and the output head are as they
-were.
+hasslefree replaced every linear layer in the blocks{f" (but for {_cell(left)})" if left else ""} of `{report.model}` by
+the sum of a sparse matrix S and a low-rank matrix L, without retraining. It builds on [the paper HASSLE-free].
+Embeddings, norms and the output head were not compressed.
 
-| | |
-|---|---|
-| layers | {len(report.layers)} |
-| parameters kept in them | {report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%}) |
-| bytes of their weights | {stored} |
-| mean relative error | {report.mean_relative_error:.5f} |
-| largest relative error | {worst.relative_error:.5f} ({worst.name}) |
-| calibration | {report.tokens:,} tokens in segments of {report.seqlen} |
-| dtype | {report.dtype} |
+{_figures(report)}
 
 ![Relative error of every layer, block by block]({FIGURE})
 
-The relative error of a layer is tr(R H Rᵀ) / tr(W H Wᵀ), with R = W − S − L and H the second moment of its inputs.
-{remarks}All layers are listed in `compression.json`; `hasslefree report` makes a page of them.
+The relative error of a layer is the share of its output that is lost on the calibration text:
+tr(R H Rᵀ) / tr(W H Wᵀ), where W is the dense weight, R = W − S − L, and H is the second moment of the layer's inputs.
+{remarks(report)}`compression.json` lists all layers; `hasslefree report` shows them on an HTML page.
 
 ## Licence
 
 {_licence(report, licence)}
 
-## Load it
-
-```python
-import hasslefree  # needed: it registers the layer with transformers
-from transformers import {auto}, AutoTokenizer
-
-model = {auto}.from_pretrained("path/to/this/folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
-```
-
-## Make it again
-
-{_again(report, trust_remote_code)}
-
-| field | value |
-|---|---|
-{recipe}
-
-The method in full: `{report.method}`. Made with {versions}.
+{_LOAD_COMPRESSED.format(auto=auto)}
+{_repeat(report, trust_remote_code)}
 
 [the paper HASSLE-free]: https://arxiv.org/abs/2502.00899
 """
+
+
+def _figures(report: Record) -> str:
+    """The table of sizes and errors."""
+    worst = max(report.layers, key=lambda layer: layer.relative_error)
+    kept = f"{report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%})"
+    stored = f"{report.stored_bytes:,} of {report.dense_bytes:,} ({report.stored_bytes / report.dense_bytes:.1%})"
+    return f"""| | |
+|---|---|
+| compressed layers | {len(report.layers)} |
+| parameters that they keep | {kept} |
+| bytes of their weights | {stored} |
+| mean relative error | {report.mean_relative_error:.5f} |
+| largest relative error | {worst.relative_error:.5f} ({worst.name}) |
+| calibration text | {report.tokens:,} tokens, in segments of {report.seqlen} |
+| dtype | {report.dtype} |"""
 
 
 def _front(report: Record, licence: dict[str, str], auto: str) -> ModelCardData:
@@ -245,19 +252,30 @@ def _licence(report: Record, licence: dict[str, str]) -> str:
     """The licence in words."""
     if not licence:
         return (
-            f"That of the base model, `{report.model}`, which names none in its model card, or whose card could not be "
-            "read: look it up before you pass this model on."
+            f"The licence is that of the base model, `{report.model}`. No licence could be read from its model card: "
+            "look it up before you pass this model on."
         )
     named = licence.get("license_name") or licence.get("license") or licence["license_link"]
     link = f" ({_cell(licence['license_link'])})" if licence.get("license_link", named) != named else ""
-    return f"That of the base model, `{report.model}`: {_cell(named)}{link}."
+    return f"The licence is that of the base model, `{report.model}`: {_cell(named)}{link}."
 
 
-def _again(report: Record, trust_remote_code: bool) -> str:
+def _repeat(report: Record, trust_remote_code: bool) -> str:
+    """The command, and every field of the recipe."""
     command = command_of(report, trust_remote_code=trust_remote_code)
-    if command is None:
-        return "The calibration tokens were given from Python; all else is in the recipe."
-    return f"    {command}"
+    given = "No command repeats this compression, because its calibration tokens were given from Python. The recipe:"
+    fields = {name: value for name, value in report.recipe.items() if value not in (None, (), [])}
+    rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in fields.items())
+    versions = ", ".join(f"{library} {version}" for library, version in report.versions.items())
+    return f"""## Repeat the compression
+
+{given if command is None else f"    {command}"}
+
+| field | value |
+|---|---|
+{rows}
+
+All parameters of the method: `{report.method}`. Made with {versions}."""
 
 
 def _cell(value: Any) -> str:

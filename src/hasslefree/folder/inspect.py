@@ -56,6 +56,14 @@ class FolderSize:
     def layer_dense_bytes(self) -> int:
         return sum(layer.dense_bytes for layer in self.layers)
 
+    @property
+    def bytes(self) -> int:
+        return self.layer_bytes + self.other_bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        return self.layer_dense_bytes + self.other_bytes
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "folder": self.folder,
@@ -64,8 +72,8 @@ class FolderSize:
             "other_bytes": self.other_bytes,
             "layer_bytes": self.layer_bytes,
             "layer_dense_bytes": self.layer_dense_bytes,
-            "bytes": self.layer_bytes + self.other_bytes,
-            "dense_bytes": self.layer_dense_bytes + self.other_bytes,
+            "bytes": self.bytes,
+            "dense_bytes": self.dense_bytes,
         }
 
 
@@ -121,5 +129,5 @@ def size_table(found: FolderSize) -> Table:
     nonzeros = f"{sum(layer.spec.nonzeros for layer in found.layers):,}"
     line("compressed layers", found.layer_bytes, found.layer_dense_bytes, nonzeros=nonzeros)
     line("the rest of the model", found.other_bytes, found.other_bytes)
-    line("all", found.layer_bytes + found.other_bytes, found.layer_dense_bytes + found.other_bytes)
+    line("all", found.bytes, found.dense_bytes)
     return table

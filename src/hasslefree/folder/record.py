@@ -17,6 +17,7 @@ from hasslefree.errors import CheckpointError
 from hasslefree.levers.predictions import PredictionRecord
 from hasslefree.levers.rotation import RotationRecord
 from hasslefree.packed.spec import LayerSpec
+from hasslefree.phases import PhaseTime
 from hasslefree.validation import Count, Figure, validated
 
 
@@ -85,10 +86,13 @@ class Record:
         seqlen: as resolved for the model. tokens: of the calibration text.
         matching: for each block that was matched, its name and error before and after.
         predictions: what prediction matching did, as `PredictionRecord.to_dict` has it; None where it was not done.
+        sensitivities: by the name of each layer, the estimated divergence of the model's predictions, in nats per
+            token, when that layer alone is pruned. None where the allocation did not measure it.
         rotation: what was rotated, as `RotationRecord.to_dict` has it; None where nothing was.
         dense: the full names of what stayed dense by itself, such as routers.
         towers: the names of the modules of other inputs than text, which stayed as they were.
         own_segments: the calibration tokens were given, and not drawn from the text that the recipe names.
+        phases: how long each phase of the run took.
     """
 
     model: str
@@ -103,10 +107,12 @@ class Record:
     layers: tuple[LayerRecord, ...]
     matching: tuple[dict[str, Any], ...] = ()
     predictions: dict[str, Any] | None = None
+    sensitivities: dict[str, Figure] | None = None
     rotation: dict[str, Any] | None = None
     dense: tuple[str, ...] = ()
     towers: tuple[str, ...] = ()
     own_segments: bool = False
+    phases: tuple[PhaseTime, ...] = ()
 
     @property
     def mean_relative_error(self) -> float:
@@ -142,6 +148,7 @@ class Record:
             "stored_bytes": self.stored_bytes,
             "dense_bytes": self.dense_bytes,
         }
+        del content["phases"]
         for timed in (content, *content["layers"]):
             del timed["seconds"]
         return json.dumps(content, indent=1) + "\n"

@@ -59,21 +59,30 @@ class Choice:
         return LayerPlan.of(spec.shape, pattern, rank, self.plan.dtype, spec.grid, spec.factor_bits)
 
 
-def allocated(
-    walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World
-) -> tuple[Plan, list[Tensor] | None]:
+@dataclass(frozen=True)
+class Allocation:
+    """A plan, and what was measured for it.
+
+    Args:
+        channels: the `importance` of the channels of each block's output. sensitivities: by the full name of each
+            layer, in nats per token. Both None where the allocation does not measure them.
+    """
+
+    plan: Plan
+    channels: list[Tensor] | None = None
+    sensitivities: dict[str, float] | None = None
+
+
+def allocated(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Allocation:
     """The plan that the recipe's `allocate` asks for, from the dense model on the calibration text.
 
     Args:
         plan: the uniform one. segments: of this process.
-
-    Returns:
-        The plan; and the importance of the channels of each block's output, where that was measured on the way.
     """
     if resolved.allocate == "uniform":
-        return plan, None
+        return Allocation(plan)
     if resolved.allocate == "owl":
-        return by_outliers(walk, plan, resolved, segments, world), None
+        return Allocation(by_outliers(walk, plan, resolved, segments, world))
     return by_sensitivity(walk, plan, segments, world, resolved.recipe.seed)
 
 
@@ -102,15 +111,12 @@ def outliers_of(visit: Visit, plans: Mapping[str, LayerPlan], hidden: Activation
     return outlier_share(layers)
 
 
-def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World, seed: int) -> tuple[Plan, list[Tensor]]:
+def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World, seed: int) -> Allocation:
     """The bytes of the uniform plan, spent where they bring the model's predictions closest to the dense ones.
 
     What is estimated is how each layer, pruned alone by its pattern, changes the predictions (`sensitivities`). The
     spectrum of what was pruned tells what share of that change each rank would undo; the scores of Wanda, what share
     each non-zero.
-
-    Returns:
-        The plan, and the importance of channels as from `sensitivities`.
 
     Raises:
         ModelError, NonFiniteError: as from `sensitivities`.
@@ -126,7 +132,12 @@ def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World, seed:
     moved = [
         {name: block[name].taken(*(next(steps) for _ in block[name].ladders)) for name in block} for block in choices
     ]
-    return moved, channels
+    found = {
+        f"{walk.blocks.prefix(index)}.{name}": sensitivity
+        for index, layers in enumerate(measured)
+        for name, (_, sensitivity) in layers.items()
+    }
+    return Allocation(moved, channels, found)
 
 
 def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> Choice:

@@ -21,6 +21,7 @@ from hasslefree.folder.headers import Stored, read_headers, read_json, weight_fi
 from hasslefree.folder.inspect import FolderSize, inspect_folder
 from hasslefree.folder.record import Record
 from hasslefree.folder.repeat import command_of
+from hasslefree.phases import PhaseTime
 from hasslefree.solve.methods import METHODS
 from hasslefree.validation import Count, Figure, InvalidError, validated
 
@@ -51,11 +52,16 @@ class Results:
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long a compression took, in all and by layer. compression: the SHA-256 of its compression.json."""
+    """How long a compression took, in all, by layer and by phase.
+
+    Args:
+        compression: the SHA-256 of its compression.json. phases: those of the last run, where it was resumed.
+    """
 
     compression: str
     seconds: Figure
     layers: dict[str, Figure]
+    phases: tuple[PhaseTime, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ class Run:
     Args:
         name: unlike that of any other run. spectra: by layer the singular values of L, the largest first.
         command: that repeats it; None where there is none. seconds: of the whole compression, where they are known.
+        The seconds of its layers and phases are in the record.
     """
 
     name: str
@@ -171,7 +178,7 @@ def read_run(folder: Path, name: str, evaluation: Evaluation) -> Run:
     seconds = read_seconds(folder, text)
     if seconds is not None:
         layers = (dataclasses.replace(layer, seconds=seconds.layers.get(layer.name, 0.0)) for layer in record.layers)
-        record = dataclasses.replace(record, layers=tuple(layers))
+        record = dataclasses.replace(record, layers=tuple(layers), phases=seconds.phases)
     return Run(
         name=name,
         record=record,
@@ -191,8 +198,12 @@ def seconds_file(folder: Path) -> Path:
 def write_seconds(folder: Path, report: Record) -> None:
     """Keep how long a compression took, for the folder that it wrote."""
     times = {layer.name: round(layer.seconds, 3) for layer in report.layers}
+    phases = tuple(
+        PhaseTime(each.name, round(each.seconds, 3), None if each.estimated is None else round(each.estimated, 3))
+        for each in report.phases
+    )
     digest = hashlib.sha256((folder / "compression.json").read_bytes()).hexdigest()
-    content = dataclasses.asdict(Seconds(digest, round(report.seconds, 3), times))
+    content = dataclasses.asdict(Seconds(digest, round(report.seconds, 3), times, phases))
     seconds_file(folder).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

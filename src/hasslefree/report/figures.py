@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,11 @@ from matplotlib.ticker import MaxNLocator
 
 from hasslefree.folder.record import LayerRecord, Record
 from hasslefree.report.content import Content, Run
-from hasslefree.report.layer_map import error_range, layer_map
+from hasslefree.report.frontier import Point, frontiers
+from hasslefree.report.layer_map import by_kind, error_range, layer_map
+
+# One for each model in a picture of perplexity against bytes.
+MARKERS = "osD^vP*Xph"
 
 # Without these, an SVG has the time and random names in it.
 _REPEATABLE: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}}
@@ -31,20 +35,29 @@ def write_figures(content: Content, folder: Path) -> list[Path]:
     """Every figure of every run, each as PNG and as SVG, in a folder that is made if need be."""
     drawn: dict[str, Figure] = {}
     for run in content.runs:
-        name = re.sub(r"[^\w.-]+", "-", run.name)
+        name = file_name(run.name)
         drawn[f"relative-error-{name}"] = heat_map(run.record)
         drawn[f"parameters-{name}"] = parameter_bars(run.record)
         if any(len(layer.history) > 1 for layer in run.record.layers):
             drawn[f"rounds-{name}"] = histories(run)
         if run.spectra:
             drawn[f"spectra-{name}"] = spectra(run)
+        if run.record.sensitivities:
+            drawn[f"sensitivity-{name}"] = sensitivity_lines(run.record.sensitivities)
     if len(content.runs) > 1:
         drawn["comparison"] = errors_by_block(content.runs)
+    for text, points in frontiers(content).items():
+        drawn[f"perplexity-{file_name(text)}"] = frontier(text, points)
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.{suffix}" for name in drawn for suffix in ("png", "svg")]
     for path in paths:
         save(drawn[path.stem], path)
     return paths
+
+
+def file_name(text: str) -> str:
+    """A name as a part of a file's name."""
+    return re.sub(r"[^\w.-]+", "-", text)
 
 
 def heat_map(report: Record) -> Figure:
@@ -136,6 +149,29 @@ def errors_by_block(runs: Iterable[Run]) -> Figure:
         axes.plot(list(means), list(means.values()), "o-", label=plain(run.name))
     axes.set(xlabel="block", ylabel="mean relative error", yscale="log")
     axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def sensitivity_lines(sensitivities: Mapping[str, float]) -> Figure:
+    """The sensitivity of the layers of each block, a line for each kind of layer."""
+    figure, axes = _figure(7, 4)
+    for kind, line in by_kind(sensitivities).items():
+        axes.plot(list(line), list(line.values()), "o-", markersize=3, linewidth=1, label=plain(kind))
+    axes.set(xlabel="block", ylabel="nats per token", yscale="log", title="sensitivity to pruning")
+    figure.legend(fontsize=7, loc="outside right upper")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def frontier(text: str, points: Sequence[Point]) -> Figure:
+    """Perplexity on a text against the bytes of the weights, a marker for each model."""
+    figure, axes = _figure(7, 4)
+    for index, point in enumerate(points):
+        marker = MARKERS[index % len(MARKERS)]
+        axes.plot(point.bytes / 1e6, point.perplexity, marker, linestyle="", markersize=8, label=plain(point.name))
+    axes.set(xlabel="weights, MB", ylabel="perplexity", title=plain(f"perplexity on {text}"))
+    figure.legend(fontsize=8, loc="outside right upper")
     axes.grid(alpha=0.3)
     return figure
 

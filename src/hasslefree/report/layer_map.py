@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hasslefree.folder.record import LayerRecord
@@ -42,6 +42,18 @@ def layer_map(layers: Iterable[LayerRecord]) -> LayerMap:
     cells = {(block, short[kind]): layer for block, kind, layer in found}
     blocks = tuple(sorted({block for block, _ in cells}))
     return LayerMap(blocks, tuple(dict.fromkeys(kind for _, kind in cells)), cells)
+
+
+def by_kind(values: Mapping[str, float]) -> dict[str, dict[int, float]]:
+    """Figures of layers as kind → block → figure; those of the experts of a mixture are summed."""
+    found = [(*place(name), value) for name, value in values.items()]
+    merged = [(block, re.sub(r"\.\d+(?=\.)", "", kind), value) for block, kind, value in found]
+    short = short_names(kind for _, kind, _ in merged)
+    lines: dict[str, dict[int, float]] = {}
+    for block, kind, value in merged:
+        line = lines.setdefault(short[kind], {})
+        line[block] = line.get(block, 0.0) + value
+    return lines
 
 
 def shade(error: float, least: float, most: float) -> float:

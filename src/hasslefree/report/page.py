@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from hasslefree.folder.card import TARGETED
 from hasslefree.folder.record import LayerRecord
 from hasslefree.report.content import Content, Evaluation, Run
 from hasslefree.report.figures import block_means, shares
-from hasslefree.report.layer_map import error_range, layer_map, place, shade
-from hasslefree.units import duration, size
+from hasslefree.report.frontier import dense_bytes, frontiers
+from hasslefree.report.layer_map import by_kind, error_range, layer_map, place, shade
+from hasslefree.report.samples import Samples
+from hasslefree.units import duration, significant, size
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -22,8 +26,12 @@ ASSETS = Path(__file__).parent / "assets"
 POINTS = 12_000
 
 
-def render(content: Content) -> str:
-    """The page. Whatever comes from a folder is escaped; the browser runs the page's own two scripts and no other."""
+def render(content: Content, samples: Sequence[Samples] = ()) -> str:
+    """The page. Whatever comes from a folder is escaped; the browser runs the page's own two scripts and no other.
+
+    Args:
+        samples: of each run, in their order; empty for a page without samples.
+    """
     library, script = read_script("chart.umd.min.js"), read_script("page.js")
     environment = Environment(
         loader=FileSystemLoader(ASSETS),
@@ -32,7 +40,13 @@ def render(content: Content) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "error": error_text, "size": size, "duration": duration}
+    environment.filters |= {
+        "percent": percent,
+        "error": error_text,
+        "size": size,
+        "duration": duration,
+        "precise": precise,
+    }
     environment.filters |= {"layer": layer_text, "leaf": lambda path: Path(path).name or path}
     layers = [layer for run in content.runs for layer in run.record.layers]
     texts = [text for found in evaluations(content) for text in found.perplexity]
@@ -48,6 +62,10 @@ def render(content: Content) -> str:
         most=most,
         texts=list(dict.fromkeys(texts)),
         tasks=list(dict.fromkeys(tasks)),
+        dense_bytes={name: dense_bytes(name, content.runs) for name in content.others},
+        frontiers=list(frontiers(content)),
+        samples=samples,
+        targeted=TARGETED,
         data=page_data(content),
         style=(ASSETS / "page.css").read_text(encoding="utf-8"),
         scripts=[library, script],
@@ -78,7 +96,8 @@ def page_data(content: Content) -> dict[str, Any]:
     """What the charts are drawn from."""
     count = sum(len(run.record.layers) for run in content.runs)
     most = max(12, POINTS // (2 * count))
-    return {"runs": [run_data(run, most) for run in content.runs]}
+    points = [[dataclasses.asdict(point) for point in found] for found in frontiers(content).values()]
+    return {"runs": [run_data(run, most) for run in content.runs], "frontiers": points}
 
 
 def run_data(run: Run, most: int) -> dict[str, Any]:
@@ -90,9 +109,13 @@ def run_data(run: Run, most: int) -> dict[str, Any]:
     return {
         "name": run.name,
         "layers": layers,
-        "sparse": [figure(value) for value in sparse],
-        "lowRank": [figure(value) for value in low_rank],
-        "blocks": [{"x": block, "y": figure(mean)} for block, mean in means.items()],
+        "sparse": [significant(value) for value in sparse],
+        "lowRank": [significant(value) for value in low_rank],
+        "sensitivities": [
+            {"kind": kind, "data": [{"x": block, "y": significant(value)} for block, value in line.items()]}
+            for kind, line in by_kind(run.record.sensitivities or {}).items()
+        ],
+        "blocks": [{"x": block, "y": significant(mean)} for block, mean in means.items()],
     }
 
 
@@ -106,8 +129,9 @@ def layer_data(run: Run, layer: LayerRecord, kind: str, most: int) -> dict[str, 
         "pattern": layer.spec.pattern,
         "rank": layer.spec.rank,
         "nonzeros": layer.spec.nonzeros,
-        "error": figure(layer.relative_error),
-        "before": figure(layer.relative_error_before_cast),
+        "error": significant(layer.relative_error),
+        "sensitivity": (run.record.sensitivities or {}).get(layer.name),
+        "before": significant(layer.relative_error_before_cast),
         "history": curve(layer.history, most),
         "spectrum": curve(values, most),
         "ninety": leading(values, 0.9),
@@ -123,7 +147,7 @@ def curve(values: Sequence[float], most: int) -> dict[str, Any]:
     """
     count = len(values)
     kept = [step * (count - 1) // (most - 1) for step in range(most)] if count > most else range(count)
-    return {"count": count, "values": [figure(values[index], 5) for index in kept]}
+    return {"count": count, "values": [significant(values[index], 5) for index in kept]}
 
 
 def leading(values: Sequence[float], share: float) -> int:
@@ -134,11 +158,6 @@ def leading(values: Sequence[float], share: float) -> int:
         if so_far >= share * total:
             return count
     return 0
-
-
-def figure(value: float, digits: int = 4) -> float:
-    """So many significant digits: what can be seen."""
-    return float(f"{value:.{digits}g}")
 
 
 def percent(share: float) -> str:
@@ -157,3 +176,8 @@ def layer_text(name: str) -> str:
     """A layer by its block and the last part of its name."""
     block, kind = place(name)
     return f"block {block}, {kind.rpartition('.')[2]}"
+
+
+def precise(seconds: float) -> str:
+    """A duration, with a tenth of a second below 10 s."""
+    return f"{seconds:.1f} s" if seconds < 9.95 else duration(seconds)

@@ -51,6 +51,7 @@ from hasslefree.run.machine import memory_reused
 from hasslefree.run.memory import check_memory, runs_beside
 from hasslefree.run.predictions import dense_reference, match_whole
 from hasslefree.run.sharing import undivided
+from hasslefree.units import significant
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,8 @@ def compress(
         rotation = rotate(walk, plan, local, world).to_dict() if recipe.rotate else None
         done = world.broadcast(work.predictions)
         reference = None if done else dense_reference(walk, resolved, tokenizer, segments, given, world)
-        plan, channels = world.broadcast(allocated(walk, plan, resolved, local, world))
+        allocation = world.broadcast(allocated(walk, plan, resolved, local, world))
+        plan, channels = allocation.plan, allocation.channels
         if channels is None and resolved.match_blocks:
             channels = importances(walk, local, world, recipe.seed)
         about = described(name, loaded, resolved, segments)
@@ -143,7 +145,7 @@ def compress(
         compress_blocks(walk, plan, resolved, local, work, world, note, channels)
         predictions = match_whole(walk, reference, work, world) if reference else done
         parts = world.broadcast(work.parts)
-        report = recorded(about, parts, predictions, time.perf_counter() - start)
+        report = recorded(about, parts, predictions, allocation.sensitivities, time.perf_counter() - start)
         if world.writes:
             work.finish(lambda part: write_rest(part, loaded, tokenizer, parts, report))
     return report
@@ -160,12 +162,24 @@ def chosen(model: PreTrainedModel, resolved: Resolved) -> tuple[Blocks, Plan, di
     return blocks, plan, {"dense": list(dense), "towers": beside}
 
 
-def recorded(about: dict[str, Any], parts: list[Part], predictions: dict[str, Any] | None, seconds: float) -> Record:
-    """The record of a compression. about: what `described` says, and more; predictions: what was matched."""
+def recorded(
+    about: dict[str, Any],
+    parts: list[Part],
+    predictions: dict[str, Any] | None,
+    sensitivities: dict[str, float] | None,
+    seconds: float,
+) -> Record:
+    """The record of a compression.
+
+    Args:
+        about: what `described` says, and more. predictions: what was matched. sensitivities: of an `Allocation`.
+    """
     layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
     matching = tuple(part.matching for part in parts if part.matching)
     rest = about | {name: tuple(about[name]) for name in ("dense", "towers")}
     rest |= {"matching": matching, "predictions": predictions}
+    if sensitivities is not None:
+        rest["sensitivities"] = {name: significant(value) for name, value in sensitivities.items()}
     return Record(**rest, seconds=seconds, layers=layers)
 
 

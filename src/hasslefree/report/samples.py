@@ -1,0 +1,103 @@
+"""The same prompts continued greedily by compressed models and by their dense ones, to be read side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from hasslefree.generation.compared import NONE, ComparedModel, load_compared_model, recorded_dense
+from hasslefree.generation.sample import Continuation, Sampling, continue_prompt, prompt_ids
+
+
+@dataclass(frozen=True)
+class Text:
+    """What one model wrote: the beginning that the other model wrote too, and the rest from the first token apart."""
+
+    same: str
+    rest: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt. dense: None where there is no dense model. tokens: that both models wrote before they differ."""
+
+    prompt: str
+    compressed: Text
+    dense: Text | None = None
+    tokens: int = 0
+
+    @property
+    def same(self) -> bool:
+        """Both models wrote the same text to its end."""
+        return self.dense is not None and not self.dense.rest and not self.compressed.rest
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All prompts of one folder. remark: a sentence that says why there is no dense model, where one was looked for."""
+
+    samples: tuple[Sample, ...]
+    remark: str | None = None
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one model wrote after one prompt, with the tokenizer that says so."""
+
+    found: Continuation
+    tokenizer: Any
+
+    def split(self, tokens: int) -> Text:
+        """The text in two parts, the first of so many tokens."""
+        start = self.tokenizer.decode(self.found.tokens[:tokens], skip_special_tokens=True)
+        # A character may be of several tokens: without the last of them, it is decoded as another one.
+        same = shared(start, self.found.text)
+        return Text(self.found.text[:same], self.found.text[same:])
+
+
+def sample_folders(
+    folders: Iterable[Path], prompts: Sequence[str], dense: str | None = None, max_new_tokens: int = 64, **how: Any
+) -> list[Samples]:
+    """For each folder what its model and the dense one write after each prompt. One model is in memory at a time.
+
+    Args:
+        dense: the dense model of all folders; None for the one that each folder names, where it is on this machine;
+            "none" for none. how: the device and trust_remote_code of `load_model`.
+
+    Raises:
+        HasslefreeError: a model cannot be loaded; a prompt is empty, or too long for a model.
+    """
+    sampling, by_model = Sampling(max_new_tokens), dict[str, list[Written]]()
+    found = []
+    for folder in folders:
+        name, remark = recorded_dense(folder) if dense is None else (dense, None)
+        compressed = write(load_compared_model("compressed", str(folder), **how), prompts, sampling)
+        if name is None or name == NONE:
+            texts = (Text(each.found.text, "") for each in compressed)
+            found.append(Samples(tuple(map(Sample, prompts, texts)), remark))
+            continue
+        if name not in by_model:
+            by_model[name] = write(load_compared_model("dense", name, **how), prompts, sampling)
+        found.append(Samples(tuple(map(sample, prompts, compressed, by_model[name]))))
+    return found
+
+
+def write(compared: ComparedModel, prompts: Iterable[str], sampling: Sampling) -> list[Written]:
+    """What a model writes after each prompt."""
+    ids = [prompt_ids(compared.tokenizer, prompt) for prompt in prompts]
+    found = [continue_prompt(compared.model, compared.tokenizer, each, sampling, lambda text: None) for each in ids]
+    return [Written(each, compared.tokenizer) for each in found]
+
+
+def sample(prompt: str, compressed: Written, dense: Written) -> Sample:
+    """Both texts, parted at the first token that differs."""
+    tokens = shared(compressed.found.tokens, dense.found.tokens)
+    return Sample(prompt, compressed.split(tokens), dense.split(tokens), tokens)
+
+
+def shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many elements two sequences have in common at their beginning."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

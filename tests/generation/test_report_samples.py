@@ -1,0 +1,78 @@
+"""Samples of text of a compressed model and the dense one."""
+
+import re
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from hasslefree.cli.common import app
+from hasslefree.demo.run import MODEL
+from hasslefree.errors import PromptError
+from hasslefree.generation.sample import Continuation
+from hasslefree.report.content import read_content
+from hasslefree.report.page import render
+from hasslefree.report.samples import Sample, Text, Written, sample, sample_folders
+
+
+def tokenizer_of_bytes():
+    """Token i is byte i of the vocabulary; é is two tokens."""
+    vocabulary = {each: index for index, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(vocabulary, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.mark.parametrize(
+    ("compressed", "dense", "expected"),
+    [
+        ("a cat", "a dog", Sample("p", Text("a ", "cat"), Text("a ", "dog"), 2)),
+        ("same", "same", Sample("p", Text("same", ""), Text("same", ""), 4)),
+        ("one", "one more", Sample("p", Text("one", ""), Text("one", " more"), 3)),
+        ("x", "y", Sample("p", Text("", "x"), Text("", "y"), 0)),
+        ("né", "nè", Sample("p", Text("n", "é"), Text("n", "è"), 2)),
+    ],
+    ids=["apart", "same", "shorter", "at once", "within a character"],
+)
+def test_the_texts_part_at_the_first_different_token(compressed, dense, expected):
+    tokenizer = tokenizer_of_bytes()
+    texts = (
+        Written(Continuation(text, tuple(tokenizer(text)["input_ids"]), 1.0), tokenizer) for text in (compressed, dense)
+    )
+    assert sample("p", *texts) == expected
+    assert expected.same == (compressed == dense)
+
+
+def test_both_models_continue_each_prompt(out):
+    """Oracle: `generate` of transformers on the same token ids."""
+    (found,) = sample_folders([out], ["The list", "A dictionary"], max_new_tokens=6, device="cpu")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    for name, text_of in ((out, lambda each: each.compressed), (MODEL, lambda each: each.dense)):
+        model = AutoModelForCausalLM.from_pretrained(name)
+        for each in found.samples:
+            given = tokenizer(each.prompt, return_tensors="pt")
+            whole = model.generate(**given, max_new_tokens=6, do_sample=False)[0, given["input_ids"].shape[1] :]
+            text = text_of(each)
+            assert text.same + text.rest == tokenizer.decode(whole, skip_special_tokens=True)
+    assert found.remark is None
+    assert [each.prompt for each in found.samples] == ["The list", "A dictionary"]
+
+
+def test_without_the_dense_model_the_page_says_why(out, monkeypatch):
+    monkeypatch.setattr("hasslefree.generation.compared.at_hand", lambda name: None)
+    found = sample_folders([out], ["ab"], max_new_tokens=2, device="cpu")
+    assert found[0].samples[0].dense is None
+    page = render(read_content([out]), found)
+    assert f"The dense model {MODEL} is not on this machine; name it with --dense, or download it." in page
+    assert sample_folders([out], ["ab"], "none", 2, device="cpu")[0].remark is None
+
+
+def test_the_command_shows_both_texts(out, tmp_path):
+    page = tmp_path / "page.html"
+    words = ["report", str(out), "--output", str(page), "--device", "cpu", "--max-new-tokens", "3", "--prompt"]
+    assert CliRunner().invoke(app, [*words, "The list"]).exit_code == 0
+    assert re.findall(r'<h3 class="prompt">(.*)</h3>', page.read_text()) == ["The list"]
+    assert re.findall("<h4>(.*?)</h4>", page.read_text()) == ["Dense", "Compressed"]
+    refused = CliRunner().invoke(app, [*words, ""])
+    assert isinstance(refused.exception, PromptError)
