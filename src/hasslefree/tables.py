@@ -12,7 +12,7 @@ from rich.text import Text
 def table(text: Sequence[str], numbers: Sequence[str] = (), title: str = "") -> Table:
     """A table without rows. text, numbers: headings of the columns on the left, and of those on the right."""
     # As wide as the title, which is wrapped to the width of the table.
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, min_width=len(title) or None)
+    found = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, min_width=len(title) or None)
     if title:
         found.title, found.title_justify = Text(title), "left"
     for heading in text:

@@ -141,24 +141,31 @@ def reproduce(
     ] = None,
     methods: Annotated[list[str] | None, typer.Option(help="Methods (default: all of the table).")] = None,
     block: Annotated[int, typer.Option(help="Number of the block for figure1, from 0.", min=0)] = 0,
-    rank: Annotated[int | None, typer.Option(help="Rank (paper: 64).", min=0, rich_help_panel=SCALE)] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Rank (default: the paper's, 64).", min=0, rich_help_panel=SCALE)
+    ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Number of calibration segments (paper: 128).", min=1, rich_help_panel=SCALE)
+        int | None,
+        typer.Option(help="Number of calibration segments (default: the paper's, 128).", min=1, rich_help_panel=SCALE),
     ] = None,
     seqlen: Annotated[
         int | None,
-        typer.Option(help="Tokens in a segment and a window (paper: 2048).", min=2, rich_help_panel=SCALE),
+        typer.Option(
+            help="Tokens in a segment and a window (default: the paper's, 2048).", min=2, rich_help_panel=SCALE
+        ),
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(help="Rounds of every method that has them (paper: 80).", min=1, rich_help_panel=SCALE),
+        typer.Option(
+            help="Rounds of every method that has them (default: the paper's, 80).", min=1, rich_help_panel=SCALE
+        ),
     ] = None,
     calibration: Annotated[
-        str | None, typer.Option(help="Calibration text (paper: c4).", rich_help_panel=SCALE)
+        str | None, typer.Option(help="Calibration text (default: the paper's, c4).", rich_help_panel=SCALE)
     ] = None,
     texts: Annotated[
         list[str] | None,
-        typer.Option(help="Local texts in place of the paper's, each as NAME=FILE.", rich_help_panel=SCALE),
+        typer.Option(help="Local texts, each as NAME=FILE (default: the paper's).", rich_help_panel=SCALE),
     ] = None,
     max_tokens: Annotated[
         int | None,

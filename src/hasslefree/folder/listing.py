@@ -22,9 +22,9 @@ def kind_table(found: FolderSize) -> Table:
         made.add_row(kind, *_pattern(found, layers), str(len(layers)), *_figures(layers))
     made.add_section()
     gap = [""] * len(_pattern(found, found.layers))
-    made.add_row("compressed layers", *gap, str(len(found.layers)), *_figures(found.layers))
+    made.add_row("compressed", *gap, str(len(found.layers)), *_figures(found.layers))
     other, whole = found.other_bytes, found.layer_bytes + found.other_bytes
-    made.add_row("everything else", *gap, "", "", "", size(other), "100.0%" if other else "")
+    made.add_row("the rest", *gap, "", "", "", size(other), "100.0%" if other else "")
     made.add_row("all", *gap, "", "", "", size(whole), f"{whole / (found.layer_dense_bytes + other):.1%}")
     return made
 
