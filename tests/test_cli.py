@@ -70,7 +70,16 @@ def test_compress_then_evaluate(monkeypatch, capsys, tmp_path):
     assert len(sizes["layers"]) == 14
     stored = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     assert 0 < stored - sizes["bytes"] < 10_000, "the headers are the only thing beside"
-    assert f"{sizes['bytes']:,}" in text
+    assert f"{sizes['bytes'] / 1e6:.1f} MB" in text
+    assert len([line for line in text.splitlines() if "_proj" in line]) == 7, "a line for each kind of layer"
+    recorded = json.loads((out / "compression.json").read_text())["layers"]
+    errors = {layer["name"]: layer["relative_error"] for layer in recorded}
+    assert {layer["name"]: layer["relative_error"] for layer in sizes["layers"]} == errors
+    assert "–".join(f"{end(errors.values()):.2g}" for end in (min, max)) in text
+    code, text = run(monkeypatch, capsys, "inspect", out, "--layers")
+    assert code == 0, text
+    lines = [line.split()[0] for line in text.splitlines() if "_proj" in line]
+    assert [f"model.layers.{name}" for name in lines] == [layer["name"] for layer in sizes["layers"]]
 
     code, text = run(monkeypatch, capsys, "evaluate", out, "--perplexity", HELD_OUT, f"{CALIBRATION}[:1]", "--seqlen",
                      "64", "--max-tokens", "640", "--output", results)  # fmt: skip
@@ -311,7 +320,7 @@ def test_tasks_and_texts_of_one_model(monkeypatch, capsys, tmp_path):
         line = next(line for line in text.splitlines() if task in line)
         error = row[f"{row['metric']}_stderr"]
         assert error > 0, "nothing to print"
-        assert line.split()[1:-1:2] == [task, row["metric"], f"{100 * row['value']:.2f}", f"{100 * error:.2f}", "3"]
+        assert line.split() == [task, row["metric"], f"{100 * row['value']:.2f}", f"{100 * error:.2f}", "3"]
     assert f"{100 * found['average']:.2f}" in next(line for line in text.splitlines() if "average" in line)
     assert "only the first 3 rows" in " ".join(text.split())
     assert "Traceback" not in text

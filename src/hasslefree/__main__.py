@@ -1,5 +1,19 @@
-"""`python -m hasslefree` is the command `hasslefree`."""
+"""The command `hasslefree`, and `python -m hasslefree`: nothing is imported before an interruption can be reported."""
 
-from hasslefree.cli import main
+import signal
+import sys
 
-main()
+
+def main() -> None:
+    """Run the command line. SIGTERM, which schedulers send, is treated as Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        from hasslefree.cli import main as run
+    except KeyboardInterrupt:
+        print("Interrupted before anything was written.", file=sys.stderr)
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig
 
 import hasslefree
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
-from hasslefree.evaluation.run import evaluate, text_perplexity
+from hasslefree.errors import ModelError
+from hasslefree.evaluation.run import check_causal, evaluate, text_perplexity
 from hasslefree.models.texts import Protocol, calibration_documents
 
 
@@ -92,3 +93,12 @@ def test_results_are_handed_over_as_they_come(tmp_path):
     assert [list(results["perplexity"]) for results in kept] == [texts[:1], texts]
     assert kept[-1] == found
     assert "tasks" not in found
+
+
+def test_a_model_that_sees_the_next_token_is_refused():
+    """A BERT is loaded as a causal language model, and reads from both sides all the same."""
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48)
+    with pytest.raises(ModelError, match="BertLMHeadModel is not a decoder"):
+        check_causal(AutoModelForCausalLM.from_config(config).eval())
+    config.is_decoder = True
+    check_causal(AutoModelForCausalLM.from_config(config).eval())

@@ -202,6 +202,8 @@ def test_a_way_is_told_to_all_layers_or_to_none():
         use_backend(model, "nunba")
     use_backend(model, None)
     assert all(layer.held is None for layer in model)
+    with pytest.raises(UnknownNameError, match="Did you mean 'numba'"):
+        use_backend(torch.nn.Linear(2, 2), "nunba")
 
 
 @patterns

@@ -204,8 +204,9 @@ def test_the_paper_s_figures_stand_beside_by_hand():
     assert oats["difference"] == pytest.approx({"wikitext2": 15.0 - 14.42})
     assert free["difference"] == pytest.approx({"wikitext2": 14.0 - 12.66})
     cells = [list(column.cells) for column in result_table(rows, "t").columns]
-    assert cells[2][:3] == ["measured", "paper", "difference"]
-    assert cells[3][-3:] == ["14.00", "12.66", "+1.34"]
+    assert [column[-3:] for column in cells[2:]] == [
+        ["wikitext2", "mine", "relative error"], ["14.00", "3.00", "0.2500"], ["12.66", "", ""], ["+1.34", "", ""]
+    ]  # fmt: skip
 
 
 def test_what_is_left_takes_so_long():

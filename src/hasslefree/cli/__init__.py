@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from typing import Any
 
-from rich.console import Console
 from wrapt import register_post_import_hook
 
-# Each module adds its commands to the application; the help lists them in this order.
-from hasslefree.cli import compress, demo, evaluate, folder, generate, programs  # noqa: F401
-from hasslefree.cli.common import app
+# Each module adds its commands to the application; within a heading, the help lists them in this order.
+from hasslefree.cli import compress, demo, evaluate, folder, generate, methods, programs  # noqa: F401
+from hasslefree.cli.common import app, errors
 from hasslefree.errors import HasslefreeError, with_flags
 
 # These take several values after one flag, as in: --perplexity wikitext2 ptb my.txt
@@ -38,14 +36,11 @@ def spread_lists(arguments: list[str]) -> list[str]:
 
 def main() -> None:
     """Run the command line; a HasslefreeError becomes a message and exit code 2, an interruption exit code 130."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what schedulers send is what Ctrl-C sends
     quiet_libraries()
     try:
         app(args=spread_lists(sys.argv[1:]), prog_name="hasslefree")
     except HasslefreeError as error:
-        Console(stderr=True, soft_wrap=True).print(
-            f"error: {with_flags(error.message)}", style="red", markup=False, highlight=False
-        )
+        errors.print(f"error: {with_flags(error.message)}", style="red", markup=False, highlight=False)
         sys.exit(2)
 
 

@@ -1,41 +1,134 @@
-"""What every command shares: the application, the console, the bar over layers, and the file of `--output`."""
+"""What every command shares: the application, its options, the console, the bar over layers, and the results."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typer.core import TyperGroup
 
+import hasslefree
 from hasslefree.errors import OutputError
 
 if TYPE_CHECKING:
     from hasslefree.folder.record import LayerRecord
 
-app = typer.Typer(
-    help="Make a language model smaller without retraining it: every linear layer becomes sparse plus low-rank.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+# The headings of the root's help and, beside those of a recipe, of a command's help.
+COMPRESS, TRY, MEASURE, ELSEWHERE = "Compress", "Try a result", "Measure", "Use in other programs"
+RUN, OUTPUT = "Where to run", "Output"
+
+QUIET_PROCESS = os.environ.get("RANK", "0") != "0"  # under torchrun the first process alone speaks, but for errors
+console = Console(quiet=QUIET_PROCESS)
+errors = Console(stderr=True, soft_wrap=True)
+
+
+class Commands(TyperGroup):
+    """The commands; an interruption ends each of them with a line that says so, and exit code 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interruption:
+            if not QUIET_PROCESS:
+                errors.print(str(interruption) or "Interrupted.", markup=False, highlight=False)
+            raise typer.Exit(130) from None
+
+
+@contextmanager
+def before_writing() -> Iterator[None]:
+    """An interruption within it reports that nothing was written."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("Interrupted before anything was written.") from None
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def print_versions(wanted: bool) -> None:
+    if wanted:
+        libraries = (f"{name} {version(name)}" for name in ("torch", "transformers"))
+        print(f"hasslefree {hasslefree.__version__}", f"python {platform.python_version()}", *libraries, sep="\n")
+        raise typer.Exit
+
+
+@app.callback(
+    epilog="`hasslefree demo` shows a compression in minutes, and `hasslefree COMMAND --help` lists all options."
 )
-# Under torchrun the first process alone speaks, but for errors.
-console = Console(quiet=os.environ.get("RANK", "0") != "0")
+def root(
+    versions: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=print_versions,
+            is_eager=True,
+            show_default=False,
+            help="Print the versions of hasslefree, Python, torch and transformers.",
+        ),
+    ] = False,
+) -> None:
+    """Make a language model smaller without retraining it: every linear layer becomes sparse plus low-rank."""
+    console.quiet, console.stderr = QUIET_PROCESS, False
+
 
 COLUMNS = (
     TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
     TextColumn("left"), TimeRemainingColumn(),
 )  # fmt: skip
 
-DEVICE = typer.Option(help="cpu, cuda, cuda:1, … (default: the GPU if there is one).")
-TRUST = typer.Option(help="Run code that comes with the model.")
+
+def set_quiet(quiet: bool) -> bool:
+    console.quiet = console.quiet or quiet
+    return quiet
+
+
+def leave_standard_output(as_json: bool) -> bool:
+    """With --json, standard output is for the JSON alone: bars, tables and remarks go to standard error."""
+    console.stderr = as_json
+    return as_json
+
+
+def check_output_file(output: Path | None) -> Path | None:
+    """The file of --output. Raises an OutputError where it cannot be a file."""
+    if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
+        raise OutputError(f"--output {output} is a folder, or in a folder that does not exist; give a file")
+    return output
+
+
+DEVICE = typer.Option(help="cpu, cuda, cuda:1, … (default: the GPU if there is one).", rich_help_panel=RUN)
+TRUST = typer.Option(
+    "--trust-remote-code", help="Run Python code that comes with the model (default: off).", rich_help_panel=RUN
+)
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", callback=set_quiet, show_default=False, rich_help_panel=OUTPUT,
+        help="Print errors only (and the JSON of --json).",
+    ),
+]  # fmt: skip
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", callback=leave_standard_output, show_default=False, rich_help_panel=OUTPUT,
+        help="Print the results as JSON on standard output, and everything else on standard error.",
+    ),
+]  # fmt: skip
+Output = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", callback=check_output_file, rich_help_panel=OUTPUT, help="Write that JSON to FILE."),
+]
 
 
 @contextmanager
@@ -60,23 +153,20 @@ def layer_bar() -> Iterator[Callable[[LayerRecord, int, int], None]]:
             logger.setLevel(level)
 
 
-def check_output_file(output: Path | None) -> None:
-    """Raise an OutputError where --output cannot be a file."""
-    if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
-        raise OutputError(f"--output {output} is a folder, or in a folder that does not exist; give a file")
-
-
-def write_json(results: dict[str, Any], output: Path | None) -> None:
-    """Write results to the file of --output, if it was given, and say so."""
-    write_file(results, output)
+def show(results: dict[str, Any], output: Path | None, as_json: bool, *tables: RenderableType) -> None:
+    """The results of a command: as tables, or as JSON with --json; and as JSON in the file of --output."""
+    if not as_json:
+        for table in tables:
+            console.print(table)
+    elif not QUIET_PROCESS:
+        print(json.dumps(results, indent=1))
     if output is not None:
+        write_file(results, output)
         say(f"Written to {output}.")
 
 
-def write_file(results: dict[str, Any], output: Path | None) -> None:
-    """Write results to the file of --output, if it was given."""
-    if output is not None:
-        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+def write_file(results: dict[str, Any], output: Path) -> None:
+    output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def say(message: str) -> None:

@@ -10,34 +10,71 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from hasslefree.cli.common import COLUMNS, DEVICE, TRUST, app, check_output_file, console, layer_bar, say, write_json
+from hasslefree.cli.common import (
+    COLUMNS,
+    COMPRESS,
+    DEVICE,
+    OUTPUT,
+    QUIET_PROCESS,
+    RUN,
+    TRUST,
+    Json,
+    Output,
+    Quiet,
+    app,
+    before_writing,
+    console,
+    layer_bar,
+    say,
+    show,
+)
 from hasslefree.errors import with_flags
 from hasslefree.recipe.options import with_recipe
 
 ADVISE = (
-    "Say instead which pattern and rank lose least in so many bytes (150MB, 1.5GB) of weights; the model and the text "
-    "are read for it."
+    "Instead of a plan, list the patterns and ranks that lose least within BYTES of weights, such as 150MB or 1.5GB; "
+    "this reads the model and the calibration text."
 )
-ACTIVATIONS = typer.Option(help="Where hidden states are between blocks: device, cpu (RAM) or disk.")
+ACTIVATIONS = typer.Option(
+    help="Where hidden states are kept between blocks: device, cpu (in RAM) or disk.", rich_help_panel=RUN
+)
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model: a hub name or a local folder.")]
+Trust = Annotated[bool, TRUST]
 
 
-@app.command()
+@app.command(rich_help_panel=COMPRESS, epilog="Example: hasslefree compress MODEL OUT --pattern 2:4 --rank 64")
 @with_recipe
 def compress(
-    model: Annotated[str, typer.Argument(help="A hub name or a local folder.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    model: Model,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     recipe: Any,
     device: Annotated[str | None, DEVICE] = None,
     activations: Annotated[str, ACTIVATIONS] = "device",
-    resume: Annotated[bool, typer.Option(help="Resume an interrupted run from its last finished block.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace OUT if it is not empty; begin anew.")] = False,
-    trust_remote_code: Annotated[bool, TRUST] = False,
+    trust_remote_code: Trust = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Resume an interrupted run from its last finished block (default: off).",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace OUT if it is not empty, and start from the first block (default: off).",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Compress MODEL into the folder OUT, which transformers loads after `import hasslefree`."""
-    from hasslefree.folder.journal import kept
-    from hasslefree.folder.record import summary_table
-    from hasslefree.report.content import write_seconds
-    from hasslefree.run.compress import compress as compress_model
+    """Compress MODEL into the folder OUT, which transformers loads."""
+    with before_writing():
+        from hasslefree.folder.journal import kept
+        from hasslefree.folder.record import summary_table
+        from hasslefree.report.content import write_seconds
+        from hasslefree.run.compress import compress as compress_model
 
     try:
         with layer_bar() as progress:
@@ -53,32 +90,38 @@ def compress(
                 progress=progress,
             )
     except KeyboardInterrupt:
-        say(f"Interrupted; {with_flags(kept(out))}.")
-        raise
-    if not console.quiet:
+        raise KeyboardInterrupt(f"Interrupted; {with_flags(kept(out))}.") from None
+    if not QUIET_PROCESS:
         write_seconds(out, report)
     console.print(summary_table(report))
     say(f"Written to {out} in {report.seconds:.0f} s; every layer is listed in {out / 'compression.json'}.")
 
 
-@app.command()
+@app.command(rich_help_panel=COMPRESS)
 @with_recipe
 def plan(
-    model: Annotated[str, typer.Argument(help="A hub name or a local folder.")],
+    model: Model,
     recipe: Any,
     device: Annotated[str | None, DEVICE] = None,
     activations: Annotated[str, ACTIVATIONS] = "device",
-    processes: Annotated[int, typer.Option(help="Processes under torchrun; figures are for each.", min=1)] = 1,
-    trust_remote_code: Annotated[bool, TRUST] = False,
-    advise: Annotated[str | None, typer.Option(help=ADVISE, metavar="BYTES")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
+    processes: Annotated[
+        int,
+        typer.Option(help="Number of processes under torchrun; figures are for each.", min=1, rich_help_panel=RUN),
+    ] = 1,
+    trust_remote_code: Trust = False,
+    advise: Annotated[str | None, typer.Option(help=ADVISE, metavar="BYTES", rich_help_panel=OUTPUT)] = None,
+    as_json: Json = False,
+    output: Output = None,
+    quiet: Quiet = False,
 ) -> None:
-    """What `compress` would do to MODEL, and the memory, disk and time that it takes. No weight is read for that."""
+    """Show the memory, disk and time that `compress` would take.
+
+    The options are those of `compress`. Only the configuration of MODEL is read, and no weights.
+    """
     from hasslefree.models.load import resolve_device
 
-    check_output_file(output)
     if advise is not None:
-        say_advice(model, advise, recipe, device, activations, trust_remote_code, output)
+        show_advice(model, advise, recipe, device, activations, trust_remote_code, output, as_json)
         return
     from hasslefree.run.estimate import estimate_model, to_dict
     from hasslefree.run.memory import as_run
@@ -86,12 +129,18 @@ def plan(
 
     target = resolve_device(device)
     found = as_run(estimate_model(model, recipe, target, activations, processes, trust_remote_code), target)
-    console.print(estimate_table(found, target))
-    write_json(to_dict(found), output)
+    show(to_dict(found), output, as_json, estimate_table(found, target))
 
 
-def say_advice(
-    model: str, budget: str, recipe: Any, device: str | None, activations: str, trust: bool, output: Path | None
+def show_advice(
+    model: str,
+    budget: str,
+    recipe: Any,
+    device: str | None,
+    activations: str,
+    trust: bool,
+    output: Path | None,
+    as_json: bool,
 ) -> None:
     """Patterns and ranks within a budget of bytes, as a table, the best one first; and the command for that."""
     from hasslefree.folder.repeat import compress_command
@@ -110,7 +159,6 @@ def say_advice(
             trust_remote_code=trust,
             progress=lambda done, total: bar.update(task, description="blocks", completed=done, total=total),
         )
-    console.print(advice_table(found))
+    show({"advice": [dataclasses.asdict(each) for each in found]}, output, as_json, advice_table(found))
     chosen = dataclasses.replace(recipe, pattern=found[0].pattern, rank=found[0].rank)
     say(shlex.join(compress_command(model, "OUT", chosen)))
-    write_json({"advice": [dataclasses.asdict(each) for each in found]}, output)

@@ -8,15 +8,22 @@ from typing import Annotated
 
 import typer
 
-from hasslefree.cli.common import app, console, layer_bar, say
+from hasslefree.cli.common import OUTPUT, TRY, Quiet, app, console, layer_bar, say
 
 
-@app.command()
+@app.command(rich_help_panel=TRY)
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Keep the compressed models here (default: nowhere).")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the compressed models (default: they are not kept).", rich_help_panel=OUTPUT),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds of hassle-free; the paper takes 80.", min=1)] = 20,
+    quiet: Quiet = False,
 ) -> None:
-    """Compress the small model that ships with the package in several ways, compare, and let the last one write."""
+    """Compress a small model that ships with the package, in minutes.
+
+    Several methods are compared by perplexity; then the dense and the last compressed model continue a prompt.
+    """
     from hasslefree.demo.run import demo_table, run_demo, sample_table
 
     start = time.perf_counter()

@@ -8,40 +8,90 @@ from typing import Annotated
 
 import typer
 
-from hasslefree.cli.common import DEVICE, TRUST, app, check_output_file, console, layer_bar, say, write_file, write_json
+from hasslefree.cli.common import (
+    DEVICE,
+    MEASURE,
+    OUTPUT,
+    RUN,
+    TRUST,
+    Json,
+    Output,
+    Quiet,
+    app,
+    console,
+    layer_bar,
+    say,
+    show,
+    write_file,
+)
 from hasslefree.errors import RecipeError
 
+TEXTS, TASKS, SCALE = "Perplexity", "Zero-shot tasks", "At another scale than the paper's"
+DTYPE_HELP = "Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16 (default: {})."
 
-@app.command()
+
+@app.command(
+    rich_help_panel=MEASURE, epilog="Example: hasslefree evaluate OUT --perplexity wikitext2 --tasks piqa winogrande"
+)
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A hub name or a local folder, dense or compressed.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub name or a local folder, dense or compressed.")],
     perplexity: Annotated[
-        list[str] | None, typer.Option(help="Texts: wikitext2, ptb, c4, or .txt and .jsonl files.")
+        list[str] | None,
+        typer.Option(help="Texts: wikitext2, ptb, c4, or .txt and .jsonl files.", rich_help_panel=TEXTS),
+    ] = None,
+    seqlen: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in a window (default: 2048, or the model's limit if that is less).",
+            min=2,
+            rich_help_panel=TEXTS,
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Use only the first tokens of each text (default: all).", min=2, rich_help_panel=TEXTS),
     ] = None,
     tasks: Annotated[
         list[str] | None,
-        typer.Option(help="piqa, hellaswag, arc_easy, arc_challenge, winogrande, rte, openbookqa, boolq."),
+        typer.Option(
+            help="Tasks: piqa, hellaswag, arc_easy, arc_challenge, winogrande, rte, openbookqa, boolq.",
+            rich_help_panel=TASKS,
+        ),
     ] = None,
-    seqlen: Annotated[
-        int | None, typer.Option(help="Tokens a window (default: 2048 or the model's most).", min=2)
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Use only the first rows of each task (default: all).", min=1, rich_help_panel=TASKS),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Use only the first tokens of each text.", min=2)] = None,
-    limit: Annotated[int | None, typer.Option(help="Use only the first rows of each task.", min=1)] = None,
     task_data: Annotated[
-        Path | None, typer.Option(help="Take the tasks' rows from here, TASK.jsonl each, and not from the hub.")
+        Path | None,
+        typer.Option(
+            help="Folder with a file TASK.jsonl for each task (default: rows come from the hub).",
+            rich_help_panel=TASKS,
+        ),
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder in which answers to tasks are kept (default: ~/.cache/hasslefree).", rich_help_panel=TASKS
+        ),
     ] = None,
     batch_size: Annotated[
-        str, typer.Option(help="Windows or task sequences at a time; auto: 1, and for tasks what fits on the GPU.")
+        str,
+        typer.Option(
+            help="Windows or task sequences in a batch; auto is 1, and for tasks on a GPU what fits.",
+            rich_help_panel=RUN,
+        ),
     ] = "auto",
-    cache: Annotated[
-        Path | None, typer.Option(help="Keep the answers to tasks here (default: ~/.cache/hasslefree).")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help=DTYPE_HELP.format("auto"), show_default=False, rich_help_panel=RUN)
+    ] = "auto",
     device: Annotated[str | None, DEVICE] = None,
     trust_remote_code: Annotated[bool, TRUST] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the results as JSON.")] = None,
+    as_json: Json = False,
+    output: Output = None,
+    quiet: Quiet = False,
 ) -> None:
-    """Perplexity of MODEL on texts, and its zero-shot accuracy on tasks, as docs/howto/evaluate.md defines them."""
+    """Measure perplexity on texts and accuracy on zero-shot tasks."""
     from hasslefree.evaluation import run
     from hasslefree.evaluation.harness import default_cache
     from hasslefree.evaluation.tables import result_tables
@@ -49,7 +99,6 @@ def evaluate(
     if not perplexity and not tasks:
         raise RecipeError("name at least one text or task, such as --perplexity wikitext2 or --tasks piqa")
     batch = parse_batch_size(batch_size)
-    check_output_file(output)
     # The tasks have bars of their own.
     with nullcontext() if tasks else console.status("evaluating"):
         results = run.evaluate(
@@ -65,11 +114,9 @@ def evaluate(
             limit=limit,
             task_data=task_data,
             cache=cache or default_cache(),
-            keep=lambda results: write_file(results, output),
+            keep=lambda results: None if output is None else write_file(results, output),
         )
-    for table in result_tables(results):
-        console.print(table)
-    write_json(results, output)
+    show(results, output, as_json, *result_tables(results))
 
 
 def parse_batch_size(given: str) -> int | None:
@@ -82,38 +129,91 @@ def parse_batch_size(given: str) -> int | None:
 
 
 METHODS = (
-    "Only these methods of the table; also 3basil, joint-balanced and joint-best, which are added to settings with a "
-    "low-rank part (default: the table's methods and joint)."
+    "Methods of the table; also 3basil, joint-balanced and joint-best, which are added to settings with a low-rank part "
+    "(default: the table's methods and joint)."
 )
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def reproduce(
-    what: Annotated[str, typer.Argument(help="table1, table2, table3, table4 or figure1 of arXiv 2502.00899.")],
-    model: Annotated[str | None, typer.Option(help="Instead of the paper's models (figure1: Llama-3.2-1B).")] = None,
-    like: Annotated[str | None, typer.Option(help="The paper's model whose figures stand beside.")] = None,
+    what: Annotated[
+        str, typer.Argument(metavar="WHAT", help="table1, table2, table3, table4 or figure1 of arXiv 2502.00899.")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Model (default: those of the paper; figure1: Llama-3.2-1B).")
+    ] = None,
+    like: Annotated[
+        str | None, typer.Option(help="Model of the paper whose figures are printed beside (default: by the name).")
+    ] = None,
     methods: Annotated[list[str] | None, typer.Option(help=METHODS)] = None,
-    settings: Annotated[list[str] | None, typer.Option(help="Only these settings, such as '2:4 + rank 64'.")] = None,
-    output: Annotated[Path, typer.Option(help="The folder for results; what it holds is not done again.")] = Path(
-        "reproduction"
-    ),
-    plan_only: Annotated[bool, typer.Option("--plan", help="Show what it takes, and stop.")] = False,
-    keep: Annotated[bool, typer.Option(help="Keep the compressed models.")] = False,
-    rank: Annotated[int | None, typer.Option(help="In the place of rank 64.", min=0)] = None,
-    samples: Annotated[int | None, typer.Option(help="Calibration segments (paper: 128).", min=1)] = None,
-    seqlen: Annotated[int | None, typer.Option(help="Tokens a segment and a window (paper: 2048).", min=2)] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of every method that has them (paper: 80).", min=1)] = None,
-    calibration: Annotated[str | None, typer.Option(help="A text in the place of c4.")] = None,
-    texts: Annotated[list[str] | None, typer.Option(help="NAME=FILE: texts in the place of the paper's.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Use only the first tokens of each text.", min=2)] = None,
-    tasks: Annotated[list[str] | None, typer.Option(help="Only these tasks; none for none.")] = None,
-    task_data: Annotated[Path | None, typer.Option(help="Take the tasks' rows from here.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Use only the first rows of each task.", min=1)] = None,
-    block: Annotated[int, typer.Option(help="figure1: the block, from 0.", min=0)] = 0,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option(help="Settings of the table, such as '2:4 + rank 64' (default: all).")
+    ] = None,
+    block: Annotated[int, typer.Option(help="Number of the block for figure1, from 0.", min=0)] = 0,
+    rank: Annotated[
+        int | None, typer.Option(help="Rank (default: the paper's, 64).", min=0, rich_help_panel=SCALE)
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(help="Number of calibration segments (default: the paper's, 128).", min=1, rich_help_panel=SCALE),
+    ] = None,
+    seqlen: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in a segment and a window (default: the paper's, 2048).", min=2, rich_help_panel=SCALE
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help="Rounds of every method that has them (default: the paper's, 80).", min=1, rich_help_panel=SCALE
+        ),
+    ] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="Calibration text (default: the paper's, c4).", rich_help_panel=SCALE)
+    ] = None,
+    texts: Annotated[
+        list[str] | None,
+        typer.Option(help="Local texts, each as NAME=FILE (default: the paper's).", rich_help_panel=SCALE),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Use only the first tokens of each text (default: all).", min=2, rich_help_panel=SCALE),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(help="Zero-shot tasks; none for none (default: the table's).", rich_help_panel=SCALE),
+    ] = None,
+    task_data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with a file TASK.jsonl for each task (default: rows come from the hub).",
+            rich_help_panel=SCALE,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Use only the first rows of each task (default: all).", min=1, rich_help_panel=SCALE),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP.format("the recipe's"), rich_help_panel=RUN)] = None,
     device: Annotated[str | None, DEVICE] = None,
+    plan_only: Annotated[
+        bool, typer.Option("--plan", help="Show time and disk space, and stop (default: off).", rich_help_panel=OUTPUT)
+    ] = False,
+    output: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for results; those that it holds are not measured again.",
+            metavar="FOLDER",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = Path("reproduction"),
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the compressed models (default: off).", rich_help_panel=OUTPUT)
+    ] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """A table or a figure of the paper: measured, the paper's figures beside it. See docs/results/reproduction.md."""
+    """Measure a table or figure of the HASSLE-free paper again."""
     from hasslefree.reproduction.jobs import Scale
     from hasslefree.reproduction.reproduce import (
         Desk,

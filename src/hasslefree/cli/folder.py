@@ -7,48 +7,90 @@ from typing import Annotated
 
 import typer
 
-from hasslefree.cli.common import DEVICE, TRUST, app, check_output_file, console, say, write_json
+from hasslefree.cli.common import (
+    DEVICE,
+    ELSEWHERE,
+    MEASURE,
+    OUTPUT,
+    TRUST,
+    Json,
+    Output,
+    Quiet,
+    app,
+    check_output_file,
+    console,
+    say,
+    show,
+)
 from hasslefree.errors import OutputError, PromptError
 
+SAMPLES = "Samples of text"
 
-@app.command()
+
+@app.command(rich_help_panel=MEASURE)
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="A folder that `hasslefree compress` wrote.")],
-    output: Annotated[Path | None, typer.Option(help="Write the sizes as JSON.")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that `hasslefree compress` wrote.")],
+    layers: Annotated[
+        bool,
+        typer.Option(
+            "--layers", help="List every layer, not only every kind of layer (default: off).", rich_help_panel=OUTPUT
+        ),
+    ] = False,
+    as_json: Json = False,
+    output: Output = None,
+    quiet: Quiet = False,
 ) -> None:
-    """What FOLDER holds and weighs, layer by layer, from config.json and the headers; no weight is read."""
-    from hasslefree.folder.inspect import inspect_folder, size_table
+    """List what a compressed folder holds, and its bytes.
 
-    check_output_file(output)
+    Only config.json, compression.json and the headers of the weight files are read, and no weights.
+    """
+    from hasslefree.folder.inspect import inspect_folder
+    from hasslefree.folder.listing import kind_table, layer_table
+
     found = inspect_folder(folder)
-    console.print(size_table(found))
-    write_json(found.to_dict(), output)
+    show(found.to_dict(), output, as_json, layer_table(found) if layers else kind_table(found))
 
 
-@app.command(name="report")
+@app.command(name="report", rich_help_panel=MEASURE)
 def report_page(
     sources: Annotated[
         list[Path],
-        typer.Argument(metavar="FOLDER...", help="Folders that compress wrote; and JSON results of evaluate."),
+        typer.Argument(metavar="OUT...", help="Folders that compress wrote, and JSON files that evaluate wrote."),
     ],
-    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
-    figures: Annotated[Path | None, typer.Option(help="Write the figures here too, as PNG and SVG.")] = None,
+    output: Annotated[Path, typer.Option(help="The page to write.", metavar="FILE", rich_help_panel=OUTPUT)] = Path(
+        "report.html"
+    ),
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the figures as PNG and SVG (default: they are on the page alone).", rich_help_panel=OUTPUT
+        ),
+    ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="Show how the compressed and the dense model continue this text; repeatable."),
+        typer.Option(
+            help="Text that the compressed and the dense model continue on the page; repeatable (default: none).",
+            rich_help_panel=SAMPLES,
+        ),
     ] = None,
     dense: Annotated[
         str | None,
-        typer.Option(help="With --prompt: the dense model, or none (default: the one from which FOLDER was made)."),
+        typer.Option(
+            help="Dense model that continues the prompts, or none (default: the one from which OUT was made).",
+            rich_help_panel=SAMPLES,
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="With --prompt: length of the text at most.", min=1)] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Most tokens that continue a prompt.", min=1, rich_help_panel=SAMPLES)
+    ] = 64,
     device: Annotated[str | None, DEVICE] = None,
     trust_remote_code: Annotated[bool, TRUST] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """One HTML page about compressed folders, side by side where there are several, that needs no network.
+    """Write an HTML page about compressed folders, side by side.
 
-    Perplexities and tasks are taken from the files evaluation*.json in FOLDER, and from results named beside it, which
-    may be those of the dense model.
+    The page needs no network. Perplexities and tasks are taken from the files evaluation*.json in each folder, and from
+    the JSON files that are named beside the folders, which may be those of the dense model.
     """
     from hasslefree.report.content import read_content
     from hasslefree.report.figures import write_figures
@@ -74,20 +116,28 @@ def report_page(
         say(f"{len(write_figures(content, figures))} figures written to {figures}.")
 
 
-@app.command()
+@app.command(rich_help_panel=ELSEWHERE)
 def export(
-    folder: Annotated[Path, typer.Argument(help="A folder that compress wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that `hasslefree compress` wrote.")],
     destination: Annotated[Path, typer.Argument(metavar="DEST", help="The folder to write.")],
     to: Annotated[
         str,
         typer.Option(
-            help="dense (plain weights), peft (sparse weights, a LoRA adapter) or narrow (no idle heads, neurons)."
+            help="dense (plain weights), peft (sparse weights and a LoRA adapter) or narrow (without the heads and "
+            "neurons that are zero).",
+            rich_help_panel=OUTPUT,
         ),
     ],
-    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
-    overwrite: Annotated[bool, typer.Option(help="Replace DEST if it is not empty.")] = False,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Size of the largest weight file.", rich_help_panel=OUTPUT)
+    ] = "5GB",
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace DEST if it is not empty (default: off).", rich_help_panel=OUTPUT),
+    ] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Write a compressed model for programs that do not know hasslefree."""
+    """Write a compressed model for programs without hasslefree."""
     from hasslefree.exports.export import export as export_model
 
     with console.status("exporting"):

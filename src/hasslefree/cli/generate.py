@@ -7,34 +7,49 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hasslefree.cli.common import DEVICE, TRUST, app, console, say
+from hasslefree.cli.common import DEVICE, RUN, TRUST, TRY, app, console, say
 from hasslefree.errors import PromptError
 
 if TYPE_CHECKING:
     from hasslefree.generation.compared import ComparedModel
 
-Folder = Annotated[str, typer.Argument(metavar="OUT", help="A folder that compress wrote, or any model.")]
+TEXT = "Text"
+Folder = Annotated[str, typer.Argument(metavar="OUT", help="A folder that `hasslefree compress` wrote.")]
 Dense = Annotated[
     str | None,
-    typer.Option(help="The dense model to compare with; none for none (default: the one that OUT was made of)."),
+    typer.Option(help="Dense model to compare with; none for none (default: the one that was compressed to OUT)."),
 ]
-NewTokens = Annotated[int, typer.Option(help="Length of the text at most.", min=1)]
-Temperature = Annotated[float, typer.Option(help="0: the most probable token each time; above 0: draw.", min=0)]
-Seed = Annotated[int, typer.Option(help="Of the draws.")]
-Threads = Annotated[int | None, typer.Option(help="Threads of a CPU (default: torch's).", min=1)]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+NewTokens = Annotated[int, typer.Option(help="Most tokens of a text.", min=1, rich_help_panel=TEXT)]
+Temperature = Annotated[
+    float,
+    typer.Option(help="0 takes the most probable token each time, more draws tokens.", min=0, rich_help_panel=TEXT),
+]
+Seed = Annotated[int, typer.Option(help="Seed of the draws.", rich_help_panel=TEXT)]
+Threads = Annotated[int | None, typer.Option(help="Threads of the CPU (default: torch's).", min=1, rich_help_panel=RUN)]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=RUN
+    ),
+]
 Device = Annotated[str | None, DEVICE]
 Backend = Annotated[
     str | None,
-    typer.Option(help="dense, unpacked, numba, triton or semi-structured (default: chosen for each layer)."),
+    typer.Option(
+        help="How sparse weights are multiplied: dense, unpacked, numba, triton or semi-structured (default: chosen "
+        "for each layer).",
+        rich_help_panel=RUN,
+    ),
 ]
 Trust = Annotated[bool, TRUST]
 
 
-@app.command()
+@app.command(rich_help_panel=TRY)
 def generate(
     folder: Folder,
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue (default: standard input).")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="The text to continue (default: standard input).")
+    ] = None,
     dense: Dense = None,
     max_new_tokens: NewTokens = 64,
     temperature: Temperature = 0.0,
@@ -45,7 +60,10 @@ def generate(
     backend: Backend = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Continue PROMPT by the model in OUT and by the dense one, with bytes and tokens a second."""
+    """Let the compressed and the dense model continue a prompt.
+
+    A table compares the memory of their weights, and their speed.
+    """
     if prompt is None and sys.stdin.isatty():
         raise PromptError("there is no prompt; give it after OUT, or through a pipe")
     from hasslefree.generation.sample import Sampling
@@ -58,7 +76,7 @@ def generate(
     show_generation(console, compared, text, Sampling(max_new_tokens, temperature, seed))
 
 
-@app.command()
+@app.command(rich_help_panel=TRY)
 def chat(
     folder: Folder,
     dense: Dense = None,
@@ -71,7 +89,10 @@ def chat(
     backend: Backend = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Talk to the model in OUT and to the dense one, a line at a time, until Ctrl-D or Ctrl-C."""
+    """Talk to the compressed and the dense model, line by line.
+
+    Ctrl-D or Ctrl-C ends the conversation.
+    """
     from hasslefree.generation.sample import Sampling
     from hasslefree.generation.terminal import show_chat, size_table
 

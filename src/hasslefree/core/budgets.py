@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from hasslefree.core.about import About
 from hasslefree.core.patterns import Pattern, Row, SemiStructured, Structured, Unstructured
 from hasslefree.errors import BudgetError, HasslefreeError, PatternError, Problem, UnknownNameError
 
@@ -14,6 +15,13 @@ COUNTED: dict[str, type[Unstructured] | type[Row] | type[Structured]] = {
     "unstructured": Unstructured,
     "row": Row,
     "structured": Structured,
+}
+ABOUT = {
+    "N:M": About("N of M consecutive inputs, such as 2:4", "arXiv 2104.08378"),
+    "unstructured": About("the largest entries of the whole matrix", "arXiv 1506.02626"),
+    "row": About("the same number of entries in each row", "arXiv 2306.11695"),
+    "structured": About("whole input channels", "arXiv 2403.12983"),
+    "dense": About("every entry, for methods with a grid", "docs: quantised"),
 }
 _N_OF_M = re.compile(r"(\d+):(\d+)")
 
@@ -149,7 +157,7 @@ def parse_pattern(name: str) -> SemiStructured | None:
     if ":" in name:
         raise PatternError(f"pattern {name!r} is not of the form N:M with two whole numbers, such as 2:4")
     if name not in COUNTED:
-        raise UnknownNameError("pattern", name, ["N:M", "2:4", "dense", *COUNTED])
+        raise UnknownNameError("pattern", name, ["2:4", *ABOUT])
     return None
 
 

@@ -15,6 +15,7 @@ from hasslefree.generation.sample import Sampling, continue_prompt, prompt_ids
 from hasslefree.models.load import load_model, load_tokenizer
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.run.compress import Progress, compress
+from hasslefree.tables import table
 
 FOLDER = Path(__file__).parent
 MODEL = FOLDER / "model"
@@ -85,27 +86,24 @@ def continued(model: Path) -> str:
 
 def demo_table(rows: list[DemoRow]) -> Table:
     """The rows as a table for the terminal."""
-    table = Table(title="2:4 + rank 16 on a Llama of 2 M parameters trained on Python's documentation")
-    for heading in ("method", "perplexity", "relative error", "non-zeros", "seconds"):
-        table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
+    title = "2:4 + rank 16 on a Llama of 2 M parameters trained on Python's documentation"
+    made = table(["method"], ["perplexity", "relative error", "non-zeros", "seconds"], title)
     for row in rows:
-        table.add_row(
+        made.add_row(
             row.method,
             f"{row.perplexity:.2f}",
             f"{row.relative_error:.4f}" if row.seconds else "",
             f"{row.parameters / 1e6:.2f} M",
             f"{row.seconds:.0f}" if row.seconds else "",
         )
-    return table
+    return made
 
 
 def sample_table(samples: dict[str, str]) -> Table:
     """The continuations side by side."""
-    table = Table(title=f"{PROMPT!r}, continued")
-    for name in samples:
-        table.add_column(name, overflow="fold", ratio=1)
-    table.add_row(*(Text(PROMPT + text) for text in samples.values()))
-    return table
+    made = table(list(samples), title=f"{PROMPT!r}, continued")
+    made.add_row(*(Text(PROMPT + text) for text in samples.values()))
+    return made
 
 
 def held_out_perplexity(model: Path) -> float:

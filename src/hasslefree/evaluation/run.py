@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hasslefree.errors import ModelError
 from hasslefree.evaluation.harness import evaluate_tasks
 from hasslefree.evaluation.perplexity import perplexity
 from hasslefree.evaluation.tasks import check_harness, check_tasks
@@ -61,6 +62,7 @@ def evaluate(
         check_harness()
     tokenizer = load_tokenizer(model, trust_remote_code)
     loaded = load_model(model, dtype, device, trust_remote_code)
+    check_causal(loaded)
     results: dict[str, Any] = {
         "model": model,
         "dtype": str(loaded.dtype).removeprefix("torch."),
@@ -80,6 +82,18 @@ def evaluate(
         if keep is not None:
             keep(results)
     return results
+
+
+@torch.no_grad()
+def check_causal(model: Any) -> None:
+    """Raise a ModelError where the logits at a token change with the token after it, which they are to predict."""
+    ids = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4]], device=model.device)
+    before, after = (model(input_ids=each[None], use_cache=False).logits[0, :-1] for each in ids)
+    if (before - after).abs().amax() > 4 * torch.finfo(before.dtype).eps * before.abs().amax():
+        raise ModelError(
+            f"{type(model).__name__} is not a decoder: its output at a token changes with the tokens after it; "
+            "perplexity and tasks are defined for causal language models"
+        )
 
 
 def text_perplexity(

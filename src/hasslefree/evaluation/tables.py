@@ -7,6 +7,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from hasslefree.tables import table
+
 
 def result_tables(results: dict[str, Any]) -> list[Table]:
     """One table for the texts and one for the tasks, as far as `evaluation.run.evaluate` was asked for them."""
@@ -20,12 +22,10 @@ def result_tables(results: dict[str, Any]) -> list[Table]:
 
 def perplexity_table(results: dict[str, Any]) -> Table:
     """A line for each text."""
-    table = Table(title=Text(results["model"]))
-    for heading in ("text", "perplexity", "tokens", "window"):
-        table.add_column(heading, justify="left" if heading == "text" else "right")
+    made = table(["text"], ["perplexity", "tokens", "window"], results["model"])
     for text, row in results["perplexity"].items():
-        table.add_row(Text(text), f"{row['perplexity']:.3f}", f"{row['tokens']:,}", str(row["window"]))
-    return table
+        made.add_row(Text(text), f"{row['perplexity']:.3f}", f"{row['tokens']:,}", str(row["window"]))
+    return made
 
 
 def task_table(results: dict[str, Any]) -> Table:
@@ -35,13 +35,12 @@ def task_table(results: dict[str, Any]) -> Table:
         caption += f"; only the first {results['limit']} rows of each task"
     if cut := sum(row["truncated"] for row in results["tasks"].values()):
         caption += f"; longer than the model's window, and cut at their beginning: {cut}"
-    table = Table(title=Text(results["model"]), caption=caption)
-    for heading in ("task", "metric", "accuracy", "±", "rows"):
-        table.add_column(heading, justify="left" if heading in ("task", "metric") else "right")
+    made = table(["task", "metric"], ["accuracy", "±", "rows"], results["model"])
+    made.caption, made.caption_justify = caption, "left"
     for task, row in results["tasks"].items():
         error = row[f"{row['metric']}_stderr"]
         spread = "" if error is None else f"{100 * error:.2f}"
-        table.add_row(task, row["metric"], f"{100 * row['value']:.2f}", spread, f"{row['rows']:,}")
-    table.add_section()
-    table.add_row("average", "", f"{100 * results['average']:.2f}", "", "")
-    return table
+        made.add_row(task, row["metric"], f"{100 * row['value']:.2f}", spread, f"{row['rows']:,}")
+    made.add_section()
+    made.add_row("average", "", f"{100 * results['average']:.2f}", "", "")
+    return made

@@ -1,4 +1,4 @@
-"""What a compressed folder holds and what it weighs, from config.json and the headers of the weight files alone."""
+"""What a compressed folder holds and its bytes, from config.json, compression.json and the headers of weight files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from hasslefree.errors import CheckpointError
 from hasslefree.folder.entries import QUANT_METHOD, Entry, check_version, read_entries
 from hasslefree.folder.headers import ELEMENT_BYTES, Stored, read_headers, read_json, weight_files
+from hasslefree.folder.record import Record
 from hasslefree.folder.verify import check_layers
 from hasslefree.packed.spec import LayerSpec
 
@@ -23,7 +21,7 @@ class LayerSize:
 
     Args:
         dtype: of the values, or of the grid's scales. bytes: of all its tensors. dense_bytes: of the layer as it was,
-            in the same dtype.
+            in the same dtype. relative_error: as compression.json has it; None where the folder has no such file.
     """
 
     name: str
@@ -31,11 +29,12 @@ class LayerSize:
     dtype: str
     bytes: int
     dense_bytes: int
+    relative_error: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it: the fields of the spec lie among the others, its grid in words."""
         grid = str(self.spec.grid) if self.spec.grid else None
-        rest = {"dtype": self.dtype, "bytes": self.bytes, "dense_bytes": self.dense_bytes}
+        rest = {name: value for name, value in vars(self).items() if name not in ("name", "spec")}
         return {"name": self.name, **vars(self.spec), **rest, "grid": grid}
 
 
@@ -81,7 +80,8 @@ def inspect_folder(folder: Path) -> FolderSize:
     """Read config.json and the headers, and check one against the other; no weight is read.
 
     Raises:
-        CheckpointError: no local folder, a model that is not compressed, or files that are not as config.json says.
+        CheckpointError: no local folder, a model that is not compressed, files that are not as config.json says, or a
+            damaged compression.json.
     """
     if not folder.is_dir():
         raise CheckpointError(
@@ -93,41 +93,31 @@ def inspect_folder(folder: Path) -> FolderSize:
     check_version(config.get("version"), config.get("layout"))
     entries, stored = read_entries(config.get("modules")), read_headers(weight_files(folder))
     check_layers(entries, {name for name in entries if f"{name}.bias" in stored}, stored)
-    layers = tuple(_layer_size(name, entries[name], stored) for name in sorted(entries, key=_by_number))
+    errors = relative_errors(folder)
+    layers = tuple(
+        _layer_size(name, entries[name], stored, errors.get(name)) for name in sorted(entries, key=_by_number)
+    )
     other = sum(tensor.size for tensor in stored.values()) - sum(layer.bytes for layer in layers)
     return FolderSize(str(folder), config["version"], layers, other)
 
 
-def _layer_size(name: str, entry: Entry, stored: Mapping[str, Stored]) -> LayerSize:
+def relative_errors(folder: Path) -> dict[str, float]:
+    """The relative error of each layer that compression.json lists; empty where there is no such file."""
+    file = folder / "compression.json"
+    if not file.is_file():
+        return {}
+    return {layer.name: layer.relative_error for layer in Record.from_json(file.read_text(encoding="utf-8")).layers}
+
+
+def _layer_size(name: str, entry: Entry, stored: Mapping[str, Stored], relative_error: float | None) -> LayerSize:
     spec, (out, width), bias = entry.spec, entry.spec.shape, f"{name}.bias" in stored
     leaves = [*spec.tensors(), *(["bias"] if bias else [])]
     dtype = stored[f"{name}.{'weight_scale' if spec.grid else 'values'}"].dtype
     dense = out * (width + bias) * ELEMENT_BYTES[dtype]
-    return LayerSize(name, spec, dtype, sum(stored[f"{name}.{leaf}"].size for leaf in leaves), dense)
+    size = sum(stored[f"{name}.{leaf}"].size for leaf in leaves)
+    return LayerSize(name, spec, dtype, size, dense, relative_error)
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
     """A key that puts layers.2 before layers.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
-
-
-def size_table(found: FolderSize) -> Table:
-    """A line for each layer, and the totals."""
-    table = Table(title=Text(f"{found.folder}: {len(found.layers)} compressed layers"))
-    table.add_column("layer", overflow="fold")
-    for heading in ("pattern", "rank", "non-zeros", "bytes", "dense", "share"):
-        table.add_column(heading, justify="right")
-
-    def line(name: str, size: int, dense: int, pattern: str = "", rank: str = "", nonzeros: str = "") -> None:
-        share = f"{size / dense:.1%}" if dense else ""
-        table.add_row(Text(name), pattern, rank, nonzeros, f"{size:,}", f"{dense:,}", share)
-
-    for layer in found.layers:
-        spec = layer.spec
-        line(layer.name, layer.bytes, layer.dense_bytes, spec.kind, str(spec.rank), f"{spec.nonzeros:,}")
-    table.add_section()
-    nonzeros = f"{sum(layer.spec.nonzeros for layer in found.layers):,}"
-    line("compressed layers", found.layer_bytes, found.layer_dense_bytes, nonzeros=nonzeros)
-    line("the rest of the model", found.other_bytes, found.other_bytes)
-    line("all", found.bytes, found.dense_bytes)
-    return table

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import CheckpointError
@@ -18,6 +17,7 @@ from hasslefree.levers.predictions import PredictionRecord
 from hasslefree.levers.rotation import RotationRecord
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.phases import PhaseTime
+from hasslefree.tables import span, table
 from hasslefree.validation import Count, Figure, validated
 
 
@@ -186,28 +186,24 @@ def versions() -> dict[str, str]:
 def summary_table(report: Record) -> Table:
     """One line for each kind of layer (q_proj, down_proj, …): how many, the mean and the worst error, seconds."""
     title = f"{report.model}: {len(report.layers)} layers, {report.kept_share:.1%} of their parameters kept"
-    table = Table(title=Text(title))
-    table.add_column("layer")
-    for heading in ("count", "rank", "mean relative error", "worst", "seconds"):
-        table.add_column(heading, justify="right")
+    made = table(["kind"], ["layers", "rank", "mean relative error", "worst", "seconds"], title)
     kinds: dict[str, list[LayerRecord]] = {}
     for layer in report.layers:
         kinds.setdefault(layer.name.rpartition(".")[2], []).append(layer)
     for kind, layers in kinds.items():
         errors = [layer.relative_error for layer in layers]
-        ranks = sorted({layer.spec.rank for layer in layers})
-        table.add_row(
+        made.add_row(
             kind,
             str(len(layers)),
-            str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}",
+            span([layer.spec.rank for layer in layers]),
             f"{sum(errors) / len(errors):.5f}",
             f"{max(errors):.5f}",
             f"{sum(layer.seconds for layer in layers):.1f}",
         )
-    table.add_section()
+    made.add_section()
     seconds = sum(layer.seconds for layer in report.layers)
     worst = max(layer.relative_error for layer in report.layers)
-    table.add_row(
+    made.add_row(
         "all", str(len(report.layers)), "", f"{report.mean_relative_error:.5f}", f"{worst:.5f}", f"{seconds:.1f}"
     )
-    return table
+    return made

@@ -15,6 +15,7 @@ from hasslefree.errors import PromptError, with_flags
 from hasslefree.generation.compared import ComparedModel
 from hasslefree.generation.conversation import Conversation
 from hasslefree.generation.sample import Continuation, Sampling, continue_prompt, prompt_ids
+from hasslefree.tables import table
 from hasslefree.units import size
 
 PROMPT = "> "
@@ -104,20 +105,17 @@ def speed(found: Continuation) -> str:
 
 def size_table(compared: Sequence[ComparedModel]) -> Table:
     """The models and the memory of their weights."""
-    table = Table("", "model")
-    table.add_column("weights", justify="right")
+    made = table(["", "model"], ["weights"])
     for each in compared:
-        table.add_row(each.role, Text(each.name), size(each.bytes))
-    return table
+        made.add_row(each.role, Text(each.name), size(each.bytes))
+    return made
 
 
 def speed_table(compared: Sequence[ComparedModel], found: Sequence[Continuation]) -> Table:
     """The models, the memory of their weights, how many tokens they wrote, and how fast after the first of them."""
-    table = Table("", "model")
-    for name in ("weights", "tokens", "tokens/s"):
-        table.add_column(name, justify="right")
-    for each, made in zip(compared, found, strict=True):
-        rate = made.tokens_per_second
+    made = table(["", "model"], ["weights", "tokens", "tokens/s"])
+    for each, text in zip(compared, found, strict=True):
+        rate = text.tokens_per_second
         shown = "" if rate is None else f"{rate:.1f}"
-        table.add_row(each.role, Text(each.name), size(each.bytes), str(len(made.tokens)), shown)
-    return table
+        made.add_row(each.role, Text(each.name), size(each.bytes), str(len(text.tokens)), shown)
+    return made

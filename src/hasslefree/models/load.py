@@ -37,7 +37,7 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ModelError(f"no model at {name!r}, neither as a folder nor on the hub: {_first_line(error)}") from error
+        raise no_model(name, error) from error
     known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.model_type in MULTIMODAL
     own = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if has_encoder(config) or not (known or own):
@@ -59,8 +59,18 @@ def check_name(name: str) -> None:
             f"{str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(FOLDER), and AutoTokenizer likewise "
             "(transformers reads GGUF with the package gguf)"
         )
-    if not Path(name).is_dir() and name.count("/") > 1:
+    if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise ModelError(f"the model folder {name} does not exist")
+
+
+def no_model(name: str, error: Exception) -> ModelError:
+    """The error for a name under which transformers finds no model."""
+    if Path(name).is_dir():
+        return ModelError(f"no model at {name!r}: {_first_line(error)}; give a folder with config.json and weights")
+    return ModelError(
+        f"no model at {name!r}, neither as a folder nor on the hub: {_first_line(error).rstrip('.')}; check the name, "
+        f"or where there is no network give a local folder (`hf download {name}` fetches one)"
+    )
 
 
 def check_reads_text(name: str, config: Any) -> None:
@@ -201,6 +211,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
+        if not Path(name).is_dir():
+            raise no_model(name, error) from error
         raise ModelError(f"no tokenizer at {name!r}: {_first_line(error)}") from error
 
 

@@ -24,7 +24,7 @@ from hasslefree.packed.kernels import (
     takes_layers,
     wants_numba,
 )
-from hasslefree.packed.kernels.backends import HAS_NUMBA, HAS_TRITON
+from hasslefree.packed.kernels.backends import HAS_NUMBA, HAS_TRITON, check_backend
 from hasslefree.packed.kernels.few import Prepared, takes_few
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
@@ -305,6 +305,7 @@ def use_backend(model: nn.Module, backend: str | None) -> None:
     """
     layers = compressed_layers(model).values()
     if backend is not None:
+        check_backend(backend)
         for layer in layers:
             choose(layer._case(tokens=1, grad=False), backend)
     for layer in layers:

@@ -13,17 +13,18 @@ from typing import Annotated, Any
 
 import typer
 
-from hasslefree.recipe.recipe import Recipe, declaration, field_types
+from hasslefree.recipe.recipe import BUDGET, GROUPS, Recipe, declaration, field_types
 
 
 def options() -> Iterator[Parameter]:
-    """An option for each field, which is None where it is not given."""
+    """An option for each field, group by group, which is None where it is not given."""
     hints = field_types()
-    for field in dataclasses.fields(Recipe):
+    for field in sorted(dataclasses.fields(Recipe), key=lambda field: GROUPS.index(declaration(field).group)):
         said = declaration(field)
         text = said.help
-        if field.default not in (None, (), False) and "default" not in text:
-            text = f"{text.rstrip('.')} (default: {field.default})."
+        if field.default is not None and "default" not in text:
+            default = "off" if field.default is False else field.default
+            text = f"{text.rstrip('.')} (default: {default})."
         option = typer.Option(*said.flags, help=text, rich_help_panel=said.group)
         annotation: Any = Annotated[flag_type(hints[field.name]) | None, option]
         yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -49,10 +50,10 @@ def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
         given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v not in (None, [])}
         command(recipe=Recipe.from_yaml(recipe, **given) if recipe else Recipe(**given), **values)
 
-    file = typer.Option(help="A YAML recipe; options given here win over it.")
-    named = Parameter.KEYWORD_ONLY
-    parameters = [parameter.replace(kind=named) for name, parameter in own.items() if name != "recipe"]
-    parameters += [Parameter("recipe", named, default=None, annotation=Annotated[Path | None, file]), *options()]
+    text = "YAML file with any of the following options; those on the command line win over it (default: none)."
+    file, named = typer.Option(help=text, metavar="FILE", rich_help_panel=BUDGET), Parameter.KEYWORD_ONLY
+    parameters = [Parameter("recipe", named, default=None, annotation=Annotated[Path | None, file]), *options()]
+    parameters += [parameter.replace(kind=named) for name, parameter in own.items() if name != "recipe"]
     wrapped.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapped

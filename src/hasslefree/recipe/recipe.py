@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hasslefree.core.about import About
 from hasslefree.validation import DTYPES
 
 if TYPE_CHECKING:
     from hasslefree.recipe.resolved import Resolved
 
-EFFORTS = ("fast", "balanced", "best")
+EFFORTS = {
+    "fast": About("decomposes single layers, and nothing more", "docs: levers"),
+    "balanced": About("also trains the kept values of the model", "docs: levers"),
+    "best": About("also trains each block, and moves rank", "docs: levers"),
+}
 ALLOCATIONS = ("uniform", "owl", "error")
 SEQUENTIAL = ("layer", "block")
 
@@ -71,8 +76,10 @@ def valid_seed(value: int) -> str | None:
     return None if 0 <= value < 2**63 else f"must be between 0 and 2^63 - 1, got {value}"
 
 
-BUDGET, METHOD, GRID = "Budget of each layer", "Method", "Grid of S, and factors in eight bits"
-LEVERS, TEXT, MODEL = "Beyond the layer", "Calibration", "Model"
+# The headings of the help, in its order.
+BUDGET, METHOD, GRID = "What to compress to", "Method", "Quantisation"
+TEXT, LEVERS = "Calibration", "Beyond the layer"
+GROUPS = (BUDGET, METHOD, GRID, TEXT, LEVERS)
 
 
 @dataclass(frozen=True)
@@ -87,79 +94,130 @@ class Recipe:
     """
 
     pattern: str | None = declared(
-        None, BUDGET, "N:M, unstructured, row, structured or dense (default: 2:4; on a grid, dense)."
+        None,
+        BUDGET,
+        "Which entries of S may be non-zero: N:M (such as 2:4), unstructured, row, structured (whole input channels) "
+        "or dense (default: 2:4; dense for methods with a grid).",
     )
-    rank: int | None = declared(None, BUDGET, "Rank of the low-rank part.")
-    sparsity: float | None = declared(None, BUDGET, "Share of zeros in S, for patterns other than N:M.")
-    ratio: float | None = declared(None, BUDGET, "Share of the parameters to save; fixes the rank.")
-    rank_share: float | None = declared(None, BUDGET, "Share of what is kept that goes to L.")
+    rank: int | None = declared(
+        None, BUDGET, "Rank of L; 0 for a sparse matrix alone (no default: give a rank or a ratio)."
+    )
+    sparsity: float | None = declared(
+        None, BUDGET, "Share of zeros in S, for the patterns unstructured, row and structured (no default)."
+    )
+    ratio: float | None = declared(
+        None, BUDGET, "Share of the parameters to remove from each layer; it determines the rank (no default)."
+    )
+    rank_share: float | None = declared(
+        None,
+        BUDGET,
+        "Share of the kept parameters that L gets; needed with a ratio and a pattern other than N:M (no default).",
+    )
     method: str = declared(
-        "joint", METHOD, "joint, 3basil, hassle-free, oats, eora, or a pruner; on a grid, joint-grid, caldera, …"
+        "joint", METHOD, "How each layer is decomposed; `hasslefree methods` lists the methods (default: joint)."
     )
     effort: str | None = declared(
-        None, LEVERS, "fast, balanced (default for joint) or best: time against quality.", one_of(EFFORTS)
+        None,
+        LEVERS,
+        "What is done besides decomposing single layers: fast (nothing), balanced (train the kept values of the whole "
+        "model) or best (also train each block, and move rank between layers) (default: balanced for joint, fast for "
+        "other methods).",
+        one_of(tuple(EFFORTS)),
     )
     allocate: str | None = declared(
         None,
         LEVERS,
-        "uniform: the same budget for every layer; error: more rank to layers whose pruning hurts predictions most; "
-        "owl: more to blocks with more outliers (default: the effort's).",
+        "Share of each layer in the rank and the non-zeros: uniform (the same for every layer), error (more for layers "
+        "whose pruning hurts predictions most) or owl (more for blocks with more outliers) (default: the effort's).",
         one_of(ALLOCATIONS),
     )
-    pruner: str | None = declared(None, METHOD, "Another pruner for hassle-free: sparsegpt, alps, …")
-    low_rank: str | None = declared(None, METHOD, "Another solver for hassle-free: adam, exact, …")
-    rounds: int | None = declared(None, METHOD, "Rounds (default: the method's own).")
-    damping: float | None = declared(None, METHOD, "λ over mean(diag H) (default: the method's).", finite_damping)
-    refit: bool = declared(False, METHOD, "Least squares on the support after the pruner.")
-    bits: int | None = declared(
-        None, GRID, "Bits of the grid of S, 4 or 8, for joint-grid, caldera, gptq, … (default: 4)."
+    pruner: str | None = declared(
+        None,
+        METHOD,
+        "Pruner of an alternating method such as hassle-free; `hasslefree methods` lists the pruners (default: the "
+        "method's).",
     )
+    low_rank: str | None = declared(
+        None,
+        METHOD,
+        "Low-rank solver of an alternating method such as hassle-free; `hasslefree methods` lists the solvers "
+        "(default: the method's).",
+    )
+    rounds: int | None = declared(
+        None,
+        METHOD,
+        "Iterations of the method: more take longer and fit better (default: the effort's for joint, and the method's "
+        "own otherwise).",
+    )
+    damping: float | None = declared(
+        None,
+        METHOD,
+        "Ridge on the diagonal of H, the second moment of a layer's inputs, as a multiple of its mean (default: the "
+        "method's).",
+        finite_damping,
+    )
+    refit: bool = declared(False, METHOD, "After pruning, fit the kept entries again by least squares.")
+    bits: int | None = declared(None, GRID, "Bits of an entry of S, 4 or 8, for methods with a grid (default: 4).")
     group_size: int | None = declared(
-        None, GRID, "Inputs that share a scale of the grid; 0: a whole row (default: 64).", whole_group
+        None, GRID, "Consecutive inputs that share a scale; 0 for a whole row (default: 64).", whole_group
     )
     symmetric: bool | None = declared(
         None,
         GRID,
-        "A grid around zero, or from the smallest to the largest entry (default: asymmetric).",
+        "A grid that is symmetric around zero, or one from the smallest to the largest entry (default: asymmetric).",
         flags=("--symmetric/--asymmetric",),
     )
-    factor_bits: int | None = declared(None, GRID, "8 for the factors of L as int8 (default: the model's dtype).")
-    calibration: str = declared("c4", TEXT, "c4, wikitext2, ptb, or a .txt or .jsonl file.")
-    samples: int = declared(128, TEXT, "Calibration segments.", at_least(1))
+    factor_bits: int | None = declared(None, GRID, "8 to store both factors of L as int8 (default: the model's dtype).")
+    calibration: str = declared(
+        "c4", TEXT, "Text on which the layers are fitted: c4, wikitext2, ptb, or a .txt or .jsonl file (default: c4)."
+    )
+    samples: int = declared(128, TEXT, "Number of calibration segments.", at_least(1))
     seqlen: int | None = declared(
         None, TEXT, "Tokens in a segment (default: 2048, or the model's limit if that is less).", at_least(2)
     )
     sequential: str = declared(
         "layer",
         TEXT,
-        "layer: collect inputs again after each group of layers (slower, better); block: once per block.",
+        "When the inputs of layers are collected again: layer (after each group of layers; slower, better) or block "
+        "(once per block) (default: layer).",
         one_of(SEQUENTIAL),
     )
     dense_target: float | None = declared(
-        None, LEVERS, "How far layers aim at the dense outputs, 0 to 1 (default: the effort's).", share
+        None,
+        LEVERS,
+        "What layers are fitted to: 0 for the output of the layer on its own inputs, 1 for its output in the dense "
+        "model, or a value between (default: the effort's).",
+        share,
     )
     match_blocks: bool | None = declared(
-        None, LEVERS, "Train what each block keeps against the dense block (default: the effort's)."
+        None, LEVERS, "Train the kept values of each block to reproduce the dense block (default: the effort's)."
     )
     match_epochs: int | None = declared(
-        None, LEVERS, "Passes over the text that block matching makes at most (default: the effort's).", at_least(1)
+        None, LEVERS, "Most passes over the text in block matching (default: the effort's).", at_least(1)
     )
     match_predictions: int | None = declared(
         None,
         LEVERS,
-        "Tokens of new calibration text on which all blocks are trained together, so that the model predicts what the "
-        "dense one does; 0 for none (default: the effort's).",
+        "Tokens of new calibration text on which the kept values of the whole model are trained to predict what the "
+        "dense model predicts; 0 for none (default: the effort's).",
         at_least(0),
     )
     rotate: bool = declared(
         False,
         LEVERS,
-        "First rotate the residual stream and the values of attention heads, where other weights can take that in, so "
-        "that pruning removes less.",
+        "First rotate the residual stream and the values of attention heads, where neighbouring weights can absorb the "
+        "rotation, so that pruning removes less.",
     )
-    leave_dense: tuple[str, ...] = declared((), MODEL, "Globs of layers or parameters that stay as they are.")
-    dtype: str = declared("auto", MODEL, "auto, float32, bfloat16 or float16.", one_of(DTYPES))
-    seed: int = declared(0, TEXT, "Seed of everything that is random.", valid_seed)
+    leave_dense: tuple[str, ...] = declared(
+        (), BUDGET, "Globs over names of layers or parameters that stay as they are, such as '*.0.*' (default: none)."
+    )
+    dtype: str = declared(
+        "auto",
+        BUDGET,
+        "Dtype of the compressed model: auto (the checkpoint's), float32, bfloat16 or float16 (default: auto).",
+        one_of(DTYPES),
+    )
+    seed: int = declared(0, TEXT, "Seed of all random numbers.", valid_seed)
 
     def resolve(self, with_text: bool = True) -> Resolved:
         """What the recipe means, with every default filled in.

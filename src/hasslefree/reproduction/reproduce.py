@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from hasslefree.errors import RecipeError, UnknownNameError
 from hasslefree.evaluation.harness import default_cache
@@ -23,6 +22,7 @@ from hasslefree.reproduction.paper import MODELS
 from hasslefree.reproduction.tables import compare, cost_table, result_table
 from hasslefree.run.compress import Progress
 from hasslefree.run.machine import product_rate
+from hasslefree.tables import table
 
 TABLES = {f"table{number}": number for number in (1, 2, 3, 4)}
 FIGURE_MODEL = MODELS["Llama-3.2-1B"]
@@ -62,7 +62,7 @@ def chosen_tasks(given: list[str] | None) -> tuple[str, ...] | None:
 
 
 def reproduce_table(
-    table: int,
+    number: int,
     model: str | None,
     like: str | None,
     methods: tuple[str, ...] | None,
@@ -75,7 +75,7 @@ def reproduce_table(
     progress: Progress | None = None,
 ) -> None:
     """Measure a table; the arguments are those of `table_jobs` and `run_jobs`. It is printed, and written as JSON."""
-    jobs = table_jobs(table, model, like, methods, scale, settings)
+    jobs = table_jobs(number, model, like, methods, scale, settings)
     target = resolve_device(desk.device)
     takes = [(job, cost(job, target)) for job in jobs]
     desk.console.print(cost_table(takes, read_results(desk.output), product_rate(target), keep))
@@ -90,9 +90,9 @@ def reproduce_table(
     for beside in dict.fromkeys(job.row.model for job in jobs):
         of_model = [row for row in rows if row["beside"] == beside]
         desk.console.print(
-            result_table(of_model, f"Table {table}: {of_model[0]['model']}, the paper's {beside} beside")
+            result_table(of_model, f"Table {number}: {of_model[0]['model']}, the paper's {beside} beside")
         )
-    write(desk, f"table{table}.json", {"table": table, "rows": rows})
+    write(desk, f"table{number}.json", {"table": number, "rows": rows})
 
 
 def reproduce_figure(
@@ -109,15 +109,12 @@ def reproduce_figure(
     figure = grouped_bars(errors, "relative error")
     for kind in ("png", "svg"):
         save(figure, desk.output / f"figure1.{kind}")
-    table = Table(title=f"block {block}: {recipe.pattern} + rank {recipe.rank}, relative error")
-    table.add_column("layer")
-    for method in errors:
-        table.add_column(method, justify="right")
+    made = table(["layer"], list(errors), f"block {block}: {recipe.pattern} + rank {recipe.rank}, relative error")
     for layer in errors[chosen[0]]:
-        table.add_row(layer, *(f"{errors[method][layer]:.5f}" for method in chosen))
-    table.add_section()
-    table.add_row("mean", *(f"{mean_error(errors[method]):.5f}" for method in chosen))
-    desk.console.print(table)
+        made.add_row(layer, *(f"{errors[method][layer]:.5f}" for method in chosen))
+    made.add_section()
+    made.add_row("mean", *(f"{mean_error(errors[method]):.5f}" for method in chosen))
+    desk.console.print(made)
     content = {"model": name, "block": block, "pattern": recipe.pattern, "rank": recipe.rank, "errors": errors}
     write(desk, "figure1.json", content)
 

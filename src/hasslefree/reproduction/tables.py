@@ -10,6 +10,7 @@ from rich.text import Text
 
 from hasslefree.reproduction.jobs import Job
 from hasslefree.run.estimate import Footprint
+from hasslefree.tables import table
 from hasslefree.units import duration, size
 
 
@@ -21,22 +22,22 @@ def cost_table(jobs: Sequence[tuple[Job, Footprint | None]], done: Iterable[str]
         keep: all compressed models stay on the disk.
     """
     done = set(done)
-    table = Table(title=f"{len(jobs)} rows, {sum(job.key in done for job, _ in jobs)} of them measured already")
-    for heading in ("model", "setting", "method", "kept", "disk", "time"):
-        table.add_column(heading, justify="left" if heading in ("model", "setting", "method") else "right")
+    title = f"{len(jobs)} rows, {sum(job.key in done for job, _ in jobs)} of them measured already"
+    made = table(["model", "setting", "method"], ["kept", "disk", "time"], title)
     for job, takes in jobs:
         cells = ["", "", ""]
         if takes is not None:
             time = "done" if job.key in done else duration(takes.flops / rate)
             cells = [f"{takes.kept / takes.dense:.1%}", size(takes.disk), time]
-        table.add_row(Text(job.model), job.setting, job.row.method, *cells)
+        name = job.model.rstrip("/").rpartition("/")[2]
+        made.add_row(Text(name), job.setting or "dense", job.row.method, *cells)
     left = [takes for job, takes in jobs if takes is not None and job.key not in done]
     disk = [takes.disk for takes in left]
     needed = sum(disk) if keep else max(disk, default=0)
-    table.add_section()
-    table.add_row("all that is left", "", "", "", size(needed), duration(sum(takes.flops for takes in left) / rate))
-    table.caption = "Compressions alone; evaluations come on top."
-    return table
+    made.add_section()
+    made.add_row("all that is left", "", "", "", size(needed), duration(sum(takes.flops for takes in left) / rate))
+    made.caption, made.caption_justify = "Compressions alone; evaluations come on top.", "left"
+    return made
 
 
 def compare(job: Job, result: dict[str, Any]) -> dict[str, Any]:
@@ -56,20 +57,15 @@ def compare(job: Job, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def result_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """Three lines a row: measured, the paper's, and the difference."""
-    names = list(dict.fromkeys(name for row in rows for name in row["measured"]))
-    table = Table(title=Text(title))
-    for heading in ("setting", "method", "", *names, "relative error"):
-        table.add_column(heading, justify="left" if heading in ("setting", "method", "") else "right")
+    """A line for each text and task of a row, with the measured figure, the paper's and their difference."""
+    made = table(["setting", "method", "figure"], ["measured", "paper", "difference"], title)
     for row in rows:
-        lines = {"measured": row["measured"], "paper": row["paper"], "difference": row["difference"]}
-        for label, figures in lines.items():
-            if label != "measured" and not figures:
-                continue
-            first = [row["setting"] or "dense", row["method"]] if label == "measured" else ["", ""]
-            form = "{:+.2f}" if label == "difference" else "{:.2f}"
-            error = f"{row['relative_error']:.4f}" if label == "measured" and "relative_error" in row else ""
-            cells = [form.format(figures[name]) if name in figures else "" for name in names]
-            table.add_row(*first, label, *cells, error)
-        table.add_section()
-    return table
+        first = [row["setting"] or "dense", row["method"]]
+        for name, measured in row["measured"].items():
+            of_paper = [f"{row['paper'][name]:.2f}", f"{row['difference'][name]:+.2f}"] if name in row["paper"] else []
+            made.add_row(*first, name, f"{measured:.2f}", *of_paper)
+            first = ["", ""]
+        if "relative_error" in row:
+            made.add_row(*first, "relative error", f"{row['relative_error']:.4f}")
+        made.add_section()
+    return made

@@ -7,27 +7,26 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console, Group
 from rich.table import Table
-from rich.text import Text
 
 from hasslefree.levers.advice import Advice
 from hasslefree.run.estimate import Footprint
 from hasslefree.run.machine import free_memory, product_rate
+from hasslefree.tables import table
 from hasslefree.units import duration, size
 
 
 def estimate_table(found: Footprint, device: torch.device) -> Group:
     """What will be done, and what it takes beside what is there."""
-    table = Table(title=Text(f"{found.blocks} blocks, {sum(count for *_, count in found.layers)} layers"))
-    for heading in ("", "out×in", "pattern", "rank", "kept", "count"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    title = f"{found.blocks} blocks, {sum(count for *_, count in found.layers)} layers"
+    kinds = table(["kind", "pattern"], ["layers", "out×in", "rank", "kept"], title)
     for name, layer, count in found.layers:
         spec, (out, width) = layer.spec, layer.spec.shape
         share = spec.parameters / spec.dense_parameters
-        table.add_row(name, f"{out}×{width}", spec.kind, str(spec.rank), f"{share:.1%}", str(count))
-    takes = Table(show_header=False)
+        kinds.add_row(name, spec.kind, str(count), f"{out}×{width}", str(spec.rank), f"{share:.1%}")
+    takes = Table.grid(padding=(0, 3, 0, 1), pad_edge=True)
     for name, value in totals(found, device).items():
         takes.add_row(name, value)
-    return Group(table, takes)
+    return Group(kinds, takes)
 
 
 def totals(found: Footprint, device: torch.device) -> dict[str, str]:
@@ -54,21 +53,20 @@ def totals(found: Footprint, device: torch.device) -> dict[str, str]:
 
 def advice_table(found: Sequence[Advice]) -> Table:
     """One line for each pattern and rank, in the given order."""
-    table = Table(title="patterns and ranks within the budget, the best one first")
-    for heading in ("pattern", "rank", "weights", "estimated KL, nats a token"):
-        table.add_column(heading, justify="right")
+    headings = ("rank", "weights", "estimated KL, nats a token")
+    made = table(["pattern"], headings, "patterns and ranks within the budget, the best one first")
     for each in found:
-        table.add_row(each.pattern, str(each.rank), size(each.bytes), f"{each.divergence:.4f}")
-    return table
+        made.add_row(each.pattern, str(each.rank), size(each.bytes), f"{each.divergence:.4f}")
+    return made
 
 
 def unstated_note(names: tuple[str, ...]) -> str:
     return f"{', '.join(names)} states no cost: memory and time are those of the most expensive plug-in of its kind"
 
 
-def as_text(table: Group) -> str:
+def as_text(shown: Group) -> str:
     """The table as plain text."""
     console = Console(width=100, no_color=True)
     with console.capture() as captured:
-        console.print(table)
+        console.print(shown)
     return captured.get()

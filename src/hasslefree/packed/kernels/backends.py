@@ -75,11 +75,16 @@ def choose(case: Case, backend: str | None = None) -> str:
     """
     if backend is None:
         return _automatic(case)
-    if backend not in BACKENDS:
-        raise UnknownNameError("backend", backend, BACKENDS)
+    check_backend(backend)
     if obstacle := BACKENDS[backend](case):
         raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
     return "dense" if backend == "triton" and case.tokens > TRITON_TOKENS else backend
+
+
+def check_backend(name: str) -> None:
+    """Raise an UnknownNameError where there is no backend of this name."""
+    if name not in BACKENDS:
+        raise UnknownNameError("backend", name, BACKENDS)
 
 
 def _automatic(case: Case) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from hasslefree.core.about import About
 from hasslefree.core.protocols import Method
 from hasslefree.errors import BudgetError, GridError, UnknownNameError, option
 from hasslefree.solve.low_rank import LOW_RANK_SOLVERS
@@ -17,6 +18,7 @@ from hasslefree.solve.methods.joint_on_grid import JointOnGrid
 from hasslefree.solve.methods.prune import Prune
 from hasslefree.solve.methods.pursuit import PrincipalComponentPursuit
 from hasslefree.solve.methods.three_block import ThreeBlock
+from hasslefree.solve.pruners import ABOUT as ABOUT_PRUNERS
 from hasslefree.solve.pruners import PRUNERS
 from hasslefree.solve.pruners.magnitude import Magnitude
 from hasslefree.solve.pruners.osscar import OSSCAR
@@ -50,6 +52,22 @@ METHODS: dict[str, Method] = {
     "joint-grid": JointOnGrid(),
 }
 METHODS |= {name: Prune(pruner) for name, pruner in PRUNERS.items() if name not in METHODS}
+
+ABOUT: dict[str, About] = {
+    "joint": About("fits S and L at once, by ADMM; the default", "docs: joint"),
+    "hassle-free": About("alternates sparsegpt and adam", "arXiv 2502.00899"),
+    "oats": About("alternates wanda and diagonal-svd", "arXiv 2409.13652"),
+    "eora": About("prunes by sparsegpt, then fits L exactly", "arXiv 2410.21271"),
+    "3basil": About("fits S and L at once, by ADMM on three blocks", "arXiv 2603.01376"),
+    "godec": About("alternates magnitude and svd; uses no data", "Zhou & Tao 2011"),
+    "losparse": About("alternates osscar and exact", "arXiv 2306.11222"),
+    "pcp": About("robust PCA, cut to the budget; uses no data", "arXiv 0912.3599"),
+    "loftq": About("alternates rtn and svd; uses no data", "arXiv 2310.08659"),
+    "lq-lora": About("alternates rtn and a randomised diagonal-svd", "arXiv 2311.12023"),
+    "caldera": About("alternates gptq and exact", "arXiv 2405.18886"),
+    "joint-grid": About("joint, with S on a grid of 4 or 8 bits", "docs: quantised"),
+    **ABOUT_PRUNERS,
+}
 
 
 def build_method(
