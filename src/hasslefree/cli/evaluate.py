@@ -129,8 +129,8 @@ def parse_batch_size(given: str) -> int | None:
 
 
 METHODS = (
-    "Methods of the table; also 3basil, joint-balanced and joint-best, which are added to settings with a low-rank part "
-    "(default: the table's methods and joint)."
+    "Methods of the table, and those that can be added to its settings with a low-rank part: joint, 3basil, "
+    "joint-balanced and joint-best (default: the table's methods and joint)."
 )
 
 

@@ -11,7 +11,7 @@ class About:
 
     Args:
         line: what it does, in a few words. reference: "arXiv 2502.00899", another publication, or "docs: joint" for
-            docs/reference/joint.md.
+            docs/explanation/joint.md.
     """
 
     line: str

@@ -23,7 +23,7 @@ from hasslefree.tables import table
 COLUMNS = (14, 45, 17)
 NOTES = (
     "S is the sparse part, L the low-rank part, and H the second moment of a layer's inputs. `docs: NAME` is the page "
-    "docs/reference/NAME.md. `hasslefree methods NAME` lists the settings of a method, pruner or low-rank solver."
+    "docs/explanation/NAME.md. `hasslefree methods NAME` lists the settings of a method, pruner or low-rank solver."
 )
 # The fields of a recipe that set those of a grid.
 GRID_FIELDS = {"grid.bits": "bits", "grid.group": "group_size", "grid.symmetric": "symmetric"}

@@ -65,7 +65,7 @@ ABOUT: dict[str, About] = {
     "loftq": About("alternates rtn and svd; uses no data", "arXiv 2310.08659"),
     "lq-lora": About("alternates rtn and a randomised diagonal-svd", "arXiv 2311.12023"),
     "caldera": About("alternates gptq and exact", "arXiv 2405.18886"),
-    "joint-grid": About("joint, with S on a grid of 4 or 8 bits", "docs: quantised"),
+    "joint-grid": About("joint, with S on a grid of 4 or 8 bits", "docs: maths"),
     **ABOUT_PRUNERS,
 }
 

@@ -28,7 +28,7 @@ ABOUT: dict[str, About] = {
     "dsnot": About("improves the support of wanda by swaps", "arXiv 2310.08915"),
     "sparsegpt": About("prunes by columns, and corrects later columns", "arXiv 2301.00774"),
     "alps": About("ADMM on the support, then least squares on it", "arXiv 2406.07831"),
-    "rtn": About("rounds to the nearest value of a grid", "docs: quantised"),
+    "rtn": About("rounds to the nearest value of a grid", "docs: maths"),
     "gptq": About("rounds by columns, and corrects later columns", "arXiv 2210.17323"),
     "osscar": About("removes whole input channels, with refits", "arXiv 2403.12983"),
 }
