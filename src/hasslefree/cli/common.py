@@ -1,24 +1,16 @@
-"""What every command shares: the application, the console, the bar over layers, and the file of `--output`."""
+"""What every command shares: the application, the console, and the file of `--output`."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hasslefree.errors import OutputError
-
-if TYPE_CHECKING:
-    from hasslefree.folder.record import LayerRecord
 
 app = typer.Typer(
     help="Make a language model smaller without retraining it: every linear layer becomes sparse plus low-rank.",
@@ -29,35 +21,8 @@ app = typer.Typer(
 # Under torchrun the first process alone speaks, but for errors.
 console = Console(quiet=os.environ.get("RANK", "0") != "0")
 
-COLUMNS = (
-    TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    TextColumn("left"), TimeRemainingColumn(),
-)  # fmt: skip
-
 DEVICE = typer.Option(help="cpu, cuda, cuda:1, … (default: the GPU if there is one).")
 TRUST = typer.Option(help="Run code that comes with the model.")
-
-
-@contextmanager
-def layer_bar() -> Iterator[Callable[[LayerRecord, int, int], None]]:
-    """A bar over layers with the current layer's relative error and the time left; above it what is logged."""
-    with Progress(*COLUMNS, console=console, transient=True) as bar:
-        task = bar.add_task("loading the model and the text", total=None)
-        handler = RichHandler(console=bar.console, show_path=False, show_level=False, markup=False)
-        logger = logging.getLogger("hasslefree")
-        level = logger.level
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-
-        def progress(report: LayerRecord, done: int, total: int) -> None:
-            text = f"{report.name} relative error {report.relative_error:.5f}"
-            bar.update(task, description=text, completed=done, total=total)
-
-        try:
-            yield progress
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
 
 
 def check_output_file(output: Path | None) -> None:

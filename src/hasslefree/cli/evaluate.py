@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hasslefree.cli.common import DEVICE, TRUST, app, check_output_file, console, layer_bar, say, write_file, write_json
+from hasslefree.cli.bars import phase_bars
+from hasslefree.cli.common import DEVICE, TRUST, app, check_output_file, console, say, write_file, write_json
 from hasslefree.errors import RecipeError
 
 
@@ -50,8 +50,7 @@ def evaluate(
         raise RecipeError("name at least one text or task, such as --perplexity wikitext2 or --tasks piqa")
     batch = parse_batch_size(batch_size)
     check_output_file(output)
-    # The tasks have bars of their own.
-    with nullcontext() if tasks else console.status("evaluating"):
+    with phase_bars() as progress:
         results = run.evaluate(
             model,
             perplexity or [],
@@ -66,6 +65,7 @@ def evaluate(
             task_data=task_data,
             cache=cache or default_cache(),
             keep=lambda results: write_file(results, output),
+            progress=progress,
         )
     for table in result_tables(results):
         console.print(table)
@@ -121,8 +121,9 @@ def reproduce(
                   chosen_tasks(tasks), limit, task_data)  # fmt: skip
     chosen, desk = tuple(methods) if methods else None, Desk(output, device, console, say)
     if what == "figure1":
-        reproduce_figure(model, chosen, scale, desk, block)
+        with phase_bars() as progress:
+            reproduce_figure(model, chosen, scale, desk, block, progress)
         return
     table = table_number(what)
-    with layer_bar() as progress:
+    with phase_bars() as progress:
         reproduce_table(table, model, like, chosen, scale, desk, plan_only=plan_only, keep=keep, progress=progress)
