@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -58,6 +59,8 @@ def test_compress_then_evaluate(monkeypatch, capsys, tmp_path):
     assert code == 0, text
     assert "14 layers" in text
     assert "down_proj" in text
+    assert re.search(r"^\d\d:\d\d:\d\d solving: finished, 14 layers in \d", text, re.MULTILINE)
+    assert re.search(r"│ solving +│ +\d+\.\d │ +\d+\.\d │", text)
     files = {path.name for path in out.iterdir()}
     assert files >= {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
                      "README.md", "compression.json"}  # fmt: skip
@@ -87,6 +90,7 @@ def test_compress_then_evaluate(monkeypatch, capsys, tmp_path):
     found = json.loads(results.read_text())["perplexity"]
     assert set(found) == {str(HELD_OUT), f"{CALIBRATION}[:1]"}
     assert found[str(HELD_OUT)]["tokens"] == 640
+    assert f"perplexity on {HELD_OUT.name}: finished, 10 windows in" in text
     assert 10 < found[str(HELD_OUT)]["perplexity"] < 200
 
 
@@ -193,6 +197,7 @@ def test_export(monkeypatch, capsys, tmp_path):
         code, text = run(monkeypatch, capsys, "export", out, "--to", to, tmp_path / to)
         assert code == 0, text
         assert f"Written to {tmp_path / to}" in text
+        assert "writing: finished in" in text
         assert (tmp_path / to / file).is_file()
     for arguments, message in [
         ([out, "--to", "onnx", tmp_path / "new"], "unknown export 'onnx'. Known: dense, narrow, peft"),
@@ -279,7 +284,7 @@ def test_every_option_of_evaluate_arrives(monkeypatch):
     """Oracle: the arguments, written out."""
     seen = []
 
-    def record(*arguments, keep, **options):
+    def record(*arguments, keep, progress, **options):
         seen.append((*arguments, options))
         raise OutputError("seen")
 

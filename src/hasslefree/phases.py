@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 LOADING = "loading the model"
 TEXT = "reading the text"
 LOOK = "checking the model"
-ROTATION_BLOCKS, ROTATION = "rotation of heads", "rotation of the stream"
-REFERENCE = "dense predictions"
+BLOCK_ROTATION, STREAM_ROTATION = "rotation within blocks", "rotation of the stream"
+REFERENCE_TEXT, REFERENCE = "reading the text to match on", "dense predictions"
 PROBES = "probes"
 ALLOCATION = "allocation"
 IMPORTANCE = "channel importance"
@@ -40,10 +40,9 @@ RESUMED = "finished blocks"
 GRAMS = "Grams"
 SOLVING = "solving"
 MATCHING = "block matching"
-PREDICTIONS = "prediction matching"
+READ_BACK, PREDICTIONS = "reading blocks back", "prediction matching"
 WRITING = "writing"
-PERPLEXITY = "perplexity on"
-TASKS = "tasks"
+TASK_DATA, SCORING, ANSWERS = "reading the tasks", "scoring", "answers to tasks"
 
 # Seconds between two log lines of a phase.
 EVERY = 30.0
@@ -144,13 +143,17 @@ class Phases:
         """
         phase = Phase(self, name, total, unit)
         if running:
-            with phase.running():
-                yield phase
+            self.enter(phase)
         else:
             self.say(phase)
+        try:
             yield phase
+        finally:
+            if running:
+                self.leave(phase)
         phase.done = total
         self.say(phase, ended=True)
+        self.resume()
 
     def counted(self, name: str, items: Iterable[T], total: int, unit: str) -> Iterator[T]:
         """The items of a loop whose body, with the making of the items, is a phase; each is counted after the body."""
@@ -230,11 +233,11 @@ class LogLines:
             self._last, self._heard = None if step.ended else step, self.clock()
             if step.phase not in self.begun and not step.ended:
                 self.begun.add(step.phase)
-                self._write(f"{step.phase}: begins" + (f", {step.total:,} {step.unit}" if step.unit else ""))
+                self._write(f"{step.phase}: started" + (f", {step.total:,} {step.unit}" if step.unit else ""))
             elif step.ended:
                 self.begun.discard(step.phase)
-                count = f"{step.total:,} {step.unit} " if step.unit else ""
-                self._write(f"{step.phase}: {count}done in {duration(step.seconds)}")
+                count = f", {step.total:,} {step.unit}" if step.unit else ""
+                self._write(f"{step.phase}: finished{count} in {duration(step.seconds)}")
         self.beat()
 
     def beat(self) -> None:

@@ -15,6 +15,7 @@ from hasslefree.errors import OutputError, TaskError, UnknownNameError
 from hasslefree.evaluation.fingerprint import fingerprint
 from hasslefree.evaluation.run import evaluate
 from hasslefree.evaluation.tasks import TASKS, check_harness, check_tasks, harness_tasks
+from hasslefree.phases import ANSWERS
 from tests.evaluation.task_rows import ROWS, questions, write_rows
 
 pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: pip install "hasslefree[eval]"')
@@ -155,9 +156,10 @@ def test_what_was_answered_before_a_crash_is_not_asked_again(monkeypatch, tmp_pa
         with pytest.raises(RuntimeError, match="power cut"):
             evaluate(str(MODEL), **options, cache=tmp_path / "cache")
     with monkeypatch.context() as patch:
-        rest = Counter(patch)
-        again = evaluate(str(MODEL), **options, cache=tmp_path / "cache")
+        rest, steps = Counter(patch), []
+        again = evaluate(str(MODEL), **options, cache=tmp_path / "cache", progress=steps.append)
     assert rest.calls == 7
+    assert {(step.done, step.total) for step in steps if step.phase == ANSWERS} == {(done, 7) for done in range(8)}
     assert again == whole
     with monkeypatch.context() as patch:
         Counter(patch, most=0)

@@ -16,6 +16,7 @@ from hasslefree.errors import CheckpointError, HasslefreeError, OutputError
 from hasslefree.folder import journal
 from hasslefree.levers.masters import Masters
 from hasslefree.run import layers
+from tests.listeners import by_layer
 from tests.tiny_models import build, segments
 
 RECIPE = Recipe(rank=2, method="eora")
@@ -41,7 +42,7 @@ def interrupted(out, after, error=KeyboardInterrupt, **options):
             raise error
 
     with pytest.raises(error):
-        compress(out, progress=stop, **options)
+        compress(out, progress=by_layer(stop), **options)
     return out.with_name(f"{out.name}.unfinished")
 
 
@@ -60,7 +61,7 @@ def test_going_on_gives_the_same_bytes(after, error, whole, tmp_path):
     seen = []
     left = interrupted(tmp_path / "out", after, error)
     assert len(list(left.glob("model/model-*"))) == 1 + (after - 1) // 7
-    report = compress(tmp_path / "out", resume=True, progress=lambda layer, done, total: seen.append(done))
+    report = compress(tmp_path / "out", resume=True, progress=by_layer(lambda layer, done, total: seen.append(done)))
     assert contents(tmp_path / "out") == whole
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert seen == list(range(1, 7 * BLOCKS + 1))

@@ -66,9 +66,7 @@ def test_what_a_choice_costs_is_the_sum_over_layers(family, tmp_path, monkeypatc
     blocks = find_blocks(model)
     options = {"storage": "device", "folder": tmp_path}
     walk, _ = look_over(model, blocks, Weights(model, model.device), chosen[0].plan, tokens[:1], options)
-    steps = []
-    found = list(costs(walk, chosen, tokens, 0, lambda *done: steps.append(done)))
-    assert steps == [(1, 2), (2, 2)]
+    found = list(costs(walk, chosen, tokens, 0))
     sites = {f"{blocks.prefix(i)}.{n}": s for i, b in enumerate(blocks.modules) for n, s in find_sites(b).items()}
     x, y = {}, {}
     handles = [site.on_input(lambda rows, name=name: x.setdefault(name, rows)) for name, site in sites.items()]

@@ -16,6 +16,7 @@ from hasslefree.levers.allocation import choice_of
 from hasslefree.models.blocks import find_blocks
 from hasslefree.recipe.plan import LayerPlan, make_plan
 from tests import oracles
+from tests.listeners import by_layer
 from tests.tiny_models import build, segments, tensors_of
 
 BY_ERROR = [
@@ -144,7 +145,7 @@ def test_a_run_that_ended_early_goes_on_to_the_same_bytes(tmp_path):
 
     run("whole")
     with pytest.raises(KeyboardInterrupt):
-        run("out", progress=stop)
+        run("out", progress=by_layer(stop))
     run("out", resume=True)
     names = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert filecmp.cmpfiles(tmp_path / "whole", tmp_path / "out", names, shallow=False)[0] == names

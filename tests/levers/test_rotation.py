@@ -32,6 +32,7 @@ from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
 from hasslefree.recipe.plan import make_plan
 from tests import oracles
+from tests.listeners import by_layer
 from tests.tiny_models import FAMILIES, ROTARY, gram_of, logits, segments, tensors_of
 
 # Of each, what it has beside RMS norms and plain projections.
@@ -244,7 +245,7 @@ def test_a_compression_of_a_rotated_model_goes_on_to_the_same_bytes(tmp_path, mo
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "cut", progress=stop)
+        run(tmp_path / "cut", progress=by_layer(stop))
     run(tmp_path / "cut", resume=True)
     one, other = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "cut")
     assert all(torch.equal(one[name], other[name]) for name in one | other)

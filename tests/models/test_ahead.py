@@ -18,6 +18,7 @@ from hasslefree.models.ahead import Ahead, Source, in_memory
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_on_disk
 from hasslefree.models.streaming import Weights
+from tests.listeners import by_layer
 from tests.tiny_models import NO_TOKENIZER, build, segments
 
 CPU = torch.device("cpu")
@@ -117,7 +118,7 @@ def test_no_more_than_the_next_block_is_read_ahead(reads, tmp_path):
 
     hasslefree.compress(
         tmp_path / "dense", tmp_path / "out", RECIPES["llama"], tokenizer=NO_TOKENIZER, segments=segments(),
-        device="cpu", progress=look,
+        device="cpu", progress=by_layer(look),
     )  # fmt: skip
     assert held == [(block, {block + 1} - {4}) for block in range(4) for _ in range(7)]
 

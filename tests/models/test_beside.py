@@ -16,6 +16,7 @@ from hasslefree.models.probe import block_calls
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
 from hasslefree.recipe.plan import make_plan
+from tests.listeners import by_layer
 from tests.tiny_models import BESIDE, NO_TOKENIZER, build, logits, segments, tensors_of
 
 beside = pytest.mark.parametrize("family", BESIDE)
@@ -70,7 +71,7 @@ def test_streamed_and_resumed_it_is_the_same(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         hasslefree.compress(tmp_path / "dense", tmp_path / "two", recipe, segments=segments(), tokenizer=NO_TOKENIZER,
-                            progress=stop)  # fmt: skip
+                            progress=by_layer(stop))  # fmt: skip
     hasslefree.compress(tmp_path / "dense", tmp_path / "two", recipe, segments=segments(), tokenizer=NO_TOKENIZER,
                         resume=True)  # fmt: skip
     one, two = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")

@@ -20,6 +20,7 @@ from hasslefree.recipe.resolved import filled
 from hasslefree.run import compress as module
 from hasslefree.run.compress import draw
 from tests import oracles
+from tests.listeners import by_layer
 from tests.tiny_models import build, gram_of, logits, segments, tensors_of
 
 ORDER = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"],
@@ -96,7 +97,7 @@ def test_the_folder_tells_what_was_done(tmp_path):
         tmp_path / "out",
         recipe,
         segments=segments(),
-        progress=lambda layer, done, total: seen.append((layer.name, done, total)),
+        progress=by_layer(lambda layer, done, total: seen.append((layer.name, done, total))),
     )
     assert [done for _, done, _ in seen] == list(range(1, 15))
     assert {total for *_, total in seen} == {14}

@@ -19,6 +19,7 @@ from hasslefree.folder.output import check_output, check_shard_size, replaced_wh
 from hasslefree.folder.processor import copy_processor
 from hasslefree.models.load import auto_class, load_config, load_model, load_tokenizer
 from hasslefree.packed.linear import compressed_layers
+from hasslefree.phases import LOADING, WRITING, Listener, heard
 
 # (the model, changed in place; the folder to fill; where that will stand; the shard size) → the folders with a model
 # card, by its kind
@@ -33,6 +34,7 @@ def export(
     *,
     overwrite: bool = False,
     max_shard_size: str = "5GB",
+    progress: Listener | None = None,
 ) -> None:
     """Write a compressed model for readers that do not know hasslefree.
 
@@ -41,6 +43,7 @@ def export(
         to: "dense" (S + u v as plain weights), "peft" (an adapter with u v, and S as its base model in base/) or
             "narrow" (dense, without the heads and neurons that nothing reads).
         overwrite: replace a destination that is not empty, once the new one is complete.
+        progress: as for `hasslefree.compress`.
 
     Raises:
         HasslefreeError: an unknown `to`, a folder that is not compressed, a destination that cannot be written.
@@ -50,14 +53,16 @@ def export(
     source, target = Path(folder).resolve(), Path(destination).resolve()
     check_shard_size(max_shard_size)
     check_folders(source, target, overwrite)
-    model = load_model(str(source), device="cpu")
-    auto = auto_class(model.config).__name__
-    # Compressed folders have transformers' own names; the export has those that checkpoints of the family have.
-    model._weight_conversions = None  # type: ignore[assignment]
-    check_output(target, overwrite, bytes_needed(model))
-    with replaced_whole(target) as part:
-        folders = EXPORTS[to](model, part, target, max_shard_size)
-        copy_rest(source, part, folders, auto)
+    with heard(progress) as phases:
+        with phases.phase(LOADING):
+            model = load_model(str(source), device="cpu")
+        auto = auto_class(model.config).__name__
+        # Compressed folders have transformers' own names; the export has those that checkpoints of the family have.
+        model._weight_conversions = None  # type: ignore[assignment]
+        check_output(target, overwrite, bytes_needed(model))
+        with phases.phase(WRITING), replaced_whole(target) as part:
+            folders = EXPORTS[to](model, part, target, max_shard_size)
+            copy_rest(source, part, folders, auto)
 
 
 def check_folders(source: Path, target: Path, overwrite: bool) -> None:

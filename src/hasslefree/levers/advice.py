@@ -12,7 +12,7 @@ choices, and is not the divergence that a compression will have.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from hasslefree.models.blocks import Blocks, select_sites
 from hasslefree.models.distributed import ALONE
 from hasslefree.models.moments import PROBED
 from hasslefree.models.walk import Walk
+from hasslefree.phases import ADVICE
 from hasslefree.recipe.plan import Plan, make_plan, weights_on_disk
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.units import size
@@ -105,24 +106,22 @@ def probed_tokens(plan: Plan) -> int:
     return max(PROBED, TOKENS * max(layer.spec.shape[1] for plans in plan for layer in plans.values()))
 
 
-def costs(
-    walk: Walk, chosen: Sequence[Candidate], segments: Tensor, seed: int, progress: Callable[[int, int], None]
-) -> Iterator[Advice]:
+def costs(walk: Walk, chosen: Sequence[Candidate], segments: Tensor, seed: int) -> Iterator[Advice]:
     """What each candidate costs in predictions.
 
     Args:
-        segments: token ids (samples, tokens). progress: called with the blocks done, and how many there are.
+        segments: token ids (samples, tokens).
 
     Raises:
         ModelError, NonFiniteError: as from `sensitivities`.
     """
     totals = [0.0] * len(chosen)
-    for done, reverse in enumerate(backwards(walk, segments, ALONE, seed, probed_tokens(chosen[0].plan)), 1):
+    passing = backwards(walk, segments, ALONE, seed, probed_tokens(chosen[0].plan))
+    for reverse in walk.phases.counted(ADVICE, passing, len(walk.blocks.modules), "blocks"):
         plans = [candidate.plan[reverse.visit.index] for candidate in chosen]
         for layer in seen_layers(reverse, plans[0], ALONE):
             for place, each in enumerate(plans):
                 plan = each[layer.name]
                 totals[place] += layer.divergence(layer.solved(plan.pattern, plan.spec.rank, seed))
-        progress(done, len(walk.blocks.modules))
     for candidate, total in zip(chosen, totals, strict=True):
         yield Advice(candidate.pattern, candidate.rank, candidate.bytes, total)

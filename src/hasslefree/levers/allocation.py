@@ -19,6 +19,7 @@ from hasslefree.models.distributed import World
 from hasslefree.models.moments import gather, groups_by_input
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
+from hasslefree.phases import ALLOCATION
 from hasslefree.recipe.plan import LayerPlan, Plan, plan_block
 from hasslefree.recipe.resolved import Resolved
 
@@ -89,7 +90,8 @@ def allocated(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, worl
 def by_outliers(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Plan:
     """OWL (arXiv 2310.05175): every block has a ratio, or a sparsity, of its own, around the recipe's."""
     hidden = walk.entering(segments)
-    shares = [outliers_of(visit, plan[visit.index], hidden, world) for visit in walk.visits(hidden)]
+    visits = walk.phases.counted(ALLOCATION, walk.visits(hidden), len(plan), "blocks")
+    shares = [outliers_of(visit, plan[visit.index], hidden, world) for visit in visits]
     sizes = [sum(layer.spec.dense_parameters for layer in plans.values()) for plans in plan]
     budget = resolved.budget
     field = "sparsity" if budget.ratio is None else "ratio"

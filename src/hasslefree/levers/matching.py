@@ -87,6 +87,10 @@ class Matching(Steps):
         """For so many epochs: with few of them, smaller batches make more steps, each of them shorter."""
         return cls(epochs=epochs) if epochs > 2 else cls(epochs=epochs, learning_rate=0.007, batch=2)
 
+    def steps(self, training: int) -> int:
+        """At most, for so many segments to train on."""
+        return self.epochs * math.ceil(training / self.batch)
+
 
 @dataclass(frozen=True)
 class MatchRecord:
@@ -143,6 +147,7 @@ def match_block(
     loss: Loss = relative_distance,
     parameters: Sequence[nn.Parameter] | None = None,
     world: World = ALONE,
+    stepped: Callable[[int], None] | None = None,
 ) -> MatchRecord:
     """Train the kept values of a block in place; it is never worse on the judging segments than it was.
 
@@ -153,6 +158,7 @@ def match_block(
         seed: of the split into training and judging segments, and of the order of the segments.
         parameters: what to train; None for `kept_parameters(block)`.
         world: the processes that share the segments as `World.share` does, each with the same block.
+        stepped: called after each step with its number, from 1; after a retreat the numbers begin anew.
 
     Raises:
         CalibrationError: no segment is left to train on. NonFiniteError: the block's output is NaN or Inf at first.
@@ -188,7 +194,7 @@ def match_block(
             generator.set_state(shuffles)
             tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
             masters = Masters(kept, stored, scales, tried, world)
-            trainer = Trainer(masters, list(scales), tried, len(training), lost, world, call.batched)
+            trainer = Trainer(masters, list(scales), tried, len(training), lost, world, call.batched, stepped)
             last = retreat == settings.retreats
             history, best = attempt(trainer, order, judged, before, settings.patience if last else 1)
             if best:
@@ -226,13 +232,18 @@ def attempt(
     return history, best_epoch
 
 
+def judges_of(count: int, held_out: float) -> int:
+    """How many of so many segments are held out."""
+    return math.ceil(held_out * count)
+
+
 def split(count: int, held_out: float, generator: torch.Generator) -> tuple[list[int], list[int]]:
     """The segments to train on and those that judge; with held_out = 0 the same ones do both.
 
     Raises:
         CalibrationError: no segment is left to train on.
     """
-    judges = math.ceil(held_out * count)
+    judges = judges_of(count, held_out)
     if judges >= count:
         raise CalibrationError(
             f"matching holds {judges} of {count} calibration segments out and has none to train on; use more samples"
@@ -248,6 +259,7 @@ class Trainer:
     Args:
         masters: of what is trained. segments: the number in an epoch, of all processes.
         world: the processes that share the segments. batched: whether the segments of a step run together.
+        stepped: as for `match_block`.
     """
 
     def __init__(
@@ -259,10 +271,12 @@ class Trainer:
         lost: Callable[[Sequence[int]], Tensor],
         world: World,
         batched: bool,
+        stepped: Callable[[int], None] | None = None,
     ):
+        self.stepped = stepped
         self.masters, self.settings, self.lost, self.world, self.batched = masters, settings, lost, world, batched
         self.layers = [layer for layer in layers if layer.values.requires_grad]
-        self.step, self.steps = 0, settings.epochs * math.ceil(segments / settings.batch)
+        self.step, self.steps = 0, settings.steps(segments)
 
     @property
     def kept(self) -> list[nn.Parameter]:
@@ -277,3 +291,5 @@ class Trainer:
                     self.lost(together).backward()
             self.masters.update(self.settings.rate(self.step, self.steps))
             self.step += 1
+            if self.stepped is not None:
+                self.stepped(self.step)

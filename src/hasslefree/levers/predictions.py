@@ -44,6 +44,7 @@ from hasslefree.models.moments import BATCH, run_block, takes_batches
 from hasslefree.models.precision import computing
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
+from hasslefree.phases import PREDICTIONS, REFERENCE
 from hasslefree.validation import Count, Figure
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ def reference_of(walk: Walk, segments: Tensor, total: int, judges: int) -> Refer
     """
     hidden = walk.entering(segments)
     check_predictions(walk, segments, hidden)
-    for _ in walk.visits(hidden):
+    for _ in walk.phases.counted(REFERENCE, walk.visits(hidden), len(walk.blocks.modules), "blocks"):
         pass
     return Reference(segments, hidden, total, judges)
 
@@ -160,16 +161,19 @@ def match_predictions(
     """
     start = time.perf_counter()
     history: list[float] = []
-    for retreat in range(settings.retreats + 1):
-        tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
-        trainer = ModelTrainer(walk, reference, tried, world, home, keep_graphs)
-        before, history = trainer.train(last=retreat == settings.retreats)
-        del trainer  # before the next one: its masters are the largest arrays that there are
-        if history[-1] >= before:
-            restore()
-        if history[0] < before:
-            break
-    tokens = (reference.total - reference.judges) * reference.segments.shape[1]
+    seqlen = reference.segments.shape[1]
+    steps = math.ceil((reference.total - reference.judges) * seqlen / settings.tokens(seqlen))
+    with walk.phases.phase(PREDICTIONS, steps, "steps") as phase:
+        for retreat in range(settings.retreats + 1):
+            tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
+            trainer = ModelTrainer(walk, reference, tried, world, home, keep_graphs)
+            before, history = trainer.train(last=retreat == settings.retreats, stepped=phase.reach)
+            del trainer  # before the next one: its masters are the largest arrays that there are
+            if history[-1] >= before:
+                restore()
+            if history[0] < before:
+                break
+    tokens = (reference.total - reference.judges) * seqlen
     seconds = time.perf_counter() - start
     return PredictionRecord(before, min(before, history[-1]), tuple(history), tried.learning_rate, tokens, seconds)
 
@@ -283,11 +287,12 @@ class ModelTrainer:
             scales = input_scales(block, run, range(len(hidden)), self.world)
             return Masters(kept, stored, scales, self.settings, self.world, home)
 
-    def train(self, last: bool) -> tuple[float, list[float]]:
+    def train(self, last: bool, stepped: Callable[[int], None]) -> tuple[float, list[float]]:
         """One pass over the training segments: the divergence before it, and at each look.
 
         Args:
-            last: go on even where the first look is no better than before.
+            last: go on even where the first look is no better than before. stepped: called after each step with its
+                number, from 1.
 
         Raises:
             NonFiniteError: the model's predictions are NaN or Inf at first.
@@ -309,6 +314,7 @@ class ModelTrainer:
             for step, batch in enumerate(batches):
                 # One step more than there are, where the rate is zero.
                 self.step(self.world.local(batch), self.settings.rate(step, len(batches) + 1))
+                stepped(step + 1)
                 if step + 1 in looks:
                     history.append(self.judged())
                     done = f"step {step + 1}/{len(batches)}, KL {history[-1]:.4f} ({before:.4f} before)"

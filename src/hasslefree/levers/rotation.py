@@ -32,6 +32,7 @@ from hasslefree.models.precision import solving
 from hasslefree.models.stream import HeadUse, StreamUse, head_use, one_after_the_other, outer_use, stream_use, tied
 from hasslefree.models.streaming import Change
 from hasslefree.models.walk import Visit, Walk
+from hasslefree.phases import BLOCK_ROTATION, STREAM_ROTATION
 from hasslefree.recipe.plan import LayerPlan, Plan
 from hasslefree.validation import Figure
 
@@ -121,12 +122,14 @@ def of_head_outputs(weight: Tensor, diagonal: Tensor, heads: HeadUse) -> Importa
     return lambda q: ((q.mT @ each).square() / diagonal).flatten(0, 1)
 
 
-def learned(terms: Sequence[Term], start: Tensor, how: Learning) -> tuple[Tensor, float]:
+def learned(
+    terms: Sequence[Term], start: Tensor, how: Learning, stepped: Callable[[], None] | None = None
+) -> tuple[Tensor, float]:
     """The rotation after which the pattern removes least, as far as it was found.
 
     Args:
         terms: count alike, each by what is removed over what was before. start: of the rotation, (…, size, size);
-            no rotation is a start too.
+            no rotation is a start too. stepped: called after each step, and once more.
 
     Returns:
         Q, (…, size, size), and what is removed over what was before, on average; never more than 1.
@@ -150,6 +153,8 @@ def learned(terms: Sequence[Term], start: Tensor, how: Learning) -> tuple[Tensor
         optimizer.zero_grad()
         rotation.backward(leaf.grad)
         optimizer.step()
+        if stepped is not None:
+            stepped()
     return orthogonal(found), best
 
 
@@ -173,7 +178,7 @@ def rotate(walk: Walk, plan: Plan, segments: Tensor, world: World, how: Learning
     entering, seen = hidden[0].clone(), Seen(walk, plan, world, how)
     if reason := tied(walk.model):
         seen.left_out["stream"] = f"the residual stream: {reason}"
-    for visit in walk.visits(hidden):
+    for visit in walk.phases.counted(BLOCK_ROTATION, walk.visits(hidden), len(plan), "blocks"):
         seen.look(visit, hidden)
     found: RotationRecord = world.broadcast(seen.rotated(segments[0], entering, hidden[0]))
     for reason in found.left_out:
@@ -219,7 +224,6 @@ class Seen:
             except ModelError as error:
                 self.left_out["stream"] = f"the residual stream: in {visit.prefix}, {error.message}"
         self.turn_heads(visit, plans, states, inverses)
-        logger.info("rotation: block %d/%d", visit.index + 1, len(self.plan))
 
     def turn_heads(
         self, visit: Visit, plans: Mapping[str, LayerPlan], states: Tensor, inverses: Mapping[str, Tensor]
@@ -269,8 +273,9 @@ class Seen:
     def learned_stream(self, states: Tensor) -> tuple[Tensor, float]:
         """The rotation of the stream: (width, width). states: that enter the first block."""
         start = torch.eye(states.shape[-1]).to(states)
-        with solving(states.device), torch.enable_grad():
-            rotation, share = learned(self.terms, start, self.how)
+        steps = self.walk.phases.phase(STREAM_ROTATION, self.how.steps + 1, "steps")
+        with steps as phase, solving(states.device), torch.enable_grad():
+            rotation, share = learned(self.terms, start, self.how, phase.advance)
         self.world.broadcast_(rotation, 0)
         return rotation, share
 

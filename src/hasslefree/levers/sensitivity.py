@@ -35,6 +35,7 @@ from hasslefree.models.moments import Sums, checked, groups_by_input, probes, wi
 from hasslefree.models.precision import as_multiplied, computing
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
+from hasslefree.phases import ALLOCATION, IMPORTANCE, PROBES
 from hasslefree.recipe.plan import LayerPlan, Plan
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.methods.joint import LOOK
@@ -83,7 +84,7 @@ def sensitivities(
     """
     found: list[dict[str, tuple[T, float]]] = [{} for _ in plan]
     channels: list[Tensor] = [torch.empty(0)] * len(plan)
-    for reverse in backwards(walk, segments, world, seed):
+    for reverse in walk.phases.counted(ALLOCATION, backwards(walk, segments, world, seed), len(plan), "blocks"):
         index = reverse.visit.index
         channels[index] = importance(reverse, world)
         found[index] = block_sensitivities(reverse, plan[index], world, see)
@@ -97,8 +98,8 @@ def importances(walk: Walk, segments: Tensor, world: World, seed: int = 0) -> li
     """
     if walk.model.get_output_embeddings() is None:
         return None
-    found = []
-    for reverse in backwards(walk, segments, world, seed):
+    found, passing = [], backwards(walk, segments, world, seed)
+    for reverse in walk.phases.counted(IMPORTANCE, passing, len(walk.blocks.modules), "blocks"):
         found.append(importance(reverse, world))
         inputs_and_gradients(reverse, [])  # the gradients go on to the block before
     return found[::-1]
@@ -124,11 +125,13 @@ def backwards(walk: Walk, segments: Tensor, world: World, seed: int, tokens: int
     """
     count = local_probes(segments, world, tokens)
     segments = segments[: max(count, 1)]
-    hidden, entering = walk.entering(segments), []
-    check_predictions(walk, segments, hidden)
-    for _ in walk.visits(hidden):
-        entering.append(hidden.copy())
-    gradients = gradients_of_labels(walk, segments, hidden, world, seed)
+    with walk.phases.phase(PROBES, len(walk.blocks.modules), "blocks") as phase:
+        hidden, entering = walk.entering(segments), []
+        check_predictions(walk, segments, hidden)
+        for _ in walk.visits(hidden):
+            entering.append(hidden.copy())
+            phase.advance()
+        gradients = gradients_of_labels(walk, segments, hidden, world, seed)
     for visit in walk.backwards():
         yield Reverse(visit, entering.pop(), gradients, count * segments.shape[1])
 

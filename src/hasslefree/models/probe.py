@@ -21,6 +21,8 @@ from hasslefree.models.streaming import Weights, outside
 
 # Called with the index of a block.
 Look = Callable[[int], None]
+# Called after a block.
+Passed = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,18 @@ class Probe:
     output: Tensor
 
 
-def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, look: Look | None = None) -> Probe:
+def probe(
+    model: nn.Module,
+    blocks: Blocks,
+    segment: Tensor,
+    weights: Weights,
+    look: Look | None = None,
+    passed: Passed | None = None,
+) -> Probe:
     """A forward pass of a segment (1, tokens) up to the last block, with one block in memory at a time.
 
     Args:
-        look: called with the index of each block while it is in memory.
+        look: called with the index of each block while it is in memory. passed: called after each block.
 
     Raises:
         ModelError: not all blocks run, or something is done to the hidden states between them.
@@ -77,6 +86,8 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
         if not torch.isfinite(states).all():
             name = blocks.prefix(blocks.modules.index(module))
             raise NonFiniteError(f"{name} outputs NaN or Inf; try another dtype ({option('dtype', 'float32')})")
+        if passed is not None:
+            passed()
         if module is blocks.modules[-1]:
             raise Stop
 
@@ -93,20 +104,26 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
 
 
 def block_calls(
-    model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, look: Look | None = None
+    model: nn.Module,
+    blocks: Blocks,
+    segment: Tensor,
+    weights: Weights,
+    look: Look | None = None,
+    passed: Passed | None = None,
 ) -> list[BlockCall]:
     """How a model calls each block, after a look that it can be run block by block and is a decoder.
 
     A second segment differs in its last token: a causal model gives the same output before it, and what the blocks are
-    given shows then what depends on the text. segment: (1, tokens). look: as for `probe`, in the first pass.
+    given shows then what depends on the text. segment: (1, tokens). look: as for `probe`, in the first pass. passed: as
+    for `probe`, in both.
 
     Raises:
         ModelError: one of the two does not hold.
     """
-    first = probe(model, blocks, segment, weights, look)
+    first = probe(model, blocks, segment, weights, look, passed)
     changed = segment.clone()
     changed[0, -1] = (changed[0, -1] + 1) % model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    second = probe(model, blocks, changed, weights)
+    second = probe(model, blocks, changed, weights, passed=passed)
     before, after = (each.calls[-1].as_rows(each.output)[0, :-1].float() for each in (first, second))
     tolerance = 4 * torch.finfo(first.output.dtype).eps * before.abs().amax()
     if before.numel() and (before - after).abs().amax() > tolerance:

@@ -18,6 +18,7 @@ from hasslefree.models.moments import first_hidden_states, run_block, takes_batc
 from hasslefree.models.probe import Look, block_calls
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights, outside
+from hasslefree.phases import LOOK, Phases
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Walk:
 
     Args:
         calls: how each block is called. storage, folder: where hidden states are between blocks; see `Activations`.
+        phases: of the run that walks, in which the blocks are counted.
     """
 
     model: PreTrainedModel
@@ -54,6 +56,7 @@ class Walk:
     calls: Sequence[BlockCall]
     storage: str = "device"
     folder: Path = Path()
+    phases: Phases = field(default_factory=Phases)
 
     @classmethod
     def open(
@@ -65,13 +68,17 @@ class Walk:
         storage: str = "device",
         folder: Path = Path(),
         look: Look | None = None,
+        phases: Phases | None = None,
     ) -> Walk:
         """Learn from one segment (1, tokens) how the model calls its blocks. look: as for `block_calls`.
 
         Raises:
             ModelError, NonFiniteError: as from `block_calls`.
         """
-        return cls(model, blocks, weights, block_calls(model, blocks, segment, weights, look), storage, folder)
+        phases = phases or Phases()
+        with phases.phase(LOOK, 2 * len(blocks.modules), "blocks") as phase:
+            calls = block_calls(model, blocks, segment, weights, look, phase.advance)
+        return cls(model, blocks, weights, calls, storage, folder, phases)
 
     @property
     def width(self) -> int | None:

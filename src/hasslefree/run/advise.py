@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from hasslefree.models.distributed import ALONE
 from hasslefree.models.load import load_tokenizer, resolve_device
 from hasslefree.models.moments import probes
 from hasslefree.models.streaming import Weights
+from hasslefree.phases import LOADING, Listener, heard
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.compress import check_segments, draw, open_model
@@ -38,7 +38,7 @@ def advise(
     device: str | None = None,
     activations: str = "device",
     trust_remote_code: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Listener | None = None,
 ) -> list[Advice]:
     """Patterns and ranks that fit into a budget, the one first that the model's predictions lose least by.
 
@@ -47,7 +47,7 @@ def advise(
     Args:
         model, tokenizer, device, activations, trust_remote_code: as for `compress`.
         budget: bytes of all weights as stored. recipe: its text, what stays dense, dtype and seed.
-        progress: called with the blocks done, and how many there are.
+        progress: as for `compress`.
 
     Raises:
         HasslefreeError: a budget that no pattern meets, or anything that `compress` refuses.
@@ -56,19 +56,21 @@ def advise(
     resolved = recipe.resolve()
     check_storage(activations)
     target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device)
-    with memory_reused(), tempfile.TemporaryDirectory() as scratch:
-        name, loaded, tokenizer = open_model(model, recipe.dtype, Path(scratch), tokenizer, trust_remote_code)
+    with memory_reused(), heard(progress) as phases, tempfile.TemporaryDirectory() as scratch:
+        with phases.phase(LOADING):
+            name, loaded, tokenizer = open_model(model, recipe.dtype, Path(scratch), tokenizer, trust_remote_code)
         blocks = find_blocks(loaded)
         chosen = candidates(loaded, blocks, resolved, budget)
-        segments = draw(loaded, tokenizer or load_tokenizer(name, trust_remote_code), recipe).to(target)
+        tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
+        segments = draw(loaded, tokenizer, recipe, phases).to(target)
         check_segments(loaded, segments, ALONE)
         shape = (segments.shape[0], segments.shape[1])
         found = footprint(loaded, blocks, chosen, resolved, shape, target, activations)
         check_memory(found, target)
-        options = {"storage": activations, "folder": Path(scratch)}
+        options = {"storage": activations, "folder": Path(scratch), "phases": phases}
         weights = Weights(loaded, target, ahead=runs_beside(found, target))
         walk, _ = look_over(loaded, blocks, weights, chosen[0].plan, segments[:1], options)
-        advice = costs(walk, chosen, segments, recipe.seed, progress)
+        advice = costs(walk, chosen, segments, recipe.seed)
         return sorted(advice, key=lambda each: each.divergence)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from hasslefree.folder.plugin import HasslefreeConfig
 from hasslefree.folder.processor import copy_processor
 from hasslefree.folder.record import LayerRecord, Record, versions
 from hasslefree.levers.allocation import allocated
+from hasslefree.levers.predictions import Reference
 from hasslefree.levers.rotation import rotate
 from hasslefree.levers.sensitivity import importances
 from hasslefree.models.activations import check_storage
@@ -40,23 +43,22 @@ from hasslefree.models.load import (
 )
 from hasslefree.models.streaming import Weights
 from hasslefree.models.texts import calibration_documents, draw_segments
+from hasslefree.models.walk import Walk
+from hasslefree.phases import GRAMS, LOADING, MATCHING, SOLVING, TEXT, WRITING, Listener, Phase, Phases, heard
 from hasslefree.recipe.plan import Plan, bytes_on_disk, digest, make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.report.figures import heat_map, save
 from hasslefree.run.blockwise import compress_blocks
-from hasslefree.run.estimate import estimate
+from hasslefree.run.estimate import Footprint, estimate
 from hasslefree.run.look import look_over
-from hasslefree.run.machine import memory_reused
+from hasslefree.run.machine import memory_reused, product_rate
 from hasslefree.run.memory import check_memory, runs_beside
 from hasslefree.run.predictions import dense_reference, match_whole
 from hasslefree.run.sharing import undivided
 from hasslefree.units import significant
 
 logger = logging.getLogger(__name__)
-
-# Called after each layer with its report, the layers done and the layers in all.
-Progress = Callable[[LayerRecord, int, int], None]
 
 
 def compress(
@@ -71,7 +73,7 @@ def compress(
     resume: bool = False,
     overwrite: bool = False,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    progress: Listener | None = None,
 ) -> Record:
     """Compress a causal language model and write it to a folder that transformers loads.
 
@@ -91,7 +93,9 @@ def compress(
             same, bit for bit.
         overwrite: replace a folder that is not empty, once the new one is complete; begin anew.
         trust_remote_code: run code that comes with the model.
-        progress: called after every layer.
+        progress: called with a `hasslefree.phases.Step` whenever a phase of the run begins, counts or ends; its field
+            `layer` is the record of the layer that was just compressed. Under torchrun every process calls its own. The
+            logger "hasslefree.phases" has the same as lines of level INFO, in the first process.
 
     Raises:
         HasslefreeError: anything wrong with the input, before the first layer is touched where it can be seen then.
@@ -103,10 +107,16 @@ def compress(
     check_output(folder, overwrite)
     check_storage(activations)
     target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device or local_device())
-    with memory_reused(), joined(target) as world, workplace(folder, overwrite, resume, world) as work:
-        name, loaded, tokenizer = open_model(
-            model, recipe.dtype, work.scratch / str(world.rank), tokenizer, trust_remote_code
-        )
+    with (
+        memory_reused(),
+        joined(target) as world,
+        heard(progress, world.writes) as phases,
+        workplace(folder, overwrite, resume, world) as work,
+    ):
+        with phases.phase(LOADING):
+            name, loaded, tokenizer = open_model(
+                model, recipe.dtype, work.scratch / str(world.rank), tokenizer, trust_remote_code
+            )
         blocks, plan, left = chosen(loaded, resolved)
         if world.writes and (remark := undivided(resolved.method, plan, world.size)):
             logger.info(remark)
@@ -116,39 +126,117 @@ def compress(
         given = segments is not None
         if segments is None:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
-            segments = draw(loaded, tokenizer, recipe)
+            segments = draw(loaded, tokenizer, recipe, phases)
         check_segments(loaded, segments, world)
         shape = (segments.shape[0], segments.shape[1])
         footprint = partial(estimate, loaded, blocks, plan, resolved, shape, target, activations, world.size)
-        check_memory(footprint(), target)
-        note = _counter(sum(map(len, plan)), progress)
-        first, walk_options = segments[:1].to(target), {"storage": activations, "folder": work.folder}
-        weights = Weights(loaded, target, ahead=runs_beside(footprint(), target))
-        walk, digests = look_over(loaded, blocks, weights, plan, first, walk_options)
-        if walk.width is not None:
-            logger.info("blocks read more than hidden states: each token hands on %d numbers", walk.width)
-            check_memory(footprint(walk.width), target)
-            weights.ahead = runs_beside(footprint(walk.width), target)
-        work.beside = weights.ahead
-        local = world.share(segments).to(target)
-        rotation = rotate(walk, plan, local, world).to_dict() if recipe.rotate else None
-        done = world.broadcast(work.predictions)
-        reference = None if done else dense_reference(walk, resolved, tokenizer, segments, given, world)
-        allocation = world.broadcast(allocated(walk, plan, resolved, local, world))
-        plan, channels = allocation.plan, allocation.channels
-        if channels is None and resolved.match_blocks:
-            channels = importances(walk, local, world, recipe.seed)
+        if phases.listeners:
+            phases.estimates = left_to_do(footprint().seconds(product_rate(target)), work.parts, plan)
+        options = {"storage": activations, "folder": work.folder, "phases": phases}
+        walk, digests = open_walk(loaded, blocks, plan, segments[:1].to(target), footprint, options)
+        work.beside = walk.weights.ahead
+        found = prepared(walk, plan, resolved, segments, tokenizer if not given else None, work, world)
         about = described(name, loaded, resolved, segments)
-        about |= {"device": target.type, "own_segments": given, "rotation": rotation} | left
+        about |= {"device": target.type, "own_segments": given, "rotation": found.rotation} | left
         if world.writes:
-            work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(plan)})
-        compress_blocks(walk, plan, resolved, local, work, world, note, channels)
-        predictions = match_whole(walk, reference, work, world) if reference else done
-        parts = world.broadcast(work.parts)
-        report = recorded(about, parts, predictions, allocation.sensitivities, time.perf_counter() - start)
-        if world.writes:
-            work.finish(lambda part: write_rest(part, loaded, tokenizer, parts, report))
-    return report
+            work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(found.plan)})
+        with writing_files(phases, resolved, work, len(plan)) as writing:
+            compress_blocks(walk, found.plan, resolved, found.segments, work, world, writing, found.channels)
+            predictions = found.predictions
+            if found.reference:
+                predictions = match_whole(walk, found.reference, work, world, writing)
+            parts = world.broadcast(work.parts)
+            report = recorded(about, parts, predictions, found.sensitivities, time.perf_counter() - start)
+            if world.writes:
+                with writing.running():
+                    work.finish(lambda part: write_rest(part, loaded, tokenizer, parts, report))
+    times = sorted(phases.times(), key=lambda each: each.name == WRITING)  # which begins with the first block
+    return dataclasses.replace(report, seconds=time.perf_counter() - start, phases=tuple(times))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What was learned from the dense model before its first block is compressed.
+
+    Args:
+        segments: of this process. plan: as allocated. channels: their importance, for each block; None for all alike.
+        sensitivities: of an `Allocation`.
+        reference: what predictions are matched to; None where they are not, or are matched already.
+        predictions: the report of the matching by an earlier run. rotation: that of the rotation.
+    """
+
+    segments: Tensor
+    plan: Plan
+    channels: list[Tensor] | None
+    sensitivities: dict[str, float] | None
+    reference: Reference | None
+    predictions: dict[str, Any] | None
+    rotation: dict[str, Any] | None
+
+
+def prepared(
+    walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, tokenizer: Any, work: Unfinished, world: World
+) -> Prepared:
+    """Rotate the model, keep its predictions, and allocate budgets, as far as the recipe asks for it.
+
+    Args:
+        plan: the uniform one. segments: of all processes. tokenizer: None where the segments were given.
+    """
+    local, recipe = world.share(segments).to(walk.weights.device), resolved.recipe
+    rotation = rotate(walk, plan, local, world).to_dict() if recipe.rotate else None
+    done = world.broadcast(work.predictions)
+    reference = None if done else dense_reference(walk, resolved, tokenizer, segments, world)
+    found = world.broadcast(allocated(walk, plan, resolved, local, world))
+    channels = found.channels
+    if channels is None and resolved.match_blocks:
+        channels = importances(walk, local, world, recipe.seed)
+    return Prepared(local, found.plan, channels, found.sensitivities, reference, done, rotation)
+
+
+def open_walk(
+    model: PreTrainedModel,
+    blocks: Blocks,
+    plan: Plan,
+    segment: Tensor,
+    footprint: Callable[..., Footprint],
+    options: dict[str, Any],
+) -> tuple[Walk, dict[str, str]]:
+    """`look_over` a model if memory suffices for its compression.
+
+    Args:
+        segment: (1, tokens), on the device that computes. footprint: for a width of `Walk.width`. options: of `Walk`.
+
+    Raises:
+        MemoryShortError: memory does not suffice.
+    """
+    device = segment.device
+    check_memory(footprint(), device)
+    weights = Weights(model, device, ahead=runs_beside(footprint(), device))
+    walk, digests = look_over(model, blocks, weights, plan, segment, options)
+    if walk.width is not None:
+        logger.info("blocks read more than hidden states: each token hands on %d numbers", walk.width)
+        check_memory(footprint(walk.width), device)
+        weights.ahead = runs_beside(footprint(walk.width), device)
+    return walk, digests
+
+
+@contextmanager
+def writing_files(phases: Phases, resolved: Resolved, work: Unfinished, blocks: int) -> Iterator[Phase]:
+    """The phase in which the files of the model are counted: where they are written, while the work waits for that."""
+    files = 2 + blocks + (blocks if resolved.match_predictions else 0)
+    with phases.phase(WRITING, files, "files", running=False) as writing:
+        if len(work.parts) > 1:
+            finished = f"{len(work.parts) - 1} of {blocks} blocks"
+            matched = ", and their predictions are matched" if work.predictions else ""
+            logger.info("%s were finished before%s: they are put back, and not compressed again", finished, matched)
+            writing.skip(len(work.parts) + (blocks if work.predictions else 0))
+        yield writing
+
+
+def left_to_do(estimates: dict[str, float], parts: list[Part], plan: Plan) -> dict[str, float]:
+    """Estimated seconds by phase, without the layers of finished parts."""
+    share = 1 - sum(len(part.layers) for part in parts) / sum(map(len, plan))
+    return {name: each * (share if name in (GRAMS, SOLVING, MATCHING) else 1) for name, each in estimates.items()}
 
 
 def chosen(model: PreTrainedModel, resolved: Resolved) -> tuple[Blocks, Plan, dict[str, Any]]:
@@ -207,18 +295,6 @@ def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterato
         yield Unfinished(out, None, world.broadcast(None))
 
 
-def _counter(total: int, progress: Progress | None) -> Callable[[LayerRecord], None]:
-    done = 0
-
-    def note(report: LayerRecord) -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(report, done, total)
-
-    return note
-
-
 def open_model(
     model: str | Path | PreTrainedModel, dtype: str, scratch: Path, tokenizer: Any, trust_remote_code: bool
 ) -> tuple[str, PreTrainedModel, Any]:
@@ -245,11 +321,18 @@ def open_model(
     return name, model.eval(), tokenizer
 
 
-def draw(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> Tensor:
-    """The recipe's calibration segments: (samples, seqlen) token ids."""
+def draw(model: PreTrainedModel, tokenizer: Any, recipe: Recipe, phases: Phases | None = None) -> Tensor:
+    """The recipe's calibration segments: (samples, seqlen) token ids. phases: in which they are counted."""
     seqlen = resolve_seqlen(model, recipe.seqlen)
-    documents = calibration_documents(recipe.calibration)
-    return draw_segments(documents, lambda text: encode(tokenizer, text), recipe.samples, seqlen, recipe.seed)
+    with (phases or Phases()).phase(TEXT, recipe.samples, "segments") as phase:
+
+        def encoded(text: str) -> list[int]:
+            tokens = encode(tokenizer, text)
+            if len(tokens) >= seqlen:
+                phase.advance()
+            return tokens
+
+        return draw_segments(calibration_documents(recipe.calibration), encoded, recipe.samples, seqlen, recipe.seed)
 
 
 def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:

@@ -31,6 +31,7 @@ from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import trim
 from hasslefree.models.walk import Visit
 from hasslefree.packed.linear import SparseLowRankLinear
+from hasslefree.phases import Phase
 from hasslefree.recipe.plan import LayerPlan
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.sharing import dealt, shared_layers
@@ -49,11 +50,25 @@ Done = tuple[SparseLowRankLinear, LayerRecord]
 
 
 @dataclass(frozen=True)
+class BlockPhases:
+    """The phases that take turns in every block.
+
+    Args:
+        grams: forward passes and Grams, in layers. solving: in layers. matching: in steps, at most `steps` a block.
+    """
+
+    grams: Phase
+    solving: Phase
+    matching: Phase
+    steps: int
+
+
+@dataclass(frozen=True)
 class Task:
     """A block to compress.
 
     Args:
-        plans: of its layers. note: called with the report of each.
+        plans: of its layers. note: called with the report of each. phases: in which its layers are counted.
         channels: the importance of the channels of its output, (width,); None for all alike.
     """
 
@@ -62,6 +77,7 @@ class Task:
     resolved: Resolved
     world: World
     note: Note
+    phases: BlockPhases
     channels: Tensor | None = None
 
 

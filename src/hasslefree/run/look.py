@@ -26,7 +26,7 @@ def look_over(
     """One segment (1, tokens) through the whole model, before hours of work are spent.
 
     Args:
-        walk_options: `storage` and `folder` of `Walk`.
+        walk_options: `storage`, `folder` and `phases` of `Walk`.
 
     Returns:
         How to walk through the model; and a checksum of each part of the model by its name.
