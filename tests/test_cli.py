@@ -219,7 +219,7 @@ def test_every_option_of_export_arrives(monkeypatch):
     """Oracle: the arguments, written out."""
     seen = []
 
-    def record(*arguments, **options):
+    def record(*arguments, progress, **options):
         seen.append((arguments, options))
         raise OutputError("seen")
 

@@ -9,6 +9,8 @@
 One phase runs at a time. Within a phase another one may run: the clock of the outer phase stands still meanwhile, so
 that the seconds of all phases sum to no more than those of the run. A phase whose work is spread over another one, such
 as the solving of layers between the forward passes, is opened with `running=False`; its clock runs within `running()`.
+
+No clock waits for a GPU: what a phase has queued there counts in the phase that waits for it.
 """
 
 from __future__ import annotations
@@ -248,7 +250,11 @@ class LogLines:
                 return
             waited = now - self._heard
             count = f"{step.done:,} of {step.total:,} {step.unit} in " if step.unit else ""
-            left = "" if step.left is None else f", about {duration(max(step.left - waited, 0.0))} left"
+            left = (
+                ""
+                if step.left is None or step.done == step.total
+                else f", about {duration(max(step.left - waited, 0.0))} left"
+            )
             self._write(f"{step.phase}: {count}{duration(step.seconds + waited)}{left}")
 
     def _write(self, line: str) -> None:

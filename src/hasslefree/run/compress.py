@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
@@ -123,35 +124,70 @@ def compress(
         # Blocks whose predictions were matched are written before those that they replace are removed.
         twice = sum(layer.bytes for plans in plan for layer in plans.values()) if resolved.match_predictions else 0
         check_output(folder, overwrite, bytes_on_disk(loaded, plan) + twice - work.bytes_done)
-        given = segments is not None
+        own_segments = segments is not None
         if segments is None:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
             segments = draw(loaded, tokenizer, recipe, phases)
         check_segments(loaded, segments, world)
-        shape = (segments.shape[0], segments.shape[1])
-        footprint = partial(estimate, loaded, blocks, plan, resolved, shape, target, activations, world.size)
-        if phases.listeners:
-            phases.estimates = left_to_do(footprint().seconds(product_rate(target)), work.parts, plan)
-        options = {"storage": activations, "folder": work.folder, "phases": phases}
-        walk, digests = open_walk(loaded, blocks, plan, segments[:1].to(target), footprint, options)
-        work.beside = walk.weights.ahead
-        found = prepared(walk, plan, resolved, segments, tokenizer if not given else None, work, world)
-        about = described(name, loaded, resolved, segments)
-        about |= {"device": target.type, "own_segments": given, "rotation": found.rotation} | left
-        if world.writes:
-            work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(found.plan)})
-        with writing_files(phases, resolved, work, len(plan)) as writing:
-            compress_blocks(walk, found.plan, resolved, found.segments, work, world, writing, found.channels)
-            predictions = found.predictions
-            if found.reference:
-                predictions = match_whole(walk, found.reference, work, world, writing)
-            parts = world.broadcast(work.parts)
-            report = recorded(about, parts, predictions, found.sensitivities, time.perf_counter() - start)
-            if world.writes:
-                with writing.running():
-                    work.finish(lambda part: write_rest(part, loaded, tokenizer, parts, report))
+        dense = Dense(name, loaded, tokenizer, blocks, plan, left, segments, own_segments)
+        report = compress_dense(dense, resolved, target, activations, work, world, phases)
     times = sorted(phases.times(), key=lambda each: each.name == WRITING)  # which begins with the first block
     return dataclasses.replace(report, seconds=time.perf_counter() - start, phases=tuple(times))
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A model to compress, and the text that it reads.
+
+    Args:
+        plan: what becomes of its layers, all alike. left: what stays as it is, as `Record` has it.
+        segments: token ids (samples, seqlen). own_segments: they were given, and not drawn from the recipe's text.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: Any
+    blocks: Blocks
+    plan: Plan
+    left: dict[str, Any]
+    segments: Tensor
+    own_segments: bool
+
+
+def compress_dense(
+    dense: Dense,
+    resolved: Resolved,
+    device: torch.device,
+    activations: str,
+    work: Unfinished,
+    world: World,
+    phases: Phases,
+) -> Record:
+    """Compress a model and write it. activations: where they are, as for `compress`."""
+    model, plan, segments = dense.model, dense.plan, dense.segments
+    start, shape = time.perf_counter(), (segments.shape[0], segments.shape[1])
+    footprint = partial(estimate, model, dense.blocks, plan, resolved, shape, device, activations, world.size)
+    if phases.listeners:
+        phases.estimates = left_to_do(footprint().seconds(product_rate(device)), work.parts, plan)
+    options = {"storage": activations, "folder": work.folder, "phases": phases}
+    walk, digests = open_walk(model, dense.blocks, plan, segments[:1].to(device), footprint, options)
+    work.beside = walk.weights.ahead
+    found = prepared(walk, dense, resolved, work, world)
+    about = described(dense.name, model, resolved, segments) | dense.left
+    about |= {"device": device.type, "own_segments": dense.own_segments, "rotation": found.rotation}
+    if world.writes:
+        work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(found.plan)})
+    with writing_files(phases, resolved, work, len(plan)) as writing:
+        compress_blocks(walk, found.plan, resolved, found.segments, work, world, writing, found.channels)
+        predictions = found.predictions
+        if found.reference:
+            predictions = match_whole(walk, found.reference, work, world, writing)
+        parts = world.broadcast(work.parts)
+        report = recorded(about, parts, predictions, found.sensitivities, time.perf_counter() - start)
+        if world.writes:
+            with writing.running():
+                work.finish(lambda part: write_rest(part, model, dense.tokenizer, parts, report))
+    return report
 
 
 @dataclass(frozen=True)
@@ -174,18 +210,13 @@ class Prepared:
     rotation: dict[str, Any] | None
 
 
-def prepared(
-    walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, tokenizer: Any, work: Unfinished, world: World
-) -> Prepared:
-    """Rotate the model, keep its predictions, and allocate budgets, as far as the recipe asks for it.
-
-    Args:
-        plan: the uniform one. segments: of all processes. tokenizer: None where the segments were given.
-    """
-    local, recipe = world.share(segments).to(walk.weights.device), resolved.recipe
+def prepared(walk: Walk, dense: Dense, resolved: Resolved, work: Unfinished, world: World) -> Prepared:
+    """Rotate the model, keep its predictions, and allocate budgets, as far as the recipe asks for it."""
+    local, plan, recipe = world.share(dense.segments).to(walk.weights.device), dense.plan, resolved.recipe
     rotation = rotate(walk, plan, local, world).to_dict() if recipe.rotate else None
     done = world.broadcast(work.predictions)
-    reference = None if done else dense_reference(walk, resolved, tokenizer, segments, world)
+    tokenizer = None if dense.own_segments else dense.tokenizer
+    reference = None if done else dense_reference(walk, resolved, tokenizer, dense.segments, world)
     found = world.broadcast(allocated(walk, plan, resolved, local, world))
     channels = found.channels
     if channels is None and resolved.match_blocks:
