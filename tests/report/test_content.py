@@ -105,13 +105,13 @@ DAMAGE = {
     "a layer's": (lambda f: edit(f, lambda c: c["layers"][0].pop("rank")), "no 'rank'"),
     "a type": (lambda f: edit(f, lambda c: c["layers"][0].update(rank="4")), "rank is '4'"),
     "no list": (lambda f: edit(f, lambda c: c.update(layers=[3])), "not as"),
-    "no layers": (lambda f: edit(f, lambda c: c.update(layers=[])), "lists no layer"),
+    "no layers": (lambda f: edit(f, lambda c: c.update(layers=[])), "lists no layers"),
     "NaN": (lambda f: edit(f, lambda c: c["layers"][0].update(relative_error=float("nan"))), "relative_error is nan"),
     "infinite": (
         lambda f: edit(f, lambda c: c["layers"][0].update(history=[1, float("inf")])),
         "the history of .* holds NaN or Inf",
     ),
-    "no rows": (lambda f: edit(f, lambda c: c["layers"][0].update(out=0)), "a shape has sides of 1 or more"),
+    "no rows": (lambda f: edit(f, lambda c: c["layers"][0].update(out=0)), "both numbers of shape must be at least 1"),
     "a shard": (lambda f: next(f.glob("*.safetensors")).unlink(), "is missing"),
 }
 

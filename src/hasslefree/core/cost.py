@@ -14,7 +14,7 @@ import dataclasses
 from dataclasses import dataclass
 
 FLOAT = 4
-# What the libraries of products and factorisations keep for themselves, in bytes.
+# Memory that the libraries for products and factorisations keep, in bytes.
 LIBRARIES = 16 << 20
 
 
@@ -35,7 +35,7 @@ class Need:
     svd: bool = False
 
     def joined(self, other: Need) -> Need:
-        """Of two parts that are prepared one after the other, and take turns."""
+        """The need of two parts that are prepared one after the other and then run in turn."""
         return Need(
             max(self.prepare, self.kept + other.prepare),
             self.kept + other.kept,
@@ -46,7 +46,7 @@ class Need:
         )
 
     def around(self, prepare: float, large: float) -> Need:
-        """With arrays of the method's own that stay, in × in and out × in."""
+        """This need plus arrays that the method itself keeps, in × in and out × in."""
         return dataclasses.replace(
             self, prepare=self.prepare + prepare, kept=self.kept + prepare, large=self.large + large
         )

@@ -99,10 +99,10 @@ def cache_file(folder: Path, model: PreTrainedModel, tokenizer: Any) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(
-            f"the cache folder {folder} cannot be made ({error}); name another with {option('cache')}"
+            f"the cache folder {folder} cannot be created ({error}); give another with {option('cache')}"
         ) from None
     if not os.access(folder, os.W_OK):
-        raise OutputError(f"the cache folder {folder} cannot be written; name another with {option('cache')}")
+        raise OutputError(f"the cache folder {folder} is not writable; give another with {option('cache')}")
     options = {
         "versions": versions() | {"lm_eval": importlib.metadata.version("lm_eval")},
         "device": model.device.type,

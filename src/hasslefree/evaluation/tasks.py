@@ -117,7 +117,9 @@ def row_form(name: str, folder: Path) -> RowForm:
         having = set(row) if isinstance(row, dict) else set()
         found = found or next((form for form in forms if having.issuperset(form.fields)), forms[0])
         if missing := [name for name in found.fields if name not in having]:
-            raise TaskError(f"{file}, line {number}: no {', '.join(missing)}; a row holds {', '.join(found.fields)}")
+            raise TaskError(
+                f"{file}, line {number}: no field {', '.join(missing)}; every row needs {', '.join(found.fields)}"
+            )
     if found is None:
         raise TaskError(f"{file} is empty")
     return found
@@ -145,7 +147,7 @@ def definition(name: str, folder: Path | None, cache: Path) -> dict[str, Any]:
 
     path = Path(str(lm_eval.__file__)).parent / "tasks" / TASKS[name].definition
     if not path.is_file():
-        raise TaskError(f"this lm-evaluation-harness does not define {name} at {path}: {REMEDY}")
+        raise TaskError(f"the installed lm-evaluation-harness has no task {name} at {path}: {REMEDY}")
     written: dict[str, Any] = {"include": str(path), "task": name, "num_fewshot": 0}
     if folder is None:
         return written
@@ -183,6 +185,11 @@ def _check_row(task: Any, row: dict[str, Any], where: str) -> None:
         choices = task.doc_to_choice(row)
         answer = task.doc_to_text(row) if task.multiple_input else task.doc_to_target(row)
     except Exception as error:  # the templates and functions of the definitions raise anything
-        raise TaskError(f"{where}: not a row of this task ({type(error).__name__}: {error})") from error
+        raise TaskError(
+            f"{where}: the task cannot read this row ({type(error).__name__}: {error}); correct or remove it"
+        ) from error
     if answer not in range(len(choices)):
-        raise TaskError(f"{where}: its answer {answer!r} is none of its {len(choices)} choices; take a labelled split")
+        raise TaskError(
+            f"{where}: the answer {answer!r} is not one of the {len(choices)} choices (0 to {len(choices) - 1}); use a "
+            "split with labels, such as validation"
+        )

@@ -33,7 +33,7 @@ def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_sha
     if experts := [name for name in compressed_layers(model) if experts_of(model, name)]:
         raise ModelError(
             f"{len(experts)} compressed layers belong to experts, such as {experts[0]}: PEFT adds adapters to linear "
-            f"layers, and the experts of {type(model).__name__} are none; use {option('to', 'dense')}"
+            f"layers, and the experts of {type(model).__name__} are not such modules; use {option('to', 'dense')}"
         )
     factors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
@@ -45,7 +45,8 @@ def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_sha
             factors[f"base_model.model.{name}.lora_B.weight"] = found[0].detach().contiguous()
     if not ranks:
         raise ModelError(
-            f"no layer has a low-rank part, so there is nothing for an adapter; use {option('to', 'dense')}"
+            f"no layer has a low-rank part (rank 0), so there is nothing to write as an adapter; use "
+            f"{option('to', 'dense')}"
         )
     make_plain(model, SparseLowRankLinear.unpacked)
     sites = find_sites(model)

@@ -77,11 +77,11 @@ def inspect_folder(folder: Path) -> FolderSize:
     """
     if not folder.is_dir():
         raise CheckpointError(
-            f"there is no folder {folder}; a model of the hub has to be downloaded first (hf download)"
+            f"the folder {folder} does not exist; a model on the hub must be downloaded first (hf download)"
         )
     config = read_json(folder / "config.json").get("quantization_config")
     if not isinstance(config, dict) or config.get("quant_method") != QUANT_METHOD:
-        raise CheckpointError(f"{folder} holds no compressed model; give a folder that `hasslefree compress` wrote")
+        raise CheckpointError(f"{folder} is not a compressed model; give a folder that `hasslefree compress` wrote")
     check_version(config.get("version"), config.get("layout"))
     entries, stored = read_entries(config.get("modules")), read_headers(weight_files(folder))
     check_layers(entries, {name for name in entries if f"{name}.bias" in stored}, stored)

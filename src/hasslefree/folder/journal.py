@@ -87,7 +87,7 @@ class Unfinished:
         if self.identity is not None and (found := list(differences(self.identity, identity))):
             raise OutputError(
                 f"cannot resume {self.folder}: the settings differ: {'; '.join(found)}. Give the same settings, or "
-                f"{option('overwrite', True)} to begin anew"
+                f"{option('overwrite', True)} to start again"
             )
         self.identity = identity
 
@@ -207,8 +207,8 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
         identity, parts, predictions = _read_journal(folder)
         if parts and not resume and not overwrite:
             raise OutputError(
-                f"{folder} holds the {_blocks(parts)} of a compression that did not end; {option('resume', True)} goes "
-                f"on from there, {option('overwrite', True)} begins anew"
+                f"{folder} holds an unfinished compression with {_blocks(parts)}; continue it with "
+                f"{option('resume', True)}, or start again with {option('overwrite', True)}"
             )
         if not resume:
             identity, parts, predictions = None, [], None
@@ -254,7 +254,7 @@ def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], dict
     """
     if not (folder / JOURNAL).exists():
         return None, [], None
-    content = read_json(folder / JOURNAL)
+    content = read_json(folder / JOURNAL, "delete it to start again")
     parts = []
     for entry in content["parts"]:
         part = Part(**entry)
@@ -263,9 +263,9 @@ def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], dict
             break
         if sha256(file) != part.sha256:
             raise CheckpointError(
-                f"{file} is not as it was written (its SHA-256 differs): the disk or another program changed it. "
-                f"Delete it, and {option('resume', True)} does its block and those after it again, or all blocks "
-                "where their predictions were matched"
+                f"{file} is damaged: its SHA-256 is not that of the bytes that were written. Delete it and use "
+                f"{option('resume', True)}: its block and all later ones are compressed again (after prediction "
+                "matching: all blocks)"
             )
         parts.append(part)
     predictions = content.get("predictions")
@@ -292,9 +292,9 @@ def kept(out: Path) -> str:
     """What an interruption has left of the compression to OUT, in words."""
     folder = unfinished_folder(out.resolve())
     if not (folder / JOURNAL).exists():
-        return "nothing was finished"
+        return "no block was finished"
     done = _blocks(read_json(folder / JOURNAL)["parts"])
-    return f"{folder} holds the {done}; {option('resume', True)} goes on from there"
+    return f"{folder} holds {done}; continue with {option('resume', True)}"
 
 
 def _blocks(parts: list[Any]) -> str:
@@ -354,7 +354,7 @@ def room_errors(place: Path) -> Iterator[None]:
     except Exception as error:
         if is_of_the_disk(error):
             raise OutputError(
-                f"{place} cannot be written: {error}; finished blocks are kept. Correct the cause, and use "
+                f"{place} cannot be written: {error}; finished blocks are kept. Correct the cause, and continue with "
                 f"{option('resume', True)}"
             ) from error
         raise

@@ -162,12 +162,15 @@ class Record:
             if found.rotation is not None:
                 validated(RotationRecord, found.rotation)
             if wrong := [layer.name for layer in layers if not all(map(math.isfinite, layer.history))]:
-                raise ValueError(f"the history of {wrong[0]} holds NaN or Inf")
+                raise ValueError(f"the error history of {wrong[0]} contains NaN or Inf")
         except (ValueError, TypeError, KeyError) as error:
-            cause = f"no {error}" if isinstance(error, KeyError) else error
-            raise CheckpointError(f"compression.json is not as this hasslefree writes it ({cause})") from None
+            cause = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise CheckpointError(
+                f"compression.json is not valid for this version of hasslefree: {cause}. Download or copy it again, or "
+                "compress the model again"
+            ) from None
         if not layers:
-            raise CheckpointError("compression.json lists no layer")
+            raise CheckpointError("compression.json lists no layers; download or copy it again")
         return dataclasses.replace(found, layers=layers)
 
 

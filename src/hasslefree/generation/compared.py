@@ -61,14 +61,14 @@ def load_compared_models(
     """
     if threads is not None:
         if threads < 1:
-            raise RecipeError(f"threads is at least 1, got {threads}", ("threads",))
+            raise RecipeError(f"threads must be at least 1, got {threads}", ("threads",))
         torch.set_num_threads(threads)
     remark = None
     if dense is None:
         dense, remark = recorded_dense(Path(folder))
     compressed = load_compared_model("compressed", folder, **how)
     if not compressed_layers(compressed.model):
-        raise CheckpointError(f"{folder} holds no compressed layers; give a folder that `hasslefree compress` wrote")
+        raise CheckpointError(f"{folder} has no compressed layers; give a folder that `hasslefree compress` wrote")
     use_backend(compressed.model, backend)
     warm_up(compressed.model)
     if dense is None or dense == NONE:
@@ -80,14 +80,14 @@ def recorded_dense(folder: Path) -> tuple[str | None, str | None]:
     """The dense model that compression.json names, as a local folder; or None, and a sentence that says why."""
     file = folder / "compression.json"
     if not file.is_file():
-        return None, f"{folder} has no compression.json that names its dense model; name that with --dense."
+        return None, f"{folder} has no compression.json, which would name the dense model; give that with --dense."
     try:
         name = Record.from_json(file.read_text(encoding="utf-8")).model
     except CheckpointError as error:
         raise error.under(str(file)) from None
     if found := at_hand(name):
         return str(found), None
-    return None, f"The dense model {name} is not on this machine; name it with --dense, or download it."
+    return None, f"The dense model {name} is not on this machine; give its folder with --dense, or download it."
 
 
 def at_hand(name: str) -> Path | None:

@@ -36,9 +36,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise RecipeError(f"{option('max_new_tokens')} is at least 1, got {self.max_new_tokens}")
+            raise RecipeError(f"{option('max_new_tokens')} must be at least 1, got {self.max_new_tokens}")
         if not 0 <= self.temperature < float("inf"):
-            raise RecipeError(f"{option('temperature')} is a number from 0 on, got {self.temperature}")
+            raise RecipeError(f"{option('temperature')} must be a finite number, 0 or more, got {self.temperature}")
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -116,8 +116,8 @@ def check_prompt(model: PreTrainedModel, prompt: Tensor, sampling: Sampling) -> 
         raise PromptError("the prompt is empty; give some text to continue")
     if most is not None and length + sampling.max_new_tokens > most:
         raise PromptError(
-            f"the prompt has {length} tokens, and the model takes at most {most}, new ones included; shorten it, or "
-            f"lower {option('max_new_tokens')} from {sampling.max_new_tokens}"
+            f"the prompt has {length} tokens and {sampling.max_new_tokens} new ones may follow, but the model takes at "
+            f"most {most} in total; shorten the prompt, or lower {option('max_new_tokens')}"
         )
 
 

@@ -52,8 +52,8 @@ def program_command(name: str) -> list[str]:
         return [script]
     if not is_runnable(name):
         raise ProgramError(
-            f"there is no program {name!r}, neither as a script in {scripts} nor as a module that {sys.executable} -m "
-            "runs; pip install the package that provides it"
+            f"there is no program {name!r}: neither a script in {scripts} nor a module that {sys.executable} -m runs; "
+            "check the name, or pip install the package that provides it"
         )
     return [sys.executable, "-m", name]
 

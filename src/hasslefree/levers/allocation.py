@@ -1,4 +1,4 @@
-"""A plan that is not uniform: what each layer of the dense model has to lose decides its share of one budget."""
+"""A plan that is not uniform: the sensitivity of each layer of the dense model decides its share of one budget."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 256
 
 @dataclass(frozen=True)
 class Choice:
-    """What a layer may become: at least `rank` and `count` non-zeros (None: as the pattern has it), and then more.
+    """The budgets a layer may get: at least `rank` and `count` non-zeros (None: fixed by the pattern), and then more.
 
     Args:
         ranks: a ladder of single ranks. entries: one of `step` non-zeros at a time, where the pattern counts them.
@@ -68,7 +68,7 @@ def allocated(
         plan: the uniform one. segments: of this process.
 
     Returns:
-        The plan; and the importance of the channels of each block's output, where that was measured on the way.
+        The plan; and the importance of the channels of each block's output, where that was measured too.
     """
     if resolved.allocate == "uniform":
         return plan, None
@@ -105,9 +105,8 @@ def outliers_of(visit: Visit, plans: Mapping[str, LayerPlan], hidden: Activation
 def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World, seed: int) -> tuple[Plan, list[Tensor]]:
     """The bytes of the uniform plan, spent where they bring the model's predictions closest to the dense ones.
 
-    What is estimated is how each layer, pruned alone by its pattern, changes the predictions (`sensitivities`). The
-    spectrum of what was pruned tells what share of that change each rank would undo; the scores of Wanda, what share
-    each non-zero.
+    `sensitivities` estimates how each layer, pruned alone by its pattern, changes the predictions. The spectrum of the
+    pruned part tells what share of that change each rank would undo, and the scores of Wanda what share each non-zero.
 
     Returns:
         The plan, and the importance of channels as from `sensitivities`.
@@ -130,7 +129,7 @@ def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World, seed:
 
 
 def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> Choice:
-    """What a layer may become, and what share of its sensitivity to pruning each step would undo.
+    """The budgets a layer may get, and what share of its sensitivity to pruning each step would undo.
 
     Args:
         sparse: the weight pruned.

@@ -1,4 +1,4 @@
-"""The values that a lever trains: what is kept of compressed layers, as float32 masters of what is stored.
+"""The values that a lever trains: the kept values of compressed layers, as float32 masters of the stored ones.
 
 Adam moves every entry about equally far. So that this moves the output equally far, S and v are trained in units of
 their inputs: S D and v D, with D² the mean square of each input. What is stored are the masters, rounded.
@@ -33,9 +33,10 @@ class Steps:
             an entry by that share of a typical one, whatever the units of the tensor.
         warm_up, decay: the rate grows linearly over this share of the steps, and falls along half a cosine to this
             share of the peak at the end.
-        retreats: where training does not make it better at first, it starts over with a third of the learning rate, at
-            most so many times: how far a step moves the output grows with the width, and no rate fits every model.
-        betas, epsilon: of Adam. Gradients are of all sizes, so that epsilon is next to nothing.
+        retreats: where training does not improve the model at first, it starts over with a third of the learning rate,
+            at most this number of times: the effect of a step on the output grows with the width, and no rate fits
+            every model.
+        betas, epsilon: of Adam. Gradients differ widely in size, so that epsilon is tiny.
     """
 
     learning_rate: float
@@ -47,7 +48,7 @@ class Steps:
     epsilon: float = 1e-12
 
     def rate(self, step: int, steps: int) -> float:
-        """The share of the peak learning rate in a step, of so many."""
+        """The share of the peak learning rate in step `step` of `steps`."""
         warm = self.warm_up * steps
         if step + 1 < warm:
             return (step + 1) / warm

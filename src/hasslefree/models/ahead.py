@@ -40,7 +40,7 @@ class Source:
             return self.stored[self.leaf]
         except (OSError, SafetensorError) as error:
             raise ModelError(
-                f"the checkpoint's {self.name} cannot be read from {self.file()}: {error}; get the file anew"
+                f"{self.name} cannot be read from {self.file()}: {error}; download or copy the file again"
             ) from error
 
     def file(self) -> str:

@@ -203,7 +203,7 @@ def depends(name: str, path: Path) -> ModelError:
     """The error for a block with an argument that cannot be a column."""
     which = f"positional argument {path[0]}" if isinstance(path[0], int) else f"argument {path[0]!r}"
     return ModelError(
-        f"the {which} of {name} depends on the text and has no entry for each token, so that this block cannot be run "
+        f"the {which} of {name} depends on the text and does not have one entry per token, so this block cannot be run "
         "without the rest of the model; models of this kind are not supported"
     )
 

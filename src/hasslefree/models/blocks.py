@@ -68,7 +68,9 @@ def find_blocks(model: nn.Module) -> Blocks:
         apart = (pair for pair in pairs if len({each.split(".")[block_of] for each in pair}) > 1)
         shared = {each for pair in apart for each in pair}
         return Blocks(name, tuple(lists[name]), frozenset(shared))
-    raise ModelError(f"{type(model).__name__} has no list of blocks with linear layers; is it a decoder?")
+    raise ModelError(
+        f"{type(model).__name__} has no list of blocks with linear layers; hasslefree compresses causal language models"
+    )
 
 
 def around(model: Any) -> list[str]:
@@ -149,13 +151,15 @@ def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> Selection:
         chosen.append({n: site for n, site in sites.items() if n not in staying and not excused(f"{prefix}.{n}")})
     if left:
         raise ModelError(
-            f"{len(left)} weights are no linear layers and would stay dense: {_shortened(left)}. "
-            f"Accept that by naming them with {option('leave_dense')} (globs, such as '*.experts.*')"
+            f"{len(left)} weights are not linear layers and would stay dense: {_shortened(left)}. "
+            f"To accept that, list them with {option('leave_dense')} (globs, such as '*.experts.*')"
         )
     if unused:
         raise ModelError(f"{option('leave_dense', ' '.join(sorted(unused)))} matches no layer of {blocks.name}")
     if not any(chosen):
-        raise ModelError(f"{option('leave_dense')} names every linear layer: nothing is left to compress")
+        raise ModelError(
+            f"{option('leave_dense')} matches every linear layer, so nothing would be compressed; match fewer"
+        )
     return Selection(chosen, tuple(dense))
 
 

@@ -103,8 +103,10 @@ def shaped(call: BlockCall, hidden: Tensor) -> BlockCall:
     """
     if hidden.ndim <= 3:
         if len(hidden) > 1:
-            raise ModelError(f"the blocks are called with hidden states {tuple(hidden.shape)} for one segment of text; "
-                             "not supported")  # fmt: skip
+            raise ModelError(
+                f"the blocks are called with hidden states of shape {tuple(hidden.shape)} for one segment of text, "
+                "expected (1, tokens, width); models of this kind are not supported"
+            )
         return call
     first = len(hidden) > 1
     return replace(call, shape=tuple((hidden.movedim(0, 2) if first else hidden).shape[2:]), first=first)

@@ -170,6 +170,7 @@ def lost_peers() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise DistributedError(
-            f"another process of this compression has ended; torchrun's last lines name it. Finished blocks are kept: "
-            f"correct the cause, and use {option('resume', True)} ({str(error).splitlines()[0][:200]})"
+            f"another process of this compression has failed; the last lines of torchrun's output say which one. "
+            f"Finished blocks are kept: correct the cause, and use {option('resume', True)} "
+            f"({str(error).splitlines()[0][:200]})"
         ) from error

@@ -40,8 +40,8 @@ def logits_of(
         output = model(input_ids=segment[None], use_cache=False)
     if not isinstance(getattr(output, "logits", None), Tensor):
         raise ModelError(
-            f"{type(model).__name__} has no output head, and its predictions are asked for; "
-            f"load it as a causal language model, or use {option('effort', 'fast')}"
+            f"{type(model).__name__} has no output head, and this effort or allocation needs the model's predictions; "
+            f"load it as a causal language model (AutoModelForCausalLM), or use {option('effort', 'fast')}"
         )
     return output.logits[0]
 

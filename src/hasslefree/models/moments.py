@@ -190,7 +190,9 @@ def sums_bytes(width: int) -> int:
 def checked(moments: Moments, name: str) -> Moments:
     """The moments of the inputs of a layer. Raises a NonFiniteError where they are not finite."""
     if not torch.isfinite(moments.gram.matrix).all():
-        raise NonFiniteError(f"the inputs of {name} hold NaN or Inf; try another dtype ({option('dtype', 'float32')})")
+        raise NonFiniteError(
+            f"the inputs of {name} contain NaN or Inf; try another dtype ({option('dtype', 'float32')})"
+        )
     return moments
 
 

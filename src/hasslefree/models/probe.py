@@ -57,7 +57,7 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
             states, call = split_call(args, kwargs)
             if outputs and not torch.equal(outputs[0].to(states), states):
                 raise ModelError(
-                    f"the model changes the hidden states between two blocks, before {blocks.prefix(index)}; models of "
+                    f"the model changes the hidden states outside its blocks, before {blocks.prefix(index)}; models of "
                     "this kind are not supported"
                 )
             calls.append(shaped(call, states))
@@ -76,7 +76,9 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
         outputs[:] = [states]
         if not torch.isfinite(states).all():
             name = blocks.prefix(blocks.modules.index(module))
-            raise NonFiniteError(f"{name} outputs NaN or Inf; try another dtype ({option('dtype', 'float32')})")
+            raise NonFiniteError(
+                f"the output of {name} contains NaN or Inf; try another dtype ({option('dtype', 'float32')})"
+            )
         if module is blocks.modules[-1]:
             raise Stop
 
@@ -111,7 +113,7 @@ def block_calls(
     tolerance = 4 * torch.finfo(first.output.dtype).eps * before.abs().amax()
     if before.numel() and (before - after).abs().amax() > tolerance:
         raise ModelError(
-            f"{type(model).__name__} is not a decoder: its output at a token changes with the tokens after it; "
+            f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens after it; "
             "hasslefree compresses causal language models"
         )
     names = [blocks.prefix(index) for index in range(len(blocks.modules))]

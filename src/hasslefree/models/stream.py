@@ -181,20 +181,22 @@ def stream_use(block: nn.Module, call: BlockCall, states: Tensor) -> StreamUse:
         ModelError: its output is another one after a rotation of the stream.
     """
     if call.beside is not None or call.shape:
-        raise ModelError("its blocks are given more than one stream of hidden states")
+        raise ModelError("the block takes more inputs than one tensor of hidden states")
     trial, width = copy.deepcopy(block).to(states.dtype), states.shape[-1]
     norms = {name: norm for name, module in trial.named_modules() if (norm := norm_of(module, width)) is not None}
     reads = readers(trial, list(norms), lambda: call.run(trial, states))
     if not reads:
-        raise ModelError("no linear layer reads an RMS norm of the stream (a LayerNorm subtracts the mean)")
+        raise ModelError(
+            "no linear layer takes its input from an RMSNorm of the residual stream (LayerNorm cannot be rotated)"
+        )
     sites = find_sites(trial)
     writes = tuple(name for name, site in sites.items() if site.shape[0] == width and name not in reads)
     found = StreamUse({name: norms[name] for name in dict.fromkeys(reads.values())}, reads, writes)
     rotation = random_rotation((width, width), states)
     if not difference(trial, call, states, found.changes(trial, rotation), rotation) <= ALIKE:
         raise ModelError(
-            "it does more with the stream than RMS norms and linear layers do: a norm after a layer, experts, a "
-            "convolution, or a multiplication of its channels"
+            "the residual stream is used by more than RMSNorm and linear layers, for example by a norm after a layer, "
+            "experts, a convolution, or a scaling of its channels"
         )
     return found
 
@@ -259,7 +261,9 @@ def head_use(block: nn.Module, call: BlockCall, states: Tensor, known: HeadUse |
     # Rotated keys make little difference where attention is all but even.
     found = min(((off(heads), index) for index, heads in enumerate(candidates)), default=(math.inf, 0))
     if not found[0] <= ALIKE:
-        raise ModelError("its attention makes queries, keys and values in one matrix, or changes what a head puts out")
+        raise ModelError(
+            "the attention computes queries, keys and values with one matrix, or changes the outputs of the heads"
+        )
     return candidates[found[1]]
 
 
@@ -282,7 +286,7 @@ def tied(model: PreTrainedModel) -> str | None:
     """Why a model with tied weights cannot take a rotation of its stream in; None for one without."""
     if not model.all_tied_weights_keys:
         return None
-    return "the output head is tied to the embeddings, and the gains of the last norm can go into the head alone"
+    return "the output head is tied to the embeddings, so the gains of the last norm cannot go into the head alone"
 
 
 def outer_use(walk: Walk, segment: Tensor, entering: Tensor, leaving: Tensor) -> tuple[StreamUse, str]:
@@ -299,21 +303,23 @@ def outer_use(walk: Walk, segment: Tensor, entering: Tensor, leaving: Tensor) ->
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
-        raise ModelError("the model has no embeddings, or no output head, as a matrix")
+        raise ModelError("the embeddings or the output head are not one plain matrix (nn.Embedding, nn.Linear)")
     with walk.outside():
         first = embedding(segment[None]).to(entering.dtype)
         scale = (first * entering).sum() / first.square().sum()
         if not (entering - scale * first).norm() <= 0.05 * entering.norm():
-            raise ModelError("what enters the first block is more than the embeddings of the tokens")
+            raise ModelError("the first block gets more than the token embeddings, for example position embeddings")
         norms = {n: each for m in walk.outer() if (n := names[id(m)]) and (each := norm_of(m, width)) is not None}
         states = leaving.to(head.weight.dtype)
         reads = readers(model, list(norms), lambda: logits_of(model, walk.blocks, walk.calls, segment, states))
         reads = {name: norm for name, norm in reads.items() if name == names[id(head)]}
         if not reads:
-            raise ModelError("the output head reads no RMS norm of what leaves the last block")
+            raise ModelError("the output head does not follow an RMSNorm after the last block")
         known = {embedding, head, *(model.get_submodule(norm) for norm in reads.values())}
         for module in walk.outer():
             for name, parameter in module.named_parameters(recurse=False):
                 if module not in known and width in parameter.shape:
-                    raise ModelError(f"{names[id(module)]}.{name}, outside the blocks, may read or write the stream")
+                    raise ModelError(
+                        f"{names[id(module)]}.{name}, outside the blocks, may also use the residual stream"
+                    )
     return StreamUse({norm: norms[norm] for norm in reads.values()}, reads), f"{names[id(embedding)]}.weight"

@@ -165,7 +165,8 @@ class Weights:
         found = self._ahead.take(source)
         if found.shape != shape:
             raise ModelError(
-                f"the checkpoint's {source.name} is {list(found.shape)}, the model's {list(shape)}; get it anew"
+                f"{source.name} has the shape {list(found.shape)} in the checkpoint, but {list(shape)} in the model "
+                "that its config.json describes; download or copy the checkpoint again"
             )
         found = found.to(self.device, non_blocking=self.device.type == "cuda")  # the order of its stream will do
         return found if change is None else changed(found.clone(), change)

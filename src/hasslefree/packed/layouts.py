@@ -100,7 +100,8 @@ class PackedGroups:
         groups = width // self.m
         if nonzeros != out * groups * self.n:
             raise PatternError(
-                f"{self.n}:{self.m} stores {out * groups * self.n} values of {out}×{width}, not {nonzeros}"
+                f"a {out}×{width} weight of pattern {self.n}:{self.m} has {out * groups * self.n} stored values, got "
+                f"{nonzeros}"
             )
         return {"values": (out, groups * self.n), "positions": (out, -(-groups * self.code_bits // 8))}
 
@@ -116,8 +117,9 @@ class PackedGroups:
         if missing.amin() < 0:
             row, group = (missing[..., 0] < 0).nonzero()[0].tolist()
             raise PatternError(
-                f"{self.n - int(missing[row, group])} entries in row {first + row}, inputs {group * self.m} to "
-                f"{group * self.m + self.m - 1}, where {self.n}:{self.m} allows {self.n}; use another pattern"
+                f"row {first + row}, inputs {group * self.m} to {group * self.m + self.m - 1}, has "
+                f"{self.n - int(missing[row, group])} non-zeros, but pattern {self.n}:{self.m} allows {self.n}; use "
+                "another pattern"
             )
         kept = entries | (~entries & ((~entries).cumsum(-1, dtype=torch.int32) <= missing))
         values = sparse.masked_select(kept.view(rows, -1)).view(rows, groups * self.n)
@@ -183,13 +185,13 @@ class PackedGroups:
             bits = unpack_bits(rows[:, whole:])
             end = used - 8 * whole
             if len(padded := bits[:, end:].any(1).nonzero()):
-                raise PatternError(f"a padding bit of row {first + int(padded[0])} is set")
+                raise PatternError(f"a padding bit at the end of row {first + int(padded[0])} is not 0")
             if end and (bad := self._impossible(bits[:, :end])).any():
                 row, group = bad.nonzero()[0].tolist()
                 group += 8 * whole // self.code_bits
                 raise PatternError(
-                    f"the code of row {first + row}, inputs {group * self.m} to {group * self.m + self.m - 1}, "
-                    f"is none of {self.n}:{self.m}"
+                    f"the stored code of row {first + row}, inputs {group * self.m} to "
+                    f"{group * self.m + self.m - 1}, is not a valid code of pattern {self.n}:{self.m}"
                 )
 
     def _impossible(self, bits: Tensor) -> Tensor:
@@ -214,7 +216,7 @@ class Bitmask:
 
     def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
         if not 0 <= nonzeros <= out * width:
-            raise PatternError(f"{out}×{width} entries cannot store {nonzeros} values")
+            raise PatternError(f"a {out}×{width} weight cannot have {nonzeros} stored values")
         return {"values": (nonzeros,), "mask": (out, -(-width // 8))}
 
     def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,10 +228,10 @@ class Bitmask:
 
     def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
         if width % 8 and len(padded := (index[:, -1] >> width % 8).nonzero()):
-            raise PatternError(f"a padding bit of row {int(padded[0])} is set")
+            raise PatternError(f"a padding bit at the end of row {int(padded[0])} is not 0")
         ones = unpack_bits(every_byte(index)).sum(1, keepdim=True, dtype=torch.uint8)
         if (count := sum(int(look_up(ones, rows).sum()) for _, rows in row_chunks(index))) != nonzeros:
-            raise PatternError(f"the mask has {count} bits set for {nonzeros} values")
+            raise PatternError(f"the mask marks {count} entries, but {nonzeros} values are stored")
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,10 @@ class Columns:
 
     def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
         if nonzeros % out or not 0 <= nonzeros <= out * width:
-            raise PatternError(f"no number of whole columns of {out}×{width} stores {nonzeros} values")
+            raise PatternError(
+                f"{nonzeros} values do not fill whole columns of a {out}×{width} weight; there must be a multiple of "
+                f"{out}, and at most {out * width}"
+            )
         return {"values": (out, nonzeros // out), "columns": (nonzeros // out,)}
 
     def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,9 +263,9 @@ class Columns:
 
     def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
         if ((index < 0) | (index >= width)).any():
-            raise PatternError(f"a column is not one of the {width} inputs")
+            raise PatternError(f"a column index is not between 0 and {width - 1}")
         if (index[1:] <= index[:-1]).any():
-            raise PatternError("the columns do not ascend")
+            raise PatternError("the column indices are not in ascending order")
 
 
 class Placed(torch.autograd.Function):

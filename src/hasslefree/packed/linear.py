@@ -254,7 +254,8 @@ def say_without_triton() -> None:
     """A line in the log, once, where a GPU multiplies unpacked S for want of a kernel."""
     if not HAS_TRITON:
         logger.info(
-            "Triton is not installed: compressed layers on a GPU are unpacked once, and multiplied as dense ones"
+            "Triton 3.4 or newer is not installed, so compressed layers on a GPU are unpacked once and take the memory "
+            "of dense layers; pip install triton"
         )
 
 
@@ -265,8 +266,8 @@ def room_for_a_copy(shape: tuple[int, int]) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise MemoryShortError(
-            f"not enough memory on the GPU for a second copy of a sparse matrix {shape}; "
-            'hasslefree.use_backend(model, "dense") keeps no copy, and is slower'
+            f"not enough GPU memory for a second copy of a sparse matrix of shape {shape}; call "
+            'hasslefree.use_backend(model, "dense"), which keeps no copy but is slower'
         ) from None
 
 

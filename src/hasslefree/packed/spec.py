@@ -38,11 +38,11 @@ class LayerSpec:
     factor_bits: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.shape) < 1 or self.rank < 0 or self.nonzeros < 0:
-            raise PatternError(
-                "rank and nonzeros are whole numbers, 0 or more, and a shape has sides of 1 or more; got "
-                f"{self.rank}, {self.nonzeros} and {self.shape}"
-            )
+        if min(self.shape) < 1:
+            raise PatternError(f"both numbers of shape must be at least 1, got {list(self.shape)}")
+        for name in ("rank", "nonzeros"):
+            if getattr(self, name) < 0:
+                raise PatternError(f"{name} must be a whole number, 0 or more, got {getattr(self, name)}")
         if not self.rank:
             object.__setattr__(self, "factor_bits", None)
 

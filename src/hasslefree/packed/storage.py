@@ -72,7 +72,10 @@ class Storage:
         if self.grid is None:
             return {"values": values, self.layout.index: index}, values.numel()
         if quantised is None or quantised.scaling.grid != self.grid:
-            raise PatternError(f"S is not on a grid of {self.grid}; store it as it is")
+            raise PatternError(
+                f"S has no codes of the quantisation {self.grid}; pass them as quantised=, or use a storage without a "
+                "grid"
+            )
         placed = self.layout.unpack(torch.ones_like(values, dtype=torch.uint8), index, sparse.shape[1]).bool()
         codes = quantised.codes.masked_select(placed).view(values.shape)
         tensors = {"weight_packed": pack_codes(codes, self.grid.bits), "weight_scale": quantised.scaling.scale}

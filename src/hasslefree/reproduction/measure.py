@@ -50,7 +50,7 @@ def run_jobs(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"the folder {out} cannot be made ({error}); give another {option('output')}") from None
+        raise OutputError(f"the folder {out} cannot be created ({error}); give another {option('output')}") from None
     results = read_results(out)
     for job in jobs:
         if job.key in results:

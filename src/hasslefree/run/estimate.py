@@ -1,4 +1,4 @@
-"""What a compression will take, before it runs: memory on each device, bytes on the disk, time."""
+"""An estimate of a compression before it runs: memory on each device, bytes on the disk, time."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from hasslefree.solve.methods.joint import LOOK
 
 # What Python and the libraries take, on a CPU and of a GPU.
 LIBRARIES = 600_000_000
-# A forward pass has so many arrays (tokens, width of the widest layer) at a time.
+# Arrays (tokens, width of the widest layer) that a forward pass holds at a time.
 FORWARD = 6
-# Where labels are drawn from predictions, so many arrays (tokens, vocabulary) are there at a time.
+# Arrays (tokens, vocabulary) held at a time where labels are drawn from predictions.
 LOGITS = 5
 # What Adam holds of a kept value, in numbers: the master, its unit and two moments.
 MASTER = 4
@@ -45,15 +45,15 @@ class Footprint:
     Args:
         layers: kind of layer (q_proj, …), its plan and how many there are. kept, dense: parameters of all layers.
         outside: what is outside the blocks. logits: of one segment, where the backward pass draws labels from them.
-        block, solving: of the dearest block: its weights before and after, and the Grams and the solver's arrays of its
-            dearest layer. resident: the rest of a model that is loaded already.
+        block, solving: of the largest block: its weights before and after, and the Grams and the solver's arrays of its
+            largest layer. resident: the rest of a model that is loaded already.
         beside: in RAM, the blocks that are read and written while another one is solved; 0 where none are.
         streams: hidden states of all segments. probes: those before each block that the backward pass keeps.
         reference, whole, masters: where predictions are matched, the dense model's last hidden states, all compressed
             blocks with what a step keeps of them, and what Adam holds for them; else 0.
         device: where it computes. storage: where the activations are. disk: the size of the folder.
-        by_itself: what stays dense without being named, by kind.
-        flops: of solvers, Grams, forward passes and matching. levers: what is done beyond the layer, in words.
+        by_itself: what stays dense automatically, by kind.
+        flops: of solvers, Grams, forward passes and matching. levers: a sentence for each lever beyond single layers.
         unstated: plug-ins that state no cost, and are counted as the most expensive ones of this package.
     """
 

@@ -33,9 +33,9 @@ from hasslefree.run.machine import in_one_pass
 def dense_reference(
     walk: Walk, resolved: Resolved, tokenizer: Any, segments: Tensor, given: bool, world: World
 ) -> Reference | None:
-    """What the dense model makes of the text that predictions are matched on; None where they are not.
+    """The dense model's last hidden states for prediction matching; None where predictions are not matched.
 
-    The text is the recipe's, read once more in windows that do not overlap, so that those which judge are new.
+    The text is the recipe's, cut into windows that do not overlap, so that the validation windows are new.
 
     Args:
         segments: of the calibration, of all processes. given: whether they were given in the place of a text; they are
@@ -52,17 +52,17 @@ def dense_reference(
         documents = calibration_documents(recipe.calibration)
         segments = disjoint_segments(documents, lambda text: encode(tokenizer, text), count, seqlen, recipe.seed)
     segments = segments[:count]
-    if len(segments) < max(2, world.size):
+    if len(segments) < (least := max(2, world.size)):
         raise CalibrationError(
-            f"prediction matching needs two windows of {seqlen} tokens, and one for each process; the calibration text "
-            f"has {len(segments)}; use a longer text, a smaller seqlen, or {option('match_predictions', 0)}"
+            f"prediction matching needs at least {least} segments of {seqlen} tokens, and the calibration text has "
+            f"{len(segments)}; use a longer text, a smaller seqlen, or {option('match_predictions', 0)}"
         )
     local = world.share(segments).to(walk.weights.device)
     return reference_of(walk, local, len(segments), judges_of(len(segments)))
 
 
 def match_whole(walk: Walk, reference: Reference, work: Unfinished, world: World) -> dict[str, Any]:
-    """Match the predictions of the compressed model that `work` holds, and write its blocks anew.
+    """Match the predictions of the compressed model that `work` holds, and write its blocks again.
 
     Returns:
         What `PredictionRecord.to_dict` makes of it.

@@ -16,7 +16,7 @@ from hasslefree.units import duration, size
 
 
 def estimate_table(found: Footprint, device: torch.device) -> Group:
-    """What will be done, and what it takes beside what is there."""
+    """The plan of each kind of layer, and the memory, disk and time that it takes."""
     table = Table(title=Text(f"{found.blocks} blocks, {sum(count for *_, count in found.layers)} layers"))
     for heading in ("", "out×in", "pattern", "rank", "kept", "count"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -34,7 +34,7 @@ def totals(found: Footprint, device: torch.device) -> dict[str, str]:
     """The figures of a footprint, in words."""
 
     def against(peak: int, where: torch.device) -> str:
-        return f"{size(peak)}, of {size(free_memory(where))} that can be had"
+        return f"{size(peak)}, of {size(free_memory(where))} available"
 
     here = found.device if found.storage == "device" else found.storage
     memory = {} if found.on_cpu else {f"peak of {device}": against(found.device_peak, device)}
@@ -45,7 +45,7 @@ def totals(found: Footprint, device: torch.device) -> dict[str, str]:
         **memory,
         "peak of RAM": against(found.ram_peak, torch.device("cpu")),
         "activations": f"{size(found.activations)}, on {here}",
-        **({"dense by themselves": "\n".join(found.by_itself)} if found.by_itself else {}),
+        **({"kept dense automatically": "\n".join(found.by_itself)} if found.by_itself else {}),
         **({"beyond the layer": "\n".join(found.levers)} if found.levers else {}),
         **({"counted by rule": unstated_note(found.unstated)} if found.unstated else {}),
         "time": f"about {duration(found.flops / product_rate(device))}",

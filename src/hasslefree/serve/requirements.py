@@ -24,7 +24,7 @@ def check_vllm(version: str) -> None:
     known, (major, minor) = " and ".join(f"{major}.{minor}" for major, minor in VERSIONS), max(VERSIONS)
     update = "update hasslefree, or " if found > max(VERSIONS) else ""
     raise ServeError(
-        f"this hasslefree serves compressed folders with vLLM {known}, and vLLM {version} is installed: "
+        f"this version of hasslefree serves compressed folders with vLLM {known}, but vLLM {version} is installed: "
         f'{update}pip install "vllm=={major}.{minor}.*"'
     )
 
@@ -49,4 +49,6 @@ def check_device(name: str, capability: tuple[int, int] | None) -> None:
 def check_layers(names: Iterable[str]) -> None:
     """Raise ServeError where one of these compressed layers is an expert of a mixture."""
     if expert := next((name for name in names if EXPERT.search(name)), None):
-        raise ServeError(f"{expert} is an expert of a mixture, and compressed experts cannot be served: {DENSE}")
+        raise ServeError(
+            f"{expert} belongs to a mixture of experts (MoE), and compressed experts cannot be served: {DENSE}"
+        )

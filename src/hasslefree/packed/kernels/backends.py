@@ -38,8 +38,8 @@ HAS_NUMBA = importlib.util.find_spec("numba") is not None
 HAS_TRITON = _has_triton()
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 TRITON_TOKENS = 16
-NO_CODES = "S is stored as codes of a grid, for which there is no kernel; use dense or unpacked"
-NO_GRADIENTS = "it has no gradients; use dense, or torch.no_grad()"
+NO_CODES = "S is stored as quantised codes, for which there is no kernel; use dense or unpacked"
+NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _numba(case: Case) -> str | None:
     if case.grad:
         return NO_GRADIENTS
     if isinstance(case.layout, Columns):
-        return "pattern structured keeps whole columns, and has no kernel; use dense"
+        return "there is no kernel for pattern structured, which keeps whole columns; use dense"
     if case.dtype not in (torch.float32, *HALF_DTYPES):
         return f"it takes float32, bfloat16 and float16, not {case.dtype}; use dense"
     return None

@@ -37,7 +37,7 @@ def obstacle() -> str | None:
 def say_what_multiplies() -> None:
     """A line in the log, once, where cuSPARSELt is missing."""
     if not torch.backends.cusparselt.is_available():
-        logger.info("this build of torch lacks cuSPARSELt: CUTLASS multiplies its 2:4 tensors")
+        logger.info("this build of torch has no cuSPARSELt: 2:4 layers are multiplied by CUTLASS instead")
 
 
 def semi_structured(sparse: Tensor) -> Tensor:
@@ -51,8 +51,8 @@ def semi_structured(sparse: Tensor) -> Tensor:
     """
     if sparse.shape[0] % LEAST[0] or sparse.shape[1] % LEAST[1]:
         raise KernelError(
-            f"semi-structured needs out divisible by {LEAST[0]} and in by {LEAST[1]}, got "
-            f"{tuple(sparse.shape)}; use triton or dense"
+            f"the backend semi-structured needs out_features divisible by {LEAST[0]} and in_features by {LEAST[1]}, "
+            f"got {tuple(sparse.shape)}; use the backend triton or dense"
         )
     say_what_multiplies()
     return torch.sparse.to_sparse_semi_structured(sparse.detach().contiguous())

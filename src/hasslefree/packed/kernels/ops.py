@@ -155,7 +155,7 @@ def decode_cuda(
     from hasslefree.packed.kernels import triton
 
     if position_bits(n, m) is None:
-        raise KernelError(f"the backend triton reads positions, and {n}:{m} is stored as masks; use dense")
+        raise KernelError(f"the backend triton does not support pattern {n}:{m}, which is stored as masks; use dense")
     if len(x) > triton.MOST_TOKENS:
         raise KernelError(f"the backend triton takes {triton.MOST_TOKENS} tokens at most, got {len(x)}; use dense")
     for each in zip(values, positions, us, vs, biases, strict=True):
@@ -302,7 +302,9 @@ def _starts(mask: Tensor, values: Tensor) -> Any:
     ends = counts.cumsum(0)
     marked = int(ends[-1]) if len(ends) else 0
     if marked != values.numel():
-        raise PatternError(f"a mask of {marked} entries does not go with {values.numel()} values; load the layer again")
+        raise PatternError(
+            f"the mask marks {marked} entries, but there are {values.numel()} values; load the model again"
+        )
     return (ends - counts).numpy()
 
 
@@ -312,30 +314,34 @@ def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) 
     _check_dtypes(x, values, positions)
     if width % m or values.shape != (out, width // m * n) or positions.shape != (out, math.ceil(width // m * code / 8)):
         raise ShapeError(
-            f"values {tuple(values.shape)} and positions {tuple(positions.shape)} are no {n}:{m} weight "
-            f"for inputs of width {width}"
+            f"values {tuple(values.shape)} and positions {tuple(positions.shape)} do not match inputs of width {width}"
+            f": pattern {n}:{m} needs a width divisible by {m}, values ({out}, {width // m * n}) and positions ({out}, "
+            f"{math.ceil(width // m * code / 8)})"
         )
 
 
 def _check_factors(x: Tensor, out: int, u: Tensor, v: Tensor, bias: Tensor | None) -> None:
     if u.dtype != x.dtype or v.dtype != x.dtype or u.shape != (out, len(v)) or v.shape != (len(v), x.shape[1]):
         raise ShapeError(
-            f"factors {tuple(u.shape)} of {u.dtype} and {tuple(v.shape)} of {v.dtype} do not go with inputs of "
-            f"width {x.shape[1]} and {x.dtype}, and {out} outputs"
+            f"the factors must have the shapes ({out}, r) and (r, {x.shape[1]}) and the dtype {x.dtype}, got "
+            f"{tuple(u.shape)} of {u.dtype} and {tuple(v.shape)} of {v.dtype}"
         )
     if bias is not None and bias.shape != (out,):
-        raise ShapeError(f"a bias {tuple(bias.shape)} does not go with {out} outputs")
+        raise ShapeError(f"the bias must have the shape ({out},), got {tuple(bias.shape)}")
 
 
 def _check_mask(x: Tensor, values: Tensor, mask: Tensor) -> None:
     _check_dtypes(x, values, mask)
     if mask.shape[1] != math.ceil(x.shape[1] / 8):
-        raise ShapeError(f"a mask of {mask.shape[1]} bytes a row does not go with inputs of width {x.shape[1]}")
+        raise ShapeError(
+            f"the mask must have {math.ceil(x.shape[1] / 8)} bytes per row for inputs of width {x.shape[1]}, got "
+            f"{mask.shape[1]}"
+        )
 
 
 def _check_dtypes(x: Tensor, values: Tensor, index: Tensor) -> None:
     if x.dtype != values.dtype or index.dtype != torch.uint8 or x.itemsize not in (2, 4):
         raise ShapeError(
-            f"inputs of {x.dtype}, values of {values.dtype} and indices of {index.dtype} do not go together: "
-            "one dtype of 16 or 32 bits for both, and uint8"
+            "inputs and values must have the same dtype, of 16 or 32 bits, and indices must be torch.uint8; got inputs "
+            f"of {x.dtype}, values of {values.dtype} and indices of {index.dtype}"
         )

@@ -14,22 +14,23 @@ from hasslefree.core.patterns import Pattern, Structured
 from hasslefree.core.protocols import Pruned, Pruner
 from hasslefree.errors import BudgetError
 
-# A swap must win this share of what the layer puts out, or rounding would swap for ever.
+# A swap must lower the loss by this share of the layer's output, or rounding error would swap for ever.
 LEAST_GAIN = 1e-10
 
 
 @dataclass(frozen=True)
 class OSSCAR(Pruner):
-    """S keeps the channels without which least squares on the rest loses most, and has the values of that fit.
+    """S keeps the channels whose removal would raise the least-squares loss most, with the values of that fit.
 
     With A = H⁻¹, removing the channels R and refitting the rest to K leaves tr(T_R (A_RR)⁻¹ T_Rᵀ) and makes
     T_K − T_R (A_RR)⁻¹ A_RK of T_K: the sweep operator, of which each removal is a step and which can be taken back.
-    Channels go by least loss; then one that is gone is exchanged for one that is there as long as that wins.
+    Channels are removed in order of least loss; then a removed one is exchanged for a kept one while that lowers the
+    loss.
 
     Args:
-        steps: removals at most; where more channels must go, several do in one step.
-        swaps: exchanges at most. candidates: of the channels that are gone, so many, by what their return alone would
-            win, are tried against all that are there.
+        steps: the maximum of removal steps; with more channels to remove, a step removes several.
+        swaps: the maximum of exchanges. candidates: the number of removed channels that are tried against all kept
+            ones: those whose return alone would lower the loss most.
     """
 
     steps: int = 256
@@ -37,11 +38,9 @@ class OSSCAR(Pruner):
     candidates: int = 16
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.swaps < 0 or self.candidates < 1:
-            raise BudgetError(
-                f"steps and candidates must be at least 1 and swaps not negative, got {self.steps}, {self.candidates} "
-                f"and {self.swaps}"
-            )
+        for name, least in {"steps": 1, "swaps": 0, "candidates": 1}.items():
+            if getattr(self, name) < least:
+                raise BudgetError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
     @property
     def whole_channels(self) -> bool:

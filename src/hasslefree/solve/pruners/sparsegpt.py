@@ -17,12 +17,12 @@ from hasslefree.core.protocols import Pruned, Pruner
 
 @dataclass(frozen=True)
 class SparseGPT(Pruner):
-    """Columns are decided from left to right, and what each decision changes is made good by the columns to come.
+    """Columns are decided from left to right, and later columns compensate the error of each decision.
 
     With H⁻¹ = UᵀU, U upper triangular, the loss of changing entry j of a row by e, given the columns before it, is
     (e / U_jj)², and the update of the later columns is −(e / U_jj)·U_j: (arXiv 2301.00774, section 3.3). A pruned entry
-    changes by all it is, a rounded one by what rounding takes (GPTQ, arXiv 2210.17323), and with both a kept entry is
-    rounded in the same step (SparseGPT, section 3.5).
+    changes by its whole value, a rounded one by its rounding error (GPTQ, arXiv 2210.17323), and with both a kept entry
+    is rounded in the same step (SparseGPT, section 3.5).
     An N:M group is chosen at its first column, after the updates; other patterns at the first column of a block.
 
     Args:
