@@ -253,7 +253,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(folders, tmp_pa
     build("llama").save_pretrained(tmp_path / "plain")
     before = contents(packed)
     for source, target, to, error, message in [
-        (packed, tmp_path / "out", "densely", UnknownNameError, "unknown export 'densely'. Did you mean 'dense'"),
+        (
+            packed,
+            tmp_path / "out",
+            "densely",
+            UnknownNameError,
+            "unknown export format 'densely'. Did you mean 'dense'",
+        ),
         (tmp_path / "none", tmp_path / "out", "dense", ModelError, "none does not exist"),
         (tmp_path / "plain", tmp_path / "out", "dense", ModelError, "is not compressed by hasslefree"),
         (packed, packed, "dense", OutputError, "neither inside the other"),

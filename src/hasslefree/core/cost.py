@@ -83,7 +83,7 @@ class Cost:
 
 
 def workspace(cost: Cost, out: int, width: int, rank: int) -> int:
-    """Bytes at most that a layer (out, in) takes beside W and H: of a float32 solver, with what it returns.
+    """The maximum of bytes that a layer (out, in) takes beside W and H: of a float32 solver, with its result.
 
     An upper bound, for planning: every pattern, inputs that are always zero, and what the libraries keep. Where layers
     share an input, what is kept of it is counted once by each.
@@ -119,7 +119,7 @@ def objective_flops(out: int, width: int) -> int:
 
 
 def admm_flops(out: int, width: int, rounds: int, every: int, others: int = 0) -> int:
-    """Of the rounds of `SupportPenalty`: a product each, and a resolvent at every look. others: FLOPs of a round."""
+    """Of the rounds of `SupportPenalty`: a product each, and a resolvent per check. others: further FLOPs a round."""
     return rounds * (2 * out * width**2 + others) + rounds // every * 2 * width**3
 
 

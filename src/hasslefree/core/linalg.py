@@ -114,8 +114,8 @@ def orthonormal(matrix: Tensor, rows: Rows = WHOLE) -> Tensor:
 
     On CUDA, where a QR factorisation runs column by column, and where processes share the rows, by three Cholesky
     factorisations of the columns' products with each other, (r, r) (CholeskyQR3: Fukaya et al., arXiv 1809.11085), each
-    shifted by its rounding: of columns that others span, what is left has a norm below one. In the last, only these are
-    shifted, so that the others are orthonormal to rounding.
+    shifted by its rounding. Columns in the span of others are left with a norm below one; in the last factorisation,
+    only these are shifted, so that the others are orthonormal up to rounding.
     """
     if not matrix.shape[1] or (matrix.device.type != "cuda" and rows.size == 1):
         return torch.linalg.qr(matrix).Q

@@ -1,4 +1,4 @@
-"""Zero-shot accuracy through lm-evaluation-harness, with every answer kept on disk as soon as it is there."""
+"""Zero-shot accuracy by lm-evaluation-harness, with every answer saved to disk as soon as it is computed."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def evaluate_tasks(
     """Zero-shot accuracies of a loaded model; the answer to each choice is its log-likelihood after the question.
 
     Args:
-        tasks: names of `TASKS`. folder: with <task>.jsonl files, in the place of the hub.
+        tasks: names of `TASKS`. folder: with <task>.jsonl files, instead of the hub.
         batch: sequences at a time; None for the most that fit on a GPU, up to 64, and one on a CPU, where running out
             of memory would end the process. It changes scores by rounding alone.
-        limit: only the first so many rows of each task.
-        cache: a folder that keeps every answer; None for nowhere. A run that was cut short goes on from there.
+        limit: use only this number of rows of each task, the first ones.
+        cache: a folder that keeps every answer; None for no cache. An interrupted run continues from it.
 
     Returns:
         {task: {"metric", "value", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "rows", "truncated",
@@ -70,14 +70,14 @@ def evaluate_tasks(
 
 @contextmanager
 def answers_kept(lm: Any, file: Path | None) -> Iterator[Any]:
-    """The model, answering from the file what the file holds already and adding to it every new answer at once."""
+    """The model, with a cache: answers in the file are read from it, and every new answer is added at once."""
     if file is None:
         yield lm
         return
     from lm_eval.api.model import CachingLM
 
     try:
-        # CachingLM opens it in a thread, whose errors nobody catches.
+        # CachingLM opens the file in a thread, where an error would not be caught.
         with closing(sqlite3.connect(file)) as connection:
             connection.execute("PRAGMA schema_version")
     except sqlite3.Error as error:
@@ -93,7 +93,7 @@ def cache_file(folder: Path, model: PreTrainedModel, tokenizer: Any) -> Path:
     """The file that keeps the answers of this model, tokenizer, kind of device and set of versions.
 
     Raises:
-        OutputError: the folder cannot be made or written.
+        OutputError: the folder cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def _too_long(lm: Any, question: str, choice: str) -> bool:
 
 @contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Only the harness's own bars: its notices and those of datasets, one for every step, are off in here."""
+    """Within it, only the harness's progress bars are shown, not its notices nor the bars of datasets."""
     import datasets
 
     logger, bars = logging.getLogger("lm_eval"), not datasets.are_progress_bars_disabled()

@@ -39,7 +39,7 @@ def perplexity(
     """The perplexity of a causal language model on tokens: (n,), in windows of `window` tokens, `batch` at a time.
 
     Args:
-        windows: only the first so many windows. remainder: score a last window that is shorter than the others too.
+        windows: score only this number of windows, the first ones. remainder: also score a shorter last window.
 
     Raises:
         CalibrationError: fewer than two tokens, in the text or in a window. NonFiniteError: the model gives NaN.

@@ -1,7 +1,7 @@
-"""The eight zero-shot tasks of the paper, in the words of lm-evaluation-harness, on data of the hub or of a folder.
+"""The eight zero-shot tasks of the paper, as lm-evaluation-harness defines them, on data of the hub or of a folder.
 
-Prompts, choices and metrics are those of the harness's own definitions: nothing of them is written anew here, only the
-data set is put in its place where a folder is given.
+Prompts, choices and metrics are those of the harness's own definitions; only the data set is replaced where a folder is
+given.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RowForm:
     """One shape in which the rows of a task are published.
 
     Args:
-        fields: what a row must hold. changes: what the harness's definition is told about them.
+        fields: that a row must have. changes: to the harness's definition for rows of this form.
     """
 
     fields: tuple[str, ...]
@@ -71,11 +71,11 @@ TASKS = {
 
 
 def check_tasks(names: Sequence[str], folder: Path | None) -> None:
-    """Look at all that can be seen before a model is loaded.
+    """Check everything that can be checked before a model is loaded.
 
     Raises:
-        UnknownNameError: no such task. TaskError: one twice, no harness, or with a folder a file that is missing or
-            holds rows of another form.
+        UnknownNameError: no such task. TaskError: a task is given twice, the harness is not installed, or a file of
+            the folder is missing or has rows of another form.
     """
     for name in names:
         if name not in TASKS:
@@ -95,7 +95,7 @@ def data_file(name: str, folder: Path) -> Path:
 
 
 def row_form(name: str, folder: Path) -> RowForm:
-    """The form that all rows of a task's file have. Raises a TaskError with the file and the line where they have not.
+    """The form that all rows of a task's file have; raises a TaskError with the file and the line of one that has not.
 
     A line must be a JSON object with the fields of the form; the first line decides between forms.
     """

@@ -20,7 +20,7 @@ from hasslefree.folder.processor import copy_processor
 from hasslefree.models.load import auto_class, load_config, load_model, load_tokenizer
 from hasslefree.packed.linear import compressed_layers
 
-# (the model, changed in place; the folder to fill; where that will stand; the shard size) → the folders with a model
+# (the model, changed in place; the folder to fill; its final path; the shard size) → the folders with a model
 # card, by its kind
 Write = Callable[[PreTrainedModel, Path, Path, str], dict[str, Path]]
 EXPORTS: dict[str, Write] = {"dense": write_dense, "peft": write_adapter, "narrow": write_narrow}

@@ -23,9 +23,9 @@ MAKERS = {"self_attn.o_proj": ("q_proj", "k_proj", "v_proj"), "mlp.down_proj": (
 def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str) -> dict[str, Path]:
     """Write the model, which is changed in place, without the channels whose weights are all zero.
 
-    The input channels of o_proj go by all query heads of a key head, with the rows of q_proj, k_proj and v_proj that
-    make them; those of down_proj with the rows of gate_proj and up_proj. The configuration says how many are left. Some
-    that nothing reads stay where transformers does not accept as many heads as are read.
+    The input channels of o_proj are removed in units of all query heads of a key head, with the rows of q_proj, k_proj
+    and v_proj that compute them; those of down_proj with the rows of gate_proj and up_proj. The configuration gets the
+    new numbers. Some unused heads stay where transformers does not accept the number of used heads.
 
     Raises:
         ModelError: layers of other names; blocks that keep different numbers, which no plain model can have; or
@@ -96,7 +96,7 @@ def set_heads(config: Any, groups: int, count: int) -> None:
 def accepted_count(config: Any, groups: int, least: int) -> int:
     """The least number of key heads, from `least` to `groups`, with which transformers takes the configuration.
 
-    Llama's must divide the hidden size, though with a head_dim of its own nothing depends on that.
+    Llama's must divide the hidden size, though with an explicit head_dim nothing depends on that.
     """
     for count in range(least, groups):
         tried = copy.deepcopy(config)
@@ -110,7 +110,7 @@ def accepted_count(config: Any, groups: int, least: int) -> int:
 
 
 def filled_up(kept: Tensor, count: int) -> Tensor:
-    """`kept` with so many of the others, the first ones, that there are `count`."""
+    """`kept`, with the first of the other units added until there are `count`."""
     others = torch.nonzero(~kept).flatten()
     return kept.index_fill(0, others[: count - int(kept.sum())], True)
 

@@ -22,13 +22,13 @@ def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_sha
     """Write the adapter into `part`, and the model with S as its weights, changed in place, into part/base.
 
     Args:
-        destination: where `part` will stand in the end: the adapter names its base model by an absolute path.
+        destination: the final path of `part`: the adapter names its base model by an absolute path.
 
     Returns:
         Both folders by their kind.
 
     Raises:
-        ModelError: no layer has a low-rank part, or the layer of an expert has one.
+        ModelError: no layer has a low-rank part, or layers of experts are compressed.
     """
     if experts := [name for name in compressed_layers(model) if experts_of(model, name)]:
         raise ModelError(

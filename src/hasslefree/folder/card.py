@@ -47,7 +47,7 @@ _WHAT = {
     "narrow": (
         "transformers",
         "A plain model with fewer attention heads and fewer neurons than the one that it was made of: those that its "
-        "compressed layers did not read are gone. It needs no library of its own.",
+        "compressed layers did not read are removed. It needs no library of its own.",
         _LOAD,
     ),
     "peft": (
@@ -121,7 +121,7 @@ def base_licence(model: str) -> dict[str, str]:
 
 # What the errors of a compression with dense targets are, and are not.
 TARGETED = """W is its target there: the weight, changed for inputs that the layers before it have changed. So the
-figure says how close S + L came to what was asked, and does not compare with that of a run without dense targets.
+figure says how close S + L came to that target, and cannot be compared with that of a run without dense targets.
 """
 
 

@@ -1,4 +1,4 @@
-"""The `quantization_config` of config.json: what a folder says of each compressed layer."""
+"""The `quantization_config` of config.json: the description of each compressed layer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def crc32(tensor: Tensor, start: int = 0) -> int:
 
 
 def check_version(version: Any, layout: Any) -> None:
-    """Raise a CheckpointError where this is not the format that is read here."""
+    """Raise a CheckpointError where this is not the format that this version reads."""
     if (version, layout) == (VERSION, LAYOUT):
         return
     older = isinstance(version, int) and version < VERSION
@@ -69,7 +69,7 @@ def read_entries(modules: Any) -> dict[str, Entry]:
     """The entries of all layers by name.
 
     Raises:
-        CheckpointError: the first that is not as the format says, with its name.
+        CheckpointError: with the name of the first entry that does not follow the format.
     """
     if not isinstance(modules, dict):
         raise CheckpointError(

@@ -89,7 +89,7 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
     """All tensors of a model by name.
 
     Raises:
-        CheckpointError: a file that is no safetensors file, is cut short, or lacks a tensor that the index says it has.
+        CheckpointError: a file is not a safetensors file, is truncated, or lacks a tensor that the index lists.
     """
     found: dict[str, Stored] = {}
     for file in files:

@@ -1,4 +1,4 @@
-"""What a compressed folder holds and what it weighs, from config.json and the headers of the weight files alone."""
+"""The layers of a compressed folder and their sizes, from config.json and the headers of the weight files alone."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class LayerSize:
     """One compressed layer.
 
     Args:
-        dtype: of the values, or of the grid's scales. bytes: of all its tensors. dense_bytes: of the layer as it was,
-            in the same dtype.
+        dtype: of the values, or of the grid's scales. bytes: of all its tensors. dense_bytes: of the dense layer in the
+            same dtype.
     """
 
     name: str
@@ -33,7 +33,7 @@ class LayerSize:
     dense_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: the fields of the spec lie among the others, its grid in words."""
+        """For JSON: the fields of the spec are among the others, its grid in words."""
         grid = str(self.spec.grid) if self.spec.grid else None
         rest = {"dtype": self.dtype, "bytes": self.bytes, "dense_bytes": self.dense_bytes}
         return {"name": self.name, **vars(self.spec), **rest, "grid": grid}
@@ -41,7 +41,7 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class FolderSize:
-    """A compressed folder. other_bytes: of the tensors that are part of no compressed layer."""
+    """A compressed folder. other_bytes: of all tensors outside compressed layers."""
 
     folder: str
     version: int
@@ -70,10 +70,10 @@ class FolderSize:
 
 
 def inspect_folder(folder: Path) -> FolderSize:
-    """Read config.json and the headers, and check one against the other; no weight is read.
+    """Read config.json and the headers, and check that they match; no weights are read.
 
     Raises:
-        CheckpointError: no local folder, a model that is not compressed, or files that are not as config.json says.
+        CheckpointError: no local folder, a model that is not compressed, or files that do not match config.json.
     """
     if not folder.is_dir():
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Output folders: what is checked before the work, and how one is put in place, whole or not at all."""
+"""Output folders: what is checked before the work, and how a folder is replaced, completely or not at all."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_shard_size(size: str) -> None:
 
 @contextmanager
 def replaced_whole(folder: Path) -> Iterator[Path]:
-    """A fresh folder beside `folder` that takes its place at the end; on an error it is removed, and nothing else."""
+    """A new folder next to `folder` that replaces it at the end; on an error only the new one is removed."""
     part, old = (folder.with_name(f".{folder.name}.{kind}-{os.getpid()}") for kind in ("part", "old"))
     try:
         part.mkdir(parents=True)
@@ -79,7 +79,7 @@ def is_of_the_disk(error: BaseException) -> bool:
 
 
 def open_up(folder: Path) -> None:
-    """Give files the rights that the user's umask says: safetensors' files are for their owner alone."""
+    """Set permissions by the user's umask: safetensors writes files that only their owner can read."""
     umask = os.umask(0)
     os.umask(umask)
     for path in folder.rglob("*"):
@@ -87,7 +87,7 @@ def open_up(folder: Path) -> None:
 
 
 def put_in_place(part: Path, folder: Path, old: Path) -> None:
-    """Rename `part` to `folder`. What was there goes to `old` first, and comes back if that fails."""
+    """Rename `part` to `folder`. An existing folder is renamed to `old` first, and back if that fails."""
     try:
         if folder.exists():
             folder.rename(old)

@@ -40,7 +40,7 @@ class HasslefreeConfig(QuantizationConfigMixin):
 
 
 class HasslefreeQuantizer(HfQuantizer):
-    """Puts `SparseLowRankLinear` in the place of the layers that the config lists, before the weights are read."""
+    """Replaces the layers that the config lists by `SparseLowRankLinear`, before the weights are read."""
 
     requires_calibration = True
     quantization_config: HasslefreeConfig
@@ -63,7 +63,7 @@ class HasslefreeQuantizer(HfQuantizer):
             check_indices(entries, stored)
 
     def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
-        """Without those that fuse experts, which are apart here."""
+        """Without those that fuse experts, which are separate layers here."""
         fused = {source for module in model.modules() if isinstance(module, SplitExperts) for source in module.sources}
         kept = [each for each in weight_conversions if not fuses(each, fused)]
         return super().update_weight_conversions(kept, model)

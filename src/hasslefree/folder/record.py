@@ -1,4 +1,4 @@
-"""What a compression did: per layer and in total, as JSON and as a table."""
+"""The record of a compression: per layer and in total, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class LayerRecord:
     """One compressed layer.
 
     Args:
-        name: in the model. spec: what it became; its `nonzeros` are the entries of S that are not zero.
+        name: in the model. spec: of the result; its `nonzeros` are the entries of S that are not zero.
         relative_error: with the undamped Gram, after the cast to the dtype of the model; and before it.
         bytes, dense_bytes: of its weight as stored, and before.
-        seconds: of the decomposition, its share of the factorisation included.
-        history: the method's objective, as often as it measures it, or estimates it.
-        remarks: what is out of the ordinary, a sentence each.
+        seconds: of the decomposition, including its share of the factorisation.
+        history: the objective of the method, whenever it measures or estimates it.
+        remarks: what is unusual, one sentence each.
     """
 
     name: str
@@ -59,7 +59,7 @@ class LayerRecord:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: the fields of the spec lie among the others, its shape as `out` and `width`."""
+        """For JSON: the fields of the spec are among the others, its shape as `out` and `width`."""
         rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         name, spec = rest.pop("name"), rest.pop("spec").to_dict()
         out, width = spec.pop("shape")
@@ -67,7 +67,7 @@ class LayerRecord:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> LayerRecord:
-        """What `to_dict` made, read back from JSON; without seconds where it has none.
+        """Read back what `to_dict` returned; seconds are 0 where it has none.
 
         Raises:
             InvalidError: a field is missing or of another type. KeyError: the shape is missing.
@@ -81,14 +81,14 @@ class Record:
     """A whole compression.
 
     Args:
-        recipe: its fields. method: with every hyper-parameter that was in force. versions: of the libraries.
+        recipe: its fields. method: with all its hyper-parameters. versions: of the libraries.
         seqlen: as resolved for the model. tokens: of the calibration text.
         matching: for each block that was matched, its name and error before and after.
-        predictions: what prediction matching did, as `PredictionRecord.to_dict` has it; None where it was not done.
-        rotation: what was rotated, as `RotationRecord.to_dict` has it; None where nothing was.
-        dense: the full names of what stayed dense by itself, such as routers.
-        towers: the names of the modules of other inputs than text, which stayed as they were.
-        own_segments: the calibration tokens were given, and not drawn from the text that the recipe names.
+        predictions: the record of prediction matching, from `PredictionRecord.to_dict`; None where it was not done.
+        rotation: the record of the rotation, from `RotationRecord.to_dict`; None where nothing was rotated.
+        dense: the full names of what stayed dense automatically, such as routers.
+        towers: the names of the modules for other inputs than text, which are unchanged.
+        own_segments: whether the calibration tokens were given, not drawn from the text that the recipe names.
     """
 
     model: str
@@ -148,7 +148,7 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """What `to_json` wrote, all seconds 0.
+        """Read back what `to_json` wrote; all seconds are 0.
 
         Raises:
             CheckpointError: it is not JSON, or a field is missing or of another type.
@@ -165,12 +165,9 @@ class Record:
                 raise ValueError(f"the error history of {wrong[0]} contains NaN or Inf")
         except (ValueError, TypeError, KeyError) as error:
             cause = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise CheckpointError(
-                f"compression.json is not valid for this version of hasslefree: {cause}. Download or copy it again, or "
-                "compress the model again"
-            ) from None
+            raise CheckpointError(f"compression.json is not valid for this version of hasslefree ({cause})") from None
         if not layers:
-            raise CheckpointError("compression.json lists no layers; download or copy it again")
+            raise CheckpointError("compression.json lists no layers")
         return dataclasses.replace(found, layers=layers)
 
 

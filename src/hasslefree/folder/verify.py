@@ -1,4 +1,4 @@
-"""Compare a folder's files with what its config.json says, before any weight is read."""
+"""Compare a folder's files with its config.json, before any weights are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compressed model and the dense one that it was made of, loaded to be compared."""
+"""The compressed model and its dense original, loaded for comparison."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ComparedModel:
 
     @property
     def bytes(self) -> int:
-        """The memory of its weights, with what backends hold beside."""
+        """The memory of its weights, including the copies that backends hold."""
         held = [layer.held for layer in compressed_layers(self.model).values() if layer.held is not None]
         return int(self.model.get_memory_footprint()) + sum(each.nbytes for each in held)
 
@@ -46,15 +46,16 @@ def load_compared_model(role: str, name: str, **how: Any) -> ComparedModel:
 def load_compared_models(
     folder: str, dense: str | None, backend: str | None, threads: int | None, **how: Any
 ) -> tuple[list[ComparedModel], str | None]:
-    """The dense model, where it is at hand, and the compressed one.
+    """The dense model, if it is available locally, and the compressed one.
 
     Args:
-        dense: the dense model; None for the one that the record of `folder` names, if it is at hand; "none" for none.
-        backend: of the compressed layers; None for the automatic choice. threads: of torch; None for its own number.
+        dense: the dense model; None for the one that the record of `folder` names, if it is available locally; "none"
+            for no dense model.
+        backend: of the compressed layers; None for the automatic choice. threads: of torch; None for torch's default.
         how: the dtype, device and trust_remote_code of `load_model`.
 
     Returns:
-        The models, and a sentence that says why there is no dense one, where that was not asked for.
+        The models, and a sentence that says why there is no dense one, where one was expected.
 
     Raises:
         HasslefreeError: a model that cannot be loaded or is not compressed, or a backend that is not possible.
@@ -84,7 +85,9 @@ def recorded_dense(folder: Path) -> tuple[str | None, str | None]:
     try:
         name = Record.from_json(file.read_text(encoding="utf-8")).model
     except CheckpointError as error:
-        raise error.under(str(file)) from None
+        raise CheckpointError(
+            f"{folder}: {error}; compress the model again, or give the dense one with --dense"
+        ) from None
     if found := at_hand(name):
         return str(found), None
     return None, f"The dense model {name} is not on this machine; give its folder with --dense, or download it."

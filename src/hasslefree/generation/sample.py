@@ -21,7 +21,7 @@ class Sampling:
     """How a text is continued.
 
     Args:
-        max_new_tokens: the length at most; the text ends before where the model ends it.
+        max_new_tokens: the maximum length; the model may end the text earlier.
         temperature: 0 takes the most probable token each time; above 0, tokens are drawn at this temperature, with the
             model's own top_k and top_p.
         seed: of the draws.
@@ -50,7 +50,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model wrote. tokens: their ids. seconds: from the first token to the last."""
+    """The text that a model generated. tokens: their ids. seconds: from the first token to the last."""
 
     text: str
     tokens: tuple[int, ...]
@@ -63,7 +63,7 @@ class Continuation:
 
 
 class Stream(TextStreamer):
-    """Passes text on as soon as its words are whole, and keeps the tokens and the time."""
+    """Passes text on as soon as its words are complete, and records the tokens and their times."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -85,13 +85,13 @@ class Stream(TextStreamer):
 def continue_prompt(
     model: PreTrainedModel, tokenizer: Any, prompt: Tensor, sampling: Sampling, write: Callable[[str], None]
 ) -> Continuation:
-    """What the model writes after a prompt.
+    """The model's continuation of a prompt.
 
     Args:
-        prompt: token ids (1, length), on any device. write: called with each piece of text as soon as it is there.
+        prompt: token ids (1, length), on any device. write: called with each piece of text as soon as it is generated.
 
     Raises:
-        PromptError: the prompt is empty, or with the new tokens longer than the model takes.
+        PromptError: the prompt is empty, or longer, with the new tokens, than the model supports.
     """
     check_prompt(model, prompt, sampling)
     stream, ids = Stream(tokenizer, write), prompt.to(model.device)

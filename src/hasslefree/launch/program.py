@@ -41,7 +41,7 @@ def program_command(name: str) -> list[str]:
     """The words that start a program: the path of its script, or this interpreter with a file or a module.
 
     Raises:
-        ProgramError: no such program; the message says what was looked for.
+        ProgramError: no such program; the message says where it was looked for.
     """
     if name.endswith(".py"):
         if not Path(name).is_file():

@@ -24,7 +24,7 @@ from hasslefree.recipe.resolved import Resolved
 
 # A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
 LEAST, MOST = 0.5, 2.0
-# Non-zeros move in so many steps between the two.
+# Non-zeros move in this number of steps between the two.
 STEPS = 256
 
 
@@ -53,7 +53,7 @@ class Choice:
         return dataclasses.replace(self, ranks=self.ranks.weighed(sensitivity), entries=entries)
 
     def taken(self, ranks: int, steps: int = 0) -> LayerPlan:
-        """The plan with so many steps on each ladder."""
+        """The plan with this number of steps on each ladder."""
         pattern = self.plan.pattern if self.count is None else Unstructured(self.count + steps * self.step)
         spec, rank = self.plan.spec, self.rank + ranks
         return LayerPlan.of(spec.shape, pattern, rank, self.plan.dtype, spec.grid, spec.factor_bits)
@@ -78,7 +78,7 @@ def allocated(
 
 
 def by_outliers(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Plan:
-    """OWL (arXiv 2310.05175): every block has a ratio, or a sparsity, of its own, around the recipe's."""
+    """OWL (arXiv 2310.05175): each block gets its own ratio, or sparsity, around the recipe's."""
     hidden = walk.entering(segments)
     shares = [outliers_of(visit, plan[visit.index], hidden, world) for visit in walk.visits(hidden)]
     sizes = [sum(layer.spec.dense_parameters for layer in plans.values()) for plans in plan]

@@ -11,7 +11,7 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import orthonormal
 
-# Fewer eigenvalues than one in so many come from orthogonal iteration: with spare columns, in so many steps.
+# Fewer eigenvalues than one in FEW come from orthogonal iteration, with SPARE columns, in ITERATIONS steps.
 FEW, SPARE, ITERATIONS = 4, 8, 6
 
 
@@ -27,7 +27,7 @@ class Ladder:
     cost: int
 
     def weighed(self, weight: float) -> Ladder:
-        """The same steps, each winning so many times as much."""
+        """The same steps with their gains multiplied by `weight`."""
         return Ladder(self.gains * weight, self.cost)
 
 

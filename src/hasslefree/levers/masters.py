@@ -52,8 +52,8 @@ class Steps:
         warm = self.warm_up * steps
         if step + 1 < warm:
             return (step + 1) / warm
-        way = (step + 1 - warm) / max(steps - warm, 1)
-        return self.decay + (1 - self.decay) * (1 + math.cos(math.pi * min(way, 1.0))) / 2
+        done = (step + 1 - warm) / max(steps - warm, 1)
+        return self.decay + (1 - self.decay) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
 class Masters:
@@ -97,7 +97,7 @@ class Masters:
             group["lr"] = peak * rate
         for parameter, master, unit in zip(self.kept, self.masters, self.units, strict=True):
             # No gradient is a gradient of zero, for every number of processes: one without a segment of the mini-batch
-            # has none to add, and what a mini-batch does not reach goes on by its momentum.
+            # has none to add, and a parameter that a mini-batch does not reach still moves by its momentum.
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             grad = grad.to(master.dtype)
             self.world.add(grad)

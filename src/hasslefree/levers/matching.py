@@ -106,7 +106,7 @@ class MatchRecord:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it, without the seconds: the same run gives the same bytes."""
+        """For JSON, without the seconds: the same run gives the same bytes."""
         return {name: value for name, value in asdict(self).items() if name != "seconds"}
 
 

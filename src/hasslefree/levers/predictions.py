@@ -106,7 +106,7 @@ class PredictionRecord:
     seconds: Figure
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it, without the seconds: the same run gives the same bytes."""
+        """For JSON, without the seconds: the same run gives the same bytes."""
         found = {name: value for name, value in asdict(self).items() if name != "seconds"}
         return found | {"history": list(self.history)}
 
@@ -233,7 +233,7 @@ class Passage:
         return torch.cat(self.outputs).detach()
 
     def backward(self, gradients: Tensor) -> Tensor:
-        """The gradients with respect to what entered the block; those of what it keeps are in its parameters.
+        """The gradients with respect to the inputs of the block; those of its kept values are in its parameters.
 
         Args:
             gradients: with respect to what leaves it. Both (segments, tokens, width).
@@ -287,7 +287,7 @@ class ModelTrainer:
         """One pass over the training segments: the divergence before it, and at each look.
 
         Args:
-            last: go on even where the first look is no better than before.
+            last: continue even where the first look is no better than before.
 
         Raises:
             NonFiniteError: the model's predictions are NaN or Inf at first.

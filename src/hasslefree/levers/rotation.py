@@ -70,7 +70,7 @@ class RotationRecord:
     left_out: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """For JSON."""
         return asdict(self) | {"left_out": list(self.left_out)}
 
 
@@ -279,7 +279,7 @@ class Seen:
 
 
 def chosen(blocks: int) -> set[int]:
-    """The numbers of at most `BLOCKS` of so many blocks, evenly spaced."""
+    """The indices of at most `BLOCKS` of the blocks, evenly spaced."""
     count = min(BLOCKS, blocks)
     return {(2 * i + 1) * blocks // (2 * count) for i in range(count)}
 
@@ -321,7 +321,7 @@ def some_rows(weight: Tensor, pattern: Pattern) -> Tensor:
 
 
 def some_columns(width: int, pattern: Pattern) -> Tensor:
-    """The numbers of about `ROWS` of so many columns, whole groups of the pattern; all where it has no groups."""
+    """The indices of about `ROWS` of the columns, in whole groups of the pattern; all where it has no groups."""
     every = torch.arange(width)
     if pattern.group is None:
         return every

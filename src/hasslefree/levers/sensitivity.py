@@ -101,7 +101,7 @@ def importances(walk: Walk, segments: Tensor, world: World, seed: int = 0) -> li
     found = []
     for reverse in backwards(walk, segments, world, seed):
         found.append(importance(reverse, world))
-        inputs_and_gradients(reverse, [])  # the gradients go on to the block before
+        inputs_and_gradients(reverse, [])  # the gradients pass to the block before
     return found[::-1]
 
 
@@ -157,7 +157,7 @@ def local_probes(segments: Tensor, world: World, tokens: int | None = None) -> i
 def gradients_of_labels(walk: Walk, segments: Tensor, states: Activations, world: World, seed: int) -> Activations:
     """The gradient of log p(label), summed over tokens, with respect to what leaves the last block.
 
-    For each token a label is drawn from the predictions at it. A segment has random numbers of its own, drawn on the
+    For each token a label is drawn from the predictions at it. Each segment has its own random numbers, drawn on the
     CPU: they are the same on every device and for every number of processes.
 
     Args:
@@ -299,7 +299,7 @@ def inputs_and_gradients(
 
     def left(name: str) -> Callable[[Tensor], None]:
         def keep(gradient: Tensor) -> None:
-            # A copy: autograd goes on to add to what it hands out.
+            # A copy: autograd may still add to this tensor.
             outer[name].append(gradient.flatten(0, -2).to(working_dtype(gradient), copy=True))
 
         def see(y: Tensor) -> None:

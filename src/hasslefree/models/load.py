@@ -25,7 +25,7 @@ MULTIMODAL: dict[str, str] = dict(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model, after a look that it is a decoder.
+    """The configuration of a model, after a check that it is a decoder.
 
     Args:
         trust_remote_code: run code that comes with the model.
@@ -54,7 +54,7 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def check_name(name: str) -> None:
-    """Raise a ModelError for a file that is no model folder, and a path at which there is none."""
+    """Raise a ModelError for a GGUF file, and for a path that does not exist."""
     if name.endswith(".gguf"):
         file = Path(name)
         raise ModelError(
@@ -140,7 +140,7 @@ def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = 
 
     Buffers are there. folder: for weights that have to be converted first; it must last as long as the model.
     """
-    # It warns of what is asked for here.
+    # It warns that weights stay on the disk, which is wanted here.
     logger = logging.getLogger("accelerate.big_modeling")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -194,7 +194,7 @@ def check_index(name: str) -> None:
 
 
 def check_format(name: str) -> None:
-    """Raise a ModelError where a local folder holds weights as pickles alone, which are programs."""
+    """Raise a ModelError where a local folder holds weights only as pickles, which can run code."""
     folder = Path(name)
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and any(folder.glob("pytorch_model*.bin")):
         raise ModelError(
@@ -239,10 +239,10 @@ def most_positions(model: nn.Module) -> int | None:
 
 
 def resolve_seqlen(model: nn.Module, asked: int | None) -> int:
-    """The segment length: what was asked for, or 2048, or what the model takes if that is less.
+    """The segment length: the given one, or 2048, or the model's limit if that is less.
 
     Raises:
-        ModelError: more was asked for than the model has positions.
+        ModelError: it is more than the positions of the model.
     """
     most = most_positions(model)
     if most is not None and asked is not None and asked > most:

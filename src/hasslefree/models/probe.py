@@ -25,7 +25,7 @@ Look = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Probe:
-    """What one segment shows of a model: how its blocks are called, and what the last one returns.
+    """The result of a forward pass of one segment: how the blocks are called, and what the last one returns.
 
     Args:
         seen: of each call, what may run beside the hidden states.
@@ -43,7 +43,7 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
         look: called with the index of each block while it is in memory.
 
     Raises:
-        ModelError: not all blocks run, or something is done to the hidden states between them.
+        ModelError: not all blocks run, or the model changes the hidden states between them.
         NonFiniteError: a block outputs NaN or Inf.
     """
     calls: list[BlockCall] = []
@@ -97,13 +97,13 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
 def block_calls(
     model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, look: Look | None = None
 ) -> list[BlockCall]:
-    """How a model calls each block, after a look that it can be run block by block and is a decoder.
+    """How a model calls each block, after a check that it can be run block by block and is a decoder.
 
-    A second segment differs in its last token: a causal model gives the same output before it, and what the blocks are
-    given shows then what depends on the text. segment: (1, tokens). look: as for `probe`, in the first pass.
+    A second segment differs in its last token: a causal model gives the same output before it, and the arguments that
+    differ are those that depend on the text. segment: (1, tokens). look: as for `probe`, in the first pass.
 
     Raises:
-        ModelError: one of the two does not hold.
+        ModelError: one of the two checks fails.
     """
     first = probe(model, blocks, segment, weights, look)
     changed = segment.clone()
@@ -128,7 +128,7 @@ def block_calls(
 
 
 def check_arguments(calls: Sequence[BlockCall], names: Sequence[str], seen: Sequence[Seen], states: Tensor) -> None:
-    """Raise a ModelError where the columns do not give the blocks what they were given in a forward pass.
+    """Raise a ModelError where the columns do not reproduce the arguments of the blocks in a forward pass.
 
     states: what enters the first block.
     """
@@ -144,7 +144,7 @@ def check_arguments(calls: Sequence[BlockCall], names: Sequence[str], seen: Sequ
 def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor) -> Tensor:
     """What enters the first block for a segment (1, tokens), in float32 at least: (1, tokens, width).
 
-    The forward pass ends where all that depends on the text alone has come by; blocks put out what they are given.
+    The forward pass ends once everything that depends on the text alone is known; blocks return their inputs.
 
     Args:
         calls: of the blocks; none where nothing runs beside the hidden states.

@@ -100,7 +100,7 @@ def evaluation_text(name: str) -> str:
 
 
 def check_text(name: str) -> None:
-    """Raise where a text is neither a known hub name nor a local file with something in it."""
+    """Raise where a text is neither a known hub name nor a local file that is not empty."""
     if name not in HUB_TEXTS:
         _local(name)
 

@@ -1,4 +1,4 @@
-"""How S is stored: its values, and an index tensor that says where they stand. Bit for bit, there and back.
+"""How S is stored: its values, and an index tensor with their positions. Packing and unpacking is exact, bit for bit.
 
 An entry is stored if its bits are not all zero: −0.0 is stored, +0.0 is not. Bits go into bytes from the low end.
 """
@@ -35,7 +35,7 @@ class Layout(Protocol):
         """The shapes of `values` and of the index tensor. nonzeros: the number of stored values.
 
         Raises:
-            PatternError: no weight (out, in) has so many.
+            PatternError: no weight (out, in) with this pattern has this number.
         """
 
     def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ class Layout(Protocol):
         """S: (out, in). Gradients flow to the values. The index is not validated."""
 
     def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
-        """Raise PatternError where an index of the right shape holds what `pack` cannot have written."""
+        """Raise PatternError where an index of the right shape has contents that `pack` never writes."""
 
 
 def layout_of(pattern: str) -> Layout:
@@ -136,7 +136,7 @@ class PackedGroups:
         return found
 
     def _places(self, index: Tensor, width: int) -> Tensor:
-        """Where each value stands in S, counted row by row; for codes that bytes hold whole, which are looked up."""
+        """The position of each value in S, counted row by row; for codes that do not cross bytes: a table look-up."""
         codes = 8 // self.code_bits
         dtype = torch.int32 if len(index) * width < 2**31 else torch.int64
         in_byte = torch.arange(codes, dtype=dtype, device=index.device)[:, None] * self.m
@@ -177,7 +177,7 @@ class PackedGroups:
     def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
         used = width // self.m * self.code_bits
         whole = used // 8 if self.code_bits and 8 % self.code_bits == 0 else 0
-        if whole:  # as in `mask`; what is left of the row is at most a byte
+        if whole:  # as in `mask`; the rest of the row is at most a byte
             possible = ~self._impossible(unpack_bits(every_byte(index))).any(1, keepdim=True)
             if not look_up(possible, index[:, :whole]).all():
                 whole = 0
@@ -204,7 +204,7 @@ class PackedGroups:
 
 @dataclass(frozen=True)
 class Bitmask:
-    """A bit for each entry, rows padded to whole bytes; the values one after the other, row by row."""
+    """A bit for each entry, rows padded to whole bytes; the values row by row."""
 
     @property
     def index(self) -> str:
@@ -269,9 +269,9 @@ class Columns:
 
 
 class Placed(torch.autograd.Function):
-    """Values at their places of a matrix (out, in), counted row by row; zero elsewhere.
+    """Values at their positions in a matrix (out, in), counted row by row; zero elsewhere.
 
-    On a CPU it is faster, there and back, than torch's selections by a mask.
+    On a CPU it is faster, forwards and backwards, than torch's selections by a mask.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a compressed layer is, without its numbers. The plan, the folder, the reports and the layer itself hold this."""
+"""The description of a compressed layer without its values, used by the plan, the folder, the reports and the layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LayerSpec:
         pattern: the name of the sparsity pattern, such as "2:4"; it says how S is stored (`packed.layouts`).
         shape: (out, in) of the weight. rank: of the low-rank part.
         nonzeros: the entries that S keeps; of a stored layer, the number of stored values or codes.
-        grid: on which S lies; None where it holds any number.
+        grid: of a quantised S; None where S may hold any number.
         factor_bits: 8 for factors as int8 codes; None for those of the model's dtype, and for rank 0.
 
     Raises:
@@ -86,7 +86,7 @@ class LayerSpec:
         return self.dense_parameters * dtype.itemsize
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; a grid and the bits of factors only where there are any."""
+        """For JSON; the grid and the bits of factors only where there are any."""
         grid = self.grid
         on_grid = {"grid": {"bits": grid.bits, "group": grid.group, "symmetric": grid.symmetric}} if grid else {}
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -19,7 +19,7 @@ from hasslefree.reproduction.paper import MODELS, RECIPES, TEXTS, PaperRow, pape
 from hasslefree.run.estimate import Footprint, estimate_model
 from hasslefree.solve.methods import METHODS, settings_of
 
-# No levers: what the paper's methods do not have beside them, `joint` does not have either.
+# No levers: the paper's methods run without them, and so does `joint` here.
 LAYERS_ALONE: dict[str, Any] = {"allocate": "uniform", "dense_target": 0.0, "match_blocks": False}
 
 
@@ -108,8 +108,8 @@ def table_jobs(
     """The rows of a table that can be measured; the dense models come first.
 
     Args:
-        model: in the place of the paper's; None for all models of the table.
-        like: the paper's model that stands beside it; None for the one of its name, else the table's first.
+        model: instead of the paper's; None for all models of the table.
+        like: the paper's model to compare with; None for the one with its name, else the table's first.
         methods: some of the table's and joint; None for all. Dense models are always measured.
 
     Raises:

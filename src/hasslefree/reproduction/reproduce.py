@@ -1,4 +1,4 @@
-"""What `hasslefree reproduce` does: show what it takes, measure what is missing, print the paper's figures beside."""
+"""The command `hasslefree reproduce`: show the cost, measure missing rows, and compare with the paper's figures."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def runs_at_once(task: Task, hidden: Activations) -> bool:
 
 
 def waves(task: Task, groups: list[list[str]], device: torch.device) -> list[list[list[str]]]:
-    """The groups of layers that one pass gathers, pass after pass, so that each sees what the passes before it changed.
+    """The groups of layers for each pass, so that a pass sees the layers that earlier passes have changed.
 
     Experts of one module do not see each other: their groups are in one pass, as many as `room_for_sums` holds.
     """

@@ -283,7 +283,7 @@ def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    # A model that was made in memory has no files to be found; the hub is not asked for what never was there.
+    # A model that was created in memory has no files, and the hub is not searched for them.
     known = Path(report.model).is_dir() or getattr(model.config, "_commit_hash", None)
     if known and report.towers:
         copy_processor(report.model, folder)

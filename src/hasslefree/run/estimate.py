@@ -124,7 +124,7 @@ def estimate(
     processes: int = 1,
     width: int | None = None,
 ) -> Footprint:
-    """The footprint of a compression on one of so many processes, from shapes alone.
+    """The footprint of a compression on one of its processes, from shapes alone.
 
     Args:
         tokens: calibration segments, and tokens in each.
@@ -193,7 +193,7 @@ def estimate(
     )
 
 
-# What allocation does, and what it takes beside a pass.
+# What each allocation does, and its cost beyond one pass.
 MOVED = {
     "owl": "budgets differ by block; one more pass of the dense model",
     "error": "ranks and non-zeros move between layers; on a few segments a forward and a backward pass of the dense "
@@ -202,7 +202,7 @@ MOVED = {
 
 
 def levers_of(resolved: Resolved) -> Iterator[str]:
-    """What is done beyond the layer, and what it costs beside it."""
+    """A sentence for each lever beyond single layers: what it does, and what it costs."""
     if resolved.recipe.rotate:
         yield "rotation: a forward pass of the dense model on a few segments, and 150 steps on a few of its blocks"
     if resolved.allocate in MOVED:
@@ -321,7 +321,7 @@ def traffic_of(blocks: Blocks, plan: Plan, tokens: int) -> list[float]:
 
 
 def _together(blocks: Blocks, plan: Plan, tokens: int, width: int, device: torch.device) -> int:
-    """All compressed blocks, and what a step of so many tokens keeps of them.
+    """All compressed blocks, and what a step of `tokens` tokens keeps of them.
 
     Where the activations of all blocks fit, these, and of every layer S + u v, the places of S and float32 copies; else
     what enters each block, and the activations of one.
@@ -338,7 +338,7 @@ def _together(blocks: Blocks, plan: Plan, tokens: int, width: int, device: torch
 
 
 def to_dict(found: Footprint) -> dict[str, Any]:
-    """A footprint as JSON has it."""
+    """A footprint for JSON."""
     layers = [
         {"kind": n, "shape": list(p.shape), "pattern": p.kind, "rank": p.rank, "count": c}
         for n, p, c in ((name, plan.spec, count) for name, plan, count in found.layers)

@@ -79,7 +79,7 @@ def compress_groups(task: Task, groups: list[list[str]], moments: Sequence[Momen
     owners = dealt(plans, shared, world.size)
     found: dict[str, Done] = {}
     for group, known in zip(groups, moments, strict=True):
-        # First those that are shared: what is kept of the Gram is then the same in all processes.
+        # First those that are shared: what the method caches for this Gram is then the same in all processes.
         names = sorted(group, key=lambda name: name not in shared)
         share = {name: plans[name] for name in names if owners[name] in (None, world.rank)}
         remarks = tuple(shrunk(task, group[0]))
@@ -101,7 +101,7 @@ def compress_group(
     start, done = time.perf_counter(), {}
     gram, sites, method = known.gram, visit.sites(list(plans)), resolved.method
     try:
-        # In the place of the drift, and before the solver makes what it holds: neither is needed beside the other.
+        # It overwrites the drift, and is computed before the solver allocates its arrays: neither needs the other.
         correction = known.drift
         if correction is not None:
             correction.copy_(drift_correction(gram, correction, resolved.dense_target, target_damping(gram)))
@@ -182,9 +182,9 @@ def solve_with_room(
         return solve_shared(weight, gram, method, prepared, plan, seed, target, rows)
     spec = plan.spec
     for chunks in (1, *CHUNKS):
-        way = method if chunks == 1 else InRowChunks(method, chunks, gram)
+        solver = method if chunks == 1 else InRowChunks(method, chunks, gram)
         try:
-            return solve_layer(weight, gram, way, prepared, plan.pattern, spec.rank, seed, target, spec.factor_bits)
+            return solve_layer(weight, gram, solver, prepared, plan.pattern, spec.rank, seed, target, spec.factor_bits)
         except torch.OutOfMemoryError as error:
             logger.warning("out of memory with a layer %s in %d chunk(s) of rows: %s", spec.shape, chunks, error)
         torch.cuda.empty_cache()

@@ -31,7 +31,7 @@ def product_rate(device: torch.device, side: int = 1024) -> float:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process could have in all, including what it has now."""
+    """Bytes that this process could use in total, including those in use."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
@@ -53,9 +53,9 @@ def cgroup_limits() -> Iterator[int]:
             yield int(text)
 
 
-# Of glibc's mallopt: from which size on memory is mapped anew for each array, and given back at once.
+# Options of glibc's mallopt: the size from which each array gets memory of its own, which is returned at once.
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
-# As glibc has them at first, and as large arrays are kept for the next ones.
+# glibc's defaults, and the values with which memory of large arrays is kept for the next ones.
 DEFAULT, KEPT = (128 << 10, 128 << 10), (1 << 30, 2**31 - 1)
 
 

@@ -86,7 +86,7 @@ def bring_back(walk: Walk, work: Unfinished) -> None:
     """Put every compressed block on the device as it was written."""
     for index, block in enumerate(walk.blocks.modules):
         prefix, tensors = f"{walk.blocks.prefix(index)}.", work.read(work.parts[index + 1])
-        # A copy: what was read is the file itself, mapped, and will be written anew.
+        # A copy: the tensors that were read are the mapped file, which will be rewritten.
         own = {name.removeprefix(prefix): t.to(walk.weights.device, copy=True) for name, t in tensors.items()}
         block.load_state_dict(own, assign=True, strict=not walk.blocks.shared)
     for name, source in walk.model.all_tied_weights_keys.items():

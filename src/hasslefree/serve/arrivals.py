@@ -1,4 +1,4 @@
-"""Tensors of compressed layers as a loader reads them: one after the other, in any order, from several files."""
+"""Collects the tensors of compressed layers, which a loader reads one by one, in any order, from several files."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class ServedConfig(QuantizationConfig):
         """How vLLM runs a layer; None for one that is not linear.
 
         Args:
-            prefix: its name in vLLM's model, where `qkv_proj` stands for three layers of the folder.
+            prefix: its name in vLLM's model, where `qkv_proj` represents three layers of the folder.
 
         Raises:
             ServeError: a layer that is not linear is compressed.

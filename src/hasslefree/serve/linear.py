@@ -44,7 +44,7 @@ class StackedLinearMethod(LinearMethodBase):
         These parameters have no elements: their `weight_loader` gives the tensors to the stack.
 
         Raises:
-            ServeError: the layers do not add up to this one, or a rank's share cuts a group of N:M.
+            ServeError: the layers do not add up to this one, or a rank's share splits a group of N:M.
         """
         sizes = slice_sizes(layer, output_size)
         local = (output_partition_sizes, input_size, input_size_per_partition)

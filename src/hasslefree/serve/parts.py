@@ -1,4 +1,4 @@
-"""The layers of a folder that make up one linear layer of vLLM, such as q, k and v, and what a rank holds of each."""
+"""The layers of a folder that make up one linear layer of vLLM, such as q, k and v, and the share of a rank."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Part:
     """One layer of the folder.
 
     Args:
-        name: the one that vLLM's model gives to it. entry: of config.json; None for a layer that stayed dense.
+        name: in vLLM's model. entry: of config.json; None for a layer that stayed dense.
         shape: (out, in) of the weight. slices: which outputs of vLLM's layer it makes up, by number.
         shard: what this rank holds.
 
     Raises:
-        ServeError: the share cuts a group of N:M.
+        ServeError: the share splits a group of N:M.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Division:
             entries: by name, in the order of their outputs; None for a layer that stayed dense, which is one slice.
 
         Raises:
-            ServeError: their shapes do not add up to the layer, or a share cuts a group of N:M.
+            ServeError: their shapes do not add up to the layer, or a share splits a group of N:M.
         """
         parts: list[Part] = []
         first = 0

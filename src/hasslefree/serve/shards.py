@@ -64,7 +64,7 @@ def shard_of(
 
 
 def check_groups(name: str, spec: LayerSpec, shard: Shard) -> None:
-    """Raise ServeError where the columns of a share cut a group of N:M."""
+    """Raise ServeError where the columns of a share split a group of N:M."""
     layout = spec.storage.layout
     if isinstance(layout, PackedGroups) and any(column % layout.m for column in shard.columns):
         raise ServeError(

@@ -60,7 +60,7 @@ class StackedLinear(nn.Module):
             tensors: all of the part's, whole, as the folder holds them.
 
         Raises:
-            CheckpointError: they are not what the entry says, or damaged.
+            CheckpointError: they do not match the entry, or are damaged.
         """
         part, row = self.parts[index], sum(self.outs[:index])
         part.check(tensors)

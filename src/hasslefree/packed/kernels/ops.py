@@ -1,8 +1,8 @@
 """y = x Sᵀ as torch operators, so that torch.compile sees one node and no graph break.
 
-On a CPU a few tokens are multiplied with the packed rows, and so are many in bfloat16 with 2:4, by tables of the
-inputs, but where the processor multiplies tiles. Otherwise rows of S are unpacked from `DIRECT` on, a tile at a time
-into a buffer, and torch multiplies them: S is read packed, and a large S never stands in memory as a whole.
+On a CPU, few tokens are multiplied with the packed rows directly; many tokens in bfloat16 with 2:4 use tables of the
+inputs, unless the processor multiplies tiles (AMX). Otherwise, from `DIRECT` tokens on, rows of S are unpacked into a
+buffer, a tile at a time, and torch multiplies them: a large S is never in memory as a whole.
 
 There is no gradient: a call that needs one raises torch's error that no autograd formula was registered. `choose`
 uses the dense backend for such calls.
@@ -23,7 +23,7 @@ from hasslefree.core.linalg import multiplies_tiles
 from hasslefree.errors import KernelError, PatternError, ShapeError
 from hasslefree.packed.layouts import PackedGroups
 
-# From how many tokens on unpacking a tile once is cheaper than running through packed rows for every token. With the
+# The number of tokens from which unpacking a tile once is cheaper than reading packed rows for every token. With the
 # vectors of `cpu.WIDE`, 2:4 halves the products as well, and float32 is never unpacked.
 DIRECT_2_4 = {torch.float32: math.inf, torch.bfloat16: 33}
 DIRECT_2_4_TILES = {torch.float32: math.inf, torch.bfloat16: 13}  # where dense products are of tiles, as on AMX
@@ -38,7 +38,7 @@ TILE_BYTES, LEAST_ROWS = 4 << 20, 256
 # The rows of a tile that runs through tables: its sums stay in the second level of the cache.
 MOST_ROWS = 1024
 _KEPT = threading.local()
-# The one that sets them: in its workers, vLLM puts a function that does nothing in the place of torch's.
+# Kept here because vLLM replaces torch's function, in its workers, by one that does nothing.
 set_torch_threads = torch.set_num_threads
 Unpack = Callable[[int, int, Any], None]
 
@@ -291,7 +291,7 @@ def _bits(tensor: Tensor) -> Any:
 
 
 def numbers_of(tensor: Tensor) -> Any:
-    """The memory of a contiguous tensor as float32, or as the bits of bfloat16."""
+    """The memory of a contiguous tensor as a NumPy array: float32, or the bits of bfloat16."""
     return _bits(tensor) if tensor.dtype == torch.bfloat16 else tensor.detach().numpy()
 
 

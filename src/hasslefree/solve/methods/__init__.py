@@ -24,7 +24,7 @@ from hasslefree.solve.pruners.refit import Refit
 from hasslefree.solve.pruners.round_to_nearest import RoundToNearest
 from hasslefree.solve.pruners.wanda import Wanda
 
-# λ over the mean of diag H of a refit, in a method that has none of its own.
+# λ over the mean of diag H of a refit, in a method without damping.
 REFIT_DAMPING = 0.01
 
 # Magnitude, Wanda, DSNoT, OATS, rounding, LoftQ and LQ-LoRA are defined by the undamped H: nothing in them is inverted.

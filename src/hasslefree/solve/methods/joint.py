@@ -342,8 +342,8 @@ def sampled_loss(gram: Gram, weight: Tensor, sparse: Tensor, low_rank: LowRank, 
 def refit_scale(matrix: Tensor) -> Tensor:
     """D, (in,), with D² = 1/[H⁻¹]_jj, for a positive semi-definite H (in, in) with a positive diagonal.
 
-    D² is what is left of H_jj when all other inputs are refitted. Inputs that repeat others would get a scale of almost
-    nothing: a hundredth of H_jj is added before the inversion.
+    D² is the part of H_jj that the other inputs do not explain. Inputs that repeat others would get a scale near zero,
+    so a hundredth of H_jj is added before the inversion.
     """
     diagonal = unit_diagonal_scale(matrix.diagonal())
     unit = torch.outer(diagonal, diagonal)
@@ -352,5 +352,5 @@ def refit_scale(matrix: Tensor) -> Tensor:
     return diagonal * inverse_(unit).diagonal().rsqrt()
 
 
-# A first look at what a pattern, or a pattern and a rank, costs a layer: few rounds.
+# A quick estimate of what a pattern, or a pattern and a rank, costs a layer: few rounds.
 LOOK = Joint(rounds=10)

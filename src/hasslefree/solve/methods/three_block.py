@@ -27,7 +27,7 @@ class ThreeBlock(SharingMethod):
 
     Args:
         penalty: how ρ grows, and when to stop. damping: λ over the mean of diag H.
-        svd: of what is left, in whitened space.
+        svd: of W − Z in whitened space.
 
     With rank 0 it is ALPS without the refit.
     """

@@ -75,7 +75,7 @@ class OSSCAR(Pruner):
         return Cost(2 * (out + width) * width**2 + tried, width**3, need)
 
     def _exchanges(self, state: Swept) -> list[tuple[float, int, int]]:
-        """What an exchange wins, the unit that returns, and the best one to go for it."""
+        """The gain of each exchange, the unit that returns, and the best unit to remove for it."""
         gains = state.gains()
         found = []
         for back in gains.topk(min(self.candidates, int(state.gone.sum()))).indices.tolist():
@@ -85,9 +85,9 @@ class OSSCAR(Pruner):
 
 
 class Swept:
-    """T and A = H⁻¹, swept on the channels that are gone, in units of so many consecutive channels.
+    """T and A = H⁻¹, swept on the removed channels, in units of `unit` consecutive channels.
 
-    target: (out, in): the refitted weight in the channels that are there. gone: (units,).
+    target: (out, in): the refitted weight in the kept channels. gone: the removed units, bool (units,).
     """
 
     def __init__(self, inverse: Tensor, target: Tensor, unit: int):
@@ -96,15 +96,15 @@ class Swept:
         self.total = self._forms(self.target, self._blocks()).sum().item()
 
     def losses(self) -> Tensor:
-        """(units,): what the loss rises by without each unit; infinite for those that are gone."""
+        """(units,): the rise of the loss without each unit; infinite for removed units."""
         return self._forms(self.target, self._blocks()).masked_fill_(self.gone, torch.inf)
 
     def gains(self) -> Tensor:
-        """(units,): what the loss falls by when each unit returns; minus infinity for those that are there."""
+        """(units,): the fall of the loss when each unit returns; minus infinity for kept units."""
         return self._forms(self.target, self._blocks()).neg_().masked_fill_(~self.gone, -torch.inf)
 
     def losses_with(self, back: int) -> Tensor:
-        """`losses` if a unit that is gone returned; infinite for that one too."""
+        """`losses` if a removed unit returned; infinite for that unit too."""
         place = slice(back * self.unit, (back + 1) * self.unit)
         rows = self.inverse[place]
         step = torch.linalg.solve(self.inverse[place, place], rows)
@@ -115,7 +115,7 @@ class Swept:
         return self._forms(target, blocks).masked_fill_(self.gone, torch.inf)
 
     def exchange(self, units: Tensor) -> None:
-        """Remove units that are there, or return units that are gone: all of one kind."""
+        """Remove kept units, or return removed ones: all units must be of one kind."""
         sign = -1.0 if self.gone[units[0]] else 1.0
         places = (units.unsqueeze(1) * self.unit + torch.arange(self.unit, device=units.device)).flatten()
         rows = self.inverse[places]

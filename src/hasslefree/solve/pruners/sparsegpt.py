@@ -39,7 +39,7 @@ class SparseGPT(Pruner):
         return inverse_factor(gram.matrix)
 
     def shares_rows(self, pattern: Pattern) -> bool:
-        """Not where a grid is fitted to what is left of rows that a count over the whole matrix prunes."""
+        """Not where a grid is fitted to rows after a pattern that counts over the whole matrix has pruned them."""
         return self.grid is None or not isinstance(pattern, Unstructured)
 
     def prune(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Pruned:
