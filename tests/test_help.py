@@ -89,7 +89,7 @@ def test_every_plug_in_has_a_line_and_a_reference(table, about):
 
 
 def test_references_are_those_of_the_documentation():
-    """Oracle: the table of methods in docs/reference/maths.md."""
+    """Oracle: the table of methods in docs/explanation/maths.md."""
     for heading, entries in listing.tables().items():
         for name, about in entries.items():
             kind, _, page = about.reference.partition(": ")

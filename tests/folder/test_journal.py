@@ -226,7 +226,7 @@ def test_a_flipped_byte_is_found_and_its_block_done_again(whole, tmp_path):
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"{file.name} is not as it was written.*Delete it"):
+    with pytest.raises(CheckpointError, match=rf"{file.name} is damaged.*Delete it"):
         compress(tmp_path / "out", resume=True)
     file.unlink()
     compress(tmp_path / "out", resume=True)
@@ -236,7 +236,7 @@ def test_a_flipped_byte_is_found_and_its_block_done_again(whole, tmp_path):
 def test_what_is_there_is_neither_used_nor_removed_unasked(whole, tmp_path):
     left = interrupted(tmp_path / "out", 15)
     before = contents(left / "model")
-    with pytest.raises(OutputError, match="holds the 2 finished blocks of a compression.*resume=True.*overwrite=True"):
+    with pytest.raises(OutputError, match="unfinished compression with 2 finished blocks.*resume=True.*overwrite=True"):
         compress(tmp_path / "out")
     assert contents(left / "model") == before
     compress(tmp_path / "out", Recipe(rank=3, method="eora"), overwrite=True)

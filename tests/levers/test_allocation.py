@@ -131,7 +131,7 @@ def test_a_step_costs_what_it_adds_to_the_bytes():
 
 def test_factors_in_eight_bits_where_the_ratio_leaves_no_rank_are_refused():
     assert {layer.spec.rank for layer in uniform(Recipe(ratio=0.5)).values()} == {0}
-    with pytest.raises(BudgetError, match="rank 0 has none; give a rank"):
+    with pytest.raises(BudgetError, match="with rank 0 there are none; give a rank"):
         uniform(Recipe(ratio=0.5, factor_bits=8))
 
 
@@ -180,9 +180,9 @@ def test_owl_plans_every_layer_twice(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"allocate": "fair"}, "allocate is one of uniform, owl, error, got 'fair'"),
-        ({"allocate": "owl"}, "allocate owl moves a ratio, or a sparsity.*give one"),
-        ({"allocate": "error", "rank": 0}, "nothing to move: pattern 2:4 without rank; give a rank"),
+        ({"allocate": "fair"}, "allocate must be one of uniform, owl, error, got 'fair'"),
+        ({"allocate": "owl"}, "allocate owl distributes a ratio or a sparsity.*give ratio"),
+        ({"allocate": "error", "rank": 0}, "none to move \\(pattern 2:4\\): give a rank"),
     ],
 )
 def test_wrong_allocations(changes, message):

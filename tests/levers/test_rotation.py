@@ -89,8 +89,8 @@ def test_the_model_predicts_the_same_in_other_coordinates(family):
     [
         ("llama", {"tie_word_embeddings": True}, "tied to the embeddings"),
         ("gemma3_text", {}, "a norm after a layer"),
-        ("cohere2", {}, "no linear layer reads an RMS norm"),
-        ("opt", {}, "no linear layer reads an RMS norm"),
+        ("cohere2", {}, "no linear layer takes its input from an RMSNorm"),
+        ("opt", {}, "no linear layer takes its input from an RMSNorm"),
     ],
 )
 def test_heads_are_rotated_where_the_stream_cannot_be(family, changes, reason):
@@ -109,8 +109,8 @@ def test_heads_are_rotated_where_the_stream_cannot_be(family, changes, reason):
 def test_a_model_that_takes_no_rotation_in_is_an_error_with_every_reason():
     with pytest.raises(ModelError) as error:
         turn(made("gpt_neox"))
-    assert "the residual stream: in gpt_neox.layers.0" in str(error.value)
-    assert "the heads of gpt_neox.layers.0" in str(error.value)
+    assert "the residual stream cannot be rotated: in gpt_neox.layers.0" in str(error.value)
+    assert "the attention heads of gpt_neox.layers.0 cannot be rotated" in str(error.value)
     assert "Leave out rotate=True" in str(error.value)
 
 

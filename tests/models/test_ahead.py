@@ -148,7 +148,7 @@ def test_an_error_of_the_reader_names_the_tensor_and_the_file_when_it_is_needed(
         file.write_bytes(file.read_bytes()[:100])
     with weights.present(first.modules, second.modules):
         ended("read ahead")
-    message = rf"model\.layers\.1\.\S+ cannot be read from {file}: .*; get the file anew"
+    message = rf"model\.layers\.1\.\S+ cannot be read from {file}: .*; download or copy the file again"
     with pytest.raises(ModelError, match=message), weights.present(second.modules):
         pass
     assert all(parameter.is_meta for parameter in second.parameters())

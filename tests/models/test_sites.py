@@ -131,7 +131,7 @@ def test_a_parameter_that_a_module_multiplies_is_compressed_like_any_other(third
 def test_what_no_kind_knows_stays_dense_on_request_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(modeling_llama, "LlamaMLP", MLP)
     with pytest.raises(
-        hasslefree.HasslefreeError, match=r"2 weights are no linear layers.*up_proj\.matrix.*leave_dense="
+        hasslefree.HasslefreeError, match=r"2 weights are not linear layers.*up_proj\.matrix.*leave_dense="
     ):
         hasslefree.compress(build("llama"), tmp_path / "out", Recipe(rank=2), segments=segments())
 

@@ -176,5 +176,5 @@ def test_two_streams_go_on_to_the_same_bytes(place, tmp_path):
 
 
 def test_a_share_is_a_share():
-    with pytest.raises(RecipeError, match="dense_target is a share between 0 and 1, got 1.5"):
+    with pytest.raises(RecipeError, match="dense_target must be between 0 and 1, got 1.5"):
         Recipe(rank=2, dense_target=1.5).resolve(with_text=False)

@@ -236,7 +236,7 @@ def test_each_process_reads_and_one_writes_beside_the_work(tmp_path):
 
 
 def test_more_processes_than_segments():
-    with pytest.raises(CalibrationError, match="5 processes share 4 calibration segments"):
+    with pytest.raises(CalibrationError, match="5 processes need at least 5 calibration segments, and there are 4"):
         check_segments(build("llama"), segments(4), World(0, 5))
 
 

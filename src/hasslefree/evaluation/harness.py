@@ -1,4 +1,4 @@
-"""Zero-shot accuracy through lm-evaluation-harness, with every answer kept on disk as soon as it is there."""
+"""Zero-shot accuracy by lm-evaluation-harness, with every answer saved to disk as soon as it is computed."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def evaluate_tasks(
     """Zero-shot accuracies of a loaded model; the answer to each choice is its log-likelihood after the question.
 
     Args:
-        tasks: names of `TASKS`. folder: with <task>.jsonl files, in the place of the hub.
+        tasks: names of `TASKS`. folder: with <task>.jsonl files, instead of the hub.
         batch: sequences at a time; None for the most that fit on a GPU, up to 64, and one on a CPU, where running out
             of memory would end the process. It changes scores by rounding alone.
-        limit: only the first so many rows of each task.
-        cache: a folder that keeps every answer; None for nowhere. A run that was cut short goes on from there.
+        limit: use only this number of rows of each task, the first ones.
+        cache: a folder that keeps every answer; None for no cache. An interrupted run continues from it.
         phases: of the run; the answers that the cache does not have are counted.
 
     Returns:
@@ -99,14 +99,14 @@ def counting_model(phases: Phases, **options: Any) -> Any:
 
 @contextmanager
 def answers_kept(lm: Any, file: Path | None) -> Iterator[Any]:
-    """The model, answering from the file what the file holds already and adding to it every new answer at once."""
+    """The model, with a cache: answers in the file are read from it, and every new answer is added at once."""
     if file is None:
         yield lm
         return
     from lm_eval.api.model import CachingLM
 
     try:
-        # CachingLM opens it in a thread, whose errors nobody catches.
+        # CachingLM opens the file in a thread, where an error would not be caught.
         with closing(sqlite3.connect(file)) as connection:
             connection.execute("PRAGMA schema_version")
     except sqlite3.Error as error:
@@ -122,16 +122,16 @@ def cache_file(folder: Path, model: PreTrainedModel, tokenizer: Any) -> Path:
     """The file that keeps the answers of this model, tokenizer, kind of device and set of versions.
 
     Raises:
-        OutputError: the folder cannot be made or written.
+        OutputError: the folder cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(
-            f"the cache folder {folder} cannot be made ({error}); name another with {option('cache')}"
+            f"the cache folder {folder} cannot be created ({error}); give another with {option('cache')}"
         ) from None
     if not os.access(folder, os.W_OK):
-        raise OutputError(f"the cache folder {folder} cannot be written; name another with {option('cache')}")
+        raise OutputError(f"the cache folder {folder} is not writable; give another with {option('cache')}")
     options = {
         "versions": versions() | {"lm_eval": importlib.metadata.version("lm_eval")},
         "device": model.device.type,
@@ -169,7 +169,7 @@ def _too_long(lm: Any, question: str, choice: str) -> bool:
 
 @contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Notices and bars of the harness and of datasets are off in here; what they do is counted in phases."""
+    """Within it, notices and bars of the harness and of datasets are off; phases count what they do."""
     import datasets
 
     logger, bars, shown = logging.getLogger("lm_eval"), not datasets.are_progress_bars_disabled(), tqdm.__init__

@@ -42,7 +42,7 @@ def perplexity(
     """The perplexity of a causal language model on tokens: (n,), in windows of `window` tokens, `batch` at a time.
 
     Args:
-        windows: only the first so many windows. remainder: score a last window that is shorter than the others too.
+        windows: score only this number of windows, the first ones. remainder: also score a shorter last window.
         phases, name: the run, and its phase in which the windows are counted.
 
     Raises:
@@ -53,14 +53,13 @@ def perplexity(
     if not remainder:
         if len(tokens) < window:
             raise CalibrationError(
-                f"{len(tokens)} tokens do not fill one window of {window}, and whole windows alone are scored; "
+                f"{len(tokens)} tokens do not fill one window of {window}, and only full windows are scored; "
                 f"use a smaller {option('seqlen')} or more tokens"
             )
         tokens = tokens[: len(tokens) // window * window]
-    if len(tokens) < 2 or window < 2:
-        raise CalibrationError(
-            f"{len(tokens)} tokens in windows of {window} have no perplexity: at least 2 are needed of both"
-        )
+    for name, size in {"text": len(tokens), "window": window}.items():
+        if size < 2:
+            raise CalibrationError(f"perplexity needs a {name} of at least 2 tokens, got {size}")
     whole = len(tokens) // window * window
     batches = list(tokens[:whole].view(-1, window).split(batch)) if whole else []
     if len(tokens) - whole > 1:

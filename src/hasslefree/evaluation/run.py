@@ -57,7 +57,7 @@ def evaluate(
         only with tasks.
 
     Raises:
-        HasslefreeError: before the model is loaded where it can be seen then.
+        HasslefreeError: as far as possible before the model is loaded.
     """
     for text in texts:
         check_text(text)

@@ -21,7 +21,7 @@ from hasslefree.models.load import auto_class, load_config, load_model, load_tok
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.phases import LOADING, WRITING, Listener, heard
 
-# (the model, changed in place; the folder to fill; where that will stand; the shard size) → the folders with a model
+# (the model, changed in place; the folder to fill; its final path; the shard size) → the folders with a model
 # card, by its kind
 Write = Callable[[PreTrainedModel, Path, Path, str], dict[str, Path]]
 EXPORTS: dict[str, Write] = {"dense": write_dense, "peft": write_adapter, "narrow": write_narrow}
@@ -49,7 +49,7 @@ def export(
         HasslefreeError: an unknown `to`, a folder that is not compressed, a destination that cannot be written.
     """
     if to not in EXPORTS:
-        raise UnknownNameError("export", to, EXPORTS)
+        raise UnknownNameError("export format", to, EXPORTS)
     source, target = Path(folder).resolve(), Path(destination).resolve()
     check_shard_size(max_shard_size)
     check_folders(source, target, overwrite)
@@ -72,7 +72,10 @@ def check_folders(source: Path, target: Path, overwrite: bool) -> None:
     if (getattr(load_config(str(source)), "quantization_config", None) or {}).get("quant_method") != QUANT_METHOD:
         raise ModelError(f"{source} is not compressed by hasslefree, so there is nothing to export; compress it first")
     if target.is_relative_to(source) or source.is_relative_to(target):
-        raise OutputError(f"the output {target} and the model {source} lie one in the other; give another folder")
+        raise OutputError(
+            f"the output folder {target} and the model folder {source} must be apart, neither inside the other; give "
+            "another output folder"
+        )
     check_output(target, overwrite)
 
 

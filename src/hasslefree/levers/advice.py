@@ -1,12 +1,12 @@
-"""Advice: the pattern and the rank that a model loses least by, in a budget of bytes.
+"""Advice: the pattern and the rank with which a model loses least, within a budget of bytes.
 
 Every pattern of a list gets the largest rank that the bytes allow, the same for every layer. How much worse the model
 then predicts is estimated as for allocation (`levers.sensitivity`), layer by layer, from one backward pass:
 
     KL(dense ‖ compressed) ≈ Σ over layers of ½ · mean over tokens of (g_tᵀ ΔW x_t)²
 
-with ΔW what a few rounds of `joint` leave at that pattern and rank. The sum takes the layers as independent: it ranks
-choices, and is not the divergence that a compression will have.
+with ΔW the error of a few rounds of `joint` at that pattern and rank. The sum treats the layers as independent: it
+ranks choices, and does not predict the divergence of a compressed model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hasslefree.recipe.plan import Plan, make_plan, weights_on_disk
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.units import size
 
-# What is tried, from the fewest bytes to the most; and ranks in multiples of this, as kernels like them.
+# The patterns that are tried, from the fewest bytes to the most; ranks are multiples of STEP, which suits kernels.
 PATTERNS, STEP = ("1:4", "2:8", "3:8", "2:4", "4:8", "5:8", "6:8", "7:8"), 8
 # Tokens of probes for each input of the widest layer.
 TOKENS = 2
@@ -77,7 +77,10 @@ def candidates(model: PreTrainedModel, blocks: Blocks, resolved: Resolved, budge
     most = min(map(min, shapes)) // STEP * STEP
     dense = weights_on_disk(model, [])
     if budget >= dense:
-        raise BudgetError(f"the dense model takes {size(dense)}, which is within {size(budget)}: give fewer bytes")
+        raise BudgetError(
+            f"the uncompressed model takes {size(dense)}, which already fits into the budget of {size(budget)}: "
+            "give a smaller budget"
+        )
     found, smallest = [], dense
     for pattern in PATTERNS:
         group = int(pattern.partition(":")[2])
@@ -95,8 +98,9 @@ def candidates(model: PreTrainedModel, blocks: Blocks, resolved: Resolved, budge
         found.append(Candidate(pattern, rank, alone, plan))
     if not found:
         raise BudgetError(
-            f"{size(budget)} are too few: the sparsest of {', '.join(PATTERNS)} that this model can have takes "
-            f"{size(smallest)}, dense {size(dense)}; a grid takes less (method joint-grid)"
+            f"a budget of {size(budget)} is too small: of the patterns {', '.join(PATTERNS)}, the smallest result with "
+            f"this model takes {size(smallest)} (uncompressed: {size(dense)}). Give a larger budget, or compress with "
+            "method joint-grid, which also quantises S"
         )
     return found
 

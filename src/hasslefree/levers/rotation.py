@@ -1,13 +1,13 @@
-"""Rotation: before anything is pruned, coordinates are chosen in which pruning takes away less; the function stays.
+"""Rotation: before pruning, choose coordinates in which pruning removes less; the model's function does not change.
 
 Two rotations cost no bytes, since the matrices on either side take them in (`models.stream`): one of the residual
 stream, for the whole model, and one of the values of each attention head. They are learned, by Adam on the share of
-importance that the pattern removes. Where Q turns the inputs of W, with second moment H, that is
+importance that the pattern removes. Where Q rotates the inputs of W, with second moment H, that is
 
     Σ over removed (i, j) of (W Q)²_ij / [(QᵀHQ)⁻¹]_jj
 
-as SparseGPT has it (arXiv 2301.00774); where it turns the outputs, of (QᵀW)²_ij / [H⁻¹]_jj. What L would keep of it is
-left out of the account. Rotations for pruning: DenoiseRotator (arXiv 2505.23049), which stores them.
+as in SparseGPT (arXiv 2301.00774); where it rotates the outputs, of (QᵀW)²_ij / [H⁻¹]_jj. What L would recover is not
+counted. Rotations for pruning: DenoiseRotator (arXiv 2505.23049), which stores them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RotationRecord:
     left_out: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """For JSON."""
         return asdict(self) | {"left_out": list(self.left_out)}
 
 
@@ -165,30 +165,30 @@ def orthogonal(near: Tensor) -> Tensor:
 
 
 def rotate(walk: Walk, plan: Plan, segments: Tensor, world: World, how: Learning | None = None) -> RotationRecord:
-    """Give a model the coordinates in which the plan's patterns remove least; its predictions stay.
+    """Rotate a model so that the plan's patterns remove less; its predictions do not change.
 
     Args:
         segments: of this process.
 
     Raises:
-        ModelError: neither the stream nor the heads can be rotated; the message says why.
+        ModelError: neither the residual stream nor the heads can be rotated; the message says why.
     """
     how = how or Learning()
     hidden = walk.entering(segments[: max(SEGMENTS // world.size, 1)])
     entering, seen = hidden[0].clone(), Seen(walk, plan, world, how)
     if reason := tied(walk.model):
-        seen.left_out["stream"] = f"the residual stream: {reason}"
+        seen.left_out["stream"] = f"the residual stream cannot be rotated: {reason}"
     for visit in walk.phases.counted(BLOCK_ROTATION, walk.visits(hidden), len(plan), "blocks"):
         seen.look(visit, hidden)
     found: RotationRecord = world.broadcast(seen.rotated(segments[0], entering, hidden[0]))
     for reason in found.left_out:
-        logger.info("not rotated: %s", reason)
+        logger.info("rotation: %s", reason)
     return found
 
 
 @dataclass
 class Seen:
-    """What the dense model's blocks showed of what can be rotated.
+    """What is known about rotating the dense model, collected block by block.
 
     Args:
         streams: how each block uses the stream; terms: for its rotation. heads: for each block its heads, and their
@@ -222,7 +222,7 @@ class Seen:
                 if visit.index in chosen(len(self.plan)):
                     self.terms += stream_terms(visit, plans, use, inverses)
             except ModelError as error:
-                self.left_out["stream"] = f"the residual stream: in {visit.prefix}, {error.message}"
+                self.left_out["stream"] = f"the residual stream cannot be rotated: in {visit.prefix}, {error.message}"
         self.turn_heads(visit, plans, states, inverses)
 
     def turn_heads(
@@ -233,7 +233,9 @@ class Seen:
         try:
             use = head_use(visit.block, visit.call, states, known)
         except ModelError as error:
-            self.left_out.setdefault("heads", f"the heads of {visit.prefix}: {error.message}")
+            self.left_out.setdefault(
+                "heads", f"the attention heads of {visit.prefix} cannot be rotated: {error.message}"
+            )
             return
         terms = list(head_terms(visit, plans, use, inverses))
         if not terms:
@@ -246,7 +248,7 @@ class Seen:
         self.shares.append(share)
 
     def rotated(self, segment: Tensor, entering: Tensor, leaving: Tensor) -> RotationRecord:
-        """Change the model, and say what was done."""
+        """Change the weights of the model, and return the record."""
         walk, model = self.walk, self.walk.model
         changes: dict[str, Change] = {}
         stream = None
@@ -256,10 +258,11 @@ class Seen:
                 rotation, stream = self.learned_stream(entering)
                 changes = outer.changes(model, rotation) | {embeddings: lambda weight: weight @ rotation}
             except ModelError as error:
-                self.left_out["stream"] = f"the residual stream: {error.message}"
+                self.left_out["stream"] = f"the residual stream cannot be rotated: {error.message}"
         if stream is None and not self.heads:
             raise ModelError(
-                f"nothing can be rotated. {'. '.join(self.left_out.values())}. Leave out {option('rotate', True)}"
+                f"nothing in this model can be rotated: {'; '.join(self.left_out.values())}. "
+                f"Leave out {option('rotate', True)}"
             )
         for index, block in enumerate(walk.blocks.modules):
             own = [self.streams[index].changes(block, rotation)] if stream is not None else []
@@ -281,7 +284,7 @@ class Seen:
 
 
 def chosen(blocks: int) -> set[int]:
-    """The numbers of at most `BLOCKS` of so many blocks, evenly spaced."""
+    """The indices of at most `BLOCKS` of the blocks, evenly spaced."""
     count = min(BLOCKS, blocks)
     return {(2 * i + 1) * blocks // (2 * count) for i in range(count)}
 
@@ -323,7 +326,7 @@ def some_rows(weight: Tensor, pattern: Pattern) -> Tensor:
 
 
 def some_columns(width: int, pattern: Pattern) -> Tensor:
-    """The numbers of about `ROWS` of so many columns, whole groups of the pattern; all where it has no groups."""
+    """The indices of about `ROWS` of the columns, in whole groups of the pattern; all where it has no groups."""
     every = torch.arange(width)
     if pattern.group is None:
         return every

@@ -27,7 +27,7 @@ Passed = Callable[[], None]
 
 @dataclass(frozen=True)
 class Probe:
-    """What one segment shows of a model: how its blocks are called, and what the last one returns.
+    """The result of a forward pass of one segment: how the blocks are called, and what the last one returns.
 
     Args:
         seen: of each call, what may run beside the hidden states.
@@ -52,7 +52,7 @@ def probe(
         look: called with the index of each block while it is in memory. passed: called after each block.
 
     Raises:
-        ModelError: not all blocks run, or something is done to the hidden states between them.
+        ModelError: not all blocks run, or the model changes the hidden states between them.
         NonFiniteError: a block outputs NaN or Inf.
     """
     calls: list[BlockCall] = []
@@ -66,7 +66,7 @@ def probe(
             states, call = split_call(args, kwargs)
             if outputs and not torch.equal(outputs[0].to(states), states):
                 raise ModelError(
-                    f"the model changes the hidden states between two blocks, before {blocks.prefix(index)}; models of "
+                    f"the model changes the hidden states outside its blocks, before {blocks.prefix(index)}; models of "
                     "this kind are not supported"
                 )
             calls.append(shaped(call, states))
@@ -85,7 +85,9 @@ def probe(
         outputs[:] = [states]
         if not torch.isfinite(states).all():
             name = blocks.prefix(blocks.modules.index(module))
-            raise NonFiniteError(f"{name} outputs NaN or Inf; try another dtype ({option('dtype', 'float32')})")
+            raise NonFiniteError(
+                f"the output of {name} contains NaN or Inf; try another dtype ({option('dtype', 'float32')})"
+            )
         if passed is not None:
             passed()
         if module is blocks.modules[-1]:
@@ -111,14 +113,14 @@ def block_calls(
     look: Look | None = None,
     passed: Passed | None = None,
 ) -> list[BlockCall]:
-    """How a model calls each block, after a look that it can be run block by block and is a decoder.
+    """How a model calls each block, after a check that it can be run block by block and is a decoder.
 
-    A second segment differs in its last token: a causal model gives the same output before it, and what the blocks are
-    given shows then what depends on the text. segment: (1, tokens). look: as for `probe`, in the first pass. passed: as
+    A second segment differs in its last token: a causal model gives the same output before it, and the arguments that
+    differ are those that depend on the text. segment: (1, tokens). look: as for `probe`, in the first pass. passed: as
     for `probe`, in both.
 
     Raises:
-        ModelError: one of the two does not hold.
+        ModelError: one of the two checks fails.
     """
     first = probe(model, blocks, segment, weights, look, passed)
     changed = segment.clone()
@@ -128,7 +130,7 @@ def block_calls(
     tolerance = 4 * torch.finfo(first.output.dtype).eps * before.abs().amax()
     if before.numel() and (before - after).abs().amax() > tolerance:
         raise ModelError(
-            f"{type(model).__name__} is not a decoder: its output at a token changes with the tokens after it; "
+            f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens after it; "
             "hasslefree compresses causal language models"
         )
     names = [blocks.prefix(index) for index in range(len(blocks.modules))]
@@ -143,7 +145,7 @@ def block_calls(
 
 
 def check_arguments(calls: Sequence[BlockCall], names: Sequence[str], seen: Sequence[Seen], states: Tensor) -> None:
-    """Raise a ModelError where the columns do not give the blocks what they were given in a forward pass.
+    """Raise a ModelError where the columns do not reproduce the arguments of the blocks in a forward pass.
 
     states: what enters the first block.
     """
@@ -159,7 +161,7 @@ def check_arguments(calls: Sequence[BlockCall], names: Sequence[str], seen: Sequ
 def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor) -> Tensor:
     """What enters the first block for a segment (1, tokens), in float32 at least: (1, tokens, width).
 
-    The forward pass ends where all that depends on the text alone has come by; blocks put out what they are given.
+    The forward pass ends once everything that depends on the text alone is known; blocks return their inputs.
 
     Args:
         calls: of the blocks; none where nothing runs beside the hidden states.

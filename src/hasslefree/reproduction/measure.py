@@ -1,4 +1,4 @@
-"""Measure the rows of a table, one after the other; what is done is kept, and not done again."""
+"""Measure the rows of a table, one after the other; finished rows are kept and not measured again."""
 
 from __future__ import annotations
 
@@ -36,22 +36,23 @@ def run_jobs(
     progress: Listener | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Compress and evaluate what is not measured yet; the results of all by `Job.key`.
+    """Compress and evaluate the jobs without results; returns the results of all by `Job.key`.
 
-    A run that was cut short goes on after the last finished row; within a row after the last finished block of the
+    An interrupted run continues after the last finished row; within a row after the last finished block of the
     compression, and after the last answer to a task.
 
     Args:
         out: a folder for the results and, while they are needed, the compressed models. keep: leave those there.
-        device, cache, progress: as for `compress` and `evaluate`. say: is told which row begins.
+        device, cache, progress: as for `compress` and `evaluate`. say: called with the name of
+            each row when it starts.
 
     Raises:
-        HasslefreeError: as `compress` and `evaluate`; what is done is kept.
+        HasslefreeError: as `compress` and `evaluate`; finished rows are kept.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"the folder {out} cannot be made ({error}); give another {option('output')}") from None
+        raise OutputError(f"the folder {out} cannot be created ({error}); give another {option('output')}") from None
     results = read_results(out)
     missing = [job for job in jobs if job.key not in results]
     with heard(progress) as phases:
@@ -70,10 +71,10 @@ def run_jobs(
 def measure(
     job: Job, folder: Path, device: str | None, cache: Path | None, progress: Listener | None
 ) -> dict[str, Any]:
-    """One row of the results. folder: of the compressed model; what is there, whole or not, is of this job."""
+    """One row of the results. folder: of the compressed model; an existing one, finished or not, is from this job."""
     row: dict[str, Any] = {"model": job.model, "setting": job.row.config, "method": job.row.method}
     if job.recipe is not None:
-        # The folder stands in its place only when it is whole.
+        # The folder exists only once it is complete.
         if not folder.exists():
             write_seconds(
                 folder, compress(job.model, folder, job.recipe, device=device, resume=True, progress=progress)

@@ -1,4 +1,4 @@
-"""What `hasslefree reproduce` does: show what it takes, measure what is missing, print the paper's figures beside."""
+"""The command `hasslefree reproduce`: show the cost, measure missing rows, and compare with the paper's figures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def local_texts(given: list[str]) -> dict[str, str]:
     """NAME=FILE as a dictionary."""
     pairs = [text.partition("=") for text in given]
     if wrong := [name for name, equals, file in pairs if not (equals and file)]:
-        raise RecipeError(f"--texts takes NAME=FILE, such as wikitext2=wiki.test.raw, got {wrong[0]!r}")
+        raise RecipeError(f"--texts needs the form NAME=FILE, such as wikitext2=wiki.test.raw, got {wrong[0]!r}")
     return {name: file for name, _, file in pairs}
 
 

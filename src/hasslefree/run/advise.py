@@ -1,4 +1,4 @@
-"""What a budget of bytes buys on a model: patterns and ranks, the one that loses least first."""
+"""Patterns and ranks of a model that fit into a budget of bytes, ordered by the estimated loss."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def advise(
     trust_remote_code: bool = False,
     progress: Listener | None = None,
 ) -> list[Advice]:
-    """Patterns and ranks that fit into a budget, the one first that the model's predictions lose least by.
+    """Patterns and ranks that fit into a budget, ordered by how much the model's predictions are estimated to lose.
 
     The model is read once, one block in memory at a time, and not changed.
 
     Args:
         model, tokenizer, device, activations, trust_remote_code: as for `compress`.
-        budget: bytes of all weights as stored. recipe: its text, what stays dense, dtype and seed.
+        budget: bytes of all weights as stored. recipe: only its text, leave_dense, dtype and seed are used.
         progress: as for `compress`.
 
     Raises:
@@ -74,17 +74,17 @@ def advise(
         return sorted(advice, key=lambda each: each.divergence)
 
 
-# The fields of a recipe that say how a model is looked at.
+# The fields of a recipe that advice uses.
 READ = ("calibration", "samples", "seqlen", "leave_dense", "dtype", "seed")
 
 
 def looked_at(given: Recipe) -> Recipe:
-    """The recipe of the look. Raises a RecipeError where one says what is to be found."""
+    """The recipe for the probing pass. Raises a RecipeError where fields are given that advice itself chooses."""
     fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(Recipe)}
     if said := [name for name, value in fields.items() if name not in READ and value != getattr(Recipe(), name)]:
         raise RecipeError(
-            f"advice chooses the pattern and the rank, for joint: leave out {', '.join(said)}; it reads "
-            f"{', '.join(READ)}"
+            f"advice chooses the pattern and the rank itself, for method joint: leave out {', '.join(said)}; only "
+            f"{', '.join(READ)} can be given"
         )
     return Recipe(rank=0, effort="fast", **{name: fields[name] for name in READ})
 
@@ -98,7 +98,7 @@ def footprint(
     device: torch.device,
     activations: str,
 ) -> Footprint:
-    """What the look takes: that of an allocation with more probes, and all inputs and gradients of a block beside."""
+    """What advice takes: as an allocation with more probes, plus all inputs and gradients of a block."""
     probing = dataclasses.replace(resolved, allocate="error")
     plan, tokens = chosen[0].plan, probed_tokens(chosen[0].plan)
     found = estimate(model, blocks, plan, probing, shape, device, activations)

@@ -163,8 +163,8 @@ def compress_block(
     """Decompose and replace the planned layers of one block, each process its share; and match the block, if asked.
 
     Args:
-        hidden: what enters the block; afterwards what leaves it, if `Visit.passed` says so.
-        dense: what enters the block in the dense model; afterwards what leaves it there. None for one stream.
+        hidden: the inputs of the block; afterwards its outputs, if `Visit.passed` lists them.
+        dense: the inputs of the block in the dense model; afterwards its outputs there. None for one stream.
 
     Returns:
         The layers with their reports, and the report of the matching.
@@ -221,8 +221,9 @@ def crowded(states: Tensor, name: str) -> dict[str, str]:
     if (share := sink_share(states)) <= 0.5:
         return {}
     remark = (
-        f"{share:.0%} of the tokens have hidden states of more than ten times the norm of the others: matching counts "
-        "every token by its own energy, and takes these for the usual ones"
+        f"{share:.0%} of the tokens have hidden states of more than ten times the norm of the other tokens, as "
+        "attention sinks have: block matching weights each token by its own norm, and here treats these tokens as the "
+        "usual ones"
     )
     logger.warning("%s: %s", name, remark)
     return {"remark": remark}
@@ -237,7 +238,7 @@ def runs_at_once(task: Task, hidden: Activations) -> bool:
 
 
 def waves(task: Task, groups: list[list[str]], device: torch.device) -> list[list[list[str]]]:
-    """The groups of layers that one pass gathers, pass after pass, so that each sees what the passes before it changed.
+    """The groups of layers for each pass, so that a pass sees the layers that earlier passes have changed.
 
     Experts of one module do not see each other: their groups are in one pass, as many as `room_for_sums` holds.
     """
@@ -260,7 +261,7 @@ def waves(task: Task, groups: list[list[str]], device: torch.device) -> list[lis
 def compress_in_one_pass(
     task: Task, hidden: Activations, groups: list[list[str]], dense: Stream | None
 ) -> tuple[list[Done], Tensor]:
-    """Decompose and replace every group of layers when their input comes by, in one pass of all segments.
+    """Decompose and replace every group of layers as soon as its input is computed, in one pass of all segments.
 
     Args:
         dense: for targets that lead to the dense model.

@@ -78,28 +78,28 @@ def compress(
 ) -> Record:
     """Compress a causal language model and write it to a folder that transformers loads.
 
-    One dense block is in memory at a time, and the next one while there is room. Compressed, a block goes to the disk,
-    into `OUT.unfinished`, while the next one is compressed.
+    One dense block is in memory at a time, and the next one if there is room. A compressed block is written to the
+    disk, into `OUT.unfinished`, while the next one is compressed.
 
     Args:
         model: a hub name, a local folder, or a loaded model, which is then changed in place.
         out: the folder to write. recipe: a `Recipe` or the path of a YAML file.
-        tokenizer: of a loaded model, if it is not to be found under the model's own name.
-        segments: calibration tokens (samples, seqlen) in the place of the recipe's text. A loaded model then needs no
+        tokenizer: of a loaded model, if it cannot be loaded under the model's own name.
+        segments: calibration tokens (samples, seqlen) instead of the recipe's text. A loaded model then needs no
             tokenizer, and the folder holds one only if it is given.
         device: where to compute; None for the GPU if there is one. A loaded model stays where it is.
-        activations: where the hidden states between blocks are: on the "device", in RAM ("cpu"), or in a file beside
-            OUT ("disk").
-        resume: go on after the last whole block of a compression that did not end, if there is one. The result is the
+        activations: where the hidden states between blocks are kept: on the "device", in RAM ("cpu"), or in a file next
+            to OUT ("disk").
+        resume: continue an interrupted compression after its last finished block, if there is one. The result is the
             same, bit for bit.
-        overwrite: replace a folder that is not empty, once the new one is complete; begin anew.
+        overwrite: replace a folder that is not empty, once the new one is complete; discard an unfinished compression.
         trust_remote_code: run code that comes with the model.
         progress: called with a `hasslefree.phases.Step` whenever a phase of the run begins, counts or ends; its field
             `layer` is the record of the layer that was just compressed. Under torchrun every process calls its own. The
             logger "hasslefree.phases" has the same as lines of level INFO, in the first process.
 
     Raises:
-        HasslefreeError: anything wrong with the input, before the first layer is touched where it can be seen then.
+        HasslefreeError: anything wrong with the input; as far as possible, before the first layer is changed.
     """
     start = time.perf_counter()
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe) if recipe else Recipe()
@@ -245,7 +245,9 @@ def open_walk(
     weights = Weights(model, device, ahead=runs_beside(footprint(), device))
     walk, digests = look_over(model, blocks, weights, plan, segment, options)
     if walk.width is not None:
-        logger.info("blocks read more than hidden states: each token hands on %d numbers", walk.width)
+        logger.info(
+            "the blocks take more inputs than hidden states: they pass on %d values per token in all", walk.width
+        )
         check_memory(footprint(walk.width), device)
         weights.ahead = runs_beside(footprint(walk.width), device)
     return walk, digests
@@ -271,13 +273,16 @@ def left_to_do(estimates: dict[str, float], parts: list[Part], plan: Plan) -> di
 
 
 def chosen(model: PreTrainedModel, resolved: Resolved) -> tuple[Blocks, Plan, dict[str, Any]]:
-    """The blocks, what becomes of their layers, and what stays as it is, as `Record` has it."""
+    """The blocks, the plans of their layers, and what stays dense, as in `Record`."""
     blocks = find_blocks(model)
     plan, dense = make_plan(blocks, resolved), select_sites(blocks, resolved.recipe.leave_dense).dense
     if dense:
-        logger.info("stay dense by themselves: %s", ", ".join(by_kind(dense)))
+        logger.info("kept dense automatically: %s", ", ".join(by_kind(dense)))
     if beside := towers(model, blocks):
-        logger.info("only the text decoder is compressed, on text alone; %s stay dense", ", ".join(beside))
+        logger.info(
+            "only the text decoder is compressed, and only text is used for calibration; %s stay dense",
+            ", ".join(beside),
+        )
     return blocks, plan, {"dense": list(dense), "towers": beside}
 
 
@@ -303,7 +308,7 @@ def recorded(
 
 
 def described(name: str, model: PreTrainedModel, resolved: Resolved, segments: Tensor) -> dict[str, Any]:
-    """What is done, to what, as `Record` and the journal have it."""
+    """The model, recipe, method and text of a compression, as in `Record` and the journal."""
     return {
         "model": name,
         "recipe": resolved.to_dict(),
@@ -317,7 +322,7 @@ def described(name: str, model: PreTrainedModel, resolved: Resolved, segments: T
 
 @contextmanager
 def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterator[Unfinished]:
-    """The unfinished folder of OUT: that of the process that writes, and for the others a view of what was done."""
+    """The unfinished folder of OUT: for the process that writes it, and as a read-only view for the others."""
     if world.writes:
         with unfinished(out, overwrite, resume) as work:
             world.broadcast(work.parts)
@@ -347,7 +352,10 @@ def open_model(
     name = model.config._name_or_path or type(model).__name__
     refuse_compressed(model.config, name)
     if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
-        raise ModelError(f"the loaded model is {model.dtype} and the recipe says {dtype}; cast the model first")
+        raise ModelError(
+            f"the loaded model is {model.dtype}, but the recipe says {dtype}; cast the model first "
+            f"(model.to(torch.{dtype})), or leave out {option('dtype')}"
+        )
     split_experts(model)
     return name, model.eval(), tokenizer
 
@@ -373,11 +381,12 @@ def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> No
     """
     if segments.ndim != 2 or segments.is_floating_point() or len(segments) < 1 or segments.shape[1] < 2:
         raise CalibrationError(
-            f"segments are token ids (samples, seqlen), seqlen at least 2; got {segments.dtype} {tuple(segments.shape)}"
+            "segments must be a tensor of integer token ids of shape (samples, seqlen), seqlen at least 2; got "
+            f"{segments.dtype} of shape {tuple(segments.shape)}"
         )
     if len(segments) < world.size:
         raise CalibrationError(
-            f"{world.size} processes share {len(segments)} calibration segments; "
+            f"{world.size} processes need at least {world.size} calibration segments, and there are {len(segments)}; "
             f"use fewer processes, or more {option('samples')}"
         )
     resolve_seqlen(model, segments.shape[1])
@@ -385,7 +394,8 @@ def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> No
     vocabulary = embeddings.num_embeddings
     if segments.min() < 0 or segments.max() >= vocabulary:
         raise CalibrationError(
-            f"the calibration tokens do not fit the model: it knows {vocabulary} of them, numbered from 0"
+            f"the calibration segments contain token ids outside the model's vocabulary (0 to {vocabulary - 1}); "
+            "use the tokenizer of this model"
         )
 
 
@@ -401,7 +411,7 @@ def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    # A model that was made in memory has no files to be found; the hub is not asked for what never was there.
+    # A model that was created in memory has no files, and the hub is not searched for them.
     known = Path(report.model).is_dir() or getattr(model.config, "_commit_hash", None)
     if known and report.towers:
         copy_processor(report.model, folder)

@@ -1,4 +1,4 @@
-"""What a compression will take, before it runs: memory on each device, bytes on the disk, time."""
+"""An estimate of a compression before it runs: memory on each device, bytes on the disk, time."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from hasslefree.solve.methods.joint import LOOK
 
 # What Python and the libraries take, on a CPU and of a GPU.
 LIBRARIES = 600_000_000
-# A forward pass has so many arrays (tokens, width of the widest layer) at a time.
+# Arrays (tokens, width of the widest layer) that a forward pass holds at a time.
 FORWARD = 6
-# Where labels are drawn from predictions, so many arrays (tokens, vocabulary) are there at a time.
+# Arrays (tokens, vocabulary) held at a time where labels are drawn from predictions.
 LOGITS = 5
 # What Adam holds of a kept value, in numbers: the master, its unit and two moments.
 MASTER = 4
@@ -45,8 +45,8 @@ class Footprint:
     Args:
         layers: kind of layer (q_proj, …), its plan and how many there are. kept, dense: parameters of all layers.
         outside: what is outside the blocks. logits: of one segment, where the backward pass draws labels from them.
-        block, solving: of the dearest block: its weights before and after, and the Grams and the solver's arrays of its
-            dearest layer. resident: the rest of a model that is loaded already.
+        block, solving: of the largest block: its weights before and after, and the Grams and the solver's arrays of its
+            largest layer. resident: the rest of a model that is loaded already.
         beside: in RAM, the blocks that are read and written while another one is solved; 0 where none are.
         streams: hidden states of all segments. probes: those before each block that the backward pass keeps.
         reference, whole, masters: where predictions are matched, the dense model's last hidden states, all compressed
@@ -133,7 +133,7 @@ def estimate(
     processes: int = 1,
     width: int | None = None,
 ) -> Footprint:
-    """The footprint of a compression on one of so many processes, from shapes alone.
+    """The footprint of a compression on one of its processes, from shapes alone.
 
     Args:
         tokens: calibration segments, and tokens in each.
@@ -193,7 +193,7 @@ def estimate(
     )
 
 
-# What allocation does, and what it takes beside a pass.
+# What each allocation does, and its cost beyond one pass.
 MOVED = {
     "owl": "budgets differ by block; one more pass of the dense model",
     "error": "ranks and non-zeros move between layers; on a few segments a forward and a backward pass of the dense "
@@ -202,7 +202,7 @@ MOVED = {
 
 
 def levers_of(resolved: Resolved) -> Iterator[str]:
-    """What is done beyond the layer, and what it costs beside it."""
+    """A sentence for each lever beyond single layers: what it does, and what it costs."""
     if resolved.recipe.rotate:
         yield "rotation: a forward pass of the dense model on a few segments, and 150 steps on a few of its blocks"
     if resolved.allocate in MOVED:
@@ -336,7 +336,7 @@ def traffic_of(blocks: Blocks, plan: Plan, tokens: int) -> list[float]:
 
 
 def _together(blocks: Blocks, plan: Plan, tokens: int, width: int, device: torch.device) -> int:
-    """All compressed blocks, and what a step of so many tokens keeps of them.
+    """All compressed blocks, and what a step of `tokens` tokens keeps of them.
 
     Where the activations of all blocks fit, these, and of every layer S + u v, the places of S and float32 copies; else
     what enters each block, and the activations of one.
@@ -353,7 +353,7 @@ def _together(blocks: Blocks, plan: Plan, tokens: int, width: int, device: torch
 
 
 def to_dict(found: Footprint) -> dict[str, Any]:
-    """A footprint as JSON has it."""
+    """A footprint for JSON."""
     layers = [
         {"kind": n, "shape": list(p.shape), "pattern": p.kind, "rank": p.rank, "count": c}
         for n, p, c in ((name, plan.spec, count) for name, plan, count in found.layers)

@@ -34,7 +34,7 @@ from hasslefree.run.machine import in_one_pass
 def dense_reference(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Tensor, world: World) -> Reference | None:
     """What the dense model makes of the text that predictions are matched on; None where they are not.
 
-    The text is the recipe's, read once more in windows that do not overlap, so that those which judge are new.
+    The text is the recipe's, cut into windows that do not overlap, so that the validation windows are new.
 
     Args:
         segments: of the calibration, of all processes. tokenizer: None where they were given in the place of a text;
@@ -52,10 +52,10 @@ def dense_reference(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Te
             documents = calibration_documents(recipe.calibration)
             segments = disjoint_segments(documents, lambda text: encode(tokenizer, text), count, seqlen, recipe.seed)
     segments = segments[:count]
-    if len(segments) < max(2, world.size):
+    if len(segments) < (least := max(2, world.size)):
         raise CalibrationError(
-            f"prediction matching needs two windows of {seqlen} tokens, and one for each process; the calibration text "
-            f"has {len(segments)}; use a longer text, a smaller seqlen, or {option('match_predictions', 0)}"
+            f"prediction matching needs at least {least} segments of {seqlen} tokens, and the calibration text has "
+            f"{len(segments)}; use a longer text, a smaller seqlen, or {option('match_predictions', 0)}"
         )
     local = world.share(segments).to(walk.weights.device)
     return reference_of(walk, local, len(segments), judges_of(len(segments)))
@@ -91,7 +91,7 @@ def bring_back(walk: Walk, work: Unfinished, passed: Callable[[], None] | None =
     """Put every compressed block on the device as it was written. passed: called after each."""
     for index, block in enumerate(walk.blocks.modules):
         prefix, tensors = f"{walk.blocks.prefix(index)}.", work.read(work.parts[index + 1])
-        # A copy: what was read is the file itself, mapped, and will be written anew.
+        # A copy: the tensors that were read are the mapped file, which will be rewritten.
         own = {name.removeprefix(prefix): t.to(walk.weights.device, copy=True) for name, t in tensors.items()}
         block.load_state_dict(own, assign=True, strict=not walk.blocks.shared)
         if passed is not None:

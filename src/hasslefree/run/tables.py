@@ -34,7 +34,7 @@ def totals(found: Footprint, device: torch.device) -> dict[str, str]:
     """The figures of a footprint, in words."""
 
     def against(peak: int, where: torch.device) -> str:
-        return f"{size(peak)}, of {size(free_memory(where))} that can be had"
+        return f"{size(peak)}, of {size(free_memory(where))} available"
 
     here = found.device if found.storage == "device" else found.storage
     memory = {} if found.on_cpu else {f"peak of {device}": against(found.device_peak, device)}
@@ -45,7 +45,7 @@ def totals(found: Footprint, device: torch.device) -> dict[str, str]:
         **memory,
         "peak of RAM": against(found.ram_peak, torch.device("cpu")),
         "activations": f"{size(found.activations)}, on {here}",
-        **({"dense by themselves": "\n".join(found.by_itself)} if found.by_itself else {}),
+        **({"kept dense automatically": "\n".join(found.by_itself)} if found.by_itself else {}),
         **({"beyond the layer": "\n".join(found.levers)} if found.levers else {}),
         **({"counted by rule": unstated_note(found.unstated)} if found.unstated else {}),
         "time": "\n".join(times(found, product_rate(device))),
