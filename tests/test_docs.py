@@ -13,7 +13,8 @@ from hasslefree.cli import spread_lists
 from hasslefree.cli.common import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 # [text](target), ![text](target), and the definition of a reference: [text]: target.
 LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)", re.MULTILINE)
 
@@ -47,7 +48,7 @@ def test_links_lead_somewhere(page):
 
 def test_the_index_lists_every_page():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    for page in PAGES[1:]:
+    for page in DOCS:
         name = page.relative_to(ROOT / "docs").as_posix()
         assert name == "index.md" or f"]({name})" in index, name
 

@@ -26,7 +26,7 @@ from hasslefree.recipe import listing
 from hasslefree.recipe.recipe import GROUPS, Recipe, declaration
 from hasslefree.solve import low_rank, methods, pruners
 
-DOCS = Path(__file__).parents[1] / "docs" / "reference"
+DOCS = Path(__file__).parents[1] / "docs" / "explanation"
 COMMANDS = typer.main.get_command(app).commands
 PLAN = ["plan", str(MODEL), "--rank", "4", "--calibration", str(CALIBRATION)]
 

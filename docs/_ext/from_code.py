@@ -30,9 +30,7 @@ def commands() -> str:
     made = html.unescape(subprocess.run(TYPER, check=True, capture_output=True, text=True).stdout)
     body = made.partition("\n**Usage**")[2].partition("\n## ")
     sections = re.sub(r"^\* `--help`: .*\n", "", f"## {body[2]}", flags=re.MULTILINE)
-    # Arguments as messages and pages write them: MODEL, not {model}.
-    usage = re.sub(r"\{(\w+)\}", lambda name: name[1].upper(), sections)
-    return re.sub(r"^\* `(\w+) <", lambda name: f"* `{name[1].upper()} <", usage, flags=re.MULTILINE)
+    return re.sub(r"\{(\w+)\}", r"\1", sections)  # arguments as messages and pages write them: MODEL, not {MODEL}
 
 
 def recipe() -> str:
