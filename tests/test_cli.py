@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -45,7 +46,7 @@ def test_advice_ends_with_the_command_for_it(monkeypatch, capsys, tmp_path):
     assert code == 0, text
     weights = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())
     assert weights == found[0]["bytes"]
-    for wrong, message in (("much", "write it as --advise 150MB"), ("1kB", "are too few")):
+    for wrong, message in (("much", "such as --advise 150MB"), ("1kB", "is too small")):
         code, text = run(monkeypatch, capsys, "plan", MODEL, "--advise", wrong, *QUICK)
         assert code == 2
         assert message in text
@@ -58,6 +59,8 @@ def test_compress_then_evaluate(monkeypatch, capsys, tmp_path):
     assert code == 0, text
     assert "14 layers" in text
     assert "down_proj" in text
+    assert re.search(r"^\d\d:\d\d:\d\d solving: finished, 14 layers in \d", text, re.MULTILINE)
+    assert re.search(r"│ solving +│ +\d+\.\d │ +\d+\.\d │", text)
     files = {path.name for path in out.iterdir()}
     assert files >= {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
                      "README.md", "compression.json"}  # fmt: skip
@@ -87,6 +90,7 @@ def test_compress_then_evaluate(monkeypatch, capsys, tmp_path):
     found = json.loads(results.read_text())["perplexity"]
     assert set(found) == {str(HELD_OUT), f"{CALIBRATION}[:1]"}
     assert found[str(HELD_OUT)]["tokens"] == 640
+    assert f"perplexity on {HELD_OUT.name}: finished, 10 windows in" in text
     assert 10 < found[str(HELD_OUT)]["perplexity"] < 200
 
 
@@ -117,7 +121,7 @@ def test_compress_then_report(monkeypatch, capsys, tmp_path):
     assert f"hasslefree compress {MODEL} OUT --pattern 2:4 --method eora --rank 4" in page.read_text()
     assert (tmp_path / "[red]" / "relative-error-out.svg").exists()
     for arguments, message in [
-        (["report", MODEL], "holds no compressed model"),
+        (["report", MODEL], "is not a compressed model"),
         (["report", "none"], "none does not exist"),
         (["report", out, "--output", tmp_path], "is a folder"),
         (["report", out, "--output", page, "--figures", page], "is a file"),
@@ -141,11 +145,17 @@ BAD = {
     "short text": (["--rank", "4", "--samples", "9999", "--seqlen", "512"], "are needed"),
     "positions": (["--rank", "4", "--seqlen", "4096"], "takes at most 512 tokens"),
     "device": (["--rank", "4", "--device", "gpu"], "unknown device 'gpu'"),
-    "a grid": (["--bits", "4", "--rank", "4"], "method 'joint' has no grid"),
-    "bits": (["--method", "gptq", "--bits", "3"], "4 or 8 bits, got 3"),
-    "bits of factors": (["--rank", "4", "--factor-bits", "4"], "factor_bits is 8, got 4"),
-    "groups": (["--method", "gptq", "--group-size", "128"], "divisible by 128, got 192; use --group-size 64"),
-    "cut groups": (["--method", "gptq", "--pattern", "2:6", "--asymmetric"], "cut the pattern's groups of 6"),
+    "a grid": (["--bits", "4", "--rank", "4"], "method 'joint' does not quantise S"),
+    "bits": (["--method", "gptq", "--bits", "3"], "bits must be 4 or 8, got 3"),
+    "bits of factors": (["--rank", "4", "--factor-bits", "4"], "factor_bits must be 8, got 4"),
+    "groups": (
+        ["--method", "gptq", "--group-size", "128"],
+        "does not divide the 192 inputs of the layer; use --group-size 64",
+    ),
+    "cut groups": (
+        ["--method", "gptq", "--pattern", "2:6", "--asymmetric"],
+        "not a multiple of 6, the group length of the pattern",
+    ),
     "dense": (["--pattern", "dense", "--rank", "4"], "pattern dense keeps every entry"),
     "glob": (["--rank", "4", "--leave-dense", "*.nothing"], "matches no layer"),
 }
@@ -168,11 +178,11 @@ def test_other_mistakes(monkeypatch, capsys, tmp_path):
     for arguments, message in [
         (["compress", MODEL, folder, "--rank", "4", *QUICK], "use --overwrite"),
         (["compress", tmp_path / "a/b/none", tmp_path / "out", "--rank", "4", *QUICK], "none does not exist"),
-        (["compress", folder, tmp_path / "out", "--rank", "4", *QUICK], "no model at"),
+        (["compress", folder, tmp_path / "out", "--rank", "4", *QUICK], "cannot load the configuration of"),
         (["compress", MODEL, tmp_path / "out", "--recipe", "none.yaml"], "cannot be read"),
         (["compress", MODEL, tmp_path / "out", "--rank", "four"], "valid integer"),
-        (["inspect", MODEL], "holds no compressed model"),
-        (["inspect", "someone/model"], "there is no folder someone/model"),
+        (["inspect", MODEL], "is not a compressed model"),
+        (["inspect", "someone/model"], "the folder someone/model does not exist"),
         (["inspect", MODEL, "--output", tmp_path], "is a folder"),
         (["evaluate", MODEL], "name at least one text or task"),
         (["evaluate", MODEL, "--perplexity", HELD_OUT, "--output", "/none/r.json"], "does not exist"),
@@ -193,15 +203,16 @@ def test_export(monkeypatch, capsys, tmp_path):
         code, text = run(monkeypatch, capsys, "export", out, "--to", to, tmp_path / to)
         assert code == 0, text
         assert f"Written to {tmp_path / to}" in text
+        assert "writing: finished in" in text
         assert (tmp_path / to / file).is_file()
     for arguments, message in [
-        ([out, "--to", "onnx", tmp_path / "new"], "unknown export 'onnx'. Known: dense, narrow, peft"),
+        ([out, "--to", "onnx", tmp_path / "new"], "unknown export format 'onnx'. Known: dense, narrow, peft"),
         ([out, tmp_path / "new"], "--to"),
         ([out, "--to", "dense"], "DEST"),
         ([MODEL, "--to", "dense", tmp_path / "new"], "is not compressed by hasslefree"),
         ([tmp_path / "none", "--to", "dense", tmp_path / "new"], "none does not exist"),
         ([out, "--to", "dense", tmp_path / "peft"], "use --overwrite"),
-        ([out, "--to", "dense", out / "dense"], "one in the other"),
+        ([out, "--to", "dense", out / "dense"], "neither inside the other"),
     ]:
         code, text = run(monkeypatch, capsys, "export", *arguments)
         assert code == 2, text
@@ -214,7 +225,7 @@ def test_every_option_of_export_arrives(monkeypatch):
     """Oracle: the arguments, written out."""
     seen = []
 
-    def record(*arguments, **options):
+    def record(*arguments, progress, **options):
         seen.append((arguments, options))
         raise OutputError("seen")
 
@@ -279,7 +290,7 @@ def test_every_option_of_evaluate_arrives(monkeypatch):
     """Oracle: the arguments, written out."""
     seen = []
 
-    def record(*arguments, keep, **options):
+    def record(*arguments, keep, progress, **options):
         seen.append((*arguments, options))
         raise OutputError("seen")
 
@@ -330,7 +341,7 @@ def test_tasks_and_texts_of_one_model(monkeypatch, capsys, tmp_path):
         (["--tasks", "rte", "--batch-size", "many"], "--batch-size is auto or a number"),
         (["--tasks", "rte", "--batch-size", "0"], "--batch-size is auto or a number"),
         (["--tasks", "rte", "--limit", "0"], "--limit"),
-        (["--tasks", "rte", "--task-data", rows, "--cache", results], "name another with --cache"),
+        (["--tasks", "rte", "--task-data", rows, "--cache", results], "give another with --cache"),
     ]:
         code, text = run(monkeypatch, capsys, "evaluate", MODEL, *arguments)
         assert code == 2, text

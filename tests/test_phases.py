@@ -93,22 +93,22 @@ def test_lines_come_at_both_ends_and_every_half_minute():
             clock.passes(14)
             phase.advance()
     assert lines == [
-        "loading the model: begins",
+        "loading the model: started",
         "loading the model: 30 s",
         "loading the model: 60 s",
         "loading the model: 90 s",
-        "loading the model: done in 90 s",
-        "allocation: begins, 10 blocks",
+        "loading the model: finished in 90 s",
+        "allocation: started, 10 blocks",
         "allocation: 3 of 10 blocks in 42 s, about 98 s left",
         "allocation: 6 of 10 blocks in 84 s, about 56 s left",
         "allocation: 9 of 10 blocks in 2 min, about 14 s left",
-        "allocation: 10 blocks done in 2 min",
+        "allocation: finished, 10 blocks in 2 min",
     ]
 
 
 @pytest.mark.parametrize(("level", "speaks", "expected"), [
     (logging.WARNING, True, []), (logging.INFO, False, []),
-    (logging.INFO, True, ["allocation: begins, 2 blocks", "allocation: 2 blocks done in 0 s"]),
+    (logging.INFO, True, ["allocation: started, 2 blocks", "allocation: finished, 2 blocks in 0 s"]),
 ])  # fmt: skip
 def test_the_log_has_lines_only_where_it_is_listened_to(level, speaks, expected, caplog):
     with caplog.at_level(level, "hasslefree"), heard(speaks=speaks) as phases:

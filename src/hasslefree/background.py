@@ -1,6 +1,6 @@
-"""Calls that run in a thread of their own, beside the work: reads of what comes next, writes of what is done.
+"""Calls that run in a background thread: reads of the next part, writes of the finished one.
 
-Reads, writes and checksums of large arrays leave Python's lock to the other threads.
+Reads, writes and checksums of large arrays release Python's lock for other threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def begun(name: str, *calls: Callable[[], T]) -> list[Future[T]]:
         name: of the thread.
 
     Returns:
-        For each call a future: its result, or the error that it raised. A call that has not begun can be cancelled.
+        For each call a future: its result, or the error that it raised. A call that has not started can be cancelled.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix=name)
     futures = [pool.submit(call) for call in calls]
@@ -28,7 +28,7 @@ def begun(name: str, *calls: Callable[[], T]) -> list[Future[T]]:
 
 
 def error_of(future: Future[T]) -> BaseException | None:
-    """What a call raised, or None. It is waited for to its end: Ctrl-C does not cut the wait short."""
+    """The error of a call, or None. It waits until the call has ended, even after Ctrl-C."""
     while True:
         try:
             return future.exception()

@@ -32,7 +32,7 @@ def with_flags(message: str) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong with given values. fields: their names, the one to change first. message: in words."""
+    """A problem with given values. fields: the names of the values, first the one to change. message: in words."""
 
     fields: tuple[str, ...]
     message: str
@@ -43,7 +43,7 @@ class HasslefreeError(ValueError):
 
     Args:
         message: options in it are from `option`; `str` gives them as arguments, `with_flags` as flags.
-        fields: the names of the arguments that it is about, as a recipe has them.
+        fields: the names of the arguments that it concerns, as in a recipe.
     """
 
     def __init__(self, message: str, fields: tuple[str, ...] = ()):
@@ -51,11 +51,11 @@ class HasslefreeError(ValueError):
         self.message, self.fields = message, fields
 
     def within(self, where: str) -> Self:
-        """The same error, which says at its end where it came up."""
+        """The same error, with the place where it occurred at its end."""
         return self._saying(f"{self.message} ({where})")
 
     def under(self, heading: str) -> Self:
-        """The same error, which says at its beginning what it belongs to."""
+        """The same error, with a heading before it."""
         return self._saying(f"{heading}: {self.message}")
 
     def _saying(self, message: str) -> Self:
@@ -70,7 +70,7 @@ class VersionError(HasslefreeError):
 
 
 class UnknownNameError(HasslefreeError):
-    """A method, pruner, solver, pattern or data set that is in no table."""
+    """An unknown name of a method, pruner, solver, pattern or data set."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], fields: tuple[str, ...] = ()):
         known = sorted(known)
@@ -80,7 +80,7 @@ class UnknownNameError(HasslefreeError):
 
 
 class ShapeError(HasslefreeError):
-    """Tensors whose shapes do not go together."""
+    """Tensors whose shapes do not match."""
 
 
 class PatternError(HasslefreeError):
@@ -88,7 +88,7 @@ class PatternError(HasslefreeError):
 
 
 class GridError(HasslefreeError):
-    """A grid of quantised values that is malformed or does not fit a weight."""
+    """A quantisation grid that is malformed or does not fit a weight."""
 
 
 class BudgetError(HasslefreeError):
@@ -108,7 +108,7 @@ class TaskError(HasslefreeError):
 
 
 class ModelError(HasslefreeError):
-    """A model that cannot be compressed, or not as asked."""
+    """A model that cannot be compressed, or not with these settings."""
 
 
 class NonFiniteError(HasslefreeError):
@@ -116,7 +116,7 @@ class NonFiniteError(HasslefreeError):
 
 
 class MomentError(HasslefreeError):
-    """A Gram that lacks a moment of the inputs that a method asks for."""
+    """A Gram that lacks a moment of the inputs that a method needs."""
 
 
 class FactorizationError(HasslefreeError):
@@ -128,7 +128,7 @@ class OutputError(HasslefreeError):
 
 
 class CheckpointError(HasslefreeError):
-    """A compressed model folder that does not hold what it says."""
+    """A compressed model folder that is damaged or inconsistent."""
 
 
 class MemoryShortError(HasslefreeError):
@@ -136,11 +136,11 @@ class MemoryShortError(HasslefreeError):
 
 
 class DistributedError(HasslefreeError):
-    """A process of a compression by several that ended before the others."""
+    """A process of a distributed compression that failed before the others."""
 
 
 class KernelError(HasslefreeError):
-    """A backend that this machine does not have, or that does not fit the layer."""
+    """A backend that is not available on this machine, or does not support the layer."""
 
 
 class PromptError(HasslefreeError):
@@ -148,8 +148,8 @@ class PromptError(HasslefreeError):
 
 
 class ProgramError(HasslefreeError):
-    """A program that `hasslefree run` does not find."""
+    """A program that `hasslefree run` cannot find."""
 
 
 class ServeError(HasslefreeError):
-    """A compressed folder that vLLM cannot serve as asked: its version, the GPU, or how the model is split."""
+    """A compressed folder that vLLM cannot serve here: because of its version, the GPU, or tensor parallelism."""

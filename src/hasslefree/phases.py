@@ -9,6 +9,8 @@
 One phase runs at a time. Within a phase another one may run: the clock of the outer phase stands still meanwhile, so
 that the seconds of all phases sum to no more than those of the run. A phase whose work is spread over another one, such
 as the solving of layers between the forward passes, is opened with `running=False`; its clock runs within `running()`.
+
+No clock waits for a GPU: what a phase has queued there counts in the phase that waits for it.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ logger = logging.getLogger(__name__)
 LOADING = "loading the model"
 TEXT = "reading the text"
 LOOK = "checking the model"
-ROTATION_BLOCKS, ROTATION = "rotation of heads", "rotation of the stream"
-REFERENCE = "dense predictions"
+BLOCK_ROTATION, STREAM_ROTATION = "rotation within blocks", "rotation of the stream"
+REFERENCE_TEXT, REFERENCE = "reading the text to match on", "dense predictions"
 PROBES = "probes"
 ALLOCATION = "allocation"
 IMPORTANCE = "channel importance"
@@ -40,10 +42,9 @@ RESUMED = "finished blocks"
 GRAMS = "Grams"
 SOLVING = "solving"
 MATCHING = "block matching"
-PREDICTIONS = "prediction matching"
+READ_BACK, PREDICTIONS = "reading blocks back", "prediction matching"
 WRITING = "writing"
-PERPLEXITY = "perplexity on"
-TASKS = "tasks"
+TASK_DATA, SCORING, ANSWERS = "reading the tasks", "scoring", "answers to tasks"
 
 # Seconds between two log lines of a phase.
 EVERY = 30.0
@@ -144,13 +145,17 @@ class Phases:
         """
         phase = Phase(self, name, total, unit)
         if running:
-            with phase.running():
-                yield phase
+            self.enter(phase)
         else:
             self.say(phase)
+        try:
             yield phase
+        finally:
+            if running:
+                self.leave(phase)
         phase.done = total
         self.say(phase, ended=True)
+        self.resume()
 
     def counted(self, name: str, items: Iterable[T], total: int, unit: str) -> Iterator[T]:
         """The items of a loop whose body, with the making of the items, is a phase; each is counted after the body."""
@@ -230,11 +235,11 @@ class LogLines:
             self._last, self._heard = None if step.ended else step, self.clock()
             if step.phase not in self.begun and not step.ended:
                 self.begun.add(step.phase)
-                self._write(f"{step.phase}: begins" + (f", {step.total:,} {step.unit}" if step.unit else ""))
+                self._write(f"{step.phase}: started" + (f", {step.total:,} {step.unit}" if step.unit else ""))
             elif step.ended:
                 self.begun.discard(step.phase)
-                count = f"{step.total:,} {step.unit} " if step.unit else ""
-                self._write(f"{step.phase}: {count}done in {duration(step.seconds)}")
+                count = f", {step.total:,} {step.unit}" if step.unit else ""
+                self._write(f"{step.phase}: finished{count} in {duration(step.seconds)}")
         self.beat()
 
     def beat(self) -> None:
@@ -245,7 +250,11 @@ class LogLines:
                 return
             waited = now - self._heard
             count = f"{step.done:,} of {step.total:,} {step.unit} in " if step.unit else ""
-            left = "" if step.left is None else f", about {duration(max(step.left - waited, 0.0))} left"
+            left = (
+                ""
+                if step.left is None or step.done == step.total
+                else f", about {duration(max(step.left - waited, 0.0))} left"
+            )
             self._write(f"{step.phase}: {count}{duration(step.seconds + waited)}{left}")
 
     def _write(self, line: str) -> None:

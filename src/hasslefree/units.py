@@ -16,11 +16,14 @@ def bytes_of(text: str) -> int:
     """The bytes of a size such as 150MB, 1.5 GB or 2000000; a kB is a thousand bytes.
 
     Raises:
-        BudgetError: it is none.
+        BudgetError: the text is not a size.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise BudgetError(f"{text!r} is no number of bytes; write it as {option('advise', '150MB')}, 1.5GB or 2000000")
+        raise BudgetError(
+            f"{text!r} is not a size; give a number of bytes or a number with a unit, such as "
+            f"{option('advise', '150MB')}, 1.5GB or 2000000"
+        )
     return int(float(found[1]) * _PREFIXES[found[2].lower()])
 
 

@@ -57,5 +57,5 @@ def validated(kind: type[T], content: Any) -> T:
         cause = refusal.message if isinstance(refusal, HasslefreeError) else str(refusal)
         raise InvalidError(field, cause, refused=True)
     if first["type"] == "missing":
-        raise InvalidError(field, f"no {field!r}")
-    raise InvalidError(field, f"{field} is {first['input']!r:.60}: {first['msg']}")
+        raise InvalidError(field, f"{field!r} is missing")
+    raise InvalidError(field, f"{field}: {first['msg']}, got {first['input']!r:.60}")

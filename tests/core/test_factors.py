@@ -210,9 +210,9 @@ def test_bytes_by_hand():
 
 @pytest.mark.parametrize("bits", [4, 16, 0, -8])
 def test_wrong_bits(bits):
-    with pytest.raises(GridError, match=f"factor_bits is 8, got {bits}; leave it out"):
+    with pytest.raises(GridError, match=f"factor_bits must be 8, got {bits}; leave it out"):
         check_factor_bits(bits, 3)
-    with pytest.raises(BudgetError, match="rank 0 has none; give a rank"):
+    with pytest.raises(BudgetError, match="with rank 0 there are none; give a rank"):
         check_factor_bits(8, 0)
     check_factor_bits(8, None)
     check_factor_bits(None, 0)

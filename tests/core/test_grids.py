@@ -127,12 +127,15 @@ def half(weight):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Grid(bits=3), "4 or 8 bits, got 3; use bits=4"),
-        (lambda: Grid(group=0), "at least one input, got 0"),
-        (lambda: Grid(ranges=0), "1 to 100 ranges, got 0"),
-        (lambda: Grid().scaling(torch.ones(2, 96)), "divisible by 64, got 96; use group_size=32, or group_size=0"),
-        (lambda: Grid().check((4, 33)), "got 33; use group_size=0 for whole rows"),
-        (lambda: half(torch.full((1, 8), 1e-9)), "does not fit into float16; use another dtype"),
+        (lambda: Grid(bits=3), "bits must be 4 or 8, got 3; use bits=4"),
+        (lambda: Grid(group=0), "at least 1, got 0; use group_size=64"),
+        (lambda: Grid(ranges=0), "from 1 to 100, got 0"),
+        (
+            lambda: Grid().scaling(torch.ones(2, 96)),
+            "does not divide the 96 inputs of the layer; use group_size=32, or group_size=0",
+        ),
+        (lambda: Grid().check((4, 33)), "the 33 inputs of the layer; use group_size=0 for one scale per row"),
+        (lambda: half(torch.full((1, 8), 1e-9)), "overflows or underflows float16; use another dtype"),
     ],
 )
 def test_wrong_grids(make, message):

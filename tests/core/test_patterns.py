@@ -73,9 +73,9 @@ def test_structured_keeps_the_columns_of_largest_total():
         (lambda: SemiStructured(5, 4), "5:4 is impossible"),
         (lambda: SemiStructured(0, 0), "impossible"),
         (lambda: SemiStructured(2, 4).check((3, 1027)), "divisible by 4, got 1027; use pattern row"),
-        (lambda: Unstructured(13).check((3, 4)), "cannot keep 13 of 12"),
-        (lambda: Row(5).check((3, 4)), "cannot keep 5 of 4"),
-        (lambda: Structured(-1).check((3, 4)), "cannot keep -1 of 4"),
+        (lambda: Unstructured(13).check((3, 4)), "from 0 to 12 entries, got 13"),
+        (lambda: Row(5).check((3, 4)), "from 0 to 4 entries of a row, got 5"),
+        (lambda: Structured(-1).check((3, 4)), "from 0 to 4 input channels, got -1"),
     ],
 )
 def test_errors(make, message):

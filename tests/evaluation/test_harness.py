@@ -15,6 +15,7 @@ from hasslefree.errors import OutputError, TaskError, UnknownNameError
 from hasslefree.evaluation.fingerprint import fingerprint
 from hasslefree.evaluation.run import evaluate
 from hasslefree.evaluation.tasks import TASKS, check_harness, check_tasks, harness_tasks
+from hasslefree.phases import ANSWERS
 from tests.evaluation.task_rows import ROWS, questions, write_rows
 
 pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: pip install "hasslefree[eval]"')
@@ -155,9 +156,10 @@ def test_what_was_answered_before_a_crash_is_not_asked_again(monkeypatch, tmp_pa
         with pytest.raises(RuntimeError, match="power cut"):
             evaluate(str(MODEL), **options, cache=tmp_path / "cache")
     with monkeypatch.context() as patch:
-        rest = Counter(patch)
-        again = evaluate(str(MODEL), **options, cache=tmp_path / "cache")
+        rest, steps = Counter(patch), []
+        again = evaluate(str(MODEL), **options, cache=tmp_path / "cache", progress=steps.append)
     assert rest.calls == 7
+    assert {(step.done, step.total) for step in steps if step.phase == ANSWERS} == {(done, 7) for done in range(8)}
     assert again == whole
     with monkeypatch.context() as patch:
         Counter(patch, most=0)
@@ -228,10 +230,10 @@ BAD_FILES = {
     "missing": ("piqa", None, "data of task piqa cannot be read"),
     "empty": ("piqa", "\n", "is empty"),
     "not JSON": ("piqa", '{"goal": \n', "line 1: not JSON"),
-    "no object": ("piqa", "3\n", "line 1: no goal, sol1, sol2, label"),
-    "field": ("piqa", json.dumps(ROWS["piqa"][0]) + '\n\n{"goal": "x", "sol1": "a", "label": 0}\n', "line 3: no sol2"),
+    "no object": ("piqa", "3\n", "line 1: no field goal, sol1, sol2, label"),
+    "field": ("piqa", json.dumps(ROWS["piqa"][0]) + '\n\n{"goal": "x", "sol1": "a", "label": 0}\n', "no field sol2"),
     "two forms": (
-        "boolq", json.dumps(ROWS["boolq"][0]) + '\n{"passage": "", "question": "", "answer": true}', "line 2: no label",
+        "boolq", json.dumps(ROWS["boolq"][0]) + '\n{"passage": "", "question": "", "answer": true}', "no field label",
     ),
 }  # fmt: skip
 
@@ -247,9 +249,13 @@ def test_files_that_are_no_rows_are_refused_before_the_model_is_loaded(tmp_path,
 @pytest.mark.parametrize(
     ("task", "changes", "message"),
     [
-        ("piqa", {"label": -1}, "row 2: its answer -1 is none of its 2 choices; take a labelled split"),
-        ("winogrande", {"answer": ""}, "row 2: not a row of this task .KeyError"),
-        ("arc_easy", {"answerKey": "E"}, "row 2: not a row of this task"),
+        (
+            "piqa",
+            {"label": -1},
+            "row 2: the answer -1 is not one of the 2 choices \\(0 to 1\\); use a split with labels",
+        ),
+        ("winogrande", {"answer": ""}, "row 2: the task cannot read this row .KeyError"),
+        ("arc_easy", {"answerKey": "E"}, "row 2: the task cannot read this row"),
     ],
 )
 def test_a_row_without_a_right_answer_is_an_error(tmp_path, task, changes, message):
@@ -274,7 +280,7 @@ def test_names_and_a_harness_that_is_missing(monkeypatch):
 
 def test_a_cache_that_cannot_be_used(tmp_path, rows):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot be made .*cache="):
+    with pytest.raises(OutputError, match="cannot be created .*cache="):
         evaluate(str(MODEL), tasks=["rte"], task_data=rows, cache=tmp_path / "file")
     evaluate(str(MODEL), tasks=["rte"], task_data=rows, cache=tmp_path / "cache")
     (answers,) = (tmp_path / "cache").iterdir()

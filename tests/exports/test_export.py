@@ -236,7 +236,7 @@ def test_the_adapter_is_trained_on_and_the_base_stays_sparse(folders, family):
 
 def test_a_model_without_low_rank_parts_has_no_adapter(tmp_path):
     model = compress(build("llama"), tmp_path / "packed", rank=0, method="wanda")
-    with pytest.raises(ModelError, match="nothing for an adapter; use to='dense'"):
+    with pytest.raises(ModelError, match="nothing to write as an adapter; use to='dense'"):
         hasslefree.export(tmp_path / "packed", tmp_path / "out", "peft")
     assert {path.name for path in tmp_path.iterdir()} == {"packed"}
     hasslefree.export(tmp_path / "packed", tmp_path / "out", "dense")
@@ -253,12 +253,18 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(folders, tmp_pa
     build("llama").save_pretrained(tmp_path / "plain")
     before = contents(packed)
     for source, target, to, error, message in [
-        (packed, tmp_path / "out", "densely", UnknownNameError, "unknown export 'densely'. Did you mean 'dense'"),
+        (
+            packed,
+            tmp_path / "out",
+            "densely",
+            UnknownNameError,
+            "unknown export format 'densely'. Did you mean 'dense'",
+        ),
         (tmp_path / "none", tmp_path / "out", "dense", ModelError, "none does not exist"),
         (tmp_path / "plain", tmp_path / "out", "dense", ModelError, "is not compressed by hasslefree"),
-        (packed, packed, "dense", OutputError, "one in the other"),
-        (packed, packed / "dense", "dense", OutputError, "one in the other"),
-        (packed, packed.parent, "dense", OutputError, "one in the other"),
+        (packed, packed, "dense", OutputError, "neither inside the other"),
+        (packed, packed / "dense", "dense", OutputError, "neither inside the other"),
+        (packed, packed.parent, "dense", OutputError, "neither inside the other"),
     ]:
         with pytest.raises(error, match=message):
             hasslefree.export(source, target, to, overwrite=True)
@@ -281,7 +287,7 @@ def test_the_destination_is_replaced_whole_or_not_at_all(folders, tmp_path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "copy_rest", full)
-        with pytest.raises(OutputError, match="what was there before is untouched"):
+        with pytest.raises(OutputError, match="Its previous content is unchanged"):
             hasslefree.export(folders / "llama" / "packed", out, to, overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     assert contents(out) == {(out / "old").relative_to(out): b"old"}

@@ -13,6 +13,7 @@ from hasslefree import Recipe
 from hasslefree.errors import OutputError
 from hasslefree.folder import journal
 from hasslefree.folder.journal import Unfinished
+from tests.listeners import by_layer
 from tests.tiny_models import build, segments
 
 RECIPE = Recipe(rank=2, method="eora")
@@ -76,7 +77,7 @@ def test_a_block_is_written_while_the_next_one_is_compressed_and_no_two_at_once(
         lock.release()
 
     saving["before"] = before
-    compress(tmp_path / "out", progress=lambda layer, done, total: done == 2 * LAYERS and reached.set())
+    compress(tmp_path / "out", progress=by_layer(lambda layer, done, total: done == 2 * LAYERS and reached.set()))
     assert contents(tmp_path / "out") == whole
     assert order == [file_of(part) for part in range(BLOCKS + 1)]
     assert at_once == [False] * (BLOCKS + 1)
@@ -91,7 +92,7 @@ def test_where_memory_is_short_a_block_is_written_before_the_next_one_begins(sav
         folder = tmp_path / "out.unfinished"
         seen.append((len(begun), len(journal.read_json(folder / "progress.json")["parts"])))
 
-    compress(tmp_path / "out", progress=progress)
+    compress(tmp_path / "out", progress=by_layer(progress))
     assert seen == [(block + 1, block + 1) for block in range(BLOCKS) for _ in range(LAYERS)]
 
 
@@ -115,7 +116,7 @@ def test_what_cannot_be_written_stops_the_run_and_is_named(part, error, whole, s
     saving["before"] = before
     message = rf"{file_of(part)} cannot be written: .*{error.strerror}.*finished blocks are kept.*resume=True"
     with pytest.raises(OutputError, match=message) as error_info:
-        compress(tmp_path / "out", progress=progress)
+        compress(tmp_path / "out", progress=by_layer(progress))
     assert "layers" not in str(error_info.value)  # of the model: those that are solved meanwhile are not to blame
     assert len(seen) == min(LAYERS * part + (0 < part < BLOCKS), LAYERS * BLOCKS)
     left = tmp_path / "out.unfinished"
@@ -144,7 +145,7 @@ def test_an_error_of_a_write_that_another_one_hides_is_logged(whole, saving, tmp
 
     saving["before"] = before
     with pytest.raises(MemoryError), caplog.at_level(logging.ERROR, "hasslefree"):
-        compress(tmp_path / "out", progress=progress)
+        compress(tmp_path / "out", progress=by_layer(progress))
     assert f"{file_of(1)} cannot be written: [Errno 28]" in caplog.text
     saving["before"] = lambda file: None
     compress(tmp_path / "out", resume=True)
@@ -175,7 +176,7 @@ def test_the_folder_is_locked_until_the_last_file_is_written_even_if_ctrl_c_come
 
     saving["before"] = before
     with pytest.raises(KeyboardInterrupt):
-        compress(tmp_path / "out", progress=progress)
+        compress(tmp_path / "out", progress=by_layer(progress))
     assert locked == [True]
     assert len(journal.read_json(left / "progress.json")["parts"]) == 2
     compress(tmp_path / "out", resume=True)

@@ -70,7 +70,7 @@ VERSIONS = {
     "older": ({"version": 1, "layout": "unpacked"}, "version 1, layout 'unpacked'.*compress the model again"),
     "layout": ({"layout": "woven"}, "layout 'woven'.*update hasslefree"),
     "none": ({"version": None}, "version None"),
-    "modules": ({"modules": None}, "no `modules`"),
+    "modules": ({"modules": None}, "no valid `modules`"),
 }
 
 
@@ -81,13 +81,13 @@ def test_another_version(change, message, folder, no_weight_is_read):
 
 
 ENTRIES = {
-    "no pattern": ({"pattern": None}, "no pattern"),
+    "no pattern": ({"pattern": None}, "pattern must be a string"),
     "unknown pattern": ({"pattern": "unstructred"}, "Did you mean 'unstructured'"),
-    "another shape": ({"shape": [48]}, r"not \[out, in\]"),
+    "another shape": ({"shape": [48]}, r"shape must be \[out, in\]"),
     "a shape that does not divide": ({"shape": [48, 30]}, "divisible by 4, got 30"),
-    "rank": ({"rank": -1}, "rank and nonzeros are whole"),
-    "count": ({"nonzeros": 767}, "stores 768 values of 48×32, not 767"),
-    "crc": ({"crc32": "12345"}, "crc32 is not of eight"),
+    "rank": ({"rank": -1}, "rank must be a whole number"),
+    "count": ({"nonzeros": 767}, "48×32 weight of pattern 2:4 has 768 stored values, got 767"),
+    "crc": ({"crc32": "12345"}, "crc32 must be eight"),
 }
 
 
@@ -101,8 +101,8 @@ def test_an_entry_that_is_not_as_the_format_says(change, message, folder, no_wei
     ("name", "entry", "message"),
     [
         ("model.layers.9.x", ENTRY, r"model\.layers\.9\.x, which LlamaForCausalLM does not have"),
-        ("model.norm", ENTRY, "model.norm, which is no linear layer but a LlamaRMS"),
-        (NAME, ENTRY | {"shape": [24, 64]}, r"up_proj is \[24, 64\]; the model's is \[48, 32\]"),
+        ("model.norm", ENTRY, "model.norm as compressed, but it is a LlamaRMSNorm, not a linear layer"),
+        (NAME, ENTRY | {"shape": [24, 64]}, r"up_proj has the shape \[24, 64\] .* but \[48, 32\] in the model"),
     ],
 )
 def test_an_entry_that_does_not_go_with_the_model(name, entry, message, folder, no_weight_is_read):
@@ -111,28 +111,28 @@ def test_an_entry_that_does_not_go_with_the_model(name, entry, message, folder, 
 
 
 TENSORS = {
-    "values": (lambda t: t.pop(f"{NAME}.values"), r"no .*up_proj\.values in .*model\.safetensors"),
-    "positions": (lambda t: t.pop(f"{NAME}.positions"), r"no .*up_proj\.positions in .*model\.safetensors"),
-    "factor": (lambda t: t.pop(f"{NAME}.low_rank_v"), r"no .*up_proj\.low_rank_v in .*model\.safetensors"),
+    "values": (lambda t: t.pop(f"{NAME}.values"), r"up_proj\.values not found in .*model\.safetensors"),
+    "positions": (lambda t: t.pop(f"{NAME}.positions"), r"up_proj\.positions not found in .*model\.safetensors"),
+    "factor": (lambda t: t.pop(f"{NAME}.low_rank_v"), r"up_proj\.low_rank_v not found in .*model\.safetensors"),
     "shape": (
         lambda t: t.update({f"{NAME}.values": t[f"{NAME}.values"][:, :-1].clone()}),
-        r"model\.safetensors: .*up_proj\.values is \[48, 15\], and \[48, 16\] by config\.json",
+        r"model\.safetensors: .*up_proj\.values has the shape \[48, 15\], but \[48, 16\] according to config\.json",
     ),
     "transposed": (
         lambda t: t.update({f"{NAME}.low_rank_u": t[f"{NAME}.low_rank_u"].T.contiguous()}),
-        r"up_proj\.low_rank_u is \[2, 48\], and \[48, 2\]",
+        r"up_proj\.low_rank_u has the shape \[2, 48\], but \[48, 2\]",
     ),
     "index of another kind": (
         lambda t: t.update({f"{NAME}.positions": t[f"{NAME}.positions"].int()}),
-        r"model\.safetensors: .*up_proj\.positions is I32, not U8",
+        r"model\.safetensors: .*up_proj\.positions has the dtype I32, expected U8",
     ),
     "values of another kind": (
         lambda t: t.update({f"{NAME}.values": t[f"{NAME}.values"].int()}),
-        r"up_proj\.values is I32, not a float",
+        r"up_proj\.values has the dtype I32, expected a float",
     ),
     "one too many": (
         lambda t: t.update({f"{NAME}.sparse": torch.zeros(48, 32)}),
-        r"model\.safetensors holds .*up_proj\.sparse, which is no part of the layer",
+        r"model\.safetensors contains .*up_proj\.sparse, which the layer",
     ),
 }
 
@@ -144,14 +144,20 @@ def test_tensors_that_are_not_as_config_json_says(edit, message, folder, no_weig
 
 
 GRID_TROUBLES = {
-    "bits": ({"bits": 3, "group": 16, "symmetric": False}, "4 or 8 bits, got 3"),
-    "group": ({"bits": 4, "group": 5, "symmetric": False}, "divisible by 5"),
-    "no object": (4, "its grid is not of bits, group"),
-    "a field too few": ({"bits": 4, "group": 16}, r"up_proj: its grid is not of bits, group[^;:]*; get it anew$"),
-    "a truth value": ({"bits": 4, "group": True, "symmetric": False}, "its grid is not of bits, group"),
-    "another group": ({"bits": 4, "group": 8, "symmetric": False}, r"weight_scale is \[48, 2\], and \[48, 4\]"),
-    "symmetric": ({"bits": 4, "group": 16, "symmetric": True}, "weight_zero_point, which is no part of the layer"),
-    "none": (None, r"no .*up_proj\.values in"),
+    "bits": ({"bits": 3, "group": 16, "symmetric": False}, "bits must be 4 or 8, got 3"),
+    "group": ({"bits": 4, "group": 5, "symmetric": False}, "group_size 5 does not divide the 32 inputs"),
+    "no object": (4, "grid must have the fields bits, group"),
+    "a field too few": (
+        {"bits": 4, "group": 16},
+        r"up_proj: grid must have the fields bits, group[^;:]*\. Download or copy config\.json again$",
+    ),
+    "a truth value": ({"bits": 4, "group": True, "symmetric": False}, "grid must have the fields bits, group"),
+    "another group": (
+        {"bits": 4, "group": 8, "symmetric": False},
+        r"weight_scale has the shape \[48, 2\], but \[48, 4\]",
+    ),
+    "symmetric": ({"bits": 4, "group": 16, "symmetric": True}, "weight_zero_point, which the layer"),
+    "none": (None, r"up_proj\.values.* not found in"),
 }
 
 
@@ -165,13 +171,13 @@ def test_a_grid_that_is_not_that_of_the_tensors(grid, message, tmp_path, no_weig
     change_config(folder, lambda c: c["modules"][NAME].update(grid={"bits": 4, "group": 16, "symmetric": False}))
     inspect_folder(folder)
     change_tensors(folder, lambda t: t.update({f"{NAME}.weight_packed": t[f"{NAME}.weight_packed"].float()}))
-    assert_refused(folder, r"up_proj\.weight_packed is F32, not I32", no_weight_is_read)
+    assert_refused(folder, r"up_proj\.weight_packed has the dtype F32, expected I32", no_weight_is_read)
 
 
 FACTOR_TROUBLES = {
-    "bits": (4, "factor_bits is 8, got 4"),
-    "no number": (True, "its factor_bits is no whole number"),
-    "none": (None, "low_rank_u is I8, not a float"),
+    "bits": (4, "factor_bits must be 8, got 4"),
+    "no number": (True, "factor_bits must be a whole number"),
+    "none": (None, "low_rank_u has the dtype I8, expected a float"),
 }
 
 
@@ -183,25 +189,27 @@ def test_factors_that_are_not_those_of_the_tensors(bits, message, tmp_path, no_w
     change_config(folder, lambda c: c["modules"][NAME].update(factor_bits=bits))
     assert_refused(folder, message, no_weight_is_read)
     change_config(folder, lambda c: c["modules"][NAME].update(factor_bits=8, rank=0))
-    assert_refused(folder, "rank 0 has none", no_weight_is_read)
+    assert_refused(folder, "with rank 0 there are none", no_weight_is_read)
     change_config(folder, lambda c: c["modules"][NAME].update(rank=2))
     inspect_folder(folder)
     change_tensors(folder, lambda t: t.update({f"{NAME}.low_rank_v": t[f"{NAME}.low_rank_v"].float()}))
-    assert_refused(folder, r"up_proj\.low_rank_v is F32, not I8", no_weight_is_read)
+    assert_refused(folder, r"up_proj\.low_rank_v has the dtype F32, expected I8", no_weight_is_read)
     change_tensors(folder, lambda t: t.pop(f"{NAME}.low_rank_u_scale"))
-    assert_refused(folder, r"no .*up_proj\.low_rank_u_scale in", no_weight_is_read)
+    assert_refused(folder, r"up_proj\.low_rank_u_scale not found in", no_weight_is_read)
 
 
 def test_codes_where_config_json_says_floats(folder, no_weight_is_read):
     change_tensors(folder, lambda t: t.update({f"{NAME}.low_rank_u": t[f"{NAME}.low_rank_u"].char()}))
-    assert_refused(folder, r"up_proj\.low_rank_u is I8, not a float", no_weight_is_read)
+    assert_refused(folder, r"up_proj\.low_rank_u has the dtype I8, expected a float", no_weight_is_read)
 
 
 def test_a_bias_that_the_model_has_and_the_file_does_not(tmp_path, no_weight_is_read):
     hasslefree.compress(build("opt"), tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
     in_one_file(tmp_path / "out")
     change_tensors(tmp_path / "out", lambda t: t.pop("model.decoder.layers.1.fc1.bias"))
-    assert_refused(tmp_path / "out", r"no model\.decoder\.layers\.1\.fc1\.bias in", no_weight_is_read, by_inspect=False)
+    assert_refused(
+        tmp_path / "out", r"model\.decoder\.layers\.1\.fc1\.bias not found in", no_weight_is_read, by_inspect=False
+    )
 
 
 def test_a_shard_cut_short_names_what_is_cut(tmp_path, no_weight_is_read):
@@ -212,12 +220,12 @@ def test_a_shard_cut_short_names_what_is_cut(tmp_path, no_weight_is_read):
     header = 8 + struct.unpack("<Q", whole[:8])[0]
     for size in (0, 7, 8, header - 1, header, len(whole) // 2, len(whole) - 1):
         shard.write_bytes(whole[:size])
-        message = "header" if size < header else r"cut short: \S+ ends at byte \d+ of " + str(size)
+        message = "header" if size < header else rf"truncated: it has {size} bytes, and \S+ ends at byte \d+"
         assert_refused(folder, f"{re.escape(str(shard))}.*{message}", no_weight_is_read)
     shard.write_bytes(whole + b"\0")
-    assert_refused(folder, f"{re.escape(str(shard))} goes on after the last tensor", no_weight_is_read)
+    assert_refused(folder, f"{re.escape(str(shard))} has extra bytes after its last tensor", no_weight_is_read)
     shard.write_bytes(whole[:8] + b"[" + whole[9:])
-    assert_refused(folder, f"{re.escape(str(shard))}.*header", no_weight_is_read)
+    assert_refused(folder, f"header of {re.escape(str(shard))} is not valid", no_weight_is_read)
 
 
 def test_a_shard_that_lacks_what_the_index_lists(tmp_path, no_weight_is_read):
@@ -227,7 +235,11 @@ def test_a_shard_that_lacks_what_the_index_lists(tmp_path, no_weight_is_read):
     tensors = load_file(shard)
     del tensors["model.norm.weight"]
     save_file(tensors, shard, metadata={"format": "pt"})
-    assert_refused(folder, rf"{shard.name} does not hold model\.norm\.weight, which the index lists", no_weight_is_read)
+    assert_refused(
+        folder,
+        rf"{shard.name} does not contain model\.norm\.weight, which model\.safetensors\.index\.json",
+        no_weight_is_read,
+    )
     shard.unlink()
     with pytest.raises(CheckpointError, match=f"{shard.name} is missing"):
         inspect_folder(folder)
@@ -271,14 +283,14 @@ def test_codes_that_no_pattern_has_are_found_though_their_crc_is_right(
     data[stop - 1] = byte
     file.write_bytes(data)
     change_config(folder, lambda c: c["modules"][NAME].update(crc32=f"{zlib.crc32(data[start:stop]):08x}"))
-    message = rf"{re.escape(str(file))}: {re.escape(NAME)}\.{leaf} was not written by a sound writer"
+    message = rf"{re.escape(str(file))}: {re.escape(NAME)}\.{leaf} is not valid, although its CRC-32 is right"
     assert_refused(folder, message, no_weight_is_read, by_inspect=False)
 
 
 def test_pickled_weights_are_not_read(folder, no_weight_is_read):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    assert_refused(folder, "pytorch_model.bin is no safetensors file", no_weight_is_read, by_inspect=False)
+    assert_refused(folder, "pytorch_model.bin is not a safetensors file", no_weight_is_read, by_inspect=False)
 
 
 def test_the_folder_itself_is_sound(folder, no_weight_is_read):

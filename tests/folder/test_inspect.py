@@ -56,8 +56,8 @@ def test_what_is_no_compressed_folder(tmp_path):
     build("llama").save_pretrained(tmp_path / "dense")
     (tmp_path / "empty").mkdir()
     for folder, message in [
-        (tmp_path / "dense", "holds no compressed model; give a folder that `hasslefree compress` wrote"),
-        (tmp_path / "none", "there is no folder .*none; a model of the hub has to be downloaded first"),
+        (tmp_path / "dense", "is not a compressed model; give a folder that `hasslefree compress` wrote"),
+        (tmp_path / "none", "the folder .*none does not exist; a model on the hub must be downloaded first"),
         (tmp_path / "empty", r"config\.json cannot be read"),
     ]:
         with pytest.raises(CheckpointError, match=message):

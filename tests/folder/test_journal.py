@@ -16,6 +16,7 @@ from hasslefree.errors import CheckpointError, HasslefreeError, OutputError
 from hasslefree.folder import journal
 from hasslefree.levers.masters import Masters
 from hasslefree.run import layers
+from tests.listeners import by_layer
 from tests.tiny_models import build, segments
 
 RECIPE = Recipe(rank=2, method="eora")
@@ -41,7 +42,7 @@ def interrupted(out, after, error=KeyboardInterrupt, **options):
             raise error
 
     with pytest.raises(error):
-        compress(out, progress=stop, **options)
+        compress(out, progress=by_layer(stop), **options)
     return out.with_name(f"{out.name}.unfinished")
 
 
@@ -60,7 +61,7 @@ def test_going_on_gives_the_same_bytes(after, error, whole, tmp_path):
     seen = []
     left = interrupted(tmp_path / "out", after, error)
     assert len(list(left.glob("model/model-*"))) == 1 + (after - 1) // 7
-    report = compress(tmp_path / "out", resume=True, progress=lambda layer, done, total: seen.append(done))
+    report = compress(tmp_path / "out", resume=True, progress=by_layer(lambda layer, done, total: seen.append(done)))
     assert contents(tmp_path / "out") == whole
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert seen == list(range(1, 7 * BLOCKS + 1))
@@ -225,7 +226,7 @@ def test_a_flipped_byte_is_found_and_its_block_done_again(whole, tmp_path):
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"{file.name} is not as it was written.*Delete it"):
+    with pytest.raises(CheckpointError, match=rf"{file.name} is damaged.*Delete it"):
         compress(tmp_path / "out", resume=True)
     file.unlink()
     compress(tmp_path / "out", resume=True)
@@ -235,7 +236,7 @@ def test_a_flipped_byte_is_found_and_its_block_done_again(whole, tmp_path):
 def test_what_is_there_is_neither_used_nor_removed_unasked(whole, tmp_path):
     left = interrupted(tmp_path / "out", 15)
     before = contents(left / "model")
-    with pytest.raises(OutputError, match="holds the 2 finished blocks of a compression.*resume=True.*overwrite=True"):
+    with pytest.raises(OutputError, match="unfinished compression with 2 finished blocks.*resume=True.*overwrite=True"):
         compress(tmp_path / "out")
     assert contents(left / "model") == before
     compress(tmp_path / "out", Recipe(rank=3, method="eora"), overwrite=True)

@@ -75,12 +75,14 @@ def test_a_dense_model_that_is_not_at_hand_is_a_sentence(monkeypatch, capsys, ou
         (tmp_path / "out" / "compression.json").write_text(json.dumps(record | {"model": name}))
         code, text = run(monkeypatch, capsys, "generate", tmp_path / "out", "Return", "--max-new-tokens", "2")
         assert code == 0, text
-        assert text.startswith(f"The dense model {name} is not on this machine; name it with --dense, or download it.")
+        assert text.startswith(
+            f"The dense model {name} is not on this machine; give its folder with --dense, or download it."
+        )
         assert "[dense]" not in text
     (tmp_path / "out" / "compression.json").unlink()
     code, text = run(monkeypatch, capsys, "generate", tmp_path / "out", "Return", "--max-new-tokens", "2")
     assert code == 0, text
-    assert "no compression.json that names its dense model" in text
+    assert "no compression.json, which would name the dense model" in text
 
 
 def test_chat_answers_the_lines_of_a_pipe(monkeypatch, capsys, with_template):
@@ -121,11 +123,11 @@ def test_ctrl_d_and_ctrl_c_end_a_chat(monkeypatch, capsys, out, end, expected):
 def test_mistakes_are_one_message_and_exit_code_2(monkeypatch, capsys, out, tmp_path):
     for arguments, message in [
         (["generate", out, ""], "the prompt is empty"),
-        (["generate", out, "x", "--max-new-tokens", "512"], "takes at most 512, new ones included"),
+        (["generate", out, "x", "--max-new-tokens", "512"], "takes at most 512 in total"),
         (["generate", tmp_path / "none", "x"], "none does not exist"),
         (["generate", out, "x", "--dense", tmp_path / "gone"], "gone does not exist"),
         (["generate", out, "x", "--backend", "numbr"], "Did you mean 'numba'"),
-        (["generate", MODEL, "x"], "holds no compressed layers"),
+        (["generate", MODEL, "x"], "has no compressed layers"),
         (["chat", out, "--backend", "triton"], "it runs on CUDA"),
         (["chat", out, "--dtype", "float23"], "unknown dtype 'float23'. Did you mean 'float32'"),
         (["chat", out, "--device", "gpu"], "unknown device 'gpu'"),

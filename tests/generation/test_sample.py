@@ -62,7 +62,11 @@ def test_wrong_prompts_and_options(loaded):
     model, tokenizer = loaded
     for ids, new_tokens, message in [
         (torch.zeros(1, 0, dtype=torch.long), 4, "the prompt is empty"),
-        (torch.zeros(1, 500, dtype=torch.long), 13, "has 500 tokens, and the model takes at most 512"),
+        (
+            torch.zeros(1, 500, dtype=torch.long),
+            13,
+            "has 500 tokens and 13 new ones may follow, but the model takes at most 512",
+        ),
     ]:
         with pytest.raises(PromptError) as error:
             continue_prompt(model, tokenizer, ids, Sampling(new_tokens), len)

@@ -108,7 +108,7 @@ def test_an_interpreter_without_hasslefree_says_so_and_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no_such_program"], "there is no program 'no_such_program', neither as a script in"),
+        (["no_such_program"], "there is no program 'no_such_program': neither a script in"),
         (["json"], "there is no program 'json'"),  # a package without __main__
         (["none.py"], "there is no file none.py"),
         (["a..b"], "there is no program 'a..b'"),

@@ -66,9 +66,7 @@ def test_what_a_choice_costs_is_the_sum_over_layers(family, tmp_path, monkeypatc
     blocks = find_blocks(model)
     options = {"storage": "device", "folder": tmp_path}
     walk, _ = look_over(model, blocks, Weights(model, model.device), chosen[0].plan, tokens[:1], options)
-    steps = []
-    found = list(costs(walk, chosen, tokens, 0, lambda *done: steps.append(done)))
-    assert steps == [(1, 2), (2, 2)]
+    found = list(costs(walk, chosen, tokens, 0))
     sites = {f"{blocks.prefix(i)}.{n}": s for i, b in enumerate(blocks.modules) for n, s in find_sites(b).items()}
     x, y = {}, {}
     handles = [site.on_input(lambda rows, name=name: x.setdefault(name, rows)) for name, site in sites.items()]
@@ -106,9 +104,9 @@ def words(text, verbose=False):
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        (1000, r"1\.0 kB are too few: the sparsest of .* takes \d+\.\d kB, dense \d+\.\d kB; a grid takes less"),
-        (33_000, r"33\.0 kB are too few"),
-        (10**9, r"the dense model takes .* within 1\.0 GB: give fewer bytes"),
+        (1000, r"1\.0 kB is too small: .* takes \d+\.\d kB \(uncompressed: \d+\.\d kB\). Give a larger budget"),
+        (33_000, r"33\.0 kB is too small"),
+        (10**9, r"the uncompressed model takes .* the budget of 1\.0 GB: give a smaller budget"),
     ],
 )
 def test_a_budget_that_means_nothing(budget, message):
@@ -124,7 +122,7 @@ def test_a_layer_that_is_not_there_is_said_to_be_that():
 
 @pytest.mark.parametrize("fields", [{"rank": 4}, {"effort": "best"}, {"pattern": "2:4", "method": "3basil"}])
 def test_what_is_to_be_found_is_not_to_be_given(fields):
-    with pytest.raises(RecipeError, match=f"leave out {', '.join(fields)}; it reads calibration, samples"):
+    with pytest.raises(RecipeError, match=f"leave out {', '.join(fields)}; only calibration, samples"):
         advise(build("llama"), 70_000, Recipe(**fields))
 
 
@@ -135,5 +133,5 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "much", "-3MB", "1.5.2", "3 MiB"])
 def test_what_is_no_size(text):
-    with pytest.raises(BudgetError, match="write it as advise='150MB'"):
+    with pytest.raises(BudgetError, match="such as advise='150MB'"):
         bytes_of(text)

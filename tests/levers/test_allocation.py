@@ -16,6 +16,7 @@ from hasslefree.levers.allocation import choice_of
 from hasslefree.models.blocks import find_blocks
 from hasslefree.recipe.plan import LayerPlan, make_plan
 from tests import oracles
+from tests.listeners import by_layer
 from tests.tiny_models import build, segments, tensors_of
 
 BY_ERROR = [
@@ -130,7 +131,7 @@ def test_a_step_costs_what_it_adds_to_the_bytes():
 
 def test_factors_in_eight_bits_where_the_ratio_leaves_no_rank_are_refused():
     assert {layer.spec.rank for layer in uniform(Recipe(ratio=0.5)).values()} == {0}
-    with pytest.raises(BudgetError, match="rank 0 has none; give a rank"):
+    with pytest.raises(BudgetError, match="with rank 0 there are none; give a rank"):
         uniform(Recipe(ratio=0.5, factor_bits=8))
 
 
@@ -144,7 +145,7 @@ def test_a_run_that_ended_early_goes_on_to_the_same_bytes(tmp_path):
 
     run("whole")
     with pytest.raises(KeyboardInterrupt):
-        run("out", progress=stop)
+        run("out", progress=by_layer(stop))
     run("out", resume=True)
     names = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert filecmp.cmpfiles(tmp_path / "whole", tmp_path / "out", names, shallow=False)[0] == names
@@ -179,9 +180,9 @@ def test_owl_plans_every_layer_twice(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"allocate": "fair"}, "allocate is one of uniform, owl, error, got 'fair'"),
-        ({"allocate": "owl"}, "allocate owl moves a ratio, or a sparsity.*give one"),
-        ({"allocate": "error", "rank": 0}, "nothing to move: pattern 2:4 without rank; give a rank"),
+        ({"allocate": "fair"}, "allocate must be one of uniform, owl, error, got 'fair'"),
+        ({"allocate": "owl"}, "allocate owl distributes a ratio or a sparsity.*give ratio"),
+        ({"allocate": "error", "rank": 0}, "none to move \\(pattern 2:4\\): give a rank"),
     ],
 )
 def test_wrong_allocations(changes, message):

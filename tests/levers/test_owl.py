@@ -61,7 +61,11 @@ def test_wrong_arguments():
     weight, h = oracles.problem(3, 4)
     with pytest.raises(BudgetError, match="at least one layer"):
         outlier_share([], 5.0)
-    with pytest.raises(BudgetError, match="above 0 times the mean; got 0"):
+    with pytest.raises(BudgetError, match="multiple, .* must be above 0, got 0"):
         outlier_share([(weight, h.diagonal())], 0.0)
-    with pytest.raises(BudgetError, match="got 2 shares, λ = 0.1 and 1 sizes"):
+    with pytest.raises(BudgetError, match="sizes must have one entry for each of the 2 blocks, got 1"):
         owl_ratios([0.1, 0.2], 0.5, 0.1, [3])
+    with pytest.raises(BudgetError, match="spread, .* must not be negative, got -0.1"):
+        owl_ratios([0.1, 0.2], 0.5, -0.1)
+    with pytest.raises(BudgetError, match="at least one block, got none"):
+        owl_ratios([], 0.5)

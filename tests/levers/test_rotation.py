@@ -32,6 +32,7 @@ from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
 from hasslefree.recipe.plan import make_plan
 from tests import oracles
+from tests.listeners import by_layer
 from tests.tiny_models import FAMILIES, ROTARY, gram_of, logits, segments, tensors_of
 
 # Of each, what it has beside RMS norms and plain projections.
@@ -88,8 +89,8 @@ def test_the_model_predicts_the_same_in_other_coordinates(family):
     [
         ("llama", {"tie_word_embeddings": True}, "tied to the embeddings"),
         ("gemma3_text", {}, "a norm after a layer"),
-        ("cohere2", {}, "no linear layer reads an RMS norm"),
-        ("opt", {}, "no linear layer reads an RMS norm"),
+        ("cohere2", {}, "no linear layer takes its input from an RMSNorm"),
+        ("opt", {}, "no linear layer takes its input from an RMSNorm"),
     ],
 )
 def test_heads_are_rotated_where_the_stream_cannot_be(family, changes, reason):
@@ -108,8 +109,8 @@ def test_heads_are_rotated_where_the_stream_cannot_be(family, changes, reason):
 def test_a_model_that_takes_no_rotation_in_is_an_error_with_every_reason():
     with pytest.raises(ModelError) as error:
         turn(made("gpt_neox"))
-    assert "the residual stream: in gpt_neox.layers.0" in str(error.value)
-    assert "the heads of gpt_neox.layers.0" in str(error.value)
+    assert "the residual stream cannot be rotated: in gpt_neox.layers.0" in str(error.value)
+    assert "the attention heads of gpt_neox.layers.0 cannot be rotated" in str(error.value)
     assert "Leave out rotate=True" in str(error.value)
 
 
@@ -244,7 +245,7 @@ def test_a_compression_of_a_rotated_model_goes_on_to_the_same_bytes(tmp_path, mo
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "cut", progress=stop)
+        run(tmp_path / "cut", progress=by_layer(stop))
     run(tmp_path / "cut", resume=True)
     one, other = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "cut")
     assert all(torch.equal(one[name], other[name]) for name in one | other)

@@ -18,6 +18,7 @@ from hasslefree.models.ahead import Ahead, Source, in_memory
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_on_disk
 from hasslefree.models.streaming import Weights
+from tests.listeners import by_layer
 from tests.tiny_models import NO_TOKENIZER, build, segments
 
 CPU = torch.device("cpu")
@@ -117,7 +118,7 @@ def test_no_more_than_the_next_block_is_read_ahead(reads, tmp_path):
 
     hasslefree.compress(
         tmp_path / "dense", tmp_path / "out", RECIPES["llama"], tokenizer=NO_TOKENIZER, segments=segments(),
-        device="cpu", progress=look,
+        device="cpu", progress=by_layer(look),
     )  # fmt: skip
     assert held == [(block, {block + 1} - {4}) for block in range(4) for _ in range(7)]
 
@@ -147,7 +148,7 @@ def test_an_error_of_the_reader_names_the_tensor_and_the_file_when_it_is_needed(
         file.write_bytes(file.read_bytes()[:100])
     with weights.present(first.modules, second.modules):
         ended("read ahead")
-    message = rf"model\.layers\.1\.\S+ cannot be read from {file}: .*; get the file anew"
+    message = rf"model\.layers\.1\.\S+ cannot be read from {file}: .*; download or copy the file again"
     with pytest.raises(ModelError, match=message), weights.present(second.modules):
         pass
     assert all(parameter.is_meta for parameter in second.parameters())

@@ -16,6 +16,7 @@ from hasslefree.models.probe import block_calls
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
 from hasslefree.recipe.plan import make_plan
+from tests.listeners import by_layer
 from tests.tiny_models import BESIDE, NO_TOKENIZER, build, logits, segments, tensors_of
 
 beside = pytest.mark.parametrize("family", BESIDE)
@@ -70,7 +71,7 @@ def test_streamed_and_resumed_it_is_the_same(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         hasslefree.compress(tmp_path / "dense", tmp_path / "two", recipe, segments=segments(), tokenizer=NO_TOKENIZER,
-                            progress=stop)  # fmt: skip
+                            progress=by_layer(stop))  # fmt: skip
     hasslefree.compress(tmp_path / "dense", tmp_path / "two", recipe, segments=segments(), tokenizer=NO_TOKENIZER,
                         resume=True)  # fmt: skip
     one, two = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
@@ -148,5 +149,5 @@ def test_a_model_that_changes_hidden_states_between_its_blocks_is_refused(tmp_pa
     model.model.layers[1].register_forward_pre_hook(
         lambda m, args, kwargs: ((2 * args[0], *args[1:]), kwargs), with_kwargs=True, prepend=True
     )
-    with pytest.raises(ModelError, match=r"changes the hidden states between two blocks, before model\.layers\.1"):
+    with pytest.raises(ModelError, match=r"changes the hidden states outside its blocks, before model\.layers\.1"):
         hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())

@@ -12,6 +12,7 @@ from hasslefree.errors import ModelError
 from hasslefree.exports.export import export
 from hasslefree.models import experts as experts_module
 from hasslefree.models.experts import SplitExperts, borrowed, fuse_experts, split_experts, tokens_seen
+from tests.listeners import by_layer
 from tests.tiny_models import NO_TOKENIZER, ROTARY, logits, segments, tensors_of
 
 MIXTURE = ROTARY | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
@@ -177,7 +178,7 @@ def test_a_mixture_that_was_cut_short_goes_on_to_the_same_bytes(tmp_path):
 
     hasslefree.compress(made("qwen3_moe"), tmp_path / "whole", recipe, segments=segments())
     with pytest.raises(KeyboardInterrupt):
-        hasslefree.compress(made("qwen3_moe"), tmp_path / "cut", recipe, segments=segments(), progress=stop)
+        hasslefree.compress(made("qwen3_moe"), tmp_path / "cut", recipe, segments=segments(), progress=by_layer(stop))
     hasslefree.compress(made("qwen3_moe"), tmp_path / "cut", recipe, segments=segments(), resume=True)
     one, other = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "cut")
     assert one.keys() == other.keys()

@@ -14,6 +14,7 @@ from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.folder.inspect import inspect_folder
 from hasslefree.models import sites
 from hasslefree.models.sites import Forward, Site, find_sites
+from tests.listeners import by_layer
 from tests.tiny_models import build, gram_of, logits, segments, tensors_of
 
 
@@ -101,7 +102,12 @@ def test_a_parameter_that_a_module_multiplies_is_compressed_like_any_other(third
 
     with pytest.raises(KeyboardInterrupt):
         hasslefree.compress(
-            tmp_path / "dense", tmp_path / "out", recipe, tokenizer=TOKENIZER, segments=segments(), progress=stop
+            tmp_path / "dense",
+            tmp_path / "out",
+            recipe,
+            tokenizer=TOKENIZER,
+            segments=segments(),
+            progress=by_layer(stop),
         )
     report = hasslefree.compress(
         tmp_path / "dense", tmp_path / "out", recipe, tokenizer=TOKENIZER, segments=segments(), resume=True
@@ -125,7 +131,7 @@ def test_a_parameter_that_a_module_multiplies_is_compressed_like_any_other(third
 def test_what_no_kind_knows_stays_dense_on_request_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(modeling_llama, "LlamaMLP", MLP)
     with pytest.raises(
-        hasslefree.HasslefreeError, match=r"2 weights are no linear layers.*up_proj\.matrix.*leave_dense="
+        hasslefree.HasslefreeError, match=r"2 weights are not linear layers.*up_proj\.matrix.*leave_dense="
     ):
         hasslefree.compress(build("llama"), tmp_path / "out", Recipe(rank=2), segments=segments())
 

@@ -18,6 +18,7 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model, load_on_disk
 from hasslefree.models.sites import replace_module
 from hasslefree.models.streaming import Weights, outside
+from tests.listeners import by_layer
 from tests.tiny_models import FAMILIES, build, segments, tensors_of
 
 RECIPE = Recipe(rank=2, method="eora")
@@ -81,7 +82,7 @@ def test_no_more_than_one_block_is_in_memory(tmp_path, monkeypatch):
     def look(report, done, total):
         seen.append({name.split(".")[2] for name in in_memory_of(models[0])})
 
-    streamed(tmp_path / "dense", tmp_path / "out", progress=look)
+    streamed(tmp_path / "dense", tmp_path / "out", progress=by_layer(look))
     assert seen == [{str(block)} for block in range(4) for _ in range(7)]
     assert not in_memory_of(models[0])
     assert not any(buffer.numel() > 64 for buffer in models[0].buffers() if not buffer.is_meta), "positions of S"
@@ -181,7 +182,9 @@ def test_tied_embeddings_under_whichever_name_the_checkpoint_stores_them(stored,
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        streamed(file.parent, tmp_path / "out", recipe, progress=lambda report, done, total: done == 8 and stop())
+        streamed(
+            file.parent, tmp_path / "out", recipe, progress=by_layer(lambda report, done, total: done == 8 and stop())
+        )
     streamed(file.parent, tmp_path / "out", recipe, resume=True)
     expected, found = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "out")
     assert expected.keys() == found.keys()

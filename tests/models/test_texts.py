@@ -31,8 +31,8 @@ def test_segments_are_windows_of_documents_that_are_long_enough(lengths, samples
         segments = draw_segments(documents, encode, samples, seqlen, seed)
     except CalibrationError as error:
         assert have < samples * seqlen
-        assert (f"hold {have} tokens" if have else f"the longest of {len(lengths)} has {max(lengths)}") in str(error)
-        assert not have or f"= {samples * seqlen} are needed" in str(error)
+        assert (f"have {have} in total" if have else f"the longest of {len(lengths)} has {max(lengths)}") in str(error)
+        assert not have or f"= {samples * seqlen} tokens are needed" in str(error)
         return
     assert segments.shape == (samples, seqlen)
     for segment in segments.tolist():
@@ -109,7 +109,7 @@ def test_a_byte_order_mark_is_no_text_and_half_a_surrogate_pair_is_an_error(tmp_
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n')
     assert calibration_documents(str(path)) == ["one"]
     path.write_text('{"text": "one"}\n{"text": "\\ud83d"}\n')
-    with pytest.raises(CalibrationError, match="line 2: the text holds half a surrogate pair"):
+    with pytest.raises(CalibrationError, match="line 2: the text contains a lone surrogate"):
         calibration_documents(str(path))
 
 

@@ -112,9 +112,9 @@ def test_gradients_reach_the_scales(pattern):
 
 
 def test_what_cannot_be_stored():
-    with pytest.raises(PatternError, match="S is not on a grid of int4 in groups of 64"):
+    with pytest.raises(PatternError, match="S has no codes of the quantisation int4 in groups of 64"):
         Storage.of("dense", Grid()).pack(torch.ones(2, 64))
-    with pytest.raises(GridError, match="divisible by 64, got 96"):
+    with pytest.raises(GridError, match="does not divide the 96 inputs"):
         Storage.of("dense", Grid()).shapes(4, 96, 384)
-    with pytest.raises(PatternError, match="not 63"):
+    with pytest.raises(PatternError, match="got 63"):
         Storage.of("dense", Grid()).shapes(1, 64, 63)

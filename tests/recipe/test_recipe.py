@@ -35,7 +35,7 @@ def test_every_problem_is_reported_at_once(text):
         ).resolve()  # fmt: skip
     message = str(caught.value)
     for part in ("5:4 is impossible", "rank must not", "unknown method 'hasslefree'", "samples must", "seqlen must",
-                 "damping must", "sequential is", "dtype is one of", "Did you mean 'wikitext2'"):  # fmt: skip
+                 "damping must", "sequential must", "dtype must be one of", "Did you mean 'wikitext2'"):  # fmt: skip
         assert part in message
 
 
@@ -50,7 +50,7 @@ def test_names_and_types_of_yaml_are_checked_together(tmp_path):
     assert "samples must be int, got 'many'" in message
 
 
-@pytest.mark.parametrize(("content", "message"), [("- 1", "must hold fields"), ("a: [", "is not YAML")])
+@pytest.mark.parametrize(("content", "message"), [("- 1", "must contain fields"), ("a: [", "is not YAML")])
 def test_files_that_are_no_recipes(tmp_path, content, message):
     (tmp_path / "r.yaml").write_text(content)
     with pytest.raises(RecipeError, match=message):
@@ -148,8 +148,8 @@ def test_every_problem_has_its_file_and_its_line(tmp_path):
         "a.yaml:2: pattern 5:4 is impossible",
         "b.yaml:4: unknown method 'hasslefree'",
         "b.yaml:5: seqlen must be at least 2, got 1",
-        "a.yaml:6: dtype is one of",
-        "given beside b.yaml: seed must be between",
+        "a.yaml:6: dtype must be one of",
+        "given in addition to b.yaml: seed must be between",
         "b.yaml:7: unknown text",
     ]
     assert len(found) == len(expected)
@@ -161,17 +161,17 @@ def test_every_problem_has_its_file_and_its_line(tmp_path):
     ("files", "expected"),
     [
         ({"a": "base: b.yaml\nrank: 1\n"}, ["a.yaml:1: the base b.yaml does not exist; the path is relative to a"]),
-        ({"a": "rank: 1\nbase: a.yaml\n"}, ["a.yaml:2: the bases go in a circle: a.yaml → a.yaml"]),
+        ({"a": "rank: 1\nbase: a.yaml\n"}, ["a.yaml:2: these recipes are each other's base: a.yaml → a.yaml"]),
         (
             {"a": "rank: 1\nbase: b.yaml\n", "b": "base: ./c.yaml", "c": "base: b.yaml"},
-            ["c.yaml:1: the bases go in a circle: a.yaml → b.yaml → c.yaml → b.yaml"],
+            ["c.yaml:1: these recipes are each other's base: a.yaml → b.yaml → c.yaml → b.yaml"],
         ),
         ({"a": "rank: 1\nbase: [b.yaml]\n"}, ["a.yaml:2: base must be the path of a recipe, got ['b.yaml']"]),
-        ({"a": "rank: 1\nbase: b.yaml\n", "b": "- 1"}, ["the recipe b.yaml must hold fields, such as"]),
+        ({"a": "rank: 1\nbase: b.yaml\n", "b": "- 1"}, ["the recipe b.yaml must contain fields, such as"]),
         ({"a": "rank: 1\nbase: b.yaml\n", "b": "rank: 1\nx: ["}, ["b.yaml:2: the recipe is not YAML: "]),
         ({"a": "rank: 1\nbase: b.yaml\nsamples: 0", "b": "rnk: 3"},
          ["b.yaml:1: unknown field 'rnk'", "a.yaml:3: samples must be at least 1, got 0"]),
-        ({"a": "rank: 1\nseed: !!python/name:x y\n"}, ["a.yaml:2: seed has no plain value"]),
+        ({"a": "rank: 1\nseed: !!python/name:x y\n"}, ["a.yaml:2: the value of seed is not a plain YAML value"]),
         ({"a": "method: oats\n"}, ["a.yaml:1: method oats needs a rank or a ratio"]),
         ({"a": "pattern: row\nrank: four\n"}, ["a.yaml:2: rank must be int or nothing, got 'four'"]),
         ({"a": "samples: 3\n"}, ["a.yaml: method joint needs a rank or a ratio"]),
@@ -188,11 +188,11 @@ def test_bases_and_lines_that_are_wrong(tmp_path, files, expected):
 def test_a_circle_is_seen_by_any_name(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.yaml").write_text("rank: 1\nbase: sub/../a.yaml\n")
-    assert problems(tmp_path / "a.yaml") == ["a.yaml:2: the bases go in a circle: a.yaml → sub/../a.yaml"]
+    assert problems(tmp_path / "a.yaml") == ["a.yaml:2: these recipes are each other's base: a.yaml → sub/../a.yaml"]
 
 
 def test_a_pruner_alone_has_no_use_for_a_rank():
-    with pytest.raises(RecipeError, match="Wanda alone has no low-rank part, got rank 4"):
+    with pytest.raises(RecipeError, match="Wanda only prunes and has no low-rank part, so rank must be 0, got 4"):
         Recipe(method="wanda", rank=4).resolve(with_text=False)
 
 
@@ -210,8 +210,8 @@ def test_a_truth_value_is_no_number():
 
 def test_figures_that_are_none(text):
     for field, value, message in [
-        ("damping", float("nan"), "damping must be a number"),
-        ("damping", float("inf"), "damping must be a number"),
+        ("damping", float("nan"), "damping must be a finite number"),
+        ("damping", float("inf"), "damping must be a finite number"),
         ("seed", -1, "seed must be between"),
         ("seed", 10**20, "seed must be between"),
     ]:
@@ -255,19 +255,22 @@ def test_what_an_effort_stands_for(given, expected):
 
 
 def test_an_unknown_effort_is_refused():
-    with pytest.raises(RecipeError, match="effort is one of fast, balanced, best, got 'much'"):
+    with pytest.raises(RecipeError, match="effort must be one of fast, balanced, best, got 'much'"):
         Recipe(rank=4, effort="much").resolve(with_text=False)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rank": 2, "factor_bits": 4}, "factor_bits is 8, got 4; leave it out"),
-        ({"rank": 0, "factor_bits": 8}, "rank 0 has none; give a rank"),
-        ({"pattern": "unstructured", "ratio": 0.5, "rank_share": 0.0, "factor_bits": 8}, "rank 0 has none"),
-        ({"method": "wanda", "factor_bits": 8}, "factors of L, and method wanda has none: leave it out"),
-        ({"method": "gptq", "factor_bits": 8}, "method gptq has none"),
-        ({"rank": 2, "factor_bits": 8, "match_blocks": True}, "match_blocks trains the factors, which factor_bits"),
+        ({"rank": 2, "factor_bits": 4}, "factor_bits must be 8, got 4; leave it out"),
+        ({"rank": 0, "factor_bits": 8}, "with rank 0 there are none; give a rank"),
+        ({"pattern": "unstructured", "ratio": 0.5, "rank_share": 0.0, "factor_bits": 8}, "with rank 0 there are none"),
+        ({"method": "wanda", "factor_bits": 8}, "factors of L, and method wanda has no L: leave out factor_bits"),
+        ({"method": "gptq", "factor_bits": 8}, "method gptq has no L"),
+        (
+            {"rank": 2, "factor_bits": 8, "match_blocks": True},
+            "match_blocks trains the factors of L, which factor_bits",
+        ),
     ],
 )
 def test_what_does_not_go_with_factors_in_eight_bits(fields, message):
@@ -303,15 +306,18 @@ def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
     [
         (
             {"bits": 4, "rank": 2},
-            "method 'joint' has no grid: bits.*method rtn, loftq, lq-lora, caldera, joint-grid, gptq",
+            "method 'joint' does not quantise S: leave out bits.*method rtn, loftq, lq-lora, caldera, joint-grid, gptq",
         ),
-        ({"method": "wanda", "symmetric": False}, "method 'wanda' has no grid"),
-        ({"method": "hassle-free", "group_size": 64, "rank": 2}, "no grid.*hassle-free with pruner gptq"),
-        ({"method": "gptq", "bits": 3}, "4 or 8 bits, got 3; use bits=4"),
-        ({"method": "gptq", "group_size": -1}, "0 for whole rows, got -1"),
+        ({"method": "wanda", "symmetric": False}, "method 'wanda' does not quantise S"),
+        ({"method": "hassle-free", "group_size": 64, "rank": 2}, "does not quantise S.*hassle-free with pruner gptq"),
+        ({"method": "gptq", "bits": 3}, "bits must be 4 or 8, got 3; use bits=4"),
+        ({"method": "gptq", "group_size": -1}, "0 for one scale per row, got -1"),
         ({"pattern": "dense", "rank": 2}, "pattern dense keeps every entry.*method joint.*caldera, joint-grid, gptq"),
         ({"method": "caldera", "rank": 2, "match_blocks": True}, "match_blocks trains the values of S"),
-        ({"method": "gptq", "rank": 2}, "no low-rank part, got rank 2; use rank 0, or a method such as caldera"),
+        (
+            {"method": "gptq", "rank": 2},
+            "rank must be 0, got 2; use rank 0, or a method with a low-rank part, such as caldera",
+        ),
         ({"method": "gptq", "pattern": "dense", "sparsity": 0.5}, "pattern dense already fixes the sparsity"),
         ({"method": "caldera"}, "method caldera needs a rank"),
     ],

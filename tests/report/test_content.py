@@ -102,19 +102,22 @@ def test_names_tell_folders_apart(tmp_path):
 
 
 DAMAGE = {
-    "no JSON": (lambda f: (f / "compression.json").write_text("{"), "compression.json is not as"),
+    "no JSON": (lambda f: (f / "compression.json").write_text("{"), "compression.json is not valid"),
     "gone": (lambda f: (f / "compression.json").unlink(), "no readable compression.json"),
-    "a field": (lambda f: edit(f, lambda c: c.pop("layers")), "no 'layers'"),
-    "a layer's": (lambda f: edit(f, lambda c: c["layers"][0].pop("rank")), "no 'rank'"),
-    "a type": (lambda f: edit(f, lambda c: c["layers"][0].update(rank="4")), "rank is '4'"),
-    "no list": (lambda f: edit(f, lambda c: c.update(layers=[3])), "not as"),
-    "no layers": (lambda f: edit(f, lambda c: c.update(layers=[])), "lists no layer"),
-    "NaN": (lambda f: edit(f, lambda c: c["layers"][0].update(relative_error=float("nan"))), "relative_error is nan"),
+    "a field": (lambda f: edit(f, lambda c: c.pop("layers")), "'layers' is missing"),
+    "a layer's": (lambda f: edit(f, lambda c: c["layers"][0].pop("rank")), "'rank' is missing"),
+    "a type": (lambda f: edit(f, lambda c: c["layers"][0].update(rank="4")), "rank: .*, got '4'"),
+    "no list": (lambda f: edit(f, lambda c: c.update(layers=[3])), "is not valid"),
+    "no layers": (lambda f: edit(f, lambda c: c.update(layers=[])), "lists no layers"),
+    "NaN": (
+        lambda f: edit(f, lambda c: c["layers"][0].update(relative_error=float("nan"))),
+        "relative_error: .*, got nan",
+    ),
     "infinite": (
         lambda f: edit(f, lambda c: c["layers"][0].update(history=[1, float("inf")])),
-        "the history of .* holds NaN or Inf",
+        "the error history of .* contains NaN or Inf",
     ),
-    "no rows": (lambda f: edit(f, lambda c: c["layers"][0].update(out=0)), "a shape has sides of 1 or more"),
+    "no rows": (lambda f: edit(f, lambda c: c["layers"][0].update(out=0)), "both numbers of shape must be at least 1"),
     "a shard": (lambda f: next(f.glob("*.safetensors")).unlink(), "is missing"),
 }
 

@@ -12,6 +12,7 @@ from hasslefree.errors import RecipeError
 from hasslefree.levers.targets import corrected, drift_correction
 from hasslefree.models.moments import gather
 from hasslefree.models.sites import replace_module
+from tests.listeners import by_layer
 from tests.run.test_compress import ORDER
 from tests.tiny_models import build, logits, segments, tensors_of
 
@@ -166,12 +167,14 @@ def test_two_streams_go_on_to_the_same_bytes(place, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=tokens, progress=stop, activations=place)
+        hasslefree.compress(
+            build("llama"), tmp_path / "out", recipe, segments=tokens, progress=by_layer(stop), activations=place
+        )
     hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=tokens, resume=True, activations=place)
     whole, out = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("whole", "out"))
     assert whole == out
 
 
 def test_a_share_is_a_share():
-    with pytest.raises(RecipeError, match="dense_target is a share between 0 and 1, got 1.5"):
+    with pytest.raises(RecipeError, match="dense_target must be between 0 and 1, got 1.5"):
         Recipe(rank=2, dense_target=1.5).resolve(with_text=False)

@@ -20,6 +20,7 @@ from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.errors import CalibrationError
 from hasslefree.models.distributed import World, joined
 from hasslefree.run.compress import check_segments
+from tests.listeners import by_layer
 from tests.sharing import free_port
 from tests.tiny_models import NO_TOKENIZER, build, segments, tensors_of
 
@@ -83,7 +84,7 @@ def process(rank, size, port, out, recipe, stop_after=None, activations="device"
         if done == stop_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    how = {"resume": True, "activations": activations, "progress": progress, "segments": segments(6, 32)}
+    how = {"resume": True, "activations": activations, "progress": by_layer(progress), "segments": segments(6, 32)}
     how |= {"tokenizer": NO_TOKENIZER, "device": "cpu"} if source else {}
     report = hasslefree.compress(source or build(family), out, recipe, **how)
     assert len(report.layers) == {"llama": 14, "mixtral": 32}[family]
@@ -235,7 +236,7 @@ def test_each_process_reads_and_one_writes_beside_the_work(tmp_path):
 
 
 def test_more_processes_than_segments():
-    with pytest.raises(CalibrationError, match="5 processes share 4 calibration segments"):
+    with pytest.raises(CalibrationError, match="5 processes need at least 5 calibration segments, and there are 4"):
         check_segments(build("llama"), segments(4), World(0, 5))
 
 

@@ -147,7 +147,7 @@ def test_where_memory_is_short_blocks_are_read_and_written_before_and_after_the_
         check_memory(here, device)
         with caplog.at_level("INFO", "hasslefree"):
             assert not runs_beside(here, device)
-        assert "not enough memory to read and write blocks beside the work" in caplog.text
+        assert "not enough memory to read and write blocks in the background" in caplog.text
         assert as_run(here, device) == lean
         caplog.clear()
 
@@ -171,7 +171,9 @@ def test_compress_refuses_before_the_work(tmp_path, monkeypatch):
 def test_wrong_plans(tmp_path):
     with pytest.raises(BudgetError, match="rank 20 is larger"):
         planned(tmp_path, Recipe(rank=20))
-    with pytest.raises(GridError, match=r"divisible by 64, got 32; use group_size=32.*model\.layers\.0\.\S*q_proj"):
+    with pytest.raises(
+        GridError, match=r"does not divide the 32 inputs of the layer; use group_size=32.*model\.layers\.0\.\S*q_proj"
+    ):
         planned(tmp_path, Recipe(method="gptq"))
     with pytest.raises(UnknownNameError, match="storage of activations 'attic'"):
         planned(tmp_path, storage="attic")

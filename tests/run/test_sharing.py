@@ -85,7 +85,9 @@ def test_a_method_that_cannot_share_says_so(caplog, tmp_path, monkeypatch):
     assert undivided(JOINT, plan, 8) is None
     assert undivided(METHODS["eora"], plan, 1) is None
     remark = undivided(METHODS["eora"], plan, 8)
-    assert remark.startswith("AlternatingMinimization cannot share the rows of a layer (2:4): each layer is solved by")
+    assert remark.startswith(
+        "AlternatingMinimization cannot split a layer of pattern 2:4 between processes: each layer is solved"
+    )
     monkeypatch.setattr("hasslefree.run.compress.undivided", lambda method, plan, size: f"{size} cannot share")
     with caplog.at_level(logging.INFO, logger="hasslefree"):
         hasslefree.compress(build("llama"), tmp_path / "out", Recipe(method="wanda"), segments=segments())

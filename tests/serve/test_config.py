@@ -43,7 +43,7 @@ def test_layers_are_renamed_as_vllm_does(config_class):
     ("change", "error", "message"),
     [
         ({"version": 3}, CheckpointError, "format version 3.*update hasslefree"),
-        ({"prefix": "model.layers.0.mlp.experts.0"}, ServeError, "expert of a mixture.*--to dense"),
+        ({"prefix": "model.layers.0.mlp.experts.0"}, ServeError, "mixture of experts.*--to dense"),
     ],
 )
 def test_what_cannot_be_served_is_refused(config_class, change, error, message):

@@ -38,7 +38,9 @@ def test_devices():
 
 def test_experts_are_refused():
     check_layers(["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.shared_expert.up_proj"])
-    with pytest.raises(ServeError, match=r"model.layers.0.mlp.experts.3.up_proj is an expert .*--to dense"):
+    with pytest.raises(
+        ServeError, match=r"model.layers.0.mlp.experts.3.up_proj belongs to a mixture of experts .*--to dense"
+    ):
         check_layers(["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.3.up_proj"])
 
 

@@ -55,7 +55,7 @@ def test_factors_in_eight_bits_are_what_is_measured(name, dtype):
 
 @pytest.mark.parametrize(
     ("bits", "rank", "error", "message"),
-    [(4, 2, GridError, "factor_bits is 8, got 4"), (8, 0, BudgetError, "rank 0 has none; give a rank")],
+    [(4, 2, GridError, "factor_bits must be 8, got 4"), (8, 0, BudgetError, "with rank 0 there are none; give a rank")],
 )
 def test_wrong_bits_of_factors(bits, rank, error, message):
     with pytest.raises(error, match=message):
@@ -75,7 +75,7 @@ def test_budgets_reach_the_result():
 
 def test_errors():
     weight, gram = torch.randn(4, 8), Gram(torch.eye(8), 1)
-    with pytest.raises(ShapeError, match="do not go together"):
+    with pytest.raises(ShapeError, match="do not match: expected shapes"):
         hasslefree.decompose(weight, Gram(torch.eye(9), 1), "2:4", 1)
     with pytest.raises(NonFiniteError, match="NaN or Inf"):
         hasslefree.decompose(weight / 0, gram, "2:4", 1)
@@ -109,7 +109,7 @@ def test_no_rank_is_spent_on_dead_inputs():
 def test_a_gram_that_is_not_finite_is_an_error(value):
     h = torch.eye(8)
     h[2, 3] = h[3, 2] = value
-    with pytest.raises(NonFiniteError, match="Gram holds NaN or Inf"):
+    with pytest.raises(NonFiniteError, match="Gram matrix .* contains NaN or Inf"):
         hasslefree.decompose(torch.randn(4, 8), Gram(h, 1), "2:4", 0, method="magnitude")
 
 
@@ -123,7 +123,7 @@ def test_factors_of_very_different_scale_fit_into_half_precision():
 
 
 def test_what_does_not_fit_into_the_dtype_is_an_error():
-    with pytest.raises(NonFiniteError, match="does not fit into float16"):
+    with pytest.raises(NonFiniteError, match="values of S or L overflow float16"):
         hasslefree.decompose(
             torch.tensor([[60000.0, 60000.0]], dtype=torch.float16),
             Gram(torch.tensor([[1.0, 0.999], [0.999, 1.0]]), 1),
@@ -169,7 +169,7 @@ def test_a_weight_that_has_the_pattern_stays_as_it_is(name):
 def test_a_layer_whose_inputs_cancel_has_no_error_that_could_be_measured():
     gram = Gram.from_activations(torch.ones(50, 4))
     weight = torch.tensor([[1.0, -1.0, 0.3, -0.3]])
-    with pytest.raises(NonFiniteError, match="inputs cancel.*leave it dense"):
+    with pytest.raises(NonFiniteError, match="output is zero, up to rounding.*keep the layer dense"):
         hasslefree.decompose(weight, gram, "2:4")
     assert hasslefree.decompose(weight + 1e-2, gram, "2:4", method="joint").relative_error < 1e9
 
@@ -178,11 +178,11 @@ def test_layers_near_the_limits_of_float32_are_refused_and_float64_takes_them():
     weight, h = oracles.problem(12, 16, dtype=torch.float64)
     expected = hasslefree.decompose(weight, Gram(h, 99), "2:4", 2).relative_error
     for scale in (1e-40, 1e34):
-        with pytest.raises(NonFiniteError, match="near the limits of float32.*float64"):
+        with pytest.raises(NonFiniteError, match="too (small|large) for float32.*float64"):
             hasslefree.decompose(weight.float(), Gram(h * scale, 99), "2:4", 2)
         found = hasslefree.decompose(weight, Gram(h * scale, 99), "2:4", 2).relative_error
         assert found == pytest.approx(expected, rel=1e-6)
-    with pytest.raises(NonFiniteError, match="Gram does not fit into float32"):
+    with pytest.raises(NonFiniteError, match="Gram matrix .* overflows float32"):
         hasslefree.decompose(weight.float(), Gram(h * 1e60, 99), "2:4", 2)
 
 
@@ -205,7 +205,7 @@ def test_what_goes_wrong_in_a_method_is_an_error_with_a_remedy():
     with pytest.raises(FactorizationError, match="raise the damping"):
         hasslefree.decompose(weight, Gram(h, 99), "2:4", method=singular)
     nothing = LowRank(torch.zeros(4, 0), torch.zeros(0, 8))
-    with pytest.raises(NonFiniteError, match="came upon NaN or Inf; raise the damping"):
+    with pytest.raises(NonFiniteError, match="NaN or Inf appeared while the layer was solved; raise the damping"):
         hasslefree.decompose(
             weight, Gram(h, 99), "2:4", method=Broken(lambda weight: Solution(weight / 0, nothing, ()))
         )

@@ -44,7 +44,7 @@ def test_chunks_keep_the_budget_and_most_of_the_quality(name, pattern, sparsity,
     assert torch.linalg.matrix_rank(found.low_rank.product()) <= 4
     alone = solved(weight, gram, method, exact, 0)
     assert found.relative_error < 0.9 * alone.relative_error
-    assert found.remarks[-1] == f"out of memory: solved in {chunks} chunks of rows"
+    assert found.remarks[-1] == f"not enough memory for all rows at once: solved in {chunks} chunks of rows"
 
 
 def test_without_l_rows_are_independent():
@@ -72,7 +72,7 @@ def test_codes_of_chunks_are_those_of_s(name):
 
 def test_whole_channels_cannot_be_cut():
     weight, gram = problem()
-    with pytest.raises(MemoryShortError, match="pattern structured ties rows together"):
+    with pytest.raises(MemoryShortError, match="pattern structured needs all its rows at once"):
         solved(weight, gram, InRowChunks(Joint(), 2, gram), Structured(16), 2)
 
 
@@ -102,13 +102,13 @@ def test_memory_that_runs_out_is_logged_and_remarked(tmp_path, monkeypatch, capl
     remarks = {layer.name.rpartition(".")[2]: layer.remarks for layer in report.layers}
     cut = {name for name, found in remarks.items() if any("chunks of rows" in remark for remark in found)}
     assert cut == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # of 32, 32, 48, 48 and 32 rows
-    assert "out of memory: solved in 4 chunks of rows" in remarks["gate_proj"]
-    assert "out of memory with 1 chunk(s) of rows of a layer (48, 32): CUDA out of memory: 48 rows" in caplog.text
+    assert "not enough memory for all rows at once: solved in 4 chunks of rows" in remarks["gate_proj"]
+    assert "out of memory with a layer (48, 32) in 1 chunk(s) of rows: CUDA out of memory: 48 rows" in caplog.text
 
 
 def test_a_layer_that_fits_in_no_chunks_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("hasslefree.recipe.resolved.method_of", lambda recipe: Narrow(Joint(rounds=5), 0))
-    with pytest.raises(MemoryShortError, match=r"no room for a layer 32×32, not even in 16 .*model\.layers\.0"):
+    with pytest.raises(MemoryShortError, match=r"layer of 32×32, even when .* 16 chunks.*model\.layers\.0"):
         hasslefree.compress(build("llama"), tmp_path / "out", Recipe(rank=2), segments=segments())
 
 
@@ -130,7 +130,7 @@ def test_preparing_is_tried_again_and_then_named(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("hasslefree.recipe.resolved.method_of", lambda recipe: method)
     with caplog.at_level(logging.WARNING):
         hasslefree.compress(build("llama"), tmp_path / "one", Recipe(rank=2), segments=segments())
-    assert "out of memory with the Gram of 32 inputs: CUDA out of memory" in caplog.text
+    assert "out of memory with the Gram matrix of 32 inputs: CUDA out of memory" in caplog.text
     method.times[:] = [1, 1]
-    with pytest.raises(MemoryShortError, match=r"no room to factor the Gram of 32 inputs(.|\n)*model\.layers\.0"):
+    with pytest.raises(MemoryShortError, match=r"factorise the Gram matrix .* 32 inputs(.|\n)*model\.layers\.0"):
         hasslefree.compress(build("llama"), tmp_path / "two", Recipe(rank=2), segments=segments())

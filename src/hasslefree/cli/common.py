@@ -1,28 +1,22 @@
-"""What every command shares: the application, its options, the console, the bar over layers, and the results."""
+"""What every command shares: the application, its options, the console, and the results."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
-from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typer.core import TyperGroup
 
 import hasslefree
 from hasslefree.errors import OutputError
-
-if TYPE_CHECKING:
-    from hasslefree.folder.record import LayerRecord
 
 # The headings of the root's help and, beside those of a recipe, of a command's help.
 COMPRESS, TRY, MEASURE, ELSEWHERE = "Compress", "Try a result", "Measure", "Use in other programs"
@@ -83,12 +77,6 @@ def root(
     console.quiet, console.stderr = QUIET_PROCESS, False
 
 
-COLUMNS = (
-    TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    TextColumn("left"), TimeRemainingColumn(),
-)  # fmt: skip
-
-
 def set_quiet(quiet: bool) -> bool:
     console.quiet = console.quiet or quiet
     return quiet
@@ -129,28 +117,6 @@ Output = Annotated[
     Path | None,
     typer.Option(metavar="FILE", callback=check_output_file, rich_help_panel=OUTPUT, help="Write that JSON to FILE."),
 ]
-
-
-@contextmanager
-def layer_bar() -> Iterator[Callable[[LayerRecord, int, int], None]]:
-    """A bar over layers with the current layer's relative error and the time left; above it what is logged."""
-    with Progress(*COLUMNS, console=console, transient=True) as bar:
-        task = bar.add_task("loading the model and the text", total=None)
-        handler = RichHandler(console=bar.console, show_path=False, show_level=False, markup=False)
-        logger = logging.getLogger("hasslefree")
-        level = logger.level
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-
-        def progress(report: LayerRecord, done: int, total: int) -> None:
-            text = f"{report.name} relative error {report.relative_error:.5f}"
-            bar.update(task, description=text, completed=done, total=total)
-
-        try:
-            yield progress
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
 
 
 def show(results: dict[str, Any], output: Path | None, as_json: bool, *tables: RenderableType) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import Progress
 
+from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import (
-    COLUMNS,
     COMPRESS,
     DEVICE,
     OUTPUT,
@@ -24,7 +23,6 @@ from hasslefree.cli.common import (
     app,
     before_writing,
     console,
-    layer_bar,
     say,
     show,
 )
@@ -75,9 +73,10 @@ def compress(
         from hasslefree.folder.record import summary_table
         from hasslefree.report.content import write_seconds
         from hasslefree.run.compress import compress as compress_model
+        from hasslefree.run.tables import phase_table
 
     try:
-        with layer_bar() as progress:
+        with phase_bars() as progress:
             report = compress_model(
                 model,
                 out,
@@ -94,6 +93,7 @@ def compress(
     if not QUIET_PROCESS:
         write_seconds(out, report)
     console.print(summary_table(report))
+    console.print(phase_table(report))
     say(f"Written to {out} in {report.seconds:.0f} s; every layer is listed in {out / 'compression.json'}.")
 
 
@@ -148,8 +148,7 @@ def show_advice(
     from hasslefree.run.tables import advice_table
     from hasslefree.units import bytes_of
 
-    with Progress(*COLUMNS, console=console, transient=True) as bar:
-        task = bar.add_task("loading the model and the text", total=None)
+    with phase_bars() as progress:
         found = advise_on(
             model,
             bytes_of(budget),
@@ -157,7 +156,7 @@ def show_advice(
             device=device,
             activations=activations,
             trust_remote_code=trust,
-            progress=lambda done, total: bar.update(task, description="blocks", completed=done, total=total),
+            progress=progress,
         )
     show({"advice": [dataclasses.asdict(each) for each in found]}, output, as_json, advice_table(found))
     chosen = dataclasses.replace(recipe, pattern=found[0].pattern, rank=found[0].rank)

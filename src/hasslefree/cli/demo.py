@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from hasslefree.cli.common import OUTPUT, TRY, Quiet, app, console, layer_bar, say
+from hasslefree.cli.bars import phase_bars
+from hasslefree.cli.common import OUTPUT, TRY, Quiet, app, console, say
 
 
 @app.command(rich_help_panel=TRY)
@@ -27,7 +28,7 @@ def demo(
     from hasslefree.demo.run import demo_table, run_demo, sample_table
 
     start = time.perf_counter()
-    with layer_bar() as progress:
+    with phase_bars() as progress:
         found = run_demo(out, rounds, progress)
     console.print(demo_table(found.rows))
     console.print(sample_table(found.samples))

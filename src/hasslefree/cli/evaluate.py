@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import (
     DEVICE,
     MEASURE,
@@ -19,7 +19,6 @@ from hasslefree.cli.common import (
     Quiet,
     app,
     console,
-    layer_bar,
     say,
     show,
     write_file,
@@ -99,8 +98,7 @@ def evaluate(
     if not perplexity and not tasks:
         raise RecipeError("name at least one text or task, such as --perplexity wikitext2 or --tasks piqa")
     batch = parse_batch_size(batch_size)
-    # The tasks have bars of their own.
-    with nullcontext() if tasks else console.status("evaluating"):
+    with phase_bars() as progress:
         results = run.evaluate(
             model,
             perplexity or [],
@@ -115,6 +113,7 @@ def evaluate(
             task_data=task_data,
             cache=cache or default_cache(),
             keep=lambda results: None if output is None else write_file(results, output),
+            progress=progress,
         )
     show(results, output, as_json, *result_tables(results))
 
@@ -228,10 +227,11 @@ def reproduce(
                   chosen_tasks(tasks), limit, task_data)  # fmt: skip
     chosen, desk = tuple(methods) if methods else None, Desk(output, device, console, say)
     if what == "figure1":
-        reproduce_figure(model, chosen, scale, desk, block)
+        with phase_bars() as progress:
+            reproduce_figure(model, chosen, scale, desk, block, progress)
         return
     table = table_number(what)
-    with layer_bar() as progress:
+    with phase_bars() as progress:
         reproduce_table(
             table, model, like, chosen, scale, desk,
             settings=tuple(settings) if settings else None, plan_only=plan_only, keep=keep, progress=progress,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import (
     DEVICE,
     ELSEWHERE,
@@ -140,6 +141,6 @@ def export(
     """Write a compressed model for programs without hasslefree."""
     from hasslefree.exports.export import export as export_model
 
-    with console.status("exporting"):
-        export_model(folder, destination, to, overwrite=overwrite, max_shard_size=max_shard_size)
+    with phase_bars() as progress:
+        export_model(folder, destination, to, overwrite=overwrite, max_shard_size=max_shard_size, progress=progress)
     say(f"Written to {destination}.")

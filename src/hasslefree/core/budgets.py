@@ -32,11 +32,11 @@ class Budget:
 
     Args:
         pattern: "N:M", "unstructured", "row", "structured" or "dense"; or a `Pattern` with its exact count.
-        rank: the rank r of L (fixed rank; 0 where nothing is said).
+        rank: the rank r of L (fixed rank; 0 if it is not given).
         sparsity: the share of zeros in S, for the patterns that do not imply it. With `rank`.
         ratio: ρ, the share of the parameters that is saved. With N:M it fixes the rank,
             r = ⌊(1 − ρ − N/M)·out·in / (out + in)⌋.
-        rank_share: κ, the share of what is kept that goes to L, for the other patterns. With `ratio`:
+        rank_share: κ, the share of the kept parameters that goes to L, for the other patterns. With `ratio`:
             r = ⌊κ(1 − ρ)·out·in / (out + in)⌋ and k = ⌊(1 − κ)(1 − ρ)·out·in⌋.
 
     Example:
@@ -56,7 +56,7 @@ class Budget:
         for name in ("sparsity", "ratio", "rank_share"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
-                found.append(Problem((name,), f"{name} is a share between 0 and 1, got {value}"))
+                found.append(Problem((name,), f"{name} must be between 0 and 1, got {value}"))
         if self.rank is not None and self.rank < 0:
             found.append(Problem(("rank",), f"rank must not be negative, got {self.rank}"))
         if self.rank is not None and self.ratio is not None:
@@ -68,20 +68,21 @@ class Budget:
         return found
 
     def _pattern_problems(self) -> list[Problem]:
-        """What does not go with the pattern. Raises where the pattern itself is wrong."""
+        """Fields that conflict with the pattern. Raises where the pattern itself is wrong."""
         if not isinstance(self.pattern, str):
             loose = tuple(n for n in ("sparsity", "ratio", "rank_share") if getattr(self, n) is not None)
-            message = f"{', '.join(loose)}: the pattern object already holds its count"
+            names = ", ".join(loose)
+            message = f"leave out {names}: the pattern is an object that already holds its count"
             return [Problem(loose, message)] if loose else []
         semi = parse_pattern(self.pattern)
         if semi is None:
             return self._counted_problems()
         found = []
         if self.sparsity is not None:
-            message = f"pattern {semi} already fixes the sparsity: drop sparsity"
+            message = f"pattern {semi} already fixes the sparsity: leave out sparsity"
             found.append(Problem(("sparsity", "pattern"), message))
         if self.rank_share is not None:
-            message = f"pattern {semi} already fixes the rank share: drop rank_share"
+            message = f"pattern {semi} already fixes the rank share: leave out rank_share"
             found.append(Problem(("rank_share", "pattern"), message))
         if self.ratio is not None and _exact(self.ratio) > 1 - Fraction(semi.n, semi.m):
             feasible = float(1 - Fraction(semi.n, semi.m))
@@ -100,17 +101,19 @@ class Budget:
             message = "give sparsity (with rank) or ratio (with rank_share), not both"
             return [Problem(("sparsity", "ratio"), message)]
         if self.ratio is not None and self.rank_share is None:
-            message = f"ratio with pattern {self.pattern} needs rank_share, the part of what is kept that goes to L"
+            message = (
+                f"ratio with pattern {self.pattern} needs rank_share, the share of the kept parameters that goes to L"
+            )
             return [Problem(("ratio", "rank_share"), message)]
         if self.sparsity is not None and self.rank_share is not None:
-            return [Problem(("rank_share",), "rank_share goes with ratio; with sparsity give rank")]
+            return [Problem(("rank_share",), "rank_share can only be combined with ratio; with sparsity, give rank")]
         return []
 
     def resolve(self, out: int, width: int, unit: int = 1) -> tuple[Pattern, int]:
         """The pattern with its exact count, and the rank, of a weight (out, width).
 
         Args:
-            unit: with "structured", so many consecutive channels stay or go together.
+            unit: with "structured", the number of consecutive channels that are kept or removed together.
 
         Raises:
             BudgetError, PatternError: with every problem, or where the weight is too small or does not divide.

@@ -14,7 +14,7 @@ import dataclasses
 from dataclasses import dataclass
 
 FLOAT = 4
-# What the libraries of products and factorisations keep for themselves, in bytes.
+# Memory that the libraries for products and factorisations keep, in bytes.
 LIBRARIES = 16 << 20
 
 
@@ -35,7 +35,7 @@ class Need:
     svd: bool = False
 
     def joined(self, other: Need) -> Need:
-        """Of two parts that are prepared one after the other, and take turns."""
+        """The need of two parts that are prepared one after the other and then run in turn."""
         return Need(
             max(self.prepare, self.kept + other.prepare),
             self.kept + other.kept,
@@ -46,7 +46,7 @@ class Need:
         )
 
     def around(self, prepare: float, large: float) -> Need:
-        """With arrays of the method's own that stay, in × in and out × in."""
+        """This need plus arrays that the method itself keeps, in × in and out × in."""
         return dataclasses.replace(
             self, prepare=self.prepare + prepare, kept=self.kept + prepare, large=self.large + large
         )
@@ -83,7 +83,7 @@ class Cost:
 
 
 def workspace(cost: Cost, out: int, width: int, rank: int) -> int:
-    """Bytes at most that a layer (out, in) takes beside W and H: of a float32 solver, with what it returns.
+    """The maximum of bytes that a layer (out, in) takes beside W and H: of a float32 solver, with its result.
 
     An upper bound, for planning: every pattern, inputs that are always zero, and what the libraries keep. Where layers
     share an input, what is kept of it is counted once by each.
@@ -119,7 +119,7 @@ def objective_flops(out: int, width: int) -> int:
 
 
 def admm_flops(out: int, width: int, rounds: int, every: int, others: int = 0) -> int:
-    """Of the rounds of `SupportPenalty`: a product each, and a resolvent at every look. others: FLOPs of a round."""
+    """Of the rounds of `SupportPenalty`: a product each, and a resolvent per check. others: further FLOPs a round."""
     return rounds * (2 * out * width**2 + others) + rounds // every * 2 * width**3
 
 

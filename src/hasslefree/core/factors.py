@@ -3,7 +3,7 @@
     u_ik = scale_i · code_ik,   v_kj = scale_k · code_kj        u: (out, r), v: (r, in)
 
 As for S on a grid, a scale has the eight significant bits of bfloat16, and a value is rounded once, to the dtype of
-its scale. The factors are no unknowns of their own: L = (u R)(R⁻¹ v) for every R, and once v is rounded the best u is
+its scale. The factors are not unique: L = (u R)(R⁻¹ v) for every invertible R, and once v is rounded the best u is
 a least squares problem. `quantised` uses both; docs/results/quality.md says what each is worth.
 """
 
@@ -24,7 +24,7 @@ from hasslefree.errors import BudgetError, GridError
 BITS = 8
 # The largest code.
 TOP = 127
-# The least eigenvalue of v H vᵀ that is not taken for rounding, over the largest.
+# Eigenvalues of v H vᵀ below this share of the largest count as rounding error.
 FLOOR = 1e-6
 
 
@@ -52,15 +52,20 @@ class CodedFactors:
 
 
 def check_factor_bits(bits: int | None, rank: int | None = None) -> None:
-    """Raise where factors cannot have so many bits, None for those of the model's dtype.
+    """Raise where factors cannot have this number of bits; None stands for the model's dtype.
 
     Raises:
-        GridError: neither 8 nor None. BudgetError: the rank is known to be 0, so that there are no factors.
+        GridError: neither 8 nor None. BudgetError: the rank is known to be 0: there are no factors.
     """
     if bits not in (None, BITS):
-        raise GridError(f"factor_bits is {BITS}, got {bits}; leave it out for factors in the model's dtype")
+        raise GridError(
+            f"factor_bits must be {BITS}, got {bits}; leave it out to keep the factors in the model's dtype"
+        )
     if bits is not None and rank == 0:
-        raise BudgetError("factor_bits is for the factors of L, and rank 0 has none; give a rank, or leave it out")
+        raise BudgetError(
+            "factor_bits quantises the factors of L, and with rank 0 there are none; give a rank, or leave out "
+            "factor_bits"
+        )
 
 
 def factor_tensors(
@@ -78,10 +83,10 @@ def factor_tensors(
 def quantised(
     low_rank: LowRank, weight: Tensor, sparse: Tensor, gram: Gram, dtype: torch.dtype, rows: Rows = WHOLE
 ) -> CodedFactors:
-    """Factors in eight bits with tr((T − L) H (T − L)ᵀ) small, T = W − S, from an L that is good as it is.
+    """Factors in eight bits with tr((T − L) H (T − L)ᵀ) small, T = W − S, from a good L in floating point.
 
-    The balanced factors are mixed, so that all components weigh alike. v is rounded to nearest, u refitted to what
-    became of v, and its columns are rounded one after the other, each making good what the later ones lost.
+    The balanced factors are mixed, so that all components have similar sizes. v is rounded to nearest, u is refitted to
+    the rounded v, and the columns of u are rounded from the last to the first, each compensating the errors before it.
 
     Args:
         weight, sparse: W and S, (out, in), in the working dtype. dtype: of the scales, the model's.
@@ -121,7 +126,7 @@ def positive_definite(norm: Tensor) -> Tensor:
 def row_scale(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of each row of a matrix (m, n) with which its largest entry has the largest code: (m,), in `dtype`.
 
-    No less than the dtype holds with all eight bits: of rows that are next to nothing less is kept. 1 for zeros.
+    At least the smallest scale that the dtype holds with eight bits: rows of tiny entries lose precision. 1 for zeros.
     """
     largest = matrix.abs().amax(1)
     least = max(128 * torch.finfo(each).tiny * torch.finfo(each).eps for each in (dtype, torch.bfloat16))
@@ -140,7 +145,7 @@ def swept(u: Tensor, norm: Tensor, dtype: torch.dtype) -> CodedRows:
 
     With G = C Cᵀ, C lower triangular, column k of (u − û) C depends on û_k and the columns after it alone: from the
     last to the first, each is rounded to what makes that column small. It is the sweep of GPTQ (arXiv 2210.17323) in
-    another order. A row that this leaves worse than rounding to nearest, because it ran out of codes, takes that.
+    another order. A row for which rounding to nearest is better, because codes were clipped, takes that.
     """
     plain = nearest(u, dtype)
     wide, factor = plain.scale.to(u.dtype), torch.linalg.cholesky(norm)

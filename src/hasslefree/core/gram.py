@@ -18,7 +18,7 @@ class Gram:
     Args:
         matrix: (in, in), symmetric positive semi-definite, float32 or float64.
         tokens: the number of rows of X.
-        mean: (in,), the mean of the rows of X; None where nobody asked for it. DSNoT does.
+        mean: (in,), the mean of the rows of X; None where it was not computed. Only DSNoT needs it.
 
     Example:
         >>> gram = Gram.from_activations(torch.randn(1000, 64))
@@ -32,11 +32,9 @@ class Gram:
 
     def __post_init__(self) -> None:
         if self.matrix.ndim != 2 or self.matrix.shape[0] != self.matrix.shape[1]:
-            raise ShapeError(f"a Gram matrix is square, got shape {tuple(self.matrix.shape)}")
+            raise ShapeError(f"a Gram matrix must be square, got shape {tuple(self.matrix.shape)}")
         if self.mean is not None and self.mean.shape != self.matrix.shape[:1]:
-            raise ShapeError(
-                f"the mean of the inputs has a number for each of {len(self.matrix)}, got {tuple(self.mean.shape)}"
-            )
+            raise ShapeError(f"mean must have shape ({len(self.matrix)},), got {tuple(self.mean.shape)}")
 
     @classmethod
     def from_activations(cls, x: Tensor) -> Gram:
@@ -47,7 +45,7 @@ class Gram:
         """
         rows = x.detach().reshape(-1, x.shape[-1]).to(working_dtype(x))
         if not torch.isfinite(rows).all():
-            raise NonFiniteError("the activations hold NaN or Inf; mask or drop those tokens")
+            raise NonFiniteError("the activations contain NaN or Inf; mask or drop those tokens")
         matrix = rows.T @ rows / max(len(rows), 1)
         if not torch.isfinite(matrix).all():
             name = str(rows.dtype).removeprefix("torch.")
@@ -56,7 +54,7 @@ class Gram:
 
     @classmethod
     def identity(cls, width: int) -> Gram:
-        """H = I, of inputs about which nothing is known: what counts is then the weight itself."""
+        """H = I, for inputs about which nothing is known: the loss is then that of the weight itself."""
         return cls(torch.eye(width, dtype=torch.float64), width, torch.zeros(width, dtype=torch.float64))
 
     @property
@@ -71,7 +69,7 @@ class Gram:
 
     @property
     def variances(self) -> Tensor:
-        """(in,): H_jj − mean², the variance of each input; what rounding puts below zero is zero.
+        """(in,): H_jj − mean², the variance of each input; negative values, from rounding, are set to zero.
 
         Raises:
             MomentError: the Gram has no mean.
@@ -83,8 +81,8 @@ class Gram:
         """(in,): the mean of each input. Raises MomentError where the Gram has none."""
         if self.mean is None:
             raise MomentError(
-                "this method needs the mean of the inputs beside their second moment; make the Gram with "
-                "Gram.from_activations, or give it: Gram(matrix, tokens, mean)"
+                "this method also needs the mean of the inputs; create the Gram with Gram.from_activations(x), or "
+                "pass the mean: Gram(matrix, tokens, mean)"
             )
         return self.mean
 
@@ -96,7 +94,7 @@ class Gram:
     def damped(self, damping: float) -> Gram:
         """H + λI with λ = damping · mean(diag H), as SparseGPT does (arXiv 2301.00774).
 
-        An input whose diagonal is zero even so gets a one there, so that H + λI can be inverted.
+        A diagonal entry that is still zero is set to one, so that H + λI can be inverted.
         """
         matrix = self.matrix.clone()
         diagonal = matrix.diagonal()
@@ -105,7 +103,7 @@ class Gram:
         return Gram(matrix, self.tokens, self.mean)
 
     def remarks(self) -> tuple[str, ...]:
-        """What is out of the ordinary about the inputs, for the report of a layer."""
+        """Unusual properties of the inputs, one sentence each, for the report of a layer."""
         width, found = len(self.matrix), []
         if dead := width - int(torch.count_nonzero(self.alive)):
             found.append(f"{dead} of {width} inputs are always zero: they get no weight")

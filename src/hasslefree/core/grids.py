@@ -47,15 +47,19 @@ class Grid:
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
             raise GridError(
-                f"a grid has 4 or 8 bits, got {self.bits}; use {option('bits', 4)} or {option('bits', 8)}", ("bits",)
+                f"bits must be 4 or 8, got {self.bits}; use {option('bits', 4)} or {option('bits', 8)}", ("bits",)
             )
         if self.group is not None and self.group < 1:
             raise GridError(
-                f"a group of a grid has at least one input, got {self.group}; use {option('group_size', 64)}",
+                f"group_size, the number of inputs that share a scale, must be at least 1, got {self.group}; use "
+                f"{option('group_size', 64)}",
                 ("group_size",),
             )
         if not 1 <= self.ranges <= round(1 / NARROWER):
-            raise GridError(f"a grid tries 1 to {round(1 / NARROWER)} ranges, got {self.ranges}; use 1 or 80")
+            raise GridError(
+                f"ranges, the number of value ranges tried for each quantisation group, must be from 1 to "
+                f"{round(1 / NARROWER)}, got {self.ranges}"
+            )
 
     def __str__(self) -> str:
         groups = "rows" if self.group is None else f"groups of {self.group}"
@@ -76,14 +80,13 @@ class Grid:
             fitting = math.gcd(shape[1], 128)
             remedy = f"{option('group_size', fitting)}, or " if fitting > 1 else ""
             raise GridError(
-                f"groups of {self.group} inputs need in_features divisible by {self.group}, got {shape[1]}; "
-                f"use {remedy}{option('group_size', 0)} for whole rows"
+                f"group_size {self.group} does not divide the {shape[1]} inputs of the layer; "
+                f"use {remedy}{option('group_size', 0)} for one scale per row"
             )
         if self.group is not None and together is not None and self.group % together:
             raise GridError(
-                f"groups of {self.group} inputs cut the pattern's groups of {together}; "
-                f"use a {option('group_size')} divisible "
-                f"by {together}, or {option('group_size', 0)} for whole rows"
+                f"group_size {self.group} is not a multiple of {together}, the group length of the pattern; "
+                f"use a multiple of {together}, or {option('group_size', 0)} for one scale per row"
             )
 
     def groups(self, width: int) -> int:
@@ -122,7 +125,7 @@ class Grid:
         return (entries - self.nearest(entries, scale, zero)).square_().sum(-1, keepdim=True)
 
     def nearest(self, entries: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """The values on the grid that are nearest to entries; scale and zero: of shapes that go with theirs."""
+        """The values on the grid that are nearest to entries; scale and zero broadcast with them."""
         return self.codes(entries, scale, zero).sub_(zero).mul_(scale)
 
     def codes(self, entries: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -147,7 +150,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Where the grid lies for each group of a matrix (out, in).
+    """The scale and the zero of each group of a matrix (out, in).
 
     Args:
         scale, zero: (out, groups), floating; zero holds whole numbers.
@@ -160,7 +163,7 @@ class Scaling:
     def codes(self, matrix: Tensor) -> Tensor:
         """The codes of the values nearest to a matrix (out, in): uint8. For a matrix on the grid they are its own.
 
-        Not for one that was rounded since: bfloat16 does not tell neighbours apart that are 128 steps from zero.
+        Unless it was rounded since: bfloat16 cannot distinguish neighbouring values that are 128 steps from zero.
         """
         parts = matrix.unflatten(1, (self.scale.shape[1], -1))
         return self.grid.codes(parts, self.scale.unsqueeze(-1), self.zero.unsqueeze(-1)).flatten(1).to(torch.uint8)
@@ -188,7 +191,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix (out, in) on a grid, as its codes: uint8 (out, in). What is not on the support has the code of zero."""
+    """A matrix (out, in) on a grid, as its codes: uint8 (out, in). Entries off the support have the code of zero."""
 
     codes: Tensor
     scaling: Scaling
@@ -198,13 +201,14 @@ class Quantised:
         """The codes of a matrix on the grid, (out, in) in the working dtype, with scales for values of another dtype.
 
         Raises:
-            GridError: a scale does not fit into that dtype.
+            GridError: that dtype does not hold a scale exactly.
         """
         scale = scaling.scale.to(dtype)
         if not torch.equal(scale.to(scaling.scale.dtype), scaling.scale):
             name = str(dtype).removeprefix("torch.")
             raise GridError(
-                f"a scale of the grid does not fit into {name}; use another dtype ({option('dtype', 'bfloat16')})"
+                f"a quantisation scale overflows or underflows {name}; "
+                f"use another dtype ({option('dtype', 'bfloat16')})"
             )
         return cls(scaling.codes(matrix), Scaling(scaling.grid, scale, scaling.zero.to(dtype)))
 

@@ -25,8 +25,8 @@ LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-
 def lower_cholesky(matrix: Tensor) -> Tensor:
     """C with matrix = C Cᵀ: (n, n), lower triangular, in float64.
 
-    C_jj² / H_jj is the share of input j that the inputs before it do not explain. Where rounding is all that is left of
-    one, what is computed with C would be made of rounding too.
+    C_jj² / H_jj is the share of input j that the inputs before it do not explain. Where that share is rounding error,
+    everything computed with C would be rounding error too.
 
     Raises:
         FactorizationError: the matrix is not positive definite, or not by more than the rounding of its entries.
@@ -35,8 +35,9 @@ def lower_cholesky(matrix: Tensor) -> Tensor:
     rounding = max(torch.finfo(matrix.dtype).eps, len(matrix) * torch.finfo(torch.float64).eps)
     if info.item() != 0 or (factor.diagonal().square() <= rounding * matrix.diagonal()).any():
         raise FactorizationError(
-            f"the damped Gram ({len(matrix)}×{len(matrix)}) is not positive definite: some inputs are combinations of "
-            f"others; raise the damping ({option('damping', 0.01)}) or use more calibration tokens than inputs"
+            f"the damped Gram matrix (XᵀX of the layer's {len(matrix)} inputs) is not positive definite: some inputs "
+            f"are linearly dependent; raise the damping ({option('damping', 0.01)}), or use more calibration tokens "
+            "than the layer has inputs"
         )
     return factor
 
@@ -50,7 +51,9 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except LinAlgError as error:
-        raise FactorizationError(f"{error}; raise the damping ({option('damping', 0.01)})") from None
+        raise FactorizationError(
+            f"an eigendecomposition failed: {error}; raise the damping ({option('damping', 0.01)})"
+        ) from None
     return values, vectors
 
 
@@ -73,8 +76,8 @@ def unit_diagonal_scale(diagonal: Tensor) -> Tensor:
 def inverse_(matrix: Tensor) -> Tensor:
     """Overwrite a positive definite matrix (n, n) that is not ill-conditioned by its inverse.
 
-    Its own dtype will do as long as the least eigenvalue is well above the rounding of the largest. Where a
-    factorisation says that it is not, float64 takes over; the result is in the dtype of `matrix`.
+    The dtype of `matrix` is enough as long as the least eigenvalue is well above the rounding of the largest. Where a
+    factorisation fails, the inverse is computed in float64; the result is in the dtype of `matrix`.
     """
     with matmul_precision(matrix.device):
         found = _inverse_by_blocks(matrix)
@@ -84,8 +87,8 @@ def inverse_(matrix: Tensor) -> Tensor:
 def _inverse_by_blocks(matrix: Tensor) -> Tensor | None:
     """The inverse by halves: of the upper left block, then of its Schur complement; None where a factorisation fails.
 
-    Nearly all of it are products; only blocks of at most `BLOCK` are factored. The Schur complement of a positive
-    definite matrix is no worse conditioned than the matrix.
+    Nearly all the work is matrix products; only blocks of at most `BLOCK` are factored. The Schur complement of a
+    positive definite matrix is no worse conditioned than the matrix.
     """
     if len(matrix) <= BLOCK.get(matrix.device.type, BLOCK["cpu"]):
         factor, info = torch.linalg.cholesky_ex(matrix)
@@ -111,8 +114,8 @@ def orthonormal(matrix: Tensor, rows: Rows = WHOLE) -> Tensor:
 
     On CUDA, where a QR factorisation runs column by column, and where processes share the rows, by three Cholesky
     factorisations of the columns' products with each other, (r, r) (CholeskyQR3: Fukaya et al., arXiv 1809.11085), each
-    shifted by its rounding: of columns that others span, what is left has a norm below one. In the last, only these are
-    shifted, so that the others are orthonormal to rounding.
+    shifted by its rounding. Columns in the span of others are left with a norm below one; in the last factorisation,
+    only these are shifted, so that the others are orthonormal up to rounding.
     """
     if not matrix.shape[1] or (matrix.device.type != "cuda" and rows.size == 1):
         return torch.linalg.qr(matrix).Q
@@ -143,14 +146,15 @@ def masked_cg(
 
     Args:
         matrix: H, (in, in), positive semi-definite with a positive diagonal.
-        target: T, (out, in). start: S at first, zero off the mask. mask: the support, bool (out, in).
-        steps: at most. tolerance: the end, where in no row g diag(H)⁻¹ gᵀ is more than its square times Σ t²·H_jj, with
-            g the gradient on the support; 0 takes all steps.
-        rounded: let the products of directions with H be `narrow_products`; that of the residual, at first, is not.
+        target: T, (out, in). start: the initial S, zero off the mask. mask: the support, bool (out, in).
+        steps: the maximum. tolerance: stop when in every row g diag(H)⁻¹ gᵀ ≤ tolerance²·Σ t²·H_jj, with g the gradient
+            on the support; 0 takes all steps.
+        rounded: compute the products of directions with H as `narrow_products`; the first one, of the residual, is
+            always computed in full.
 
-    Each step minimises the loss of a row along a direction of descent, so that no step raises it. Where the gradient
-    of a row is zero, it rests; and where H is singular, it takes no step along a direction whose inputs cancel to
-    rounding: how far to go would be made of rounding too.
+    Each step minimises the loss of a row along a direction of descent, so that no step raises it. A row whose gradient
+    is zero does not move. Where H is singular, no step is taken along a direction d with d H dᵀ at the level of
+    rounding: the step length would be rounding error too.
     """
     sparse = start.clone()
     inverse_diagonal = 1 / matrix.diagonal()
@@ -193,7 +197,7 @@ def multiplies_tiles() -> bool:
 
 
 def _capable(instructions: str) -> bool:
-    """Whether torch's products use these instructions; versions that do not tell what the processor has say no."""
+    """Whether torch's products use these instructions; False for versions of torch that do not report them."""
     capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return torch.backends.mkldnn.is_available() and bool(capabilities.get(instructions))
 
@@ -202,8 +206,8 @@ def _capable(instructions: str) -> bool:
 def bfloat16_products(device: torch.device) -> Iterator[None]:
     """Round the factors of float32 products to bfloat16, and sum in float32, where `multiplies_bfloat16`.
 
-    Of numbers that are bfloat16 already, the products are exact. oneDNN may multiply in full all the same, as it does
-    on some processors without AMX. Elsewhere nothing is touched.
+    Products of numbers that are bfloat16 already are exact. oneDNN may still multiply in float32, as it does on some
+    processors without AMX. On other devices nothing changes.
     """
     settings = getattr(torch.backends.mkldnn, "matmul", None)
     if not multiplies_bfloat16(device) or not hasattr(settings, "fp32_precision"):
@@ -214,9 +218,9 @@ def bfloat16_products(device: torch.device) -> Iterator[None]:
 
 
 def matmul_precision(device: torch.device, tf32: bool = False) -> AbstractContextManager[None]:
-    """Run float32 products on CUDA in full, or in TF32; torch's setting is put back at the end.
+    """Run float32 products on CUDA in full, or in TF32; torch's setting is restored at the end.
 
-    On other devices, nothing is touched.
+    On other devices nothing changes.
     """
     return _matmul_setting(tf32) if device.type == "cuda" else nullcontext()
 

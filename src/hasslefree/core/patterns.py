@@ -18,7 +18,7 @@ from hasslefree.errors import PatternError
 
 # Groups up to this size are ranked by comparing all pairs; beyond it a partial sort is faster.
 PAIRWISE = 8
-# In a single row much longer than this, so many samples bracket what is looked for.
+# In a single row much longer than this, this number of samples brackets the threshold.
 SAMPLES = 1 << 11
 
 
@@ -31,7 +31,7 @@ class Pattern(Protocol):
 
     @property
     def group(self) -> int | None:
-        """How many consecutive inputs are decided together; None where the pattern does not say."""
+        """How many consecutive inputs are decided together; None for a pattern without groups."""
 
     def check(self, shape: tuple[int, int]) -> None:
         """Raise PatternError where a weight (out, in) cannot have this pattern."""
@@ -67,7 +67,8 @@ class SemiStructured:
     def check(self, shape: tuple[int, int]) -> None:
         if shape[1] % self.m:
             raise PatternError(
-                f"{self} needs in_features divisible by {self.m}, got {shape[1]}; use pattern row or unstructured"
+                f"pattern {self} needs in_features divisible by {self.m}, got {shape[1]}; "
+                "use pattern row or unstructured"
             )
 
     def kept(self, shape: tuple[int, int]) -> int:
@@ -145,8 +146,8 @@ class Structured:
     """`count` whole input channels (columns of the weight) of the largest total score.
 
     Args:
-        unit: so many consecutive channels stay or go together, such as those of an attention head.
-        rows: those of a process, where several share the weight.
+        unit: the number of consecutive channels that are kept or removed together, such as those of an attention head.
+        rows: the rows of this process, where several share the weight.
     """
 
     count: int
@@ -164,8 +165,8 @@ class Structured:
         _check_count(self, self.count, shape[1], "input channels")
         if self.unit < 1 or shape[1] % self.unit or self.count % self.unit:
             raise PatternError(
-                f"pattern {self} cannot keep {self.count} of {shape[1]} input channels in units of {self.unit}; "
-                "both must be multiples of it"
+                f"pattern {self} cannot keep {self.count} of {shape[1]} input channels: both numbers must be multiples "
+                f"of unit, which is {self.unit}; choose another count or unit"
             )
 
     def kept(self, shape: tuple[int, int]) -> int:
@@ -183,7 +184,7 @@ class Structured:
 
 @dataclass(frozen=True)
 class KnownSupport:
-    """A support that was chosen already: the entries that are set in `known`, bool (out, in)."""
+    """A support that is already known: the entries that are set in `known`, bool (out, in)."""
 
     known: Tensor
 
@@ -196,7 +197,9 @@ class KnownSupport:
 
     def check(self, shape: tuple[int, int]) -> None:
         if tuple(self.known.shape) != tuple(shape):
-            raise PatternError(f"the support of a weight {tuple(self.known.shape)} is none of one {tuple(shape)}")
+            raise PatternError(
+                f"the known support has shape {tuple(self.known.shape)}, but the weight has shape {tuple(shape)}"
+            )
 
     def kept(self, shape: tuple[int, int]) -> int:
         self.check(shape)
@@ -238,8 +241,8 @@ def largest(score: Tensor, count: int) -> Tensor:
 def least_of_largest(score: Tensor, count: int) -> Tensor:
     """The `count`-th largest of a long row (n,), as (1,): exact, without sorting more than a few of its entries.
 
-    Evenly spaced samples give two values that hold it between them but for bad luck, and then only what lies between
-    the two is sorted; after bad luck all is (Floyd & Rivest 1975).
+    Evenly spaced samples give two values that nearly always bracket it; then only the entries between the two are
+    sorted, and otherwise all (Floyd & Rivest 1975).
     """
     # An odd step does not keep to the same columns of a matrix whose width is a power of two.
     samples = score[:: len(score) // SAMPLES | 1].sort(descending=True).values
@@ -280,4 +283,4 @@ def _share(count: int, start: int, stop: int, width: int) -> int:
 
 def _check_count(pattern: object, count: int, limit: int, what: str) -> None:
     if not 0 <= count <= limit:
-        raise PatternError(f"pattern {pattern} cannot keep {count} of {limit} {what}; choose another sparsity")
+        raise PatternError(f"pattern {pattern} must keep from 0 to {limit} {what}, got {count}")

@@ -1,4 +1,4 @@
-"""The three kinds of plug-in and what they hand on. A plug-in is a frozen dataclass of its hyper-parameters.
+"""The three kinds of plug-in and the data they exchange. A plug-in is a frozen dataclass of its hyper-parameters.
 
 What a plug-in can do is stated by the attributes and methods of its base class here. Each has a default: a new pruner
 needs no more than `prepare` and `prune`. A plug-in splits its work in two: `prepare` does what depends on the Gram
@@ -27,14 +27,14 @@ from hasslefree.errors import PatternError
 
 @dataclass(frozen=True)
 class Pruned:
-    """What a pruner found. sparse: S, (out, in). scaling: where the grid lies on which S is; None without one."""
+    """The result of a pruner. sparse: S, (out, in). scaling: scales and zeros of a quantised S; None for floats."""
 
     sparse: Tensor
     scaling: Scaling | None = None
 
 
 class Sparsifier(ABC):
-    """What a pruner and a method state of their S. One that leaves S to another plug-in states the same as that one."""
+    """What pruners and methods declare about their S. One that leaves S to another plug-in declares what that does."""
 
     @abstractmethod
     def prepare(self, gram: Gram) -> Any:
@@ -43,34 +43,36 @@ class Sparsifier(ABC):
 
     @property
     def inner(self) -> Sparsifier | None:
-        """The plug-in that S is left to; None for a plug-in that finds S itself."""
+        """The plug-in that computes S; None for one that computes S itself."""
         return None
 
     @property
     def grid(self) -> Grid | None:
-        """On which S lies; None where S may hold any number."""
+        """The grid of a quantised S; None where S may hold any number."""
         return self.inner.grid if self.inner else None
 
     @property
     def whole_channels(self) -> bool:
-        """Whether whole input channels go, and nothing else: the heads of attention then stay or go in one piece."""
+        """Whether only whole input channels are removed; attention heads are then kept or removed as a whole."""
         return self.inner.whole_channels if self.inner else False
 
     def shares_rows(self, pattern: Pattern) -> bool:
-        """Whether processes can share the rows of one layer with this pattern. A plug-in can if it says so.
+        """Whether several processes can share the rows of one layer with this pattern; no, unless overridden.
 
-        A pruner that says so takes the rows of a process for the target, and makes each row of S of that row alone and
-        of what `pattern.mask` says. A method that says so is a `SharingMethod`.
+        A pruner that returns True gets the rows of its process as the target, and must compute each row of S from that
+        row and `pattern.mask` alone. A method that returns True must be a `SharingMethod`.
         """
         return False
 
     def check_pattern(self, pattern: Pattern) -> None:
-        """Raise PatternError where whole channels go, and the pattern keeps others."""
+        """Raise PatternError if the plug-in removes whole channels and the pattern is not `Structured`."""
         if self.inner:
             self.inner.check_pattern(pattern)
         elif self.whole_channels and not isinstance(pattern, Structured):
             name = type(self).__name__
-            raise PatternError(f"{name} removes whole input channels, not {pattern}; use pattern structured")
+            raise PatternError(
+                f"{name} removes whole input channels and needs pattern structured, got pattern {pattern}"
+            )
 
 
 class Pruner(Sparsifier):
@@ -81,7 +83,7 @@ class Pruner(Sparsifier):
         """S: (out, in) with this pattern, for a target (out, in). The target is not changed."""
 
     def cost(self, out: int, width: int) -> Cost:
-        """What `prepare` and each call of `prune` take; by the rule for plug-ins that state no cost, if not said."""
+        """The cost of `prepare` and of each call of `prune`; `unstated_pruner` unless overridden."""
         return unstated_pruner(type(self).__name__, out, width)
 
 
@@ -102,7 +104,7 @@ class LowRankSolver(ABC):
         return False
 
     def cost(self, out: int, width: int, rank: int) -> Cost:
-        """What each call of `fit` takes; by the rule for plug-ins that state no cost, if not said."""
+        """The cost of each call of `fit`; `unstated_solver` unless overridden."""
         return unstated_solver(type(self).__name__, out, width, rank)
 
 
@@ -127,14 +129,14 @@ def fit_rows(solver: LowRankSolver, target: Tensor, prepared: Any, start: LowRan
 
 @dataclass(frozen=True)
 class Solution:
-    """What a method found, in the working dtype.
+    """The result of a method, in the working dtype.
 
     Args:
         sparse: (out, in). low_rank: (out, r), (r, in).
         history: the damped objective over the damped norm of W, as often as the method measures it, or estimates it;
             empty where nothing was removed.
-        remarks: what the method did that is out of the ordinary, a sentence each.
-        scaling: where the grid lies on which S is; None where S may hold any number.
+        remarks: unusual events, one sentence each.
+        scaling: the scales and zeros of a quantised S; None where S may hold any number.
     """
 
     sparse: Tensor
@@ -145,20 +147,19 @@ class Solution:
 
 
 class Method(Sparsifier):
-    """Solves the whole problem. Attributes: step: after what the history of a solution is measured, for its axis."""
+    """Solves the whole problem. Attributes: step: the unit of the history of a solution, for the axis of a plot."""
 
     step: ClassVar[str] = "measurement"
 
     def check(self, rank: int) -> None:
-        """Raise BudgetError where the method has no use for such a rank. Every rank will do, if not said."""
+        """Raise BudgetError if the method cannot use this rank; every rank is accepted unless overridden."""
 
     @abstractmethod
     def solve(self, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, generator: torch.Generator) -> Solution:
         """S and L for a weight (out, in). The weight is not changed."""
 
     def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
-        """What a layer takes, with all that depends on H made anew; by the rule for plug-ins that state no cost, if
-        not said.
+        """The cost of a layer, including all that depends on H; `unstated_method` unless overridden.
 
         Args:
             device: its kind, such as "cuda".
@@ -167,7 +168,7 @@ class Method(Sparsifier):
 
 
 class SharingMethod(Method):
-    """A method for rows that processes share: given L and H, each row of S is made of its row of W alone.
+    """A method for rows that processes share: given L and H, each row of S depends on its row of W alone.
 
     `shares_rows` says for which patterns. What couples rows, such as L, the objective and counts, goes through
     `rows.sum`, so that every process decides alike.
@@ -186,7 +187,7 @@ class SharingMethod(Method):
         """As for `Method`. Of the weight, of S and of u, a process has its rows; v is the same in all processes."""
 
     def shared_cost(self, out: int, width: int, rank: int, processes: int, device: str = "cpu") -> Cost:
-        """What a layer takes of each of so many processes that share its rows: as for `cost`, with fewer rows."""
+        """The cost for each of the processes that share the rows of a layer: that of `cost`, with fewer rows."""
         return self.cost(-(-out // processes), width, rank, device)
 
 
@@ -200,7 +201,7 @@ class Decomposition:
         relative_error: tr(R H Rᵀ) / tr(W H Wᵀ) with the undamped H, measured on what is returned here.
         relative_error_before_cast: the same before the cast to the dtype of W.
         history: the objective of the method (damped, relative), as often as it measures it, or estimates it.
-        remarks: what is out of the ordinary about the inputs, the way to the result, or the result; empty as a rule.
+        remarks: what is unusual about the inputs, the computation or the result, one sentence each; usually empty.
         quantised: the codes of S, where it is on a grid: `sparse` holds their values, rounded to the dtype of W.
         factors: the codes of u and v, where they are in eight bits: `low_rank` holds their values, likewise.
     """

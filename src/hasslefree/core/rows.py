@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 class Rows:
-    """All rows, of a process that shares them with no other: each sum is what this process has.
+    """All rows of a weight, in a single process: each sum is the value in this process.
 
-    `models.distributed.SharedRows` derives from it. Every process must make the same calls in the same order; what
-    comes of a call is the same, bit for bit, in every process.
+    `models.distributed.SharedRows` derives from it. Every process must make the same calls in the same order; the
+    result of a call is the same, bit for bit, in every process.
 
-    Attributes: rank, size: this process among those that share. start: the first row of this process.
+    Attributes: rank, size: of this process, and the number of processes. start: the first row of this process.
     """
 
     rank: int = 0

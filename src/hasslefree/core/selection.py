@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hasslefree.core.rows import Rows
 
-# The threshold is found by so many bits at a time, from the highest on.
+# The threshold is found by this number of bits at a time, from the highest on.
 DIGIT = 16
 
 

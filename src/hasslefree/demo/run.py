@@ -13,8 +13,9 @@ from rich.text import Text
 from hasslefree.evaluation.run import evaluate
 from hasslefree.generation.sample import Sampling, continue_prompt, prompt_ids
 from hasslefree.models.load import load_model, load_tokenizer
+from hasslefree.phases import Listener, heard
 from hasslefree.recipe.recipe import Recipe
-from hasslefree.run.compress import Progress, compress
+from hasslefree.run.compress import compress
 from hasslefree.tables import table
 
 FOLDER = Path(__file__).parent
@@ -58,17 +59,19 @@ class Demo:
     samples: dict[str, str]
 
 
-def run_demo(out: Path | None, rounds: int, progress: Progress | None = None) -> Demo:
+def run_demo(out: Path | None, rounds: int, progress: Listener | None = None) -> Demo:
     """Compress, measure perplexity on the held-out text, and continue a prompt; the dense model comes first.
 
     Args:
         out: a folder for the compressed models; None for a temporary one.
-        rounds: of hassle-free; the paper takes 80.
+        rounds: of hassle-free; the paper takes 80. progress: as for `hasslefree.compress`.
     """
     dense = load_model(str(MODEL)).num_parameters()
     rows = [DemoRow("dense", held_out_perplexity(MODEL), 0.0, dense, 0.0)]
-    with tempfile.TemporaryDirectory() as temporary:
-        for number, (name, recipe) in enumerate(recipes(rounds).items(), 1):
+    compared = recipes(rounds)
+    with tempfile.TemporaryDirectory() as temporary, heard(progress) as phases:
+        models = phases.counted("comparison", compared.items(), len(compared), "models")
+        for number, (name, recipe) in enumerate(models, 1):
             target = (out or Path(temporary)) / f"{number}-{recipe.method}"
             report = compress(str(MODEL), target, recipe, overwrite=True, progress=progress)
             stored = dense - report.dense_parameters + report.kept_parameters

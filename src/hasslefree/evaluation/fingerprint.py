@@ -1,4 +1,4 @@
-"""A name for all that the scores of a model depend on, so that a changed model never meets another's."""
+"""A hash of everything that the scores of a model depend on, so that a changed model never reuses old scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def fingerprint(model: PreTrainedModel, tokenizer: Any, options: dict[str, Any])
     """SHA-256, in hexadecimal, of every tensor of a loaded model, its configuration, its tokenizer and the options.
 
     Args:
-        options: whatever else decides the scores, such as versions; anything that JSON can say.
+        options: whatever else affects the scores, such as versions; any JSON value.
     """
     digest = hashlib.sha256()
     config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}

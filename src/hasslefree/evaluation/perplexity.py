@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasslefree.errors import CalibrationError, NonFiniteError, option
+from hasslefree.phases import Phases
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,14 @@ def perplexity(
     *,
     windows: int | None = None,
     remainder: bool = True,
+    phases: Phases | None = None,
+    name: str = "perplexity",
 ) -> Perplexity:
     """The perplexity of a causal language model on tokens: (n,), in windows of `window` tokens, `batch` at a time.
 
     Args:
-        windows: only the first so many windows. remainder: score a last window that is shorter than the others too.
+        windows: score only this number of windows, the first ones. remainder: also score a shorter last window.
+        phases, name: the run, and its phase in which the windows are counted.
 
     Raises:
         CalibrationError: fewer than two tokens, in the text or in a window. NonFiniteError: the model gives NaN.
@@ -49,26 +53,27 @@ def perplexity(
     if not remainder:
         if len(tokens) < window:
             raise CalibrationError(
-                f"{len(tokens)} tokens do not fill one window of {window}, and whole windows alone are scored; "
+                f"{len(tokens)} tokens do not fill one window of {window}, and only full windows are scored; "
                 f"use a smaller {option('seqlen')} or more tokens"
             )
         tokens = tokens[: len(tokens) // window * window]
-    if len(tokens) < 2 or window < 2:
-        raise CalibrationError(
-            f"{len(tokens)} tokens in windows of {window} have no perplexity: at least 2 are needed of both"
-        )
+    for name, size in {"text": len(tokens), "window": window}.items():
+        if size < 2:
+            raise CalibrationError(f"perplexity needs a {name} of at least 2 tokens, got {size}")
     whole = len(tokens) // window * window
     batches = list(tokens[:whole].view(-1, window).split(batch)) if whole else []
     if len(tokens) - whole > 1:
         batches.append(tokens[whole:][None])
     device = next(model.parameters()).device
     total, scored = 0.0, 0
-    for rows in batches:
-        rows = rows.to(device)
-        logits = model(input_ids=rows, use_cache=False).logits[:, :-1].float()
-        losses = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
-        total += losses.item()
-        scored += rows[:, 1:].numel()
+    with (phases or Phases()).phase(name, sum(map(len, batches)), "windows") as phase:
+        for rows in batches:
+            rows = rows.to(device)
+            logits = model(input_ids=rows, use_cache=False).logits[:, :-1].float()
+            losses = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+            total += losses.item()
+            scored += rows[:, 1:].numel()
+            phase.advance(len(rows))
     if math.isnan(total):
         raise NonFiniteError(
             f"the model gives NaN on this text; look for NaN or Inf in its weights, or try {option('dtype', 'float32')}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError
 from hasslefree.evaluation.harness import evaluate_tasks
@@ -17,6 +18,7 @@ from hasslefree.evaluation.tasks import check_harness, check_tasks
 from hasslefree.folder.record import versions
 from hasslefree.models.load import load_model, load_tokenizer, resolve_seqlen
 from hasslefree.models.texts import check_text, evaluation_protocol, evaluation_text
+from hasslefree.phases import LOADING, Listener, Phases, heard
 
 
 def evaluate(
@@ -34,6 +36,7 @@ def evaluate(
     task_data: Path | None = None,
     cache: Path | None = None,
     keep: Callable[[dict[str, Any]], None] | None = None,
+    progress: Listener | None = None,
 ) -> dict[str, Any]:
     """The perplexity of a model, dense or compressed, on texts, and its zero-shot accuracy on tasks.
 
@@ -45,6 +48,7 @@ def evaluate(
         dtype, device, trust_remote_code: as for `load_model`.
         limit, task_data, cache: of the tasks, as for `evaluate_tasks`.
         keep: called with the results so far, whenever there is something new.
+        progress: as for `hasslefree.compress`.
 
     Returns:
         {"model", "dtype", "device", "versions",
@@ -53,18 +57,36 @@ def evaluate(
         only with tasks.
 
     Raises:
-        HasslefreeError: before the model is loaded where it can be seen then.
+        HasslefreeError: as far as possible before the model is loaded.
     """
     for text in texts:
         check_text(text)
     if tasks:
         check_tasks(tasks, task_data)
         check_harness()
-    tokenizer = load_tokenizer(model, trust_remote_code)
-    loaded = load_model(model, dtype, device, trust_remote_code)
-    check_causal(loaded)
+    with heard(progress) as phases:
+        with phases.phase(LOADING):
+            tokenizer = load_tokenizer(model, trust_remote_code)
+            loaded = load_model(model, dtype, device, trust_remote_code)
+            check_causal(loaded)
+        how = {"seqlen": seqlen, "max_tokens": max_tokens, "batch": batch or 1, "phases": phases}
+        harness = {"batch": batch, "limit": limit, "folder": task_data, "cache": cache, "phases": phases}
+        return measured(model, loaded, tokenizer, texts, tasks, how, harness, keep or (lambda results: None))
+
+
+def measured(
+    name: str,
+    loaded: PreTrainedModel,
+    tokenizer: Any,
+    texts: Sequence[str],
+    tasks: Sequence[str],
+    how: dict[str, Any],
+    harness: dict[str, Any],
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """What `evaluate` returns of a loaded model. how: for `text_perplexity`. harness: for `evaluate_tasks`."""
     results: dict[str, Any] = {
-        "model": model,
+        "model": name,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
         "versions": versions() | ({"lm_eval": importlib.metadata.version("lm_eval")} if tasks else {}),
@@ -72,15 +94,13 @@ def evaluate(
     if texts:
         results["perplexity"] = {}
     for text in texts:
-        results["perplexity"][text] = text_perplexity(loaded, tokenizer, text, seqlen, max_tokens, batch or 1)
-        if keep is not None:
-            keep(results)
+        results["perplexity"][text] = text_perplexity(loaded, tokenizer, text, **how)
+        keep(results)
     if tasks:
-        rows = evaluate_tasks(loaded, tokenizer, tasks, batch=batch, limit=limit, folder=task_data, cache=cache)
+        rows = evaluate_tasks(loaded, tokenizer, tasks, **harness)
         average = sum(row["value"] for row in rows.values()) / len(rows)
-        results |= {"tasks": rows, "limit": limit, "average": average}
-        if keep is not None:
-            keep(results)
+        results |= {"tasks": rows, "limit": harness["limit"], "average": average}
+        keep(results)
     return results
 
 
@@ -97,12 +117,20 @@ def check_causal(model: Any) -> None:
 
 
 def text_perplexity(
-    model: Any, tokenizer: Any, text: str, seqlen: int | None, max_tokens: int | None, batch: int
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    seqlen: int | None,
+    max_tokens: int | None,
+    batch: int,
+    phases: Phases | None = None,
 ) -> dict[str, Any]:
-    """The perplexity on one text by its own protocol; the arguments are those of `evaluate`."""
+    """The perplexity on one text by its own protocol; the arguments are those of `evaluate`, and its phases."""
+    phases, name = phases or Phases(), Path(text).name
     protocol = evaluation_protocol(text)
     window = resolve_seqlen(model, seqlen)
-    ids = tokenizer(evaluation_text(text), add_special_tokens=protocol.special_tokens, verbose=False)["input_ids"]
+    with phases.phase(f"reading {name}"):
+        ids = tokenizer(evaluation_text(text), add_special_tokens=protocol.special_tokens, verbose=False)["input_ids"]
     found = perplexity(
         model,
         torch.tensor(ids[:max_tokens]),
@@ -110,5 +138,7 @@ def text_perplexity(
         batch,
         windows=protocol.windows,
         remainder=protocol.remainder,
+        phases=phases,
+        name=f"perplexity on {name}",
     )
     return dataclasses.asdict(found) | {"protocol": dataclasses.asdict(protocol)}

@@ -11,7 +11,7 @@ from hasslefree.tables import table
 
 
 def result_tables(results: dict[str, Any]) -> list[Table]:
-    """One table for the texts and one for the tasks, as far as `evaluation.run.evaluate` was asked for them."""
+    """One table for the texts and one for the tasks, if the results have them."""
     tables = []
     if "perplexity" in results:
         tables.append(perplexity_table(results))

@@ -1,7 +1,7 @@
-"""The eight zero-shot tasks of the paper, in the words of lm-evaluation-harness, on data of the hub or of a folder.
+"""The eight zero-shot tasks of the paper, as lm-evaluation-harness defines them, on data of the hub or of a folder.
 
-Prompts, choices and metrics are those of the harness's own definitions: nothing of them is written anew here, only the
-data set is put in its place where a folder is given.
+Prompts, choices and metrics are those of the harness's own definitions; only the data set is replaced where a folder is
+given.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RowForm:
     """One shape in which the rows of a task are published.
 
     Args:
-        fields: what a row must hold. changes: what the harness's definition is told about them.
+        fields: that a row must have. changes: to the harness's definition for rows of this form.
     """
 
     fields: tuple[str, ...]
@@ -71,11 +71,11 @@ TASKS = {
 
 
 def check_tasks(names: Sequence[str], folder: Path | None) -> None:
-    """Look at all that can be seen before a model is loaded.
+    """Check everything that can be checked before a model is loaded.
 
     Raises:
-        UnknownNameError: no such task. TaskError: one twice, or with a folder a file that is missing or holds rows of
-            another form.
+        UnknownNameError: no such task. TaskError: a task is given twice, or a file of the folder is missing or has
+            rows of another form.
     """
     for name in names:
         if name not in TASKS:
@@ -99,7 +99,7 @@ def data_file(name: str, folder: Path) -> Path:
 
 
 def row_form(name: str, folder: Path) -> RowForm:
-    """The form that all rows of a task's file have. Raises a TaskError with the file and the line where they have not.
+    """The form that all rows of a task's file have; raises a TaskError with the file and the line of one that has not.
 
     A line must be a JSON object with the fields of the form; the first line decides between forms.
     """
@@ -121,7 +121,9 @@ def row_form(name: str, folder: Path) -> RowForm:
         having = set(row) if isinstance(row, dict) else set()
         found = found or next((form for form in forms if having.issuperset(form.fields)), forms[0])
         if missing := [name for name in found.fields if name not in having]:
-            raise TaskError(f"{file}, line {number}: no {', '.join(missing)}; a row holds {', '.join(found.fields)}")
+            raise TaskError(
+                f"{file}, line {number}: no field {', '.join(missing)}; every row needs {', '.join(found.fields)}"
+            )
     if found is None:
         raise TaskError(f"{file} is empty")
     return found
@@ -149,7 +151,7 @@ def definition(name: str, folder: Path | None, cache: Path) -> dict[str, Any]:
 
     path = Path(str(lm_eval.__file__)).parent / "tasks" / TASKS[name].definition
     if not path.is_file():
-        raise TaskError(f"this lm-evaluation-harness does not define {name} at {path}: {REMEDY}")
+        raise TaskError(f"the installed lm-evaluation-harness has no task {name} at {path}: {REMEDY}")
     written: dict[str, Any] = {"include": str(path), "task": name, "num_fewshot": 0}
     if folder is None:
         return written
@@ -187,6 +189,11 @@ def _check_row(task: Any, row: dict[str, Any], where: str) -> None:
         choices = task.doc_to_choice(row)
         answer = task.doc_to_text(row) if task.multiple_input else task.doc_to_target(row)
     except Exception as error:  # the templates and functions of the definitions raise anything
-        raise TaskError(f"{where}: not a row of this task ({type(error).__name__}: {error})") from error
+        raise TaskError(
+            f"{where}: the task cannot read this row ({type(error).__name__}: {error}); correct or remove it"
+        ) from error
     if answer not in range(len(choices)):
-        raise TaskError(f"{where}: its answer {answer!r} is none of its {len(choices)} choices; take a labelled split")
+        raise TaskError(
+            f"{where}: the answer {answer!r} is not one of the {len(choices)} choices (0 to {len(choices) - 1}); use a "
+            "split with labels, such as validation"
+        )

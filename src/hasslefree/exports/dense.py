@@ -1,4 +1,4 @@
-"""A compressed model as a plain one again: the model's own layers, with weights that any reader of it knows."""
+"""A compressed model as a plain one again: the original kind of layers, with dense weights."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def summed(layer: SparseLowRankLinear) -> Tensor:
 
 
 def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear], Tensor]) -> None:
-    """Put the model's own layer in the place of every compressed one, and forget that there were any.
+    """Replace every compressed layer by the model's original kind of layer, and remove the quantisation config.
 
-    One layer at a time, in place: beside the model, one dense weight is in memory.
+    One layer at a time, in place: in addition to the model, one dense weight is in memory.
 
     Args:
-        weight_of: the (out, in) weight that the own layer gets.
+        weight_of: the (out, in) weight of the new layer.
     """
     quantizer: Any = model.hf_quantizer
     quantizer.remove_quantization_config(model)

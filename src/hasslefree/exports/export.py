@@ -19,8 +19,9 @@ from hasslefree.folder.output import check_output, check_shard_size, replaced_wh
 from hasslefree.folder.processor import copy_processor
 from hasslefree.models.load import auto_class, load_config, load_model, load_tokenizer
 from hasslefree.packed.linear import compressed_layers
+from hasslefree.phases import LOADING, WRITING, Listener, heard
 
-# (the model, changed in place; the folder to fill; where that will stand; the shard size) → the folders with a model
+# (the model, changed in place; the folder to fill; its final path; the shard size) → the folders with a model
 # card, by its kind
 Write = Callable[[PreTrainedModel, Path, Path, str], dict[str, Path]]
 EXPORTS: dict[str, Write] = {"dense": write_dense, "peft": write_adapter, "narrow": write_narrow}
@@ -33,6 +34,7 @@ def export(
     *,
     overwrite: bool = False,
     max_shard_size: str = "5GB",
+    progress: Listener | None = None,
 ) -> None:
     """Write a compressed model for readers that do not know hasslefree.
 
@@ -41,23 +43,26 @@ def export(
         to: "dense" (S + u v as plain weights), "peft" (an adapter with u v, and S as its base model in base/) or
             "narrow" (dense, without the heads and neurons that nothing reads).
         overwrite: replace a destination that is not empty, once the new one is complete.
+        progress: as for `hasslefree.compress`.
 
     Raises:
         HasslefreeError: an unknown `to`, a folder that is not compressed, a destination that cannot be written.
     """
     if to not in EXPORTS:
-        raise UnknownNameError("export", to, EXPORTS)
+        raise UnknownNameError("export format", to, EXPORTS)
     source, target = Path(folder).resolve(), Path(destination).resolve()
     check_shard_size(max_shard_size)
     check_folders(source, target, overwrite)
-    model = load_model(str(source), device="cpu")
-    auto = auto_class(model.config).__name__
-    # Compressed folders have transformers' own names; the export has those that checkpoints of the family have.
-    model._weight_conversions = None  # type: ignore[assignment]
-    check_output(target, overwrite, bytes_needed(model))
-    with replaced_whole(target) as part:
-        folders = EXPORTS[to](model, part, target, max_shard_size)
-        copy_rest(source, part, folders, auto)
+    with heard(progress) as phases:
+        with phases.phase(LOADING):
+            model = load_model(str(source), device="cpu")
+        auto = auto_class(model.config).__name__
+        # Compressed folders have transformers' own names; the export has those that checkpoints of the family have.
+        model._weight_conversions = None  # type: ignore[assignment]
+        check_output(target, overwrite, bytes_needed(model))
+        with phases.phase(WRITING), replaced_whole(target) as part:
+            folders = EXPORTS[to](model, part, target, max_shard_size)
+            copy_rest(source, part, folders, auto)
 
 
 def check_folders(source: Path, target: Path, overwrite: bool) -> None:
@@ -67,7 +72,10 @@ def check_folders(source: Path, target: Path, overwrite: bool) -> None:
     if (getattr(load_config(str(source)), "quantization_config", None) or {}).get("quant_method") != QUANT_METHOD:
         raise ModelError(f"{source} is not compressed by hasslefree, so there is nothing to export; compress it first")
     if target.is_relative_to(source) or source.is_relative_to(target):
-        raise OutputError(f"the output {target} and the model {source} lie one in the other; give another folder")
+        raise OutputError(
+            f"the output folder {target} and the model folder {source} must be apart, neither inside the other; give "
+            "another output folder"
+        )
     check_output(target, overwrite)
 
 

@@ -23,9 +23,9 @@ MAKERS = {"self_attn.o_proj": ("q_proj", "k_proj", "v_proj"), "mlp.down_proj": (
 def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str) -> dict[str, Path]:
     """Write the model, which is changed in place, without the channels whose weights are all zero.
 
-    The input channels of o_proj go by all query heads of a key head, with the rows of q_proj, k_proj and v_proj that
-    make them; those of down_proj with the rows of gate_proj and up_proj. The configuration says how many are left. Some
-    that nothing reads stay where transformers does not accept as many heads as are read.
+    The input channels of o_proj are removed in units of all query heads of a key head, with the rows of q_proj, k_proj
+    and v_proj that compute them; those of down_proj with the rows of gate_proj and up_proj. The configuration gets the
+    new numbers. Some unused heads stay where transformers does not accept the number of used heads.
 
     Raises:
         ModelError: layers of other names; blocks that keep different numbers, which no plain model can have; or
@@ -39,9 +39,9 @@ def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_sha
     counts["self_attn.o_proj"] = accepted_count(config, len(heads[0]), counts["self_attn.o_proj"])
     if all(counts[reader] == len(found[0]) for reader, found in kept.items()):
         raise ModelError(
-            "nothing can go: every neuron is read, and every head, or transformers takes no model with the heads that "
-            f"are; compress with {option('method', 'osscar')} {option('pattern', 'structured')}, at "
-            f"rank 0, or another {option('sparsity')}"
+            "no neuron and no attention head can be removed: all are in use, or transformers accepts no smaller number "
+            f"of heads for this model; compress with {option('method', 'osscar')} {option('pattern', 'structured')} at "
+            f"rank 0, or with another {option('sparsity')}"
         )
     for index, block in enumerate(blocks.modules):
         for reader in MAKERS:
@@ -59,14 +59,18 @@ def units_kept(block: nn.Module, reader: str) -> Tensor:
         layer: Any = block.get_submodule(reader)
         makers: list[Any] = [block.get_submodule(f"{parent}.{name}") for name in MAKERS[reader]]
     except AttributeError:
+        names = ", ".join([*(f"{parent}.{name}" for name in MAKERS[reader]), reader])
         raise ModelError(
-            f"{type(block).__name__} has no {parent}.{' and '.join((*MAKERS[reader], reader.rpartition('.')[2]))}: "
-            f"heads and neurons are found by these names; use {option('to', 'dense')}"
+            f"{type(block).__name__} does not have all of the modules {names}, by which this export finds heads and "
+            f"neurons; use {option('to', 'dense')}"
         ) from None
     unit = head_unit(block, reader)
     units = layer.in_features // unit
     if any(maker.out_features % units for maker in makers):
-        raise ModelError(f"{reader} reads {layer.in_features} channels that {', '.join(MAKERS[reader])} do not make")
+        raise ModelError(
+            f"the outputs of {', '.join(MAKERS[reader])} do not divide into the {units} heads or neurons that {reader} "
+            f"reads; use {option('to', 'dense')}"
+        )
     used: Tensor = (layer.weight != 0).any(0).view(units, unit).any(1)
     return used
 
@@ -76,8 +80,8 @@ def common_count(reader: str, kept: list[Tensor]) -> int:
     counts = [int(torch.count_nonzero(found)) for found in kept]
     if len(set(counts)) > 1 or not counts[0]:
         raise ModelError(
-            f"blocks keep {', '.join(map(str, counts))} units of {reader}; a plain model has the same number, at least "
-            f"one, in each: use {option('to', 'dense')}"
+            f"the blocks keep {', '.join(map(str, counts))} heads or neurons in {reader}, and a plain transformers "
+            f"model needs the same number, at least one, in every block; use {option('to', 'dense')}"
         )
     return counts[0]
 
@@ -92,7 +96,7 @@ def set_heads(config: Any, groups: int, count: int) -> None:
 def accepted_count(config: Any, groups: int, least: int) -> int:
     """The least number of key heads, from `least` to `groups`, with which transformers takes the configuration.
 
-    Llama's must divide the hidden size, though with a head_dim of its own nothing depends on that.
+    Llama's must divide the hidden size, though with an explicit head_dim nothing depends on that.
     """
     for count in range(least, groups):
         tried = copy.deepcopy(config)
@@ -106,7 +110,7 @@ def accepted_count(config: Any, groups: int, least: int) -> int:
 
 
 def filled_up(kept: Tensor, count: int) -> Tensor:
-    """`kept` with so many of the others, the first ones, that there are `count`."""
+    """`kept`, with the first of the other units added until there are `count`."""
     others = torch.nonzero(~kept).flatten()
     return kept.index_fill(0, others[: count - int(kept.sum())], True)
 

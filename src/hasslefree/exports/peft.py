@@ -22,18 +22,18 @@ def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_sha
     """Write the adapter into `part`, and the model with S as its weights, changed in place, into part/base.
 
     Args:
-        destination: where `part` will stand in the end: the adapter names its base model by an absolute path.
+        destination: the final path of `part`: the adapter names its base model by an absolute path.
 
     Returns:
         Both folders by their kind.
 
     Raises:
-        ModelError: no layer has a low-rank part, or the layer of an expert has one.
+        ModelError: no layer has a low-rank part, or layers of experts are compressed.
     """
     if experts := [name for name in compressed_layers(model) if experts_of(model, name)]:
         raise ModelError(
             f"{len(experts)} compressed layers belong to experts, such as {experts[0]}: PEFT adds adapters to linear "
-            f"layers, and the experts of {type(model).__name__} are none; use {option('to', 'dense')}"
+            f"layers, and the experts of {type(model).__name__} are not such modules; use {option('to', 'dense')}"
         )
     factors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
@@ -45,7 +45,8 @@ def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_sha
             factors[f"base_model.model.{name}.lora_B.weight"] = found[0].detach().contiguous()
     if not ranks:
         raise ModelError(
-            f"no layer has a low-rank part, so there is nothing for an adapter; use {option('to', 'dense')}"
+            f"no layer has a low-rank part (rank 0), so there is nothing to write as an adapter; use "
+            f"{option('to', 'dense')}"
         )
     make_plain(model, SparseLowRankLinear.unpacked)
     sites = find_sites(model)

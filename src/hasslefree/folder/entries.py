@@ -1,4 +1,4 @@
-"""The `quantization_config` of config.json: what a folder says of each compressed layer."""
+"""The `quantization_config` of config.json: the description of each compressed layer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ LAYOUT = "packed"
 GRID_FIELDS = {"bits", "group", "symmetric"}
 # What is wrong with an entry, by the field that is missing or not of its type.
 WRONG = {
-    "pattern": "it has no pattern",
-    "shape": "its shape is not [out, in]",
-    "rank": "rank and nonzeros are whole numbers, 0 or more",
-    "nonzeros": "rank and nonzeros are whole numbers, 0 or more",
-    **dict.fromkeys(("grid", *GRID_FIELDS), "its grid is not of bits, group (a whole number or null) and symmetric"),
-    "factor_bits": "its factor_bits is no whole number",
+    "pattern": "pattern must be a string, such as 2:4",
+    "shape": "shape must be [out, in]",
+    "rank": "rank must be a whole number, 0 or more",
+    "nonzeros": "nonzeros must be a whole number, 0 or more",
+    **dict.fromkeys(
+        ("grid", *GRID_FIELDS), "grid must have the fields bits, group (a whole number or null) and symmetric"
+    ),
+    "factor_bits": "factor_bits must be a whole number",
 }
 
 
@@ -52,14 +54,14 @@ def crc32(tensor: Tensor, start: int = 0) -> int:
 
 
 def check_version(version: Any, layout: Any) -> None:
-    """Raise a CheckpointError where this is not the format that is read here."""
+    """Raise a CheckpointError where this is not the format that this version reads."""
     if (version, layout) == (VERSION, LAYOUT):
         return
     older = isinstance(version, int) and version < VERSION
     remedy = "compress the model again" if older else "update hasslefree"
     raise CheckpointError(
-        f"config.json says format version {version}, layout {layout!r}; this hasslefree reads version {VERSION}, "
-        f"layout {LAYOUT!r}: {remedy}"
+        f"the folder has format version {version}, layout {layout!r} (in config.json), but this version of hasslefree "
+        f"reads version {VERSION}, layout {LAYOUT!r}: {remedy}"
     )
 
 
@@ -67,19 +69,21 @@ def read_entries(modules: Any) -> dict[str, Entry]:
     """The entries of all layers by name.
 
     Raises:
-        CheckpointError: the first that is not as the format says, with its name.
+        CheckpointError: with the name of the first entry that does not follow the format.
     """
     if not isinstance(modules, dict):
-        raise CheckpointError("config.json has no `modules` in its quantization_config; get it anew")
+        raise CheckpointError(
+            "config.json has no valid `modules` in its quantization_config; download or copy it again"
+        )
     return {name: _read(name, entry) for name, entry in modules.items()}
 
 
 def _read(name: str, entry: Any) -> Entry:
     def wrong(what: str) -> CheckpointError:
-        return CheckpointError(f"config.json, entry {name}: {what}; get it anew")
+        return CheckpointError(f"config.json, entry {name}: {what}. Download or copy config.json again")
 
     if not isinstance(entry, dict):
-        raise wrong("it is no object")
+        raise wrong("the entry must be a JSON object")
     try:
         spec = validated(LayerSpec, entry)
         check_factor_bits(entry.get("factor_bits"), spec.rank)
@@ -91,5 +95,5 @@ def _read(name: str, entry: Any) -> Entry:
     if spec.grid is not None and entry["grid"].keys() != GRID_FIELDS:
         raise wrong(WRONG["grid"])
     if not isinstance(crc := entry.get("crc32"), str) or not re.fullmatch("[0-9a-f]{8}", crc):
-        raise wrong("its crc32 is not of eight hexadecimal digits")
+        raise wrong("crc32 must be eight hexadecimal digits")
     return Entry(spec, int(crc, 16))

@@ -49,7 +49,7 @@ def weight_files(folder: Path) -> list[Path]:
     files = [folder / name for name in sorted(set(listed.values()))] or [folder / "model.safetensors"]
     for file in files:
         if not file.is_file():
-            raise CheckpointError(f"{file} is missing; get it anew")
+            raise CheckpointError(f"{file} is missing; download or copy it")
     return files
 
 
@@ -60,18 +60,28 @@ def read_index(folder: Path) -> dict[str, str]:
         return {}
     found = read_json(file).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(name, str) and "/" not in name for name in found.values()):
-        raise CheckpointError(f"{file} has no weight_map of tensors and files beside it; get it anew")
+        raise CheckpointError(
+            f"{file} has no valid weight_map (tensor name → name of a file in the same folder); download or copy it "
+            "again"
+        )
     return found
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object in a file."""
+def read_json(file: Path, remedy: str = "download or copy it again") -> dict[str, Any]:
+    """A JSON object in a file.
+
+    Args:
+        remedy: for the error where there is none.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds something else.
+    """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}; get it anew") from None
+        raise CheckpointError(f"{file} cannot be read: {error}; {remedy}") from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{file} holds no JSON object; get it anew")
+        raise CheckpointError(f"{file} does not contain a JSON object; {remedy}")
     return found
 
 
@@ -79,7 +89,7 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
     """All tensors of a model by name.
 
     Raises:
-        CheckpointError: a file that is no safetensors file, is cut short, or lacks a tensor that the index says it has.
+        CheckpointError: a file is not a safetensors file, is truncated, or lacks a tensor that the index lists.
     """
     found: dict[str, Stored] = {}
     for file in files:
@@ -87,30 +97,37 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
     for name, holder in read_index(files[0].parent).items():
         if any(file.name == holder for file in files) and (name not in found or found[name].file.name != holder):
             raise CheckpointError(
-                f"{files[0].parent / holder} does not hold {name}, which the index lists; get it anew"
+                f"{files[0].parent / holder} does not contain {name}, which model.safetensors.index.json lists; "
+                f"download or copy {holder} again"
             )
     return found
 
 
 def _read_header(file: Path) -> dict[str, Stored]:
     if file.suffix != ".safetensors":
-        raise CheckpointError(f"{file} is no safetensors file, and no other kind is read")
+        raise CheckpointError(
+            f"{file} is not a safetensors file, and compressed folders are read from safetensors only; download or "
+            "copy the folder again"
+        )
     size = file.stat().st_size
     with file.open("rb") as handle:
         start = 8 + struct.unpack("<Q", handle.read(8).ljust(8, b"\xff"))[0]
         if start > size:
-            raise CheckpointError(f"{file} is cut short in its header; get it anew")
+            raise CheckpointError(f"{file} is truncated (within its header); download or copy it again")
         try:
             header = dict(json.loads(handle.read(start - 8)))
         except (ValueError, TypeError):
-            raise CheckpointError(f"{file} has no readable header; get it anew") from None
+            raise CheckpointError(f"the header of {file} is not valid; download or copy the file again") from None
     header.pop("__metadata__", None)
     found = {name: _stored(file, name, entry, start) for name, entry in header.items()}
     for name, tensor in found.items():
         if tensor.stop > size:
-            raise CheckpointError(f"{file} is cut short: {name} ends at byte {tensor.stop} of {size}; get it anew")
+            raise CheckpointError(
+                f"{file} is truncated: it has {size} bytes, and {name} ends at byte {tensor.stop}; download or copy it "
+                "again"
+            )
     if max((tensor.stop for tensor in found.values()), default=start) < size:
-        raise CheckpointError(f"{file} goes on after the last tensor of its header; get it anew")
+        raise CheckpointError(f"{file} has extra bytes after its last tensor; download or copy it again")
     return found
 
 
@@ -122,5 +139,5 @@ def _stored(file: Path, name: str, entry: Any, start: int) -> Stored:
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:
-        raise CheckpointError(f"{file}: the header's entry of {name} is not sound; get it anew")
+        raise CheckpointError(f"{file}: the header entry of {name} is not valid; download or copy the file again")
     return Stored(file, entry["dtype"], shape, start + first, start + stop)

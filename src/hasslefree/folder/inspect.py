@@ -32,7 +32,7 @@ class LayerSize:
     relative_error: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: the fields of the spec lie among the others, its grid in words."""
+        """For JSON: the fields of the spec are among the others, its grid in words."""
         grid = str(self.spec.grid) if self.spec.grid else None
         rest = {name: value for name, value in vars(self).items() if name not in ("name", "spec")}
         return {"name": self.name, **vars(self.spec), **rest, "grid": grid}
@@ -40,7 +40,7 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class FolderSize:
-    """A compressed folder. other_bytes: of the tensors that are part of no compressed layer."""
+    """A compressed folder. other_bytes: of all tensors outside compressed layers."""
 
     folder: str
     version: int
@@ -77,7 +77,7 @@ class FolderSize:
 
 
 def inspect_folder(folder: Path) -> FolderSize:
-    """Read config.json and the headers, and check one against the other; no weight is read.
+    """Read config.json and the headers, and check that they match; no weights are read.
 
     Raises:
         CheckpointError: no local folder, a model that is not compressed, files that are not as config.json says, or a
@@ -85,11 +85,11 @@ def inspect_folder(folder: Path) -> FolderSize:
     """
     if not folder.is_dir():
         raise CheckpointError(
-            f"there is no folder {folder}; a model of the hub has to be downloaded first (hf download)"
+            f"the folder {folder} does not exist; a model on the hub must be downloaded first (hf download)"
         )
     config = read_json(folder / "config.json").get("quantization_config")
     if not isinstance(config, dict) or config.get("quant_method") != QUANT_METHOD:
-        raise CheckpointError(f"{folder} holds no compressed model; give a folder that `hasslefree compress` wrote")
+        raise CheckpointError(f"{folder} is not a compressed model; give a folder that `hasslefree compress` wrote")
     check_version(config.get("version"), config.get("layout"))
     entries, stored = read_entries(config.get("modules")), read_headers(weight_files(folder))
     check_layers(entries, {name for name in entries if f"{name}.bias" in stored}, stored)

@@ -1,4 +1,4 @@
-"""The folder of a compression under way. It holds every finished block, so that the run can be resumed from there."""
+"""The folder of an unfinished compression. It holds every finished block, so that the run can be resumed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ JOURNAL, BEFORE = "progress.json", "before"
 
 @dataclass(frozen=True)
 class Part:
-    """A finished part of the model: what is outside the blocks, or one block.
+    """A finished part of the model: the tensors outside the blocks, or one block.
 
     Args:
         file: its name. sha256: of its bytes. tensors: their names and sizes in bytes.
@@ -49,12 +49,12 @@ class Part:
 
 
 class Unfinished:
-    """`OUT.unfinished`, beside OUT: a lock, a journal, and in `model/` what OUT will hold.
+    """`OUT.unfinished`, next to OUT: a lock, a journal, and in `model/` the content of OUT.
 
-    Nothing in it is ever half there: files are written beside their place, synced, and renamed. `predictions` is the
-    report of prediction matching, once all blocks have the values that it gave them.
+    No file is ever incomplete: files are written under another name, synced, and renamed. `predictions` is the record
+    of prediction matching, once all blocks have the matched values.
 
-    A part is written by a thread while the next one is computed, if `beside`, which takes the memory of one more part.
+    If `beside`, a thread writes a part while the next one is computed, which takes the memory of one more part.
     """
 
     def __init__(
@@ -72,27 +72,27 @@ class Unfinished:
 
     @property
     def bytes_done(self) -> int:
-        """The size of what is finished."""
+        """The size of the finished parts."""
         return sum(size for part in self.parts for size in part.tensors.values())
 
     def begin(self, identity: dict[str, Any]) -> None:
-        """Say what is being done; where something was done before, it must have been the same.
+        """Record the settings of this run; where parts are finished already, their settings must be the same.
 
         Args:
-            identity: all that the result depends on, as JSON has it.
+            identity: everything that the result depends on, as JSON.
 
         Raises:
-            OutputError: with everything that differs.
+            OutputError: with every setting that differs.
         """
         if self.identity is not None and (found := list(differences(self.identity, identity))):
             raise OutputError(
                 f"cannot resume {self.folder}: the settings differ: {'; '.join(found)}. Give the same settings, or "
-                f"{option('overwrite', True)} to begin anew"
+                f"{option('overwrite', True)} to start again"
             )
         self.identity = identity
 
     def add(self, file: str, tensors: dict[str, Tensor], **rest: Any) -> None:
-        """Write one more part, once the part before it is written; `parts` and the journal have it when it is safe.
+        """Write one more part, after the part before it; once it is on the disk, `parts` and the journal list it.
 
         Args:
             tensors: by their names; they stay as they are until `wait` has returned.
@@ -108,7 +108,7 @@ class Unfinished:
             self.wait()
 
     def check(self) -> None:
-        """Raise what the last `add` has failed with by now, if it has; without waiting."""
+        """Raise the error of the last `add`, if it has failed by now; without waiting."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
@@ -124,7 +124,7 @@ class Unfinished:
             raise error
 
     def close(self) -> None:
-        """Wait until nothing is written any more, where a run ends with an error: that of a write is logged."""
+        """Wait for the last write, where a run ends with an error; an error of that write is only logged."""
         if self._writing is not None and (error := error_of(self._writing)) is not None:
             logger.error("%s", error)
 
@@ -145,10 +145,10 @@ class Unfinished:
         return digest
 
     def rewrite(self, files: Iterable[tuple[str, dict[str, Tensor]]], predictions: dict[str, Any]) -> None:
-        """Give the blocks other values and other files: all of them count at once, or none.
+        """Replace the values and files of all blocks: the journal then lists all new files, or none.
 
         Args:
-            files: for each block the name of its new file, and its tensors. predictions: the report of what was done.
+            files: for each block the name of its new file, and its tensors. predictions: the record of the matching.
         """
         outside, blocks = self.parts[0], self.parts[1:]
         with room_errors(self.folder):
@@ -165,7 +165,7 @@ class Unfinished:
         return load_file(self.model / part.file)
 
     def finish(self, fill: Callable[[Path], None]) -> None:
-        """Put the folder in the place of OUT. fill: writes what is still missing in it."""
+        """Replace OUT by the folder. fill: writes the files that are still missing."""
         with room_errors(self.folder):
             fill(self.model)
             write_index(self.model, self.parts)
@@ -188,13 +188,13 @@ def unfinished_folder(out: Path) -> Path:
 
 @contextmanager
 def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]:
-    """The unfinished folder of OUT, for this process alone. Without a finished block in it, it goes at the end.
+    """The unfinished folder of OUT, locked by this process. If no block is finished at the end, it is removed.
 
     Args:
-        out: resolved. overwrite: begin anew. resume: go on from what is there, if anything is.
+        out: resolved. overwrite: discard finished parts. resume: continue from finished parts, if there are any.
 
     Raises:
-        OutputError: another process is at it; something is there, and neither was said; it cannot be written.
+        OutputError: another process uses it; it has finished parts and neither option was given; it is not writable.
         CheckpointError: a finished part is damaged.
     """
     folder = unfinished_folder(out)
@@ -207,8 +207,8 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
         identity, parts, predictions = _read_journal(folder)
         if parts and not resume and not overwrite:
             raise OutputError(
-                f"{folder} holds the {_blocks(parts)} of a compression that did not end; {option('resume', True)} goes "
-                f"on from there, {option('overwrite', True)} begins anew"
+                f"{folder} holds an unfinished compression with {_blocks(parts)}; continue it with "
+                f"{option('resume', True)}, or start again with {option('overwrite', True)}"
             )
         if not resume:
             identity, parts, predictions = None, [], None
@@ -248,13 +248,13 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], dict[str, Any] | None]:
-    """What was done, up to the first part whose file is not there.
+    """The identity, finished parts and matching record of the journal, up to the first part whose file is missing.
 
-    Where predictions were matched, all blocks were trained together: if one is gone, none of them counts.
+    Prediction matching trains all blocks together: if the file of one is missing, all are dropped.
     """
     if not (folder / JOURNAL).exists():
         return None, [], None
-    content = read_json(folder / JOURNAL)
+    content = read_json(folder / JOURNAL, "delete it to start again")
     parts = []
     for entry in content["parts"]:
         part = Part(**entry)
@@ -263,9 +263,9 @@ def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], dict
             break
         if sha256(file) != part.sha256:
             raise CheckpointError(
-                f"{file} is not as it was written (its SHA-256 differs): the disk or another program changed it. "
-                f"Delete it, and {option('resume', True)} does its block and those after it again, or all blocks "
-                "where their predictions were matched"
+                f"{file} is damaged: its SHA-256 is not that of the bytes that were written. Delete it and use "
+                f"{option('resume', True)}: its block and all later ones are compressed again (after prediction "
+                "matching: all blocks)"
             )
         parts.append(part)
     predictions = content.get("predictions")
@@ -275,7 +275,7 @@ def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], dict
 
 
 def _sweep(found: Unfinished) -> None:
-    """Remove what a killed process left half done, and all that does not count any more."""
+    """Remove what a killed process left unfinished, and everything that the journal does not list."""
     known = {part.file for part in found.parts}
     with room_errors(found.folder):
         shutil.rmtree(found.scratch, ignore_errors=True)
@@ -289,12 +289,12 @@ def _sweep(found: Unfinished) -> None:
 
 
 def kept(out: Path) -> str:
-    """What an interruption has left of the compression to OUT, in words."""
+    """Which finished blocks an interrupted compression to OUT has left, in words."""
     folder = unfinished_folder(out.resolve())
     if not (folder / JOURNAL).exists():
-        return "nothing was finished"
+        return "no block was finished"
     done = _blocks(read_json(folder / JOURNAL)["parts"])
-    return f"{folder} holds the {done}; {option('resume', True)} goes on from there"
+    return f"{folder} holds {done}; continue with {option('resume', True)}"
 
 
 def _blocks(parts: list[Any]) -> str:
@@ -304,7 +304,7 @@ def _blocks(parts: list[Any]) -> str:
 def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
     """Where two JSON values differ: the name of each field, with both values.
 
-    A field that one of them lacks was added later: it is as one that is null, false or empty.
+    A field that only one of them has was added in a later version: a missing one equals null, false and empty.
     """
     if isinstance(before, dict) and isinstance(now, dict):
         for key in before | now:
@@ -329,7 +329,7 @@ def sha256(file: Path) -> str:
 
 
 def settle(beside: Path, place: Path) -> None:
-    """Give a file its place once its bytes are on the disk."""
+    """Rename a file to its final name once its bytes are on the disk."""
     sync(beside)
     beside.rename(place)
     sync(place.parent)
@@ -354,7 +354,7 @@ def room_errors(place: Path) -> Iterator[None]:
     except Exception as error:
         if is_of_the_disk(error):
             raise OutputError(
-                f"{place} cannot be written: {error}; finished blocks are kept. Correct the cause, and use "
+                f"{place} cannot be written: {error}; finished blocks are kept. Correct the cause, and continue with "
                 f"{option('resume', True)}"
             ) from error
         raise

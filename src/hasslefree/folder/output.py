@@ -1,4 +1,4 @@
-"""Output folders: what is checked before the work, and how one is put in place, whole or not at all."""
+"""Output folders: what is checked before the work, and how a folder is replaced, completely or not at all."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0) -> None:
         )
     if folder == Path.cwd() or folder.is_mount():
         raise OutputError(
-            f"the output {folder} cannot be put in place as a whole; give a folder in it, such as {folder}/out"
+            f"the output folder {folder} is the current folder or a mount point, which cannot be replaced; give a "
+            f"folder in it, such as {folder}/out"
         )
     parent = folder.parent
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise OutputError(f"the output folder {folder} cannot be made: {parent} is not writable")
+        raise OutputError(
+            f"the output folder {folder} cannot be created: {parent} is not writable; give another folder"
+        )
     if (free := shutil.disk_usage(parent).free) < bytes_needed:
         raise OutputError(
             f"the disk of {folder} has {free / 1e6:,.0f} MB free and {bytes_needed / 1e6:,.0f} MB are needed; "
@@ -46,12 +49,14 @@ def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0) -> None:
 def check_shard_size(size: str) -> None:
     """Raise an OutputError where the size is not of the form that transformers reads, such as 5GB."""
     if not re.fullmatch(r"\d+(\.\d+)?\s?[KMGT]B", size, re.IGNORECASE):
-        raise OutputError(f"{option('max_shard_size')} is a number and a unit, such as 5GB or 500MB, got {size!r}")
+        raise OutputError(
+            f"{option('max_shard_size')} must be a number with a unit, such as 5GB or 500MB, got {size!r}"
+        )
 
 
 @contextmanager
 def replaced_whole(folder: Path) -> Iterator[Path]:
-    """A fresh folder beside `folder` that takes its place at the end; on an error it is removed, and nothing else."""
+    """A new folder next to `folder` that replaces it at the end; on an error only the new one is removed."""
     part, old = (folder.with_name(f".{folder.name}.{kind}-{os.getpid()}") for kind in ("part", "old"))
     try:
         part.mkdir(parents=True)
@@ -61,7 +66,10 @@ def replaced_whole(folder: Path) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
         if is_of_the_disk(error):
-            raise OutputError(f"{folder} could not be written: {error}; what was there before is untouched") from error
+            raise OutputError(
+                f"{folder} could not be written: {error}. Its previous content is unchanged; correct the cause and try "
+                "again"
+            ) from error
         raise
 
 
@@ -71,7 +79,7 @@ def is_of_the_disk(error: BaseException) -> bool:
 
 
 def open_up(folder: Path) -> None:
-    """Give files the rights that the user's umask says: safetensors' files are for their owner alone."""
+    """Set permissions by the user's umask: safetensors writes files that only their owner can read."""
     umask = os.umask(0)
     os.umask(umask)
     for path in folder.rglob("*"):
@@ -79,7 +87,7 @@ def open_up(folder: Path) -> None:
 
 
 def put_in_place(part: Path, folder: Path, old: Path) -> None:
-    """Rename `part` to `folder`. What was there goes to `old` first, and comes back if that fails."""
+    """Rename `part` to `folder`. An existing folder is renamed to `old` first, and back if that fails."""
     try:
         if folder.exists():
             folder.rename(old)

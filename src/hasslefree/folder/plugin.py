@@ -40,7 +40,7 @@ class HasslefreeConfig(QuantizationConfigMixin):
 
 
 class HasslefreeQuantizer(HfQuantizer):
-    """Puts `SparseLowRankLinear` in the place of the layers that the config lists, before the weights are read."""
+    """Replaces the layers that the config lists by `SparseLowRankLinear`, before the weights are read."""
 
     requires_calibration = True
     quantization_config: HasslefreeConfig
@@ -63,7 +63,7 @@ class HasslefreeQuantizer(HfQuantizer):
             check_indices(entries, stored)
 
     def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
-        """Without those that fuse experts, which are apart here."""
+        """Without those that fuse experts, which are separate layers here."""
         fused = {source for module in model.modules() if isinstance(module, SplitExperts) for source in module.sources}
         kept = [each for each in weight_conversions if not fuses(each, fused)]
         return super().update_weight_conversions(kept, model)
@@ -74,14 +74,15 @@ class HasslefreeQuantizer(HfQuantizer):
         keep_unpacked(model)
         if kept := bytes_unpacked(model):
             logger.info(
-                "Beside the packed weights, %s of the GPU will hold unpacked weights, for %s; "
-                'hasslefree.use_backend(model, "dense") needs none of it, and unpacks at every call, which is slow',
-                size(kept), "calls with more than 16 tokens" if HAS_TRITON else "all calls: Triton is not installed",
+                "In addition to the packed weights, %s of GPU memory will hold unpacked copies of them, used in %s. To "
+                'save that memory, call hasslefree.use_backend(model, "dense"), which unpacks at every call (slow)',
+                size(kept), "calls with more than 16 tokens" if HAS_TRITON else "all calls (Triton is not installed)",
             )  # fmt: skip
         if slow := layers_without_numba(model):
             logger.warning(
-                "Numba is not installed: %d layers, %s the first, unpack their weights at every call, which is slow on "
-                'a CPU; pip install "hasslefree[fast]", or hasslefree.use_backend(model, "unpacked") if memory allows',
+                "Numba is not installed, so %d layers (the first is %s) unpack their weights at every call, which is "
+                'slow on a CPU; pip install "hasslefree[fast]", or, if memory allows, call '
+                'hasslefree.use_backend(model, "unpacked")',
                 len(slow), slow[0],
             )  # fmt: skip
 
@@ -110,15 +111,22 @@ def site_named(model: nn.Module, sites: dict[str, Site], name: str) -> Site:
     try:
         module = model.get_submodule(name)
     except AttributeError:
-        raise CheckpointError(f"config.json lists {name}, which {type(model).__name__} does not have") from None
-    raise CheckpointError(f"config.json lists {name}, which is no linear layer but a {type(module).__name__}")
+        raise CheckpointError(
+            f"config.json lists {name}, which {type(model).__name__} does not have; download or copy config.json "
+            "again, or use the version of transformers that compression.json names"
+        ) from None
+    raise CheckpointError(
+        f"config.json lists {name} as compressed, but it is a {type(module).__name__}, not a linear layer; download or "
+        "copy config.json again, or use the version of transformers that compression.json names"
+    )
 
 
 def empty_layer(site: Site, name: str, entry: Entry) -> SparseLowRankLinear:
     """The layer to load into, with the dtype and device of the one that it replaces. name: in the model."""
     if entry.spec.shape != site.shape:
         raise CheckpointError(
-            f"config.json says that {name} is {list(entry.spec.shape)}; the model's is {list(site.shape)}"
+            f"{name} has the shape {list(entry.spec.shape)} in the quantization_config of config.json, but "
+            f"{list(site.shape)} in the model; download or copy config.json again"
         )
     weight = site.parameter
     return SparseLowRankLinear(entry.spec, site.bias is not None, weight.dtype, weight.device)

@@ -1,4 +1,4 @@
-"""What a compression did: per layer and in total, as JSON and as a table."""
+"""The record of a compression: per layer and in total, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class LayerRecord:
     """One compressed layer.
 
     Args:
-        name: in the model. spec: what it became; its `nonzeros` are the entries of S that are not zero.
+        name: in the model. spec: of the result; its `nonzeros` are the entries of S that are not zero.
         relative_error: with the undamped Gram, after the cast to the dtype of the model; and before it.
         bytes, dense_bytes: of its weight as stored, and before.
-        seconds: of the decomposition, its share of the factorisation included.
-        history: the method's objective, as often as it measures it, or estimates it.
-        remarks: what is out of the ordinary, a sentence each.
+        seconds: of the decomposition, including its share of the factorisation.
+        history: the objective of the method, whenever it measures or estimates it.
+        remarks: what is unusual, one sentence each.
     """
 
     name: str
@@ -60,7 +60,7 @@ class LayerRecord:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: the fields of the spec lie among the others, its shape as `out` and `width`."""
+        """For JSON: the fields of the spec are among the others, its shape as `out` and `width`."""
         rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         name, spec = rest.pop("name"), rest.pop("spec").to_dict()
         out, width = spec.pop("shape")
@@ -68,7 +68,7 @@ class LayerRecord:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> LayerRecord:
-        """What `to_dict` made, read back from JSON; without seconds where it has none.
+        """Read back what `to_dict` returned; seconds are 0 where it has none.
 
         Raises:
             InvalidError: a field is missing or of another type. KeyError: the shape is missing.
@@ -82,7 +82,7 @@ class Record:
     """A whole compression.
 
     Args:
-        recipe: its fields. method: with every hyper-parameter that was in force. versions: of the libraries.
+        recipe: its fields. method: with all its hyper-parameters. versions: of the libraries.
         seqlen: as resolved for the model. tokens: of the calibration text.
         matching: for each block that was matched, its name and error before and after.
         predictions: what prediction matching did, as `PredictionRecord.to_dict` has it; None where it was not done.
@@ -155,7 +155,7 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """What `to_json` wrote, all seconds 0.
+        """Read back what `to_json` wrote; all seconds are 0.
 
         Raises:
             CheckpointError: it is not JSON, or a field is missing or of another type.
@@ -169,12 +169,12 @@ class Record:
             if found.rotation is not None:
                 validated(RotationRecord, found.rotation)
             if wrong := [layer.name for layer in layers if not all(map(math.isfinite, layer.history))]:
-                raise ValueError(f"the history of {wrong[0]} holds NaN or Inf")
+                raise ValueError(f"the error history of {wrong[0]} contains NaN or Inf")
         except (ValueError, TypeError, KeyError) as error:
-            cause = f"no {error}" if isinstance(error, KeyError) else error
-            raise CheckpointError(f"compression.json is not as this hasslefree writes it ({cause})") from None
+            cause = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise CheckpointError(f"compression.json is not valid for this version of hasslefree ({cause})") from None
         if not layers:
-            raise CheckpointError("compression.json lists no layer")
+            raise CheckpointError("compression.json lists no layers")
         return dataclasses.replace(found, layers=layers)
 
 

@@ -10,7 +10,7 @@ from hasslefree.recipe.recipe import Recipe
 
 
 def compress_command(model: str, out: str, recipe: Recipe) -> list[str]:
-    """The words of the command that compresses a model by a recipe: what differs from the defaults of this version."""
+    """The words of the command that compresses a model by a recipe, without the defaults of this version."""
     words = ["hasslefree", "compress", model, out, "--pattern", str(recipe.pattern), "--method", recipe.method]
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
@@ -27,7 +27,7 @@ def compress_command(model: str, out: str, recipe: Recipe) -> list[str]:
 def command_of(report: Record, out: str = "OUT", trust_remote_code: bool = False) -> str | None:
     """The command line that makes the same folder again; None where the calibration tokens were given from Python.
 
-    It gives what differs from the defaults of this version, and the length of segments, which is the model's affair.
+    It lists what differs from the defaults of this version, and seqlen, whose default depends on the model.
 
     Raises:
         RecipeError: a recipe that this version does not know.

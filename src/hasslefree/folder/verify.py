@@ -1,4 +1,4 @@
-"""Compare a folder's files with what its config.json says, before any weight is read."""
+"""Compare a folder's files with its config.json, before any weights are read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_layers(entries: Mapping[str, Entry], biased: set[str], stored: Mapping
         wanted = spec.tensors() | ({"bias": ((spec.shape[0],), None)} if name in biased else {})
         if missing := [f"{name}.{leaf}" for leaf in wanted if leaf not in found]:
             files = ", ".join(sorted({str(tensor.file) for tensor in stored.values()}))
-            raise CheckpointError(f"no {', '.join(missing)} in {files}: it is not complete; get it anew")
+            raise CheckpointError(f"{', '.join(missing)} not found in {files}; download or copy the folder again")
         for leaf in sorted(found):
             shape, dtype = wanted.get(leaf, (None, None))
             _check_tensor(f"{name}.{leaf}", stored[f"{name}.{leaf}"], shape, INTEGERS[dtype] if dtype else None)
@@ -42,13 +42,20 @@ def check_layers(entries: Mapping[str, Entry], biased: set[str], stored: Mapping
 def _check_tensor(name: str, tensor: Stored, shape: tuple[int, ...] | None, integer: str | None) -> None:
     """shape: what config.json makes it; None for a tensor that the layer does not have. integer: None for a float."""
     if shape is None:
-        raise CheckpointError(f"{tensor.file} holds {name}, which is no part of the layer that config.json describes")
+        raise CheckpointError(
+            f"{tensor.file} contains {name}, which the layer that config.json describes does not have; download or "
+            "copy both files again"
+        )
     if tensor.shape != shape:
         raise CheckpointError(
-            f"{tensor.file}: {name} is {list(tensor.shape)}, and {list(shape)} by config.json; get both anew"
+            f"{tensor.file}: {name} has the shape {list(tensor.shape)}, but {list(shape)} according to config.json; "
+            "download or copy both files again"
         )
     if tensor.dtype != integer if integer else tensor.dtype not in FLOATS:
-        raise CheckpointError(f"{tensor.file}: {name} is {tensor.dtype}, not {integer or 'a float'}; get it anew")
+        raise CheckpointError(
+            f"{tensor.file}: {name} has the dtype {tensor.dtype}, expected {integer or 'a floating-point one'}; "
+            "download or copy the file again"
+        )
 
 
 def check_indices(entries: Mapping[str, Entry], stored: Mapping[str, Stored]) -> None:
@@ -64,7 +71,8 @@ def check_indices(entries: Mapping[str, Entry], stored: Mapping[str, Stored]) ->
         where = f"{tensor.file}: {name}.{layout.index}"
         if (found := zlib.crc32(data)) != entry.crc32:
             raise CheckpointError(
-                f"{where} is damaged: its CRC-32 is {found:08x}, and {entry.crc32:08x} by config.json; get it anew"
+                f"{where} is damaged: its CRC-32 is {found:08x}, but {entry.crc32:08x} according to config.json; "
+                "download or copy the file again"
             )
         shape = layout.shapes(out, width, spec.nonzeros)[layout.index]
         index = torch.empty(shape, dtype=layout.index_dtype, device="cpu")
@@ -73,4 +81,7 @@ def check_indices(entries: Mapping[str, Entry], stored: Mapping[str, Stored]) ->
         try:
             layout.validate(index, width, spec.nonzeros)
         except PatternError as error:
-            raise CheckpointError(f"{where} was not written by a sound writer: {error}") from None
+            raise CheckpointError(
+                f"{where} is not valid, although its CRC-32 is right: {error}. The program that wrote it is faulty; "
+                "compress the model again"
+            ) from None

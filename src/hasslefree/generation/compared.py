@@ -1,4 +1,4 @@
-"""The compressed model and the dense one that it was made of, loaded to be compared."""
+"""The compressed model and its dense original, loaded for comparison."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ComparedModel:
 
     @property
     def bytes(self) -> int:
-        """The memory of its weights, with what backends hold beside."""
+        """The memory of its weights, including the copies that backends hold."""
         held = [layer.held for layer in compressed_layers(self.model).values() if layer.held is not None]
         return int(self.model.get_memory_footprint()) + sum(each.nbytes for each in held)
 
@@ -46,29 +46,30 @@ def load_compared_model(role: str, name: str, **how: Any) -> ComparedModel:
 def load_compared_models(
     folder: str, dense: str | None, backend: str | None, threads: int | None, **how: Any
 ) -> tuple[list[ComparedModel], str | None]:
-    """The dense model, where it is at hand, and the compressed one.
+    """The dense model, if it is available locally, and the compressed one.
 
     Args:
-        dense: the dense model; None for the one that the record of `folder` names, if it is at hand; "none" for none.
-        backend: of the compressed layers; None for the automatic choice. threads: of torch; None for its own number.
+        dense: the dense model; None for the one that the record of `folder` names, if it is available locally; "none"
+            for no dense model.
+        backend: of the compressed layers; None for the automatic choice. threads: of torch; None for torch's default.
         how: the dtype, device and trust_remote_code of `load_model`.
 
     Returns:
-        The models, and a sentence that says why there is no dense one, where that was not asked for.
+        The models, and a sentence that says why there is no dense one, where one was expected.
 
     Raises:
         HasslefreeError: a model that cannot be loaded or is not compressed, or a backend that is not possible.
     """
     if threads is not None:
         if threads < 1:
-            raise RecipeError(f"threads is at least 1, got {threads}", ("threads",))
+            raise RecipeError(f"threads must be at least 1, got {threads}", ("threads",))
         torch.set_num_threads(threads)
     remark = None
     if dense is None:
         dense, remark = recorded_dense(Path(folder))
     compressed = load_compared_model("compressed", folder, **how)
     if not compressed_layers(compressed.model):
-        raise CheckpointError(f"{folder} holds no compressed layers; give a folder that `hasslefree compress` wrote")
+        raise CheckpointError(f"{folder} has no compressed layers; give a folder that `hasslefree compress` wrote")
     use_backend(compressed.model, backend)
     warm_up(compressed.model)
     if dense is None or dense == NONE:
@@ -80,14 +81,16 @@ def recorded_dense(folder: Path) -> tuple[str | None, str | None]:
     """The dense model that compression.json names, as a local folder; or None, and a sentence that says why."""
     file = folder / "compression.json"
     if not file.is_file():
-        return None, f"{folder} has no compression.json that names its dense model; name that with --dense."
+        return None, f"{folder} has no compression.json, which would name the dense model; give that with --dense."
     try:
         name = Record.from_json(file.read_text(encoding="utf-8")).model
     except CheckpointError as error:
-        raise error.under(str(file)) from None
+        raise CheckpointError(
+            f"{folder}: {error}; compress the model again, or give the dense one with --dense"
+        ) from None
     if found := at_hand(name):
         return str(found), None
-    return None, f"The dense model {name} is not on this machine; name it with --dense, or download it."
+    return None, f"The dense model {name} is not on this machine; give its folder with --dense, or download it."
 
 
 def at_hand(name: str) -> Path | None:

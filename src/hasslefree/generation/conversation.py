@@ -1,4 +1,4 @@
-"""A conversation with one model, in the words of its chat template."""
+"""A conversation with one model, through its chat template."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hasslefree.generation.sample import Continuation, Sampling, check_prompt, c
 
 @dataclass
 class Conversation:
-    """What was said so far. A tokenizer without a chat template continues every message by itself.
+    """The conversation so far. Without a chat template, each message is continued on its own.
 
     Args:
-        messages: as a chat template takes them: {"role", "content"} each, of the user and the assistant in turn.
+        messages: in the form of chat templates: {"role", "content"} each, alternately of the user and the assistant.
     """
 
     compared: ComparedModel
@@ -31,10 +31,10 @@ class Conversation:
     def answer(self, message: str, write: Callable[[str], None]) -> Continuation:
         """The model's answer, which becomes part of the conversation.
 
-        The oldest exchanges are forgotten where the model does not take them all.
+        The oldest exchanges are dropped where they exceed the model's context.
 
         Args:
-            write: called with each piece of the answer as soon as it is there.
+            write: called with each piece of the answer as soon as it is generated.
 
         Raises:
             PromptError: the message alone is too long; the conversation stays as it was.
@@ -48,7 +48,7 @@ class Conversation:
         return found
 
     def fitting(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], Tensor]:
-        """The newest messages for which the model has room, from a question on; and their token ids (1, length).
+        """The newest messages that fit into the model's context, from a question on; and their token ids (1, length).
 
         Raises:
             PromptError: there is no room for the last message.

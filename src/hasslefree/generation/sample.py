@@ -21,7 +21,7 @@ class Sampling:
     """How a text is continued.
 
     Args:
-        max_new_tokens: the length at most; the text ends before where the model ends it.
+        max_new_tokens: the maximum length; the model may end the text earlier.
         temperature: 0 takes the most probable token each time; above 0, tokens are drawn at this temperature, with the
             model's own top_k and top_p.
         seed: of the draws.
@@ -36,9 +36,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise RecipeError(f"{option('max_new_tokens')} is at least 1, got {self.max_new_tokens}")
+            raise RecipeError(f"{option('max_new_tokens')} must be at least 1, got {self.max_new_tokens}")
         if not 0 <= self.temperature < float("inf"):
-            raise RecipeError(f"{option('temperature')} is a number from 0 on, got {self.temperature}")
+            raise RecipeError(f"{option('temperature')} must be a finite number, 0 or more, got {self.temperature}")
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model wrote. tokens: their ids. seconds: from the first token to the last."""
+    """The text that a model generated. tokens: their ids. seconds: from the first token to the last."""
 
     text: str
     tokens: tuple[int, ...]
@@ -63,7 +63,7 @@ class Continuation:
 
 
 class Stream(TextStreamer):
-    """Passes text on as soon as its words are whole, and keeps the tokens and the time."""
+    """Passes text on as soon as its words are complete, and records the tokens and their times."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -85,13 +85,13 @@ class Stream(TextStreamer):
 def continue_prompt(
     model: PreTrainedModel, tokenizer: Any, prompt: Tensor, sampling: Sampling, write: Callable[[str], None]
 ) -> Continuation:
-    """What the model writes after a prompt.
+    """The model's continuation of a prompt.
 
     Args:
-        prompt: token ids (1, length), on any device. write: called with each piece of text as soon as it is there.
+        prompt: token ids (1, length), on any device. write: called with each piece of text as soon as it is generated.
 
     Raises:
-        PromptError: the prompt is empty, or with the new tokens longer than the model takes.
+        PromptError: the prompt is empty, or longer, with the new tokens, than the model supports.
     """
     check_prompt(model, prompt, sampling)
     stream, ids = Stream(tokenizer, write), prompt.to(model.device)
@@ -116,8 +116,8 @@ def check_prompt(model: PreTrainedModel, prompt: Tensor, sampling: Sampling) -> 
         raise PromptError("the prompt is empty; give some text to continue")
     if most is not None and length + sampling.max_new_tokens > most:
         raise PromptError(
-            f"the prompt has {length} tokens, and the model takes at most {most}, new ones included; shorten it, or "
-            f"lower {option('max_new_tokens')} from {sampling.max_new_tokens}"
+            f"the prompt has {length} tokens and {sampling.max_new_tokens} new ones may follow, but the model takes at "
+            f"most {most} in total; shorten the prompt, or lower {option('max_new_tokens')}"
         )
 
 

@@ -41,7 +41,9 @@ def show_chat(console: Console, compared: Sequence[ComparedModel], sampling: Sam
     """Answer the lines of standard input until its end (Ctrl-D); each model sees its own answers only."""
     write, conversations = writer(console), [Conversation(each, sampling) for each in compared]
     if not all(each.has_template for each in conversations):
-        console.print("The tokenizer has no chat template: every line is continued by itself.")
+        console.print(
+            "The tokenizer has no chat template: each line is continued on its own, without the lines before it."
+        )
     for message in messages(console):
         for each in conversations:
             if len(conversations) > 1:
@@ -82,7 +84,7 @@ def messages(console: Console) -> Iterator[str]:
 
 
 def replace_undecodable() -> None:
-    """From now on, what is not UTF-8 on standard input is read as U+FFFD."""
+    """From now on, bytes on standard input that are not UTF-8 are read as U+FFFD."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
 
@@ -112,7 +114,7 @@ def size_table(compared: Sequence[ComparedModel]) -> Table:
 
 
 def speed_table(compared: Sequence[ComparedModel], found: Sequence[Continuation]) -> Table:
-    """The models, the memory of their weights, how many tokens they wrote, and how fast after the first of them."""
+    """The models, the memory of their weights, the number of tokens they generated, and their speed after the first."""
     made = table(["", "model"], ["weights", "tokens", "tokens/s"])
     for each, text in zip(compared, found, strict=True):
         rate = text.tokens_per_second

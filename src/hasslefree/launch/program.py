@@ -43,7 +43,7 @@ def program_command(name: str) -> list[str]:
     """The words that start a program: the path of its script, or this interpreter with a file or a module.
 
     Raises:
-        ProgramError: no such program; the message says what was looked for.
+        ProgramError: no such program; the message says where it was looked for.
     """
     if name.endswith(".py"):
         if not Path(name).is_file():
@@ -56,8 +56,8 @@ def program_command(name: str) -> list[str]:
         extra = EXTRAS.get(name)
         remedy = f'pip install "hasslefree[{extra}]"' if extra else "pip install the package that provides it"
         raise ProgramError(
-            f"there is no program {name!r}, neither as a script in {scripts} nor as a module that {sys.executable} -m "
-            f"runs; {remedy}"
+            f"there is no program {name!r}: neither a script in {scripts} nor a module that {sys.executable} -m runs; "
+            f"check the name, or {remedy}"
         )
     return [sys.executable, "-m", name]
 

@@ -1,18 +1,18 @@
-"""Advice: the pattern and the rank that a model loses least by, in a budget of bytes.
+"""Advice: the pattern and the rank with which a model loses least, within a budget of bytes.
 
 Every pattern of a list gets the largest rank that the bytes allow, the same for every layer. How much worse the model
 then predicts is estimated as for allocation (`levers.sensitivity`), layer by layer, from one backward pass:
 
     KL(dense ‖ compressed) ≈ Σ over layers of ½ · mean over tokens of (g_tᵀ ΔW x_t)²
 
-with ΔW what a few rounds of `joint` leave at that pattern and rank. The sum takes the layers as independent: it ranks
-choices, and is not the divergence that a compression will have.
+with ΔW the error of a few rounds of `joint` at that pattern and rank. The sum treats the layers as independent: it
+ranks choices, and does not predict the divergence of a compressed model.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,11 +25,12 @@ from hasslefree.models.blocks import Blocks, select_sites
 from hasslefree.models.distributed import ALONE
 from hasslefree.models.moments import PROBED
 from hasslefree.models.walk import Walk
+from hasslefree.phases import ADVICE
 from hasslefree.recipe.plan import Plan, make_plan, weights_on_disk
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.units import size
 
-# What is tried, from the fewest bytes to the most; and ranks in multiples of this, as kernels like them.
+# The patterns that are tried, from the fewest bytes to the most; ranks are multiples of STEP, which suits kernels.
 PATTERNS, STEP = ("1:4", "2:8", "3:8", "2:4", "4:8", "5:8", "6:8", "7:8"), 8
 # Tokens of probes for each input of the widest layer.
 TOKENS = 2
@@ -76,7 +77,10 @@ def candidates(model: PreTrainedModel, blocks: Blocks, resolved: Resolved, budge
     most = min(map(min, shapes)) // STEP * STEP
     dense = weights_on_disk(model, [])
     if budget >= dense:
-        raise BudgetError(f"the dense model takes {size(dense)}, which is within {size(budget)}: give fewer bytes")
+        raise BudgetError(
+            f"the uncompressed model takes {size(dense)}, which already fits into the budget of {size(budget)}: "
+            "give a smaller budget"
+        )
     found, smallest = [], dense
     for pattern in PATTERNS:
         group = int(pattern.partition(":")[2])
@@ -94,8 +98,9 @@ def candidates(model: PreTrainedModel, blocks: Blocks, resolved: Resolved, budge
         found.append(Candidate(pattern, rank, alone, plan))
     if not found:
         raise BudgetError(
-            f"{size(budget)} are too few: the sparsest of {', '.join(PATTERNS)} that this model can have takes "
-            f"{size(smallest)}, dense {size(dense)}; a grid takes less (method joint-grid)"
+            f"a budget of {size(budget)} is too small: of the patterns {', '.join(PATTERNS)}, the smallest result with "
+            f"this model takes {size(smallest)} (uncompressed: {size(dense)}). Give a larger budget, or compress with "
+            "method joint-grid, which also quantises S"
         )
     return found
 
@@ -105,24 +110,22 @@ def probed_tokens(plan: Plan) -> int:
     return max(PROBED, TOKENS * max(layer.spec.shape[1] for plans in plan for layer in plans.values()))
 
 
-def costs(
-    walk: Walk, chosen: Sequence[Candidate], segments: Tensor, seed: int, progress: Callable[[int, int], None]
-) -> Iterator[Advice]:
+def costs(walk: Walk, chosen: Sequence[Candidate], segments: Tensor, seed: int) -> Iterator[Advice]:
     """What each candidate costs in predictions.
 
     Args:
-        segments: token ids (samples, tokens). progress: called with the blocks done, and how many there are.
+        segments: token ids (samples, tokens).
 
     Raises:
         ModelError, NonFiniteError: as from `sensitivities`.
     """
     totals = [0.0] * len(chosen)
-    for done, reverse in enumerate(backwards(walk, segments, ALONE, seed, probed_tokens(chosen[0].plan)), 1):
+    passing = backwards(walk, segments, ALONE, seed, probed_tokens(chosen[0].plan))
+    for reverse in walk.phases.counted(ADVICE, passing, len(walk.blocks.modules), "blocks"):
         plans = [candidate.plan[reverse.visit.index] for candidate in chosen]
         for layer in seen_layers(reverse, plans[0], ALONE):
             for place, each in enumerate(plans):
                 plan = each[layer.name]
                 totals[place] += layer.divergence(layer.solved(plan.pattern, plan.spec.rank, seed))
-        progress(done, len(walk.blocks.modules))
     for candidate, total in zip(chosen, totals, strict=True):
         yield Advice(candidate.pattern, candidate.rank, candidate.bytes, total)

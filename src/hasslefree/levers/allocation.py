@@ -1,4 +1,4 @@
-"""A plan that is not uniform: what each layer of the dense model has to lose decides its share of one budget."""
+"""A plan that is not uniform: the sensitivity of each layer of the dense model decides its share of one budget."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from hasslefree.models.distributed import World
 from hasslefree.models.moments import gather, groups_by_input
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
+from hasslefree.phases import ALLOCATION
 from hasslefree.recipe.plan import LayerPlan, Plan, plan_block
 from hasslefree.recipe.resolved import Resolved
 
 # A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
 LEAST, MOST = 0.5, 2.0
-# Non-zeros move in so many steps between the two.
+# Non-zeros move in this number of steps between the two.
 STEPS = 256
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a layer may become: at least `rank` and `count` non-zeros (None: as the pattern has it), and then more.
+    """The budgets a layer may get: at least `rank` and `count` non-zeros (None: fixed by the pattern), and then more.
 
     Args:
         ranks: a ladder of single ranks. entries: one of `step` non-zeros at a time, where the pattern counts them.
@@ -53,7 +54,7 @@ class Choice:
         return dataclasses.replace(self, ranks=self.ranks.weighed(sensitivity), entries=entries)
 
     def taken(self, ranks: int, steps: int = 0) -> LayerPlan:
-        """The plan with so many steps on each ladder."""
+        """The plan with this number of steps on each ladder."""
         pattern = self.plan.pattern if self.count is None else Unstructured(self.count + steps * self.step)
         spec, rank = self.plan.spec, self.rank + ranks
         return LayerPlan.of(spec.shape, pattern, rank, self.plan.dtype, spec.grid, spec.factor_bits)
@@ -87,9 +88,10 @@ def allocated(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, worl
 
 
 def by_outliers(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Plan:
-    """OWL (arXiv 2310.05175): every block has a ratio, or a sparsity, of its own, around the recipe's."""
+    """OWL (arXiv 2310.05175): each block gets its own ratio, or sparsity, around the recipe's."""
     hidden = walk.entering(segments)
-    shares = [outliers_of(visit, plan[visit.index], hidden, world) for visit in walk.visits(hidden)]
+    visits = walk.phases.counted(ALLOCATION, walk.visits(hidden), len(plan), "blocks")
+    shares = [outliers_of(visit, plan[visit.index], hidden, world) for visit in visits]
     sizes = [sum(layer.spec.dense_parameters for layer in plans.values()) for plans in plan]
     budget = resolved.budget
     field = "sparsity" if budget.ratio is None else "ratio"
@@ -114,9 +116,8 @@ def outliers_of(visit: Visit, plans: Mapping[str, LayerPlan], hidden: Activation
 def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World, seed: int) -> Allocation:
     """The bytes of the uniform plan, spent where they bring the model's predictions closest to the dense ones.
 
-    What is estimated is how each layer, pruned alone by its pattern, changes the predictions (`sensitivities`). The
-    spectrum of what was pruned tells what share of that change each rank would undo; the scores of Wanda, what share
-    each non-zero.
+    `sensitivities` estimates how each layer, pruned alone by its pattern, changes the predictions. The spectrum of the
+    pruned part tells what share of that change each rank would undo, and the scores of Wanda what share each non-zero.
 
     Raises:
         ModelError, NonFiniteError: as from `sensitivities`.
@@ -141,7 +142,7 @@ def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World, seed:
 
 
 def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> Choice:
-    """What a layer may become, and what share of its sensitivity to pruning each step would undo.
+    """The budgets a layer may get, and what share of its sensitivity to pruning each step would undo.
 
     Args:
         sparse: the weight pruned.

@@ -1,4 +1,4 @@
-"""One budget over many layers: what the next rank, or the next non-zeros, of each would win decides who gets them."""
+"""One budget over many layers: the next rank, or the next non-zeros, go to the layer that gains most by them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import orthonormal
 
-# Fewer eigenvalues than one in so many come from orthogonal iteration: with spare columns, in so many steps.
+# Fewer eigenvalues than one in FEW come from orthogonal iteration, with SPARE columns, in ITERATIONS steps.
 FEW, SPARE, ITERATIONS = 4, 8, 6
 
 
@@ -20,23 +20,23 @@ class Ladder:
     """Steps that can be taken one after the other, each of the same cost.
 
     Args:
-        gains: what each further step wins, falling: (steps,) float64. cost: of a step, in bytes.
+        gains: the gain of each further step, falling: (steps,) float64. cost: of a step, in bytes.
     """
 
     gains: Tensor
     cost: int
 
     def weighed(self, weight: float) -> Ladder:
-        """The same steps, each winning so many times as much."""
+        """The same steps with their gains multiplied by `weight`."""
         return Ladder(self.gains * weight, self.cost)
 
 
 def climb(ladders: Sequence[Ladder], budget: int) -> list[int]:
     """How many steps to take on each ladder, for the most gain within the budget, in bytes.
 
-    The steps with the most gain a byte come first; since gains fall, none is taken before the one below it. That is
-    the best choice but for the bytes that are left over at the end, fewer than the dearest step costs. Ties go to the
-    earlier ladder. A step that wins nothing is not taken. Gains may be on any device; the choice is made on the CPU.
+    The steps with the most gain per byte come first; since gains fall, none is taken before the one below it. That is
+    optimal up to the bytes that are left over at the end, fewer than the most expensive step costs. Ties go to the
+    earlier ladder. A step without gain is not taken. Gains may be on any device; the choice is made on the CPU.
     """
     taken, closed = [0] * len(ladders), [False] * len(ladders)
     rates = torch.cat([ladder.gains.cpu() / ladder.cost for ladder in ladders])

@@ -1,4 +1,4 @@
-"""The values that a lever trains: what is kept of compressed layers, as float32 masters of what is stored.
+"""The values that a lever trains: the kept values of compressed layers, as float32 masters of the stored ones.
 
 Adam moves every entry about equally far. So that this moves the output equally far, S and v are trained in units of
 their inputs: S D and v D, with D² the mean square of each input. What is stored are the masters, rounded.
@@ -33,9 +33,10 @@ class Steps:
             an entry by that share of a typical one, whatever the units of the tensor.
         warm_up, decay: the rate grows linearly over this share of the steps, and falls along half a cosine to this
             share of the peak at the end.
-        retreats: where training does not make it better at first, it starts over with a third of the learning rate, at
-            most so many times: how far a step moves the output grows with the width, and no rate fits every model.
-        betas, epsilon: of Adam. Gradients are of all sizes, so that epsilon is next to nothing.
+        retreats: where training does not improve the model at first, it starts over with a third of the learning rate,
+            at most this number of times: the effect of a step on the output grows with the width, and no rate fits
+            every model.
+        betas, epsilon: of Adam. Gradients differ widely in size, so that epsilon is tiny.
     """
 
     learning_rate: float
@@ -47,12 +48,12 @@ class Steps:
     epsilon: float = 1e-12
 
     def rate(self, step: int, steps: int) -> float:
-        """The share of the peak learning rate in a step, of so many."""
+        """The share of the peak learning rate in step `step` of `steps`."""
         warm = self.warm_up * steps
         if step + 1 < warm:
             return (step + 1) / warm
-        way = (step + 1 - warm) / max(steps - warm, 1)
-        return self.decay + (1 - self.decay) * (1 + math.cos(math.pi * min(way, 1.0))) / 2
+        done = (step + 1 - warm) / max(steps - warm, 1)
+        return self.decay + (1 - self.decay) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
 class Masters:
@@ -96,7 +97,7 @@ class Masters:
             group["lr"] = peak * rate
         for parameter, master, unit in zip(self.kept, self.masters, self.units, strict=True):
             # No gradient is a gradient of zero, for every number of processes: one without a segment of the mini-batch
-            # has none to add, and what a mini-batch does not reach goes on by its momentum.
+            # has none to add, and a parameter that a mini-batch does not reach still moves by its momentum.
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             grad = grad.to(master.dtype)
             self.world.add(grad)

@@ -1,20 +1,20 @@
-"""Block matching: train what a compressed block keeps, until its output is close to the dense block's.
+"""Block matching: train the kept values of a compressed block until its output is close to the dense block's.
 
 Layer by layer, each S + L is fitted alone. Here all kept values of a block are trained together by Adam on
 
     mean over tokens of Σ_c m_c (block(x̂)_c − y_c)² / ‖y‖²
 
-with x̂ from the compressed blocks before it and y from the dense model: what the layers before lost is made good where
-that is possible. Each token counts by its own energy, because the hidden states of a few tokens, attention sinks, are
-larger than all others together: a sum of squares sees nothing else. m_c is how much channel c of the output moves the
-model's predictions (`levers.sensitivity.importance`).
+with x̂ from the compressed blocks before it and y from the dense model: the block compensates the errors of the layers
+before it where it can. Each token is divided by its own energy, because the hidden states of a few tokens, attention
+sinks, are larger than all others together and would dominate a sum of squares. m_c is how much channel c of the output
+affects the model's predictions (`levers.sensitivity.importance`).
 
-The support of S stays as it is. What is trained are `masters`; the block is judged with its values rounded to its own
-dtype, as they will be stored.
+The support of S is fixed. Training works on `masters`; the block is validated with its values rounded to its own dtype,
+as they will be stored.
 
-Several processes have the segments of a mini-batch between them, and add their gradients: the steps are those of one
-process, up to the order of sums. A sum over processes has the same bits in all of them; at the end the block of the
-first goes to the others.
+Several processes share the segments of a mini-batch, and add their gradients: the steps are those of one process, up to
+the order of sums. A sum over processes has the same bits in all of them; at the end the block of the first process is
+broadcast.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Matching(Steps):
 
     Args:
         epochs: passes over the training segments, at most.
-        batch: segments in a step. held_out: the share of segments that are never trained on, and judge.
+        batch: segments in a step. held_out: the share of segments that are held out for validation.
         patience: epochs without a better iterate after which to stop.
     """
 
@@ -84,8 +84,12 @@ class Matching(Steps):
 
     @classmethod
     def of(cls, epochs: int) -> Matching:
-        """For so many epochs: with few of them, smaller batches make more steps, each of them shorter."""
+        """For this number of epochs: with few of them, smaller batches make more and smaller steps."""
         return cls(epochs=epochs) if epochs > 2 else cls(epochs=epochs, learning_rate=0.007, batch=2)
+
+    def steps(self, training: int) -> int:
+        """At most, for so many segments to train on."""
+        return self.epochs * math.ceil(training / self.batch)
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,9 @@ class MatchRecord:
     """What matching did to a block.
 
     Args:
-        before, after: the loss of a token, on average over the judging segments. after ≤ before.
+        before, after: the mean loss of a token on the validation segments. after ≤ before.
         best_epoch: the one that was kept; 0 for the block as it was.
-        history: the error after each epoch, since the last retreat. learning_rate: then, as `Matching` has it.
+        history: the error after each epoch, since the last retreat. learning_rate: since then, as in `Matching`.
     """
 
     before: float
@@ -106,14 +110,14 @@ class MatchRecord:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it, without the seconds: the same run gives the same bytes."""
+        """For JSON, without the seconds: the same run gives the same bytes."""
         return {name: value for name, value in asdict(self).items() if name != "seconds"}
 
 
 def relative_distance(output: Tensor, target: Tensor, channels: Tensor | None = None) -> Tensor:
     """Σ over tokens of ‖output − target‖² / ‖target‖², a scalar.
 
-    A target of next to nothing would outweigh all others: it counts as a hundredth of the median one.
+    A target close to zero would outweigh all others: its energy is raised to a hundredth of the median.
 
     Args:
         channels: weights of the squares in the numerator, (width,), of mean 1; None for all alike.
@@ -143,16 +147,18 @@ def match_block(
     loss: Loss = relative_distance,
     parameters: Sequence[nn.Parameter] | None = None,
     world: World = ALONE,
+    stepped: Callable[[int], None] | None = None,
 ) -> MatchRecord:
-    """Train the kept values of a block in place; it is never worse on the judging segments than it was.
+    """Train the kept values of a block in place; on the validation segments it never gets worse.
 
     Args:
         block: with its layers replaced, in evaluation mode.
-        inputs, targets: what enters the block, and what should leave it: (1, tokens, width) for each segment of this
+        inputs, targets: the inputs and the target outputs of the block: (1, tokens, width) for each segment of this
             process.
-        seed: of the split into training and judging segments, and of the order of the segments.
+        seed: of the split into training and validation segments, and of the order of the segments.
         parameters: what to train; None for `kept_parameters(block)`.
         world: the processes that share the segments as `World.share` does, each with the same block.
+        stepped: called after each step with its number, from 1; after a retreat the numbers begin anew.
 
     Raises:
         CalibrationError: no segment is left to train on. NonFiniteError: the block's output is NaN or Inf at first.
@@ -180,7 +186,8 @@ def match_block(
         before = judged()
         if not math.isfinite(before):
             raise NonFiniteError(
-                f"the output of the compressed block is NaN or Inf; try another dtype ({option('dtype', 'float32')})"
+                "the output of the compressed block contains NaN or Inf; try another dtype "
+                f"({option('dtype', 'float32')})"
             )
         scales = input_scales(block, lost, world.local(training)[:SAMPLES], world)
         shuffles = generator.get_state()
@@ -188,7 +195,7 @@ def match_block(
             generator.set_state(shuffles)
             tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
             masters = Masters(kept, stored, scales, tried, world)
-            trainer = Trainer(masters, list(scales), tried, len(training), lost, world, call.batched)
+            trainer = Trainer(masters, list(scales), tried, len(training), lost, world, call.batched, stepped)
             last = retreat == settings.retreats
             history, best = attempt(trainer, order, judged, before, settings.patience if last else 1)
             if best:
@@ -226,16 +233,22 @@ def attempt(
     return history, best_epoch
 
 
+def judges_of(count: int, held_out: float) -> int:
+    """How many of so many segments are held out."""
+    return math.ceil(held_out * count)
+
+
 def split(count: int, held_out: float, generator: torch.Generator) -> tuple[list[int], list[int]]:
-    """The segments to train on and those that judge; with held_out = 0 the same ones do both.
+    """The training and the validation segments; with held_out = 0 the same ones are both.
 
     Raises:
         CalibrationError: no segment is left to train on.
     """
-    judges = math.ceil(held_out * count)
+    judges = judges_of(count, held_out)
     if judges >= count:
         raise CalibrationError(
-            f"matching holds {judges} of {count} calibration segments out and has none to train on; use more samples"
+            f"block matching keeps {judges} of {count} calibration segments for validation and has none left to train "
+            f"on; use more {option('samples')}"
         )
     order = torch.randperm(count, generator=generator).tolist()
     training = sorted(order[judges:])
@@ -248,6 +261,7 @@ class Trainer:
     Args:
         masters: of what is trained. segments: the number in an epoch, of all processes.
         world: the processes that share the segments. batched: whether the segments of a step run together.
+        stepped: as for `match_block`.
     """
 
     def __init__(
@@ -259,10 +273,12 @@ class Trainer:
         lost: Callable[[Sequence[int]], Tensor],
         world: World,
         batched: bool,
+        stepped: Callable[[int], None] | None = None,
     ):
+        self.stepped = stepped
         self.masters, self.settings, self.lost, self.world, self.batched = masters, settings, lost, world, batched
         self.layers = [layer for layer in layers if layer.values.requires_grad]
-        self.step, self.steps = 0, settings.epochs * math.ceil(segments / settings.batch)
+        self.step, self.steps = 0, settings.steps(segments)
 
     @property
     def kept(self) -> list[nn.Parameter]:
@@ -277,3 +293,5 @@ class Trainer:
                     self.lost(together).backward()
             self.masters.update(self.settings.rate(self.step, self.steps))
             self.step += 1
+            if self.stepped is not None:
+                self.stepped(self.step)

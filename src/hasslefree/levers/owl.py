@@ -11,7 +11,7 @@ from hasslefree.errors import BudgetError
 
 
 def outlier_share(layers: Sequence[tuple[Tensor, Tensor]], multiple: float = 5.0) -> float:
-    """The share of a block's entries whose A_ij = |W_ij|·‖X_j‖ is more than so many times the mean of all A_ij.
+    """The share of a block's entries whose A_ij = |W_ij|·‖X_j‖ is more than `multiple` times the mean of all A_ij.
 
     Args:
         layers: W, (out, in), and diag H, (in,), of each linear layer of the block; ‖X_j‖² is tokens·H_jj, and the
@@ -21,8 +21,10 @@ def outlier_share(layers: Sequence[tuple[Tensor, Tensor]], multiple: float = 5.0
     Raises:
         BudgetError: M is not above 0, or there is no layer.
     """
-    if not multiple > 0 or not layers:
-        raise BudgetError(f"outliers are counted over at least one layer, above 0 times the mean; got {multiple}")
+    if not multiple > 0:
+        raise BudgetError(f"multiple, the threshold of outliers over the mean, must be above 0, got {multiple}")
+    if not layers:
+        raise BudgetError("outliers are counted over at least one layer, and no layer was given")
     scores = [weight.abs() * diagonal.sqrt() for weight, diagonal in layers]
     count = sum(score.numel() for score in scores)
     mean = sum(score.sum(dtype=torch.float64).item() for score in scores) / count
@@ -44,11 +46,12 @@ def owl_ratios(
     Raises:
         BudgetError: a ratio would be below 0 or above 1; the message has the largest λ that is possible.
     """
-    if not shares or spread < 0 or (sizes is not None and len(sizes) != len(shares)):
-        raise BudgetError(
-            f"OWL needs a share of outliers for each block and λ >= 0; got {len(shares)} shares, λ = {spread} and "
-            f"{'no' if sizes is None else len(sizes)} sizes"
-        )
+    if not shares:
+        raise BudgetError("OWL needs the share of outliers of at least one block, got none")
+    if spread < 0:
+        raise BudgetError(f"spread, the λ of OWL, must not be negative, got {spread}")
+    if sizes is not None and len(sizes) != len(shares):
+        raise BudgetError(f"sizes must have one entry for each of the {len(shares)} blocks, got {len(sizes)}")
     least, most = min(shares), max(shares)
     weights = sizes or [1] * len(shares)
     moves = [(share - least) / (most - least) if most > least else 0.0 for share in shares]
@@ -58,7 +61,8 @@ def owl_ratios(
         highest, lowest = max(moves) - mean, mean - min(moves)
         room = min(ratio / (2 * highest) if highest else 1.0, (1 - ratio) / (2 * lowest) if lowest else 1.0)
         raise BudgetError(
-            f"OWL with λ = {spread} around {ratio} would save {max(ratios):.3f} of one block and {min(ratios):.3f} of "
-            f"another; the largest λ is {max(room, 0.0):.3f}"
+            f"OWL with λ = {spread} around {ratio} would save from {min(ratios):.3f} to {max(ratios):.3f} of a block's "
+            f"parameters, which is outside 0 to 1; choose another ratio or sparsity (the largest λ is "
+            f"{max(room, 0.0):.3f})"
         )
     return ratios

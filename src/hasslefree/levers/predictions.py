@@ -1,13 +1,13 @@
 """Prediction matching: train all compressed blocks together, until the model predicts what the dense one does.
 
-What each block keeps was fitted to the outputs of layers and blocks. Here all of it is trained on
+Before, the kept values of each block were fitted to the outputs of layers and blocks. Here all are trained on
 
     mean over tokens of KL(dense ‖ compressed)
 
-between the predictions, on calibration text that is new as far as there is enough of it: a few passes over a short text
-would learn that text. A step is a forward and a backward pass, block by block; the gradients of a block are gone before
-those of the block before it are made. Where memory is short, what enters a block is kept and the block runs once more
-on the way back, so that one block at a time has S unpacked and its activations. The support of S stays as it is.
+between the predictions, on new calibration text as far as there is enough of it: a few passes over a short text would
+overfit it. A step is a forward and a backward pass, block by block; the gradients of a block are freed before those of
+the block before it are computed. Where memory is short, only the input of each block is kept, and the block runs once
+more in the backward pass, so that one block at a time has S unpacked and its activations. The support of S is fixed.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ from hasslefree.models.moments import BATCH, run_block, takes_batches
 from hasslefree.models.precision import computing
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
+from hasslefree.phases import PREDICTIONS, REFERENCE
 from hasslefree.validation import Count, Figure
 
 logger = logging.getLogger(__name__)
 
-# Segments that are trained on, for each that judges.
+# Training segments for each validation segment.
 JUDGED = 16
 # Entries of logits that are in float32 at a time.
 ENTRIES = 2**20
@@ -59,7 +60,7 @@ class Predictions(Steps):
     """How predictions are matched.
 
     Args:
-        batch: tokens in a step. looks: how often the model is judged on the way; the first look decides on a retreat.
+        batch: tokens in a step. looks: how often the model is validated in training; the first decides on a retreat.
     """
 
     learning_rate: float = 0.0015
@@ -74,12 +75,12 @@ class Predictions(Steps):
 
 @dataclass(frozen=True)
 class Reference:
-    """What the dense model makes of a text that all blocks are trained on.
+    """The last hidden states of the dense model for the text that all blocks are trained on.
 
     Args:
         segments: token ids (samples, tokens) of this process. states: what leaves the last block for them.
-        total: the number of segments of all processes. judges: so many of them, the first ones, are not trained on;
-            they judge.
+        total: the number of segments of all processes. judges: how many of them, the first ones, are held out for
+            validation.
     """
 
     segments: Tensor
@@ -93,9 +94,9 @@ class PredictionRecord:
     """What prediction matching did to a model.
 
     Args:
-        before, after: KL(dense ‖ compressed) of a token, in nats, on average over the judging segments. after ≤ before.
-        history: the same at each look, since the last retreat. learning_rate: then, as `Predictions` has it.
-        tokens: how many it was trained on.
+        before, after: mean KL(dense ‖ compressed) of a token, in nats, on the validation segments. after ≤ before.
+        history: the same at each look, since the last retreat. learning_rate: since then, as in `Predictions`.
+        tokens: the number of training tokens.
     """
 
     before: Figure
@@ -106,31 +107,31 @@ class PredictionRecord:
     seconds: Figure
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it, without the seconds: the same run gives the same bytes."""
+        """For JSON, without the seconds: the same run gives the same bytes."""
         found = {name: value for name, value in asdict(self).items() if name != "seconds"}
         return found | {"history": list(self.history)}
 
 
 def segments_for(tokens: int, seqlen: int) -> int:
-    """How many segments make so many tokens to train on, the judging ones included."""
+    """How many segments make this number of training tokens, the validation segments included."""
     training = math.ceil(tokens / seqlen)
     return training + math.ceil(training / JUDGED)
 
 
 def judges_of(segments: int) -> int:
-    """How many of so many segments judge: one at least."""
+    """How many of the segments are for validation: one at least."""
     return segments - segments * JUDGED // (JUDGED + 1)
 
 
 def reference_of(walk: Walk, segments: Tensor, total: int, judges: int) -> Reference:
-    """What the dense model makes of segments (samples, tokens) of this process; see `Reference`.
+    """The reference of segments (samples, tokens) of this process; see `Reference`.
 
     Raises:
-        ModelError: the model has no output head, or it does not run without the blocks.
+        ModelError: the model has no output head, or one that cannot be run on its own.
     """
     hidden = walk.entering(segments)
     check_predictions(walk, segments, hidden)
-    for _ in walk.visits(hidden):
+    for _ in walk.phases.counted(REFERENCE, walk.visits(hidden), len(walk.blocks.modules), "blocks"):
         pass
     return Reference(segments, hidden, total, judges)
 
@@ -149,27 +150,30 @@ def match_predictions(
     Args:
         walk: through the compressed model, all of it in memory. restore: puts its blocks back as they are now.
         world: the processes that share the segments as `World.share` does, each with the same model.
-        home: where masters and the moments of Adam are, and where it runs; None for where each block is.
-        keep_graphs: keep all activations of a step for its way back, in the place of running each block again.
+        home: the device of the masters and the moments of Adam, where Adam also runs; None for that of each block.
+        keep_graphs: keep all activations of a step for the backward pass, instead of running each block again.
 
     Returns:
-        What was done; where the model would be worse on the judging segments, it is as it was.
+        The record; where the model would be worse on the validation segments, it is left as it was.
 
     Raises:
         NonFiniteError: the model's predictions are NaN or Inf at first.
     """
     start = time.perf_counter()
     history: list[float] = []
-    for retreat in range(settings.retreats + 1):
-        tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
-        trainer = ModelTrainer(walk, reference, tried, world, home, keep_graphs)
-        before, history = trainer.train(last=retreat == settings.retreats)
-        del trainer  # before the next one: its masters are the largest arrays that there are
-        if history[-1] >= before:
-            restore()
-        if history[0] < before:
-            break
-    tokens = (reference.total - reference.judges) * reference.segments.shape[1]
+    seqlen = reference.segments.shape[1]
+    steps = math.ceil((reference.total - reference.judges) * seqlen / settings.tokens(seqlen))
+    with walk.phases.phase(PREDICTIONS, steps, "steps") as phase:
+        for retreat in range(settings.retreats + 1):
+            tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
+            trainer = ModelTrainer(walk, reference, tried, world, home, keep_graphs)
+            before, history = trainer.train(last=retreat == settings.retreats, stepped=phase.reach)
+            del trainer  # before the next one: its masters are the largest arrays that there are
+            if history[-1] >= before:
+                restore()
+            if history[0] < before:
+                break
+    tokens = (reference.total - reference.judges) * seqlen
     seconds = time.perf_counter() - start
     return PredictionRecord(before, min(before, history[-1]), tuple(history), tried.learning_rate, tokens, seconds)
 
@@ -210,7 +214,7 @@ def at_once(call: BlockCall, states: Tensor) -> Iterator[Tensor]:
 
 
 class Passage:
-    """Hidden states through a block, with what the way back needs. Until it is closed, the block is `computing`."""
+    """Hidden states through a block, with its graph for the backward pass. The block is `computing` until `close`."""
 
     def __init__(self, block: nn.Module, call: BlockCall):
         self.block, self.call = block, call
@@ -233,7 +237,7 @@ class Passage:
         return torch.cat(self.outputs).detach()
 
     def backward(self, gradients: Tensor) -> Tensor:
-        """The gradients with respect to what entered the block; those of what it keeps are in its parameters.
+        """The gradients with respect to the inputs of the block; those of its kept values are in its parameters.
 
         Args:
             gradients: with respect to what leaves it. Both (segments, tokens, width).
@@ -283,11 +287,12 @@ class ModelTrainer:
             scales = input_scales(block, run, range(len(hidden)), self.world)
             return Masters(kept, stored, scales, self.settings, self.world, home)
 
-    def train(self, last: bool) -> tuple[float, list[float]]:
+    def train(self, last: bool, stepped: Callable[[int], None]) -> tuple[float, list[float]]:
         """One pass over the training segments: the divergence before it, and at each look.
 
         Args:
-            last: go on even where the first look is no better than before.
+            last: continue even where the first look is no better than before. stepped: called after each step with its
+                number, from 1.
 
         Raises:
             NonFiniteError: the model's predictions are NaN or Inf at first.
@@ -295,7 +300,7 @@ class ModelTrainer:
         before = self.judged()
         if not math.isfinite(before):
             raise NonFiniteError(
-                "the predictions of the compressed model are NaN or Inf; try another dtype "
+                "the predictions of the compressed model contain NaN or Inf; try another dtype "
                 f"({option('dtype', 'float32')})"
             )
         training, seqlen = range(self.reference.judges, self.reference.total), self.reference.segments.shape[1]
@@ -309,9 +314,10 @@ class ModelTrainer:
             for step, batch in enumerate(batches):
                 # One step more than there are, where the rate is zero.
                 self.step(self.world.local(batch), self.settings.rate(step, len(batches) + 1))
+                stepped(step + 1)
                 if step + 1 in looks:
                     history.append(self.judged())
-                    done = f"step {step + 1}/{len(batches)}, KL {history[-1]:.4f} ({before:.4f} before)"
+                    done = f"step {step + 1}/{len(batches)}, KL {history[-1]:.4f} (before training {before:.4f})"
                     logger.info("prediction matching: %s", done)
                     if not last and history[0] >= before:
                         break

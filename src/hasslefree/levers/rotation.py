@@ -1,13 +1,13 @@
-"""Rotation: before anything is pruned, coordinates are chosen in which pruning takes away less; the function stays.
+"""Rotation: before pruning, choose coordinates in which pruning removes less; the model's function does not change.
 
 Two rotations cost no bytes, since the matrices on either side take them in (`models.stream`): one of the residual
 stream, for the whole model, and one of the values of each attention head. They are learned, by Adam on the share of
-importance that the pattern removes. Where Q turns the inputs of W, with second moment H, that is
+importance that the pattern removes. Where Q rotates the inputs of W, with second moment H, that is
 
     Σ over removed (i, j) of (W Q)²_ij / [(QᵀHQ)⁻¹]_jj
 
-as SparseGPT has it (arXiv 2301.00774); where it turns the outputs, of (QᵀW)²_ij / [H⁻¹]_jj. What L would keep of it is
-left out of the account. Rotations for pruning: DenoiseRotator (arXiv 2505.23049), which stores them.
+as in SparseGPT (arXiv 2301.00774); where it rotates the outputs, of (QᵀW)²_ij / [H⁻¹]_jj. What L would recover is not
+counted. Rotations for pruning: DenoiseRotator (arXiv 2505.23049), which stores them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hasslefree.models.precision import solving
 from hasslefree.models.stream import HeadUse, StreamUse, head_use, one_after_the_other, outer_use, stream_use, tied
 from hasslefree.models.streaming import Change
 from hasslefree.models.walk import Visit, Walk
+from hasslefree.phases import BLOCK_ROTATION, STREAM_ROTATION
 from hasslefree.recipe.plan import LayerPlan, Plan
 from hasslefree.validation import Figure
 
@@ -70,7 +71,7 @@ class RotationRecord:
     left_out: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """For JSON."""
         return asdict(self) | {"left_out": list(self.left_out)}
 
 
@@ -121,12 +122,14 @@ def of_head_outputs(weight: Tensor, diagonal: Tensor, heads: HeadUse) -> Importa
     return lambda q: ((q.mT @ each).square() / diagonal).flatten(0, 1)
 
 
-def learned(terms: Sequence[Term], start: Tensor, how: Learning) -> tuple[Tensor, float]:
+def learned(
+    terms: Sequence[Term], start: Tensor, how: Learning, stepped: Callable[[], None] | None = None
+) -> tuple[Tensor, float]:
     """The rotation after which the pattern removes least, as far as it was found.
 
     Args:
         terms: count alike, each by what is removed over what was before. start: of the rotation, (…, size, size);
-            no rotation is a start too.
+            no rotation is a start too. stepped: called after each step, and once more.
 
     Returns:
         Q, (…, size, size), and what is removed over what was before, on average; never more than 1.
@@ -150,6 +153,8 @@ def learned(terms: Sequence[Term], start: Tensor, how: Learning) -> tuple[Tensor
         optimizer.zero_grad()
         rotation.backward(leaf.grad)
         optimizer.step()
+        if stepped is not None:
+            stepped()
     return orthogonal(found), best
 
 
@@ -160,30 +165,30 @@ def orthogonal(near: Tensor) -> Tensor:
 
 
 def rotate(walk: Walk, plan: Plan, segments: Tensor, world: World, how: Learning | None = None) -> RotationRecord:
-    """Give a model the coordinates in which the plan's patterns remove least; its predictions stay.
+    """Rotate a model so that the plan's patterns remove less; its predictions do not change.
 
     Args:
         segments: of this process.
 
     Raises:
-        ModelError: neither the stream nor the heads can be rotated; the message says why.
+        ModelError: neither the residual stream nor the heads can be rotated; the message says why.
     """
     how = how or Learning()
     hidden = walk.entering(segments[: max(SEGMENTS // world.size, 1)])
     entering, seen = hidden[0].clone(), Seen(walk, plan, world, how)
     if reason := tied(walk.model):
-        seen.left_out["stream"] = f"the residual stream: {reason}"
-    for visit in walk.visits(hidden):
+        seen.left_out["stream"] = f"the residual stream cannot be rotated: {reason}"
+    for visit in walk.phases.counted(BLOCK_ROTATION, walk.visits(hidden), len(plan), "blocks"):
         seen.look(visit, hidden)
     found: RotationRecord = world.broadcast(seen.rotated(segments[0], entering, hidden[0]))
     for reason in found.left_out:
-        logger.info("not rotated: %s", reason)
+        logger.info("rotation: %s", reason)
     return found
 
 
 @dataclass
 class Seen:
-    """What the dense model's blocks showed of what can be rotated.
+    """What is known about rotating the dense model, collected block by block.
 
     Args:
         streams: how each block uses the stream; terms: for its rotation. heads: for each block its heads, and their
@@ -217,9 +222,8 @@ class Seen:
                 if visit.index in chosen(len(self.plan)):
                     self.terms += stream_terms(visit, plans, use, inverses)
             except ModelError as error:
-                self.left_out["stream"] = f"the residual stream: in {visit.prefix}, {error.message}"
+                self.left_out["stream"] = f"the residual stream cannot be rotated: in {visit.prefix}, {error.message}"
         self.turn_heads(visit, plans, states, inverses)
-        logger.info("rotation: block %d/%d", visit.index + 1, len(self.plan))
 
     def turn_heads(
         self, visit: Visit, plans: Mapping[str, LayerPlan], states: Tensor, inverses: Mapping[str, Tensor]
@@ -229,7 +233,9 @@ class Seen:
         try:
             use = head_use(visit.block, visit.call, states, known)
         except ModelError as error:
-            self.left_out.setdefault("heads", f"the heads of {visit.prefix}: {error.message}")
+            self.left_out.setdefault(
+                "heads", f"the attention heads of {visit.prefix} cannot be rotated: {error.message}"
+            )
             return
         terms = list(head_terms(visit, plans, use, inverses))
         if not terms:
@@ -242,7 +248,7 @@ class Seen:
         self.shares.append(share)
 
     def rotated(self, segment: Tensor, entering: Tensor, leaving: Tensor) -> RotationRecord:
-        """Change the model, and say what was done."""
+        """Change the weights of the model, and return the record."""
         walk, model = self.walk, self.walk.model
         changes: dict[str, Change] = {}
         stream = None
@@ -252,10 +258,11 @@ class Seen:
                 rotation, stream = self.learned_stream(entering)
                 changes = outer.changes(model, rotation) | {embeddings: lambda weight: weight @ rotation}
             except ModelError as error:
-                self.left_out["stream"] = f"the residual stream: {error.message}"
+                self.left_out["stream"] = f"the residual stream cannot be rotated: {error.message}"
         if stream is None and not self.heads:
             raise ModelError(
-                f"nothing can be rotated. {'. '.join(self.left_out.values())}. Leave out {option('rotate', True)}"
+                f"nothing in this model can be rotated: {'; '.join(self.left_out.values())}. "
+                f"Leave out {option('rotate', True)}"
             )
         for index, block in enumerate(walk.blocks.modules):
             own = [self.streams[index].changes(block, rotation)] if stream is not None else []
@@ -269,14 +276,15 @@ class Seen:
     def learned_stream(self, states: Tensor) -> tuple[Tensor, float]:
         """The rotation of the stream: (width, width). states: that enter the first block."""
         start = torch.eye(states.shape[-1]).to(states)
-        with solving(states.device), torch.enable_grad():
-            rotation, share = learned(self.terms, start, self.how)
+        steps = self.walk.phases.phase(STREAM_ROTATION, self.how.steps + 1, "steps")
+        with steps as phase, solving(states.device), torch.enable_grad():
+            rotation, share = learned(self.terms, start, self.how, phase.advance)
         self.world.broadcast_(rotation, 0)
         return rotation, share
 
 
 def chosen(blocks: int) -> set[int]:
-    """The numbers of at most `BLOCKS` of so many blocks, evenly spaced."""
+    """The indices of at most `BLOCKS` of the blocks, evenly spaced."""
     count = min(BLOCKS, blocks)
     return {(2 * i + 1) * blocks // (2 * count) for i in range(count)}
 
@@ -318,7 +326,7 @@ def some_rows(weight: Tensor, pattern: Pattern) -> Tensor:
 
 
 def some_columns(width: int, pattern: Pattern) -> Tensor:
-    """The numbers of about `ROWS` of so many columns, whole groups of the pattern; all where it has no groups."""
+    """The indices of about `ROWS` of the columns, in whole groups of the pattern; all where it has no groups."""
     every = torch.arange(width)
     if pattern.group is None:
         return every

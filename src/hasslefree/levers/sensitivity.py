@@ -35,12 +35,13 @@ from hasslefree.models.moments import Sums, checked, groups_by_input, probes, wi
 from hasslefree.models.precision import as_multiplied, computing
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
+from hasslefree.phases import ALLOCATION, IMPORTANCE, PROBES
 from hasslefree.recipe.plan import LayerPlan, Plan
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.methods.joint import LOOK
 
 T = TypeVar("T")
-# What is made of a pruned layer: of its weight, that pruned, H and its plan.
+# Computes something for a pruned layer, from its weight, the pruned weight, H and its plan.
 See = Callable[[Tensor, Tensor, Gram, LayerPlan], T]
 # Tokens of whose predictions labels are drawn at a time.
 TOKENS = 256
@@ -53,8 +54,9 @@ class Reverse:
     """A block while the gradients run backwards through the model.
 
     Args:
-        states: what enters it for the probes. gradients: with respect to what leaves it; once it was passed, to what
-            enters it. tokens: the first ones are probes of this process; a process without any goes along.
+        states: the inputs of the block for the probes. gradients: with respect to the output of the block; once the
+            gradients have passed it, to its input. tokens: the number of probe tokens of this process, the first ones;
+            a process without probes runs one segment that does not count.
     """
 
     visit: Visit
@@ -66,7 +68,7 @@ class Reverse:
 def sensitivities(
     walk: Walk, plan: Plan, segments: Tensor, world: World, see: See[T], seed: int = 0
 ) -> tuple[list[dict[str, tuple[T, float]]], list[Tensor]]:
-    """For each block, by the name of each planned layer: what `see` makes of it, and its sensitivity to pruning.
+    """For each block, by the name of each planned layer: the result of `see`, and its sensitivity to pruning.
 
     The layer is pruned by its pattern, by a few rounds of `joint`. The sensitivity is an estimate of the mean over
     tokens of KL(dense ‖ pruned) between the models' predictions, in nats, on the first segments (`probes`).
@@ -78,12 +80,12 @@ def sensitivities(
         That; and for each block the `importance` of the channels of its output.
 
     Raises:
-        ModelError: the model has no output head, or it does not run without the blocks.
+        ModelError: the model has no output head, or one that cannot be run on its own.
         NonFiniteError: it returns NaN or Inf, or its gradient is.
     """
     found: list[dict[str, tuple[T, float]]] = [{} for _ in plan]
     channels: list[Tensor] = [torch.empty(0)] * len(plan)
-    for reverse in backwards(walk, segments, world, seed):
+    for reverse in walk.phases.counted(ALLOCATION, backwards(walk, segments, world, seed), len(plan), "blocks"):
         index = reverse.visit.index
         channels[index] = importance(reverse, world)
         found[index] = block_sensitivities(reverse, plan[index], world, see)
@@ -97,10 +99,10 @@ def importances(walk: Walk, segments: Tensor, world: World, seed: int = 0) -> li
     """
     if walk.model.get_output_embeddings() is None:
         return None
-    found = []
-    for reverse in backwards(walk, segments, world, seed):
+    found, passing = [], backwards(walk, segments, world, seed)
+    for reverse in walk.phases.counted(IMPORTANCE, passing, len(walk.blocks.modules), "blocks"):
         found.append(importance(reverse, world))
-        inputs_and_gradients(reverse, [])  # the gradients go on to the block before
+        inputs_and_gradients(reverse, [])  # the gradients pass to the block before
     return found[::-1]
 
 
@@ -124,11 +126,13 @@ def backwards(walk: Walk, segments: Tensor, world: World, seed: int, tokens: int
     """
     count = local_probes(segments, world, tokens)
     segments = segments[: max(count, 1)]
-    hidden, entering = walk.entering(segments), []
-    check_predictions(walk, segments, hidden)
-    for _ in walk.visits(hidden):
-        entering.append(hidden.copy())
-    gradients = gradients_of_labels(walk, segments, hidden, world, seed)
+    with walk.phases.phase(PROBES, len(walk.blocks.modules), "blocks") as phase:
+        hidden, entering = walk.entering(segments), []
+        check_predictions(walk, segments, hidden)
+        for _ in walk.visits(hidden):
+            entering.append(hidden.copy())
+            phase.advance()
+        gradients = gradients_of_labels(walk, segments, hidden, world, seed)
     for visit in walk.backwards():
         yield Reverse(visit, entering.pop(), gradients, count * segments.shape[1])
 
@@ -142,8 +146,8 @@ def check_predictions(walk: Walk, segments: Tensor, states: Activations) -> None
         raise
     except Exception as error:
         raise ModelError(
-            f"the output head of {type(walk.model).__name__} does not run without the blocks "
-            f"({type(error).__name__}: {error}); use {option('effort', 'fast')}"
+            f"the output head of {type(walk.model).__name__} cannot be run on its own, which this effort or allocation "
+            f"needs ({type(error).__name__}: {error}); use {option('effort', 'fast')}"
         ) from error
 
 
@@ -156,7 +160,7 @@ def local_probes(segments: Tensor, world: World, tokens: int | None = None) -> i
 def gradients_of_labels(walk: Walk, segments: Tensor, states: Activations, world: World, seed: int) -> Activations:
     """The gradient of log p(label), summed over tokens, with respect to what leaves the last block.
 
-    For each token a label is drawn from the predictions at it. A segment has random numbers of its own, drawn on the
+    For each token a label is drawn from the predictions at it. Each segment has its own random numbers, drawn on the
     CPU: they are the same on every device and for every number of processes.
 
     Args:
@@ -173,7 +177,7 @@ def gradients_of_labels(walk: Walk, segments: Tensor, states: Activations, world
             [gradient] = torch.autograd.grad(chosen, leaf)
             if not torch.isfinite(gradient).all():
                 raise NonFiniteError(
-                    f"the gradient of the model's predictions is NaN or Inf; try another dtype "
+                    f"the gradient of the model's predictions contains NaN or Inf; try another dtype "
                     f"({option('dtype', 'float32')}), or {option('effort', 'fast')}"
                 )
             gradients[slice(index, index + 1)] = gradient
@@ -235,7 +239,7 @@ class SeenLayer:
         found = 0.5 * self.world.total(moved.square().sum().item(), moved.device) / self.tokens
         if not math.isfinite(found):
             raise NonFiniteError(
-                f"the gradient at the output of {self.full} is NaN or Inf; try another dtype "
+                f"the gradient at the output of layer {self.full} contains NaN or Inf; try another dtype "
                 f"({option('dtype', 'float32')}), or {option('effort', 'fast')}"
             )
         return found
@@ -262,9 +266,9 @@ def seen_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World) 
 def block_sensitivities(
     reverse: Reverse, plans: Mapping[str, LayerPlan], world: World, see: See[T]
 ) -> dict[str, tuple[T, float]]:
-    """Of the planned layers of one block, in the order of the plan. Afterwards the gradients have passed the block.
+    """The planned layers of one block, in the order of the plan. Afterwards the gradients have passed the block.
 
-    A layer that only chooses, such as an indexer of attention, has no gradient: it counts as the others do on average.
+    A layer that only selects, such as an indexer of attention, has no gradient: it gets the mean of the other layers.
     """
     found: dict[str, tuple[T, float]] = {}
     choosing: set[str] = set()
@@ -298,7 +302,7 @@ def inputs_and_gradients(
 
     def left(name: str) -> Callable[[Tensor], None]:
         def keep(gradient: Tensor) -> None:
-            # A copy: autograd goes on to add to what it hands out.
+            # A copy: autograd may still add to this tensor.
             outer[name].append(gradient.flatten(0, -2).to(working_dtype(gradient), copy=True))
 
         def see(y: Tensor) -> None:

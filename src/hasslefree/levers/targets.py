@@ -51,7 +51,9 @@ def drift_correction(gram: Gram, drift: Tensor, share: float, damping: float) ->
         ShapeError: H and D differ in shape. FactorizationError: H + λI is not positive definite.
     """
     if drift.shape != gram.matrix.shape:
-        raise ShapeError(f"the drift has the shape of the Gram {tuple(gram.matrix.shape)}, got {tuple(drift.shape)}")
+        raise ShapeError(
+            f"drift must have the shape of the Gram matrix {tuple(gram.matrix.shape)}, got {tuple(drift.shape)}"
+        )
     factor = lower_cholesky(gram.damped(damping).matrix)
     # H + λI is symmetric: Dᵀ(H + λI)⁻¹ = ((H + λI)⁻¹D)ᵀ. Rows of D at inputs that are always zero are zero.
     return (share * torch.cholesky_solve(drift.to(factor.dtype), factor).T).to(gram.matrix.dtype)

@@ -67,7 +67,7 @@ class Activations:
         self.states[index].copy_(states if isinstance(index, slice) else states.squeeze(0))
 
     def batches(self, tokens: int) -> Iterator[slice]:
-        """All segments, so many at a time that they have `tokens` tokens at most, but one at least."""
+        """All segments, as many at a time as have at most `tokens` tokens together, and at least one."""
         count = max(tokens // self.states.shape[1], 1)
         for first in range(0, len(self), count):
             yield slice(first, first + count)

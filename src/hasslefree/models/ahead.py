@@ -40,7 +40,7 @@ class Source:
             return self.stored[self.leaf]
         except (OSError, SafetensorError) as error:
             raise ModelError(
-                f"the checkpoint's {self.name} cannot be read from {self.file()}: {error}; get the file anew"
+                f"{self.name} cannot be read from {self.file()}: {error}; download or copy the file again"
             ) from error
 
     def file(self) -> str:
@@ -63,7 +63,7 @@ class Ahead:
         self._reads: dict[str, Future[Tensor]] = {}
 
     def start(self, sources: Iterable[Source]) -> None:
-        """Begin to read these tensors. Those of an earlier start that nobody took are dropped."""
+        """Start to read these tensors. Tensors of an earlier start that were not taken are dropped."""
         self.drop()
         calls = {source.name: partial(in_memory, source, self.device) for source in sources}
         self._reads = dict(zip(calls, begun("read ahead", *calls.values()), strict=True))
@@ -81,7 +81,7 @@ class Ahead:
         return found
 
     def drop(self) -> None:
-        """Forget what nobody took. Afterwards nothing is read."""
+        """Drop tensors that were not taken. Afterwards no reads are running."""
         for read in self._reads.values():
             read.cancel()
         wait(self._reads.values())

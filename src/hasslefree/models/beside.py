@@ -1,9 +1,9 @@
-"""What a block is given beside the hidden states where that depends on the text: as columns beside them.
+"""Arguments of a block that depend on the text, as additional columns of the hidden states.
 
-Most models call a block with hidden states and with what is the same for every text: masks, positions. Some give it
-more: the embeddings, inputs of its own, the keys and values of an earlier block, or the positions that one chose. All
-of these are numbers for each token. Here they run along as further columns of the hidden states, and so are kept,
-trained through and shared between processes as those are.
+Most models call a block with hidden states and with arguments that are the same for every text: masks, positions. Some
+pass more: the embeddings, per-layer inputs, the keys and values of an earlier block, or the positions that it selected.
+All of these are values per token. Here they are additional columns of the hidden states, and so are stored, trained
+through and shared between processes like these.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Seen:
     """A call of a block in a forward pass of one segment.
 
     Args:
-        before, after: its arguments but for the hidden states, when it was called and when it returned.
-        outputs: what it returned beside the hidden states.
+        before, after: its arguments without the hidden states, when it was called and when it returned.
+        outputs: what it returned in addition to the hidden states.
     """
 
     before: Arguments
@@ -42,7 +42,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Column:
-    """Numbers beside the hidden states of a token, and the tensor that they are.
+    """An additional column of the hidden states, and the tensor that it represents.
 
     Args:
         first: the number of the first of them.
@@ -108,7 +108,7 @@ class Beside:
         return {name: rebuilt(value, put, (name,)) for name, value in template.items()}
 
     def after(self, states: Tensor, hidden: Tensor, outputs: Sequence[Any], arguments: Arguments) -> Tensor:
-        """The states after the block. hidden: what it puts out, (segments, tokens, width)."""
+        """The states after the block. hidden: its output, (segments, tokens, width)."""
         new = {key: outputs[number] for number, key in self.yields.items()}
         if self.writes:
             written = dict(leaves(arguments))
@@ -154,13 +154,13 @@ def rebuilt(value: Any, put: Callable[[Path, Any], Any] = lambda path, leaf: lea
 
 
 def learn(width: int, tokens: int, names: Sequence[str], first: Sequence[Seen], second: Sequence[Seen]) -> list[Beside]:
-    """What every block reads and writes, from forward passes of two segments that differ in their last token.
+    """Which columns every block reads and writes, from forward passes of two segments that differ in their last token.
 
     Args:
         width: of the hidden states. tokens: of a segment. names: of the blocks.
 
     Raises:
-        ModelError: an argument depends on the text and is not a tensor with numbers for each token.
+        ModelError: an argument depends on the text and is not a tensor with values for each token.
     """
     made: dict[int, Key] = {}  # by the identity of the tensor, which `first` keeps
     text: dict[int, Key] = {}
@@ -200,10 +200,10 @@ def learn(width: int, tokens: int, names: Sequence[str], first: Sequence[Seen], 
 
 
 def depends(name: str, path: Path) -> ModelError:
-    """The error for a block with an argument that cannot be a column."""
+    """The error for a block with an argument that cannot be stored as a column."""
     which = f"positional argument {path[0]}" if isinstance(path[0], int) else f"argument {path[0]!r}"
     return ModelError(
-        f"the {which} of {name} depends on the text and has no entry for each token, so that this block cannot be run "
+        f"the {which} of {name} depends on the text and does not have one entry per token, so this block cannot be run "
         "without the rest of the model; models of this kind are not supported"
     )
 

@@ -15,9 +15,9 @@ from hasslefree.errors import ModelError, option
 from hasslefree.models.experts import SplitExperts
 from hasslefree.models.sites import Site, find_sites
 
-# What stays dense without being named may hold this share of the parameters of a block, each matrix for itself.
+# A matrix may stay dense without being named if it has at most this share of the parameters of its block.
 LITTLE = 0.02
-# A list of blocks has this share of the parameters of the largest one.
+# A list of blocks has at least this share of the parameters of the largest list.
 LARGE = 0.1
 
 
@@ -45,8 +45,8 @@ class Blocks:
 def find_blocks(model: nn.Module) -> Blocks:
     """The module list nearest to the input embeddings that has linear layers in every element.
 
-    That is in the innermost module around the embeddings that holds such lists: a model that sees images has others in
-    its towers. Of these, small ones aside, it is the least deep, and of several the one with the most parameters.
+    It is searched in the innermost module around the embeddings that holds such lists: multimodal models have further
+    lists in their towers. Of these lists, small ones aside, it is the least nested, then the one with most parameters.
 
     Raises:
         ModelError: there is none.
@@ -68,7 +68,9 @@ def find_blocks(model: nn.Module) -> Blocks:
         apart = (pair for pair in pairs if len({each.split(".")[block_of] for each in pair}) > 1)
         shared = {each for pair in apart for each in pair}
         return Blocks(name, tuple(lists[name]), frozenset(shared))
-    raise ModelError(f"{type(model).__name__} has no list of blocks with linear layers; is it a decoder?")
+    raise ModelError(
+        f"{type(model).__name__} has no list of blocks with linear layers; hasslefree compresses causal language models"
+    )
 
 
 def around(model: Any) -> list[str]:
@@ -83,7 +85,7 @@ def around(model: Any) -> list[str]:
 
 
 def towers(model: Any, blocks: Blocks) -> list[str]:
-    """The names of the modules with parameters beside those that hold the blocks: of other inputs than text."""
+    """The names of the modules, beside those that hold the blocks, that process other inputs than text."""
     found = []
     inner = next(prefix for prefix in around(model) if f"{blocks.name}.".startswith(f"{prefix}." if prefix else ""))
     parts = inner.split(".") if inner else []
@@ -100,12 +102,12 @@ def towers(model: Any, blocks: Blocks) -> list[str]:
 
 @dataclass(frozen=True)
 class Selection:
-    """What becomes of the matrices in the blocks.
+    """Which matrices in the blocks are compressed and which stay dense.
 
     Args:
-        sites: what is compressed of each block, by its name there.
-        dense: the full names of what stays as it is by itself: what several blocks share, routers, the projections of
-            time steps, convolutions of each channel alone, and small matrices that are no linear layer.
+        sites: the matrices of each block to compress, by their name there.
+        dense: the full names of those that stay dense automatically: weights shared by several blocks, routers,
+            projections of time steps, depthwise convolutions, and small matrices outside linear layers.
     """
 
     sites: list[dict[str, Site]]
@@ -119,8 +121,8 @@ def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> Selection:
         leave_dense: glob patterns of full names (layers or parameters) that the user accepts to stay as they are.
 
     Raises:
-        ModelError: matrices that the user did not name would stay dense, of a kind that is not known here and with more
-            than `LITTLE` of a block's parameters; or a glob pattern matches nothing.
+        ModelError: matrices that are not linear layers, and have more than `LITTLE` of a block's parameters, would stay
+            dense, and the user did not name them; or a glob pattern matches nothing.
     """
     unused = set(leave_dense)
 
@@ -149,13 +151,15 @@ def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> Selection:
         chosen.append({n: site for n, site in sites.items() if n not in staying and not excused(f"{prefix}.{n}")})
     if left:
         raise ModelError(
-            f"{len(left)} weights are no linear layers and would stay dense: {_shortened(left)}. "
-            f"Accept that by naming them with {option('leave_dense')} (globs, such as '*.experts.*')"
+            f"{len(left)} weights are not linear layers and would stay dense: {_shortened(left)}. "
+            f"To accept that, list them with {option('leave_dense')} (globs, such as '*.experts.*')"
         )
     if unused:
         raise ModelError(f"{option('leave_dense', ' '.join(sorted(unused)))} matches no layer of {blocks.name}")
     if not any(chosen):
-        raise ModelError(f"{option('leave_dense')} names every linear layer: nothing is left to compress")
+        raise ModelError(
+            f"{option('leave_dense')} matches every linear layer, so nothing would be compressed; match fewer"
+        )
     return Selection(chosen, tuple(dense))
 
 
@@ -166,7 +170,7 @@ def by_kind(names: Iterable[str]) -> list[str]:
 
 
 def routers(block: nn.Module, sites: Mapping[str, Site]) -> set[str]:
-    """The names of the sites beside experts that choose between them, or weigh one: one output, or one for each."""
+    """The names of the routers: sites beside experts with one output, or one output for each expert."""
     counts = {
         name.rpartition(".")[0]: module.count
         for name, module in block.named_modules()

@@ -14,23 +14,23 @@ from hasslefree.models.beside import Beside
 from hasslefree.models.precision import converted
 
 
-class Stop(Exception):  # noqa: N818 (not an error: it ends a forward pass whose rest nobody needs)
+class Stop(Exception):  # noqa: N818 (not an error: it ends a forward pass early)
     pass
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """What a block is called with beside the hidden states: masks, positions, rotary embeddings.
+    """The arguments of a block in addition to the hidden states: masks, positions, rotary embeddings.
 
-    Hidden states are (segments, tokens, width), whatever shape they have in the model. Where a block is also given what
-    depends on the text, that is in further columns of theirs.
+    Hidden states are (segments, tokens, width), whatever shape they have in the model. Further arguments that depend on
+    the text are stored as additional columns of the hidden states.
 
     Args:
         outputs: length of the tuple or list that the block returns, hidden states first; 0 if it returns a tensor.
-        batched: whether several segments at a time have the outputs that they have one at a time, in these arguments.
+        batched: whether several segments together give the same outputs as one at a time, with these arguments.
         shape: of the hidden states of a token in the model, where it is not (width,). first: whether the first axis of
-            that shape is before the segments there.
-        beside: the further columns; None for none.
+            that shape precedes the axis of segments there.
+        beside: the additional columns; None where there are none.
     """
 
     args: tuple[Any, ...]
@@ -77,7 +77,7 @@ class BlockCall:
         return (hidden.movedim(0, 2) if self.first else hidden).flatten(2)
 
     def as_output(self, states: Tensor) -> Any:
-        """What the block would put out with these hidden states, and nothing beside them."""
+        """What the block would return with these hidden states, and None for its other outputs."""
         hidden = self.as_called(states)
         return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
 
@@ -103,8 +103,10 @@ def shaped(call: BlockCall, hidden: Tensor) -> BlockCall:
     """
     if hidden.ndim <= 3:
         if len(hidden) > 1:
-            raise ModelError(f"the blocks are called with hidden states {tuple(hidden.shape)} for one segment of text; "
-                             "not supported")  # fmt: skip
+            raise ModelError(
+                f"the blocks are called with hidden states of shape {tuple(hidden.shape)} for one segment of text, "
+                "expected (1, tokens, width); models of this kind are not supported"
+            )
         return call
     first = len(hidden) > 1
     return replace(call, shape=tuple((hidden.movedim(0, 2) if first else hidden).shape[2:]), first=first)

@@ -1,4 +1,4 @@
-"""The processes of one compression under `torchrun`: which of the work is whose, and how the results come together."""
+"""The processes of one compression under `torchrun`: how work is divided and results are combined."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from hasslefree.core.rows import Rows
 from hasslefree.errors import DistributedError, option
 
-# How long a process waits for the others: longer than any layer takes. One that dies is noticed at once.
+# How long a process waits for the others: longer than any layer takes. The death of a process is noticed at once.
 PATIENCE = timedelta(hours=12)
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all. rank: 0 writes. size: how many there are; alone, a process does everything."""
+    """This process among all processes. rank: rank 0 writes files. size: the number of processes."""
 
     rank: int = 0
     size: int = 1
@@ -40,7 +40,7 @@ class World:
         return [item // self.size for item in items if item % self.size == self.rank]
 
     def add(self, tensor: Tensor) -> None:
-        """Add to a tensor, in place, what it is in the other processes."""
+        """Sum a tensor over all processes, in place."""
         if self.size > 1:
             with lost_peers():
                 dist.all_reduce(tensor)
@@ -95,7 +95,7 @@ ALONE = World()
 
 
 class SharedRows(Rows):
-    """The rows of one layer that this process has: consecutive ones, as many as every other process to within one.
+    """The consecutive rows of one layer that this process holds; all processes hold equally many, to within one.
 
     Args:
         out: rows of the layer in all; at least as many as there are processes.
@@ -138,7 +138,7 @@ class SharedRows(Rows):
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[World]:
-    """The processes that `torchrun` started, or this one alone. device: NCCL connects GPUs, gloo CPUs."""
+    """The processes that `torchrun` started, or this one alone. device: NCCL is used for GPUs, gloo for CPUs."""
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size())
@@ -165,11 +165,12 @@ def local_device() -> str | None:
 
 @contextmanager
 def lost_peers() -> Iterator[None]:
-    """What gloo and NCCL say when a process is gone, in words."""
+    """Turn the errors of gloo and NCCL after the death of a process into a DistributedError."""
     try:
         yield
     except RuntimeError as error:
         raise DistributedError(
-            f"another process of this compression has ended; torchrun's last lines name it. Finished blocks are kept: "
-            f"correct the cause, and use {option('resume', True)} ({str(error).splitlines()[0][:200]})"
+            f"another process of this compression has failed; the last lines of torchrun's output say which one. "
+            f"Finished blocks are kept: correct the cause, and use {option('resume', True)} "
+            f"({str(error).splitlines()[0][:200]})"
         ) from error

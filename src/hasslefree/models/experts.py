@@ -1,8 +1,9 @@
-"""Mixtures of experts: the fused weights of a block's experts, apart, as a linear layer for each matrix.
+"""Mixtures of experts: the fused weights of a block's experts, split into a linear layer for each matrix.
 
 transformers keeps all experts of a block in a few tensors (experts, …), behind one interface
-(`integrations.moe.use_experts_implementation`) that says how they are laid out. Apart, an expert's matrices are linear
-layers like all others: they are found, seen, solved, stored and trained as those are, each on the tokens that reach it.
+(`integrations.moe.use_experts_implementation`) that says how they are laid out. Split, an expert's matrices are linear
+layers like all others: they are found, calibrated, solved, stored and trained in the same way, on the tokens routed to
+the expert.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "_apply_gate")
 
 
-# For each input of its widest matrix, the tokens of a calibration text that an expert sees at least, as long as fewer
-# than `ENOUGH` are routed to it; from then on, one in each pass. An expert with tokens of its own gains nothing from
-# those of others (docs/results/quality.md).
+# The least number of calibration tokens, per input of its widest matrix, that an expert sees as long as fewer than
+# `ENOUGH` are routed to it; from then on, one in each pass. An expert with tokens of its own gains nothing from tokens
+# of other experts (docs/results/quality.md).
 WANTED, ENOUGH = 1.0, 1
 # As a share of all tokens of a pass: one.
 LEAST = 1e-9
@@ -52,7 +53,7 @@ class Share:
 
 
 def stored(halves: list[Tensor], share: Share) -> Tensor:
-    """The part of a fused tensor of one expert, from what shares of it are: the gate's and what it gates, or all."""
+    """The part of a fused tensor that belongs to one expert, from its halves (gate and gated part) or as a whole."""
     rows = torch.cat(halves) if share.apart or len(halves) == 1 else torch.stack(halves, 1).flatten(0, 1)
     return rows.mT if share.transposed else rows
 
@@ -76,8 +77,8 @@ class SplitExperts(nn.Module):
         fused: the module. It gives up its weights, and keeps what lies between them: gates, activations, norms.
         config: of the model, where the module has none.
 
-    Each token goes through the experts that it is routed to. While `borrowed`, an expert also sees others, whose
-    outputs count for nothing.
+    Each token goes through the experts that it is routed to. While `borrowed`, an expert also sees other tokens, whose
+    outputs are discarded.
     """
 
     fused: Any
@@ -173,7 +174,7 @@ class SplitExperts(nn.Module):
         return torch.cat(outputs)[order.argsort()].view(tokens, chosen, -1).sum(1).view(hidden_states.shape)
 
     def others(self, index: int, rows: Tensor, tokens: int) -> Tensor:
-        """The numbers of tokens that an expert sees beside those that are routed to it: evenly spaced ones."""
+        """The indices of tokens that an expert sees in addition to those routed to it: evenly spaced ones."""
         if not (missing := self.missing(index, len(rows), tokens)):
             return rows[:0]
         free = torch.ones(tokens, dtype=torch.bool, device=rows.device)
@@ -182,14 +183,14 @@ class SplitExperts(nn.Module):
         return left[evenly(missing, len(left), rows.device)]
 
     def missing(self, index: int, own: int, tokens: int) -> int:
-        """How many tokens an expert sees beside its own in a pass."""
+        """How many tokens an expert sees in a pass in addition to its own."""
         if self.rate is None:
             return 0
         rate = self.rate if own + int(self.seen[index, 0]) < ENOUGH else LEAST
         return max(min(math.ceil(rate * tokens), tokens) - own, 0)
 
     def run(self, expert: Any, x: Tensor) -> Tensor:
-        """What an expert makes of rows (tokens, width), before its weight."""
+        """The output of an expert for rows (tokens, width), before its routing weight."""
         if self.layout.has_gate:
             halves = expert.gate_proj(x), expert.up_proj(x)
             joined = torch.cat(halves, -1) if self.layout.is_concatenated else torch.stack(halves, -1).flatten(-2)
@@ -245,15 +246,15 @@ class BatchedExperts(SplitExperts):
 
 
 def evenly(count: int, of: int, device: torch.device) -> Tensor:
-    """So many numbers below `of`, evenly spaced, as far as there are as many."""
+    """`count` evenly spaced numbers below `of`, or all of them if there are fewer."""
     count = min(count, of)
     return torch.arange(count, device=device) * of // max(count, 1)
 
 
 def is_fused(module: Any) -> bool:
-    """Whether a module holds experts behind the interface of transformers, and nothing else of its own.
+    """Whether a module holds experts behind the interface of transformers, and no other tensors.
 
-    Any other stays as it is: its weights are then of a kind that is not known.
+    Other modules are not split: their weights are of an unknown kind.
     """
     if not all(hasattr(module, name) for name in INTERFACE):
         return False
@@ -297,13 +298,13 @@ def fuse_experts(model: Any) -> None:
 
 @contextmanager
 def borrowed(root: nn.Module, tokens: int | None = None) -> Iterator[None]:
-    """Within it, an expert under root that gets no tokens sees some that are routed to others, evenly spaced.
+    """Within it, an expert under root that gets no tokens sees evenly spaced tokens that are routed to other experts.
 
-    So its Gram is shrunk towards that of all tokens: it is the mean over its own and the others.
+    Its Gram is then shrunk towards that of all tokens: it is the mean over its own and the borrowed ones.
 
     Args:
-        tokens: of the whole calibration text, of which an expert without own tokens sees `WANTED` for each input of its
-            widest matrix. In any case it sees one in every pass.
+        tokens: of the whole calibration text. An expert without tokens of its own sees `WANTED` of them for each input
+            of its widest matrix. In any case it sees one in every pass.
     """
     found = [module for module in root.modules() if isinstance(module, SplitExperts)]
     before = [module.rate for module in found]
@@ -318,14 +319,14 @@ def borrowed(root: nn.Module, tokens: int | None = None) -> Iterator[None]:
 
 
 def experts_of(root: nn.Module, name: str) -> tuple[SplitExperts, int] | None:
-    """The experts that a layer of this name under root belongs to, and the number of its own; None for any other."""
+    """The experts that the layer with this name belongs to, and the index of its own; None for other layers."""
     parent, _, index = name.rpartition(".")[0].rpartition(".")
     module = root.get_submodule(parent)
     return (module, int(index)) if isinstance(module, SplitExperts) and index.isdigit() else None
 
 
 def tokens_seen(root: nn.Module, name: str) -> tuple[int, int] | None:
-    """How many tokens the expert with a layer of this name saw while `borrowed`: its own, and others.
+    """How many tokens the expert with a layer of this name saw while `borrowed`: its own, and borrowed ones.
 
     None for a layer that belongs to no expert.
     """

@@ -25,7 +25,7 @@ MULTIMODAL: dict[str, str] = dict(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model, after a look that it is a decoder.
+    """The configuration of a model, after a check that it is a decoder.
 
     Args:
         trust_remote_code: run code that comes with the model.
@@ -51,13 +51,13 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def check_name(name: str) -> None:
-    """Raise a ModelError for a file that is no model folder, and a path at which there is none."""
+    """Raise a ModelError for a GGUF file, and for a path that does not exist."""
     if name.endswith(".gguf"):
         file = Path(name)
         raise ModelError(
-            f"{name} is a GGUF file; make a model folder of it first: AutoModelForCausalLM.from_pretrained("
-            f"{str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(FOLDER), and AutoTokenizer likewise "
-            "(transformers reads GGUF with the package gguf)"
+            f"{name} is a GGUF file; convert it to a model folder first: AutoModelForCausalLM.from_pretrained("
+            f"{str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(FOLDER), and the same with AutoTokenizer "
+            "(transformers needs the package gguf for this)"
         )
     if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise ModelError(f"the model folder {name} does not exist")
@@ -86,7 +86,7 @@ def check_reads_text(name: str, config: Any) -> None:
     ]
     if "input_ids" not in forward or set(needed) - {"self", "input_ids"}:
         raise ModelError(
-            f"{name} is a {kind.__name__}, which does not run on text alone; "
+            f"{name} is a {kind.__name__}, which needs more inputs than text; "
             "hasslefree compresses causal language models"
         )
 
@@ -108,7 +108,7 @@ def auto_class(config: Any) -> Any:
 def refuse_compressed(config: Any, name: str) -> None:
     """Raise a ModelError where a model's configuration says that it is quantised or compressed already."""
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{name} is quantised or compressed already; start from the original checkpoint")
+        raise ModelError(f"{name} is already quantised or compressed; start from the original checkpoint")
 
 
 def load_model(
@@ -139,7 +139,7 @@ def load_shapes(name: str, dtype: str = "auto", trust_remote_code: bool = False)
         with torch.device("meta"):
             return auto_class(config).from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
     except (OSError, RuntimeError, ValueError, ImportError, KeyError) as error:
-        raise ModelError(f"the model {name!r} could not be made: {_first_line(error)}") from error
+        raise ModelError(f"the model {name!r} could not be built from its config.json: {_first_line(error)}") from error
 
 
 def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -147,7 +147,7 @@ def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = 
 
     Buffers are there. folder: for weights that have to be converted first; it must last as long as the model.
     """
-    # It warns of what is asked for here.
+    # It warns that weights stay on the disk, which is wanted here.
     logger = logging.getLogger("accelerate.big_modeling")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -171,11 +171,13 @@ def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrain
         raise
     except (OSError, RuntimeError, ValueError, ImportError, KeyError, SafetensorError) as error:
         damaged = isinstance(error, RuntimeError | SafetensorError)
-        remedy = "; if a file of it is damaged or cut short, get it anew" if damaged else ""
+        remedy = "; if one of its files is damaged or truncated, download or copy it again" if damaged else ""
         raise ModelError(f"the model {name!r} could not be loaded: {_first_line(error)}{remedy}") from error
     model, info = found
     if missing := sorted(info["missing_keys"]):
-        raise ModelError(f"the checkpoint {name!r} lacks {len(missing)} tensors: {', '.join(missing[:6])}; get it anew")
+        raise ModelError(
+            f"the checkpoint {name!r} lacks {len(missing)} tensors: {', '.join(missing[:6])}; download or copy it again"
+        )
     return model.eval()
 
 
@@ -187,21 +189,25 @@ def check_index(name: str) -> None:
     try:
         files = set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError):
-        raise ModelError(f"{file} has no readable weight_map; get it anew") from None
+        raise ModelError(f"{file} has no valid weight_map; download or copy it again") from None
     for named in files:
         if not isinstance(named, str) or Path(named).name != named:
-            raise ModelError(f"{file} names {named!r}, which is no file beside it; get it anew")
+            raise ModelError(
+                f"{file} lists {named!r}, which is not the name of a file in the same folder; download or copy {file} "
+                "again"
+            )
         if not (Path(name) / named).is_file():
-            raise ModelError(f"{file} names {named}, which is not there; get it anew")
+            raise ModelError(f"{file} lists {named}, which is missing; download or copy {named}")
 
 
 def check_format(name: str) -> None:
-    """Raise a ModelError where a local folder holds weights as pickles alone, which are programs."""
+    """Raise a ModelError where a local folder holds weights only as pickles, which can run code."""
     folder = Path(name)
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and any(folder.glob("pytorch_model*.bin")):
         raise ModelError(
-            f"{name} holds its weights as pickles (pytorch_model.bin), which can run any code when they are read; "
-            f"if you trust them, convert them: AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)"
+            f"{name} has its weights in pickle files (pytorch_model.bin), which can run any code when they are loaded; "
+            "if you trust them, convert them to safetensors: "
+            f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)"
         )
 
 
@@ -213,7 +219,10 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, ImportError) as error:
         if not Path(name).is_dir():
             raise no_model(name, error) from error
-        raise ModelError(f"no tokenizer at {name!r}: {_first_line(error)}") from error
+        raise ModelError(
+            f"the tokenizer of {name!r} could not be loaded: {_first_line(error)}; if its files are missing, copy them "
+            "from the original model"
+        ) from error
 
 
 def resolve_device(device: str | None) -> torch.device:
@@ -221,7 +230,7 @@ def resolve_device(device: str | None) -> torch.device:
     try:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise ModelError(f"unknown device {device!r}; such as cpu, cuda or cuda:1") from None
+        raise ModelError(f"unknown device {device!r}; use, for example, cpu, cuda or cuda:1") from None
     try:
         torch.zeros(1, device=chosen).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -239,15 +248,15 @@ def most_positions(model: nn.Module) -> int | None:
 
 
 def resolve_seqlen(model: nn.Module, asked: int | None) -> int:
-    """The segment length: what was asked for, or 2048, or what the model takes if that is less.
+    """The segment length: the given one, or 2048, or the model's limit if that is less.
 
     Raises:
-        ModelError: more was asked for than the model has positions.
+        ModelError: it is more than the positions of the model.
     """
     most = most_positions(model)
     if most is not None and asked is not None and asked > most:
         raise ModelError(
-            f"the model takes at most {most} tokens at once, asked for {asked}; use {option('seqlen', most)}"
+            f"the model takes at most {most} tokens at once, but seqlen is {asked}; use {option('seqlen', most)}"
         )
     return min(2048, most or 2048) if asked is None else asked
 

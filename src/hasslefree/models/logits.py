@@ -1,4 +1,4 @@
-"""What a model says for the hidden states that its last block puts out."""
+"""The logits of a model for given outputs of its last block."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hasslefree.errors import ModelError, option
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, replaced
 
-# What a configuration may ask a model to put out beside its logits, and would have to come from the blocks.
+# Options of a configuration for further outputs, which would have to come from the blocks.
 ASKED = ("output_router_logits", "output_attentions", "output_hidden_states")
 
 
 def logits_of(
     model: PreTrainedModel, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor, states: Tensor
 ) -> Tensor:
-    """The logits (tokens, vocabulary) where the last block puts out `states`, whatever the blocks would do.
+    """The logits (tokens, vocabulary) for `states` as the output of the last block; the blocks do not run.
 
-    Only what is outside the blocks runs; gradients flow to the states, where they are asked for.
+    Only the modules outside the blocks run; gradients flow to the states if they require them.
 
     Args:
         calls: how each block is called. segment: token ids (tokens,). states: (1, tokens, width).
@@ -40,8 +40,8 @@ def logits_of(
         output = model(input_ids=segment[None], use_cache=False)
     if not isinstance(getattr(output, "logits", None), Tensor):
         raise ModelError(
-            f"{type(model).__name__} has no output head, and its predictions are asked for; "
-            f"load it as a causal language model, or use {option('effort', 'fast')}"
+            f"{type(model).__name__} has no output head, and this effort or allocation needs the model's predictions; "
+            f"load it as a causal language model (AutoModelForCausalLM), or use {option('effort', 'fast')}"
         )
     return output.logits[0]
 

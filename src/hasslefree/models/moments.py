@@ -1,4 +1,4 @@
-"""Run blocks on the calibration segments, and gather the Grams of their layers."""
+"""Run blocks on the calibration segments, and collect the Gram matrices of their layers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from hasslefree.models.sites import find_sites
 CHUNK, PANEL = 2048, {"cpu": 384, "cuda": 2048}
 # Tokens that run through a block at a time, where it takes several segments.
 BATCH = 4096
-# The rounding of bfloat16 may move the output of a token by so much of its norm.
+# The rounding of bfloat16 may move the output of a token by this share of its norm.
 ALIKE = 0.05
 # Calibration tokens on which the predictions of whole models are compared.
 PROBED = 4096
 
 
 def probes(samples: int, seqlen: int, tokens: int | None = None) -> int:
-    """How many of so many segments, the first ones, are for that: one at least. tokens: None for `PROBED`."""
+    """How many of the segments, the first ones, are probes: one at least. tokens: of all probes; None for `PROBED`."""
     return min(samples, max((PROBED if tokens is None else tokens) // seqlen, 1))
 
 
@@ -68,7 +68,7 @@ def run_block(block: nn.Module, call: BlockCall, hidden: Activations) -> None:
 
 
 def takes_batches(block: nn.Module, call: BlockCall, hidden: Activations) -> bool:
-    """Whether a block has the same outputs for two segments together as for each, though it was called with one.
+    """Whether a block gives the same outputs for two segments together as for each alone.
 
     That is so where the other arguments are the same for all segments, and the block broadcasts them.
     """
@@ -89,14 +89,14 @@ def takes_batches(block: nn.Module, call: BlockCall, hidden: Activations) -> boo
 
 
 def traffic(block: nn.Module, shapes: Mapping[str, tuple[int, int]], tokens: int) -> float:
-    """The numbers that layers of a block read and write in a pass of so many tokens. shapes: (out, in), by name."""
+    """The numbers that layers of a block read and write in a pass of `tokens` tokens. shapes: (out, in), by name."""
     return tokens * sum(share_of_tokens(block, n) * (out + width) for n, (out, width) in shapes.items())
 
 
 def pass_bytes(numbers: float) -> int:
-    """What a pass takes at most in which layers read and write so many numbers, in float32.
+    """The memory of a pass in which layers read and write this many numbers, in float32, at most.
 
-    Twice that, since what is between the layers takes as much.
+    It is twice their size, since the arrays between the layers take as much.
     """
     return round(2 * FLOAT * numbers)
 
@@ -124,11 +124,11 @@ Stream = tuple[nn.Module, Activations]
 
 @dataclass(frozen=True)
 class Moments:
-    """What is known of the inputs of a group of layers.
+    """The moments of the inputs of a group of layers.
 
     Args:
         gram: H = X̂ᵀX̂ / tokens, with the mean of X̂. drift: X̂ᵀ(X − X̂) / tokens, (in, in), with X the inputs in the dense
-            stream; None where that was not asked for.
+            stream; None where it was not requested.
     """
 
     gram: Gram
@@ -170,7 +170,7 @@ class Sums:
                     _add_product(self.drift, seen, share)
 
     def moments(self, add: Callable[[Tensor], None]) -> Moments:
-        """Over all tokens. add: adds to a tensor, in place, what it is in other processes."""
+        """The moments over all tokens. add: sums a tensor over all processes, in place."""
         count = torch.tensor(self.count, device=self.second.device)
         add(count)
 
@@ -183,14 +183,16 @@ class Sums:
 
 
 def sums_bytes(width: int) -> int:
-    """What the sums over tokens of one input take, and the Gram that comes of them."""
+    """The bytes of the sums over tokens of one input, and of the Gram that they give."""
     return 3 * FLOAT * width**2
 
 
 def checked(moments: Moments, name: str) -> Moments:
     """The moments of the inputs of a layer. Raises a NonFiniteError where they are not finite."""
     if not torch.isfinite(moments.gram.matrix).all():
-        raise NonFiniteError(f"the inputs of {name} hold NaN or Inf; try another dtype ({option('dtype', 'float32')})")
+        raise NonFiniteError(
+            f"the inputs of {name} contain NaN or Inf; try another dtype ({option('dtype', 'float32')})"
+        )
     return moments
 
 

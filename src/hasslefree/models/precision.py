@@ -22,7 +22,7 @@ from hasslefree.packed.linear import SparseLowRankLinear, unpacked_once
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """What products of a model of this dtype are computed in on a device; None for the dtype of the hidden states."""
+    """The dtype in which products of a model of this dtype run on a device; None for that of the hidden states."""
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     fast = device.type == "cuda" or (dtype == torch.bfloat16 and multiplies_bfloat16(device))
@@ -33,9 +33,9 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | Non
 def computing(block: nn.Module, modules: Iterable[nn.Module] | None = None, unpack: bool = True) -> Iterator[None]:
     """Within it, a block runs on hidden states in float32, and compressed layers in it hold S unpacked over all calls.
 
-    What a product does not read is in float32; where products are not in the dtype of the block, everything is.
-    Afterwards every tensor has its own dtype again, and the value that it then has, rounded: nothing is lost where
-    nothing has changed. S may not change meanwhile.
+    Tensors that no product reads are in float32; where products are not in the dtype of the block, all tensors are.
+    Afterwards every tensor has its own dtype again, with its current value rounded to it: an unchanged tensor keeps its
+    bits. S must not change meanwhile.
 
     Args:
         modules: the modules of a model that run; None for all of the block.

@@ -21,11 +21,13 @@ from hasslefree.models.streaming import Weights, outside
 
 # Called with the index of a block.
 Look = Callable[[int], None]
+# Called after a block.
+Passed = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What one segment shows of a model: how its blocks are called, and what the last one returns.
+    """The result of a forward pass of one segment: how the blocks are called, and what the last one returns.
 
     Args:
         seen: of each call, what may run beside the hidden states.
@@ -36,14 +38,21 @@ class Probe:
     output: Tensor
 
 
-def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, look: Look | None = None) -> Probe:
+def probe(
+    model: nn.Module,
+    blocks: Blocks,
+    segment: Tensor,
+    weights: Weights,
+    look: Look | None = None,
+    passed: Passed | None = None,
+) -> Probe:
     """A forward pass of a segment (1, tokens) up to the last block, with one block in memory at a time.
 
     Args:
-        look: called with the index of each block while it is in memory.
+        look: called with the index of each block while it is in memory. passed: called after each block.
 
     Raises:
-        ModelError: not all blocks run, or something is done to the hidden states between them.
+        ModelError: not all blocks run, or the model changes the hidden states between them.
         NonFiniteError: a block outputs NaN or Inf.
     """
     calls: list[BlockCall] = []
@@ -57,7 +66,7 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
             states, call = split_call(args, kwargs)
             if outputs and not torch.equal(outputs[0].to(states), states):
                 raise ModelError(
-                    f"the model changes the hidden states between two blocks, before {blocks.prefix(index)}; models of "
+                    f"the model changes the hidden states outside its blocks, before {blocks.prefix(index)}; models of "
                     "this kind are not supported"
                 )
             calls.append(shaped(call, states))
@@ -76,7 +85,11 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
         outputs[:] = [states]
         if not torch.isfinite(states).all():
             name = blocks.prefix(blocks.modules.index(module))
-            raise NonFiniteError(f"{name} outputs NaN or Inf; try another dtype ({option('dtype', 'float32')})")
+            raise NonFiniteError(
+                f"the output of {name} contains NaN or Inf; try another dtype ({option('dtype', 'float32')})"
+            )
+        if passed is not None:
+            passed()
         if module is blocks.modules[-1]:
             raise Stop
 
@@ -93,25 +106,31 @@ def probe(model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, l
 
 
 def block_calls(
-    model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, look: Look | None = None
+    model: nn.Module,
+    blocks: Blocks,
+    segment: Tensor,
+    weights: Weights,
+    look: Look | None = None,
+    passed: Passed | None = None,
 ) -> list[BlockCall]:
-    """How a model calls each block, after a look that it can be run block by block and is a decoder.
+    """How a model calls each block, after a check that it can be run block by block and is a decoder.
 
-    A second segment differs in its last token: a causal model gives the same output before it, and what the blocks are
-    given shows then what depends on the text. segment: (1, tokens). look: as for `probe`, in the first pass.
+    A second segment differs in its last token: a causal model gives the same output before it, and the arguments that
+    differ are those that depend on the text. segment: (1, tokens). look: as for `probe`, in the first pass. passed: as
+    for `probe`, in both.
 
     Raises:
-        ModelError: one of the two does not hold.
+        ModelError: one of the two checks fails.
     """
-    first = probe(model, blocks, segment, weights, look)
+    first = probe(model, blocks, segment, weights, look, passed)
     changed = segment.clone()
     changed[0, -1] = (changed[0, -1] + 1) % model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    second = probe(model, blocks, changed, weights)
+    second = probe(model, blocks, changed, weights, passed=passed)
     before, after = (each.calls[-1].as_rows(each.output)[0, :-1].float() for each in (first, second))
     tolerance = 4 * torch.finfo(first.output.dtype).eps * before.abs().amax()
     if before.numel() and (before - after).abs().amax() > tolerance:
         raise ModelError(
-            f"{type(model).__name__} is not a decoder: its output at a token changes with the tokens after it; "
+            f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens after it; "
             "hasslefree compresses causal language models"
         )
     names = [blocks.prefix(index) for index in range(len(blocks.modules))]
@@ -126,7 +145,7 @@ def block_calls(
 
 
 def check_arguments(calls: Sequence[BlockCall], names: Sequence[str], seen: Sequence[Seen], states: Tensor) -> None:
-    """Raise a ModelError where the columns do not give the blocks what they were given in a forward pass.
+    """Raise a ModelError where the columns do not reproduce the arguments of the blocks in a forward pass.
 
     states: what enters the first block.
     """
@@ -142,7 +161,7 @@ def check_arguments(calls: Sequence[BlockCall], names: Sequence[str], seen: Sequ
 def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor) -> Tensor:
     """What enters the first block for a segment (1, tokens), in float32 at least: (1, tokens, width).
 
-    The forward pass ends where all that depends on the text alone has come by; blocks put out what they are given.
+    The forward pass ends once everything that depends on the text alone is known; blocks return their inputs.
 
     Args:
         calls: of the blocks; none where nothing runs beside the hidden states.

@@ -1,4 +1,4 @@
-"""The weight matrices that stand in a block: where they are, what enters them, and how one is replaced.
+"""The weight matrices in a block: where they are, what their inputs are, and how one is replaced.
 
 A kind of site is a class here and its entry in `KINDS`; nothing else knows how a model stores a matrix.
 """
@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 @dataclass(frozen=True)
 class Site(ABC):
-    """A weight matrix that stands somewhere under `root`, a block or a model.
+    """A weight matrix somewhere under `root`, a block or a model.
 
     Args:
         name: of the matrix under root; the tensors that take its place are saved under this name.
@@ -50,7 +50,7 @@ class Site(ABC):
 
     @property
     def bias(self) -> Tensor | None:
-        """(out,), what is added to the product; None for nothing."""
+        """(out,), or None."""
         return None
 
     @property
@@ -77,7 +77,7 @@ class Site(ABC):
         """Let `compute`, (…, in) → (…, out) with the bias, take the place of the product. The result has `remove()`."""
 
     def wrapped(self, layer: nn.Module) -> nn.Module:
-        """The module that stands in the place of `module` once `layer` computes the product."""
+        """The module that replaces `module` once `layer` computes the product."""
         return layer
 
     def replace(self, layer: nn.Module) -> None:
@@ -99,7 +99,7 @@ class Site(ABC):
 
 @cache
 def multiplies(kind: Any) -> bool:
-    """Whether a kind of `nn.Linear` does what it says: others multiply group by group, or choose between experts."""
+    """Whether a subclass of `nn.Linear` computes x Wᵀ: others multiply group by group, or choose between experts."""
     if kind.forward is nn.Linear.forward:
         return True
     # Models are made on the meta device, without numbers in their weights: not so here.
@@ -109,7 +109,7 @@ def multiplies(kind: Any) -> bool:
             own = kind(3, 2, bias=False)
             own.weight = nn.Parameter(weight)
             return torch.allclose(own(x), x @ weight.T)
-        except Exception:  # it is made of something else, or puts out something else, whatever it says then
+        except Exception:  # it has another signature or another output; it may raise anything
             return False
 
 

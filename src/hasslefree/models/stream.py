@@ -1,12 +1,12 @@
-"""The residual stream in other coordinates: which weights read and write it, and what a rotation makes of them.
+"""The residual stream in other coordinates: which weights read and write it, and how a rotation changes them.
 
 An RMS norm without gains commutes with a rotation Q of the stream. So a model whose stream is h Q in the place of h
 predicts the same where every matrix that reads the stream is W diag(g) Q, with the gains g of the norm before it, which
 become one, and every matrix that writes it is QᵀW (Ashkboos et al., arXiv 2401.15024). The same holds for the values
-of an attention head, between the matrix that makes them and the one that reads the head's output.
+of an attention head, between the matrix that computes them and the one that reads the head's output.
 
-Nothing here knows a family of models: what stands where is seen on one segment, and whether a block's output is the
-same after a random rotation is tried.
+Nothing here is specific to a family of models: the structure is observed on one segment, and a random rotation tests
+whether a block's output stays the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Change, changed
 from hasslefree.models.walk import Walk
 
-# How far a block's output may be off in float32, over what the block adds, for the median token.
+# The tolerance of a block's output in float32, relative to what the block adds, for the median token.
 ALIKE = 1e-4
 
 
@@ -72,7 +72,7 @@ class StreamUse:
 
 
 def read_rotated(gain: Tensor, rotation: Tensor, weight: Tensor) -> Tensor:
-    """What reads a rotated stream without the gains of its norm as `weight`, (out, width), reads it with them."""
+    """The matrix that reads a rotated stream, normed without gains, as `weight` (out, width) reads it with them."""
     return (weight * gain) @ rotation
 
 
@@ -83,10 +83,10 @@ def replaced_by(other: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadUse:
-    """The heads of an attention. values, output: the sites that make the values, and that read what heads put out.
+    """The heads of an attention. values, output: the sites that compute the values, and that read the heads' outputs.
 
     Args:
-        size: channels of a head. count: key heads; each has values of its own.
+        size: channels of a head. count: of key heads; each has its own values.
     """
 
     values: str
@@ -115,12 +115,12 @@ def turned(rows: Tensor, rotations: Tensor) -> Tensor:
 
 
 def matrix_change(site: Site, change: Change) -> Change:
-    """The change of a stored parameter that makes of the matrix (out, in) what `change` makes of it."""
+    """The change of a stored parameter that applies `change` to its matrix (out, in)."""
     return (lambda stored: change(stored.T).T) if site.transposed else change
 
 
 def one_after_the_other(*changes: Mapping[str, Change]) -> dict[str, Change]:
-    """All of these changes; those of the same parameter in their order."""
+    """All of these changes; several for the same parameter are applied in order."""
     found: dict[str, Change] = {}
     for each in changes:
         for name, change in each.items():
@@ -130,7 +130,7 @@ def one_after_the_other(*changes: Mapping[str, Change]) -> dict[str, Change]:
 
 
 def in_turn(first: Change, second: Change, weight: Tensor) -> Tensor:
-    """What the second change makes of what the first one makes of a weight."""
+    """A weight after the first and then the second change."""
     return second(first(weight))
 
 
@@ -152,11 +152,11 @@ def random_rotation(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def norm_of(module: nn.Module, width: int) -> Norm | None:
-    """The gains of an RMS norm over so many channels; None for every other module."""
+    """The gains of an RMS norm over `width` channels; None for every other module."""
     own = list(module.parameters())
     if len(own) != 1 or own[0].shape != (width,):
         return None
-    # Large, so that what is added to the mean square counts for nothing.
+    # Large, so that the epsilon that is added to the mean square is negligible.
     ones = own[0].new_full((1, width), 1e4, dtype=working_dtype(own[0]))
     x = ones * torch.linspace(-1, 2, width, device=ones.device)
     trial = copy.deepcopy(module).to(ones.dtype)
@@ -178,23 +178,25 @@ def stream_use(block: nn.Module, call: BlockCall, states: Tensor) -> StreamUse:
     """How a block uses the stream. states: what enters it, (1, tokens, width), in the working dtype.
 
     Raises:
-        ModelError: its output is another one after a rotation of the stream.
+        ModelError: its output changes with a rotation of the stream.
     """
     if call.beside is not None or call.shape:
-        raise ModelError("its blocks are given more than one stream of hidden states")
+        raise ModelError("the block takes more inputs than one tensor of hidden states")
     trial, width = copy.deepcopy(block).to(states.dtype), states.shape[-1]
     norms = {name: norm for name, module in trial.named_modules() if (norm := norm_of(module, width)) is not None}
     reads = readers(trial, list(norms), lambda: call.run(trial, states))
     if not reads:
-        raise ModelError("no linear layer reads an RMS norm of the stream (a LayerNorm subtracts the mean)")
+        raise ModelError(
+            "no linear layer takes its input from an RMSNorm of the residual stream (LayerNorm cannot be rotated)"
+        )
     sites = find_sites(trial)
     writes = tuple(name for name, site in sites.items() if site.shape[0] == width and name not in reads)
     found = StreamUse({name: norms[name] for name in dict.fromkeys(reads.values())}, reads, writes)
     rotation = random_rotation((width, width), states)
     if not difference(trial, call, states, found.changes(trial, rotation), rotation) <= ALIKE:
         raise ModelError(
-            "it does more with the stream than RMS norms and linear layers do: a norm after a layer, experts, a "
-            "convolution, or a multiplication of its channels"
+            "the residual stream is used by more than RMSNorm and linear layers, for example by a norm after a layer, "
+            "experts, a convolution, or a scaling of its channels"
         )
     return found
 
@@ -227,7 +229,7 @@ def readers(root: nn.Module, norms: list[str], run: Callable[[], object]) -> dic
 def difference(
     trial: nn.Module, call: BlockCall, states: Tensor, changes: Mapping[str, Change], rotation: Tensor | None = None
 ) -> float:
-    """How far a block's output is off with changed parameters, which it then keeps: of what it adds, for most tokens.
+    """The median relative change of what a block adds, with changed parameters, which it then keeps.
 
     Args:
         rotation: of the stream; None where it stays as it is.
@@ -245,7 +247,7 @@ def head_use(block: nn.Module, call: BlockCall, states: Tensor, known: HeadUse |
     """The heads of a block's attention. states: as for `stream_use`. known: of another block, which is tried first.
 
     Raises:
-        ModelError: no two linear layers have a head's values between them, and nothing else.
+        ModelError: the values of the heads do not pass directly from one linear layer to another.
     """
 
     def off(heads: HeadUse) -> float:
@@ -259,7 +261,9 @@ def head_use(block: nn.Module, call: BlockCall, states: Tensor, known: HeadUse |
     # Rotated keys make little difference where attention is all but even.
     found = min(((off(heads), index) for index, heads in enumerate(candidates)), default=(math.inf, 0))
     if not found[0] <= ALIKE:
-        raise ModelError("its attention makes queries, keys and values in one matrix, or changes what a head puts out")
+        raise ModelError(
+            "the attention computes queries, keys and values with one matrix, or changes the outputs of the heads"
+        )
     return candidates[found[1]]
 
 
@@ -279,10 +283,10 @@ def head_candidates(block: nn.Module) -> list[HeadUse]:
 
 
 def tied(model: PreTrainedModel) -> str | None:
-    """Why a model with tied weights cannot take a rotation of its stream in; None for one without."""
+    """Why the residual stream of a model with tied weights cannot be rotated; None for a model without."""
     if not model.all_tied_weights_keys:
         return None
-    return "the output head is tied to the embeddings, and the gains of the last norm can go into the head alone"
+    return "the output head is tied to the embeddings, so the gains of the last norm cannot go into the head alone"
 
 
 def outer_use(walk: Walk, segment: Tensor, entering: Tensor, leaving: Tensor) -> tuple[StreamUse, str]:
@@ -293,27 +297,29 @@ def outer_use(walk: Walk, segment: Tensor, entering: Tensor, leaving: Tensor) ->
             (1, tokens, width).
 
     Raises:
-        ModelError: they cannot take a rotation in.
+        ModelError: they cannot absorb a rotation.
     """
     model, width = walk.model, entering.shape[-1]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
-        raise ModelError("the model has no embeddings, or no output head, as a matrix")
+        raise ModelError("the embeddings or the output head are not one plain matrix (nn.Embedding, nn.Linear)")
     with walk.outside():
         first = embedding(segment[None]).to(entering.dtype)
         scale = (first * entering).sum() / first.square().sum()
         if not (entering - scale * first).norm() <= 0.05 * entering.norm():
-            raise ModelError("what enters the first block is more than the embeddings of the tokens")
+            raise ModelError("the first block gets more than the token embeddings, for example position embeddings")
         norms = {n: each for m in walk.outer() if (n := names[id(m)]) and (each := norm_of(m, width)) is not None}
         states = leaving.to(head.weight.dtype)
         reads = readers(model, list(norms), lambda: logits_of(model, walk.blocks, walk.calls, segment, states))
         reads = {name: norm for name, norm in reads.items() if name == names[id(head)]}
         if not reads:
-            raise ModelError("the output head reads no RMS norm of what leaves the last block")
+            raise ModelError("the output head does not follow an RMSNorm after the last block")
         known = {embedding, head, *(model.get_submodule(norm) for norm in reads.values())}
         for module in walk.outer():
             for name, parameter in module.named_parameters(recurse=False):
                 if module not in known and width in parameter.shape:
-                    raise ModelError(f"{names[id(module)]}.{name}, outside the blocks, may read or write the stream")
+                    raise ModelError(
+                        f"{names[id(module)]}.{name}, outside the blocks, may also use the residual stream"
+                    )
     return StreamUse({norm: norms[norm] for norm in reads.values()}, reads), f"{names[id(embedding)]}.weight"

@@ -1,4 +1,4 @@
-"""A model of which one part is in memory at a time: the rest stays in its files until it is asked for."""
+"""A model of which one part is in memory at a time: the rest stays in its files until it is needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hasslefree.packed.linear import SparseLowRankLinear
 
 # All modules of a part of a model, as it is when this is called.
 Modules = Callable[[], Iterable[nn.Module]]
-# What becomes of a parameter, in the working dtype.
+# Maps a parameter to its new value, in the working dtype.
 Change = Callable[[Tensor], Tensor]
 
 
@@ -32,9 +32,8 @@ class Weights:
     Those of a model that is in memory stay where they are.
 
     Args:
-        model: its hooks of accelerate are taken off, and its buffers moved to `device`.
-        ahead: whether the weights of the next part are read beside the work on the present one, which takes the memory
-            of one more part.
+        model: its hooks of accelerate are removed, and its buffers moved to `device`.
+        ahead: whether the weights of the next part are read in the background, which takes the memory of one more part.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, ahead: bool = True):
@@ -78,11 +77,11 @@ class Weights:
     def present(self, part: Modules, then: Modules | None = None) -> Iterator[None]:
         """Within it, the parameters of a part of the model are on the device.
 
-        Afterwards they are in no memory, and neither are the compressed layers that came into the part meanwhile. A
-        part that was in memory before stays there.
+        Afterwards they are freed, together with the compressed layers that were put into the part meanwhile. A part
+        that was in memory before stays there.
 
         Args:
-            then: the part that is present next, which is read meanwhile if `ahead`.
+            then: the next part, which is read in the background if `ahead`.
 
         Raises:
             ModelError: a file cannot be read, or holds a tensor of another shape than the model.
@@ -138,7 +137,7 @@ class Weights:
                 module.register_parameter(name, found)
 
     def change(self, model: PreTrainedModel, changes: Mapping[str, Change]) -> None:
-        """Let parameters be what these make of them: those in files whenever they are read, the others now, in place.
+        """Apply changes to parameters: to those in files whenever they are read, to the others now, in place.
 
         Args:
             changes: by the name of the parameter in the model; no part of it is `present`.
@@ -165,14 +164,15 @@ class Weights:
         found = self._ahead.take(source)
         if found.shape != shape:
             raise ModelError(
-                f"the checkpoint's {source.name} is {list(found.shape)}, the model's {list(shape)}; get it anew"
+                f"{source.name} has the shape {list(found.shape)} in the checkpoint, but {list(shape)} in the model "
+                "that its config.json describes; download or copy the checkpoint again"
             )
         found = found.to(self.device, non_blocking=self.device.type == "cuda")  # the order of its stream will do
         return found if change is None else changed(found.clone(), change)
 
 
 def changed(stored: Tensor, change: Change) -> Tensor:
-    """The tensor, with what becomes of it in its place; computed in the working dtype."""
+    """The tensor, overwritten by its changed value, which is computed in the working dtype."""
     with torch.no_grad():
         return stored.copy_(change(stored.to(working_dtype(stored))))
 
@@ -194,6 +194,6 @@ def trim() -> None:
 
 
 def outside(model: nn.Module, blocks: Blocks) -> Modules:
-    """All modules but the blocks and what is in them: embeddings, the last norm, the output head."""
+    """All modules outside the blocks: embeddings, the last norm, the output head."""
     inside = {module for block in blocks.modules for module in block.modules()}
     return lambda: (module for module in model.modules() if module not in inside)

@@ -100,7 +100,7 @@ def evaluation_text(name: str) -> str:
 
 
 def check_text(name: str) -> None:
-    """Raise where a text is neither a known hub name nor a local file with something in it."""
+    """Raise where a text is neither a known hub name nor a local file that is not empty."""
     if name not in HUB_TEXTS:
         _local(name)
 
@@ -126,7 +126,7 @@ def _local(name: str) -> list[str]:
     match = _SLICE.fullmatch(name)
     path = Path(match["path"] if match else name)
     if path.suffix not in (".txt", ".jsonl", ".raw"):
-        raise UnknownNameError("text (neither a hub name nor a .txt or .jsonl file)", name, HUB_TEXTS)
+        raise UnknownNameError("text", name, [*HUB_TEXTS, "a .txt file", "a .jsonl file"])
     if not path.is_file():
         raise CalibrationError(f"the text file {path} does not exist")
     try:
@@ -154,7 +154,7 @@ def _parse_jsonl(path: Path, content: str) -> list[str]:
             raise CalibrationError(f'{path}, line {number}: expected a JSON object with a string field "text"')
         if any("\ud800" <= character <= "\udfff" for character in document):
             raise CalibrationError(
-                f"{path}, line {number}: the text holds half a surrogate pair; it is not Unicode text"
+                f"{path}, line {number}: the text contains a lone surrogate, which is not valid Unicode; remove it"
             )
         documents.append(document)
     return documents
@@ -222,9 +222,9 @@ def draw_segments(
     have = sum(map(len, long))
     if len(windows) < samples and have < samples * seqlen:
         raise CalibrationError(
-            f"the calibration text is too short: its documents of at least {seqlen} tokens hold {have} tokens, and "
-            f"{samples} samples × {seqlen} = {samples * seqlen} are needed; use fewer samples, a smaller seqlen or "
-            "a longer text"
+            f"the calibration text is too short: {samples} samples × {seqlen} = {samples * seqlen} tokens are needed, "
+            f"and its documents of at least {seqlen} tokens have {have} in total; use fewer samples, a smaller seqlen "
+            "or a longer text"
         )
     while len(windows) < samples:
         windows.append(window(long[int(torch.randint(len(long), (), generator=generator))]))

@@ -1,4 +1,4 @@
-"""The one way from the first block to the last: each block in memory in its turn, hidden states running through it."""
+"""From the first block to the last: one block in memory at a time, with the hidden states running through it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hasslefree.models.moments import first_hidden_states, run_block, takes_batc
 from hasslefree.models.probe import Look, block_calls
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights, outside
+from hasslefree.phases import LOOK, Phases
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Visit:
     """A block while it is in memory.
 
     Args:
-        prefix: its name in the model. call: how it is called. passed: the streams that have left it already.
+        prefix: its name in the model. call: how it is called. passed: the streams that have passed it already.
     """
 
     index: int
@@ -46,6 +47,7 @@ class Walk:
 
     Args:
         calls: how each block is called. storage, folder: where hidden states are between blocks; see `Activations`.
+        phases: of the run that walks, in which the blocks are counted.
     """
 
     model: PreTrainedModel
@@ -54,6 +56,7 @@ class Walk:
     calls: Sequence[BlockCall]
     storage: str = "device"
     folder: Path = Path()
+    phases: Phases = field(default_factory=Phases)
 
     @classmethod
     def open(
@@ -65,24 +68,28 @@ class Walk:
         storage: str = "device",
         folder: Path = Path(),
         look: Look | None = None,
+        phases: Phases | None = None,
     ) -> Walk:
         """Learn from one segment (1, tokens) how the model calls its blocks. look: as for `block_calls`.
 
         Raises:
             ModelError, NonFiniteError: as from `block_calls`.
         """
-        return cls(model, blocks, weights, block_calls(model, blocks, segment, weights, look), storage, folder)
+        phases = phases or Phases()
+        with phases.phase(LOOK, 2 * len(blocks.modules), "blocks") as phase:
+            calls = block_calls(model, blocks, segment, weights, look, phase.advance)
+        return cls(model, blocks, weights, calls, storage, folder, phases)
 
     @property
     def width(self) -> int | None:
-        """Numbers that each token hands from block to block; None where that is the width of the embeddings."""
+        """Values per token that pass from block to block; None where that is the width of the embeddings."""
         call = self.calls[0]
         if call.beside is not None:
             return call.beside.width + call.beside.size
         return math.prod(call.shape) if call.shape else None
 
     def outside(self) -> AbstractContextManager[None]:
-        """Within it, what is outside the blocks is in memory: embeddings, the last norm, the output head."""
+        """Within it, the modules outside the blocks are in memory: embeddings, the last norm, the output head."""
         return self.weights.present(outside(self.model, self.blocks))
 
     def outer(self) -> list[nn.Module]:
@@ -95,10 +102,10 @@ class Walk:
             return first_hidden_states(self.model, self.blocks, segments, self.storage, self.folder, self.calls)
 
     def visits(self, *streams: Activations, to_end: bool = True) -> Iterator[Visit]:
-        """The blocks in order, each in memory in its turn, with `streams` what enters it.
+        """The blocks in order, one in memory at a time, with `streams` as their inputs.
 
-        After each visit the streams that are not in `Visit.passed` run through the block as it then is. to_end: through
-        the last one too.
+        After each visit the streams that are not in `Visit.passed` run through the block as it is then. to_end: through
+        the last block too.
         """
         for index, block in enumerate(self.blocks.modules):
             with self.weights.present(block.modules, self.blocks.part(index + 1)):
@@ -113,7 +120,7 @@ class Walk:
                             run_block(block, call, states)
 
     def backwards(self) -> Iterator[Visit]:
-        """The blocks from the last to the first, each in memory in its turn."""
+        """The blocks from the last to the first, one in memory at a time."""
         for index in reversed(range(len(self.blocks.modules))):
             with self.weights.present(self.blocks.modules[index].modules, self.blocks.part(index - 1)):
                 yield Visit(index, self.blocks.prefix(index), self.blocks.modules[index], self.calls[index])

@@ -1,4 +1,4 @@
-"""How S is stored: its values, and an index tensor that says where they stand. Bit for bit, there and back.
+"""How S is stored: its values, and an index tensor with their positions. Packing and unpacking is exact, bit for bit.
 
 An entry is stored if its bits are not all zero: −0.0 is stored, +0.0 is not. Bits go into bytes from the low end.
 """
@@ -35,7 +35,7 @@ class Layout(Protocol):
         """The shapes of `values` and of the index tensor. nonzeros: the number of stored values.
 
         Raises:
-            PatternError: no weight (out, in) has so many.
+            PatternError: no weight (out, in) with this pattern has this number.
         """
 
     def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ class Layout(Protocol):
         """S: (out, in). Gradients flow to the values. The index is not validated."""
 
     def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
-        """Raise PatternError where an index of the right shape holds what `pack` cannot have written."""
+        """Raise PatternError where an index of the right shape has contents that `pack` never writes."""
 
 
 def layout_of(pattern: str) -> Layout:
@@ -100,7 +100,8 @@ class PackedGroups:
         groups = width // self.m
         if nonzeros != out * groups * self.n:
             raise PatternError(
-                f"{self.n}:{self.m} stores {out * groups * self.n} values of {out}×{width}, not {nonzeros}"
+                f"a {out}×{width} weight of pattern {self.n}:{self.m} has {out * groups * self.n} stored values, got "
+                f"{nonzeros}"
             )
         return {"values": (out, groups * self.n), "positions": (out, -(-groups * self.code_bits // 8))}
 
@@ -116,8 +117,9 @@ class PackedGroups:
         if missing.amin() < 0:
             row, group = (missing[..., 0] < 0).nonzero()[0].tolist()
             raise PatternError(
-                f"{self.n - int(missing[row, group])} entries in row {first + row}, inputs {group * self.m} to "
-                f"{group * self.m + self.m - 1}, where {self.n}:{self.m} allows {self.n}; use another pattern"
+                f"row {first + row}, inputs {group * self.m} to {group * self.m + self.m - 1}, has "
+                f"{self.n - int(missing[row, group])} non-zeros, but pattern {self.n}:{self.m} allows {self.n}; use "
+                "another pattern"
             )
         kept = entries | (~entries & ((~entries).cumsum(-1, dtype=torch.int32) <= missing))
         values = sparse.masked_select(kept.view(rows, -1)).view(rows, groups * self.n)
@@ -134,7 +136,7 @@ class PackedGroups:
         return found
 
     def _places(self, index: Tensor, width: int) -> Tensor:
-        """Where each value stands in S, counted row by row; for codes that bytes hold whole, which are looked up."""
+        """The position of each value in S, counted row by row; for codes that do not cross bytes: a table look-up."""
         codes = 8 // self.code_bits
         dtype = torch.int32 if len(index) * width < 2**31 else torch.int64
         in_byte = torch.arange(codes, dtype=dtype, device=index.device)[:, None] * self.m
@@ -175,7 +177,7 @@ class PackedGroups:
     def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
         used = width // self.m * self.code_bits
         whole = used // 8 if self.code_bits and 8 % self.code_bits == 0 else 0
-        if whole:  # as in `mask`; what is left of the row is at most a byte
+        if whole:  # as in `mask`; the rest of the row is at most a byte
             possible = ~self._impossible(unpack_bits(every_byte(index))).any(1, keepdim=True)
             if not look_up(possible, index[:, :whole]).all():
                 whole = 0
@@ -183,13 +185,13 @@ class PackedGroups:
             bits = unpack_bits(rows[:, whole:])
             end = used - 8 * whole
             if len(padded := bits[:, end:].any(1).nonzero()):
-                raise PatternError(f"a padding bit of row {first + int(padded[0])} is set")
+                raise PatternError(f"a padding bit at the end of row {first + int(padded[0])} is not 0")
             if end and (bad := self._impossible(bits[:, :end])).any():
                 row, group = bad.nonzero()[0].tolist()
                 group += 8 * whole // self.code_bits
                 raise PatternError(
-                    f"the code of row {first + row}, inputs {group * self.m} to {group * self.m + self.m - 1}, "
-                    f"is none of {self.n}:{self.m}"
+                    f"the stored code of row {first + row}, inputs {group * self.m} to "
+                    f"{group * self.m + self.m - 1}, is not a valid code of pattern {self.n}:{self.m}"
                 )
 
     def _impossible(self, bits: Tensor) -> Tensor:
@@ -202,7 +204,7 @@ class PackedGroups:
 
 @dataclass(frozen=True)
 class Bitmask:
-    """A bit for each entry, rows padded to whole bytes; the values one after the other, row by row."""
+    """A bit for each entry, rows padded to whole bytes; the values row by row."""
 
     @property
     def index(self) -> str:
@@ -214,7 +216,7 @@ class Bitmask:
 
     def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
         if not 0 <= nonzeros <= out * width:
-            raise PatternError(f"{out}×{width} entries cannot store {nonzeros} values")
+            raise PatternError(f"a {out}×{width} weight cannot have {nonzeros} stored values")
         return {"values": (nonzeros,), "mask": (out, -(-width // 8))}
 
     def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,10 +228,10 @@ class Bitmask:
 
     def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
         if width % 8 and len(padded := (index[:, -1] >> width % 8).nonzero()):
-            raise PatternError(f"a padding bit of row {int(padded[0])} is set")
+            raise PatternError(f"a padding bit at the end of row {int(padded[0])} is not 0")
         ones = unpack_bits(every_byte(index)).sum(1, keepdim=True, dtype=torch.uint8)
         if (count := sum(int(look_up(ones, rows).sum()) for _, rows in row_chunks(index))) != nonzeros:
-            raise PatternError(f"the mask has {count} bits set for {nonzeros} values")
+            raise PatternError(f"the mask marks {count} entries, but {nonzeros} values are stored")
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,10 @@ class Columns:
 
     def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
         if nonzeros % out or not 0 <= nonzeros <= out * width:
-            raise PatternError(f"no number of whole columns of {out}×{width} stores {nonzeros} values")
+            raise PatternError(
+                f"{nonzeros} values do not fill whole columns of a {out}×{width} weight; there must be a multiple of "
+                f"{out}, and at most {out * width}"
+            )
         return {"values": (out, nonzeros // out), "columns": (nonzeros // out,)}
 
     def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,15 +263,15 @@ class Columns:
 
     def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
         if ((index < 0) | (index >= width)).any():
-            raise PatternError(f"a column is not one of the {width} inputs")
+            raise PatternError(f"a column index is not between 0 and {width - 1}")
         if (index[1:] <= index[:-1]).any():
-            raise PatternError("the columns do not ascend")
+            raise PatternError("the column indices are not in ascending order")
 
 
 class Placed(torch.autograd.Function):
-    """Values at their places of a matrix (out, in), counted row by row; zero elsewhere.
+    """Values at their positions in a matrix (out, in), counted row by row; zero elsewhere.
 
-    On a CPU it is faster, there and back, than torch's selections by a mask.
+    On a CPU it is faster, forwards and backwards, than torch's selections by a mask.
     """
 
     @staticmethod

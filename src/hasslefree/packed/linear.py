@@ -1,4 +1,4 @@
-"""The layer that takes the place of a linear one: y = x (S + u v)ᵀ + b, with S packed and the factors apart."""
+"""The layer that takes the place of a linear one: y = x (S + u v)ᵀ + b, with S packed and separate factors."""
 
 from __future__ import annotations
 
@@ -107,27 +107,27 @@ class SparseLowRankLinear(nn.Module):
 
     @property
     def index(self) -> Tensor:
-        """Where the values stand: the buffer `positions`, `mask` or `columns`."""
+        """The positions of the values: the buffer `positions`, `mask` or `columns`."""
         return self.get_buffer(self.storage.layout.index)
 
     @property
     def weight(self) -> Tensor:
-        """The values, or the scales of the grid, under the name by which model code asks a linear layer for its dtype
-        or device. Not the matrix."""
+        """The values, or the scales of the grid, under the name that model code uses to look up the dtype or device of
+        a linear layer. Not the matrix."""
         return self.values if self.spec.grid is None else self.get_parameter("weight_scale")
 
     def unpacked(self) -> Tensor:
-        """S: (out, in), made anew at each call."""
+        """S: (out, in), a new tensor at each call."""
         tensors = {name: getattr(self, name) for name in self.storage.dtypes()}
         return self.storage.unpack(tensors, self.in_features, self.spec.nonzeros)
 
     def support(self) -> Tensor:
-        """Where S has stored values: (out, in) bool, in which they stand row by row. Not for a grid."""
+        """The positions of the stored values, which are in row-major order: (out, in) bool. Not for a quantised S."""
         ones = torch.ones_like(self.values, dtype=torch.uint8)
         return self.storage.layout.unpack(ones, self.index, self.in_features).bool()
 
     def factors(self) -> tuple[Tensor, Tensor] | None:
-        """u: (out, r) and v: (r, in), in the dtype of the layer; None for rank 0. Codes are unpacked anew."""
+        """u: (out, r) and v: (r, in), in the dtype of the layer; None for rank 0. Codes are unpacked at each call."""
         u, v = self.low_rank_u, self.low_rank_v
         if u is None or v is None:
             return None
@@ -251,10 +251,11 @@ class SparseLowRankLinear(nn.Module):
 
 @cache
 def say_without_triton() -> None:
-    """A line in the log, once, where a GPU multiplies unpacked S for want of a kernel."""
+    """Log once that a GPU multiplies unpacked S because there is no kernel."""
     if not HAS_TRITON:
         logger.info(
-            "Triton is not installed: compressed layers on a GPU are unpacked once, and multiplied as dense ones"
+            "Triton 3.4 or newer is not installed, so compressed layers on a GPU are unpacked once and take the memory "
+            "of dense layers; pip install triton"
         )
 
 
@@ -265,16 +266,17 @@ def room_for_a_copy(shape: tuple[int, int]) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise MemoryShortError(
-            f"not enough memory on the GPU for a second copy of a sparse matrix {shape}; "
-            'hasslefree.use_backend(model, "dense") keeps no copy, and is slower'
+            f"not enough GPU memory for a second copy of a sparse matrix of shape {shape}; call "
+            'hasslefree.use_backend(model, "dense"), which keeps no copy but is slower'
         ) from None
 
 
 def together(layers: Sequence[SparseLowRankLinear], x: Tensor) -> list[Tensor]:
     """The outputs of layers that read the same inputs, such as those of q, k and v: (..., out) for each.
 
-    Layers of one N:M pattern on the backend `triton` share its two launches. What does not go in one call for one of
-    them, such as a long prompt, is computed layer by layer. Hooks of the layers are not called in the first case.
+    Layers of one N:M pattern on the backend `triton` share its two launches. Where that is not possible for one of
+    them, for example for a long prompt, they are computed one by one. Hooks of the layers are not called in the first
+    case.
 
     Args:
         x: (..., in).
@@ -313,9 +315,9 @@ def use_backend(model: nn.Module, backend: str | None) -> None:
 
 
 def keep_unpacked(model: nn.Module) -> None:
-    """Let the layers of a model keep S unpacked on a GPU, from the first call on for which there is no kernel.
+    """Let the layers of a model keep S unpacked on a GPU, after the first call for which there is no kernel.
 
-    Without a requested backend such a layer unpacks S at every call otherwise, which is the slowest way.
+    Otherwise a layer without a requested backend unpacks S at every call, which is slowest.
     """
     for layer in compressed_layers(model).values():
         layer.keeps = True
@@ -329,7 +331,7 @@ def bytes_unpacked(model: nn.Module) -> int:
 
 @contextmanager
 def unpacked_once(root: nn.Module) -> Iterator[None]:
-    """Within it, the layers in `root` hold S unpacked over all calls. Nothing in them may change meanwhile."""
+    """Within it, the layers in `root` hold S unpacked over all calls. Their tensors must not change meanwhile."""
     layers = compressed_layers(root).values()
     before = [layer.held for layer in layers]
     try:

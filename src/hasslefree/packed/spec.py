@@ -1,4 +1,4 @@
-"""What a compressed layer is, without its numbers. The plan, the folder, the reports and the layer itself hold this."""
+"""The description of a compressed layer without its values, used by the plan, the folder, the reports and the layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LayerSpec:
         pattern: the name of the sparsity pattern, such as "2:4"; it says how S is stored (`packed.layouts`).
         shape: (out, in) of the weight. rank: of the low-rank part.
         nonzeros: the entries that S keeps; of a stored layer, the number of stored values or codes.
-        grid: on which S lies; None where it holds any number.
+        grid: of a quantised S; None where S may hold any number.
         factor_bits: 8 for factors as int8 codes; None for those of the model's dtype, and for rank 0.
 
     Raises:
@@ -38,11 +38,11 @@ class LayerSpec:
     factor_bits: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.shape) < 1 or self.rank < 0 or self.nonzeros < 0:
-            raise PatternError(
-                "rank and nonzeros are whole numbers, 0 or more, and a shape has sides of 1 or more; got "
-                f"{self.rank}, {self.nonzeros} and {self.shape}"
-            )
+        if min(self.shape) < 1:
+            raise PatternError(f"both numbers of shape must be at least 1, got {list(self.shape)}")
+        for name in ("rank", "nonzeros"):
+            if getattr(self, name) < 0:
+                raise PatternError(f"{name} must be a whole number, 0 or more, got {getattr(self, name)}")
         if not self.rank:
             object.__setattr__(self, "factor_bits", None)
 
@@ -86,7 +86,7 @@ class LayerSpec:
         return self.dense_parameters * dtype.itemsize
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; a grid and the bits of factors only where there are any."""
+        """For JSON; the grid and the bits of factors only where there are any."""
         grid = self.grid
         on_grid = {"grid": {"bits": grid.bits, "group": grid.group, "symmetric": grid.symmetric}} if grid else {}
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

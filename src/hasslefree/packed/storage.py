@@ -1,8 +1,8 @@
-"""The tensors that hold S: values and where they stand, or for S on a grid codes, scales, zeros and where they stand.
+"""The tensors that hold S: values and their positions, or for a quantised S codes, scales, zeros and positions.
 
-Codes and zeros lie in int32 as compressed-tensors' pack-quantized layout has them: low bits first, codes along the
-inputs, zeros along the outputs. Without pruning (pattern dense) the tensors are those of that layout. What is pruned
-has no code: the codes follow each other as the values of the pattern's own layout do.
+Codes and zeros are packed in int32 as in the pack-quantized layout of compressed-tensors: low bits first, codes along
+the inputs, zeros along the outputs. Without pruning (pattern dense) the tensors are those of that layout. Pruned
+entries have no code: the codes are in the order in which the layout of the pattern stores values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Storage:
     """How S of one pattern is stored.
 
     Args:
-        grid: on which it lies, or None.
+        grid: of a quantised S, or None.
     """
 
     layout: Layout
@@ -51,7 +51,7 @@ class Storage:
         """The shapes of the tensors. nonzeros: the number of stored values or codes.
 
         Raises:
-            PatternError: no weight (out, in) has so many. GridError: it cannot have this grid.
+            PatternError: no weight (out, in) has this number. GridError: it cannot have this grid.
         """
         shapes = self.layout.shapes(out, width, nonzeros)
         if self.grid is None:
@@ -66,13 +66,16 @@ class Storage:
         """The tensors of S (out, in), which `quantised` holds as codes where it is on a grid; and how many are stored.
 
         Raises:
-            PatternError: S does not have the pattern, or is on no grid where one is wanted.
+            PatternError: S does not have the pattern, or has no codes where the storage has a grid.
         """
         values, index = self.layout.pack(sparse + 0.0)  # −0.0 becomes +0.0, which is not stored
         if self.grid is None:
             return {"values": values, self.layout.index: index}, values.numel()
         if quantised is None or quantised.scaling.grid != self.grid:
-            raise PatternError(f"S is not on a grid of {self.grid}; store it as it is")
+            raise PatternError(
+                f"S has no codes of the quantisation {self.grid}; pass them as quantised=, or use a storage without a "
+                "grid"
+            )
         placed = self.layout.unpack(torch.ones_like(values, dtype=torch.uint8), index, sparse.shape[1]).bool()
         codes = quantised.codes.masked_select(placed).view(values.shape)
         tensors = {"weight_packed": pack_codes(codes, self.grid.bits), "weight_scale": quantised.scaling.scale}
@@ -98,7 +101,7 @@ class Storage:
         return (steps.to(scale.dtype) * scale.unsqueeze(-1)).view(out, width)
 
     def _words(self, codes: int) -> int:
-        """How many int32 so many codes take."""
+        """How many int32 words this number of codes takes."""
         return 0 if self.grid is None else -(-codes * self.grid.bits // 32)
 
 

@@ -1,1 +1,1 @@
-"""What is asked for (`recipe`), what that means (`resolved`), and its forms as YAML and as options."""
+"""Recipes as given (`recipe`) and resolved (`resolved`), and their forms as YAML and command-line options."""

@@ -1,4 +1,4 @@
-"""What every layer will become: decided, and checked, before the first one is touched."""
+"""The plan of every layer, decided and checked before the first layer is changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOM = 50_000_000
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What a layer will become. pattern: with its exact count. dtype: of the model."""
+    """The plan of one layer. pattern: with its exact count. dtype: of the model."""
 
     spec: LayerSpec
     pattern: Pattern

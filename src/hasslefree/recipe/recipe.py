@@ -1,7 +1,7 @@
-"""What is asked for, as it was typed: one declaration a field, from which its YAML, its flag and its help follow.
+"""A recipe as the user gives it: one declaration per field, from which its YAML, its flag and its help follow.
 
-This module imports nothing heavy, so that `hasslefree --help` starts at once. What the fields mean together is decided
-in `recipe.resolved`.
+This module imports nothing heavy, so that `hasslefree --help` starts at once. How the fields combine is decided in
+`recipe.resolved`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ EFFORTS = {
 ALLOCATIONS = ("uniform", "owl", "error")
 SEQUENTIAL = ("layer", "block")
 
-# What is wrong with a value of a field, in words; None for nothing.
+# Describes what is wrong with the value of a field; None if it is valid.
 Check = Callable[[Any], str | None]
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a field says of itself, beside its name, type and default.
+    """The declaration of a field, in addition to its name, type and default.
 
     Args:
-        help: for `--help` and the documentation. group: the heading that it stands under there.
-        check: of a value that is given; what depends on other fields is checked in `recipe.resolved`.
-        flags: of another form than --name and --no-name.
+        help: for `--help` and the documentation. group: the heading under which they list the field.
+        check: of a given value; what depends on other fields is checked in `recipe.resolved`.
+        flags: the flags, where they are not --name and --no-name.
     """
 
     help: str
@@ -57,19 +57,19 @@ def at_least(least: int) -> Check:
 
 
 def one_of(known: tuple[str, ...]) -> Check:
-    return lambda value: None if value in known else f"is one of {', '.join(known)}, got {value!r}"
+    return lambda value: None if value in known else f"must be one of {', '.join(known)}, got {value!r}"
 
 
 def share(value: float) -> str | None:
-    return None if 0 <= value <= 1 else f"is a share between 0 and 1, got {value}"
+    return None if 0 <= value <= 1 else f"must be between 0 and 1, got {value}"
 
 
 def finite_damping(value: float) -> str | None:
-    return None if 0 <= value < float("inf") else f"must be a number and not negative, got {value}"
+    return None if 0 <= value < float("inf") else f"must be a finite number, 0 or more, got {value}"
 
 
 def whole_group(value: int) -> str | None:
-    return None if value >= 0 else f"is a number of inputs, or 0 for whole rows, got {value}"
+    return None if value >= 0 else f"must be a number of inputs, or 0 for one scale per row, got {value}"
 
 
 def valid_seed(value: int) -> str | None:
@@ -84,10 +84,10 @@ GROUPS = (BUDGET, METHOD, GRID, TEXT, LEVERS)
 
 @dataclass(frozen=True)
 class Recipe:
-    """A compression as it is asked for: the same recipe, model and machine give the same folder.
+    """The settings of a compression: the same recipe, model and machine give the same folder.
 
-    Every field says what it is where it is declared; `hasslefree compress --help` lists them, and so does the page of
-    the documentation on recipes. None stands for a default that depends on other fields: `resolve` fills it in.
+    The help text of each field describes it; `hasslefree compress --help` and the documentation's page on recipes list
+    them all. None stands for a default that depends on other fields: `resolve` fills it in.
 
     Example:
         >>> hasslefree.compress("meta-llama/Llama-3.2-1B", "out/", Recipe(pattern="2:4", rank=64))
@@ -220,10 +220,10 @@ class Recipe:
     seed: int = declared(0, TEXT, "Seed of all random numbers.", valid_seed)
 
     def resolve(self, with_text: bool = True) -> Resolved:
-        """What the recipe means, with every default filled in.
+        """The recipe with every default filled in and every part built.
 
         Args:
-            with_text: look at the calibration text too.
+            with_text: check the calibration text too.
 
         Raises:
             RecipeError: with every problem that can be seen without the model.
@@ -234,7 +234,7 @@ class Recipe:
 
     @classmethod
     def from_yaml(cls, path: str | Path, **changes: Any) -> Recipe:
-        """Read a recipe, the ones that it names as its `base`, and put `changes` over their fields.
+        """Read a recipe and the recipes that it names as its `base`; `changes` replace their fields.
 
         Raises:
             RecipeError: with every problem of every field, its file and its line.

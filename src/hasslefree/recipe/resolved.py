@@ -1,4 +1,4 @@
-"""What a recipe means: every default filled in, every part built. Everything below the command line takes this."""
+"""A resolved recipe: every default filled in, every part built. Everything below the command line works with it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.methods.prune import Prune
 from hasslefree.solve.pruners import PRUNERS
 
-# What each effort decides where the recipe does not. The rounds are those of `joint`.
+# The settings of each effort, for fields that the recipe leaves open. The rounds are those of `joint`.
 EFFORTS: dict[str, dict[str, Any]] = {
     "fast": {"allocate": "uniform", "match_blocks": False, "match_predictions": 0},
     "balanced": {"allocate": "uniform", "match_blocks": False, "match_predictions": 49_152},
     "best": {"allocate": "error", "match_blocks": True, "match_epochs": 1, "match_predictions": 163_840},
 }
-# What they have in common.
+# The settings that all efforts share.
 EVERY = {"rounds": 20, "dense_target": 0.0, "match_epochs": 4}
 LEVERS = ("allocate", "dense_target", "match_blocks", "match_epochs", "match_predictions")
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe with nothing left to decide.
+    """A recipe in which nothing is left open.
 
     Args:
         recipe: the recipe with every default filled in; fields of a fixed default are read from here.
@@ -50,7 +50,7 @@ class Resolved:
 
     @property
     def two_streams(self) -> bool:
-        """Whether hidden states run through the dense blocks beside those through the compressed ones."""
+        """Whether hidden states also run through the dense blocks, beside those through the compressed ones."""
         return self.match_blocks or self.dense_target > 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,10 +59,10 @@ class Resolved:
 
 
 def resolve(recipe: Recipe, with_text: bool = True) -> Resolved:
-    """What a recipe means.
+    """The recipe with every default filled in and every part built.
 
     Args:
-        with_text: look at the calibration text too.
+        with_text: check the calibration text too.
 
     Raises:
         RecipeError: with every problem that can be seen without the model.
@@ -75,9 +75,9 @@ def resolve(recipe: Recipe, with_text: bool = True) -> Resolved:
 
 
 def filled(recipe: Recipe) -> Recipe:
-    """The same recipe with every field given that depends on others: the pattern, and what the effort decides.
+    """The same recipe with every field filled in that depends on others: the pattern, and the settings of the effort.
 
-    Without an effort `joint` is balanced, and other methods are as they were published.
+    Without an effort, `joint` is balanced, and other methods run as published.
     """
     grid = has_grid(recipe)
     recipe = dataclasses.replace(recipe, pattern=recipe.pattern or ("dense" if grid else "2:4"))
@@ -94,13 +94,13 @@ def filled(recipe: Recipe) -> Recipe:
 
 
 def has_grid(recipe: Recipe) -> bool:
-    """Whether S lies on a grid, as far as known names tell."""
+    """Whether the method or the pruner quantises S; False for an unknown name."""
     part = METHODS.get(recipe.method) if recipe.pruner is None else PRUNERS.get(recipe.pruner)
     return part is not None and part.grid is not None
 
 
 def movable(recipe: Recipe) -> bool:
-    """Whether layers have anything to give each other. The recipe has its pattern."""
+    """Whether rank or non-zeros can move between layers. The recipe has its pattern."""
     ranked = bool(recipe.rank) or recipe.ratio is not None
     return recipe.pattern != "dense" and (ranked or recipe.pattern == "unstructured")
 
@@ -131,14 +131,16 @@ def problems(recipe: Recipe, with_text: bool = True) -> Iterator[Problem]:
             yield Problem((field.name,), f"{field.name} {wrong}")
     if recipe.rotate and recipe.pattern == "dense":
         message = (
-            "rotate lets a pattern remove less, and pattern dense removes nothing: leave it out, or give a pattern"
+            "rotate makes a pattern remove less, and pattern dense removes nothing: leave out rotate, or give another "
+            "pattern"
         )
         yield Problem(("rotate", "pattern"), message)
     if recipe.allocate == "error" and not movable(recipe):
-        message = f"allocate error has nothing to move: pattern {recipe.pattern} without rank; give a rank"
+        message = f"allocate error moves rank between layers, and here there is none to move (pattern {recipe.pattern})"
+        message += ": leave out allocate" if recipe.pattern == "dense" else ": give a rank, or leave out allocate"
         yield Problem(("allocate", "pattern", "rank"), message)
     elif recipe.allocate == "owl" and recipe.ratio is None and recipe.sparsity is None:
-        message = "allocate owl moves a ratio, or a sparsity, between blocks: give one of them"
+        message = "allocate owl distributes a ratio or a sparsity over the blocks: give ratio or sparsity"
         yield Problem(("allocate", "ratio", "sparsity"), message)
     if with_text:
         try:
@@ -164,12 +166,12 @@ def grid_problems(recipe: Recipe) -> Iterator[Problem]:
         quantised = ", ".join(name for name, method in METHODS.items() if method.grid)
         yield Problem(
             ("pattern", "method"),
-            f"pattern dense keeps every entry of S, and method {recipe.method} changes none: use a method that puts "
-            f"them on a grid ({quantised}), or another pattern",
+            f"pattern dense keeps every entry of S, and method {recipe.method} does not quantise them, so nothing "
+            f"would be compressed: use a method that quantises S ({quantised}), or another pattern",
         )
     for name in ("match_blocks", "match_predictions"):
         if has_grid(recipe) and getattr(recipe, name):
-            yield Problem((name,), f"{name} trains the values of S, which a grid does not let go: leave it out")
+            yield Problem((name,), f"{name} trains the values of S, which must stay quantised: leave out {name}")
 
 
 def factor_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -178,9 +180,9 @@ def factor_problems(recipe: Recipe) -> Iterator[Problem]:
     except HasslefreeError as error:
         yield Problem(("factor_bits",), error.message)
     if isinstance(METHODS.get(recipe.method), Prune):
-        message = f"factor_bits is for the factors of L, and method {recipe.method} has none: leave it out"
+        message = f"factor_bits quantises the factors of L, and method {recipe.method} has no L: leave out factor_bits"
         yield Problem(("factor_bits",), message)
     for name in ("match_blocks", "match_predictions"):
         if getattr(recipe, name):
-            message = f"{name} trains the factors, which factor_bits fixes: leave out one of them"
+            message = f"{name} trains the factors of L, which factor_bits quantises: leave out {name} or factor_bits"
             yield Problem((name, "factor_bits"), message)

@@ -30,7 +30,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Fields:
-    """What a file and its bases give, the nearest file winning; and all that is wrong in them, each with its place."""
+    """The fields of a file and its bases, the nearest file first; and every problem in them, with its file and line."""
 
     given: dict[str, Given]
     problems: list[str]
@@ -70,14 +70,14 @@ def _base(given: Given, path: Path, above: tuple[Path, ...]) -> Fields:
     target = path.parent / given.value
     if target.resolve() in [file.resolve() for file in above]:
         circle = " → ".join(map(str, (*above, target)))
-        return Fields({}, [f"{given.where}: the bases go in a circle: {circle}"])
+        return Fields({}, [f"{given.where}: these recipes are each other's base: {circle}"])
     if not target.is_file():
         return Fields({}, [f"{given.where}: the base {target} does not exist; the path is relative to {path.name}"])
     return read_fields(target, above)
 
 
 def _pairs(path: Path) -> tuple[list[tuple[str, Given]], list[str]]:
-    """The names and values of one file in their order, a name as often as it is there; and what cannot be a value.
+    """The names and values of one file in their order, a repeated name repeatedly; and the problems of single values.
 
     Raises:
         OSError, UnicodeDecodeError, yaml.YAMLError: no file, no text, no YAML.
@@ -86,14 +86,16 @@ def _pairs(path: Path) -> tuple[list[tuple[str, Given]], list[str]]:
     try:
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
-            return [], [f"the recipe {path} must hold fields, such as 'pattern: \"2:4\"'"]
+            return [], [f"the recipe {path} must contain fields, such as 'pattern: \"2:4\"'"]
         pairs, problems = [], []
         for key, node in root.value:
             where = f"{path}:{key.start_mark.line + 1}"
             try:
                 pairs.append((str(key.value), Given(loader.construct_object(node, deep=True), where)))
             except (yaml.YAMLError, ValueError, TypeError) as error:
-                problems.append(f"{where}: {key.value} has no plain value: {getattr(error, 'problem', error)}")
+                problems.append(
+                    f"{where}: the value of {key.value} is not a plain YAML value: {getattr(error, 'problem', error)}"
+                )
         return pairs, problems
     finally:
         loader.dispose()
@@ -106,12 +108,12 @@ def read_recipe(path: Path, changes: Mapping[str, Any]) -> Recipe:
         RecipeError: with every problem of every field, its file and its line.
     """
     fields = read_fields(path)
-    given = fields.given | {name: Given(value, f"given beside {path}") for name, value in changes.items()}
+    given = fields.given | {name: Given(value, f"given in addition to {path}") for name, value in changes.items()}
     values, wrong = typed({name: each.value for name, each in given.items()})
     found = fields.problems + [f"{given[name].where}: {message}" for name, message in wrong.items()]
     if fields.given or not fields.problems:
         for problem in problems(Recipe(**values)):
-            # What is wrong already is not complained of once more as missing.
+            # A field with a wrong type is not reported again as missing.
             if not wrong.keys() & set(problem.fields):
                 places = ", ".join(given[name].where for name in problem.fields if name in given)
                 found.append(f"{places or path}: {problem.message}")
@@ -129,7 +131,7 @@ def from_values(content: Mapping[str, Any]) -> Recipe:
 
 
 def typed(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of known fields and right types; and for each of the others what is wrong with it."""
+    """The values of known fields with the right type; and for each other field what is wrong with it."""
     hints = field_types()
     values: dict[str, Any] = {}
     wrong: dict[str, str] = {}

@@ -19,6 +19,7 @@ from hasslefree.models.moments import gather, groups_by_input
 from hasslefree.models.sites import Site
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
+from hasslefree.phases import GRAMS, LOADING, SOLVING, Listener, Phases, heard
 from hasslefree.recipe.plan import make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.report.layer_map import short_names
@@ -47,12 +48,14 @@ def layer_errors(
     rounds: int | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
+    progress: Listener | None = None,
 ) -> Errors:
     """Decompose every layer of one block with each method, all on the same Grams: those of the dense model.
 
     Args:
         recipe: gives pattern, rank, calibration and seed; its method is not looked at.
         methods: of `COMPARED`. block: counted from 0. rounds: of every method; None for its own.
+        progress: as for `compress`.
 
     Raises:
         ModelError: no such block. HasslefreeError: as `compress`.
@@ -60,38 +63,42 @@ def layer_errors(
     resolved = recipe.resolve()
     target = resolve_device(device)
     errors: Errors = {method: {} for method in methods}
-    with tempfile.TemporaryDirectory() as scratch:
-        name, loaded, tokenizer = open_model(model, recipe.dtype, Path(scratch), None, trust_remote_code)
+    with heard(progress) as phases, tempfile.TemporaryDirectory() as scratch:
+        with phases.phase(LOADING):
+            name, loaded, tokenizer = open_model(model, recipe.dtype, Path(scratch), None, trust_remote_code)
         blocks = find_blocks(loaded)
         if not 0 <= block < len(blocks.modules):
             raise ModelError(f"{name} has blocks 0 to {len(blocks.modules) - 1}, and no block {block}")
         plans = make_plan(blocks, resolved)[block]
         short = short_names(plans)
-        segments = draw(loaded, tokenizer, resolved.recipe).to(target)
-        for group, gram, sites in dense_moments(loaded, blocks, block, list(plans), segments):
-            for method in methods:
-                solver = build_method(rounds=rounds, **COMPARED[method])
-                prepared = solver.prepare(gram)
-                for layer in group:
-                    plan, weight = plans[layer], sites[layer].weight()
-                    found = solve_layer(weight, gram, solver, prepared, plan.pattern, plan.spec.rank, recipe.seed)
-                    errors[method][short[layer]] = found.relative_error
+        segments = draw(loaded, tokenizer, resolved.recipe, phases).to(target)
+        with phases.phase(SOLVING, len(plans) * len(methods), "layers") as phase:
+            for group, gram, sites in dense_moments(loaded, blocks, block, list(plans), segments, phases):
+                for method in methods:
+                    solver = build_method(rounds=rounds, **COMPARED[method])
+                    prepared = solver.prepare(gram)
+                    for layer in group:
+                        plan, weight = plans[layer], sites[layer].weight()
+                        found = solve_layer(weight, gram, solver, prepared, plan.pattern, plan.spec.rank, recipe.seed)
+                        errors[method][short[layer]] = found.relative_error
+                        phase.advance()
     return errors
 
 
 def dense_moments(
-    model: PreTrainedModel, blocks: Blocks, block: int, names: list[str], segments: Tensor
+    model: PreTrainedModel, blocks: Blocks, block: int, names: list[str], segments: Tensor, phases: Phases
 ) -> Iterator[tuple[list[str], Gram, dict[str, Site]]]:
     """The named layers of one block in groups with the same input, their Gram in the dense model, and their sites.
 
     The weights of the block are in memory between two groups, and no others.
     """
-    walk = Walk.open(model, blocks, Weights(model, segments.device), segments[:1])
+    walk = Walk.open(model, blocks, Weights(model, segments.device), segments[:1], phases=phases)
     hidden = walk.entering(segments)
     for visit in walk.visits(hidden):
         if visit.index == block:
             groups = groups_by_input(visit.block, visit.call, hidden[0], names)
-            moments = gather(visit.block, visit.prefix, visit.call, hidden, groups)
+            with phases.phase(GRAMS, len(names), "layers"):
+                moments = gather(visit.block, visit.prefix, visit.call, hidden, groups)
             for group, known in zip(groups, moments, strict=True):
                 yield group, known.gram, visit.sites(group)
             return

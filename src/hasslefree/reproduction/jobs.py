@@ -110,8 +110,8 @@ def table_jobs(
     """The rows of a table that can be measured; the dense models come first.
 
     Args:
-        model: in the place of the paper's; None for all models of the table.
-        like: the paper's model that stands beside it; None for the one of its name, else the table's first.
+        model: instead of the paper's; None for all models of the table.
+        like: the paper's model to compare with; None for the one with its name, else the table's first.
         methods: some of the table's and of `ADDED`; None for the table's and `joint`. Dense models are always measured.
         settings: some of the table's, as the paper prints them (`2:4 + rank 64`); None for all.
 

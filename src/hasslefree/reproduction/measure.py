@@ -1,4 +1,4 @@
-"""Measure the rows of a table, one after the other; what is done is kept, and not done again."""
+"""Measure the rows of a table, one after the other; finished rows are kept and not measured again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from hasslefree.errors import OutputError, option
 from hasslefree.evaluation.run import evaluate
 from hasslefree.folder.headers import read_json
 from hasslefree.folder.record import Record
+from hasslefree.phases import Listener, heard
 from hasslefree.report.content import read_seconds, seconds_file, write_seconds
 from hasslefree.reproduction.jobs import Job
-from hasslefree.run.compress import Progress, compress
+from hasslefree.run.compress import compress
 
 RESULTS = "results.json"
 
@@ -32,47 +33,48 @@ def run_jobs(
     device: str | None = None,
     cache: Path | None = None,
     keep: bool = False,
-    progress: Progress | None = None,
+    progress: Listener | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Compress and evaluate what is not measured yet; the results of all by `Job.key`.
+    """Compress and evaluate the jobs without results; returns the results of all by `Job.key`.
 
-    A run that was cut short goes on after the last finished row; within a row after the last finished block of the
+    An interrupted run continues after the last finished row; within a row after the last finished block of the
     compression, and after the last answer to a task.
 
     Args:
         out: a folder for the results and, while they are needed, the compressed models. keep: leave those there.
-        device, cache: as for `compress` and `evaluate`. say: is told which row begins.
+        device, cache, progress: as for `compress` and `evaluate`. say: called with the name of
+            each row when it starts.
 
     Raises:
-        HasslefreeError: as `compress` and `evaluate`; what is done is kept.
+        HasslefreeError: as `compress` and `evaluate`; finished rows are kept.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"the folder {out} cannot be made ({error}); give another {option('output')}") from None
+        raise OutputError(f"the folder {out} cannot be created ({error}); give another {option('output')}") from None
     results = read_results(out)
-    for job in jobs:
-        if job.key in results:
-            continue
-        say(f"{job.model}: {job.name}")
-        results[job.key] = measure(job, out / job.key, device, cache, progress)
-        part = out / f".{RESULTS}"
-        part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        part.replace(out / RESULTS)
-        if job.recipe is not None and not keep:
-            shutil.rmtree(out / job.key)
-            seconds_file(out / job.key).unlink(missing_ok=True)
+    missing = [job for job in jobs if job.key not in results]
+    with heard(progress) as phases:
+        for job in phases.counted("table", missing, len(missing), "rows"):
+            say(f"{job.model}: {job.name}")
+            results[job.key] = measure(job, out / job.key, device, cache, progress)
+            part = out / f".{RESULTS}"
+            part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            part.replace(out / RESULTS)
+            if job.recipe is not None and not keep:
+                shutil.rmtree(out / job.key)
+                seconds_file(out / job.key).unlink(missing_ok=True)
     return results
 
 
 def measure(
-    job: Job, folder: Path, device: str | None, cache: Path | None, progress: Progress | None
+    job: Job, folder: Path, device: str | None, cache: Path | None, progress: Listener | None
 ) -> dict[str, Any]:
-    """One row of the results. folder: of the compressed model; what is there, whole or not, is of this job."""
+    """One row of the results. folder: of the compressed model; an existing one, finished or not, is from this job."""
     row: dict[str, Any] = {"model": job.model, "setting": job.row.config, "method": job.row.method}
     if job.recipe is not None:
-        # The folder stands in its place only when it is whole.
+        # The folder exists only once it is complete.
         if not folder.exists():
             write_seconds(
                 folder, compress(job.model, folder, job.recipe, device=device, resume=True, progress=progress)
@@ -87,7 +89,7 @@ def measure(
     target = job.model if job.recipe is None else str(folder)
     texts = job.evaluation["texts"]
     how = job.evaluation | {"texts": list(texts.values())}
-    found = evaluate(target, device=device, cache=cache, **how)
+    found = evaluate(target, device=device, cache=cache, progress=progress, **how)
     figures = {name: found["perplexity"][text]["perplexity"] for name, text in texts.items()}
     figures |= {task: 100 * each["value"] for task, each in found.get("tasks", {}).items()}
     if "average" in found:

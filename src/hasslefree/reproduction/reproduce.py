@@ -1,4 +1,4 @@
-"""What `hasslefree reproduce` does: show what it takes, measure what is missing, print the paper's figures beside."""
+"""The command `hasslefree reproduce`: show the cost, measure missing rows, and compare with the paper's figures."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hasslefree.errors import RecipeError, UnknownNameError
 from hasslefree.evaluation.harness import default_cache
 from hasslefree.evaluation.tasks import check_harness
 from hasslefree.models.load import resolve_device
+from hasslefree.phases import Listener
 from hasslefree.report.figures import grouped_bars, save
 from hasslefree.reproduction.figure1 import COMPARED, layer_errors, mean_error
 from hasslefree.reproduction.jobs import Scale, cost, table_jobs
 from hasslefree.reproduction.measure import read_results, run_jobs
 from hasslefree.reproduction.paper import MODELS
 from hasslefree.reproduction.tables import compare, cost_table, result_table
-from hasslefree.run.compress import Progress
 from hasslefree.run.machine import product_rate
 from hasslefree.tables import table
 
@@ -50,7 +50,7 @@ def local_texts(given: list[str]) -> dict[str, str]:
     """NAME=FILE as a dictionary."""
     pairs = [text.partition("=") for text in given]
     if wrong := [name for name, equals, file in pairs if not (equals and file)]:
-        raise RecipeError(f"--texts takes NAME=FILE, such as wikitext2=wiki.test.raw, got {wrong[0]!r}")
+        raise RecipeError(f"--texts needs the form NAME=FILE, such as wikitext2=wiki.test.raw, got {wrong[0]!r}")
     return {name: file for name, _, file in pairs}
 
 
@@ -72,7 +72,7 @@ def reproduce_table(
     settings: tuple[str, ...] | None = None,
     plan_only: bool = False,
     keep: bool = False,
-    progress: Progress | None = None,
+    progress: Listener | None = None,
 ) -> None:
     """Measure a table; the arguments are those of `table_jobs` and `run_jobs`. It is printed, and written as JSON."""
     jobs = table_jobs(number, model, like, methods, scale, settings)
@@ -96,7 +96,12 @@ def reproduce_table(
 
 
 def reproduce_figure(
-    model: str | None, methods: tuple[str, ...] | None, scale: Scale, desk: Desk, block: int = 0
+    model: str | None,
+    methods: tuple[str, ...] | None,
+    scale: Scale,
+    desk: Desk,
+    block: int = 0,
+    progress: Listener | None = None,
 ) -> None:
     """Figure 1 for a block of a model: bars as PNG and SVG, the errors as JSON and as a table."""
     chosen = methods or tuple(COMPARED)
@@ -104,8 +109,8 @@ def reproduce_figure(
         raise UnknownNameError("method of figure 1", min(unknown), COMPARED)
     name, recipe = model or FIGURE_MODEL, scale.recipe(FIGURE_RECIPE)
     desk.output.mkdir(parents=True, exist_ok=True)
-    with desk.console.status("decomposing"):
-        errors = layer_errors(name, recipe, chosen, block=block, rounds=scale.rounds, device=desk.device)
+    options: dict[str, Any] = {"rounds": scale.rounds, "device": desk.device, "progress": progress}
+    errors = layer_errors(name, recipe, chosen, block=block, **options)
     figure = grouped_bars(errors, "relative error")
     for kind in ("png", "svg"):
         save(figure, desk.output / f"figure1.{kind}")

@@ -1,4 +1,4 @@
-"""A reproduction as tables for the terminal: what it will take, and the paper's figures beside the measured ones."""
+"""A reproduction as tables for the terminal: its cost, and the paper's figures next to the measured ones."""
 
 from __future__ import annotations
 

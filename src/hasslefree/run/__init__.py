@@ -1,1 +1,1 @@
-"""A whole compression: what it will take, and the work itself, block by block."""
+"""A whole compression: its estimate, and the work itself, block by block."""

@@ -1,10 +1,9 @@
-"""What a budget of bytes buys on a model: patterns and ranks, the one that loses least first."""
+"""Patterns and ranks of a model that fit into a budget of bytes, ordered by the estimated loss."""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from hasslefree.models.distributed import ALONE
 from hasslefree.models.load import load_tokenizer, resolve_device
 from hasslefree.models.moments import probes
 from hasslefree.models.streaming import Weights
+from hasslefree.phases import LOADING, Listener, heard
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.compress import check_segments, draw, open_model
@@ -38,16 +38,16 @@ def advise(
     device: str | None = None,
     activations: str = "device",
     trust_remote_code: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Listener | None = None,
 ) -> list[Advice]:
-    """Patterns and ranks that fit into a budget, the one first that the model's predictions lose least by.
+    """Patterns and ranks that fit into a budget, ordered by how much the model's predictions are estimated to lose.
 
     The model is read once, one block in memory at a time, and not changed.
 
     Args:
         model, tokenizer, device, activations, trust_remote_code: as for `compress`.
-        budget: bytes of all weights as stored. recipe: its text, what stays dense, dtype and seed.
-        progress: called with the blocks done, and how many there are.
+        budget: bytes of all weights as stored. recipe: only its text, leave_dense, dtype and seed are used.
+        progress: as for `compress`.
 
     Raises:
         HasslefreeError: a budget that no pattern meets, or anything that `compress` refuses.
@@ -56,33 +56,35 @@ def advise(
     resolved = recipe.resolve()
     check_storage(activations)
     target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device)
-    with memory_reused(), tempfile.TemporaryDirectory() as scratch:
-        name, loaded, tokenizer = open_model(model, recipe.dtype, Path(scratch), tokenizer, trust_remote_code)
+    with memory_reused(), heard(progress) as phases, tempfile.TemporaryDirectory() as scratch:
+        with phases.phase(LOADING):
+            name, loaded, tokenizer = open_model(model, recipe.dtype, Path(scratch), tokenizer, trust_remote_code)
         blocks = find_blocks(loaded)
         chosen = candidates(loaded, blocks, resolved, budget)
-        segments = draw(loaded, tokenizer or load_tokenizer(name, trust_remote_code), recipe).to(target)
+        tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
+        segments = draw(loaded, tokenizer, recipe, phases).to(target)
         check_segments(loaded, segments, ALONE)
         shape = (segments.shape[0], segments.shape[1])
         found = footprint(loaded, blocks, chosen, resolved, shape, target, activations)
         check_memory(found, target)
-        options = {"storage": activations, "folder": Path(scratch)}
+        options = {"storage": activations, "folder": Path(scratch), "phases": phases}
         weights = Weights(loaded, target, ahead=runs_beside(found, target))
         walk, _ = look_over(loaded, blocks, weights, chosen[0].plan, segments[:1], options)
-        advice = costs(walk, chosen, segments, recipe.seed, progress)
+        advice = costs(walk, chosen, segments, recipe.seed)
         return sorted(advice, key=lambda each: each.divergence)
 
 
-# The fields of a recipe that say how a model is looked at.
+# The fields of a recipe that advice uses.
 READ = ("calibration", "samples", "seqlen", "leave_dense", "dtype", "seed")
 
 
 def looked_at(given: Recipe) -> Recipe:
-    """The recipe of the look. Raises a RecipeError where one says what is to be found."""
+    """The recipe for the probing pass. Raises a RecipeError where fields are given that advice itself chooses."""
     fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(Recipe)}
     if said := [name for name, value in fields.items() if name not in READ and value != getattr(Recipe(), name)]:
         raise RecipeError(
-            f"advice chooses the pattern and the rank, for joint: leave out {', '.join(said)}; it reads "
-            f"{', '.join(READ)}"
+            f"advice chooses the pattern and the rank itself, for method joint: leave out {', '.join(said)}; only "
+            f"{', '.join(READ)} can be given"
         )
     return Recipe(rank=0, effort="fast", **{name: fields[name] for name in READ})
 
@@ -96,7 +98,7 @@ def footprint(
     device: torch.device,
     activations: str,
 ) -> Footprint:
-    """What the look takes: that of an allocation with more probes, and all inputs and gradients of a block beside."""
+    """What advice takes: as an allocation with more probes, plus all inputs and gradients of a block."""
     probing = dataclasses.replace(resolved, allocate="error")
     plan, tokens = chosen[0].plan, probed_tokens(chosen[0].plan)
     found = estimate(model, blocks, plan, probing, shape, device, activations)

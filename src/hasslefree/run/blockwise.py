@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
-from contextlib import ExitStack
+from collections.abc import Container, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hasslefree.folder.entries import entry_of, read_entries
-from hasslefree.folder.journal import Unfinished
+from hasslefree.folder.journal import Part, Unfinished
 from hasslefree.folder.plugin import empty_layer
 from hasslefree.folder.record import LayerRecord
-from hasslefree.levers.matching import Matching, match_block, relative_distance, sink_share
+from hasslefree.levers.matching import Matching, judges_of, match_block, relative_distance, sink_share
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import hooks
 from hasslefree.models.distributed import World
@@ -34,9 +35,10 @@ from hasslefree.models.moments import (
 from hasslefree.models.precision import as_multiplied, computing, solving
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
+from hasslefree.phases import GRAMS, MATCHING, RESUMED, SOLVING, Phase, Phases
 from hasslefree.recipe.plan import Plan
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.run.layers import Done, Note, Task, compress_groups, copied_but_for
+from hasslefree.run.layers import BlockPhases, Done, Task, compress_groups, copied_but_for
 from hasslefree.run.look import block_tensors, outside_tensors
 from hasslefree.run.machine import in_one_pass, room_for_sums
 
@@ -50,7 +52,7 @@ def compress_blocks(
     segments: Tensor,
     work: Unfinished,
     world: World,
-    note: Note,
+    writing: Phase,
     channels: Sequence[Tensor] | None = None,
 ) -> None:
     """Decompose, replace and write every planned layer; each block gets the outputs of the compressed ones before it.
@@ -59,40 +61,61 @@ def compress_blocks(
 
     Args:
         segments: of this process. work: holds the finished blocks, and takes the others.
+        writing: the phase in which files are counted.
         channels: the importance of the channels of each block's output, for block matching; None for all alike.
     """
-    count, finished = len(walk.blocks.modules), len(work.parts)
+    count, samples = len(walk.blocks.modules), round(world.total(len(segments), segments.device))
+    with block_phases(walk.phases, plan, resolved, samples) as phases:
+        hidden = first_states(walk, segments, work, world, writing)
+        dense = hidden.copy() if resolved.two_streams else None
 
-    def noted(report: LayerRecord) -> None:
-        work.check()
-        note(report)
+        def noted(report: LayerRecord) -> None:
+            work.check()
+            phases.solving.advance(layer=report)
 
+        visits = walk.visits(hidden, to_end=False)
+        put_back(walk, visits, dense, work, phases)
+        for visit in visits:
+            important = None if channels is None else channels[visit.index]
+            task = Task(visit, plan[visit.index], resolved, world, noted, phases, important)
+            done, matching = compress_block(task, hidden, dense)
+            if world.writes:
+                with writing.running():
+                    work.add(
+                        part_file(visit.index + 1, count, last=not resolved.match_predictions),
+                        block_tensors(visit.block, visit.prefix, walk.model.all_tied_weights_keys),
+                        entries={report.name: entry_of(layer) for layer, report in done},
+                        layers=[report.to_dict() for _, report in done],
+                        matching=matching,
+                    )
+                    writing.advance()
+        with writing.running():
+            work.wait()
+
+
+@contextmanager
+def block_phases(phases: Phases, plan: Plan, resolved: Resolved, samples: int) -> Iterator[BlockPhases]:
+    """The phases of all blocks. samples: calibration segments of all processes."""
+    layers, settings = sum(map(len, plan)), Matching.of(resolved.match_epochs)
+    steps = settings.steps(samples - judges_of(samples, settings.held_out)) if resolved.match_blocks else 0
+    with (
+        phases.phase(GRAMS, layers, "layers") as grams,
+        phases.phase(SOLVING, layers, "layers", running=False) as solving,
+        phases.phase(MATCHING, steps * len(plan), "steps", running=False) as matching,
+    ):
+        yield BlockPhases(grams, solving, matching, steps)
+
+
+def first_states(walk: Walk, segments: Tensor, work: Unfinished, world: World, writing: Phase) -> Activations:
+    """What enters the first block. Where nothing is finished, what is outside the blocks is written."""
     with walk.outside():
-        if not finished and world.writes:
-            work.add(part_file(0, count), outside_tensors(walk.model, walk.blocks))
+        if not work.parts and world.writes:
+            work.add(part_file(0, len(walk.blocks.modules)), outside_tensors(walk.model, walk.blocks))
+            writing.advance()
         hidden = walk.entering(segments)
-        work.wait()  # else what is outside the blocks stays in memory beside the first one
-    dense = hidden.copy() if resolved.two_streams else None
-    for visit in walk.visits(hidden, to_end=False):
-        if visit.index + 1 < finished:
-            if dense is not None:
-                run_block(visit.block, visit.call, dense)
-            put_back(visit, work, note, walk.model.all_tied_weights_keys)
-            continue
-        done, matching = compress_block(
-            Task(visit, plan[visit.index], resolved, world, noted, None if channels is None else channels[visit.index]),
-            hidden,
-            dense,
-        )
-        if world.writes:
-            work.add(
-                part_file(visit.index + 1, count, last=not resolved.match_predictions),
-                block_tensors(visit.block, visit.prefix, walk.model.all_tied_weights_keys),
-                entries={report.name: entry_of(layer) for layer, report in done},
-                layers=[report.to_dict() for _, report in done],
-                matching=matching,
-            )
-    work.wait()
+        with writing.running():
+            work.wait()  # else what is outside the blocks stays in memory beside the first one
+    return hidden
 
 
 def part_file(part: int, blocks: int, last: bool = True) -> str:
@@ -100,9 +123,31 @@ def part_file(part: int, blocks: int, last: bool = True) -> str:
     return f"{'model' if last else 'fitted'}-{part + 1:05d}-of-{blocks + 1:05d}.safetensors"
 
 
-def put_back(visit: Visit, work: Unfinished, note: Note, tied: Container[str]) -> None:
+def put_back(
+    walk: Walk, visits: Iterator[Visit], dense: Activations | None, work: Unfinished, phases: BlockPhases
+) -> None:
+    """Visit the finished blocks, and put their compressed layers in place.
+
+    Args:
+        dense: what enters the first block in the dense model; afterwards what leaves the last finished one. None for
+            one stream.
+    """
+    parts = work.parts[1:]
+    for visit, part in zip(
+        walk.phases.counted(RESUMED, islice(visits, len(parts)), len(parts), "blocks"), parts, strict=True
+    ):
+        if dense is not None:
+            run_block(visit.block, visit.call, dense)
+        put_block_back(visit, work, part, walk.model.all_tied_weights_keys)
+        phases.grams.skip(len(part.layers))
+        for layer in part.layers:
+            phases.solving.skip(1, LayerRecord.from_dict(layer))
+        phases.matching.skip(phases.steps)
+
+
+def put_block_back(visit: Visit, work: Unfinished, part: Part, tied: Container[str]) -> None:
     """Put the compressed layers of a finished block in place, as they were written. tied: as for `block_tensors`."""
-    part, prefix = work.parts[visit.index + 1], f"{visit.prefix}."
+    prefix = f"{visit.prefix}."
     sites = find_sites(visit.block)
     for name, entry in read_entries(part.entries).items():
         site = sites.pop(name.removeprefix(prefix))  # whose weight is freed as soon as it is replaced
@@ -110,8 +155,6 @@ def put_back(visit: Visit, work: Unfinished, note: Note, tied: Container[str]) -
     tensors = {name.removeprefix(prefix): tensor for name, tensor in work.read(part).items()}
     own = {name: tensor for name, tensor in visit.block.state_dict().items() if f"{prefix}{name}" in tied}
     visit.block.load_state_dict(own | tensors)
-    for layer in part.layers:
-        note(LayerRecord.from_dict(layer))
 
 
 def compress_block(
@@ -120,8 +163,8 @@ def compress_block(
     """Decompose and replace the planned layers of one block, each process its share; and match the block, if asked.
 
     Args:
-        hidden: what enters the block; afterwards what leaves it, if `Visit.passed` says so.
-        dense: what enters the block in the dense model; afterwards what leaves it there. None for one stream.
+        hidden: the inputs of the block; afterwards its outputs, if `Visit.passed` lists them.
+        dense: the inputs of the block in the dense model; afterwards its outputs there. None for one stream.
 
     Returns:
         The layers with their reports, and the report of the matching.
@@ -140,21 +183,37 @@ def compress_block(
         else:
             for together in [groups] if resolved.recipe.sequential == "block" else waves(task, groups, hidden.device):
                 moments = gather(block, visit.prefix, call, hidden, together, drifting, task.world.add)
-                done += compress_groups(task, together, moments)
+                task.phases.grams.advance(sum(map(len, together)))
+                with task.phases.solving.running():
+                    done += compress_groups(task, together, moments)
     if original is not None and dense is not None:
         run_block(original, call, dense)
         if resolved.match_blocks:
-            settings = Matching.of(resolved.match_epochs)
-
-            def loss(output: Tensor, target: Tensor) -> Tensor:
-                return relative_distance(call.hidden(output), call.hidden(target), task.channels)
-
-            report = match_block(block, call, hidden, dense, settings, resolved.recipe.seed, loss, world=task.world)
-            return done, {"block": visit.prefix, **report.to_dict(), **crowded(call.hidden(dense[0]), visit.prefix)}
+            return done, matched(task, hidden, dense)
     if output is not None:
         hidden[:] = output
         visit.passed.append(hidden)
     return done, None
+
+
+def matched(task: Task, hidden: Activations, dense: Activations) -> dict[str, Any]:
+    """Match a compressed block, and report it. hidden: what enters it. dense: what should leave it."""
+    visit, resolved, phases = task.visit, task.resolved, task.phases
+    block, call, before = visit.block, visit.call, visit.index * phases.steps
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return relative_distance(call.hidden(output), call.hidden(target), task.channels)
+
+    def stepped(step: int) -> None:
+        phases.matching.reach(before + step)
+
+    settings = Matching.of(resolved.match_epochs)
+    with phases.matching.running():
+        report = match_block(
+            block, call, hidden, dense, settings, resolved.recipe.seed, loss, world=task.world, stepped=stepped
+        )
+        stepped(phases.steps)
+    return {"block": visit.prefix, **report.to_dict(), **crowded(call.hidden(dense[0]), visit.prefix)}
 
 
 def crowded(states: Tensor, name: str) -> dict[str, str]:
@@ -162,8 +221,9 @@ def crowded(states: Tensor, name: str) -> dict[str, str]:
     if (share := sink_share(states)) <= 0.5:
         return {}
     remark = (
-        f"{share:.0%} of the tokens have hidden states of more than ten times the norm of the others: matching counts "
-        "every token by its own energy, and takes these for the usual ones"
+        f"{share:.0%} of the tokens have hidden states of more than ten times the norm of the other tokens, as "
+        "attention sinks have: block matching weights each token by its own norm, and here treats these tokens as the "
+        "usual ones"
     )
     logger.warning("%s: %s", name, remark)
     return {"remark": remark}
@@ -178,7 +238,7 @@ def runs_at_once(task: Task, hidden: Activations) -> bool:
 
 
 def waves(task: Task, groups: list[list[str]], device: torch.device) -> list[list[list[str]]]:
-    """The groups of layers that one pass gathers, pass after pass, so that each sees what the passes before it changed.
+    """The groups of layers for each pass, so that a pass sees the layers that earlier passes have changed.
 
     Experts of one module do not see each other: their groups are in one pass, as many as `room_for_sums` holds.
     """
@@ -201,7 +261,7 @@ def waves(task: Task, groups: list[list[str]], device: torch.device) -> list[lis
 def compress_in_one_pass(
     task: Task, hidden: Activations, groups: list[list[str]], dense: Stream | None
 ) -> tuple[list[Done], Tensor]:
-    """Decompose and replace every group of layers when their input comes by, in one pass of all segments.
+    """Decompose and replace every group of layers as soon as its input is computed, in one pass of all segments.
 
     Args:
         dense: for targets that lead to the dense model.
@@ -222,7 +282,9 @@ def compress_in_one_pass(
         with solving(x.device):
             sums.take(rows, wanted.pop(group[0], None))
             moments = checked(sums.moments(task.world.add), f"{task.visit.prefix}.{group[0]}")
-            done.extend(compress_groups(task, [group], [moments]))
+            task.phases.grams.advance(len(group))
+            with task.phases.solving.running():
+                done.extend(compress_groups(task, [group], [moments]))
         for layer, _ in done[-len(group) :]:
             ready.enter_context(computing(layer))
         return done[-len(group)][0](x)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
@@ -22,6 +25,7 @@ from hasslefree.folder.plugin import HasslefreeConfig
 from hasslefree.folder.processor import copy_processor
 from hasslefree.folder.record import LayerRecord, Record, versions
 from hasslefree.levers.allocation import allocated
+from hasslefree.levers.predictions import Reference
 from hasslefree.levers.rotation import rotate
 from hasslefree.levers.sensitivity import importances
 from hasslefree.models.activations import check_storage
@@ -40,23 +44,22 @@ from hasslefree.models.load import (
 )
 from hasslefree.models.streaming import Weights
 from hasslefree.models.texts import calibration_documents, draw_segments
+from hasslefree.models.walk import Walk
+from hasslefree.phases import GRAMS, LOADING, MATCHING, SOLVING, TEXT, WRITING, Listener, Phase, Phases, heard
 from hasslefree.recipe.plan import Plan, bytes_on_disk, digest, make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.report.figures import heat_map, save
 from hasslefree.run.blockwise import compress_blocks
-from hasslefree.run.estimate import estimate
+from hasslefree.run.estimate import Footprint, estimate
 from hasslefree.run.look import look_over
-from hasslefree.run.machine import memory_reused
+from hasslefree.run.machine import memory_reused, product_rate
 from hasslefree.run.memory import check_memory, runs_beside
 from hasslefree.run.predictions import dense_reference, match_whole
 from hasslefree.run.sharing import undivided
 from hasslefree.units import significant
 
 logger = logging.getLogger(__name__)
-
-# Called after each layer with its report, the layers done and the layers in all.
-Progress = Callable[[LayerRecord, int, int], None]
 
 
 def compress(
@@ -71,30 +74,32 @@ def compress(
     resume: bool = False,
     overwrite: bool = False,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    progress: Listener | None = None,
 ) -> Record:
     """Compress a causal language model and write it to a folder that transformers loads.
 
-    One dense block is in memory at a time, and the next one while there is room. Compressed, a block goes to the disk,
-    into `OUT.unfinished`, while the next one is compressed.
+    One dense block is in memory at a time, and the next one if there is room. A compressed block is written to the
+    disk, into `OUT.unfinished`, while the next one is compressed.
 
     Args:
         model: a hub name, a local folder, or a loaded model, which is then changed in place.
         out: the folder to write. recipe: a `Recipe` or the path of a YAML file.
-        tokenizer: of a loaded model, if it is not to be found under the model's own name.
-        segments: calibration tokens (samples, seqlen) in the place of the recipe's text. A loaded model then needs no
+        tokenizer: of a loaded model, if it cannot be loaded under the model's own name.
+        segments: calibration tokens (samples, seqlen) instead of the recipe's text. A loaded model then needs no
             tokenizer, and the folder holds one only if it is given.
         device: where to compute; None for the GPU if there is one. A loaded model stays where it is.
-        activations: where the hidden states between blocks are: on the "device", in RAM ("cpu"), or in a file beside
-            OUT ("disk").
-        resume: go on after the last whole block of a compression that did not end, if there is one. The result is the
+        activations: where the hidden states between blocks are kept: on the "device", in RAM ("cpu"), or in a file next
+            to OUT ("disk").
+        resume: continue an interrupted compression after its last finished block, if there is one. The result is the
             same, bit for bit.
-        overwrite: replace a folder that is not empty, once the new one is complete; begin anew.
+        overwrite: replace a folder that is not empty, once the new one is complete; discard an unfinished compression.
         trust_remote_code: run code that comes with the model.
-        progress: called after every layer.
+        progress: called with a `hasslefree.phases.Step` whenever a phase of the run begins, counts or ends; its field
+            `layer` is the record of the layer that was just compressed. Under torchrun every process calls its own. The
+            logger "hasslefree.phases" has the same as lines of level INFO, in the first process.
 
     Raises:
-        HasslefreeError: anything wrong with the input, before the first layer is touched where it can be seen then.
+        HasslefreeError: anything wrong with the input; as far as possible, before the first layer is changed.
     """
     start = time.perf_counter()
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe) if recipe else Recipe()
@@ -103,62 +108,181 @@ def compress(
     check_output(folder, overwrite)
     check_storage(activations)
     target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device or local_device())
-    with memory_reused(), joined(target) as world, workplace(folder, overwrite, resume, world) as work:
-        name, loaded, tokenizer = open_model(
-            model, recipe.dtype, work.scratch / str(world.rank), tokenizer, trust_remote_code
-        )
+    with (
+        memory_reused(),
+        joined(target) as world,
+        heard(progress, world.writes) as phases,
+        workplace(folder, overwrite, resume, world) as work,
+    ):
+        with phases.phase(LOADING):
+            name, loaded, tokenizer = open_model(
+                model, recipe.dtype, work.scratch / str(world.rank), tokenizer, trust_remote_code
+            )
         blocks, plan, left = chosen(loaded, resolved)
         if world.writes and (remark := undivided(resolved.method, plan, world.size)):
             logger.info(remark)
         # Blocks whose predictions were matched are written before those that they replace are removed.
         twice = sum(layer.bytes for plans in plan for layer in plans.values()) if resolved.match_predictions else 0
         check_output(folder, overwrite, bytes_on_disk(loaded, plan) + twice - work.bytes_done)
-        given = segments is not None
+        own_segments = segments is not None
         if segments is None:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
-            segments = draw(loaded, tokenizer, recipe)
+            segments = draw(loaded, tokenizer, recipe, phases)
         check_segments(loaded, segments, world)
-        shape = (segments.shape[0], segments.shape[1])
-        footprint = partial(estimate, loaded, blocks, plan, resolved, shape, target, activations, world.size)
-        check_memory(footprint(), target)
-        note = _counter(sum(map(len, plan)), progress)
-        first, walk_options = segments[:1].to(target), {"storage": activations, "folder": work.folder}
-        weights = Weights(loaded, target, ahead=runs_beside(footprint(), target))
-        walk, digests = look_over(loaded, blocks, weights, plan, first, walk_options)
-        if walk.width is not None:
-            logger.info("blocks read more than hidden states: each token hands on %d numbers", walk.width)
-            check_memory(footprint(walk.width), target)
-            weights.ahead = runs_beside(footprint(walk.width), target)
-        work.beside = weights.ahead
-        local = world.share(segments).to(target)
-        rotation = rotate(walk, plan, local, world).to_dict() if recipe.rotate else None
-        done = world.broadcast(work.predictions)
-        reference = None if done else dense_reference(walk, resolved, tokenizer, segments, given, world)
-        allocation = world.broadcast(allocated(walk, plan, resolved, local, world))
-        plan, channels = allocation.plan, allocation.channels
-        if channels is None and resolved.match_blocks:
-            channels = importances(walk, local, world, recipe.seed)
-        about = described(name, loaded, resolved, segments)
-        about |= {"device": target.type, "own_segments": given, "rotation": rotation} | left
-        if world.writes:
-            work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(plan)})
-        compress_blocks(walk, plan, resolved, local, work, world, note, channels)
-        predictions = match_whole(walk, reference, work, world) if reference else done
+        dense = Dense(name, loaded, tokenizer, blocks, plan, left, segments, own_segments)
+        report = compress_dense(dense, resolved, target, activations, work, world, phases)
+    times = sorted(phases.times(), key=lambda each: each.name == WRITING)  # which begins with the first block
+    return dataclasses.replace(report, seconds=time.perf_counter() - start, phases=tuple(times))
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A model to compress, and the text that it reads.
+
+    Args:
+        plan: what becomes of its layers, all alike. left: what stays as it is, as `Record` has it.
+        segments: token ids (samples, seqlen). own_segments: they were given, and not drawn from the recipe's text.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: Any
+    blocks: Blocks
+    plan: Plan
+    left: dict[str, Any]
+    segments: Tensor
+    own_segments: bool
+
+
+def compress_dense(
+    dense: Dense,
+    resolved: Resolved,
+    device: torch.device,
+    activations: str,
+    work: Unfinished,
+    world: World,
+    phases: Phases,
+) -> Record:
+    """Compress a model and write it. activations: where they are, as for `compress`."""
+    model, plan, segments = dense.model, dense.plan, dense.segments
+    start, shape = time.perf_counter(), (segments.shape[0], segments.shape[1])
+    footprint = partial(estimate, model, dense.blocks, plan, resolved, shape, device, activations, world.size)
+    if phases.listeners:
+        phases.estimates = left_to_do(footprint().seconds(product_rate(device)), work.parts, plan)
+    options = {"storage": activations, "folder": work.folder, "phases": phases}
+    walk, digests = open_walk(model, dense.blocks, plan, segments[:1].to(device), footprint, options)
+    work.beside = walk.weights.ahead
+    found = prepared(walk, dense, resolved, work, world)
+    about = described(dense.name, model, resolved, segments) | dense.left
+    about |= {"device": device.type, "own_segments": dense.own_segments, "rotation": found.rotation}
+    if world.writes:
+        work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(found.plan)})
+    with writing_files(phases, resolved, work, len(plan)) as writing:
+        compress_blocks(walk, found.plan, resolved, found.segments, work, world, writing, found.channels)
+        predictions = found.predictions
+        if found.reference:
+            predictions = match_whole(walk, found.reference, work, world, writing)
         parts = world.broadcast(work.parts)
-        report = recorded(about, parts, predictions, allocation.sensitivities, time.perf_counter() - start)
+        report = recorded(about, parts, predictions, found.sensitivities, time.perf_counter() - start)
         if world.writes:
-            work.finish(lambda part: write_rest(part, loaded, tokenizer, parts, report))
+            with writing.running():
+                work.finish(lambda part: write_rest(part, model, dense.tokenizer, parts, report))
     return report
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What was learned from the dense model before its first block is compressed.
+
+    Args:
+        segments: of this process. plan: as allocated. channels: their importance, for each block; None for all alike.
+        sensitivities: of an `Allocation`.
+        reference: what predictions are matched to; None where they are not, or are matched already.
+        predictions: the report of the matching by an earlier run. rotation: that of the rotation.
+    """
+
+    segments: Tensor
+    plan: Plan
+    channels: list[Tensor] | None
+    sensitivities: dict[str, float] | None
+    reference: Reference | None
+    predictions: dict[str, Any] | None
+    rotation: dict[str, Any] | None
+
+
+def prepared(walk: Walk, dense: Dense, resolved: Resolved, work: Unfinished, world: World) -> Prepared:
+    """Rotate the model, keep its predictions, and allocate budgets, as far as the recipe asks for it."""
+    local, plan, recipe = world.share(dense.segments).to(walk.weights.device), dense.plan, resolved.recipe
+    rotation = rotate(walk, plan, local, world).to_dict() if recipe.rotate else None
+    done = world.broadcast(work.predictions)
+    tokenizer = None if dense.own_segments else dense.tokenizer
+    reference = None if done else dense_reference(walk, resolved, tokenizer, dense.segments, world)
+    found = world.broadcast(allocated(walk, plan, resolved, local, world))
+    channels = found.channels
+    if channels is None and resolved.match_blocks:
+        channels = importances(walk, local, world, recipe.seed)
+    return Prepared(local, found.plan, channels, found.sensitivities, reference, done, rotation)
+
+
+def open_walk(
+    model: PreTrainedModel,
+    blocks: Blocks,
+    plan: Plan,
+    segment: Tensor,
+    footprint: Callable[..., Footprint],
+    options: dict[str, Any],
+) -> tuple[Walk, dict[str, str]]:
+    """`look_over` a model if memory suffices for its compression.
+
+    Args:
+        segment: (1, tokens), on the device that computes. footprint: for a width of `Walk.width`. options: of `Walk`.
+
+    Raises:
+        MemoryShortError: memory does not suffice.
+    """
+    device = segment.device
+    check_memory(footprint(), device)
+    weights = Weights(model, device, ahead=runs_beside(footprint(), device))
+    walk, digests = look_over(model, blocks, weights, plan, segment, options)
+    if walk.width is not None:
+        logger.info(
+            "the blocks take more inputs than hidden states: they pass on %d values per token in all", walk.width
+        )
+        check_memory(footprint(walk.width), device)
+        weights.ahead = runs_beside(footprint(walk.width), device)
+    return walk, digests
+
+
+@contextmanager
+def writing_files(phases: Phases, resolved: Resolved, work: Unfinished, blocks: int) -> Iterator[Phase]:
+    """The phase in which the files of the model are counted: where they are written, while the work waits for that."""
+    files = 2 + blocks + (blocks if resolved.match_predictions else 0)
+    with phases.phase(WRITING, files, "files", running=False) as writing:
+        if len(work.parts) > 1:
+            finished = f"{len(work.parts) - 1} of {blocks} blocks"
+            matched = ", and their predictions are matched" if work.predictions else ""
+            logger.info("%s were finished before%s: they are put back, and not compressed again", finished, matched)
+            writing.skip(len(work.parts) + (blocks if work.predictions else 0))
+        yield writing
+
+
+def left_to_do(estimates: dict[str, float], parts: list[Part], plan: Plan) -> dict[str, float]:
+    """Estimated seconds by phase, without the layers of finished parts."""
+    share = 1 - sum(len(part.layers) for part in parts) / sum(map(len, plan))
+    return {name: each * (share if name in (GRAMS, SOLVING, MATCHING) else 1) for name, each in estimates.items()}
+
+
 def chosen(model: PreTrainedModel, resolved: Resolved) -> tuple[Blocks, Plan, dict[str, Any]]:
-    """The blocks, what becomes of their layers, and what stays as it is, as `Record` has it."""
+    """The blocks, the plans of their layers, and what stays dense, as in `Record`."""
     blocks = find_blocks(model)
     plan, dense = make_plan(blocks, resolved), select_sites(blocks, resolved.recipe.leave_dense).dense
     if dense:
-        logger.info("stay dense by themselves: %s", ", ".join(by_kind(dense)))
+        logger.info("kept dense automatically: %s", ", ".join(by_kind(dense)))
     if beside := towers(model, blocks):
-        logger.info("only the text decoder is compressed, on text alone; %s stay dense", ", ".join(beside))
+        logger.info(
+            "only the text decoder is compressed, and only text is used for calibration; %s stay dense",
+            ", ".join(beside),
+        )
     return blocks, plan, {"dense": list(dense), "towers": beside}
 
 
@@ -184,7 +308,7 @@ def recorded(
 
 
 def described(name: str, model: PreTrainedModel, resolved: Resolved, segments: Tensor) -> dict[str, Any]:
-    """What is done, to what, as `Record` and the journal have it."""
+    """The model, recipe, method and text of a compression, as in `Record` and the journal."""
     return {
         "model": name,
         "recipe": resolved.to_dict(),
@@ -198,25 +322,13 @@ def described(name: str, model: PreTrainedModel, resolved: Resolved, segments: T
 
 @contextmanager
 def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterator[Unfinished]:
-    """The unfinished folder of OUT: that of the process that writes, and for the others a view of what was done."""
+    """The unfinished folder of OUT: for the process that writes it, and as a read-only view for the others."""
     if world.writes:
         with unfinished(out, overwrite, resume) as work:
             world.broadcast(work.parts)
             yield work
     else:
         yield Unfinished(out, None, world.broadcast(None))
-
-
-def _counter(total: int, progress: Progress | None) -> Callable[[LayerRecord], None]:
-    done = 0
-
-    def note(report: LayerRecord) -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(report, done, total)
-
-    return note
 
 
 def open_model(
@@ -240,16 +352,26 @@ def open_model(
     name = model.config._name_or_path or type(model).__name__
     refuse_compressed(model.config, name)
     if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
-        raise ModelError(f"the loaded model is {model.dtype} and the recipe says {dtype}; cast the model first")
+        raise ModelError(
+            f"the loaded model is {model.dtype}, but the recipe says {dtype}; cast the model first "
+            f"(model.to(torch.{dtype})), or leave out {option('dtype')}"
+        )
     split_experts(model)
     return name, model.eval(), tokenizer
 
 
-def draw(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> Tensor:
-    """The recipe's calibration segments: (samples, seqlen) token ids."""
+def draw(model: PreTrainedModel, tokenizer: Any, recipe: Recipe, phases: Phases | None = None) -> Tensor:
+    """The recipe's calibration segments: (samples, seqlen) token ids. phases: in which they are counted."""
     seqlen = resolve_seqlen(model, recipe.seqlen)
-    documents = calibration_documents(recipe.calibration)
-    return draw_segments(documents, lambda text: encode(tokenizer, text), recipe.samples, seqlen, recipe.seed)
+    with (phases or Phases()).phase(TEXT, recipe.samples, "segments") as phase:
+
+        def encoded(text: str) -> list[int]:
+            tokens = encode(tokenizer, text)
+            if len(tokens) >= seqlen:
+                phase.advance()
+            return tokens
+
+        return draw_segments(calibration_documents(recipe.calibration), encoded, recipe.samples, seqlen, recipe.seed)
 
 
 def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:
@@ -259,11 +381,12 @@ def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> No
     """
     if segments.ndim != 2 or segments.is_floating_point() or len(segments) < 1 or segments.shape[1] < 2:
         raise CalibrationError(
-            f"segments are token ids (samples, seqlen), seqlen at least 2; got {segments.dtype} {tuple(segments.shape)}"
+            "segments must be a tensor of integer token ids of shape (samples, seqlen), seqlen at least 2; got "
+            f"{segments.dtype} of shape {tuple(segments.shape)}"
         )
     if len(segments) < world.size:
         raise CalibrationError(
-            f"{world.size} processes share {len(segments)} calibration segments; "
+            f"{world.size} processes need at least {world.size} calibration segments, and there are {len(segments)}; "
             f"use fewer processes, or more {option('samples')}"
         )
     resolve_seqlen(model, segments.shape[1])
@@ -271,7 +394,8 @@ def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> No
     vocabulary = embeddings.num_embeddings
     if segments.min() < 0 or segments.max() >= vocabulary:
         raise CalibrationError(
-            f"the calibration tokens do not fit the model: it knows {vocabulary} of them, numbered from 0"
+            f"the calibration segments contain token ids outside the model's vocabulary (0 to {vocabulary - 1}); "
+            "use the tokenizer of this model"
         )
 
 
@@ -287,7 +411,7 @@ def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    # A model that was made in memory has no files to be found; the hub is not asked for what never was there.
+    # A model that was created in memory has no files, and the hub is not searched for them.
     known = Path(report.model).is_dir() or getattr(model.config, "_commit_hash", None)
     if known and report.towers:
         copy_processor(report.model, folder)

@@ -1,10 +1,10 @@
-"""What a compression will take, before it runs: memory on each device, bytes on the disk, time."""
+"""An estimate of a compression before it runs: memory on each device, bytes on the disk, time."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from hasslefree.core.cost import FLOAT, workspace
 from hasslefree.levers.predictions import Predictions, segments_for
-from hasslefree.levers.rotation import rotation_bytes, rotation_flops
+from hasslefree.levers.rotation import rotation_bytes
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
 from hasslefree.models.experts import experts_of, split_experts
@@ -23,16 +23,16 @@ from hasslefree.models.precision import product_dtype
 from hasslefree.recipe.plan import LayerPlan, Plan, bytes_on_disk, make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.run.flops import flops_of, numbers_of, predicting
+from hasslefree.run.flops import flops_by_phase
 from hasslefree.run.machine import in_one_pass, room_for_sums
 from hasslefree.run.sharing import cost_of, shared_layers
 from hasslefree.solve.methods.joint import LOOK
 
 # What Python and the libraries take, on a CPU and of a GPU.
 LIBRARIES = 600_000_000
-# A forward pass has so many arrays (tokens, width of the widest layer) at a time.
+# Arrays (tokens, width of the widest layer) that a forward pass holds at a time.
 FORWARD = 6
-# Where labels are drawn from predictions, so many arrays (tokens, vocabulary) are there at a time.
+# Arrays (tokens, vocabulary) held at a time where labels are drawn from predictions.
 LOGITS = 5
 # What Adam holds of a kept value, in numbers: the master, its unit and two moments.
 MASTER = 4
@@ -45,15 +45,15 @@ class Footprint:
     Args:
         layers: kind of layer (q_proj, …), its plan and how many there are. kept, dense: parameters of all layers.
         outside: what is outside the blocks. logits: of one segment, where the backward pass draws labels from them.
-        block, solving: of the dearest block: its weights before and after, and the Grams and the solver's arrays of its
-            dearest layer. resident: the rest of a model that is loaded already.
+        block, solving: of the largest block: its weights before and after, and the Grams and the solver's arrays of its
+            largest layer. resident: the rest of a model that is loaded already.
         beside: in RAM, the blocks that are read and written while another one is solved; 0 where none are.
         streams: hidden states of all segments. probes: those before each block that the backward pass keeps.
         reference, whole, masters: where predictions are matched, the dense model's last hidden states, all compressed
             blocks with what a step keeps of them, and what Adam holds for them; else 0.
         device: where it computes. storage: where the activations are. disk: the size of the folder.
         by_itself: what stays dense without being named, by kind.
-        flops: of solvers, Grams, forward passes and matching. levers: what is done beyond the layer, in words.
+        phases: the floating-point operations of each phase. levers: what is done beyond the layer, in words.
         unstated: plug-ins that state no cost, and are counted as the most expensive ones of this package.
     """
 
@@ -75,7 +75,7 @@ class Footprint:
     device: str
     storage: str
     disk: int
-    flops: float
+    phases: Mapping[str, float]
     levers: tuple[str, ...] = ()
     by_itself: tuple[str, ...] = ()
     unstated: tuple[str, ...] = ()
@@ -83,6 +83,15 @@ class Footprint:
     @property
     def on_cpu(self) -> bool:
         return self.device == "cpu"
+
+    @property
+    def flops(self) -> float:
+        """The floating-point operations of all phases."""
+        return sum(self.phases.values())
+
+    def seconds(self, rate: float) -> dict[str, float]:
+        """How long each phase takes at so many floating-point operations a second."""
+        return {name: flops / rate for name, flops in self.phases.items()}
 
     @property
     def unpacked(self) -> int:
@@ -124,7 +133,7 @@ def estimate(
     processes: int = 1,
     width: int | None = None,
 ) -> Footprint:
-    """The footprint of a compression on one of so many processes, from shapes alone.
+    """The footprint of a compression on one of its processes, from shapes alone.
 
     Args:
         tokens: calibration segments, and tokens in each.
@@ -138,7 +147,6 @@ def estimate(
     embedding: int = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
     width = width or embedding
     layers = [layer for plans in plan for layer in plans.values()]
-    widest = max(max(layer.spec.shape) for layer in layers)
     loaded = _bytes(p for p in model.parameters() if not p.is_meta)
     vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     probed, logits = 0, 0
@@ -148,14 +156,8 @@ def estimate(
         logits = LOGITS * FLOAT * seqlen * vocabulary
     # At most: a short text has fewer.
     matched = -(-segments_for(resolved.match_predictions, seqlen) // processes)
-    # A forward and a backward pass of the blocks and the output head.
-    probing = 3 * 2 * probed * seqlen * (numbers_of(blocks) + embedding * vocabulary)
     numbers = max(traffic_of(blocks, plan, samples * seqlen))
-    passing = FORWARD * max(seqlen, BATCH) * widest * FLOAT
     at_once = resolved.recipe.sequential == "layer" and in_one_pass(numbers, device)
-    if at_once:
-        passing = max(passing, (1 + bool(resolved.dense_target)) * pass_bytes(numbers))
-    sums = 0 if at_once else max(map(_sums_of_experts, blocks.modules, plan, itertools.repeat(device)))
     kept = sum(layer.spec.parameters for layer in layers)
     return Footprint(
         blocks=len(blocks.modules),
@@ -169,7 +171,8 @@ def estimate(
             for block, plans in zip(blocks.modules, plan, strict=True)
         ),
         solving=max(
-            max(_solving(plans, resolved, device.type, processes) for plans in plan) + passing + sums,
+            max(_solving(plans, resolved, device.type, processes) for plans in plan)
+            + _passing(blocks, plan, resolved, seqlen, device, numbers if at_once else None),
             rotation_bytes(plan, embedding) if resolved.recipe.rotate else 0,
         ),
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
@@ -183,17 +186,14 @@ def estimate(
         device=device.type,
         storage=storage,
         disk=bytes_on_disk(model, plan),
-        flops=flops_of(blocks, plan, resolved, tokens, processes, at_once)
-        + probing
-        + (rotation_flops(plan, embedding) if resolved.recipe.rotate else 0)
-        + predicting(matched, seqlen, processes, numbers_of(blocks), embedding * vocabulary),
+        phases=flops_by_phase(model, blocks, plan, resolved, tokens, processes, at_once),
         levers=tuple(levers_of(resolved)),
         by_itself=(*by_kind(select_sites(blocks, resolved.recipe.leave_dense).dense), *towers(model, blocks)),
         unstated=method.cost(*layers[0].spec.shape, layers[0].spec.rank).unstated,
     )
 
 
-# What allocation does, and what it takes beside a pass.
+# What each allocation does, and its cost beyond one pass.
 MOVED = {
     "owl": "budgets differ by block; one more pass of the dense model",
     "error": "ranks and non-zeros move between layers; on a few segments a forward and a backward pass of the dense "
@@ -202,7 +202,7 @@ MOVED = {
 
 
 def levers_of(resolved: Resolved) -> Iterator[str]:
-    """What is done beyond the layer, and what it costs beside it."""
+    """A sentence for each lever beyond single layers: what it does, and what it costs."""
     if resolved.recipe.rotate:
         yield "rotation: a forward pass of the dense model on a few segments, and 150 steps on a few of its blocks"
     if resolved.allocate in MOVED:
@@ -273,6 +273,21 @@ def _compressed(plans: dict[str, LayerPlan], resolved: Resolved) -> int:
     return held
 
 
+def _passing(
+    blocks: Blocks, plan: Plan, resolved: Resolved, seqlen: int, device: torch.device, at_once: float | None
+) -> int:
+    """A forward pass that collects Grams, and the sums for those of experts.
+
+    Args:
+        at_once: the `traffic` of all segments, where they run at once; else None.
+    """
+    widest = max(max(layer.spec.shape) for plans in plan for layer in plans.values())
+    passing = FORWARD * max(seqlen, BATCH) * widest * FLOAT
+    if at_once is not None:
+        return max(passing, (1 + bool(resolved.dense_target)) * pass_bytes(at_once))
+    return passing + max(map(_sums_of_experts, blocks.modules, plan, itertools.repeat(device)))
+
+
 def _sums_of_experts(block: nn.Module, plans: dict[str, LayerPlan], device: torch.device) -> int:
     """The sums for the experts of a block, which one pass gathers together as far as there is room."""
     sizes: dict[str, int] = {}
@@ -321,7 +336,7 @@ def traffic_of(blocks: Blocks, plan: Plan, tokens: int) -> list[float]:
 
 
 def _together(blocks: Blocks, plan: Plan, tokens: int, width: int, device: torch.device) -> int:
-    """All compressed blocks, and what a step of so many tokens keeps of them.
+    """All compressed blocks, and what a step of `tokens` tokens keeps of them.
 
     Where the activations of all blocks fit, these, and of every layer S + u v, the places of S and float32 copies; else
     what enters each block, and the activations of one.
@@ -338,12 +353,12 @@ def _together(blocks: Blocks, plan: Plan, tokens: int, width: int, device: torch
 
 
 def to_dict(found: Footprint) -> dict[str, Any]:
-    """A footprint as JSON has it."""
+    """A footprint for JSON."""
     layers = [
         {"kind": n, "shape": list(p.shape), "pattern": p.kind, "rank": p.rank, "count": c}
         for n, p, c in ((name, plan.spec, count) for name, plan, count in found.layers)
     ]
-    peaks = {name: getattr(found, name) for name in ("activations", "device_peak", "ram_peak")}
+    peaks = {name: getattr(found, name) for name in ("activations", "device_peak", "ram_peak", "flops")}
     fields = dataclasses.asdict(dataclasses.replace(found, layers=())) | {"place": found.storage}
     del fields["storage"]
     return fields | {"layers": layers} | peaks

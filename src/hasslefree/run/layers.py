@@ -31,6 +31,7 @@ from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import trim
 from hasslefree.models.walk import Visit
 from hasslefree.packed.linear import SparseLowRankLinear
+from hasslefree.phases import Phase
 from hasslefree.recipe.plan import LayerPlan
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.sharing import dealt, shared_layers
@@ -49,11 +50,25 @@ Done = tuple[SparseLowRankLinear, LayerRecord]
 
 
 @dataclass(frozen=True)
+class BlockPhases:
+    """The phases that take turns in every block.
+
+    Args:
+        grams: forward passes and Grams, in layers. solving: in layers. matching: in steps, at most `steps` a block.
+    """
+
+    grams: Phase
+    solving: Phase
+    matching: Phase
+    steps: int
+
+
+@dataclass(frozen=True)
 class Task:
     """A block to compress.
 
     Args:
-        plans: of its layers. note: called with the report of each.
+        plans: of its layers. note: called with the report of each. phases: in which its layers are counted.
         channels: the importance of the channels of its output, (width,); None for all alike.
     """
 
@@ -62,6 +77,7 @@ class Task:
     resolved: Resolved
     world: World
     note: Note
+    phases: BlockPhases
     channels: Tensor | None = None
 
 
@@ -79,7 +95,7 @@ def compress_groups(task: Task, groups: list[list[str]], moments: Sequence[Momen
     owners = dealt(plans, shared, world.size)
     found: dict[str, Done] = {}
     for group, known in zip(groups, moments, strict=True):
-        # First those that are shared: what is kept of the Gram is then the same in all processes.
+        # First those that are shared: what the method caches for this Gram is then the same in all processes.
         names = sorted(group, key=lambda name: name not in shared)
         share = {name: plans[name] for name in names if owners[name] in (None, world.rank)}
         remarks = tuple(shrunk(task, group[0]))
@@ -101,7 +117,7 @@ def compress_group(
     start, done = time.perf_counter(), {}
     gram, sites, method = known.gram, visit.sites(list(plans)), resolved.method
     try:
-        # In the place of the drift, and before the solver makes what it holds: neither is needed beside the other.
+        # It overwrites the drift, and is computed before the solver allocates its arrays: neither needs the other.
         correction = known.drift
         if correction is not None:
             correction.copy_(drift_correction(gram, correction, resolved.dense_target, target_damping(gram)))
@@ -127,7 +143,7 @@ def compress_group(
 
 
 def shrunk(task: Task, name: str) -> Iterator[str]:
-    """What is to be said of the tokens, of all processes, that the Gram of a layer of an expert was made of."""
+    """A remark where the Gram of an expert's layer also uses tokens of other experts, counted over all processes."""
     seen = tokens_seen(task.visit.block, name)
     if seen is None:
         return
@@ -135,11 +151,14 @@ def shrunk(task: Task, name: str) -> Iterator[str]:
     own, others = (round(task.world.total(count, device)) for count in seen)
     if others:
         share = others / (own + others)
-        yield f"{own} tokens were routed to this expert; its Gram is of {others} others too ({share:.0%})"
+        yield (
+            f"{own} tokens were routed to this expert; its Gram matrix also uses {others} tokens that were routed to "
+            f"other experts ({share:.0%} of all its tokens)"
+        )
 
 
 def prepare_with_room(method: Method, gram: Gram) -> Any:
-    """`method.prepare`; where the device has no room for it, once more without what torch keeps for later.
+    """`method.prepare`; where memory is short, once more after emptying torch's cache.
 
     Raises:
         MemoryShortError: that does not help.
@@ -148,11 +167,12 @@ def prepare_with_room(method: Method, gram: Gram) -> Any:
         try:
             return method.prepare(gram)
         except torch.OutOfMemoryError as error:
-            logger.warning("out of memory with the Gram of %d inputs: %s", len(gram.matrix), error)
+            logger.warning("out of memory with the Gram matrix of %d inputs: %s", len(gram.matrix), error)
         torch.cuda.empty_cache()
     raise MemoryShortError(
-        f"{gram.matrix.device} has no room to factor the Gram of {len(gram.matrix)} inputs; use "
-        f"{option('activations', 'cpu')}, another method, a larger device, or {option('device', 'cpu')}"
+        f"not enough memory on {gram.matrix.device} to factorise the Gram matrix (XᵀX of the layers' "
+        f"{len(gram.matrix)} inputs); use {option('activations', 'cpu')}, another method, a larger device, or "
+        f"{option('device', 'cpu')}"
     )
 
 
@@ -166,27 +186,27 @@ def solve_with_room(
     target: Tensor | None,
     rows: Rows = WHOLE,
 ) -> Decomposition:
-    """`solve_layer`; where the device has no room for it, again in 2, 4, 8, … chunks of rows. The result remarks it.
+    """`solve_layer`; where memory is short, again in 2, 4, 8, … chunks of rows, with a remark in the result.
 
     Args:
         rows: those of the weight, where processes share the layer. The result is the whole layer in all of them.
 
     Raises:
-        MemoryShortError: no number of chunks helps; or processes share the layer, and one has no room for its rows.
+        MemoryShortError: no number of chunks helps; or processes share the layer, and the rows of one do not fit.
     """
     if rows.size > 1:
         return solve_shared(weight, gram, method, prepared, plan, seed, target, rows)
     spec = plan.spec
     for chunks in (1, *CHUNKS):
-        way = method if chunks == 1 else InRowChunks(method, chunks, gram)
+        solver = method if chunks == 1 else InRowChunks(method, chunks, gram)
         try:
-            return solve_layer(weight, gram, way, prepared, plan.pattern, spec.rank, seed, target, spec.factor_bits)
+            return solve_layer(weight, gram, solver, prepared, plan.pattern, spec.rank, seed, target, spec.factor_bits)
         except torch.OutOfMemoryError as error:
-            logger.warning("out of memory with %d chunk(s) of rows of a layer %s: %s", chunks, spec.shape, error)
+            logger.warning("out of memory with a layer %s in %d chunk(s) of rows: %s", spec.shape, chunks, error)
         torch.cuda.empty_cache()
     raise MemoryShortError(
-        f"{weight.device} has no room for a layer {spec.shape[0]}×{spec.shape[1]}, not even in {CHUNKS[-1]} chunks of "
-        f"rows; use another method, a larger device, or {option('device', 'cpu')}"
+        f"not enough memory on {weight.device} for a layer of {spec.shape[0]}×{spec.shape[1]}, even when its rows are "
+        f"solved in {CHUNKS[-1]} chunks; use another method, a larger device, or {option('device', 'cpu')}"
     )
 
 
@@ -200,16 +220,16 @@ def solve_shared(
     target: Tensor | None,
     rows: Rows,
 ) -> Decomposition:
-    """`solve_with_room` for rows of a layer. Chunks would have to be agreed on: no process can begin anew alone."""
+    """`solve_with_room` for rows of a layer, without chunks: no process can start a layer again alone."""
     spec, pattern = plan.spec, of_rows(plan.pattern, rows)
     try:
         found = solve_layer(weight, gram, method, prepared, pattern, spec.rank, seed, target, spec.factor_bits, rows)
         return gathered(found, rows)
     except torch.OutOfMemoryError as error:
         raise MemoryShortError(
-            f"{weight.device} has no room for {len(weight)} rows of a layer {spec.shape[0]}×{spec.shape[1]}, which "
-            f"{rows.size} processes share; use more processes, {option('activations', 'cpu')}, another method, or a "
-            f"larger device ({error})"
+            f"not enough memory on {weight.device}: {rows.size} processes share the rows of a layer of "
+            f"{spec.shape[0]}×{spec.shape[1]}, and the {len(weight)} rows of this process do not fit; use more "
+            f"processes, {option('activations', 'cpu')}, another method, or a larger device ({error})"
         ) from None
 
 

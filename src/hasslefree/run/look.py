@@ -1,4 +1,4 @@
-"""A look over a model before hours of work are spent on it: it runs block by block, and its weights are numbers."""
+"""A check of a model before hours of work: it runs block by block, and its weights are finite."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def look_over(
     """One segment (1, tokens) through the whole model, before hours of work are spent.
 
     Args:
-        walk_options: `storage` and `folder` of `Walk`.
+        walk_options: `storage`, `folder` and `phases` of `Walk`.
 
     Returns:
         How to walk through the model; and a checksum of each part of the model by its name.
 
     Raises:
-        ModelError: it cannot be run block by block, or a planned layer is not reached.
+        ModelError: the model cannot be run block by block, or a planned layer is never called.
         NonFiniteError: NaN or Inf in a weight.
     """
     with weights.present(outside(model, blocks)):
@@ -48,7 +48,9 @@ def look_over(
         digests[blocks.prefix(index)] = checksum(tensors)
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
-                raise NonFiniteError(f"the weight {name} holds NaN or Inf; repair the checkpoint")
+                raise NonFiniteError(
+                    f"the weight {name} contains NaN or Inf; download the checkpoint again, or use another one"
+                )
 
     with hooks(handles), borrowed(model):
         walk = Walk.open(model, blocks, weights, segment, look=look, **walk_options)
@@ -56,8 +58,9 @@ def look_over(
     if silent := [name for name in planned if name not in reached]:
         more = f" and {len(silent) - 1} more layers" if len(silent) > 1 else ""
         raise ModelError(
-            f"{type(model).__name__} does not use {silent[0]}{more} when it reads text. hasslefree compresses "
-            f"decoder-only language models; if this is one, keep such layers dense with {option('leave_dense')}"
+            f"{type(model).__name__} does not run {silent[0]}{more} on text, so there are no inputs to calibrate on. "
+            f"hasslefree compresses decoder-only language models; if this is one, keep these layers dense with "
+            f"{option('leave_dense')}"
         )
     return walk, digests
 

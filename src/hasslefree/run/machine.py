@@ -1,4 +1,4 @@
-"""What the machine has: memory that can be had, and the rate of its products."""
+"""What the machine has: available memory, and the rate of its matrix products."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hasslefree.models.streaming import trim
 
 def product_rate(device: torch.device, side: int = 1024) -> float:
     """FLOPs a second of a float32 product (side, side) × (side, side), the best of five."""
-    one = torch.randn(side, side, device=device)
+    one = torch.full((side, side), 0.5, device=device)  # no random numbers: a run draws its own
     best = math.inf
     for _ in range(5):
         start = time.perf_counter()
@@ -31,7 +31,7 @@ def product_rate(device: torch.device, side: int = 1024) -> float:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process could have in all, including what it has now."""
+    """Bytes that this process could use in total, including those in use."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
@@ -53,9 +53,9 @@ def cgroup_limits() -> Iterator[int]:
             yield int(text)
 
 
-# Of glibc's mallopt: from which size on memory is mapped anew for each array, and given back at once.
+# Options of glibc's mallopt: the size from which each array gets memory of its own, which is returned at once.
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
-# As glibc has them at first, and as large arrays are kept for the next ones.
+# glibc's defaults, and the values with which memory of large arrays is kept for the next ones.
 DEFAULT, KEPT = (128 << 10, 128 << 10), (1 << 30, 2**31 - 1)
 
 
@@ -63,8 +63,8 @@ DEFAULT, KEPT = (128 << 10, 128 << 10), (1 << 30, 2**31 - 1)
 def memory_reused() -> Iterator[None]:
     """Within it, the C library keeps the memory of freed arrays for the next ones; `trim` gives it back.
 
-    glibc asks the system for every large array anew, and the system then clears its pages one by one, which takes a
-    good part of a forward pass on a CPU. Other C libraries are left alone.
+    glibc asks the system for new memory for every large array, and the system then clears its pages one by one, which
+    takes a good part of a forward pass on a CPU. With other C libraries nothing changes.
     """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     try:
@@ -80,13 +80,13 @@ def memory_reused() -> Iterator[None]:
 
 
 def in_one_pass(numbers: float, device: torch.device) -> bool:
-    """Whether a quarter of the memory holds a pass in which layers read and write so many numbers (`traffic`).
+    """Whether a quarter of the memory holds a pass in which layers read and write this many numbers (`traffic`).
 
-    Of the memory that there is, not of that which is free: the same run has the same answer.
+    A quarter of all memory, not of free memory: the answer is the same in every run.
     """
     return pass_bytes(numbers) <= total_memory(device) / 4
 
 
 def room_for_sums(device: torch.device) -> int:
-    """The bytes that sums over tokens may take at a time: a quarter of the memory that there is, as above."""
+    """The bytes that sums over tokens may take at a time: a quarter of all memory, as above."""
     return total_memory(device) // 4

@@ -1,4 +1,4 @@
-"""Whether a compression fits into the memory that is free, and what to ask for where it does not."""
+"""Whether a compression fits into free memory, and which options make it fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def check_memory(found: Footprint, device: torch.device) -> None:
     """Raise a MemoryShortError, with the estimate and a remedy, where a compression will not fit.
 
-    Not even with reads and writes that do not run beside the work.
+    Reads and writes in the background are not counted: without them less memory is needed.
     """
     found = dataclasses.replace(found, beside=0)
     if fits(found, device):
@@ -31,10 +31,13 @@ def check_memory(found: Footprint, device: torch.device) -> None:
 
 
 def runs_beside(found: Footprint, device: torch.device) -> bool:
-    """Whether memory allows that blocks are read and written beside the work; it is logged where it does not."""
+    """Whether there is memory to read and write blocks in the background; a log line says where there is not."""
     if fits(found, device):
         return True
-    logger.info("not enough memory to read and write blocks beside the work: each is read, compressed and then written")
+    logger.info(
+        "not enough memory to read and write blocks in the background: each block is read, compressed and written in "
+        "turn, which takes longer"
+    )
     return False
 
 
@@ -49,7 +52,7 @@ def fits(found: Footprint, device: torch.device) -> bool:
 
 
 def remedies(found: Footprint, device: torch.device) -> Iterator[tuple[Footprint, torch.device, str]]:
-    """What else could be asked for: first what changes the result least."""
+    """Options that need less memory: first those that change the result least."""
     for storage in STORAGES[STORAGES.index(found.storage) + 1 :]:
         yield dataclasses.replace(found, storage=storage), device, option("activations", storage)
     if found.resident:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,22 +24,21 @@ from hasslefree.models.moments import traffic
 from hasslefree.models.texts import calibration_documents, disjoint_segments
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
+from hasslefree.phases import READ_BACK, REFERENCE_TEXT, Phase
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.blockwise import part_file
 from hasslefree.run.look import block_tensors
 from hasslefree.run.machine import in_one_pass
 
 
-def dense_reference(
-    walk: Walk, resolved: Resolved, tokenizer: Any, segments: Tensor, given: bool, world: World
-) -> Reference | None:
+def dense_reference(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Tensor, world: World) -> Reference | None:
     """What the dense model makes of the text that predictions are matched on; None where they are not.
 
-    The text is the recipe's, read once more in windows that do not overlap, so that those which judge are new.
+    The text is the recipe's, cut into windows that do not overlap, so that the validation windows are new.
 
     Args:
-        segments: of the calibration, of all processes. given: whether they were given in the place of a text; they are
-            then used for this too.
+        segments: of the calibration, of all processes. tokenizer: None where they were given in the place of a text;
+            they are then used for this too.
 
     Raises:
         CalibrationError: the text is too short.
@@ -48,27 +47,32 @@ def dense_reference(
         return None
     seqlen, recipe = segments.shape[1], resolved.recipe
     count = segments_for(resolved.match_predictions, seqlen)
-    if not given:
-        documents = calibration_documents(recipe.calibration)
-        segments = disjoint_segments(documents, lambda text: encode(tokenizer, text), count, seqlen, recipe.seed)
+    if tokenizer is not None:
+        with walk.phases.phase(REFERENCE_TEXT):
+            documents = calibration_documents(recipe.calibration)
+            segments = disjoint_segments(documents, lambda text: encode(tokenizer, text), count, seqlen, recipe.seed)
     segments = segments[:count]
-    if len(segments) < max(2, world.size):
+    if len(segments) < (least := max(2, world.size)):
         raise CalibrationError(
-            f"prediction matching needs two windows of {seqlen} tokens, and one for each process; the calibration text "
-            f"has {len(segments)}; use a longer text, a smaller seqlen, or {option('match_predictions', 0)}"
+            f"prediction matching needs at least {least} segments of {seqlen} tokens, and the calibration text has "
+            f"{len(segments)}; use a longer text, a smaller seqlen, or {option('match_predictions', 0)}"
         )
     local = world.share(segments).to(walk.weights.device)
     return reference_of(walk, local, len(segments), judges_of(len(segments)))
 
 
-def match_whole(walk: Walk, reference: Reference, work: Unfinished, world: World) -> dict[str, Any]:
+def match_whole(walk: Walk, reference: Reference, work: Unfinished, world: World, writing: Phase) -> dict[str, Any]:
     """Match the predictions of the compressed model that `work` holds, and write its blocks anew.
+
+    Args:
+        writing: the phase in which files are counted.
 
     Returns:
         What `PredictionRecord.to_dict` makes of it.
     """
     work.parts[:] = world.broadcast(work.parts)
-    bring_back(walk, work)
+    with walk.phases.phase(READ_BACK, len(walk.blocks.modules), "blocks") as phase:
+        bring_back(walk, work, phase.advance)
     home = None if walk.storage == "device" else torch.device("cpu")
     how = Predictions()
     tokens = how.tokens(reference.segments.shape[1])
@@ -78,28 +82,32 @@ def match_whole(walk: Walk, reference: Reference, work: Unfinished, world: World
     done = match_predictions(walk, reference, how, lambda: bring_back(walk, work), world, home, keep).to_dict()
     world.total(0.0, walk.weights.device)  # all processes have read the files
     if world.writes:
-        work.rewrite(matched_parts(walk), done)
+        with writing.running():
+            work.rewrite(matched_parts(walk, writing), done)
     return done
 
 
-def bring_back(walk: Walk, work: Unfinished) -> None:
-    """Put every compressed block on the device as it was written."""
+def bring_back(walk: Walk, work: Unfinished, passed: Callable[[], None] | None = None) -> None:
+    """Put every compressed block on the device as it was written. passed: called after each."""
     for index, block in enumerate(walk.blocks.modules):
         prefix, tensors = f"{walk.blocks.prefix(index)}.", work.read(work.parts[index + 1])
-        # A copy: what was read is the file itself, mapped, and will be written anew.
+        # A copy: the tensors that were read are the mapped file, which will be rewritten.
         own = {name.removeprefix(prefix): t.to(walk.weights.device, copy=True) for name, t in tensors.items()}
         block.load_state_dict(own, assign=True, strict=not walk.blocks.shared)
+        if passed is not None:
+            passed()
     for name, source in walk.model.all_tied_weights_keys.items():
         if {name, source} <= walk.blocks.shared:
             path, _, leaf = name.rpartition(".")
             walk.model.get_submodule(path).register_parameter(leaf, walk.model.get_parameter(source))
 
 
-def matched_parts(walk: Walk) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The file of each block and its tensors, as they are now."""
+def matched_parts(walk: Walk, writing: Phase) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The file of each block and its tensors, as they are now. writing: counts them."""
     count = len(walk.blocks.modules)
     for index, block in enumerate(walk.blocks.modules):
         yield (
             part_file(index + 1, count),
             block_tensors(block, walk.blocks.prefix(index), walk.model.all_tied_weights_keys),
         )
+        writing.advance()

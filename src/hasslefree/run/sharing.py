@@ -1,4 +1,4 @@
-"""Which layers several processes share row by row, and which go to one of them as a whole."""
+"""Which layers several processes share by rows, and which are solved by one process as a whole."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def shared_layers(method: Method, plans: Plans, processes: int) -> frozenset[str
 
 
 def undivided(method: Method, plan: Plan, processes: int) -> str | None:
-    """A remark on the layers that each go to one process because the method cannot share their rows; None if it can."""
+    """A remark where the method cannot share rows, so that one process solves each layer; None where it can."""
     layers = [layer for plans in plan for layer in plans.values()]
     whole = {str(layer.pattern) for layer in layers if not method.shares_rows(layer.pattern)}
     if processes == 1 or not whole:
         return None
     patterns = " and ".join(sorted(whole))
     return (
-        f"{type(method).__name__} cannot share the rows of a layer ({patterns}): each layer is solved by one of the "
-        f"{processes} processes, and the others wait for the largest one of a group"
+        f"{type(method).__name__} cannot split a layer of pattern {patterns} between processes: each layer is solved "
+        f"by one of the {processes} processes, and the others wait until all layers of a group are solved"
     )
 
 

@@ -1,13 +1,14 @@
-"""A footprint as a table for the terminal."""
+"""A footprint, advice, and the times of a run as tables for the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from rich.console import Console, Group
 from rich.table import Table
 
+from hasslefree.folder.record import Record
 from hasslefree.levers.advice import Advice
 from hasslefree.run.estimate import Footprint
 from hasslefree.run.machine import free_memory, product_rate
@@ -33,7 +34,7 @@ def totals(found: Footprint, device: torch.device) -> dict[str, str]:
     """The figures of a footprint, in words."""
 
     def against(peak: int, where: torch.device) -> str:
-        return f"{size(peak)}, of {size(free_memory(where))} that can be had"
+        return f"{size(peak)}, of {size(free_memory(where))} available"
 
     here = found.device if found.storage == "device" else found.storage
     memory = {} if found.on_cpu else {f"peak of {device}": against(found.device_peak, device)}
@@ -44,11 +45,33 @@ def totals(found: Footprint, device: torch.device) -> dict[str, str]:
         **memory,
         "peak of RAM": against(found.ram_peak, torch.device("cpu")),
         "activations": f"{size(found.activations)}, on {here}",
-        **({"dense by themselves": "\n".join(found.by_itself)} if found.by_itself else {}),
+        **({"kept dense automatically": "\n".join(found.by_itself)} if found.by_itself else {}),
         **({"beyond the layer": "\n".join(found.levers)} if found.levers else {}),
         **({"counted by rule": unstated_note(found.unstated)} if found.unstated else {}),
-        "time": f"about {duration(found.flops / product_rate(device))}",
+        "time": "\n".join(times(found, product_rate(device))),
     }
+
+
+def times(found: Footprint, rate: float) -> Iterator[str]:
+    """How long it all takes, and each phase. rate: of the device, in FLOPs a second."""
+    yield f"about {duration(found.flops / rate)}"
+    for name, seconds in found.seconds(rate).items():
+        yield f"{name} {duration(seconds)}"
+
+
+def phase_table(report: Record) -> Table:
+    """One line for each phase of a compression: how long it was estimated to take, and how long it took."""
+    table = Table(title="seconds by phase")
+    for heading in ("phase", "estimated", "taken"):
+        table.add_column(heading, justify="left" if heading == "phase" else "right")
+    for each in report.phases:
+        table.add_row(each.name, "" if each.estimated is None else f"{each.estimated:.1f}", f"{each.seconds:.1f}")
+    rest = report.seconds - sum(each.seconds for each in report.phases)
+    table.add_row("the rest", "", f"{rest:.1f}")
+    table.add_section()
+    known = [each.estimated for each in report.phases if each.estimated is not None]
+    table.add_row("all", f"{sum(known):.1f}" if known else "", f"{report.seconds:.1f}")
+    return table
 
 
 def advice_table(found: Sequence[Advice]) -> Table:

@@ -1,4 +1,4 @@
-"""Tensors of compressed layers as a loader reads them: one after the other, in any order, from several files."""
+"""Collects the tensors of compressed layers, which a loader reads one by one, in any order, from several files."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Arrivals:
         waiting, wanted = self.waiting[index], self.stack.parts[index].tensors()
         if leaf not in wanted:
             raise ServeError(
-                f"the weight files hold {self.stack.parts[index].name}.{leaf}, which is no part of the layer that "
-                "config.json describes; get both anew"
+                f"the weight files contain {self.stack.parts[index].name}.{leaf}, which the layer that config.json "
+                "describes does not have; download or copy the folder again"
             )
         waiting[leaf] = tensor.detach().clone()  # some of vLLM's loaders read the next tensor into the same memory
         if waiting.keys() == wanted.keys():
@@ -53,4 +53,7 @@ class Arrivals:
             if first in part.slices:
                 return index
         names = ", ".join(part.name for part in self.stack.parts)
-        raise ServeError(f"vLLM loads slice {slices!r} of a layer that consists of {names}; update hasslefree")
+        raise ServeError(
+            f"vLLM loads part {slices!r} of a fused layer of {names}, a part that this version of hasslefree does not "
+            "know; update hasslefree"
+        )

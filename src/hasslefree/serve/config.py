@@ -67,7 +67,7 @@ class ServedConfig(QuantizationConfig):
         """How vLLM runs a layer; None for one that is not linear.
 
         Args:
-            prefix: its name in vLLM's model, where `qkv_proj` stands for three layers of the folder.
+            prefix: its name in vLLM's model, where `qkv_proj` represents three layers of the folder.
 
         Raises:
             ServeError: a layer that is not linear is compressed.
@@ -78,7 +78,10 @@ class ServedConfig(QuantizationConfig):
 
         if not isinstance(layer, LinearBase):
             if prefix in self.entries:
-                raise ServeError(f"{prefix} is compressed, and vLLM has a {type(layer).__name__} there: {DENSE}")
+                raise ServeError(
+                    f"{prefix} is compressed, but vLLM runs it as a {type(layer).__name__}, which is not a linear "
+                    f"layer: {DENSE}"
+                )
             return None
         parent, _, leaf = prefix.rpartition(".")
         names = [f"{parent}.{name}" if parent else name for name in self.packed_modules_mapping.get(leaf, [leaf])]

@@ -44,7 +44,7 @@ class StackedLinearMethod(LinearMethodBase):
         These parameters have no elements: their `weight_loader` gives the tensors to the stack.
 
         Raises:
-            ServeError: the layers do not add up to this one, or a rank's share cuts a group of N:M.
+            ServeError: the layers do not add up to this one, or a rank's share splits a group of N:M.
         """
         sizes = slice_sizes(layer, output_size)
         local = (output_partition_sizes, input_size, input_size_per_partition)
@@ -105,4 +105,8 @@ def slice_sizes(layer: LinearBase, output_size: int) -> list[int]:
 @functools.cache
 def warn_unpacked(kind: str) -> None:
     """Log once for each kind of layer that it takes the memory of a dense one."""
-    logger.warning("Layers of %s are unpacked when they are loaded: they take the memory of dense layers", kind)
+    logger.warning(
+        "Layers of %s are unpacked when they are loaded, because no kernel here multiplies them packed: they take the "
+        "memory of dense layers",
+        kind,
+    )

@@ -1,4 +1,4 @@
-"""The layers of a folder that make up one linear layer of vLLM, such as q, k and v, and what a rank holds of each."""
+"""The layers of a folder that make up one linear layer of vLLM, such as q, k and v, and the share of a rank."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Part:
     """One layer of the folder.
 
     Args:
-        name: the one that vLLM's model gives to it. entry: of config.json; None for a layer that stayed dense.
+        name: in vLLM's model. entry: of config.json; None for a layer that stayed dense.
         shape: (out, in) of the weight. slices: which outputs of vLLM's layer it makes up, by number.
         shard: what this rank holds.
 
     Raises:
-        ServeError: the share cuts a group of N:M.
+        ServeError: the share splits a group of N:M.
     """
 
     name: str
@@ -68,8 +68,8 @@ class Part:
             found = tensors[leaf]
             if tuple(found.shape) != shape or (found.dtype != dtype if dtype else not found.is_floating_point()):
                 raise CheckpointError(
-                    f"{self.name}.{leaf} is {found.dtype} {list(found.shape)}, and by config.json "
-                    f"{dtype or 'floating'} {list(shape)}; get both anew"
+                    f"{self.name}.{leaf} is a tensor of {found.dtype} {list(found.shape)}, but config.json says "
+                    f"{dtype or 'floating-point'} {list(shape)}; download or copy the folder again"
                 )
         if self.entry is None:
             return
@@ -77,13 +77,16 @@ class Part:
         index = tensors[layout.index].cpu()
         if (crc := crc32(index)) != self.entry.crc32:
             raise CheckpointError(
-                f"{self.name}.{layout.index} is damaged: its CRC-32 is {crc:08x}, and {self.entry.crc32:08x} by "
-                "config.json; get it anew"
+                f"{self.name}.{layout.index} is damaged: its CRC-32 is {crc:08x}, but {self.entry.crc32:08x} according "
+                "to config.json; download or copy the folder again"
             )
         try:
             layout.validate(index, spec.shape[1], spec.nonzeros)
         except PatternError as error:
-            raise CheckpointError(f"{self.name}.{layout.index} was not written by a sound writer: {error}") from None
+            raise CheckpointError(
+                f"{self.name}.{layout.index} is not valid, although its CRC-32 is right: {error}. The program that "
+                "wrote it is faulty; compress the model again"
+            ) from None
 
     def factors(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """This rank's u (out, r) and v (r, in). r > 0."""
@@ -124,7 +127,7 @@ class Division:
             entries: by name, in the order of their outputs; None for a layer that stayed dense, which is one slice.
 
         Raises:
-            ServeError: their shapes do not add up to the layer, or a share cuts a group of N:M.
+            ServeError: their shapes do not add up to the layer, or a share splits a group of N:M.
         """
         parts: list[Part] = []
         first = 0
@@ -146,5 +149,6 @@ class Division:
     def _mismatch(self, entries: Mapping[str, Entry | None]) -> ServeError:
         shapes = ", ".join(f"{name} {list(entry.spec.shape) if entry else 'dense'}" for name, entry in entries.items())
         return ServeError(
-            f"config.json lists {shapes}; vLLM's layer has outputs {list(self.sizes)} and {self.width} inputs: {DENSE}"
+            f"the layers in config.json ({shapes}) do not add up to vLLM's layer, which has outputs {list(self.sizes)} "
+            f"and {self.width} inputs: {DENSE}"
         )

@@ -1,6 +1,6 @@
 """The entry point of `vllm.general_plugins`: vLLM calls `register` in each of its processes.
 
-A vLLM that lacks what is imported here logs that the plugin cannot be loaded, and goes on serving other models.
+A vLLM without the names imported here logs that the plugin cannot be loaded, and still serves other models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a compressed folder needs of vLLM, of the device and of the model: checked before any weight is read."""
+"""Checks of vLLM's version, the device and the model, before any weights of a compressed folder are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DENSE = "write a dense model with `hasslefree export FOLDER --to dense DEST` and
 
 
 def check_vllm(version: str) -> None:
-    """Raise ServeError where this version of vLLM is not one that the plugin is written for."""
+    """Raise ServeError where the plugin does not support this version of vLLM."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     found = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     if found in VERSIONS:
@@ -24,7 +24,7 @@ def check_vllm(version: str) -> None:
     known, (major, minor) = " and ".join(f"{major}.{minor}" for major, minor in VERSIONS), max(VERSIONS)
     update = "update hasslefree, or " if found > max(VERSIONS) else ""
     raise ServeError(
-        f"this hasslefree serves compressed folders with vLLM {known}, and vLLM {version} is installed: "
+        f"this version of hasslefree serves compressed folders with vLLM {known}, but vLLM {version} is installed: "
         f'{update}pip install "vllm=={major}.{minor}.*"'
     )
 
@@ -47,6 +47,8 @@ def check_device(name: str, capability: tuple[int, int] | None) -> None:
 
 
 def check_layers(names: Iterable[str]) -> None:
-    """Raise ServeError where one of these compressed layers is an expert of a mixture."""
+    """Raise ServeError where one of these compressed layers belongs to a mixture of experts."""
     if expert := next((name for name in names if EXPERT.search(name)), None):
-        raise ServeError(f"{expert} is an expert of a mixture, and compressed experts cannot be served: {DENSE}")
+        raise ServeError(
+            f"{expert} belongs to a mixture of experts (MoE), and compressed experts cannot be served: {DENSE}"
+        )

@@ -64,12 +64,12 @@ def shard_of(
 
 
 def check_groups(name: str, spec: LayerSpec, shard: Shard) -> None:
-    """Raise ServeError where the columns of a share cut a group of N:M."""
+    """Raise ServeError where the columns of a share split a group of N:M."""
     layout = spec.storage.layout
     if isinstance(layout, PackedGroups) and any(column % layout.m for column in shard.columns):
         raise ServeError(
-            f"{name} has groups of {layout.m} inputs ({spec.pattern}), and its {spec.shape[1]} inputs are split into "
-            f"{shard.shape[1]} per rank, which is no multiple of {layout.m}; use another tensor_parallel_size"
+            f"{name} has pattern {spec.pattern}, which needs a multiple of {layout.m} inputs per rank, and its "
+            f"{spec.shape[1]} inputs are split into {shard.shape[1]} per rank; use another tensor_parallel_size"
         )
 
 

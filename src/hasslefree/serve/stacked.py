@@ -60,7 +60,7 @@ class StackedLinear(nn.Module):
             tensors: all of the part's, whole, as the folder holds them.
 
         Raises:
-            CheckpointError: they are not what the entry says, or damaged.
+            CheckpointError: they do not match the entry, or are damaged.
         """
         part, row = self.parts[index], sum(self.outs[:index])
         part.check(tensors)
@@ -89,7 +89,7 @@ class StackedLinear(nn.Module):
         """
         if self.missing:
             names = ", ".join(self.parts[index].name for index in sorted(self.missing))
-            raise CheckpointError(f"the weight files lack tensors of {names}: the folder is not complete; get it anew")
+            raise CheckpointError(f"the weight files lack tensors of {names}; download or copy the folder again")
         if self.groups is None or not fits_semi_structured(self.groups, self.values, len(self.positions)):
             return
         width = self.low_rank_v.shape[1]

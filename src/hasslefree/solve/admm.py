@@ -36,8 +36,9 @@ class ScaledSpectrum:
         values, vectors = eigh(matrix.double())
         if values[0] < -1e-5 * values[-1]:
             raise FactorizationError(
-                f"the Gram ({len(matrix)}×{len(matrix)}) is no second moment: it has the eigenvalue "
-                f"{values[0].item():.1e} in units of its diagonal; gather it anew"
+                f"the Gram matrix (XᵀX of the layer's {len(matrix)} inputs) is not positive semidefinite: with its "
+                f"diagonal scaled to 1, its smallest eigenvalue is {values[0].item():.1e}; compute it again from the "
+                "activations (Gram.from_activations)"
             )
         # What rounding has put below zero would make H + ρI singular at a small ρ.
         return cls(scale, matrix, values.clamp_min(0), vectors.to(matrix.dtype))
@@ -49,12 +50,12 @@ class ScaledSpectrum:
 
 @dataclass(frozen=True)
 class SupportPenalty:
-    """ρ grows as long as the support moves, the faster the more it moves, and the loop ends when it rests.
+    """ρ grows while the support changes, faster the more it changes; the loop ends when the support is stable.
 
     Args:
-        start: ρ at first. every: rounds from one check to the next. most: rounds at most.
+        start: the initial ρ. every: rounds between two checks. most: the maximum of rounds.
         growth: the factor of ρ where more than 10 %, more than 0.5 %, and at least one of the kept entries changed.
-        settled: after so many rounds, fewer than 0.03 % of changes end the loop.
+        settled: after this number of rounds, fewer than 0.03 % of changes end the loop.
     """
 
     start: float
@@ -105,7 +106,7 @@ class SupportPenalty:
             elif grown:
                 break
             else:
-                # The support hardly moved since the start: the penalty holds it fast. Begin again, more loosely.
+                # The support hardly moved since the start: the penalty is too large. Start again with a smaller one.
                 rho /= 5
                 if changed:
                     sparse, dual = first, torch.zeros_like(weight)

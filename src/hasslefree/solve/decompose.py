@@ -22,7 +22,7 @@ from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError, option
 from hasslefree.solve.methods import build_method
 
-DATA_FREE = "no Gram was given: data-free, with H = I, so that errors are of the weight and not of the layer's output"
+DATA_FREE = "no Gram was given, so H = I (data-free): errors are those of the weight, not of the layer's output"
 
 
 def decompose(
@@ -50,7 +50,7 @@ def decompose(
         seed: of the random start. Same seed, same machine, same result.
 
     Raises:
-        HasslefreeError: shapes that do not go together, NaN or Inf, an impossible budget, an unknown name.
+        HasslefreeError: shapes that do not match, NaN or Inf, an impossible budget, an unknown name.
 
     Example:
         >>> gram = hasslefree.Gram.from_activations(x)  # x: (tokens, in)
@@ -63,13 +63,21 @@ def decompose(
     gram = Gram.identity(weight.shape[-1:].numel()) if gram is None else gram
     if weight.ndim != 2 or weight.shape[1] != len(gram.matrix):
         raise ShapeError(
-            f"weight (out, in) and Gram (in, in) do not go together: {tuple(weight.shape)}, {tuple(gram.matrix.shape)}"
+            "weight and Gram matrix do not match: expected shapes (out, in) and (in, in), got "
+            f"{tuple(weight.shape)} and {tuple(gram.matrix.shape)}"
         )
-    if not torch.isfinite(weight).all() or not torch.isfinite(gram.matrix).all():
-        raise NonFiniteError("the weight or the Gram holds NaN or Inf; repair the checkpoint or the activations")
+    if not torch.isfinite(weight).all():
+        raise NonFiniteError("the weight contains NaN or Inf; check the checkpoint that it comes from")
+    if not torch.isfinite(gram.matrix).all():
+        raise NonFiniteError(
+            "the Gram matrix (XᵀX of the layer's inputs) contains NaN or Inf; mask or drop the tokens that cause it"
+        )
     gram = gram.to(weight)
     if not torch.isfinite(gram.matrix).all():
-        raise NonFiniteError(f"the Gram does not fit into {_name(gram.matrix)}; scale the activations, or use float64")
+        raise NonFiniteError(
+            f"the Gram matrix (XᵀX of the layer's inputs) overflows {_name(gram.matrix)}; scale the activations down, "
+            "or pass the weight in float64"
+        )
     exact_pattern, exact_rank = Budget(pattern, rank, sparsity, ratio, rank_share).resolve(*weight.shape)
     solver.check(exact_rank)
     check_factor_bits(factor_bits, exact_rank)
@@ -94,9 +102,9 @@ def solve_layer(
     """`decompose` for inputs that were checked, with `prepared` = method.prepare(gram) shared between layers.
 
     Args:
-        target: W̃ of `levers.targets`, (out, in), in the working dtype: what S + L shall be close to in the place of W.
-            The relative errors are then tr(R H Rᵀ) / tr(W̃ H W̃ᵀ) with R = W̃ − S − L: how well the solver did what it
-            was asked, and no distance to the dense model.
+        target: W̃ of `levers.targets`, (out, in), in the working dtype: S + L approximates it in the place of W. The
+            relative errors are then tr(R H Rᵀ) / tr(W̃ H W̃ᵀ) with R = W̃ − S − L: they measure the solver, not the
+            distance to the dense model.
         factor_bits: as for `decompose`; without effect at rank 0.
         rows: those of W and W̃, where processes share a layer (`core.rows`), and the method can. Then `pattern` is for
             these rows (`of_rows`), and so are S and u of the result; its errors are those of all rows.
@@ -104,8 +112,8 @@ def solve_layer(
     Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method.
 
     Raises:
-        NonFiniteError: a number, on the way or in the result, that its dtype does not hold.
-        FactorizationError: a factorisation of the method's that does not succeed.
+        NonFiniteError: NaN, Inf or an overflow during the computation or in the result.
+        FactorizationError: a factorisation in the method failed.
         GridError: the dtype of W does not hold a scale of the grid.
     """
     full = weight.to(working_dtype(weight)) if target is None else target
@@ -119,7 +127,8 @@ def solve_layer(
     before = relative(gram.loss(low_rank.residual(full, sparse), rows), norm)
     if not math.isfinite(before):
         raise NonFiniteError(
-            f"the method came upon NaN or Inf; raise the damping ({option('damping', 0.01)}) or use joint"
+            f"NaN or Inf appeared while the layer was solved; raise the damping ({option('damping', 0.01)}) or use "
+            f"another method ({option('method', 'joint')})"
         )
     on_grid = Quantised.of(sparse, solution.scaling, weight.dtype) if solution.scaling else None
     cast, cast_low_rank, factors = sparse.to(weight.dtype), low_rank.to(weight.dtype), None
@@ -132,8 +141,8 @@ def solve_layer(
         after = relative(gram.loss(residual, rows), norm)
     if not math.isfinite(after):
         raise NonFiniteError(
-            f"S or L does not fit into {_name(weight)}; "
-            f"use another dtype ({option('dtype', 'float32')}) or raise the damping"
+            f"values of S or L overflow {_name(weight)}; use another dtype ({option('dtype', 'float32')}) or raise the "
+            f"damping ({option('damping', 0.01)})"
         )
     rounding = f"the cast to {_name(weight)}" + (", with factors in int8," if factors else "")
     remarks = (*gram.remarks(), *solution.remarks, *_remarks_on(after, before, rounding))
@@ -141,7 +150,7 @@ def solve_layer(
 
 
 def gathered(found: Decomposition, rows: Rows) -> Decomposition:
-    """The decomposition of all rows of a layer, the same in every process, of those that each process has."""
+    """The decomposition of all rows of a layer, the same in every process, from the rows of each process."""
     low_rank, codes, factors = found.low_rank, found.quantised, found.factors
     if codes:
         placed = codes.scaling
@@ -162,27 +171,29 @@ def checked_norm(weight: Tensor, gram: Gram, rows: Rows = WHOLE) -> float:
     rows: those of the weight, where processes share them.
 
     Raises:
-        NonFiniteError: rounding is all that is left of it, or next to nothing or to everything that a dtype holds.
+        NonFiniteError: it is rounding error, or close to the smallest or the largest number of the dtype.
     """
     norm, limits = gram.loss(weight, rows), torch.finfo(weight.dtype)
-    # What it would be if no two inputs had anything in common. Sums that cancel are rounded by that much.
+    # Its value if the inputs were uncorrelated: where terms cancel, the rounding error is relative to this.
     apart = rows.sum((weight.square() @ gram.diagonal).sum(dtype=torch.float64)).item()
     some = bool(rows.sum(torch.count_nonzero(weight)))
     if not (limits.tiny / limits.eps < apart < limits.max * limits.eps) and some:
+        extreme = "small" if apart < 1 else "large"
         raise NonFiniteError(
-            f"the mean square of the layer's output, {apart:.0e}, is near the limits of {_name(weight)}; "
-            f"scale the weight or the activations, or use float64 ({option('dtype', 'float64')})"
+            f"the mean square of the layer's output, {apart:.0e}, is too {extreme} for {_name(weight)}; "
+            f"scale the weight or the activations, pass the weight in float64, or keep the layer dense "
+            f"({option('leave_dense')})"
         )
     if norm <= limits.eps * apart and some:
         raise NonFiniteError(
-            "the layer's inputs cancel: it puts out nothing but rounding on any calibration token, so that no error "
-            f"can be measured; leave it dense ({option('leave_dense')}) or use more tokens"
+            "the layer's output is zero, up to rounding, on every calibration token, so its error cannot be measured; "
+            f"keep the layer dense ({option('leave_dense')}) or use more calibration tokens"
         )
     return norm
 
 
 def unchanged(weight: Tensor, pattern: Pattern, rank: int, rows: Rows = WHOLE) -> Solution | None:
-    """S = W and L = 0 where the pattern keeps all there is, so that no method has anything to find."""
+    """S = W and L = 0 where the pattern keeps every non-zero of W; None otherwise."""
     shape = rows.shape(weight)
     kept = pattern.kept(shape)
     if rows.sum(torch.count_nonzero(weight)) > kept:
@@ -197,7 +208,7 @@ def unchanged(weight: Tensor, pattern: Pattern, rank: int, rows: Rows = WHOLE) -
 def solve(
     method: Method, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, seed: int, rows: Rows = WHOLE
 ) -> Solution:
-    """The method's answer, with an error of LAPACK's as one that names the remedy.
+    """The solution of the method; an error of LAPACK becomes a FactorizationError that names the remedy.
 
     rows: those of the weight, where processes share them and `method.shares_rows`.
     """
@@ -207,7 +218,9 @@ def solve(
             return method.solve(weight, prepared, pattern, rank, generator, rows)
         return method.solve(weight, prepared, pattern, rank, generator)
     except LinAlgError as error:
-        raise FactorizationError(f"{error}; raise the damping ({option('damping', 0.01)})") from None
+        raise FactorizationError(
+            f"a factorisation failed: {error}; raise the damping ({option('damping', 0.01)})"
+        ) from None
 
 
 def _remarks_on(after: float, before: float, rounding: str) -> Iterator[str]:

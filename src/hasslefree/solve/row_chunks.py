@@ -14,7 +14,7 @@ from hasslefree.core.linalg import orthonormal
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern, Row, SemiStructured, Unstructured
 from hasslefree.core.protocols import Method, Solution
-from hasslefree.errors import MemoryShortError
+from hasslefree.errors import MemoryShortError, option
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ class InRowChunks(Method):
 
     def solve(self, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, generator: torch.Generator) -> Solution:
         if not isinstance(pattern, SemiStructured | Row | Unstructured):
-            raise MemoryShortError(f"pattern {pattern} ties rows together, so that they cannot be solved in chunks")
+            raise MemoryShortError(
+                f"not enough memory for the layer: pattern {pattern} needs all its rows at once, so they cannot be "
+                f"solved in chunks; use another pattern, a larger device, or {option('device', 'cpu')}"
+            )
         out = len(weight)
         low_rank = LowRank.gaussian_start(weight, rank, generator)
         basis = orthonormal(low_rank.u)
@@ -62,7 +65,7 @@ class InRowChunks(Method):
             if rank:
                 low_rank = self._fit(weight, sparse, basis)
                 basis = low_rank.u
-        remark = f"out of memory: solved in {self.chunks} chunks of rows"
+        remark = f"not enough memory for all rows at once: solved in {self.chunks} chunks of rows"
         return Solution(sparse, low_rank, (), (remark,), Scaling.of_rows(scalings) if scalings else None)
 
     def _fit(self, weight: Tensor, sparse: Tensor, basis: Tensor, steps: int = 4) -> LowRank:

@@ -223,7 +223,7 @@ def test_positions_of_many_bits_lie_across_three_bytes():
 def test_a_mask_that_does_not_go_with_the_values_is_an_error():
     s = reference.sparse(4, 4, 2, 4, torch.float32, seed=3)
     values, mask = reference.pack_mask(s)
-    with pytest.raises(PatternError, match=f"{len(values)} entries does not go with {len(values) - 1} values"):
+    with pytest.raises(PatternError, match=f"{len(values)} entries, but there are {len(values) - 1} values"):
         ops.linear_mask(inputs(1, 16, torch.float32), values[1:], mask)
 
 
@@ -231,9 +231,9 @@ def test_shapes_and_dtypes_that_do_not_go_together_are_errors():
     s = reference.sparse(4, 4, 2, 4, torch.float32, seed=3)
     values, positions = reference.pack_groups(s, 2, 4)
     for x in (inputs(1, 20, torch.float32), inputs(1, 18, torch.float32)):
-        with pytest.raises(ShapeError, match="no 2:4 weight for inputs of width"):
+        with pytest.raises(ShapeError, match="do not match inputs of width"):
             ops.linear_groups(x, values, positions, 2, 4)
-    with pytest.raises(ShapeError, match="does not go with inputs of width 40"):
+    with pytest.raises(ShapeError, match="bytes per row for inputs of width 40"):
         ops.linear_mask(inputs(1, 40, torch.float32), *reference.pack_mask(s))
     with pytest.raises(ShapeError, match=r"inputs of torch\.bfloat16, values of torch\.float32"):
         ops.linear_groups(inputs(1, 16, torch.bfloat16), values, positions, 2, 4)

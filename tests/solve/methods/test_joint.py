@@ -318,8 +318,8 @@ def test_layers_with_one_input_can_share_what_was_prepared():
         ("rounds", 0, "rounds must be at least 1"),
         ("sweeps", -1, "sweeps must be at least 0"),
         ("penalty", 0.0, "penalty must be above 0"),
-        ("growth", 1.0, "growth above 1"),
-        ("precision", "float16", "precision is one of auto, float32, tf32, bfloat16"),
+        ("growth", 1.0, "growth must be above 1"),
+        ("precision", "float16", "precision must be one of auto, float32, tf32, bfloat16"),
     ],
 )
 def test_impossible_hyper_parameters_are_refused(field, value, message):

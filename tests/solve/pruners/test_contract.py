@@ -124,5 +124,5 @@ def test_what_has_a_grid_is_on_it(name, bits, group, symmetric, pattern, seed):
 @pytest.mark.parametrize("name", QUANTISERS)
 def test_groups_that_do_not_go_into_the_inputs(name):
     weight, h = oracles.problem(4, 48)
-    with pytest.raises(GridError, match="divisible by 64, got 48; use group_size=16"):
+    with pytest.raises(GridError, match="does not divide the 48 inputs of the layer; use group_size=16"):
         run(PRUNERS[name], weight, h, SemiStructured(2, 4))

@@ -114,5 +114,7 @@ def test_patterns_that_are_chosen_in_blocks(pattern):
 
 def test_groups_must_not_cut_those_of_the_pattern():
     weight, h = oracles.problem(4, 40)
-    with pytest.raises(GridError, match="groups of 8 inputs cut the pattern's groups of 5; use a group_size= div"):
+    with pytest.raises(
+        GridError, match="group_size 8 is not a multiple of 5, the group length of the pattern; use a multiple"
+    ):
         run(SparseGPT(grid=Grid(group=8)), weight, h, SemiStructured(2, 5))

@@ -38,17 +38,17 @@ HAS_NUMBA = importlib.util.find_spec("numba") is not None
 HAS_TRITON = _has_triton()
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 TRITON_TOKENS = 16
-NO_CODES = "S is stored as codes of a grid, for which there is no kernel; use dense or unpacked"
-NO_GRADIENTS = "it has no gradients; use dense, or torch.no_grad()"
+NO_CODES = "S is stored as quantised codes, for which there is no kernel; use dense or unpacked"
+NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a product is asked of.
+    """The properties of a product by which its backend is chosen.
 
     Args:
-        device: "cpu" or "cuda". tokens: the rows of x. grad: whether a gradient to x or to the values is wanted.
-        quantised: whether S is stored as codes of a grid.
+        device: "cpu" or "cuda". tokens: the rows of x. grad: whether a gradient of x or of the values is needed.
+        quantised: whether S is stored as quantised codes.
     """
 
     device: str
@@ -71,7 +71,7 @@ def choose(case: Case, backend: str | None = None) -> str:
     possible, and `unpacked` otherwise: S is never unpacked at every call. `semi-structured` must be requested.
 
     Raises:
-        UnknownNameError: no such backend. KernelError: the backend asked for is not possible, and why.
+        UnknownNameError: no such backend. KernelError: the requested backend is not possible, and why.
     """
     if backend is None:
         return _automatic(case)
@@ -114,7 +114,7 @@ def product(backend: str, x: Tensor, values: Tensor, index: Tensor, layout: Any)
 
 
 def _traced(x: Tensor) -> bool:
-    """Whether something traces the call: operators are for that. For a small layer one costs as much as its product."""
+    """Whether the call is traced, which needs operators: for a small layer, these cost as much as the product."""
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
@@ -180,7 +180,7 @@ def _numba(case: Case) -> str | None:
     if case.grad:
         return NO_GRADIENTS
     if isinstance(case.layout, Columns):
-        return "pattern structured keeps whole columns, and has no kernel; use dense"
+        return "there is no kernel for pattern structured, which keeps whole columns; use dense"
     if case.dtype not in (torch.float32, *HALF_DTYPES):
         return f"it takes float32, bfloat16 and float16, not {case.dtype}; use dense"
     return None

@@ -3,7 +3,7 @@
 Arrays in, arrays out. Values are float32, or the bits of bfloat16 as uint16; to unpack, the bits of any dtype. Sums are
 float32. A row of the result is computed by one thread in one order, so that the number of threads changes no bit of it.
 Rows run in parallel in Numba's threading layer; where that is `workqueue` (neither OpenMP nor TBB was found), two
-Python threads must not call at once. Caching works by file: everything jitted stands in this one.
+Python threads must not call at once. Caching works by file: everything jitted is in this one.
 
 Where the processor has AVX-512, the loops over whole registers do nearly all; a scalar loop does what they leave, and
 everything where `wide` is false. Other processors compile those loops too, and never enter them.
@@ -29,14 +29,14 @@ SUMS = {"reassoc", "contract"}
 WINDOW = 4
 # Numbers in a vector register of AVX-512, and inputs of 2:4 whose values fill one.
 LANES, SPAN = 16, 32
-# Bytes of values and of codes between what is multiplied and what is asked for; one row is too near.
+# Bytes of values and of codes by which prefetching is ahead of the products; one row would be too near.
 AHEAD, CODES_AHEAD = 8192, 1024
 # A table of 2:4: the tokens and the groups that it is for, whose values fill a cache line; its rows for a group, one
 # for each code from 4, which is (0, 1), to 14, which is (2, 3); and all its rows, with room for what is no code.
 TOKENS, GROUPS, CODES = 64, 16, 11
 TABLE_ROWS = GROUPS * CODES + 5
 PAIRS = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
-# Rows of S between those that are multiplied with a table and those that are asked for.
+# Rows of S by which prefetching is ahead of those that are multiplied with a table.
 ROWS_AHEAD = 32
 
 WIDE = {"+avx512f", "+avx512vbmi2", "+avx512bf16"} <= set(get_host_cpu_features().split(","))
@@ -423,7 +423,7 @@ def dot_groups(values, codes, x, first):
 
 @row_function
 def dot_one(values, codes, o, x, t, y, spans):
-    """One row and one token; the values are asked for before the processor would foresee them."""
+    """One row and one token; the values are prefetched earlier than the processor would."""
     sums, step = one_zeros(), u64(64 // values.itemsize)
     for span in range(spans):
         prefetch(values[o], step * span, AHEAD)
@@ -435,7 +435,7 @@ def dot_one(values, codes, o, x, t, y, spans):
 
 @row_function
 def dot_block(values, codes, o, x, t, y, spans):
-    """Four rows and four tokens, that share what they read; the four rows that follow are asked for."""
+    """Four rows and four tokens, which share their reads; the next four rows are prefetched."""
     step = u64(64 // values.itemsize)
     sums, ahead = block_zeros(), 4 * values.shape[1] * values.itemsize if t == 0 else 0
     for span in range(spans):
@@ -448,7 +448,7 @@ def dot_block(values, codes, o, x, t, y, spans):
 
 @row_function
 def rows_2_4(values, positions, x, sums, chunk, spans, span):
-    """sums[:, o : o + 4] = x Sᵀ for the four rows of a chunk, or for what is left of them."""
+    """sums[:, o : o + 4] = x Sᵀ for the four rows of a chunk, or fewer in the last chunk."""
     tokens, out = u64(x.shape[0]), u64(values.shape[0])
     o = u64(4) * u64(chunk)
     paired = tokens & ~u64(3) if o + u64(4) <= out else u64(0)

@@ -15,12 +15,12 @@ from hasslefree.errors import KernelError
 
 logger = logging.getLogger(__name__)
 
-# What both of torch's backends take: rows and columns are multiples of these.
+# Both of torch's backends need rows and columns that are multiples of these.
 LEAST = (32, 64)
 
 
 def obstacle() -> str | None:
-    """Why the current GPU, with this build of torch, has no 2:4 tensors; None where it has them.
+    """Why the current GPU and build of torch do not support 2:4 tensors; None where they do.
 
     torch multiplies them by cuSPARSELt, or by CUTLASS, whose kernels are for compute capability 8.x alone
     (github.com/pytorch/pytorch/issues/132009).
@@ -35,9 +35,9 @@ def obstacle() -> str | None:
 
 @cache
 def say_what_multiplies() -> None:
-    """A line in the log, once, where cuSPARSELt is missing."""
+    """Log once that cuSPARSELt is missing."""
     if not torch.backends.cusparselt.is_available():
-        logger.info("this build of torch lacks cuSPARSELt: CUTLASS multiplies its 2:4 tensors")
+        logger.info("this build of torch has no cuSPARSELt: 2:4 layers are multiplied by CUTLASS instead")
 
 
 def semi_structured(sparse: Tensor) -> Tensor:
@@ -47,12 +47,12 @@ def semi_structured(sparse: Tensor) -> Tensor:
         sparse: (out, in) with the pattern 2:4, bfloat16 or float16, on CUDA.
 
     Raises:
-        KernelError: a shape that the hardware does not take.
+        KernelError: a shape that the hardware does not support.
     """
     if sparse.shape[0] % LEAST[0] or sparse.shape[1] % LEAST[1]:
         raise KernelError(
-            f"semi-structured needs out divisible by {LEAST[0]} and in by {LEAST[1]}, got "
-            f"{tuple(sparse.shape)}; use triton or dense"
+            f"the backend semi-structured needs out_features divisible by {LEAST[0]} and in_features by {LEAST[1]}, "
+            f"got {tuple(sparse.shape)}; use the backend triton or dense"
         )
     say_what_multiplies()
     return torch.sparse.to_sparse_semi_structured(sparse.detach().contiguous())

@@ -1,4 +1,4 @@
-"""A layer whose arrays are kept ready for Numba: the product of a few tokens is short, and Python counts."""
+"""A layer with its arrays prepared for Numba: for few tokens the product is so short that Python's overhead counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hasslefree.packed.kernels.ops import FEW, numba_kernels, numbers_of
 class Prepared:
     """y = x (S + u v)ᵀ + b for a layer with the pattern 2:4 on a CPU, and at most `FEW` tokens.
 
-    The arrays share the memory of the tensors, so that what changes in place changes here.
+    The arrays share the memory of the tensors: changes in place take effect here.
 
     Args:
         values: (out, in/2) and positions: (out, ⌈in/8⌉), of S. factors: u: (out, r) and v: (r, in), or None.

@@ -1,8 +1,8 @@
 """y = x Sᵀ as torch operators, so that torch.compile sees one node and no graph break.
 
-On a CPU a few tokens are multiplied with the packed rows, and so are many in bfloat16 with 2:4, by tables of the
-inputs, but where the processor multiplies tiles. Otherwise rows of S are unpacked from `DIRECT` on, a tile at a time
-into a buffer, and torch multiplies them: S is read packed, and a large S never stands in memory as a whole.
+On a CPU, few tokens are multiplied with the packed rows directly; many tokens in bfloat16 with 2:4 use tables of the
+inputs, unless the processor multiplies tiles (AMX). Otherwise, from `DIRECT` tokens on, rows of S are unpacked into a
+buffer, a tile at a time, and torch multiplies them: a large S is never in memory as a whole.
 
 There is no gradient: a call that needs one raises torch's error that no autograd formula was registered. `choose`
 uses the dense backend for such calls.
@@ -23,7 +23,7 @@ from hasslefree.core.linalg import multiplies_tiles
 from hasslefree.errors import KernelError, PatternError, ShapeError
 from hasslefree.packed.layouts import PackedGroups
 
-# From how many tokens on unpacking a tile once is cheaper than running through packed rows for every token. With the
+# The number of tokens from which unpacking a tile once is cheaper than reading packed rows for every token. With the
 # vectors of `cpu.WIDE`, 2:4 halves the products as well, and float32 is never unpacked.
 DIRECT_2_4 = {torch.float32: math.inf, torch.bfloat16: 33}
 DIRECT_2_4_TILES = {torch.float32: math.inf, torch.bfloat16: 13}  # where dense products are of tiles, as on AMX
@@ -38,7 +38,7 @@ TILE_BYTES, LEAST_ROWS = 4 << 20, 256
 # The rows of a tile that runs through tables: its sums stay in the second level of the cache.
 MOST_ROWS = 1024
 _KEPT = threading.local()
-# The one that sets them: in its workers, vLLM puts a function that does nothing in the place of torch's.
+# Kept here because vLLM replaces torch's function, in its workers, by one that does nothing.
 set_torch_threads = torch.set_num_threads
 Unpack = Callable[[int, int, Any], None]
 
@@ -155,7 +155,7 @@ def decode_cuda(
     from hasslefree.packed.kernels import triton
 
     if position_bits(n, m) is None:
-        raise KernelError(f"the backend triton reads positions, and {n}:{m} is stored as masks; use dense")
+        raise KernelError(f"the backend triton does not support pattern {n}:{m}, which is stored as masks; use dense")
     if len(x) > triton.MOST_TOKENS:
         raise KernelError(f"the backend triton takes {triton.MOST_TOKENS} tokens at most, got {len(x)}; use dense")
     for each in zip(values, positions, us, vs, biases, strict=True):
@@ -291,7 +291,7 @@ def _bits(tensor: Tensor) -> Any:
 
 
 def numbers_of(tensor: Tensor) -> Any:
-    """The memory of a contiguous tensor as float32, or as the bits of bfloat16."""
+    """The memory of a contiguous tensor as a NumPy array: float32, or the bits of bfloat16."""
     return _bits(tensor) if tensor.dtype == torch.bfloat16 else tensor.detach().numpy()
 
 
@@ -302,7 +302,9 @@ def _starts(mask: Tensor, values: Tensor) -> Any:
     ends = counts.cumsum(0)
     marked = int(ends[-1]) if len(ends) else 0
     if marked != values.numel():
-        raise PatternError(f"a mask of {marked} entries does not go with {values.numel()} values; load the layer again")
+        raise PatternError(
+            f"the mask marks {marked} entries, but there are {values.numel()} values; load the model again"
+        )
     return (ends - counts).numpy()
 
 
@@ -312,30 +314,34 @@ def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) 
     _check_dtypes(x, values, positions)
     if width % m or values.shape != (out, width // m * n) or positions.shape != (out, math.ceil(width // m * code / 8)):
         raise ShapeError(
-            f"values {tuple(values.shape)} and positions {tuple(positions.shape)} are no {n}:{m} weight "
-            f"for inputs of width {width}"
+            f"values {tuple(values.shape)} and positions {tuple(positions.shape)} do not match inputs of width {width}"
+            f": pattern {n}:{m} needs a width divisible by {m}, values ({out}, {width // m * n}) and positions ({out}, "
+            f"{math.ceil(width // m * code / 8)})"
         )
 
 
 def _check_factors(x: Tensor, out: int, u: Tensor, v: Tensor, bias: Tensor | None) -> None:
     if u.dtype != x.dtype or v.dtype != x.dtype or u.shape != (out, len(v)) or v.shape != (len(v), x.shape[1]):
         raise ShapeError(
-            f"factors {tuple(u.shape)} of {u.dtype} and {tuple(v.shape)} of {v.dtype} do not go with inputs of "
-            f"width {x.shape[1]} and {x.dtype}, and {out} outputs"
+            f"the factors must have the shapes ({out}, r) and (r, {x.shape[1]}) and the dtype {x.dtype}, got "
+            f"{tuple(u.shape)} of {u.dtype} and {tuple(v.shape)} of {v.dtype}"
         )
     if bias is not None and bias.shape != (out,):
-        raise ShapeError(f"a bias {tuple(bias.shape)} does not go with {out} outputs")
+        raise ShapeError(f"the bias must have the shape ({out},), got {tuple(bias.shape)}")
 
 
 def _check_mask(x: Tensor, values: Tensor, mask: Tensor) -> None:
     _check_dtypes(x, values, mask)
     if mask.shape[1] != math.ceil(x.shape[1] / 8):
-        raise ShapeError(f"a mask of {mask.shape[1]} bytes a row does not go with inputs of width {x.shape[1]}")
+        raise ShapeError(
+            f"the mask must have {math.ceil(x.shape[1] / 8)} bytes per row for inputs of width {x.shape[1]}, got "
+            f"{mask.shape[1]}"
+        )
 
 
 def _check_dtypes(x: Tensor, values: Tensor, index: Tensor) -> None:
     if x.dtype != values.dtype or index.dtype != torch.uint8 or x.itemsize not in (2, 4):
         raise ShapeError(
-            f"inputs of {x.dtype}, values of {values.dtype} and indices of {index.dtype} do not go together: "
-            "one dtype of 16 or 32 bits for both, and uint8"
+            "inputs and values must have the same dtype, of 16 or 32 bits, and indices must be torch.uint8; got inputs "
+            f"of {x.dtype}, values of {values.dtype} and indices of {index.dtype}"
         )

@@ -1,4 +1,4 @@
-"""What a round of ADMM does entry by entry, in one pass over memory where a kernel is there for it.
+"""The entry-wise part of a round of ADMM, in one pass over memory where there is a kernel for it.
 
     X = S + P,   M = mask(X²),   S = X on M,   T = W + X − 2 S
 

@@ -36,7 +36,7 @@ class RandomizedSVD(SharingSolver):
     Args:
         oversampling: columns of Ω beyond the rank.
         iterations: p, the power iterations; each narrows the gap to the truncated SVD.
-        seed: of Ω, drawn anew for every fit.
+        seed: of Ω, which is drawn again for every fit.
     """
 
     oversampling: int = 10

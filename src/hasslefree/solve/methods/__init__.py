@@ -26,7 +26,7 @@ from hasslefree.solve.pruners.refit import Refit
 from hasslefree.solve.pruners.round_to_nearest import RoundToNearest
 from hasslefree.solve.pruners.wanda import Wanda
 
-# λ over the mean of diag H of a refit, in a method that has none of its own.
+# λ over the mean of diag H of a refit, in a method without damping.
 REFIT_DAMPING = 0.01
 
 # Magnitude, Wanda, DSNoT, OATS, rounding, LoftQ and LQ-LoRA are defined by the undamped H: nothing in them is inverted.
@@ -84,11 +84,11 @@ def build_method(
     """The method of this name, with parts of it replaced.
 
     Args:
-        pruner, low_rank: names from the tables, in the place of the method's own.
+        pruner, low_rank: names from the tables, which replace the method's own.
         rounds, damping: hyper-parameters of the method.
-        refit: let least squares on the support follow the pruner (`Refit`), by the method's damping, or where it has
-            none by 0.01.
-        bits, group_size, symmetric: of the grid of its pruner; see `Grid`. A group size of 0 stands for whole rows.
+        refit: after the pruner, fit the values on its support by least squares (`Refit`), with the method's damping, or
+            0.01 where it has none.
+        bits, group_size, symmetric: of the grid of its pruner; see `Grid`. A group size of 0 means one group per row.
 
     Raises:
         UnknownNameError: no such method, pruner or solver. BudgetError: the method has no such part.
@@ -101,8 +101,9 @@ def build_method(
     chosen = {part: value for part, value in parts.items() if value is not None}
     if missing := [part for part in chosen if part not in settings_of(method)]:
         having = [other for other, its in METHODS.items() if settings_of(its).issuperset(missing)]
-        remedy = f"; use method {' or '.join(having)}" if having else ""
-        raise BudgetError(f"method {name!r} has no {', '.join(missing)} to set{remedy}", ("method", *missing))
+        remedy = f", or use method {' or '.join(having)}" if having else ""
+        unused = " and ".join(missing)
+        raise BudgetError(f"method {name!r} does not use {unused}: leave out {unused}{remedy}", ("method", *missing))
     method = dataclasses.replace(method, **chosen)
     of_grid: dict[str, Any] = {"bits": bits, "group": group_size, "symmetric": symmetric}
     changes = {part: value for part, value in of_grid.items() if value is not None}
@@ -116,11 +117,11 @@ def refitted(name: str, method: Any) -> Method:
     """The method with least squares on the support after its pruner.
 
     Raises:
-        BudgetError: it has no pruner. GridError: its pruner rounds, and a refit would leave the grid.
+        BudgetError: it has no pruner. GridError: its pruner quantises, and a refit would change the quantised values.
     """
     if "pruner" not in settings_of(method):
         raise BudgetError(
-            f"method {name!r} has no pruner that a refit could follow: it fits S by itself; "
+            f"refit needs a method with a pruner, and method {name!r} fits S without one; "
             f"leave out refit ({option('refit', True)})",
             ("method", "refit"),
         )
@@ -134,9 +135,8 @@ def _with_grid(name: str, method: Any, changes: dict[str, Any]) -> Method:
     if grid is None:
         having = [other for other, its in METHODS.items() if its.grid]
         raise GridError(
-            f"method {name!r} has no grid: bits, group_size and symmetric are for method "
-            f"{', '.join(having)}, and "
-            f"for hassle-free with pruner gptq",
+            f"method {name!r} does not quantise S: leave out bits, group_size and symmetric, or use method "
+            f"{', '.join(having)}, or hassle-free with pruner gptq",
             ("method", "bits", "group_size", "symmetric"),
         )
     grid = dataclasses.replace(grid, **changes)

@@ -19,9 +19,7 @@ from hasslefree.errors import BudgetError, NonFiniteError, option, with_argument
 from hasslefree.solve.low_rank.adam import Adam
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
 
-REMEDY = (
-    f"raise the damping ({option('damping', 0.01)}) or take another low-rank solver ({option('low_rank', 'exact')})"
-)
+REMEDY = f"raise the damping ({option('damping', 0.01)}) or use another low-rank solver ({option('low_rank', 'exact')})"
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class AlternatingMinimization(SharingMethod):
         damping: λ over the mean of diag H. The paper prints λ = 0.01·Tr(H); SparseGPT's default, which it refers to,
             is the mean.
         low_rank_first: fit L to W before S is pruned for the first time, as OATS does.
-        keep_best: return the round with the least damped objective, or the pruner alone if no round is better; not the
-            last round.
+        keep_best: return the round with the least damped objective, or the pruner alone if no round is better; False
+            returns the last round.
         last_fit: fit L once more at the end, to W minus the S that was kept, where that lowers the objective. For
             alternations that end with S.
 
@@ -102,9 +100,10 @@ class AlternatingMinimization(SharingMethod):
             error = relative(gram.loss(low_rank.residual(weight, found.sparse), rows), norm)
             if not math.isfinite(error):
                 if math.isinf(least) or not self.keep_best:
-                    raise NonFiniteError(f"round {t + 1} came upon NaN or Inf; {REMEDY}")
+                    raise NonFiniteError(f"NaN or Inf appeared in round {t + 1}; {REMEDY}")
                 remarks.append(
-                    f"round {t + 1} came upon NaN or Inf: the best before it is kept; {with_arguments(REMEDY)}"
+                    f"NaN or Inf appeared in round {t + 1}, so the best earlier round is returned; "
+                    f"{with_arguments(REMEDY)}"
                 )
                 break
             history.append(error)
@@ -116,7 +115,7 @@ class AlternatingMinimization(SharingMethod):
             error = relative(gram.loss(last.residual(weight, found.sparse), rows), norm)
             low_rank, history = (last, [*history, error]) if error < least else (low_rank, history)
         if least and not low_rank.v.any():
-            remarks.append("no round was better than the pruner alone: L is nothing")
+            remarks.append("no round was better than the pruner alone: L is zero")
         return Solution(found.sparse, low_rank, tuple(history), tuple(remarks), found.scaling)
 
     def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:

@@ -34,15 +34,15 @@ KERNEL_BYTES = {"cpu": 1 << 27, "cuda": 1 << 31}
 RANK_RELIEF = 7.0
 # Steps of orthogonal iteration for L in the first round, which begins with noise; one is enough in the others.
 FIRST_STEPS = 8
-# So many times it is looked how much of the support still changes from one round to the next. More than this share
-# of the kept entries at first, falling linearly to none at this share of the rounds, and ρ grows.
+# LOOKS times per run we measure how much of the support changed in one round. ρ grows where that is more than planned;
+# the plan falls linearly from the share MOVING of the kept entries to none at the share SETTLED of the rounds.
 LOOKS, MOVING, SETTLED = 20, 0.3, 0.95
 # Steps of conjugate gradients on S in a sweep of the polish.
 CG_STEPS = 5
-# The rounds are so many parts, of five rounds at least; after each the objective is measured, on one in so many rows.
-# On all of them, each time would take as much as a round. An odd number does not keep to the same rows of every head.
+# The rounds are split into PARTS parts of at least five rounds; after each the objective is measured, on every ninth
+# row: on all rows, that would cost as much as a round. An odd step does not select the same rows of every head.
 PARTS, SAMPLED = 10, 9
-# Rows whose part of the objective is less than this, times their share of the rows, say nothing of the others.
+# Sampled rows whose share of the objective is below this times their share of all rows are not representative.
 LEAST_SHARE = 0.1
 
 # What the products of the rounds run in.
@@ -73,7 +73,7 @@ class ScaledProblem:
         return found if found is not None and found.dtype == dtype else None
 
     def computed(self, rho: float, dtype: torch.dtype) -> Tensor:
-        """The kernel of this ρ, computed anew."""
+        """The kernel of this ρ, computed without the cache."""
         shifted = self.gram.matrix.clone()
         shifted.diagonal().add_(rho)
         found = inverse_(shifted).mul_(-rho)
@@ -130,15 +130,15 @@ class Joint(SharingMethod):
     Args:
         rounds: time against quality; each costs one out × in × in product.
         damping: λ over the mean of diag H.
-        penalty: ρ at first is this times the odds that an entry of S is removed (at least one), times e^(−7s), s
+        penalty: the initial ρ is this times the odds that an entry of S is removed (at least one), times e^(−7s), s
             being the share of the parameters that L holds. The rounds begin at e^(−7s)·W.
-        growth: ρ is multiplied by this where more of the support changes than at that time of the run should: from 30 %
-            of the kept entries a round at first to none at the end.
+        growth: ρ is multiplied by this where more of the support changes in a round than planned; the plan falls from
+            30 % of the kept entries at the start to none at the end.
         sweeps: of the polish on the final support: five steps of conjugate gradients on S, and one step on L.
-            The history of a solution ends with the objective before the polish, with K gone, and after each sweep.
-            Before that it is an estimate after each tenth of the rounds but the last (each fifth round, where there
-            are fewer than 50), from every ninth row, times what all rows are over those at the end; none where these
-            rows are no sample of the others.
+            The history of a solution ends with the objective before the polish, without K, and after each sweep. Before
+            that it holds estimates after each tenth of the rounds but the last (each fifth round, where there are fewer
+            than 50): the objective of every ninth row, scaled by the ratio of all rows to these at the end. There are
+            none where these rows are not representative.
         precision: of the products of the rounds; sums are in float32. "auto" is TF32 on CUDA, bfloat16 on a processor
             with instructions for it, and the dtype of the solver elsewhere; so are then the products of the polish's
             steps. "tf32" is for CUDA.
@@ -159,10 +159,11 @@ class Joint(SharingMethod):
         for name, least in {"rounds": 1, "sweeps": 0}.items():
             if getattr(self, name) < least:
                 raise BudgetError(f"{name} must be at least {least}, got {getattr(self, name)}", (name,))
-        if self.penalty <= 0 or self.growth <= 1:
-            raise BudgetError(f"penalty must be above 0 and growth above 1, got {self.penalty} and {self.growth}")
+        for name, limit in {"penalty": 0, "growth": 1}.items():
+            if getattr(self, name) <= limit:
+                raise BudgetError(f"{name} must be above {limit}, got {getattr(self, name)}")
         if self.precision not in get_args(Precision):
-            raise BudgetError(f"precision is one of {', '.join(get_args(Precision))}, got {self.precision!r}")
+            raise BudgetError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}")
 
     def prepare(self, gram: Gram) -> ScaledProblem:
         damped = gram.damped(self.damping)
@@ -341,8 +342,8 @@ def sampled_loss(gram: Gram, weight: Tensor, sparse: Tensor, low_rank: LowRank, 
 def refit_scale(matrix: Tensor) -> Tensor:
     """D, (in,), with D² = 1/[H⁻¹]_jj, for a positive semi-definite H (in, in) with a positive diagonal.
 
-    D² is what is left of H_jj when all other inputs are refitted. Inputs that repeat others would get a scale of almost
-    nothing: a hundredth of H_jj is added before the inversion.
+    D² is the part of H_jj that the other inputs do not explain. Inputs that repeat others would get a scale near zero,
+    so a hundredth of H_jj is added before the inversion.
     """
     diagonal = unit_diagonal_scale(matrix.diagonal())
     unit = torch.outer(diagonal, diagonal)
@@ -351,5 +352,5 @@ def refit_scale(matrix: Tensor) -> Tensor:
     return diagonal * inverse_(unit).diagonal().rsqrt()
 
 
-# A first look at what a pattern, or a pattern and a rank, costs a layer: few rounds.
+# A quick estimate of what a pattern, or a pattern and a rank, costs a layer: few rounds.
 LOOK = Joint(rounds=10)

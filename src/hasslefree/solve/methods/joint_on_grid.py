@@ -32,7 +32,7 @@ class JointOnGrid(Method):
 
         tr((T − S') H (T − S')ᵀ) = tr((T − S) H (T − S)ᵀ) + tr((S − S') H (S − S')ᵀ),    T = W − L
 
-    and what is left is to put S on the grid in the norm of H: GPTQ's sweep, with the support known. L is the exact fit
+    and it remains to put S on the grid in the norm of H: GPTQ's sweep, with the support known. L is the exact fit
     to W − S'. Where the pattern keeps everything, the turns begin with the exact fit to W. The best turn is kept.
 
     Args:

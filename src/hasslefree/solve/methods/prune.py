@@ -35,8 +35,8 @@ class Prune(SharingMethod):
     def check(self, rank: int) -> None:
         if rank:
             raise BudgetError(
-                f"{type(self.pruner).__name__} alone has no low-rank part, got rank {rank}; "
-                f"use rank 0, or a method such as {'caldera' if self.grid else 'joint'}",
+                f"{type(self.pruner).__name__} only prunes and has no low-rank part, so rank must be 0, got {rank}; "
+                f"use rank 0, or a method with a low-rank part, such as {'caldera' if self.grid else 'joint'}",
                 ("rank", "method"),
             )
 

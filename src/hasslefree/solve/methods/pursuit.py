@@ -1,12 +1,12 @@
 """Robust PCA: principal component pursuit by the inexact augmented Lagrangian (Candès et al. 2011, arXiv 0912.3599).
 
-The convex relaxation of sparse plus low-rank, which knows of no budget and of no inputs:
+The convex relaxation of sparse plus low-rank, without a budget and without the inputs:
 
     minimise   ‖L‖_* + λ‖S‖₁   subject to S + L = W
 
-It finds rank and support by itself, and λ is what weighs one against the other; λ = 1/√max(out, in) recovers what is
-sparse plus low-rank indeed (theorem 1.1 there). A layer is not, and its budget is given: λ is halved in until L has
-the rank that is granted, and what is then over is cut.
+It determines rank and support itself, and λ weighs one against the other; λ = 1/√max(out, in) recovers a matrix that
+is exactly sparse plus low-rank (theorem 1.1 there). A layer is not, and its budget is given: λ is found by bisection so
+that L has the rank of the budget, and S is then cut to the pattern.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class PrincipalComponentPursuit(Method):
     """For every λ that is tried: S ← the largest of W − L in the pattern, L ← C_r(W − S). The closest pair is kept.
 
     The larger λ, the more L takes. λ·√max(out, in) is searched between 1/16 and 16, by halving on a logarithmic scale,
-    first at 1, for the largest one whose L has no more than the rank. S + L = W exactly at every λ, with a support and
-    a rank of its own; the cut to the budget is a round of GoDec, which also undoes that ‖·‖_* shrinks what it keeps.
+    first at 1, for the largest one whose L has no more than the rank. At every λ, S + L = W exactly, with some support
+    and rank; the cut to the budget is a round of GoDec, which also undoes the shrinkage by ‖·‖_*.
     The history is ‖W − S − L‖² / ‖W‖² after the cut, for every λ.
 
     Args:
-        searches: values of λ. rounds: of the augmented Lagrangian at most; it rests where ‖W − S − L‖ is below
+        searches: values of λ. rounds: of the augmented Lagrangian at most; it stops when ‖W − S − L‖ is below
             `tolerance` of ‖W‖. growth: its penalty is multiplied by this in every round; 1.5 is the authors'
             (Lin et al., arXiv 1009.5055, algorithm 5).
     """
@@ -45,12 +45,11 @@ class PrincipalComponentPursuit(Method):
     tolerance: float = 1e-6
 
     def __post_init__(self) -> None:
-        if self.searches < 1 or self.rounds < 1 or self.growth <= 1:
-            raise BudgetError(
-                f"searches and rounds must be at least 1 and growth above 1, got {self.searches}, {self.rounds} and "
-                f"{self.growth}",
-                ("rounds",),
-            )
+        for name in ("searches", "rounds"):
+            if getattr(self, name) < 1:
+                raise BudgetError(f"{name} must be at least 1, got {getattr(self, name)}", (name,))
+        if self.growth <= 1:
+            raise BudgetError(f"growth must be above 1, got {self.growth}", ("growth",))
 
     def prepare(self, gram: Gram) -> None:
         return None

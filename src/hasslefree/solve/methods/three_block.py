@@ -20,14 +20,14 @@ from hasslefree.solve.low_rank.svd import RandomizedSVD
 
 @dataclass(frozen=True)
 class ThreeBlock(SharingMethod):
-    """One round minimises over Z, then S, moves the dual, and fits L to W − Z; the figures are the authors'.
+    """One round minimises over Z, then S, updates the dual, and fits L to W − Z; the hyper-parameters are the authors'.
 
     L minimises tr((W−Z−L) H (W−Z−L)ᵀ) by a randomised SVD of (W − Z) C with H = C Cᵀ. The authors whiten with an
     eigendecomposition in the place of the Cholesky factor: the same L.
 
     Args:
         penalty: how ρ grows, and when to stop. damping: λ over the mean of diag H.
-        svd: of what is left, in whitened space.
+        svd: of W − Z in whitened space.
 
     With rank 0 it is ALPS without the refit.
     """

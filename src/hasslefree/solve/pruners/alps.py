@@ -17,7 +17,7 @@ from hasslefree.solve.admm import ScaledSpectrum, SupportPenalty
 
 @dataclass(frozen=True)
 class ALPS(Pruner):
-    """S by ADMM with a penalty that grows as the support moves (algorithm 1); the figures are the authors'.
+    """S by ADMM with a penalty that grows as the support moves (algorithm 1); the hyper-parameters are the authors'.
 
     Args:
         penalty: how ρ grows, and when to stop. cg_steps: of the refit on the support that was found.

@@ -1,4 +1,4 @@
-"""DSNoT: entries are swapped in and out until the expected error rests (Zhang et al., arXiv 2310.08915)."""
+"""DSNoT: entries are swapped in and out until the expected error stops falling (Zhang et al., arXiv 2310.08915)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hasslefree.solve.pruners.wanda import Wanda
 
 @dataclass(frozen=True)
 class Moments:
-    """What DSNoT needs of the inputs. mean, variance: (in,). start: what the first pruner prepared."""
+    """The moments of the inputs. mean, variance: (in,). start: the result of the first pruner's `prepare`."""
 
     mean: Tensor
     variance: Tensor

@@ -14,22 +14,23 @@ from hasslefree.core.patterns import Pattern, Structured
 from hasslefree.core.protocols import Pruned, Pruner
 from hasslefree.errors import BudgetError
 
-# A swap must win this share of what the layer puts out, or rounding would swap for ever.
+# A swap must lower the loss by this share of the layer's output, or rounding error would swap for ever.
 LEAST_GAIN = 1e-10
 
 
 @dataclass(frozen=True)
 class OSSCAR(Pruner):
-    """S keeps the channels without which least squares on the rest loses most, and has the values of that fit.
+    """S keeps the channels whose removal would raise the least-squares loss most, with the values of that fit.
 
     With A = H⁻¹, removing the channels R and refitting the rest to K leaves tr(T_R (A_RR)⁻¹ T_Rᵀ) and makes
     T_K − T_R (A_RR)⁻¹ A_RK of T_K: the sweep operator, of which each removal is a step and which can be taken back.
-    Channels go by least loss; then one that is gone is exchanged for one that is there as long as that wins.
+    Channels are removed in order of least loss; then a removed one is exchanged for a kept one while that lowers the
+    loss.
 
     Args:
-        steps: removals at most; where more channels must go, several do in one step.
-        swaps: exchanges at most. candidates: of the channels that are gone, so many, by what their return alone would
-            win, are tried against all that are there.
+        steps: the maximum of removal steps; with more channels to remove, a step removes several.
+        swaps: the maximum of exchanges. candidates: the number of removed channels that are tried against all kept
+            ones: those whose return alone would lower the loss most.
     """
 
     steps: int = 256
@@ -37,11 +38,9 @@ class OSSCAR(Pruner):
     candidates: int = 16
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.swaps < 0 or self.candidates < 1:
-            raise BudgetError(
-                f"steps and candidates must be at least 1 and swaps not negative, got {self.steps}, {self.candidates} "
-                f"and {self.swaps}"
-            )
+        for name, least in {"steps": 1, "swaps": 0, "candidates": 1}.items():
+            if getattr(self, name) < least:
+                raise BudgetError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
     @property
     def whole_channels(self) -> bool:
@@ -76,7 +75,7 @@ class OSSCAR(Pruner):
         return Cost(2 * (out + width) * width**2 + tried, width**3, need)
 
     def _exchanges(self, state: Swept) -> list[tuple[float, int, int]]:
-        """What an exchange wins, the unit that returns, and the best one to go for it."""
+        """The gain of each exchange, the unit that returns, and the best unit to remove for it."""
         gains = state.gains()
         found = []
         for back in gains.topk(min(self.candidates, int(state.gone.sum()))).indices.tolist():
@@ -86,9 +85,9 @@ class OSSCAR(Pruner):
 
 
 class Swept:
-    """T and A = H⁻¹, swept on the channels that are gone, in units of so many consecutive channels.
+    """T and A = H⁻¹, swept on the removed channels, in units of `unit` consecutive channels.
 
-    target: (out, in): the refitted weight in the channels that are there. gone: (units,).
+    target: (out, in): the refitted weight in the kept channels. gone: the removed units, bool (units,).
     """
 
     def __init__(self, inverse: Tensor, target: Tensor, unit: int):
@@ -97,15 +96,15 @@ class Swept:
         self.total = self._forms(self.target, self._blocks()).sum().item()
 
     def losses(self) -> Tensor:
-        """(units,): what the loss rises by without each unit; infinite for those that are gone."""
+        """(units,): the rise of the loss without each unit; infinite for removed units."""
         return self._forms(self.target, self._blocks()).masked_fill_(self.gone, torch.inf)
 
     def gains(self) -> Tensor:
-        """(units,): what the loss falls by when each unit returns; minus infinity for those that are there."""
+        """(units,): the fall of the loss when each unit returns; minus infinity for kept units."""
         return self._forms(self.target, self._blocks()).neg_().masked_fill_(~self.gone, -torch.inf)
 
     def losses_with(self, back: int) -> Tensor:
-        """`losses` if a unit that is gone returned; infinite for that one too."""
+        """`losses` if a removed unit returned; infinite for that unit too."""
         place = slice(back * self.unit, (back + 1) * self.unit)
         rows = self.inverse[place]
         step = torch.linalg.solve(self.inverse[place, place], rows)
@@ -116,7 +115,7 @@ class Swept:
         return self._forms(target, blocks).masked_fill_(self.gone, torch.inf)
 
     def exchange(self, units: Tensor) -> None:
-        """Remove units that are there, or return units that are gone: all of one kind."""
+        """Remove kept units, or return removed ones: all units must be of one kind."""
         sign = -1.0 if self.gone[units[0]] else 1.0
         places = (units.unsqueeze(1) * self.unit + torch.arange(self.unit, device=units.device)).flatten()
         rows = self.inverse[places]

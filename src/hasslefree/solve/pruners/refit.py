@@ -20,18 +20,18 @@ from hasslefree.errors import GridError, option
 class Refit(Pruner):
     """S minimises tr((T − S) H (T − S)ᵀ) over the support of another pruner's S: least squares for every row.
 
-    By conjugate gradients on all rows at once, until they are there but for rounding: a system for each row would take
-    a factorisation each, for every row has a support of its own.
+    By conjugate gradients on all rows at once, down to rounding error: a direct solver would need a factorisation for
+    each row, because every row has its own support.
 
     Args:
         pruner: chooses the support, and the values to start from.
         damping: λ over the mean of diag H, for the refit alone, where the Gram comes undamped: with fewer tokens than
-            kept entries of a row, H alone does not say what is best.
-        steps: of conjugate gradients at most. tolerance: a row rests where its gradient, in units of what the row
-            puts out, is below.
+            kept entries of a row, H alone does not determine the values.
+        steps: of conjugate gradients at most. tolerance: they stop when the gradient of every row, relative to the
+            output of the row, is below this.
 
     Raises:
-        GridError: the pruner rounds.
+        GridError: the pruner quantises.
 
     Example:
         >>> hasslefree.decompose(weight, gram, pattern="2:4", method=Prune(Refit(Wanda(), damping=0.01), damping=0.0))
@@ -45,7 +45,8 @@ class Refit(Pruner):
     def __post_init__(self) -> None:
         if self.pruner.grid:
             raise GridError(
-                f"a refit would take S off the grid of its pruner; leave out refit ({option('refit', True)})",
+                f"refit would change the values of S, which this pruner quantises; "
+                f"leave out refit ({option('refit', True)})",
                 ("refit", "method"),
             )
 

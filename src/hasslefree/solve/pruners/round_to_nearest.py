@@ -1,4 +1,4 @@
-"""Rounding to the nearest value of a grid: optimal for H = I once the grid lies, and for a diagonal H too."""
+"""Rounding to the nearest value of a grid: for a fixed grid optimal for H = I, and for a diagonal H too."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from hasslefree.core.protocols import Pruned, Pruner
 
 @dataclass(frozen=True)
 class SparseGPT(Pruner):
-    """Columns are decided from left to right, and what each decision changes is made good by the columns to come.
+    """Columns are decided from left to right, and later columns compensate the error of each decision.
 
     With H⁻¹ = UᵀU, U upper triangular, the loss of changing entry j of a row by e, given the columns before it, is
     (e / U_jj)², and the update of the later columns is −(e / U_jj)·U_j: (arXiv 2301.00774, section 3.3). A pruned entry
-    changes by all it is, a rounded one by what rounding takes (GPTQ, arXiv 2210.17323), and with both a kept entry is
-    rounded in the same step (SparseGPT, section 3.5).
+    changes by its whole value, a rounded one by its rounding error (GPTQ, arXiv 2210.17323), and with both a kept entry
+    is rounded in the same step (SparseGPT, section 3.5).
     An N:M group is chosen at its first column, after the updates; other patterns at the first column of a block.
 
     Args:
@@ -39,7 +39,7 @@ class SparseGPT(Pruner):
         return inverse_factor(gram.matrix)
 
     def shares_rows(self, pattern: Pattern) -> bool:
-        """Not where a grid is fitted to what is left of rows that a count over the whole matrix prunes."""
+        """Not where a grid is fitted to rows after a pattern that counts over the whole matrix has pruned them."""
         return self.grid is None or not isinstance(pattern, Unstructured)
 
     def prune(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Pruned:

@@ -1,0 +1,157 @@
+"""What a listener hears of a compression, what the log has of it, and what was estimated before."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.phases import (
+    ALLOCATION,
+    BLOCK_ROTATION,
+    GRAMS,
+    IMPORTANCE,
+    LOADING,
+    LOOK,
+    MATCHING,
+    PREDICTIONS,
+    PROBES,
+    READ_BACK,
+    REFERENCE,
+    RESUMED,
+    SOLVING,
+    STREAM_ROTATION,
+    WRITING,
+)
+from hasslefree.run.estimate import estimate_model
+from tests.tiny_models import NO_TOKENIZER, build, segments
+
+RATE = 1e9
+RECIPE = Recipe(
+    rank=2, rounds=2, rotate=True, allocate="error", dense_target=0.5, match_blocks=True, match_predictions=64
+)
+BLOCKS, LAYERS = 2, 14
+
+
+class Heard:
+    """A compression of a tiny model by its name, its steps and its seconds, by a clock outside of it."""
+
+    def __init__(self, folder, recipe=RECIPE, **options):
+        self.steps = []
+        start = time.perf_counter()
+        self.report = hasslefree.compress(
+            folder / "dense",
+            folder / "out",
+            recipe,
+            tokenizer=NO_TOKENIZER,
+            segments=segments(16),
+            progress=self.steps.append,
+            **options,
+        )
+        self.seconds = time.perf_counter() - start
+
+    def counts(self, name):
+        return [step.done for step in self.steps if step.phase == name]
+
+    def last(self, name):
+        return next(step for step in reversed(self.steps) if step.phase == name)
+
+
+@pytest.fixture(scope="module")
+def heard(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("heard")
+    build("llama").save_pretrained(folder / "dense")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hasslefree.run.compress.product_rate", lambda device: RATE)
+        found = Heard(folder)
+    found.folder = folder
+    return found
+
+
+def planned(folder, recipe):
+    """The plan of a compression as `Heard` runs it."""
+    recipe = dataclasses.replace(recipe, samples=16, seqlen=segments(16).shape[1])
+    return estimate_model(str(folder), recipe, torch.device("cpu"), "device")
+
+
+def test_every_phase_counts_up_to_its_end(heard):
+    """Oracle: the blocks and layers of the model, and the files of the folder."""
+    files = len(list((heard.folder / "out").glob("*.safetensors")))
+    totals = {
+        LOADING: 1, LOOK: 2 * BLOCKS, BLOCK_ROTATION: BLOCKS, STREAM_ROTATION: 151, REFERENCE: BLOCKS, PROBES: BLOCKS,
+        ALLOCATION: BLOCKS, GRAMS: LAYERS, SOLVING: LAYERS, MATCHING: BLOCKS * 4 * 4, READ_BACK: BLOCKS,
+        PREDICTIONS: 1, WRITING: files + BLOCKS + 1,
+    }  # fmt: skip
+    assert {step.phase: step.total for step in heard.steps} == totals
+    for name, total in totals.items():
+        counts, ends = heard.counts(name), [step.ended for step in heard.steps if step.phase == name]
+        assert counts == sorted(counts), name
+        assert (counts[0], counts[-1]) == (0, total), name
+        assert ends == [False] * (len(ends) - 1) + [True], name
+    assert {*heard.counts(SOLVING)} == {*range(LAYERS + 1)}
+    assert {*heard.counts(GRAMS)} == {
+        0,
+        3,
+        4,
+        6,
+        7,
+        10,
+        11,
+        13,
+        14,
+    }  # by groups with one input: q, k, v; o; gate, up; down
+    assert {*range(2 * BLOCKS + 1)} == {*heard.counts(LOOK)}
+    layers = [step.layer for step in heard.steps if step.layer is not None]
+    assert [layer.name for layer in layers] == [layer.name for layer in heard.report.layers]
+
+
+def test_the_seconds_of_all_phases_are_those_of_the_run(heard):
+    """Oracle: a clock outside of it. What is in no phase takes less than half of a short run."""
+    total = sum(each.seconds for each in heard.report.phases)
+    assert 0.5 * heard.report.seconds < total <= heard.report.seconds <= heard.seconds
+    assert [each.name for each in heard.report.phases][-1] == WRITING
+    for each in heard.report.phases:
+        assert heard.last(each.name).seconds == pytest.approx(each.seconds)
+
+
+def test_the_estimates_of_the_phases_are_the_plan(heard):
+    """Oracle: the plan of the same model, by its name."""
+    plan = planned(heard.folder / "dense", RECIPE)
+    estimated = {each.name: each.estimated for each in heard.report.phases if each.estimated is not None}
+    assert estimated == pytest.approx(plan.seconds(RATE))
+    assert sum(estimated.values()) == pytest.approx(plan.flops / RATE)
+    unknown = {each.name for each in heard.report.phases} - {*estimated}
+    assert unknown == {LOADING, BLOCK_ROTATION, READ_BACK, WRITING}
+
+
+def test_importance_is_a_phase_where_nothing_is_allocated(tmp_path):
+    recipe = Recipe(rank=2, rounds=1, allocate="uniform", match_blocks=True, match_epochs=1, match_predictions=0)
+    build("llama").save_pretrained(tmp_path / "dense")
+    found = Heard(tmp_path, recipe)
+    assert {*found.counts(IMPORTANCE)} == {*found.counts(PROBES)} == {0, 1, 2}
+    assert found.last(IMPORTANCE).ended
+
+
+def test_a_resumed_run_says_what_it_skips(tmp_path, caplog):
+    """Oracle: the layers of the block that was finished."""
+    build("llama").save_pretrained(tmp_path / "dense")
+    recipe = Recipe(rank=2, effort="fast", rounds=1)
+
+    def stop(step):
+        if step.layer is not None and step.done == 8:  # the first layer of the second block
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hasslefree.compress(tmp_path / "dense", tmp_path / "out", recipe, tokenizer=NO_TOKENIZER, segments=segments(16),
+                            progress=stop)  # fmt: skip
+    with caplog.at_level("INFO", "hasslefree"):
+        found = Heard(tmp_path, recipe, resume=True)
+    assert "1 of 2 blocks were finished before: they are put back, and not compressed again" in caplog.messages
+    assert {*found.counts(RESUMED)} == {0, 1}
+    assert "solving: finished, 14 layers in 0 s" in caplog.messages
+    assert found.counts(WRITING)[1] == 2
+    full = planned(tmp_path / "dense", recipe).phases
+    estimated = {each.name: each.estimated for each in found.report.phases}
+    assert estimated[SOLVING] / estimated[LOOK] == pytest.approx(full[SOLVING] / full[LOOK] / 2)

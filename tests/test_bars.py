@@ -1,0 +1,69 @@
+"""What a terminal shows of the phases of a run, and what a pipe gets."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from hasslefree.cli import bars
+from hasslefree.phases import heard
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """Makes the console write to a file: as a terminal, or as a pipe."""
+
+    def made(terminal):
+        file = io.StringIO()
+        monkeypatch.setattr(bars, "console", Console(file=file, width=120, force_terminal=terminal))
+        monkeypatch.setattr(bars, "say", lambda line: file.write(f"{line}\n"))
+        return file
+
+    return made
+
+
+def run(listener, look=lambda: None):
+    layer = SimpleNamespace(name="model.layers.0.mlp.up_proj", relative_error=0.0123456)
+    with heard(listener) as phases:
+        with phases.phase("loading the model"):
+            pass
+        with (
+            phases.phase("Grams", 4, "layers") as grams,
+            phases.phase("solving", 4, "layers", running=False) as solving,
+        ):
+            grams.advance(2)
+            with solving.running():
+                solving.advance(1, layer)
+            look()
+
+
+def test_a_terminal_has_a_bar_for_each_phase(screen):
+    """Oracle: the counts, by hand."""
+    file = screen(terminal=True)
+    with bars.phase_bars() as listener:
+        run(listener, listener.progress.refresh)
+        shown = {task.description: task for task in listener.progress.tasks}
+        assert [*shown] == ["loading the model", "Grams", "solving"]
+        assert all(task.finished for task in shown.values())
+        run(listener)  # a second run in the place of the first one
+        assert len(listener.progress.tasks) == 3
+    text = file.getvalue()
+    assert "2/4 layers" in text
+    assert "1/4 layers" in text
+    assert "model.layers.0.mlp.up_proj error 0.01235" in text
+    assert "started" not in text
+
+
+def test_a_pipe_has_lines(screen):
+    file = screen(terminal=False)
+    with bars.phase_bars() as listener:
+        run(listener)
+    assert [line.partition(" ")[2] for line in file.getvalue().splitlines()] == [
+        "loading the model: started",
+        "loading the model: finished in 0 s",
+        "Grams: started, 4 layers",
+        "solving: started, 4 layers",
+        "solving: finished, 4 layers in 0 s",
+        "Grams: finished, 4 layers in 0 s",
+    ]
