@@ -30,7 +30,9 @@ def commands() -> str:
     made = html.unescape(subprocess.run(TYPER, check=True, capture_output=True, text=True).stdout)
     body = made.partition("\n**Usage**")[2].partition("\n## ")
     sections = re.sub(r"^\* `--help`: .*\n", "", f"## {body[2]}", flags=re.MULTILINE)
-    return re.sub(r"\{(\w+)\}", r"\1", sections)  # arguments as messages and pages write them: MODEL, not {MODEL}
+    named = re.sub(r"\{(\w+)\}", r"\1", sections)  # arguments as messages and pages write them: MODEL, not {MODEL}
+    # A star in the help of an option, as in '*.0.*', is no emphasis.
+    return re.sub(r"(?<=^\* `).*", lambda line: line[0].replace("*", r"\*"), named, flags=re.MULTILINE)
 
 
 def recipe() -> str:
@@ -49,9 +51,11 @@ def recipe() -> str:
 MADE: dict[str, Callable[[], str]] = {"commands": commands, "recipe": recipe}
 
 
-def fill(_app: Sphinx, _page: str, source: list[str]) -> None:
+def fill(app: Sphinx, _page: str, source: list[str]) -> None:
     """Put what the code says in the place of the marks of a page."""
-    source[0] = MARK.sub(lambda mark: MADE[mark[1]](), source[0])
+    if MARK.search(source[0]):
+        source[0] = MARK.sub(lambda mark: MADE[mark[1]](), source[0])
+        app.env.note_reread()  # the code may change where the page does not
 
 
 def split_arguments(_app: Sphinx, _what: str, _name: str, found: Any, _options: Any, lines: list[str]) -> None:
