@@ -178,7 +178,7 @@ def test_other_mistakes(monkeypatch, capsys, tmp_path):
     for arguments, message in [
         (["compress", MODEL, folder, "--rank", "4", *QUICK], "use --overwrite"),
         (["compress", tmp_path / "a/b/none", tmp_path / "out", "--rank", "4", *QUICK], "none does not exist"),
-        (["compress", folder, tmp_path / "out", "--rank", "4", *QUICK], "cannot load the configuration of"),
+        (["compress", folder, tmp_path / "out", "--rank", "4", *QUICK], "give a folder with config.json"),
         (["compress", MODEL, tmp_path / "out", "--recipe", "none.yaml"], "cannot be read"),
         (["compress", MODEL, tmp_path / "out", "--rank", "four"], "valid integer"),
         (["inspect", MODEL], "is not a compressed model"),

@@ -22,6 +22,8 @@ def run(script):
     "from hasslefree import Recipe; Recipe(rank=4)",
     "from typer.testing import CliRunner; from hasslefree.cli import app; "
     "print(CliRunner().invoke(app, ['compress', '--help'], prog_name='hasslefree').exit_code)",
+    "from typer.testing import CliRunner; from hasslefree.cli import app; "
+    "assert 'transformers' in CliRunner().invoke(app, ['--version'], prog_name='hasslefree').output",
 ])  # fmt: skip
 def test_what_needs_no_tensor_loads_nothing_heavy(script):
     # The help of typer draws tables of rich.

@@ -68,6 +68,14 @@ def test_a_listener_hears_the_count_and_the_time_left():
     ]
 
 
+def test_no_time_is_told_for_files_that_wait_for_the_work():
+    clock, steps = Clock(), []
+    with Phases(steps.append, clock=clock).phase("writing", 2, "files") as phase:
+        clock.passes(1)
+        phase.advance()
+    assert [step.left for step in steps] == [None, None, 0.0]
+
+
 def test_an_error_ends_no_phase():
     clock, steps = Clock(), []
     phases = Phases(steps.append, clock=clock)

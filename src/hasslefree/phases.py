@@ -171,6 +171,8 @@ class Phases:
 
     def left(self, phase: Phase) -> float | None:
         """Seconds until a phase ends at the rate so far; before its first count, what is left of the estimate."""
+        if phase.name == WRITING and phase.done < phase.total:
+            return None  # files are written beside the work, and wait for it
         counted = phase.done - phase.skipped
         if counted:
             return phase.seconds / counted * (phase.total - phase.done)

@@ -148,7 +148,7 @@ def test_a_resumed_run_says_what_it_skips(tmp_path, caplog):
                             progress=stop)  # fmt: skip
     with caplog.at_level("INFO", "hasslefree"):
         found = Heard(tmp_path, recipe, resume=True)
-    assert "1 of 2 blocks were finished before: they are put back, and not compressed again" in caplog.messages
+    assert "1 of 2 blocks were finished in an earlier run: they are loaded, not compressed again" in caplog.messages
     assert {*found.counts(RESUMED)} == {0, 1}
     assert "solving: finished, 14 layers in 0 s" in caplog.messages
     assert found.counts(WRITING)[1] == 2

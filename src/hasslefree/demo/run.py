@@ -67,7 +67,7 @@ def run_demo(out: Path | None, rounds: int, progress: Listener | None = None) ->
         rounds: of hassle-free; the paper takes 80. progress: as for `hasslefree.compress`.
     """
     dense = load_model(str(MODEL)).num_parameters()
-    rows = [DemoRow("dense", held_out_perplexity(MODEL), 0.0, dense, 0.0)]
+    rows = [DemoRow("dense", held_out_perplexity(MODEL, progress), 0.0, dense, 0.0)]
     compared = recipes(rounds)
     with tempfile.TemporaryDirectory() as temporary, heard(progress) as phases:
         models = phases.counted("comparison", compared.items(), len(compared), "models")
@@ -75,7 +75,7 @@ def run_demo(out: Path | None, rounds: int, progress: Listener | None = None) ->
             target = (out or Path(temporary)) / f"{number}-{recipe.method}"
             report = compress(str(MODEL), target, recipe, overwrite=True, progress=progress)
             stored = dense - report.dense_parameters + report.kept_parameters
-            found = held_out_perplexity(target)
+            found = held_out_perplexity(target, progress)
             rows.append(DemoRow(name, found, report.mean_relative_error, stored, report.seconds))
         return Demo(rows, {"dense": continued(MODEL), name: continued(target)})
 
@@ -109,8 +109,8 @@ def sample_table(samples: dict[str, str]) -> Table:
     return made
 
 
-def held_out_perplexity(model: Path) -> float:
+def held_out_perplexity(model: Path, progress: Listener | None = None) -> float:
     """Perplexity a token of a model folder on the text that the demo model never saw."""
-    results = evaluate(str(model), [str(HELD_OUT)], seqlen=SEQLEN, batch=16, dtype="float32")
+    results = evaluate(str(model), [str(HELD_OUT)], seqlen=SEQLEN, batch=16, dtype="float32", progress=progress)
     value: float = results["perplexity"][str(HELD_OUT)]["perplexity"]
     return value

@@ -111,7 +111,7 @@ def check_causal(model: Any) -> None:
     before, after = (model(input_ids=each[None], use_cache=False).logits[0, :-1] for each in ids)
     if (before - after).abs().amax() > 4 * torch.finfo(before.dtype).eps * before.abs().amax():
         raise ModelError(
-            f"{type(model).__name__} is not a decoder: its output at a token changes with the tokens after it; "
+            f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens after it; "
             "perplexity and tasks are defined for causal language models"
         )
 

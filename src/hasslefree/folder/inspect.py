@@ -1,4 +1,4 @@
-"""What a compressed folder holds and its bytes, from config.json, compression.json and the headers of weight files."""
+"""The layers of a compressed folder and their sizes: from config.json, compression.json and the file headers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class LayerSize:
     """One compressed layer.
 
     Args:
-        dtype: of the values, or of the grid's scales. bytes: of all its tensors. dense_bytes: of the layer as it was,
-            in the same dtype. relative_error: as compression.json has it; None where the folder has no such file.
+        dtype: of the values, or of the grid's scales. bytes: of all its tensors. dense_bytes: of the dense layer in the
+            same dtype. relative_error: from compression.json; None where the folder has no such file.
     """
 
     name: str
@@ -80,7 +80,7 @@ def inspect_folder(folder: Path) -> FolderSize:
     """Read config.json and the headers, and check that they match; no weights are read.
 
     Raises:
-        CheckpointError: no local folder, a model that is not compressed, files that are not as config.json says, or a
+        CheckpointError: no local folder, a model that is not compressed, files that do not match config.json, or a
             damaged compression.json.
     """
     if not folder.is_dir():

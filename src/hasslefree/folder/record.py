@@ -85,13 +85,13 @@ class Record:
         recipe: its fields. method: with all its hyper-parameters. versions: of the libraries.
         seqlen: as resolved for the model. tokens: of the calibration text.
         matching: for each block that was matched, its name and error before and after.
-        predictions: what prediction matching did, as `PredictionRecord.to_dict` has it; None where it was not done.
+        predictions: the record of prediction matching, from `PredictionRecord.to_dict`; None where it was not done.
         sensitivities: by the name of each layer, the estimated divergence of the model's predictions, in nats per
             token, when that layer alone is pruned. None where the allocation did not measure it.
-        rotation: what was rotated, as `RotationRecord.to_dict` has it; None where nothing was.
-        dense: the full names of what stayed dense by itself, such as routers.
-        towers: the names of the modules of other inputs than text, which stayed as they were.
-        own_segments: the calibration tokens were given, and not drawn from the text that the recipe names.
+        rotation: the record of the rotation, from `RotationRecord.to_dict`; None where nothing was rotated.
+        dense: the full names of what stayed dense automatically, such as routers.
+        towers: the names of the modules for other inputs than text, which are unchanged.
+        own_segments: whether the calibration tokens were given, not drawn from the text that the recipe names.
         phases: how long each phase of the run took.
     """
 

@@ -260,8 +260,10 @@ def writing_files(phases: Phases, resolved: Resolved, work: Unfinished, blocks: 
     with phases.phase(WRITING, files, "files", running=False) as writing:
         if len(work.parts) > 1:
             finished = f"{len(work.parts) - 1} of {blocks} blocks"
-            matched = ", and their predictions are matched" if work.predictions else ""
-            logger.info("%s were finished before%s: they are put back, and not compressed again", finished, matched)
+            matched = ", prediction matching included" if work.predictions else ""
+            logger.info(
+                "%s were finished in an earlier run%s: they are loaded, not compressed again", finished, matched
+            )
             writing.skip(len(work.parts) + (blocks if work.predictions else 0))
         yield writing
 

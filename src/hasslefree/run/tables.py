@@ -17,7 +17,7 @@ from hasslefree.units import duration, size
 
 
 def estimate_table(found: Footprint, device: torch.device) -> Group:
-    """What will be done, and what it takes beside what is there."""
+    """The plan of each kind of layer, and the memory, disk and time that it takes."""
     title = f"{found.blocks} blocks, {sum(count for *_, count in found.layers)} layers"
     kinds = table(["kind", "pattern"], ["layers", "out×in", "rank", "kept"], title)
     for name, layer, count in found.layers:

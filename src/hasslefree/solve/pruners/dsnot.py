@@ -32,8 +32,8 @@ class DSNoT(Pruner):
     Take the inputs for independent, with means μ and variances σ². A row that loses the entries P has the expected
     squared error e² + Σ_P t²σ² with e = Σ_P t·μ. In every cycle a row takes back the entry of P that pulls e back the
     most per variance, t·μ/σ² in the direction of e (the paper's growing criterion), and gives up the one that makes
-    the sum smallest; it rests when no such swap lowers the sum. The paper gives up the entry of the least `|t|·‖x‖`,
-    and rests when e changes its sign: to judge the swap by its own sum does better (docs/explanation/maths.md).
+    the sum smallest; it stops when no such swap lowers the sum. The paper gives up the entry of the least `|t|·‖x‖`,
+    and stops when e changes its sign: to judge the swap by its own sum does better (docs/explanation/maths.md).
     Swaps stay within a group of an N:M pattern; for a structured one, whole channels are swapped, and e is a vector.
 
     Args:
