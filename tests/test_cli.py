@@ -338,8 +338,8 @@ def test_tasks_and_texts_of_one_model(monkeypatch, capsys, tmp_path):
     for arguments, message in [
         (["--tasks", "winograde"], "Did you mean 'winogrande'"),
         (["--tasks", "rte", "--task-data", tmp_path], "--task-data needs rte.jsonl"),
-        (["--tasks", "rte", "--batch-size", "many"], "--batch-size is auto or a number"),
-        (["--tasks", "rte", "--batch-size", "0"], "--batch-size is auto or a number"),
+        (["--tasks", "rte", "--batch-size", "many"], "--batch-size must be auto or a whole number"),
+        (["--tasks", "rte", "--batch-size", "0"], "--batch-size must be auto or a whole number"),
         (["--tasks", "rte", "--limit", "0"], "--limit"),
         (["--tasks", "rte", "--task-data", rows, "--cache", results], "give another with --cache"),
     ]:

@@ -283,7 +283,7 @@ def test_codes_that_no_pattern_has_are_found_though_their_crc_is_right(
     data[stop - 1] = byte
     file.write_bytes(data)
     change_config(folder, lambda c: c["modules"][NAME].update(crc32=f"{zlib.crc32(data[start:stop]):08x}"))
-    message = rf"{re.escape(str(file))}: {re.escape(NAME)}\.{leaf} is not valid, although its CRC-32 is right"
+    message = rf"{re.escape(str(file))}: {re.escape(NAME)}\.{leaf} was written wrongly: its CRC-32 is right"
     assert_refused(folder, message, no_weight_is_read, by_inspect=False)
 
 

@@ -34,5 +34,5 @@ def test_a_method_may_come_upon_nan_on_its_way():
     layer = LayerRecord("a.q", LayerSpec("2:4", (4, 8), 2, 16), 0.1, 0.09, 1.0, history=(0.5, float("nan"), 0.1))
     assert LayerRecord.from_dict(layer.to_dict()).history[2] == 0.1
     report = Record("m", {}, "Prune()", {}, "cpu", "float32", 8, 8, 3.0, (layer,))
-    with pytest.raises(CheckpointError, match=r"the error history of a\.q contains NaN or Inf"):
+    with pytest.raises(CheckpointError, match=r"the errors by round of a\.q contain NaN or Inf"):
         Record.from_json(report.to_json())

@@ -115,7 +115,7 @@ DAMAGE = {
     ),
     "infinite": (
         lambda f: edit(f, lambda c: c["layers"][0].update(history=[1, float("inf")])),
-        "the error history of .* contains NaN or Inf",
+        "the errors by round of .* contain NaN or Inf",
     ),
     "no rows": (lambda f: edit(f, lambda c: c["layers"][0].update(out=0)), "both numbers of shape must be at least 1"),
     "a shard": (lambda f: next(f.glob("*.safetensors")).unlink(), "is missing"),

@@ -144,7 +144,8 @@ def test_the_operator_is_sound():
 def test_a_split_that_cuts_a_group_is_refused():
     layer = layer_of("1:16", (8, WIDTH), 2)
     with pytest.raises(
-        ServeError, match=r"layer0 .* a multiple of 16 inputs per rank, .* split into 8 per rank.*tensor_parallel_size"
+        ServeError,
+        match=r"layer0 .* a multiple of 16 inputs per process, .* split into 8 per process.*tensor_parallel_size",
     ):
         by_inputs(layer, 0, 8)
 

@@ -103,7 +103,7 @@ def test_memory_that_runs_out_is_logged_and_remarked(tmp_path, monkeypatch, capl
     cut = {name for name, found in remarks.items() if any("chunks of rows" in remark for remark in found)}
     assert cut == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # of 32, 32, 48, 48 and 32 rows
     assert "not enough memory for all rows at once: solved in 4 chunks of rows" in remarks["gate_proj"]
-    assert "out of memory with a layer (48, 32) in 1 chunk(s) of rows: CUDA out of memory: 48 rows" in caplog.text
+    assert "not enough memory for a layer (48, 32) in 1 chunk(s) of rows: CUDA out of memory: 48 rows" in caplog.text
 
 
 def test_a_layer_that_fits_in_no_chunks_is_named(tmp_path, monkeypatch):
@@ -130,7 +130,7 @@ def test_preparing_is_tried_again_and_then_named(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("hasslefree.recipe.resolved.method_of", lambda recipe: method)
     with caplog.at_level(logging.WARNING):
         hasslefree.compress(build("llama"), tmp_path / "one", Recipe(rank=2), segments=segments())
-    assert "out of memory with the Gram matrix of 32 inputs: CUDA out of memory" in caplog.text
+    assert "not enough memory to factorise the Gram matrix of 32 inputs: CUDA out of memory" in caplog.text
     method.times[:] = [1, 1]
     with pytest.raises(MemoryShortError, match=r"factorise the Gram matrix .* 32 inputs(.|\n)*model\.layers\.0"):
         hasslefree.compress(build("llama"), tmp_path / "two", Recipe(rank=2), segments=segments())

@@ -32,4 +32,4 @@ def demo(
         found = run_demo(out, rounds, progress)
     console.print(demo_table(found.rows))
     console.print(sample_table(found.samples))
-    say(f"{time.perf_counter() - start:.0f} seconds.")
+    say(f"Finished in {time.perf_counter() - start:.0f} seconds.")

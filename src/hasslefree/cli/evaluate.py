@@ -123,7 +123,7 @@ def parse_batch_size(given: str) -> int | None:
     if given == "auto":
         return None
     if not given.isdecimal() or int(given) < 1:
-        raise RecipeError(f"--batch-size is auto or a number of at least 1, got {given!r}")
+        raise RecipeError(f"--batch-size must be auto or a whole number of at least 1, got {given!r}")
     return int(given)
 
 

@@ -65,7 +65,7 @@ def generate(
     A table compares the memory of their weights, and their speed.
     """
     if prompt is None and sys.stdin.isatty():
-        raise PromptError("there is no prompt; give it after OUT, or through a pipe")
+        raise PromptError("there is no prompt; give it after the model's folder, or through a pipe")
     from hasslefree.generation.sample import Sampling
     from hasslefree.generation.terminal import read_prompt, show_generation
 

@@ -166,7 +166,7 @@ class Structured:
         if self.unit < 1 or shape[1] % self.unit or self.count % self.unit:
             raise PatternError(
                 f"pattern {self} cannot keep {self.count} of {shape[1]} input channels: both numbers must be multiples "
-                f"of unit, which is {self.unit}; choose another count or unit"
+                f"of unit={self.unit}; choose another count or another unit"
             )
 
     def kept(self, shape: tuple[int, int]) -> int:
@@ -198,7 +198,7 @@ class KnownSupport:
     def check(self, shape: tuple[int, int]) -> None:
         if tuple(self.known.shape) != tuple(shape):
             raise PatternError(
-                f"the known support has shape {tuple(self.known.shape)}, but the weight has shape {tuple(shape)}"
+                f"the given support has shape {tuple(self.known.shape)}; it must have the weight's, {tuple(shape)}"
             )
 
     def kept(self, shape: tuple[int, int]) -> int:

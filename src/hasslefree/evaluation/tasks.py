@@ -108,7 +108,8 @@ def row_form(name: str, folder: Path) -> RowForm:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(
-            f"the data of task {name} cannot be read: {error}; {option('task_data')} needs {name}.jsonl"
+            f"the data of task {name} cannot be read: {error}; the folder of {option('task_data')} must contain "
+            f"{name}.jsonl"
         ) from None
     found: RowForm | None = None
     for number, line in enumerate(lines, 1):

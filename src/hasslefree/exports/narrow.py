@@ -39,9 +39,9 @@ def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_sha
     counts["self_attn.o_proj"] = accepted_count(config, len(heads[0]), counts["self_attn.o_proj"])
     if all(counts[reader] == len(found[0]) for reader, found in kept.items()):
         raise ModelError(
-            "no neuron and no attention head can be removed: all are in use, or transformers accepts no smaller number "
-            f"of heads for this model; compress with {option('method', 'osscar')} {option('pattern', 'structured')} at "
-            f"rank 0, or with another {option('sparsity')}"
+            "this model cannot be made narrower: the compressed layers use every neuron, and every attention head or "
+            f"as many as transformers accepts; compress with {option('method', 'osscar')} "
+            f"{option('pattern', 'structured')} {option('rank', 0)} and a higher {option('sparsity')}"
         )
     for index, block in enumerate(blocks.modules):
         for reader in MAKERS:
@@ -68,8 +68,8 @@ def units_kept(block: nn.Module, reader: str) -> Tensor:
     units = layer.in_features // unit
     if any(maker.out_features % units for maker in makers):
         raise ModelError(
-            f"the outputs of {', '.join(MAKERS[reader])} do not divide into the {units} heads or neurons that {reader} "
-            f"reads; use {option('to', 'dense')}"
+            f"the outputs of {', '.join(MAKERS[reader])} are not a multiple of the {units} heads or neurons that "
+            f"{reader} reads; use {option('to', 'dense')}"
         )
     used: Tensor = (layer.weight != 0).any(0).view(units, unit).any(1)
     return used

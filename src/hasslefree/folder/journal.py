@@ -263,9 +263,8 @@ def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], dict
             break
         if sha256(file) != part.sha256:
             raise CheckpointError(
-                f"{file} is damaged: its SHA-256 is not that of the bytes that were written. Delete it and use "
-                f"{option('resume', True)}: its block and all later ones are compressed again (after prediction "
-                "matching: all blocks)"
+                f"{file} is damaged (wrong SHA-256). Delete it and use {option('resume', True)}: its block and all "
+                "later blocks are compressed again; if prediction matching was finished, all blocks are"
             )
         parts.append(part)
     predictions = content.get("predictions")

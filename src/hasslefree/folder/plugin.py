@@ -74,8 +74,8 @@ class HasslefreeQuantizer(HfQuantizer):
         keep_unpacked(model)
         if kept := bytes_unpacked(model):
             logger.info(
-                "In addition to the packed weights, %s of GPU memory will hold unpacked copies of them, used in %s. To "
-                'save that memory, call hasslefree.use_backend(model, "dense"), which unpacks at every call (slow)',
+                "%s of GPU memory will hold unpacked copies of the packed weights, for %s. To save that memory, call "
+                'hasslefree.use_backend(model, "dense"): it keeps no copy and unpacks at every call, which is slow',
                 size(kept), "calls with more than 16 tokens" if HAS_TRITON else "all calls (Triton is not installed)",
             )  # fmt: skip
         if slow := layers_without_numba(model):

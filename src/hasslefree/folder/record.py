@@ -169,7 +169,7 @@ class Record:
             if found.rotation is not None:
                 validated(RotationRecord, found.rotation)
             if wrong := [layer.name for layer in layers if not all(map(math.isfinite, layer.history))]:
-                raise ValueError(f"the error history of {wrong[0]} contains NaN or Inf")
+                raise ValueError(f"the errors by round of {wrong[0]} contain NaN or Inf")
         except (ValueError, TypeError, KeyError) as error:
             cause = f"{error} is missing" if isinstance(error, KeyError) else error
             raise CheckpointError(f"compression.json is not valid for this version of hasslefree ({cause})") from None

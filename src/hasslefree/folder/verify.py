@@ -82,6 +82,6 @@ def check_indices(entries: Mapping[str, Entry], stored: Mapping[str, Stored]) ->
             layout.validate(index, width, spec.nonzeros)
         except PatternError as error:
             raise CheckpointError(
-                f"{where} is not valid, although its CRC-32 is right: {error}. The program that wrote it is faulty; "
-                "compress the model again"
+                f"{where} was written wrongly: its CRC-32 is right, but {error}. Update hasslefree and compress the "
+                "model again"
             ) from None

@@ -22,7 +22,9 @@ def outlier_share(layers: Sequence[tuple[Tensor, Tensor]], multiple: float = 5.0
         BudgetError: M is not above 0, or there is no layer.
     """
     if not multiple > 0:
-        raise BudgetError(f"multiple, the threshold of outliers over the mean, must be above 0, got {multiple}")
+        raise BudgetError(
+            f"multiple must be above 0, got {multiple}: an entry above multiple times the mean is an outlier"
+        )
     if not layers:
         raise BudgetError("outliers are counted over at least one layer, and no layer was given")
     scores = [weight.abs() * diagonal.sqrt() for weight, diagonal in layers]
@@ -61,8 +63,8 @@ def owl_ratios(
         highest, lowest = max(moves) - mean, mean - min(moves)
         room = min(ratio / (2 * highest) if highest else 1.0, (1 - ratio) / (2 * lowest) if lowest else 1.0)
         raise BudgetError(
-            f"OWL with λ = {spread} around {ratio} would save from {min(ratios):.3f} to {max(ratios):.3f} of a block's "
-            f"parameters, which is outside 0 to 1; choose another ratio or sparsity (the largest λ is "
-            f"{max(room, 0.0):.3f})"
+            f"OWL with λ = {spread} and a mean of {ratio} would remove from {min(ratios):.3f} to {max(ratios):.3f} of "
+            f"a block's parameters, which must be within 0 to 1; choose another ratio or sparsity, or a λ of at most "
+            f"{max(room, 0.0):.3f}"
         )
     return ratios

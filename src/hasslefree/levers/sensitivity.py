@@ -146,8 +146,8 @@ def check_predictions(walk: Walk, segments: Tensor, states: Activations) -> None
         raise
     except Exception as error:
         raise ModelError(
-            f"the output head of {type(walk.model).__name__} cannot be run on its own, which this effort or allocation "
-            f"needs ({type(error).__name__}: {error}); use {option('effort', 'fast')}"
+            f"the output head of {type(walk.model).__name__} cannot be run on its own ({type(error).__name__}: {error})"
+            f", which {option('allocate', 'error')} and prediction matching need; use {option('effort', 'fast')}"
         ) from error
 
 

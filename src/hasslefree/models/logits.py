@@ -40,8 +40,9 @@ def logits_of(
         output = model(input_ids=segment[None], use_cache=False)
     if not isinstance(getattr(output, "logits", None), Tensor):
         raise ModelError(
-            f"{type(model).__name__} has no output head, and this effort or allocation needs the model's predictions; "
-            f"load it as a causal language model (AutoModelForCausalLM), or use {option('effort', 'fast')}"
+            f"{type(model).__name__} has no output head, and {option('allocate', 'error')} and prediction matching "
+            "need the model's predictions; load it as a causal language model (AutoModelForCausalLM), or use "
+            f"{option('effort', 'fast')}"
         )
     return output.logits[0]
 

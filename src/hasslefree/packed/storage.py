@@ -73,8 +73,8 @@ class Storage:
             return {"values": values, self.layout.index: index}, values.numel()
         if quantised is None or quantised.scaling.grid != self.grid:
             raise PatternError(
-                f"S has no codes of the quantisation {self.grid}; pass them as quantised=, or use a storage without a "
-                "grid"
+                f"this layer stores S as integers ({self.grid}), and only floats were given; pass the integers with "
+                "quantised=, or a storage whose grid is None"
             )
         placed = self.layout.unpack(torch.ones_like(values, dtype=torch.uint8), index, sparse.shape[1]).bool()
         codes = quantised.codes.masked_select(placed).view(values.shape)

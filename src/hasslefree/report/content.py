@@ -134,14 +134,15 @@ def read_content(paths: Sequence[Path]) -> Content:
     files = [path for path in paths if not path.is_dir()]
     if not folders:
         raise CheckpointError("a report needs at least one folder that `hasslefree compress` wrote")
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise CheckpointError("a folder is named twice; once is enough")
+    places = [folder.resolve() for folder in folders]
+    if twice := [folder for folder in folders if places.count(folder.resolve()) > 1]:
+        raise CheckpointError(f"the folder {twice[0]} is named twice; once is enough")
     about: dict[Path, Evaluation] = {}
     others: dict[str, Evaluation] = {}
     for file in files:
         model, found = read_evaluation(file)
         home = Path(model).resolve()
-        if home in [folder.resolve() for folder in folders]:
+        if home in places:
             about[home] = about.get(home, Evaluation()) | found
         else:
             others[model] = others.get(model, Evaluation()) | found
@@ -169,9 +170,11 @@ def read_run(folder: Path, name: str, evaluation: Evaluation) -> Run:
         text = (folder / "compression.json").read_text(encoding="utf-8")
         record = Record.from_json(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder} has no readable compression.json ({error}); compress the model anew") from None
+        raise CheckpointError(
+            f"{folder} has no readable compression.json ({error}); compress the model again"
+        ) from None
     except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}; compress the model anew") from None
+        raise CheckpointError(f"{folder}: {error}; compress the model again") from None
     for file in sorted(folder.glob(EVALUATIONS)):
         evaluation = read_evaluation(file)[1] | evaluation
     own_code = "auto_map" in read_json(folder / "config.json")
@@ -222,7 +225,7 @@ def read_seconds(folder: Path, compression: str) -> Seconds | None:
     try:
         return validated(Seconds, content)
     except InvalidError as error:
-        raise CheckpointError(f"{file} is not as `hasslefree compress` writes it ({error}); delete it") from None
+        raise CheckpointError(f"{file} is damaged ({error}). It holds only the seconds of the run; delete it") from None
 
 
 def read_evaluation(file: Path) -> tuple[str, Evaluation]:
@@ -238,7 +241,7 @@ def read_evaluation(file: Path) -> tuple[str, Evaluation]:
     if not found.perplexity and not found.tasks:
         raise CheckpointError(f"{file} holds no results of `hasslefree evaluate`: neither of texts nor of tasks")
     if found.tasks and found.average is None:
-        raise CheckpointError(f"{file} holds no results of `hasslefree evaluate`: tasks without their average")
+        raise CheckpointError(f"{file} has results of tasks without their average; run `hasslefree evaluate` again")
     texts = {Path(text).name: row.perplexity for text, row in found.perplexity.items()}
     return found.model, Evaluation(texts, {n: row.value for n, row in found.tasks.items()}, found.average, found.limit)
 
@@ -258,7 +261,7 @@ def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
             continue
         u, v = (_factor(stored, f"{layer}.{leaf}") for leaf in sorted(ends))
         if not (torch.isfinite(u).all() and torch.isfinite(v).all()):
-            raise CheckpointError(f"the factors of {layer} in {folder} hold NaN or Inf; compress the model anew")
+            raise CheckpointError(f"the factors of {layer} in {folder} contain NaN or Inf; compress the model again")
         found[layer] = tuple(spectrum(u, v).tolist())
     return found
 

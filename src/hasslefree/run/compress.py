@@ -246,7 +246,8 @@ def open_walk(
     walk, digests = look_over(model, blocks, weights, plan, segment, options)
     if walk.width is not None:
         logger.info(
-            "the blocks take more inputs than hidden states: they pass on %d values per token in all", walk.width
+            "the blocks take other tensors besides hidden states, %d values per token in all: only memory is affected",
+            walk.width,
         )
         check_memory(footprint(walk.width), device)
         weights.ahead = runs_beside(footprint(walk.width), device)

@@ -167,7 +167,7 @@ def prepare_with_room(method: Method, gram: Gram) -> Any:
         try:
             return method.prepare(gram)
         except torch.OutOfMemoryError as error:
-            logger.warning("out of memory with the Gram matrix of %d inputs: %s", len(gram.matrix), error)
+            logger.warning("not enough memory to factorise the Gram matrix of %d inputs: %s", len(gram.matrix), error)
         torch.cuda.empty_cache()
     raise MemoryShortError(
         f"not enough memory on {gram.matrix.device} to factorise the Gram matrix (XᵀX of the layers' "
@@ -202,7 +202,7 @@ def solve_with_room(
         try:
             return solve_layer(weight, gram, solver, prepared, plan.pattern, spec.rank, seed, target, spec.factor_bits)
         except torch.OutOfMemoryError as error:
-            logger.warning("out of memory with a layer %s in %d chunk(s) of rows: %s", spec.shape, chunks, error)
+            logger.warning("not enough memory for a layer %s in %d chunk(s) of rows: %s", spec.shape, chunks, error)
         torch.cuda.empty_cache()
     raise MemoryShortError(
         f"not enough memory on {weight.device} for a layer of {spec.shape[0]}×{spec.shape[1]}, even when its rows are "

@@ -106,7 +106,7 @@ def slice_sizes(layer: LinearBase, output_size: int) -> list[int]:
 def warn_unpacked(kind: str) -> None:
     """Log once for each kind of layer that it takes the memory of a dense one."""
     logger.warning(
-        "Layers of %s are unpacked when they are loaded, because no kernel here multiplies them packed: they take the "
-        "memory of dense layers",
+        "No kernel on this machine multiplies packed layers of %s: they are unpacked when they are loaded, and take "
+        "the memory of dense layers",
         kind,
     )

@@ -84,8 +84,8 @@ class Part:
             layout.validate(index, spec.shape[1], spec.nonzeros)
         except PatternError as error:
             raise CheckpointError(
-                f"{self.name}.{layout.index} is not valid, although its CRC-32 is right: {error}. The program that "
-                "wrote it is faulty; compress the model again"
+                f"{self.name}.{layout.index} was written wrongly: its CRC-32 is right, but {error}. Update "
+                "hasslefree and compress the model again"
             ) from None
 
     def factors(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

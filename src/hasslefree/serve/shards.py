@@ -68,8 +68,8 @@ def check_groups(name: str, spec: LayerSpec, shard: Shard) -> None:
     layout = spec.storage.layout
     if isinstance(layout, PackedGroups) and any(column % layout.m for column in shard.columns):
         raise ServeError(
-            f"{name} has pattern {spec.pattern}, which needs a multiple of {layout.m} inputs per rank, and its "
-            f"{spec.shape[1]} inputs are split into {shard.shape[1]} per rank; use another tensor_parallel_size"
+            f"{name} has pattern {spec.pattern}, which needs a multiple of {layout.m} inputs per process, and its "
+            f"{spec.shape[1]} inputs are split into {shard.shape[1]} per process; use another tensor_parallel_size"
         )
 
 

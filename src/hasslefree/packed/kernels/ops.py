@@ -314,9 +314,9 @@ def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) 
     _check_dtypes(x, values, positions)
     if width % m or values.shape != (out, width // m * n) or positions.shape != (out, math.ceil(width // m * code / 8)):
         raise ShapeError(
-            f"values {tuple(values.shape)} and positions {tuple(positions.shape)} do not match inputs of width {width}"
-            f": pattern {n}:{m} needs a width divisible by {m}, values ({out}, {width // m * n}) and positions ({out}, "
-            f"{math.ceil(width // m * code / 8)})"
+            f"pattern {n}:{m} and inputs of width {width} need a width divisible by {m}, values of shape "
+            f"{(out, width // m * n)} and positions of shape {(out, math.ceil(width // m * code / 8))}; got values of "
+            f"shape {tuple(values.shape)} and positions of shape {tuple(positions.shape)}"
         )
 
 

@@ -135,8 +135,9 @@ def _with_grid(name: str, method: Any, changes: dict[str, Any]) -> Method:
     if grid is None:
         having = [other for other, its in METHODS.items() if its.grid]
         raise GridError(
-            f"method {name!r} does not quantise S: leave out bits, group_size and symmetric, or use method "
-            f"{', '.join(having)}, or hassle-free with pruner gptq",
+            f"method {name!r} does not quantise S: leave out bits, group_size and symmetric, or use "
+            f"{option('method')} with {', '.join(having)}, or {option('method', 'hassle-free')} with "
+            f"{option('pruner', 'gptq')}",
             ("method", "bits", "group_size", "symmetric"),
         )
     grid = dataclasses.replace(grid, **changes)
