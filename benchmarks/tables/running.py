@@ -153,6 +153,11 @@ def gguf(content: Content) -> Iterable[Row]:
         yield row | {"megabytes": row["bytes"] / 1e6, "more": more, "same": None if first else row["same"]}
 
 
+def profile(content: Content) -> Iterable[Row]:
+    """Shares of the time, one token before a prompt."""
+    return sorted(content["rows"], key=lambda row: row["what"] != "one token")
+
+
 def served(content: Content) -> Row:
     """The versions in vLLM's environment, and what came through the server."""
     rows = content["results"].values()
@@ -328,6 +333,19 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note="On {date}, with llama-cpp-python {versions[llama-cpp-python]}, {texts} texts of 256 tokens; ± is the "
             "standard error over the texts.",
             facts=lambda content: {key: content["rows"][0][key] for key in ("versions", "texts")},
+        ),
+    ),
+    "profile": (
+        Table(
+            "profile",
+            f"{INFERENCE} profile MODEL FOLDER",
+            (
+                ("{model}", "{what}, {way}"),
+                ("ms", "{milliseconds:.1f}"),
+                ("*", "{share[*]:.0%}"),
+            ),
+            profile,
+            note="By `generate`, in bfloat16; processor time of one thread. On {where}.",
         ),
     ),
     "served": (
