@@ -1,15 +1,20 @@
-"""Whether other engines compute what a compressed model computes, from its exports.
+"""What other engines make of a compressed model, from its exports.
 
-    python benchmarks/elsewhere.py NAME=FOLDER… --engines ENGINE=PYTHON… [--converter FOLDER]
+    python benchmarks/elsewhere.py tokens NAME=FOLDER… --engines ENGINE=PYTHON… [--converter FOLDER]
+    python benchmarks/elsewhere.py gguf NAME=FOLDER… --python PYTHON --converter FOLDER [--types BF16 Q8_0 Q4_K_M]
 
-FOLDER is what `hasslefree compress` wrote. PYTHON is the interpreter of an environment that holds the engine, one of
-those in harness/engines.py; each has an environment of its own, because they pin different versions of transformers.
+tokens: FOLDER is what `hasslefree compress` wrote. PYTHON is the interpreter of an environment that holds the engine,
+one of those in harness/engines.py; each has an environment of its own, because they pin different versions of
+transformers. Prompts are the first tokens of chunks of the demo's held-out text. Each is continued greedily by the
+compressed model in transformers, and by every engine from the export, all in float32. Where an engine's tokens differ,
+the row says by how much the first two logits of the compressed model differ there: near zero, the engine rounds
+otherwise.
+
+gguf: what llama.cpp's own quantisations of a dense export cost. FOLDER is a compressed folder, or a plain model to
+compare with, and PYTHON has llama.cpp. The loss on chunks of the held-out text is compared with that of the first type.
+
 --converter is the folder of llama.cpp that has convert_hf_to_gguf.py; the source distribution of llama-cpp-python has
 it under vendor/llama.cpp.
-
-Prompts are the first tokens of chunks of the demo's held-out text. Each is continued greedily by the compressed model
-in transformers, and by every engine from the export, all in float32. Where an engine's tokens differ, the row says by
-how much the first two logits of the compressed model differ there: near zero, the engine rounds otherwise.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
+import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -28,12 +35,13 @@ from harness.models import MODEL
 from harness.record import RESULTS, ROOT, machine, write
 
 import hasslefree
+from hasslefree.folder.entries import QUANT_METHOD
 from hasslefree.models.load import load_model, load_tokenizer
 
-ENGINES = ROOT / "benchmarks" / "harness" / "engines.py"
+HARNESS = ROOT / "benchmarks" / "harness"
 HELD_OUT = MODEL.parent / "held_out.txt"
-OUTPUT = RESULTS / "elsewhere.json"
 PROMPT_TOKENS = 16
+TEXT_TOKENS = 256
 # The engines that load S and L apart, as a model and an adapter.
 ADAPTERS = ("llama.cpp",)
 
@@ -45,23 +53,17 @@ def named(pair: str) -> tuple[str, str]:
     return name, value
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", type=named, metavar="NAME=FOLDER")
-    parser.add_argument("--engines", nargs="+", type=named, required=True, metavar="ENGINE=PYTHON")
-    parser.add_argument("--converter", help="the folder of llama.cpp's scripts")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    return parser.parse_args()
+def chunks(folder: Path, count: int, length: int) -> list[list[int]]:
+    """Evenly spaced tokens of the held-out text."""
+    text = HELD_OUT.read_text(encoding="utf-8")
+    ids: list[int] = load_tokenizer(str(folder))(text, add_special_tokens=False, verbose=False)["input_ids"]
+    step = len(ids) // count
+    return [ids[start : start + length] for start in range(0, step * count, step)]
 
 
 def expected(folder: Path, prompts: int, count: int) -> tuple[list[list[int]], list[list[int]], list[list[float]]]:
     """Prompts, the compressed model's greedy tokens after each, and by how much the first two logits differ there."""
-    model, tokenizer = load_model(str(folder), dtype="float32", device="cpu"), load_tokenizer(str(folder))
-    ids = tokenizer(HELD_OUT.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
-    step = len(ids) // prompts
-    given = [ids[start : start + PROMPT_TOKENS] for start in range(0, step * prompts, step)]
+    model, given = load_model(str(folder), dtype="float32", device="cpu"), chunks(folder, prompts, PROMPT_TOKENS)
     tokens, gaps = [], []
     for prompt in given:
         found: Any = model.generate(
@@ -82,10 +84,10 @@ def compared(found: list[list[int]], tokens: list[list[int]], gaps: list[list[fl
     return {"same": parts.count(None), "prompts": len(parts), "widest_gap": max(parted, default=None)}
 
 
-def measured(engine: str, python: str, export: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """What the engine answers, or the last line of its error."""
+def answer_of(python: str, script: str, arguments: list[str], request: dict[str, Any]) -> dict[str, Any]:
+    """What a script of the harness answers, or the last line of its error."""
     with tempfile.TemporaryDirectory() as work:
-        command = [python, str(ENGINES), engine, str(export), work]
+        command = [python, str(HARNESS / script), *arguments, work]
         done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1]}
@@ -93,7 +95,7 @@ def measured(engine: str, python: str, export: Path, request: dict[str, Any]) ->
     return answer
 
 
-def rows(name: str, folder: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def token_rows(name: str, folder: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What every engine makes of every export of a compressed model that it takes."""
     prompts, tokens, gaps = expected(Path(folder), args.prompts, args.new_tokens)
     request = {"prompts": prompts, "count": args.new_tokens, "converter": args.converter}
@@ -105,20 +107,68 @@ def rows(name: str, folder: str, args: argparse.Namespace) -> Iterator[dict[str,
             export = Path(temporary) / "export"
             hasslefree.export(folder, export, form)
             for engine, python in engines:
-                answer = measured(engine, python, export, request)
+                answer = answer_of(python, "engines.py", [engine, str(export)], request)
                 found = answer.pop("tokens", None)
                 answer |= compared(found, tokens, gaps) if found else {}
                 yield {"model": name, "engine": engine, "form": form, "new_tokens": args.new_tokens, **answer}
 
 
+def gguf_rows(name: str, folder: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The loss of a model in each type, beside that of the first; a compressed folder is exported dense before."""
+    given = Path(folder)
+    packed = is_compressed(given)
+    request = {"texts": chunks(given, args.texts, TEXT_TOKENS), "types": args.types, "converter": args.converter}
+    with tempfile.TemporaryDirectory() as temporary:
+        source = Path(temporary) / "export" if packed else given
+        if packed:
+            hasslefree.export(folder, source, "dense")
+        answer = answer_of(args.python, "gguf_types.py", [str(source)], request)
+    if "error" in answer:
+        raise SystemExit(f"{name}: {answer['error']}")
+    plain = answer["types"][args.types[0]]["losses"]
+    for kind, found in answer["types"].items():
+        losses = found.pop("losses")
+        more = [loss - before for loss, before in zip(losses, plain, strict=True)]
+        yield {
+            "model": name,
+            "type": kind,
+            **found,
+            "texts": len(losses),
+            "perplexity": math.exp(statistics.mean(losses)),
+            "loss_increase": statistics.mean(more),
+            "standard_error": statistics.stdev(more) / math.sqrt(len(more)),
+            "versions": answer["versions"],
+        }
+
+
+def is_compressed(folder: Path) -> bool:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return bool(config.get("quantization_config", {}).get("quant_method") == QUANT_METHOD)
+
+
 def main() -> None:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    tokens, gguf = commands.add_parser("tokens"), commands.add_parser("gguf")
+    for each in (tokens, gguf):
+        each.add_argument("models", nargs="+", type=named, metavar="NAME=FOLDER")
+        each.add_argument("--converter", required=each is gguf, help="the folder of llama.cpp's scripts")
+    tokens.set_defaults(rows=token_rows, key=("model", "engine", "form"))
+    tokens.add_argument("--engines", nargs="+", type=named, required=True, metavar="ENGINE=PYTHON")
+    tokens.add_argument("--prompts", type=int, default=4)
+    tokens.add_argument("--new-tokens", type=int, default=32)
+    tokens.add_argument("--output", type=Path, default=RESULTS / "elsewhere.json")
+    gguf.set_defaults(rows=gguf_rows, key=("model", "type"))
+    gguf.add_argument("--python", required=True, help="the interpreter of an environment with llama.cpp")
+    gguf.add_argument("--types", nargs="+", default=["BF16", "Q8_0", "Q4_K_M"])
+    gguf.add_argument("--texts", type=int, default=16, help=f"chunks of {TEXT_TOKENS} tokens")
+    gguf.add_argument("--output", type=Path, default=RESULTS / "gguf.json")
+    args = parser.parse_args()
     content: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {"rows": []}
     content |= {"machine": machine(), "date": datetime.date.today().isoformat()}
     for name, folder in args.models:
-        for row in rows(name, folder, args):
-            same = ("model", "engine", "form")
-            others = [old for old in content["rows"] if any(old[key] != row[key] for key in same)]
+        for row in args.rows(name, folder, args):
+            others = [old for old in content["rows"] if any(old[key] != row[key] for key in args.key)]
             content["rows"] = [*others, row]
             write(args.output, content)
             print(row, flush=True)

@@ -4,6 +4,7 @@
     python benchmarks/inference.py models [--blocks 2] [--new-tokens 128]
     python benchmarks/inference.py generate [MODEL FOLDER] [--blocks 16] [--device cpu|cuda] [--threads N]
         [--clock wall|cpu]
+    python benchmarks/inference.py profile MODEL FOLDER [--prompt 512] [--new-tokens 16]
 
 products: milliseconds of one layer, 2:4 + rank 64, in the shapes of Llama-3-8B. Each way of the device and the dense
 layer take turns, first to last and last to first; medians. Every turn takes the next of several layers, together larger
@@ -18,6 +19,10 @@ and compressed (2:4 + rank 16), one text at a time; the ways take turns, medians
 generate: a model and FOLDER, what `hasslefree compress` made of it; without them, a random Llama with the shapes of
 Llama-3.2-1B, 2:4 + rank 64. Tokens a second of one text, seconds of a prompt, and memory once loaded, each in the dtype
 of the files; the ways take turns, medians. Rows are added to those of other models in the output file.
+
+profile: where the time of `generate` goes, of a model and of FOLDER, on one thread by its time on the processor: in
+calls of torch and of Numba's kernels, by part of the model, and in the Python code between them. A token is one of
+--new-tokens after a prompt of 16 tokens, a prompt is read up to its first new token.
 """
 
 from __future__ import annotations
@@ -250,6 +255,30 @@ def generate(args: argparse.Namespace) -> None:
     write(args.output, content)
 
 
+def profile(args: argparse.Namespace) -> None:
+    from harness.profiles import seconds_by_part  # needs Numba
+
+    torch.set_num_threads(1)
+    content: dict[str, Any] = {"machine": machine(), "model": args.model.name, "prompt": args.prompt, "rows": []}
+    for way, folder in {"dense": args.model, "packed": args.folder}.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+        def parts(prompt: int, new: int, model: Any = model) -> dict[str, float]:
+            ids = (torch.arange(prompt) % model.config.vocab_size).unsqueeze(0)
+            count = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+            return seconds_by_part(model, lambda: model.generate(ids, **count))
+
+        first, all_tokens = parts(16, 1), parts(16, 1 + args.new_tokens)
+        token = {part: (seconds - first[part]) / args.new_tokens for part, seconds in all_tokens.items()}
+        for what, found in (("one token", token), (f"a prompt of {args.prompt}", parts(args.prompt, 1))):
+            whole = sum(found.values())
+            share = {part: round(seconds / whole, 4) for part, seconds in found.items()}
+            row = {"way": way, "what": what, "milliseconds": round(whole * 1e3, 2), "share": share}
+            content["rows"].append(row)
+            print(row, flush=True)
+    write(args.output, content)
+
+
 def models(args: argparse.Namespace) -> None:
     if args.load:
         load_and_measure(args.load)
@@ -291,10 +320,17 @@ def main() -> None:
     third.add_argument("--threads", type=int, default=torch.get_num_threads())
     third.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     third.add_argument("--output", type=Path, default=RESULTS / "generation.json")
+    fourth = commands.add_parser("profile")
+    fourth.set_defaults(run=profile)
+    fourth.add_argument("model", type=Path)
+    fourth.add_argument("folder", type=Path)
+    fourth.add_argument("--prompt", type=int, default=512)
+    fourth.add_argument("--new-tokens", type=int, default=16)
+    fourth.add_argument("--output", type=Path, default=RESULTS / "profile.json")
     args = parser.parse_args()
     if args.run is generate and (args.model is None) != (args.folder is None):
         parser.error("generate takes a model and the folder that was made of it, or neither")
-    if args.run is not models and args.clock == "cpu" and (args.threads > 1 or args.device != "cpu"):
+    if args.run in (products, generate) and args.clock == "cpu" and (args.threads > 1 or args.device != "cpu"):
         parser.error("--clock cpu counts one thread: it needs --threads 1 and --device cpu")
     args.run(args)
 

@@ -71,24 +71,26 @@ def mlx(folder: Path, work: Path, request: dict[str, Any]) -> Tokens:
     return found
 
 
+def converted(source: Path, target: Path, converter: str, *options: str, script: str = "convert_hf_to_gguf.py") -> str:
+    """Write a GGUF file with a script of llama.cpp. Returns its path."""
+    command = [sys.executable, str(Path(converter) / script), str(source), "--outfile", str(target), *options]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    return str(target)
+
+
 def llama_cpp(folder: Path, work: Path, request: dict[str, Any]) -> Tokens:
     import numpy
     from llama_cpp import Llama
 
-    def convert(script: str, source: Path, name: str, *options: str) -> str:
-        target = str(work / name)
-        command = [sys.executable, str(Path(request["converter"]) / script), str(source), "--outfile", target]
-        subprocess.run([*command, "--outtype", "f32", *options], check=True, stdout=sys.stderr)
-        return target
-
-    adapter = None
+    adapter, converter = None, request["converter"]
     if (folder / "adapter_config.json").exists():
-        adapter = convert("convert_lora_to_gguf.py", folder, "adapter.gguf", "--base", str(folder / "base"))
+        options = ("--outtype", "f32", "--base", str(folder / "base"))
+        adapter = converted(folder, work / "adapter.gguf", converter, *options, script="convert_lora_to_gguf.py")
         # llama.cpp scales every layer by one alpha over the layer's own rank, and by 1 where alpha is 0.
         unscaled = ["gguf.scripts.gguf_set_metadata", adapter, "adapter.lora.alpha", "0", "--force"]
         subprocess.run([sys.executable, "-m", *unscaled], check=True, stdout=sys.stderr)
         folder = folder / "base"
-    file = convert("convert_hf_to_gguf.py", folder, "model.gguf")
+    file = converted(folder, work / "model.gguf", converter, "--outtype", "f32")
     model = Llama(file, lora_path=adapter, n_ctx=512, logits_all=False, verbose=False)
     found = []
     for prompt in request["prompts"]:

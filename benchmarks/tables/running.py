@@ -150,6 +150,20 @@ def elsewhere(content: Content) -> Iterable[Row]:
             yield row | {"same": same, "versions": versions, "gap": row["widest_gap"]}
 
 
+def gguf(content: Content) -> Iterable[Row]:
+    """Each type of GGUF, with the loss over that of the first type, from which it is made."""
+    firsts: dict[str, str] = {}
+    for row in content["rows"]:
+        first = firsts.setdefault(row["model"], row["type"]) == row["type"]
+        more = None if first else f"{row['loss_increase']:+.3f} ± {row['standard_error']:.3f}"
+        yield row | {"megabytes": row["bytes"] / 1e6, "more": more, "same": None if first else row["same"]}
+
+
+def profile(content: Content) -> Iterable[Row]:
+    """Shares of the time, one token before a prompt."""
+    return sorted(content["rows"], key=lambda row: row["what"] != "one token")
+
+
 def served(content: Content) -> Row:
     """The versions in vLLM's environment, and what came through the server."""
     rows = content["results"].values()
@@ -305,7 +319,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
     "elsewhere": (
         Table(
             "elsewhere",
-            "python benchmarks/elsewhere.py NAME=FOLDER… --engines ENGINE=PYTHON…",
+            "python benchmarks/elsewhere.py tokens NAME=FOLDER… --engines ENGINE=PYTHON…",
             (
                 ("model", "{model}"),
                 ("engine", "{engine}"),
@@ -317,6 +331,37 @@ TABLES: dict[str, tuple[Table, ...]] = {
             elsewhere,
             note="On {date}, by the compressed model on {where}. Gap: where a text parts, by how much the compressed "
             "model's first two logits differ there.",
+        ),
+    ),
+    "gguf": (
+        Table(
+            "gguf",
+            "python benchmarks/elsewhere.py gguf NAME=FOLDER… --python PYTHON --converter FOLDER",
+            (
+                ("model", "{model}"),
+                ("type", "{type}"),
+                ("MB", "{megabytes:.0f}"),
+                ("perplexity", "{perplexity:.2f}"),
+                ("loss over BF16, nats a token", "{more}"),
+                ("same likeliest token as BF16", "{same:.1%}"),
+            ),
+            gguf,
+            note="On {date}, with llama-cpp-python {versions[llama-cpp-python]}, {texts} texts of 256 tokens; ± is the "
+            "standard error over the texts.",
+            facts=lambda content: {key: content["rows"][0][key] for key in ("versions", "texts")},
+        ),
+    ),
+    "profile": (
+        Table(
+            "profile",
+            f"{INFERENCE} profile MODEL FOLDER",
+            (
+                ("{model}", "{what}, {way}"),
+                ("ms", "{milliseconds:.1f}"),
+                ("*", "{share[*]:.0%}"),
+            ),
+            profile,
+            note="By `generate`, in bfloat16; processor time of one thread. On {where}.",
         ),
     ),
     "served": (
