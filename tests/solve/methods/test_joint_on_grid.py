@@ -71,5 +71,5 @@ def test_a_known_support_is_cut_as_any_pattern():
     support = KnownSupport(known)
     assert support.kept((3, 16)) == 24
     assert torch.equal(support.restricted(4, 8, 16).mask(torch.zeros(3, 4)), known[:, 4:8])
-    with pytest.raises(PatternError, match=r"support has shape \(3, 16\), but the weight has shape \(3, 8\)"):
+    with pytest.raises(PatternError, match=r"support has shape \(3, 16\); it must have the weight's, \(3, 8\)"):
         support.check((3, 8))

@@ -136,7 +136,7 @@ def _with_grid(name: str, method: Any, changes: dict[str, Any]) -> Method:
         having = [other for other, its in METHODS.items() if its.grid]
         raise GridError(
             f"method {name!r} does not quantise S: leave out bits, group_size and symmetric, or use "
-            f"{option('method')} with {', '.join(having)}, or {option('method', 'hassle-free')} with "
+            f"method {', '.join(having)}, or {option('method', 'hassle-free')} with "
             f"{option('pruner', 'gptq')}",
             ("method", "bits", "group_size", "symmetric"),
         )
