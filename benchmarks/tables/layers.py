@@ -174,9 +174,9 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("CPU seconds", "{seconds:.2f}"),
             ),
             quantised,
-            note="The error of `2:4 in one sweep` is {over[nearest][mean]:.3f} times that of `2:4, then nearest` (at most "
-            "{over[nearest][most]:.3f} times), and {over[second][mean]:.3f} times that of `2:4, then a second sweep` (at "
-            "most {over[second][most]:.3f} times). Geometric means over {layers} layers, on {where}.",
+            note="The error of `2:4 in one sweep` is {over[nearest][mean]:.3f} times that of `2:4, then nearest` (at "
+            "most {over[nearest][most]:.3f} times), and {over[second][mean]:.3f} times that of `2:4, then a second "
+            "sweep` (at most {over[second][most]:.3f} times). Geometric means over {layers} layers, on {where}.",
             facts=one_sweep,
         ),
     ),
