@@ -163,11 +163,11 @@ def families(content: Content) -> Iterable[Row]:
 
 
 def family_counts(content: Content) -> Row:
-    """How many families there are, how many of them compress, and how many decoders are refused."""
+    """How many families there are, how many of them compress, and how many are refused as encoders."""
     outcomes = [row["outcome"] for row in content["results"].values()]
     counts = {words: outcomes.count(kind) for words, kind in (("compress", "compresses"), ("unbuilt", "not built"))}
-    decoders = next(row["count"] for row in families(content) if row["outcome"] == "refused")
-    return counts | {"total": len(outcomes), "refused": outcomes.count("refused"), "decoders": decoders}
+    refused, others = outcomes.count("refused"), (row for row in families(content) if row["outcome"] == "refused")
+    return counts | {"total": len(outcomes), "refused": refused, "encoders": refused - next(others)["count"]}
 
 
 REAL_NOTE = (
@@ -258,7 +258,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             "python benchmarks/families.py",
             note="Of the {total} families that transformers {machine[transformers]} lists for causal language models, "
             "{compress} were tested with success: a tiny model with random weights was compressed, loaded again, and "
-            "gave the same output as before it was saved. {refused} are refused, of which {decoders} are decoders, and "
+            "gave the same output as before it was saved. {refused} are refused, {encoders} of them as encoders, and "
             "{unbuilt} were not tested, because the script cannot build them tiny "
             "([the list](docs/results/quality.md#families-of-models)).",
             facts=family_counts,
