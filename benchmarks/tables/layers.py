@@ -112,12 +112,12 @@ def spread(ratios: Iterable[float]) -> dict[str, Any]:
 
 
 OVER_3BASIL = (
-    ("over 3basil", "{label}"),
+    ("divided by 3basil's", "{label}"),
     ("model: error", "{model[error]:.2f}"),
-    ("most", "{model[most]:.2f}"),
+    ("largest", "{model[most]:.2f}"),
     ("time", "{model[time]:.2f}"),
     ("synthetic: error", "{synthetic[error]:.2f}"),
-    ("most", "{synthetic[most]:.2f}"),
+    ("largest", "{synthetic[most]:.2f}"),
     ("time", "{synthetic[time]:.2f}"),
     ("FLOPs", "{flops:.2f}"),
 )
@@ -170,13 +170,13 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("{grid}; rank {rank}", "{name}"),
                 ("bits", "{bits:.2f}"),
                 ("error / rtn's", "{error:.3f}"),
-                ("most", "{most:.3f}"),
+                ("largest", "{most:.3f}"),
                 ("CPU seconds", "{seconds:.2f}"),
             ),
             quantised,
-            note="One sweep over pruning first and rounding then: {over[nearest][mean]:.3f} "
-            "(at most {over[nearest][most]:.3f}) of the error; over a second sweep, {over[second][mean]:.3f} "
-            "(at most {over[second][most]:.3f}). Geometric means over {layers} layers, on {where}.",
+            note="The error of `2:4 in one sweep` is {over[nearest][mean]:.3f} times that of `2:4, then nearest` (at "
+            "most {over[nearest][most]:.3f} times), and {over[second][mean]:.3f} times that of `2:4, then a second "
+            "sweep` (at most {over[second][most]:.3f} times). Geometric means over {layers} layers, on {where}.",
             facts=one_sweep,
         ),
     ),
@@ -199,7 +199,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("mean", "{mean:.4f}"),
                 ("least", "{least:.4f}"),
                 ("most", "{most:.4f}"),
-                ("largest distance of S + L", "{distance:.0e}"),
+                ("largest relative distance of S + L", "{distance:.0e}"),
             ),
             recorded,
             facts=lambda content: {"layers": len(content["results"]["joint"])},

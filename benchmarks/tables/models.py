@@ -135,13 +135,13 @@ LEVERS = (
     ("{setting}", "{name}"),
     ("*", "{perplexity[*]:.1f}"),
     ("gap", "{gap:.4f}{spread}"),
-    ("of joint's", "{over_joint:.2f}"),
+    ("gap / joint's", "{over_joint:.2f}"),
     ("CPU seconds", "{cpu_seconds:.0f}"),
     ("peak MB", "{peak_mb:.0f}"),
 )
 LEVERS_NOTE = (
-    "Calibrated on {samples} × {seqlen} tokens, perplexity on {max_tokens} tokens a text; seed 0, or the mean over "
-    "seeds from 0 on, with the least and the most, on {where}."
+    "Calibrated on {samples} × {seqlen} tokens, perplexity on {max_tokens} tokens a text. Rows with a range in "
+    "brackets: means over seeds 0, 1 and 2, with the least and the most; rows without: seed 0. On {where}."
 )
 
 TABLES: dict[str, tuple[Table, ...]] = {
@@ -215,7 +215,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             f"python benchmarks/levers.py variants {MODEL}",
             (("gap", "{setting}"), ("*", "{gap[*]:.4f} ({seconds[*]:.0f})"), ("best / *", "{ratio[*]:.2f}")),
             efforts,
-            note="Seeds as in [what each effort gains](#what-each-effort-gains), on {where}.",
+            note="Seeds as in the next tables, on {where}.",
         ),
     ),
     "learning_rates": (

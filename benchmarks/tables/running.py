@@ -80,6 +80,13 @@ def generation(content: Content) -> Iterable[Row]:
             yield {"megabytes": None, **row, "model": model}
 
 
+def backends(content: Content) -> Iterable[Row]:
+    """The dense model, and the compressed one by each backend."""
+    for row in content["generate"]:
+        setting, _, backend = row["model"].rpartition(", ")
+        yield row | {"name": f"{setting}, backend `{backend}`" if setting else backend}
+
+
 def written_faster(content: Content) -> Row:
     """The packed model beside the dense one, where the model is a real one."""
     found = {row["way"]: row for row in content["models"]["smollm2"]}
@@ -94,9 +101,9 @@ def writing(file: str) -> Table:
         (
             ("{model}", "{way}"),
             ("tokens a second", "{tokens_a_second:.1f}"),
-            ("over dense", "{tokens_over_dense:.2f}"),
+            ("speed / dense model's", "{tokens_over_dense:.2f}"),
             ("seconds for a prompt", "{prompt_seconds:.2f}"),
-            ("dense over it", "{prompt_over_dense:.2f}"),
+            ("speed / dense model's", "{prompt_over_dense:.2f}"),
             ("MB loaded", "{megabytes:.0f}"),
         ),
         generation,
@@ -164,6 +171,12 @@ def profile(content: Content) -> Iterable[Row]:
     return sorted(content["rows"], key=lambda row: row["what"] != "one token")
 
 
+def serving(content: Content) -> Iterable[Row]:
+    """Every folder that was served; the tensor-parallel size as a number alone."""
+    for name, row in content["results"].items():
+        yield row | {"name": name.replace(" ranks", "")}
+
+
 def served(content: Content) -> Row:
     """The versions in vLLM's environment, and what came through the server."""
     rows = content["results"].values()
@@ -183,7 +196,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("effort", "{effort}"),
                 ("minutes", "{minutes:.1f}"),
                 ("*", "{works[*]:.2f}"),
-                ("memory over the estimate", "{peak:.2f}"),
+                ("peak memory / that of `plan`", "{peak:.2f}"),
             ),
             simulated,
             note="Simulated, by torch {machine[torch]}; nothing ran on a GPU.",
@@ -255,9 +268,9 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("GB a GPU", "{gpu_gb:.0f}"),
                 ("GB of RAM", "{ram_gb:.0f}"),
                 ("GB sent a block", "{network_gb_a_block:.1f}"),
-                ("hours: solving", "{hours[solving]:.2f}"),
-                ("simulated", "{simulated}"),
-                ("in 100 rounds", "{solving_longer:.2f}"),
+                ("hours: solving, 20 rounds", "{hours[solving]:.2f}"),
+                ("solving, simulated", "{simulated}"),
+                ("solving, 100 rounds", "{solving_longer:.2f}"),
                 ("forward, Grams", "{hours[forward and Grams]:.2f}"),
                 ("network", "{hours[network]:.2f}"),
                 ("disk", "{hours[disk]:.2f}"),
@@ -305,11 +318,11 @@ TABLES: dict[str, tuple[Table, ...]] = {
             "loaded",
             f"{INFERENCE} models",
             (
-                ("the embedded model, one text at a time", "{model}"),
+                ("the demo model, one text at a time", "{name}"),
                 ("tokens a second", "{tokens_a_second:.0f}"),
-                ("time over dense", "{time_over_dense:.2f}"),
+                ("time / dense model's", "{time_over_dense:.2f}"),
             ),
-            lambda content: content["generate"],
+            backends,
             lead="{memory[blocks]} blocks of Llama-3-8B's shapes in bfloat16, loaded and used once, take "
             "{memory[dense]:.0f} MB dense and {memory[packed]:.0f} MB with 2:4 + rank {rank}: "
             "{memory[packed_over_dense]:.3f} of it.",
@@ -329,8 +342,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("versions", "{versions}"),
             ),
             elsewhere,
-            note="On {date}, by the compressed model on {where}. Gap: where a text parts, by how much the compressed "
-            "model's first two logits differ there.",
+            note="On {date}, by the compressed model on {where}. Widest gap: between the two largest logits of the "
+            "compressed model, at the first token that differs.",
         ),
     ),
     "gguf": (
@@ -374,7 +387,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("other tokens", "{other_tokens} of {tokens}"),
                 ("largest gap", "{largest_gap:.2g}"),
             ),
-            lambda content: [{"name": name} | row for name, row in content["results"].items()],
+            serving,
             note="{prompt_tokens} tokens a prompt, {new_tokens} new ones; vLLM {versions[vllm]} with transformers "
             "{versions[transformers]}. {served} On {where}.",
             facts=served,
