@@ -337,7 +337,7 @@ def test_tasks_and_texts_of_one_model(monkeypatch, capsys, tmp_path):
     assert "Traceback" not in text
     for arguments, message in [
         (["--tasks", "winograde"], "Did you mean 'winogrande'"),
-        (["--tasks", "rte", "--task-data", tmp_path], "--task-data needs rte.jsonl"),
+        (["--tasks", "rte", "--task-data", tmp_path], "the folder of --task-data must contain rte.jsonl"),
         (["--tasks", "rte", "--batch-size", "many"], "--batch-size must be auto or a whole number"),
         (["--tasks", "rte", "--batch-size", "0"], "--batch-size must be auto or a whole number"),
         (["--tasks", "rte", "--limit", "0"], "--limit"),

@@ -127,7 +127,7 @@ def test_a_program_that_is_not_there_is_one_message_and_exit_code_2(tmp_path, ar
 def test_a_program_of_an_extra_names_the_extra(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     monkeypatch.setattr("hasslefree.launch.program.is_runnable", lambda name: False)
-    with pytest.raises(ProgramError, match=r'runs; pip install "hasslefree\[eval\]"$'):
+    with pytest.raises(ProgramError, match=r'runs; check the name, or pip install "hasslefree\[eval\]"$'):
         program_command("lm_eval")
 
 

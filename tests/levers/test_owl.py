@@ -49,9 +49,9 @@ def test_the_average_is_kept_and_more_outliers_save_less(shares, ratio, spread, 
 @pytest.mark.parametrize(("ratio", "shares"), [(0.95, [0.0, 0.1, 0.1]), (0.02, [0.0, 0.0, 0.1]), (1.0, [0.1, 0.2])])
 def test_what_cannot_be_saved_is_an_error_with_the_largest_spread(ratio, shares):
     """Oracle: that λ just works, and a little more does not."""
-    with pytest.raises(BudgetError, match="the largest λ is") as error:
+    with pytest.raises(BudgetError, match="or a λ of at most") as error:
         owl_ratios(shares, ratio, 0.2)
-    largest = float(re.search(r"largest λ is ([0-9.]+)", str(error.value))[1])
+    largest = float(re.search(r"a λ of at most ([0-9.]+)", str(error.value))[1])
     assert all(-1e-9 <= r <= 1 for r in owl_ratios(shares, ratio, max(largest - 1e-3, 0)))
     with pytest.raises(BudgetError):
         owl_ratios(shares, ratio, largest + 2e-3)
@@ -61,7 +61,7 @@ def test_wrong_arguments():
     weight, h = oracles.problem(3, 4)
     with pytest.raises(BudgetError, match="at least one layer"):
         outlier_share([], 5.0)
-    with pytest.raises(BudgetError, match="multiple, .* must be above 0, got 0"):
+    with pytest.raises(BudgetError, match="multiple must be above 0, got 0"):
         outlier_share([(weight, h.diagonal())], 0.0)
     with pytest.raises(BudgetError, match="sizes must have one entry for each of the 2 blocks, got 1"):
         owl_ratios([0.1, 0.2], 0.5, 0.1, [3])

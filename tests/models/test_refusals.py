@@ -39,14 +39,22 @@ def test_nan_weights_are_named(tmp_path):
     model = build("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
-    assert_refused(model, RECIPE, tmp_path, NonFiniteError, r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN or Inf")
+    assert_refused(
+        model, RECIPE, tmp_path, NonFiniteError, r"model\.layers\.1\.mlp\.up_proj\.weight contains NaN or Inf"
+    )
 
 
 def test_infinite_activations_are_named(tmp_path):
     model = build("llama")
     with torch.no_grad():
         model.model.layers[1].input_layernorm.weight[4] = 3e38
-    assert_refused(model, RECIPE, tmp_path, NonFiniteError, r"model\.layers\.1 outputs NaN or Inf; try another dtype")
+    assert_refused(
+        model,
+        RECIPE,
+        tmp_path,
+        NonFiniteError,
+        r"the output of model\.layers\.1 contains NaN or Inf; try another dtype",
+    )
 
 
 def test_the_layer_that_does_not_fit_is_named(tmp_path):

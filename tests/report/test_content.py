@@ -79,7 +79,7 @@ def test_seconds_are_those_of_this_compression_and_of_no_other(folder):
     assert read_content([folder]).runs[0].seconds is None
     write_seconds(folder, report)
     seconds_file(folder).write_text(json.dumps(read_json(seconds_file(folder)) | {"seconds": "long"}))
-    with pytest.raises(CheckpointError, match="out.seconds.json is not as"):
+    with pytest.raises(CheckpointError, match="out.seconds.json is damaged"):
         read_content([folder])
 
 

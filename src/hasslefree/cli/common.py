@@ -90,8 +90,10 @@ def leave_standard_output(as_json: bool) -> bool:
 
 def check_output_file(output: Path | None) -> Path | None:
     """The file of --output. Raises an OutputError where it cannot be a file."""
-    if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
-        raise OutputError(f"--output must be a file in a folder that exists, got {output}")
+    if output is not None and output.is_dir():
+        raise OutputError(f"--output {output} is a folder; give the path of a file")
+    if output is not None and not output.resolve().parent.is_dir():
+        raise OutputError(f"the folder of --output {output} does not exist; make it, or give another file")
     return output
 
 

@@ -57,9 +57,9 @@ def perplexity(
                 f"use a smaller {option('seqlen')} or more tokens"
             )
         tokens = tokens[: len(tokens) // window * window]
-    for name, size in {"text": len(tokens), "window": window}.items():
+    for what, size in {"text": len(tokens), "window": window}.items():
         if size < 2:
-            raise CalibrationError(f"perplexity needs a {name} of at least 2 tokens, got {size}")
+            raise CalibrationError(f"perplexity needs a {what} of at least 2 tokens, got {size}")
     whole = len(tokens) // window * window
     batches = list(tokens[:whole].view(-1, window).split(batch)) if whole else []
     if len(tokens) - whole > 1:
