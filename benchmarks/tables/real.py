@@ -191,8 +191,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note="**SmolLM2-135M-Instruct at 2:4 + rank 16: the compressed layers take {best[bytes]:.2f} bytes a "
             "weight instead of 2.00 (bfloat16), and the perplexity on WikiText-2 rises from {dense:.1f} to "
             "{best[perplexity][wikitext2]:.1f}, after {minutes:.0f} minutes on two CPU threads** (`--effort best`, "
-            "mean over {best[seeds]} draws of {samples} × {seqlen} tokens of C4; the first {max_tokens:,} tokens of the "
-            "text, in windows of {window}).",
+            "mean over {best[seeds]} draws of {samples} × {seqlen} tokens of C4; the first {max_tokens:,} tokens of "
+            "the text, in windows of {window}).",
             facts=headline,
         ),
     ),
