@@ -48,7 +48,7 @@ LOW_RANK = {"hassle-free unscaled": "adam-unscaled", "hassle-free exact": "exact
 OUTPUTS = {"sparsegpt": "sparsegpt", "alps": "alps", "oats": "oats_sum"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockThreshold(Unstructured):
     """What SparseGPT's public code keeps of a block: the scores above the ⌊sparsity·n⌋-th of its n sorted scores."""
 
@@ -69,7 +69,7 @@ def cut_as_recorded(name: str, spec: dict[str, Any], weight: torch.Tensor) -> Ro
         return None
     if name == "oats":
         return Row(width - int(spec["sparsity"] * width))
-    return BlockThreshold(int((1 - spec["sparsity"]) * out * width), spec["sparsity"])
+    return BlockThreshold(int((1 - spec["sparsity"]) * out * width), sparsity=spec["sparsity"])
 
 
 def run(

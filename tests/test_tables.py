@@ -4,6 +4,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from hasslefree.solve.methods import METHODS
 
@@ -95,3 +96,13 @@ def test_the_order_of_the_paper_by_hand(tables):
         ]
     ]  # fmt: skip
     assert tables("paper").paper_order(rows) == {("hassle-free", "oats"): (2, 1, 2)}
+
+
+def test_a_block_is_cut_as_the_public_code_of_sparsegpt_cuts_it(monkeypatch):
+    """Oracle: by hand. Of four scores at sparsity 0.5 the third smallest is the threshold, and is not kept."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    pattern = importlib.import_module("recorded").BlockThreshold(2, sparsity=0.5)
+    assert pattern.restricted(0, 4, 8).mask(torch.tensor([[3.0, 1.0], [4.0, 2.0]])).tolist() == [
+        [False, False],
+        [True, False],
+    ]

@@ -102,7 +102,14 @@ def test_names_tell_folders_apart(tmp_path):
 
 
 DAMAGE = {
-    "no JSON": (lambda f: (f / "compression.json").write_text("{"), "compression.json is not valid"),
+    "no JSON": (
+        lambda f: (f / "compression.json").write_text("{"),
+        "out: compression.json is not valid .*; compress the model again",
+    ),
+    "no text": (
+        lambda f: (f / "compression.json").write_bytes(b'{"layers": "\xff"}'),
+        r"out has no readable compression.json \(.*; compress the model again",
+    ),
     "gone": (lambda f: (f / "compression.json").unlink(), "no readable compression.json"),
     "a field": (lambda f: edit(f, lambda c: c.pop("layers")), "'layers' is missing"),
     "a layer's": (lambda f: edit(f, lambda c: c["layers"][0].pop("rank")), "'rank' is missing"),

@@ -10,7 +10,7 @@ from typing import Any
 from hasslefree.errors import CheckpointError
 from hasslefree.folder.entries import QUANT_METHOD, Entry, check_version, read_entries
 from hasslefree.folder.headers import ELEMENT_BYTES, Stored, read_headers, read_json, weight_files
-from hasslefree.folder.record import Record
+from hasslefree.folder.record import read_record
 from hasslefree.folder.verify import check_layers
 from hasslefree.packed.spec import LayerSpec
 
@@ -103,10 +103,9 @@ def inspect_folder(folder: Path) -> FolderSize:
 
 def relative_errors(folder: Path) -> dict[str, float]:
     """The relative error of each layer that compression.json lists; empty where there is no such file."""
-    file = folder / "compression.json"
-    if not file.is_file():
+    if not (folder / "compression.json").is_file():
         return {}
-    return {layer.name: layer.relative_error for layer in Record.from_json(file.read_text(encoding="utf-8")).layers}
+    return {layer.name: layer.relative_error for layer in read_record(folder).layers}
 
 
 def _layer_size(name: str, entry: Entry, stored: Mapping[str, Stored], relative_error: float | None) -> LayerSize:

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -176,6 +177,22 @@ class Record:
         if not layers:
             raise CheckpointError("compression.json lists no layers")
         return dataclasses.replace(found, layers=layers)
+
+
+def read_record(folder: Path) -> Record:
+    """The record in a folder's compression.json.
+
+    Raises:
+        CheckpointError: with the folder, where the file is missing, unreadable or damaged.
+    """
+    try:
+        return Record.from_json((folder / "compression.json").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{folder} has no readable compression.json ({error}); compress the model again"
+        ) from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}; compress the model again") from None
 
 
 def versions() -> dict[str, str]:

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PreTrainedModel
 
 from hasslefree.errors import CheckpointError, RecipeError
-from hasslefree.folder.record import Record
+from hasslefree.folder.record import read_record
 from hasslefree.generation.sample import warm_up
 from hasslefree.models.load import load_model, load_tokenizer
 from hasslefree.packed.linear import compressed_layers, use_backend
@@ -79,15 +79,12 @@ def load_compared_models(
 
 def recorded_dense(folder: Path) -> tuple[str | None, str | None]:
     """The dense model that compression.json names, as a local folder; or None, and a sentence that says why."""
-    file = folder / "compression.json"
-    if not file.is_file():
+    if not (folder / "compression.json").is_file():
         return None, f"{folder} has no compression.json, which would name the dense model; give that with --dense."
     try:
-        name = Record.from_json(file.read_text(encoding="utf-8")).model
+        name = read_record(folder).model
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{folder}: {error}; compress the model again, or give the dense one with --dense"
-        ) from None
+        raise CheckpointError(f"{error}, or give the dense one with --dense") from None
     if found := at_hand(name):
         return str(found), None
     return None, f"The dense model {name} is not on this machine; give its folder with --dense, or download it."

@@ -19,7 +19,7 @@ from hasslefree.errors import CheckpointError
 from hasslefree.folder.card import trained
 from hasslefree.folder.headers import Stored, read_headers, read_json, weight_files
 from hasslefree.folder.inspect import FolderSize, inspect_folder
-from hasslefree.folder.record import Record
+from hasslefree.folder.record import Record, read_record
 from hasslefree.folder.repeat import command_of
 from hasslefree.phases import PhaseTime
 from hasslefree.solve.methods import METHODS
@@ -166,19 +166,11 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 def read_run(folder: Path, name: str, evaluation: Evaluation) -> Run:
     """All that a folder and the files beside it tell. Weights are read for the spectra alone."""
     sizes = inspect_folder(folder)
-    try:
-        text = (folder / "compression.json").read_text(encoding="utf-8")
-        record = Record.from_json(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{folder} has no readable compression.json ({error}); compress the model again"
-        ) from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}; compress the model again") from None
+    record = read_record(folder)
     for file in sorted(folder.glob(EVALUATIONS)):
         evaluation = read_evaluation(file)[1] | evaluation
     own_code = "auto_map" in read_json(folder / "config.json")
-    seconds = read_seconds(folder, text)
+    seconds = read_seconds(folder, (folder / "compression.json").read_text(encoding="utf-8"))
     if seconds is not None:
         layers = (dataclasses.replace(layer, seconds=seconds.layers.get(layer.name, 0.0)) for layer in record.layers)
         record = dataclasses.replace(record, layers=tuple(layers), phases=seconds.phases)

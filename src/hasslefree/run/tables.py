@@ -61,17 +61,15 @@ def times(found: Footprint, rate: float) -> Iterator[str]:
 
 def phase_table(report: Record) -> Table:
     """One line for each phase of a compression: how long it was estimated to take, and how long it took."""
-    table = Table(title="seconds by phase")
-    for heading in ("phase", "estimated", "taken"):
-        table.add_column(heading, justify="left" if heading == "phase" else "right")
+    made = table(["phase"], ["estimated", "taken"], "seconds by phase")
     for each in report.phases:
-        table.add_row(each.name, "" if each.estimated is None else f"{each.estimated:.1f}", f"{each.seconds:.1f}")
+        made.add_row(each.name, "" if each.estimated is None else f"{each.estimated:.1f}", f"{each.seconds:.1f}")
     rest = report.seconds - sum(each.seconds for each in report.phases)
-    table.add_row("the rest", "", f"{rest:.1f}")
-    table.add_section()
+    made.add_row("the rest", "", f"{rest:.1f}")
+    made.add_section()
     known = [each.estimated for each in report.phases if each.estimated is not None]
-    table.add_row("all", f"{sum(known):.1f}" if known else "", f"{report.seconds:.1f}")
-    return table
+    made.add_row("all", f"{sum(known):.1f}" if known else "", f"{report.seconds:.1f}")
+    return made
 
 
 def advice_table(found: Sequence[Advice]) -> Table:
