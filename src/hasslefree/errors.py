@@ -17,7 +17,7 @@ def option(name: str, value: Any = None) -> str:
     """An argument in a message: `damping=0.01` for a caller from Python, `--damping 0.01` for the command line."""
     argument = f"{name}=" if value is None else f"{name}={value!r}"
     flag = f"--{name.replace('_', '-')}"
-    return f"{_BEGIN}{argument}{_MIDDLE}{flag if value in (None, True) else f'{flag} {value}'}{_END}"
+    return f"{_BEGIN}{argument}{_MIDDLE}{flag if value is None or value is True else f'{flag} {value}'}{_END}"
 
 
 def with_arguments(message: str) -> str:

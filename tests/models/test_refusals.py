@@ -10,6 +10,7 @@ from hasslefree.errors import BudgetError, ModelError, NonFiniteError, PatternEr
 from hasslefree.models.beside import same
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_config
+from hasslefree.models.probe import sees_later_tokens
 from tests.tiny_models import build, segments
 
 RECIPE = Recipe(rank=2, method="eora")
@@ -132,3 +133,11 @@ def test_rounding_is_no_dependence_on_the_text():
     assert not same({"position": (angles.cos(),)}, {"position": (angles.sin(),)})
     assert not same((torch.tensor([1, 2]),), (torch.tensor([1, 3]),))
     assert not same((torch.ones(2),), (torch.ones(3),))
+
+
+@pytest.mark.parametrize(("dtype", "rounding", "more"), [(torch.float32, 5e-5, 2e-4), (torch.bfloat16, 0.03, 0.04)])
+def test_rounding_of_an_earlier_output_is_no_sign_of_an_encoder(dtype, rounding, more):
+    """The largest output is 8; float32 may differ by 1e-4 of it, bfloat16 by four of its roundings of 1/128."""
+    before = torch.linspace(-8, 8, 65)
+    assert not sees_later_tokens(before, before + 8 * rounding, dtype)
+    assert sees_later_tokens(before, before + 8 * more, dtype)

@@ -15,7 +15,7 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.cli import main
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
-from hasslefree.errors import CalibrationError, HasslefreeError, ModelError, TaskError, UnknownNameError
+from hasslefree.errors import CalibrationError, HasslefreeError, ModelError, RecipeError, TaskError, UnknownNameError
 from hasslefree.models.load import load_model, load_tokenizer
 from hasslefree.reproduction import measure as running
 from hasslefree.reproduction.figure1 import COMPARED, layer_errors
@@ -127,6 +127,7 @@ def test_tasks_are_those_that_the_table_prints():
 BAD = {
     "method": (lambda: table_jobs(2, str(MODEL), None, ("wanda",), SMALL), UnknownNameError, "table 2 'wanda'"),
     "setting": (lambda: table_jobs(2, str(MODEL), None, None, SMALL, ("2:4",)), UnknownNameError, "2:4 . rank 64"),
+    "none": (lambda: table_jobs(1, str(MODEL), None, ("joint",), SMALL, ("2:4",)), RecipeError, "no row of joint"),
     "model": (lambda: table_jobs(4, str(MODEL), "Llama-3.2-1B", None, SMALL), UnknownNameError, "Llama-3.2-1B"),
     "text": (lambda: table_jobs(2, None, None, None, Scale(texts={"a": "no.txt"})), CalibrationError, "no.txt"),
     "task": (lambda: table_jobs(2, None, None, None, Scale(tasks=("piqua",))), UnknownNameError, "piqua"),

@@ -17,6 +17,7 @@ from hasslefree.evaluation.perplexity import perplexity
 from hasslefree.evaluation.tasks import check_harness, check_tasks
 from hasslefree.folder.record import versions
 from hasslefree.models.load import load_model, load_tokenizer, resolve_seqlen
+from hasslefree.models.probe import sees_later_tokens
 from hasslefree.models.texts import check_text, evaluation_protocol, evaluation_text
 from hasslefree.phases import LOADING, Listener, Phases, heard
 
@@ -109,7 +110,7 @@ def check_causal(model: Any) -> None:
     """Raise a ModelError where the logits at a token change with the token after it, which they are to predict."""
     ids = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4]], device=model.device)
     before, after = (model(input_ids=each[None], use_cache=False).logits[0, :-1] for each in ids)
-    if (before - after).abs().amax() > 4 * torch.finfo(before.dtype).eps * before.abs().amax():
+    if sees_later_tokens(before, after, before.dtype):
         raise ModelError(
             f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens after it; "
             "perplexity and tasks are defined for causal language models"

@@ -105,6 +105,18 @@ def probe(
     return Probe(calls, seen, outputs[0])
 
 
+def sees_later_tokens(before: Tensor, after: Tensor, dtype: torch.dtype) -> bool:
+    """Whether outputs at some tokens, before and after a later token was changed, differ by more than rounding.
+
+    The experts of a mixture sum in another order when one token changes, so in float32 some rounding must be allowed.
+
+    Args:
+        before, after: of one shape. dtype: in which they were computed.
+    """
+    tolerance = max(4 * torch.finfo(dtype).eps, 1e-4) * before.abs().amax()
+    return bool((before - after).abs().amax() > tolerance)
+
+
 def block_calls(
     model: nn.Module,
     blocks: Blocks,
@@ -127,8 +139,7 @@ def block_calls(
     changed[0, -1] = (changed[0, -1] + 1) % model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     second = probe(model, blocks, changed, weights, passed=passed)
     before, after = (each.calls[-1].as_rows(each.output)[0, :-1].float() for each in (first, second))
-    tolerance = 4 * torch.finfo(first.output.dtype).eps * before.abs().amax()
-    if before.numel() and (before - after).abs().amax() > tolerance:
+    if before.numel() and sees_later_tokens(before, after, first.output.dtype):
         raise ModelError(
             f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens after it; "
             "hasslefree compresses causal language models"

@@ -211,7 +211,7 @@ def read_seconds(folder: Path, compression: str) -> Seconds | None:
     file = seconds_file(folder)
     if not file.is_file():
         return None
-    content = read_json(file)
+    content = read_json(file, "it holds only the seconds of the run; delete it")
     if content.get("compression") != hashlib.sha256(compression.encode()).hexdigest():
         return None
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hasslefree.errors import HasslefreeError, RecipeError, UnknownNameError
+from hasslefree.errors import HasslefreeError, RecipeError, UnknownNameError, option
 from hasslefree.evaluation.tasks import check_tasks
 from hasslefree.models.texts import check_text
 from hasslefree.recipe.recipe import Recipe
@@ -134,6 +134,11 @@ def table_jobs(
         method = row.method in methods if methods else bool(row.figures) or row.method == "joint"
         return row.recipe is None or (method and (settings is None or row.config in settings))
 
+    if methods and settings and not any(row.recipe and wanted(row) for row in rows):
+        raise RecipeError(
+            f"table {table} has no row of {', '.join(methods)} in {', '.join(settings)}; "
+            f"leave out {option('methods')} or {option('settings')}"
+        )
     jobs = [
         Job(
             row,
