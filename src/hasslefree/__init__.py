@@ -1,4 +1,4 @@
-"""hasslefree: make a language model smaller without retraining it; every linear layer becomes sparse plus low-rank.
+"""hasslefree: make a language model smaller: every linear layer of its blocks becomes sparse plus low-rank.
 
 Importing this package registers its format with transformers, before or after transformers is imported itself, so that
 `from_pretrained` loads the folders that `compress` writes. The public names are listed in __init__.pyi.

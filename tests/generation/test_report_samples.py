@@ -64,7 +64,9 @@ def test_without_the_dense_model_the_page_says_why(out, monkeypatch):
     found = sample_folders([out], ["ab"], max_new_tokens=2, device="cpu")
     assert found[0].samples[0].dense is None
     page = render(read_content([out]), found)
-    assert f"The dense model {MODEL} is not on this machine; give its folder with --dense, or download it." in page
+    assert (
+        f"The dense model {MODEL} was not found from this folder or in the hub's cache; name it with --dense." in page
+    )
     assert sample_folders([out], ["ab"], "none", 2, device="cpu")[0].remark is None
 
 

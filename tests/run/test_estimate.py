@@ -184,7 +184,7 @@ def test_wrong_plans(tmp_path):
 def test_the_table_and_the_json_tell_the_same(tmp_path):
     found = planned(tmp_path)
     text, content = as_text(estimate_table(found, CPU)), json.loads(json.dumps(to_dict(found)))
-    for part in ("q_proj", "48×32", "2:4", "parameters kept", "peak of RAM", "about", "on the disk"):
+    for part in ("q_proj", "48×32", "2:4", "parameters kept", "peak of RAM", "about", "weights of OUT"):
         assert part in text
     assert content["ram_peak"] == found.ram_peak
     assert sum(layer["count"] for layer in content["layers"]) == 14

@@ -73,7 +73,7 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Make a language model smaller without retraining it: every linear layer becomes sparse plus low-rank."""
+    """Make a language model smaller: every linear layer of its blocks becomes sparse plus low-rank."""
     console.quiet, console.stderr = QUIET_PROCESS, False
 
 

@@ -197,7 +197,7 @@ def model_card(
 # {name}, sparse + low-rank
 
 hasslefree replaced every linear layer in the blocks{f" (but for {_cell(left)})" if left else ""} of `{report.model}` by
-the sum of a sparse matrix S and a low-rank matrix L, without retraining. It builds on [the paper HASSLE-free].
+the sum of a sparse matrix S and a low-rank matrix L, fitted on calibration texts. It builds on [the paper HASSLE-free].
 Embeddings, norms and the output head were not compressed.
 
 {_figures(report)}

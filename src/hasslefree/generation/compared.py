@@ -87,7 +87,10 @@ def recorded_dense(folder: Path) -> tuple[str | None, str | None]:
         raise CheckpointError(f"{error}, or give the dense one with --dense") from None
     if found := at_hand(name):
         return str(found), None
-    return None, f"The dense model {name} is not on this machine; give its folder with --dense, or download it."
+    return (
+        None,
+        f"The dense model {name} was not found from this folder or in the hub's cache; name it with --dense.",
+    )
 
 
 def at_hand(name: str) -> Path | None:

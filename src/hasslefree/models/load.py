@@ -176,7 +176,8 @@ def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrain
     model, info = found
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
-            f"the checkpoint {name!r} lacks {len(missing)} tensors: {', '.join(missing[:6])}; download or copy it again"
+            f"the checkpoint {name!r} lacks {len(missing)} tensors of a {type(model).__name__}: "
+            f"{', '.join(missing[:6])}; use a checkpoint of this class, or download or copy it again"
         )
     return model.eval()
 

@@ -44,6 +44,8 @@ class HubText:
     protocol: Protocol
 
 
+# The shortest segment that an error proposes: fewer tokens say little about a layer's inputs.
+SHORTEST = 32
 _PTB = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank/{}/0000.parquet"
 
 # The texts and protocols of SparseGPT's experiments (arXiv 2301.00774), which the paper's public code shares: whole
@@ -214,7 +216,7 @@ def draw_segments(
             long.append(tokens)
             windows.append(window(tokens))
     if not long:
-        remedy = f"{option('seqlen', longest)} or longer documents" if longest > 1 else "another text"
+        remedy = f"longer documents or {option('seqlen', longest)}" if longest >= SHORTEST else "longer documents"
         raise CalibrationError(
             f"no document of the calibration text has {seqlen} tokens: the longest of {len(documents)} has {longest}; "
             f"use {remedy}"

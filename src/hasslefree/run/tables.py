@@ -10,6 +10,7 @@ from rich.table import Table
 
 from hasslefree.folder.record import Record
 from hasslefree.levers.advice import Advice
+from hasslefree.recipe.plan import ROOM
 from hasslefree.run.estimate import Footprint
 from hasslefree.run.machine import free_memory, product_rate
 from hasslefree.tables import table
@@ -40,7 +41,7 @@ def totals(found: Footprint, device: torch.device) -> dict[str, str]:
     memory = {} if found.on_cpu else {f"peak of {device}": against(found.device_peak, device)}
     return {
         "parameters kept": f"{found.kept / 1e6:,.1f} M of {found.dense / 1e6:,.1f} M ({found.kept / found.dense:.1%})",
-        "on the disk": size(found.disk),
+        "weights of OUT": f"{size(found.disk - ROOM)}; {size(found.disk)} of free disk space are needed",
         "to run on a GPU": f"{size(found.unpacked)} more, for unpacked weights (none with backend dense)",
         **memory,
         "peak of RAM": against(found.ram_peak, torch.device("cpu")),
