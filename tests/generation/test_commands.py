@@ -76,7 +76,7 @@ def test_a_dense_model_that_is_not_at_hand_is_a_sentence(monkeypatch, capsys, ou
         code, text = run(monkeypatch, capsys, "generate", tmp_path / "out", "Return", "--max-new-tokens", "2")
         assert code == 0, text
         assert text.startswith(
-            f"The dense model {name} was not found from this folder or in the hub's cache; name it with --dense."
+            f"The dense model {name} was not found from this folder or in the cache of the hub; name it with --dense."
         )
         assert "[dense]" not in text
     (tmp_path / "out" / "compression.json").unlink()

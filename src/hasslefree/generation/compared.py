@@ -89,7 +89,7 @@ def recorded_dense(folder: Path) -> tuple[str | None, str | None]:
         return str(found), None
     return (
         None,
-        f"The dense model {name} was not found from this folder or in the hub's cache; name it with --dense.",
+        f"The dense model {name} was not found from this folder or in the cache of the hub; name it with --dense.",
     )
 
 
