@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,6 +26,21 @@ from hasslefree.cli.common import (
 from hasslefree.errors import RecipeError
 
 TEXTS, TASKS, SCALE = "Perplexity", "Zero-shot tasks", "At another scale than the paper's"
+
+
+def max_tokens_option(panel: str) -> Any:
+    return typer.Option(help="Use only the first tokens of each text (default: all).", min=2, rich_help_panel=panel)
+
+
+def limit_option(panel: str) -> Any:
+    return typer.Option(help="Use only the first rows of each task (default: all).", min=1, rich_help_panel=panel)
+
+
+def task_data_option(panel: str) -> Any:
+    words = "Folder with a file TASK.jsonl for each task (default: rows come from the hub)."
+    return typer.Option(help=words, rich_help_panel=panel)
+
+
 DTYPE_HELP = "Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16 (default: {})."
 
 
@@ -46,10 +61,7 @@ def evaluate(
             rich_help_panel=TEXTS,
         ),
     ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(help="Use only the first tokens of each text (default: all).", min=2, rich_help_panel=TEXTS),
-    ] = None,
+    max_tokens: Annotated[int | None, max_tokens_option(TEXTS)] = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(
@@ -57,17 +69,8 @@ def evaluate(
             rich_help_panel=TASKS,
         ),
     ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(help="Use only the first rows of each task (default: all).", min=1, rich_help_panel=TASKS),
-    ] = None,
-    task_data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder with a file TASK.jsonl for each task (default: rows come from the hub).",
-            rich_help_panel=TASKS,
-        ),
-    ] = None,
+    limit: Annotated[int | None, limit_option(TASKS)] = None,
+    task_data: Annotated[Path | None, task_data_option(TASKS)] = None,
     cache: Annotated[
         Path | None,
         typer.Option(
@@ -175,25 +178,13 @@ def reproduce(
         list[str] | None,
         typer.Option(help="Local texts, each as NAME=FILE (default: the paper's).", rich_help_panel=SCALE),
     ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(help="Use only the first tokens of each text (default: all).", min=2, rich_help_panel=SCALE),
-    ] = None,
+    max_tokens: Annotated[int | None, max_tokens_option(SCALE)] = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(help="Zero-shot tasks; none for none (default: the table's).", rich_help_panel=SCALE),
     ] = None,
-    task_data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder with a file TASK.jsonl for each task (default: rows come from the hub).",
-            rich_help_panel=SCALE,
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(help="Use only the first rows of each task (default: all).", min=1, rich_help_panel=SCALE),
-    ] = None,
+    task_data: Annotated[Path | None, task_data_option(SCALE)] = None,
+    limit: Annotated[int | None, limit_option(SCALE)] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP.format("the recipe's"), rich_help_panel=RUN)] = None,
     device: Annotated[str | None, DEVICE] = None,
     plan_only: Annotated[
@@ -226,12 +217,11 @@ def reproduce(
     scale = Scale(rank, samples, seqlen, rounds, calibration, dtype, local_texts(texts or []), max_tokens,
                   chosen_tasks(tasks), limit, task_data)  # fmt: skip
     chosen, desk = tuple(methods) if methods else None, Desk(output, device, console, say)
-    if what == "figure1":
-        with phase_bars() as progress:
-            reproduce_figure(model, chosen, scale, desk, block, progress)
-        return
-    table = table_number(what)
+    table = None if what == "figure1" else table_number(what)
     with phase_bars() as progress:
+        if table is None:
+            reproduce_figure(model, chosen, scale, desk, block, progress)
+            return
         reproduce_table(
             table, model, like, chosen, scale, desk,
             settings=tuple(settings) if settings else None, plan_only=plan_only, keep=keep, progress=progress,
