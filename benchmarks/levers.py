@@ -29,12 +29,13 @@ from typing import Any
 import torch
 from harness import models, plots, streams
 from harness.layers import build_method
-from harness.models import CALIBRATION, LAYERS, MODEL, Measurement
+from harness.models import CALIBRATION, MODEL, Measurement
 from harness.record import RESULTS, geometric_mean, machine, resumed, write
 from harness.streams import Levers, Matching
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from hasslefree import Recipe
+from hasslefree.reproduction.paper import LAYERS_ALONE
 
 # The published transformer matching (3BASiL-TM, arXiv 2603.01376): 20 epochs of which the first is idle, 2e-5 for
 # every tensor, a cosine down to a fifth, no segments held out; the teacher is the dense block on compressed inputs.
@@ -44,18 +45,18 @@ PUBLISHED = Matching(
 BOTH = Levers(share=1.0, matching=Matching())
 # Fields of a recipe, or a method and what `harness.streams` does with it.
 VARIANTS: dict[str, dict[str, Any] | tuple[str, Levers]] = {
-    "joint": LAYERS,
-    "dense targets": LAYERS | {"dense_target": 1.0},
-    "matching": LAYERS | {"match_blocks": True},
-    "allocation": LAYERS | {"allocate": "error"},
-    "targets, matching": LAYERS | {"dense_target": 1.0, "match_blocks": True},
+    "joint": LAYERS_ALONE,
+    "dense targets": LAYERS_ALONE | {"dense_target": 1.0},
+    "matching": LAYERS_ALONE | {"match_blocks": True},
+    "allocation": LAYERS_ALONE | {"allocate": "error"},
+    "targets, matching": LAYERS_ALONE | {"dense_target": 1.0, "match_blocks": True},
     "effort fast": {"effort": "fast"},
     "effort balanced": {"effort": "balanced"},
     "effort best": {"effort": "best"},
-    "3basil": LAYERS | {"method": "3basil"},
+    "3basil": LAYERS_ALONE | {"method": "3basil"},
     "3basil, published matching": ("3basil", Levers(matching=PUBLISHED, teacher="compressed")),
-    "hassle-free": LAYERS | {"method": "hassle-free"},
-    "targets by half": LAYERS | {"dense_target": 0.5},
+    "hassle-free": LAYERS_ALONE | {"method": "hassle-free"},
+    "targets by half": LAYERS_ALONE | {"dense_target": 0.5},
     "targets, matching, then the logits": ("joint", replace(BOTH, logits=Matching(learning_rate=0.003))),
     "targets, matching, then the logits, S too": (
         "joint", replace(BOTH, logits=Matching(learning_rate=0.003), whole=True)

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from harness import models
-from harness.models import LAYERS, Measurement
+from harness.models import Measurement
 from harness.record import RESULTS, resumed
 
 from hasslefree.models import experts
+from hasslefree.reproduction.paper import LAYERS_ALONE
 
 PATTERNS: dict[str, dict[str, Any]] = {
     "2:4 + rank 16": {"pattern": "2:4", "rank": 16},
@@ -39,9 +40,9 @@ DEFAULT = experts.WANTED, experts.ENOUGH
 TRIED = {2: WANTED, 12: WANTED, MANY: (0.0, 1.0, math.inf)}
 METHODS: dict[str, dict[str, Any]] = {
     "joint": {"effort": "fast"},
-    "3basil": LAYERS | {"method": "3basil"},
-    "hassle-free": LAYERS | {"method": "hassle-free", "rounds": 20},
-    "oats": LAYERS | {"method": "oats"},
+    "3basil": LAYERS_ALONE | {"method": "3basil"},
+    "hassle-free": LAYERS_ALONE | {"method": "hassle-free", "rounds": 20},
+    "oats": LAYERS_ALONE | {"method": "oats"},
     "sparsegpt": {"method": "sparsegpt", "rank": 0},
 }
 # Those that need a low-rank part.

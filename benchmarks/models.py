@@ -31,10 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from harness import models, plots
-from harness.models import LAYERS, Measurement
+from harness.models import Measurement
 from harness.record import RESULTS, ROOT, machine, resumed, write
 
 import hasslefree
+from hasslefree.reproduction.paper import LAYERS_ALONE
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -78,7 +79,7 @@ def method_row(measurement: Measurement, setting: str, method: str) -> dict[str,
     if method == "dense":
         return {"perplexity": models.rounded(measurement.dense())}
     pattern, rank = setting.split("/")
-    fields = LAYERS | {"pattern": pattern, "rank": int(rank), "dtype": "float32"} | METHODS[method]
+    fields = LAYERS_ALONE | {"pattern": pattern, "rank": int(rank), "dtype": "float32"} | METHODS[method]
     found = models.compressed(measurement, measurement.recipe(**fields))
     return {field: found[field] for field in FIELDS}
 
@@ -110,7 +111,7 @@ def systems(rank: int) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
     found["gptq, 2:4 + int4"] = {"method": "gptq", "pattern": "2:4"}
     found[f"joint-grid, 2:4 + int4 + {rank}"] = {"method": "joint-grid", "pattern": "2:4", "rank": rank}
-    found = {name: LAYERS | fields for name, fields in found.items()}
+    found = {name: LAYERS_ALONE | fields for name, fields in found.items()}
     found[f"joint, balanced, 2:4 + {rank}"] = {"pattern": "2:4", "rank": rank}
     return found
 

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 from harness import models, plots, streams
-from harness.models import LAYERS, Measurement
+from harness.models import Measurement
 from harness.record import RESULTS, ROOT, machine, resumed, write
 from tables.real import gap_of
 
@@ -46,15 +46,16 @@ import hasslefree
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
+from hasslefree.reproduction.paper import LAYERS_ALONE
 
 # By name, the fields of each recipe. The setting that decides: 2:4 + rank 16.
 SETTING = {"pattern": "2:4", "rank": 16}
 EFFORTS: dict[str, dict[str, Any]] = {effort: SETTING | {"effort": effort} for effort in ("fast", "balanced", "best")}
 RIVALS: dict[str, dict[str, Any]] = {
-    "3basil": SETTING | LAYERS | {"method": "3basil"},
-    "hassle-free": SETTING | LAYERS | {"method": "hassle-free", "rounds": 20},
-    "hassle-free, exact step": SETTING | LAYERS | {"method": "hassle-free", "low_rank": "exact", "rounds": 20},
-    "oats": SETTING | LAYERS | {"method": "oats"},
+    "3basil": SETTING | LAYERS_ALONE | {"method": "3basil"},
+    "hassle-free": SETTING | LAYERS_ALONE | {"method": "hassle-free", "rounds": 20},
+    "hassle-free, exact step": SETTING | LAYERS_ALONE | {"method": "hassle-free", "low_rank": "exact", "rounds": 20},
+    "oats": SETTING | LAYERS_ALONE | {"method": "oats"},
     "sparsegpt": {"pattern": "2:4", "rank": 0, "method": "sparsegpt"},
 }
 # What each lever does alone, to the layers of `fast`.

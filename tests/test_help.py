@@ -24,6 +24,7 @@ from hasslefree.folder.inspect import FolderSize, LayerSize
 from hasslefree.folder.listing import kind_table, layer_table
 from hasslefree.recipe import listing
 from hasslefree.recipe.recipe import GROUPS, Recipe, declaration
+from hasslefree.recipe.resolved import EFFORTS
 from hasslefree.solve import low_rank, methods, pruners
 
 DOCS = Path(__file__).parents[1] / "docs" / "explanation"
@@ -86,6 +87,11 @@ def test_the_root_lists_every_command_in_one_line_under_a_heading():
 )  # fmt: skip
 def test_every_plug_in_has_a_line_and_a_reference(table, about):
     assert about.keys() == table.keys()
+
+
+def test_every_effort_has_a_line():
+    """Oracle: the efforts that a recipe resolves."""
+    assert listing.tables()["efforts"].keys() == EFFORTS.keys()
 
 
 def test_references_are_those_of_the_documentation():

@@ -32,8 +32,6 @@ from hasslefree.packed.linear import compressed_layers
 __all__ = ["CALIBRATION", "MODEL", "TASKS", "load_tokenizer"]
 
 Row = dict[str, Any]
-# A recipe's fields for the layers alone: nothing moves between them, nothing is trained.
-LAYERS = {"allocate": "uniform", "dense_target": 0.0, "match_blocks": False, "match_predictions": 0}
 
 
 @dataclasses.dataclass(frozen=True)

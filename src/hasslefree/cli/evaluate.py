@@ -168,7 +168,9 @@ def reproduce(
     rounds: Annotated[
         int | None,
         typer.Option(
-            help="Rounds of every method that has them (default: the paper's, 80).", min=1, rich_help_panel=SCALE
+            help="Rounds of every method that has them (default: the method's own).",
+            min=1,
+            rich_help_panel=SCALE,
         ),
     ] = None,
     calibration: Annotated[

@@ -14,7 +14,7 @@ from hasslefree.core import budgets
 from hasslefree.core.about import About
 from hasslefree.core.grids import Grid
 from hasslefree.errors import UnknownNameError
-from hasslefree.recipe.recipe import EFFORTS, Recipe, field_types
+from hasslefree.recipe.recipe import ABOUT_EFFORTS, Recipe, field_types
 from hasslefree.recipe.resolved import filled, method_of
 from hasslefree.solve import low_rank, methods, pruners
 from hasslefree.tables import table
@@ -36,7 +36,7 @@ def tables() -> dict[str, dict[str, About]]:
         "pruners": pruners.ABOUT,
         "low-rank solvers": low_rank.ABOUT,
         "patterns": budgets.ABOUT,
-        "efforts": EFFORTS,
+        "efforts": ABOUT_EFFORTS,
     }
 
 

@@ -19,7 +19,7 @@ from hasslefree.validation import DTYPES
 if TYPE_CHECKING:
     from hasslefree.recipe.resolved import Resolved
 
-EFFORTS = {
+ABOUT_EFFORTS = {
     "fast": About("decomposes single layers, and nothing more", "docs: levers"),
     "balanced": About("also trains the kept values of the model", "docs: levers"),
     "best": About("also trains each block, and moves rank", "docs: levers"),
@@ -122,7 +122,7 @@ class Recipe:
         "What is done besides decomposing single layers: fast (nothing), balanced (train the kept values of the whole "
         "model) or best (also train each block, and move rank between layers) (default: balanced for joint, fast for "
         "other methods).",
-        one_of(tuple(EFFORTS)),
+        one_of(tuple(ABOUT_EFFORTS)),
     )
     allocate: str | None = declared(
         None,
