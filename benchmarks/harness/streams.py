@@ -32,7 +32,7 @@ from hasslefree.models.streaming import Weights
 from hasslefree.models.texts import calibration_documents
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers, unpacked_once
-from hasslefree.run.compress import draw
+from hasslefree.run.inputs import draw
 from hasslefree.solve.decompose import solve_layer
 
 __all__ = ["Matching", "calibration_text", "draw"]

@@ -225,7 +225,7 @@ def test_what_is_left_takes_so_long():
 @pytest.mark.parametrize("block", [0, 2])
 def test_figure_1_is_each_layer_on_the_dense_model_s_gram(block):
     """Oracle: Grams from whole forward passes, and `decompose`."""
-    from hasslefree.run.compress import draw
+    from hasslefree.run.inputs import draw
 
     recipe = SMALL.recipe("joint-2-4-rank-64.yaml")
     errors = layer_errors(str(MODEL), recipe, ("oats", "hassle-free, unscaled"), block=block, rounds=2)

@@ -18,7 +18,7 @@ from hasslefree.models.sites import replace_module
 from hasslefree.models.texts import calibration_documents, draw_segments
 from hasslefree.recipe.resolved import filled
 from hasslefree.run import compress as module
-from hasslefree.run.compress import draw
+from hasslefree.run.inputs import draw
 from tests import oracles
 from tests.listeners import by_layer
 from tests.tiny_models import build, gram_of, logits, segments, tensors_of

@@ -19,7 +19,7 @@ from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.errors import CalibrationError
 from hasslefree.models.distributed import World, joined
-from hasslefree.run.compress import check_segments
+from hasslefree.run.inputs import check_segments
 from tests.listeners import by_layer
 from tests.sharing import free_port
 from tests.tiny_models import NO_TOKENIZER, build, segments, tensors_of

@@ -23,7 +23,7 @@ from hasslefree.phases import GRAMS, LOADING, SOLVING, Listener, Phases, heard
 from hasslefree.recipe.plan import make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.report.layer_map import short_names
-from hasslefree.run.compress import draw, open_model
+from hasslefree.run.inputs import draw, open_model
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.methods import build_method
 

@@ -22,8 +22,8 @@ from hasslefree.models.streaming import Weights
 from hasslefree.phases import LOADING, Listener, heard
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.run.compress import check_segments, draw, open_model
 from hasslefree.run.estimate import Footprint, estimate
+from hasslefree.run.inputs import check_segments, draw, open_model
 from hasslefree.run.look import look_over
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.memory import check_memory, runs_beside

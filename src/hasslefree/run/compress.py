@@ -15,15 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
 
-from hasslefree.errors import CalibrationError, ModelError, option
-from hasslefree.folder.card import FIGURE, base_licence, model_card
 from hasslefree.folder.journal import Part, Unfinished, fingerprint, unfinished
 from hasslefree.folder.output import check_output
-from hasslefree.folder.plugin import HasslefreeConfig
-from hasslefree.folder.processor import copy_processor
-from hasslefree.folder.record import LayerRecord, Record, versions
+from hasslefree.folder.record import Record
 from hasslefree.levers.allocation import allocated
 from hasslefree.levers.predictions import Reference
 from hasslefree.levers.rotation import rotate
@@ -31,33 +26,22 @@ from hasslefree.levers.sensitivity import importances
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
 from hasslefree.models.distributed import World, joined, local_device
-from hasslefree.models.experts import split_experts
-from hasslefree.models.load import (
-    auto_class,
-    encode,
-    load_config,
-    load_on_disk,
-    load_tokenizer,
-    refuse_compressed,
-    resolve_device,
-    resolve_seqlen,
-)
+from hasslefree.models.load import load_tokenizer, resolve_device
 from hasslefree.models.streaming import Weights
-from hasslefree.models.texts import calibration_documents, draw_segments
 from hasslefree.models.walk import Walk
-from hasslefree.phases import GRAMS, LOADING, MATCHING, SOLVING, TEXT, WRITING, Listener, Phase, Phases, heard
+from hasslefree.phases import GRAMS, LOADING, MATCHING, SOLVING, WRITING, Listener, Phase, Phases, heard
 from hasslefree.recipe.plan import Plan, bytes_on_disk, digest, make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.report.figures import heat_map, save
 from hasslefree.run.blockwise import compress_blocks
 from hasslefree.run.estimate import Footprint, estimate
+from hasslefree.run.inputs import check_segments, draw, open_model
 from hasslefree.run.look import look_over
 from hasslefree.run.machine import memory_reused, product_rate
 from hasslefree.run.memory import check_memory, runs_beside
+from hasslefree.run.outputs import described, recorded, write_rest
 from hasslefree.run.predictions import dense_reference, match_whole
 from hasslefree.run.sharing import undivided
-from hasslefree.units import significant
 
 logger = logging.getLogger(__name__)
 
@@ -289,40 +273,6 @@ def chosen(model: PreTrainedModel, resolved: Resolved) -> tuple[Blocks, Plan, di
     return blocks, plan, {"dense": list(dense), "towers": beside}
 
 
-def recorded(
-    about: dict[str, Any],
-    parts: list[Part],
-    predictions: dict[str, Any] | None,
-    sensitivities: dict[str, float] | None,
-    seconds: float,
-) -> Record:
-    """The record of a compression.
-
-    Args:
-        about: what `described` says, and more. predictions: what was matched. sensitivities: of an `Allocation`.
-    """
-    layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
-    matching = tuple(part.matching for part in parts if part.matching)
-    rest = about | {name: tuple(about[name]) for name in ("dense", "towers")}
-    rest |= {"matching": matching, "predictions": predictions}
-    if sensitivities is not None:
-        rest["sensitivities"] = {name: significant(value) for name, value in sensitivities.items()}
-    return Record(**rest, seconds=seconds, layers=layers)
-
-
-def described(name: str, model: PreTrainedModel, resolved: Resolved, segments: Tensor) -> dict[str, Any]:
-    """The model, recipe, method and text of a compression, as in `Record` and the journal."""
-    return {
-        "model": name,
-        "recipe": resolved.to_dict(),
-        "method": repr(resolved.method),
-        "versions": versions(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "seqlen": segments.shape[1],
-        "tokens": segments.numel(),
-    }
-
-
 @contextmanager
 def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterator[Unfinished]:
     """The unfinished folder of OUT: for the process that writes it, and as a read-only view for the others."""
@@ -332,94 +282,3 @@ def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterato
             yield work
     else:
         yield Unfinished(out, None, world.broadcast(None))
-
-
-def open_model(
-    model: str | Path | PreTrainedModel, dtype: str, scratch: Path, tokenizer: Any, trust_remote_code: bool
-) -> tuple[str, PreTrainedModel, Any]:
-    """Name, model and tokenizer: opened by name with its weights on disk, or the loaded model as it is.
-
-    Args:
-        scratch: an empty folder, for weights that have to be converted.
-
-    Raises:
-        ModelError: it cannot be loaded, is compressed already, or is loaded in another dtype than the recipe's.
-    """
-    if isinstance(model, str | Path):
-        name = str(model)
-        refuse_compressed(load_config(name, trust_remote_code), name)
-        tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
-        loaded = load_on_disk(name, dtype, scratch, trust_remote_code)
-        split_experts(loaded)
-        return name, loaded, tokenizer
-    name = model.config._name_or_path or type(model).__name__
-    refuse_compressed(model.config, name)
-    if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
-        raise ModelError(
-            f"the loaded model is {model.dtype}, but the recipe says {dtype}; cast the model first "
-            f"(model.to(torch.{dtype})), or leave out {option('dtype')}"
-        )
-    split_experts(model)
-    return name, model.eval(), tokenizer
-
-
-def draw(model: PreTrainedModel, tokenizer: Any, recipe: Recipe, phases: Phases | None = None) -> Tensor:
-    """The recipe's calibration segments: (samples, seqlen) token ids. phases: in which they are counted."""
-    seqlen = resolve_seqlen(model, recipe.seqlen)
-    with (phases or Phases()).phase(TEXT, recipe.samples, "segments") as phase:
-
-        def encoded(text: str) -> list[int]:
-            tokens = encode(tokenizer, text)
-            if len(tokens) >= seqlen:
-                phase.advance()
-            return tokens
-
-        return draw_segments(calibration_documents(recipe.calibration), encoded, recipe.samples, seqlen, recipe.seed)
-
-
-def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:
-    """Raise a CalibrationError where segments are not (samples, seqlen) token ids that the model can take.
-
-    And where there are fewer than processes.
-    """
-    if segments.ndim != 2 or segments.is_floating_point() or len(segments) < 1 or segments.shape[1] < 2:
-        raise CalibrationError(
-            "segments must be a tensor of integer token ids of shape (samples, seqlen), seqlen at least 2; got "
-            f"{segments.dtype} of shape {tuple(segments.shape)}"
-        )
-    if len(segments) < world.size:
-        raise CalibrationError(
-            f"{world.size} processes need at least {world.size} calibration segments, and there are {len(segments)}; "
-            f"use fewer processes, or more {option('samples')}"
-        )
-    resolve_seqlen(model, segments.shape[1])
-    embeddings: Any = model.get_input_embeddings()
-    vocabulary = embeddings.num_embeddings
-    if segments.min() < 0 or segments.max() >= vocabulary:
-        raise CalibrationError(
-            f"the calibration segments contain token ids outside the model's vocabulary (0 to {vocabulary - 1}); "
-            "use the tokenizer of this model"
-        )
-
-
-def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list[Part], report: Record) -> None:
-    """All of the output folder but the weights: configuration, tokenizer, compression.json and the model card."""
-    entries = {name: entry for part in parts for name, entry in part.entries.items()}
-    model.config.quantization_config = HasslefreeConfig(entries)
-    model.config.dtype, model.config.architectures = report.dtype, [type(model).__name__]
-    if model.is_remote_code():
-        custom_object_save(model, folder, config=model.config)  # type: ignore[arg-type]
-    model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    # A model that was created in memory has no files, and the hub is not searched for them.
-    known = Path(report.model).is_dir() or getattr(model.config, "_commit_hash", None)
-    if known and report.towers:
-        copy_processor(report.model, folder)
-    (folder / "compression.json").write_text(report.to_json(), encoding="utf-8")
-    save(heat_map(report), folder / FIGURE)
-    licence = base_licence(report.model) if known else {}
-    card = model_card(report, licence, auto_class(model.config).__name__, model.is_remote_code())
-    (folder / "README.md").write_text(card, encoding="utf-8")

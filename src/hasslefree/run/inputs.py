@@ -1,0 +1,92 @@
+"""What a compression reads: a model, opened by name or as it was loaded, and calibration segments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hasslefree.errors import CalibrationError, ModelError, option
+from hasslefree.models.distributed import World
+from hasslefree.models.experts import split_experts
+from hasslefree.models.load import (
+    encode,
+    load_config,
+    load_on_disk,
+    load_tokenizer,
+    refuse_compressed,
+    resolve_seqlen,
+)
+from hasslefree.models.texts import calibration_documents, draw_segments
+from hasslefree.phases import TEXT, Phases
+from hasslefree.recipe.recipe import Recipe
+
+
+def open_model(
+    model: str | Path | PreTrainedModel, dtype: str, scratch: Path, tokenizer: Any, trust_remote_code: bool
+) -> tuple[str, PreTrainedModel, Any]:
+    """Name, model and tokenizer: opened by name with its weights on disk, or the loaded model as it is.
+
+    Args:
+        scratch: an empty folder, for weights that have to be converted.
+
+    Raises:
+        ModelError: it cannot be loaded, is compressed already, or is loaded in another dtype than the recipe's.
+    """
+    if isinstance(model, str | Path):
+        name = str(model)
+        refuse_compressed(load_config(name, trust_remote_code), name)
+        tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
+        loaded = load_on_disk(name, dtype, scratch, trust_remote_code)
+        split_experts(loaded)
+        return name, loaded, tokenizer
+    name = model.config._name_or_path or type(model).__name__
+    refuse_compressed(model.config, name)
+    if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        raise ModelError(
+            f"the loaded model is {model.dtype}, but the recipe says {dtype}; cast the model first "
+            f"(model.to(torch.{dtype})), or leave out {option('dtype')}"
+        )
+    split_experts(model)
+    return name, model.eval(), tokenizer
+
+
+def draw(model: PreTrainedModel, tokenizer: Any, recipe: Recipe, phases: Phases | None = None) -> Tensor:
+    """The recipe's calibration segments: (samples, seqlen) token ids. phases: in which they are counted."""
+    seqlen = resolve_seqlen(model, recipe.seqlen)
+    with (phases or Phases()).phase(TEXT, recipe.samples, "segments") as phase:
+
+        def encoded(text: str) -> list[int]:
+            tokens = encode(tokenizer, text)
+            if len(tokens) >= seqlen:
+                phase.advance()
+            return tokens
+
+        return draw_segments(calibration_documents(recipe.calibration), encoded, recipe.samples, seqlen, recipe.seed)
+
+
+def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:
+    """Raise a CalibrationError where segments are not (samples, seqlen) token ids that the model can take.
+
+    And where there are fewer than processes.
+    """
+    if segments.ndim != 2 or segments.is_floating_point() or len(segments) < 1 or segments.shape[1] < 2:
+        raise CalibrationError(
+            "segments must be a tensor of integer token ids of shape (samples, seqlen), seqlen at least 2; got "
+            f"{segments.dtype} of shape {tuple(segments.shape)}"
+        )
+    if len(segments) < world.size:
+        raise CalibrationError(
+            f"{world.size} processes need at least {world.size} calibration segments, and there are {len(segments)}; "
+            f"use fewer processes, or more {option('samples')}"
+        )
+    resolve_seqlen(model, segments.shape[1])
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = embeddings.num_embeddings
+    if segments.min() < 0 or segments.max() >= vocabulary:
+        raise CalibrationError(
+            f"the calibration segments contain token ids outside the model's vocabulary (0 to {vocabulary - 1}); "
+            "use the tokenizer of this model"
+        )

@@ -1,0 +1,77 @@
+"""What a compression writes beside the weights: its record, the configuration, the tokenizer and the model card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+
+from hasslefree.folder.card import FIGURE, base_licence, model_card
+from hasslefree.folder.journal import Part
+from hasslefree.folder.plugin import HasslefreeConfig
+from hasslefree.folder.processor import copy_processor
+from hasslefree.folder.record import LayerRecord, Record, versions
+from hasslefree.models.load import auto_class
+from hasslefree.recipe.resolved import Resolved
+from hasslefree.report.figures import heat_map, save
+from hasslefree.units import significant
+
+
+def described(name: str, model: PreTrainedModel, resolved: Resolved, segments: Tensor) -> dict[str, Any]:
+    """The model, recipe, method and text of a compression, as in `Record` and the journal."""
+    return {
+        "model": name,
+        "recipe": resolved.to_dict(),
+        "method": repr(resolved.method),
+        "versions": versions(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "seqlen": segments.shape[1],
+        "tokens": segments.numel(),
+    }
+
+
+def recorded(
+    about: dict[str, Any],
+    parts: list[Part],
+    predictions: dict[str, Any] | None,
+    sensitivities: dict[str, float] | None,
+    seconds: float,
+) -> Record:
+    """The record of a compression.
+
+    Args:
+        about: what `described` says, and more. predictions: what was matched. sensitivities: of an `Allocation`.
+    """
+    layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
+    matching = tuple(part.matching for part in parts if part.matching)
+    rest = about | {name: tuple(about[name]) for name in ("dense", "towers")}
+    rest |= {"matching": matching, "predictions": predictions}
+    if sensitivities is not None:
+        rest["sensitivities"] = {name: significant(value) for name, value in sensitivities.items()}
+    return Record(**rest, seconds=seconds, layers=layers)
+
+
+def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list[Part], report: Record) -> None:
+    """All of the output folder but the weights: configuration, tokenizer, compression.json and the model card."""
+    entries = {name: entry for part in parts for name, entry in part.entries.items()}
+    model.config.quantization_config = HasslefreeConfig(entries)
+    model.config.dtype, model.config.architectures = report.dtype, [type(model).__name__]
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=model.config)  # type: ignore[arg-type]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    # A model that was created in memory has no files, and the hub is not searched for them.
+    known = Path(report.model).is_dir() or getattr(model.config, "_commit_hash", None)
+    if known and report.towers:
+        copy_processor(report.model, folder)
+    (folder / "compression.json").write_text(report.to_json(), encoding="utf-8")
+    save(heat_map(report), folder / FIGURE)
+    licence = base_licence(report.model) if known else {}
+    card = model_card(report, licence, auto_class(model.config).__name__, model.is_remote_code())
+    (folder / "README.md").write_text(card, encoding="utf-8")
