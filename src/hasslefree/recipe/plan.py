@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
-from hasslefree.errors import HasslefreeError
+from hasslefree.errors import BudgetError, HasslefreeError
 from hasslefree.models.blocks import Blocks, select_sites
 from hasslefree.models.heads import head_unit
 from hasslefree.models.sites import Site
@@ -67,10 +67,28 @@ def make_plan(blocks: Blocks, resolved: Resolved) -> Plan:
     """
     chosen = select_sites(blocks, resolved.recipe.leave_dense).sites
     budget = resolved.budget
+    check_rank(blocks, chosen, budget.rank or 0)
     plan = [plan_block(blocks, index, sites, resolved, budget) for index, sites in enumerate(chosen)]
     ranks = [layer.spec.rank for plans in plan for layer in plans.values()]
     check_factor_bits(resolved.recipe.factor_bits, max(ranks, default=None))
     return plan
+
+
+def check_rank(blocks: Blocks, chosen: Sequence[Mapping[str, Site]], rank: int) -> None:
+    """Raise a BudgetError with the narrowest layer if the rank is too large for it: its limit holds for all layers."""
+    shapes = {
+        f"{blocks.prefix(index)}.{name}": site.shape
+        for index, sites in enumerate(chosen)
+        for name, site in sites.items()
+    }
+    if not shapes:
+        return
+    name, (out, width) = min(shapes.items(), key=lambda item: min(item[1]))
+    if rank > min(out, width):
+        raise BudgetError(
+            f"rank {rank} is larger than the narrowest weight ({out}×{width}); the largest rank that every layer can "
+            f"have is {min(out, width)}"
+        ).within(name)
 
 
 def plan_block(
