@@ -1,6 +1,7 @@
 """What is won beyond the single layer: dense targets, block matching, allocation, and what was tried beside them.
 
     python benchmarks/levers.py variants MODEL TEXT… --calibration FILE [--settings …] [--only NAME …] [--seeds 0 1 2]
+    python benchmarks/levers.py efforts MODEL TEXT… --calibration FILE [--settings …] [--only NAME …] [--seeds 0 1 2]
     python benchmarks/levers.py rates [MODEL --calibration FILE]
 
 TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents.
@@ -8,6 +9,8 @@ TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some o
 variants: rows that the output file already holds are kept. What hasslefree offers runs through `hasslefree.compress`;
 what it does not offer, through `harness.streams`. Each row has a process of its own. The gap is the mean over the texts
 of log(perplexity / dense perplexity).
+
+efforts: rows as above, of every effort and of published methods, in a file of their own.
 
 rates: what block matching wins by learning rate, on models of different kinds and depths; and the rule it goes by. The
 model of the demo (4 blocks), a GPT-2 of 2 blocks that is trained here for a few minutes on the demo's calibration text,
@@ -50,9 +53,6 @@ VARIANTS: dict[str, dict[str, Any] | tuple[str, Levers]] = {
     "matching": LAYERS_ALONE | {"match_blocks": True},
     "allocation": LAYERS_ALONE | {"allocate": "error"},
     "targets, matching": LAYERS_ALONE | {"dense_target": 1.0, "match_blocks": True},
-    "effort fast": {"effort": "fast"},
-    "effort balanced": {"effort": "balanced"},
-    "effort best": {"effort": "best"},
     "3basil": LAYERS_ALONE | {"method": "3basil"},
     "3basil, published matching": ("3basil", Levers(matching=PUBLISHED, teacher="compressed")),
     "hassle-free": LAYERS_ALONE | {"method": "hassle-free"},
@@ -69,8 +69,8 @@ VARIANTS: dict[str, dict[str, Any] | tuple[str, Levers]] = {
     "targets, published matching": ("joint", Levers(1.0, PUBLISHED, "compressed")),
 }  # fmt: skip
 # The efforts, and whom they are measured against.
-EFFORTS = ["effort fast", "effort balanced", "effort best"]
-RIVALS = ["joint", "3basil", "3basil, published matching", "hassle-free"]
+EFFORTS: dict[str, dict[str, Any]] = {effort: {"effort": effort} for effort in ("fast", "balanced", "best")}
+RIVALS = ["3basil", "hassle-free"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "2:4 + rank 4": {"pattern": "2:4", "rank": 4},
     "2:8 + rank 16": {"pattern": "2:8", "rank": 16},
@@ -99,7 +99,7 @@ def two_streams(measurement: Measurement, recipe: Recipe, method: str, levers: L
 
 def row(measurement: Measurement, dense: dict[str, float], setting: str, variant: str) -> dict[str, Any]:
     """Compress, and measure."""
-    recipe, chosen = measurement.recipe(dtype="float32", **SETTINGS[setting]), VARIANTS[variant]
+    recipe, chosen = measurement.recipe(dtype="float32", **SETTINGS[setting]), (VARIANTS | EFFORTS)[variant]
     if isinstance(chosen, dict):
         found = models.compressed(measurement, replace(recipe, **chosen))
     else:
@@ -120,7 +120,7 @@ def run_variants(args: argparse.Namespace) -> None:
     }
     models.fill(content, args.output, jobs, row)
     if args.plot:
-        plots.by_time(content, SETTINGS, EFFORTS, RIVALS, args.plot)
+        plots.by_time(content, SETTINGS, list(EFFORTS), args.plot)
 
 
 def gpt2(tokenizer: PreTrainedTokenizerBase, text: str, steps: int) -> PreTrainedModel:
@@ -174,13 +174,16 @@ def run_rates(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    variants = commands.add_parser("variants", parents=[models.options(max_tokens=32768)])
-    variants.set_defaults(run=run_variants)
-    variants.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
-    variants.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    variants.add_argument("--seeds", type=int, nargs="+", default=[0])
-    variants.add_argument("--plot", type=Path, help="draw perplexity against time")
-    variants.add_argument("--output", type=Path, default=RESULTS / "levers.json")
+    for command, names in (("variants", list(VARIANTS)), ("efforts", [*EFFORTS, *RIVALS])):
+        rows = commands.add_parser(command, parents=[models.options(max_tokens=32768)])
+        rows.set_defaults(run=run_variants, plot=None)
+        rows.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+        rows.add_argument("--only", nargs="+", default=names, choices=names)
+        rows.add_argument("--seeds", type=int, nargs="+", default=[0])
+        output = "levers.json" if command == "variants" else "efforts.json"
+        rows.add_argument("--output", type=Path, default=RESULTS / output)
+        if command == "efforts":
+            rows.add_argument("--plot", type=Path, help="draw perplexity against time")
     rates = commands.add_parser("rates")
     rates.set_defaults(run=run_rates)
     rates.add_argument("model", nargs="?")

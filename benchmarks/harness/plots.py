@@ -78,7 +78,7 @@ def by_bytes(content: Content, path: Path) -> None:
     save(figure, path)
 
 
-def by_time(content: Content, settings: Iterable[str], efforts: list[str], rivals: list[str], path: Path) -> None:
+def by_time(content: Content, settings: Iterable[str], efforts: list[str], path: Path) -> None:
     """The gap against CPU seconds of the efforts and of what they are measured against; a panel for each setting."""
     panels = [setting for setting in settings if setting in content["results"]]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), layout="constrained", squeeze=False)
@@ -86,14 +86,13 @@ def by_time(content: Content, settings: Iterable[str], efforts: list[str], rival
         points = {
             name: tuple(sum(row[f] for row in rows.values()) / len(rows) for f in ("cpu_seconds", "gap"))
             for name, rows in content["results"][setting].items()
-            if name in (*efforts, *rivals)
         }
         ours = [points[name] for name in efforts if name in points]
         axis.plot(*zip(*ours, strict=True), "-", color="C0", zorder=1)
         for name, place in points.items():
-            label = name.removeprefix("effort ").replace(", published ", ",\npublished\n")
             axis.scatter(*place, color="C0" if name in efforts else "C3", zorder=2)
-            axis.annotate(label, place, textcoords="offset points", xytext=(4, 4), fontsize=7)
+            beside = (4, 4) if name in efforts else (4, -9)  # two near each other stay legible
+            axis.annotate(name, place, textcoords="offset points", xytext=beside, fontsize=7)
         axis.set(xscale="log", yscale="log", xlabel="CPU seconds", title=setting)
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from harness.record import RESULTS, mean
 
@@ -95,24 +94,12 @@ def levers(content: Content) -> Iterable[Row]:
             }
 
 
-OURS = {"effort fast": "fast", "effort balanced": "balanced", "effort best": "best"}
-RIVALS = ["3basil", "3basil, published matching", "hassle-free"]
-
-
 def efforts(content: Content) -> Iterable[Row]:
-    """The gap, and time, of the three efforts and of rivals; and the ratios."""
+    """The gap, and time, of the three efforts and of published methods; and the ratios."""
     for setting, variants in content["results"].items():
-        row: dict[str, Any] = {"setting": setting, "gap": {}, "seconds": {}, "ratio": {}}
-        for name in [*OURS, *RIVALS]:
-            seeds = variants.get(name)
-            row["gap"][OURS.get(name, name)] = over_seeds(seeds, "gap") if seeds else None
-            row["seconds"][OURS.get(name, name)] = over_seeds(seeds, "cpu_seconds") if seeds else None
-        # Like for like: the seeds that both have.
-        for rival in RIVALS:
-            common = variants["effort best"].keys() & variants.get(rival, {}).keys()
-            best, other = (sum(variants[n][s]["gap"] for s in sorted(common)) for n in ("effort best", rival))
-            row["ratio"][rival] = best / other if common else None
-        yield row
+        gaps, seconds = ({n: over_seeds(v, field) for n, v in variants.items()} for field in ("gap", "cpu_seconds"))
+        ratios = {rival: gaps["best"] / gaps[rival] for rival in ("3basil", "hassle-free")}
+        yield {"setting": setting, "gap": gaps, "seconds": seconds, "ratio": ratios}
 
 
 def systems(content: Content) -> Iterable[Row]:
@@ -142,6 +129,11 @@ LEVERS = (
 LEVERS_NOTE = (
     "Calibrated on {samples} × {seqlen} tokens, perplexity on {max_tokens} tokens a text. Rows with a range in "
     "brackets: means over seeds 0, 1 and 2, with the least and the most; rows without: seed 0. On {where}."
+)
+EFFORTS = (("gap", "{setting}"), ("*", "{gap[*]:.4f} ({seconds[*]:.0f})"), ("best / *", "{ratio[*]:.2f}"))
+EFFORTS_NOTE = (
+    "Calibrated on {samples} × {seqlen} tokens, perplexity on {max_tokens} tokens a text, in brackets the CPU seconds; "
+    "seed 0, on {where}."
 )
 
 TABLES: dict[str, tuple[Table, ...]] = {
@@ -209,13 +201,14 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note=LEVERS_NOTE,
         ),
     ),
-    "efforts": (
+    "efforts": (Table("efforts", f"python benchmarks/levers.py efforts {MODEL}", EFFORTS, efforts, note=EFFORTS_NOTE),),
+    "efforts_demo": (
         Table(
-            "levers",
-            f"python benchmarks/levers.py variants {MODEL}",
-            (("gap", "{setting}"), ("*", "{gap[*]:.4f} ({seconds[*]:.0f})"), ("best / *", "{ratio[*]:.2f}")),
+            "efforts_demo",
+            f"python benchmarks/levers.py efforts {MODEL} --output benchmarks/results/efforts_demo.json",
+            EFFORTS,
             efforts,
-            note="Seeds as in the next tables, on {where}.",
+            note=EFFORTS_NOTE,
         ),
     ),
     "learning_rates": (
