@@ -2,7 +2,8 @@
 
     python benchmarks/reproduction.py NAME MODEL --work FOLDER --calibration FILE --texts NAME=FILE… [--rank …]
 
-What FOLDER holds is not measured again. Results go to benchmarks/results/reproduction_NAME.json, and the figure to
+What FOLDER holds is not measured again, so that each table can have methods and settings of its own: one call for each
+of --parts, all with the same FOLDER. Results go to benchmarks/results/reproduction_NAME.json, and the figure to
 docs/results/figure1_NAME.png. Without --rounds every method has its own, and without --task-data no task is
 measured. The embedded model is measured on --texts held_out=…/demo/held_out.txt, and the reference model on the three
 texts of the paper with --max-tokens 8192.
@@ -50,16 +51,19 @@ def command(args: argparse.Namespace, part: str) -> list[str]:
     for option in ("methods", "settings"):
         words += [f"--{option}", *given] if (given := getattr(args, option)) else []
     words += ["--task-data", str(args.task_data)] if args.task_data else ["--tasks", "none"]
-    given = {option: getattr(args, option) for option in NUMBERS if getattr(args, option) is not None}
+    options = [option for option in NUMBERS if option != "limit" or args.task_data]
+    given = {option: getattr(args, option) for option in options if getattr(args, option) is not None}
     return words + [word for option, number in given.items() for word in (f"--{option.replace('_', '-')}", str(number))]
 
 
 def collected(args: argparse.Namespace) -> dict[str, Any]:
-    """All that was measured, without the machine's paths."""
+    """All that the folder holds, without the machine's paths."""
     settings = {option: getattr(args, option) for option in ("dtype", *NUMBERS)}
     found: dict[str, Any] = {"machine": machine(), "model": args.name, **settings, "tables": {}}
-    for part in args.parts:
-        content = json.loads((args.work / f"{part}.json").read_text())
+    for part, file in ((part, args.work / f"{part}.json") for part in PARTS):
+        if not file.exists():
+            continue
+        content = json.loads(file.read_text())
         if part == "figure1":
             found[part] = content | {"model": args.name}
         else:
