@@ -215,7 +215,7 @@ def test_another_compression_is_not_gone_on_with(change, message, whole, tmp_pat
 
 def test_another_version_does_not_go_on(tmp_path, monkeypatch):
     interrupted(tmp_path / "out", 8)
-    monkeypatch.setitem(hasslefree.compress.__globals__, "versions", lambda: {"torch": "0.1"})
+    monkeypatch.setattr("hasslefree.run.outputs.versions", lambda: {"torch": "0.1"})
     with pytest.raises(OutputError, match=r"versions\.torch was '\S+' and is '0\.1'"):
         compress(tmp_path / "out", resume=True)
 
