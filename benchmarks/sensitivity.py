@@ -77,7 +77,7 @@ def main() -> None:
     )
     parser.set_defaults(samples=64, seqlen=512)
     parser.add_argument("--window", type=int, default=1024, help="tokens of a window of text")
-    parser.add_argument("--probes", type=int, default=2, help="segments, for the exact divergence")
+    parser.add_argument("--probes", type=int, default=1, help="segments, for the exact divergence")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     parser.add_argument("--output", type=Path, default=RESULTS / "sensitivity.json")
     args = parser.parse_args()
