@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError, NonFiniteError, option
@@ -38,6 +39,53 @@ class Probe:
     output: Tensor
 
 
+class _Pass:
+    """A forward pass of one segment: what the blocks that ran were given and returned, and the hooks that note it."""
+
+    def __init__(self, blocks: Blocks, weights: Weights, look: Look | None, passed: Passed | None) -> None:
+        self.blocks, self.weights, self.look, self.passed = blocks, weights, look, passed
+        self.calls: list[BlockCall] = []
+        self.seen: list[Seen] = []
+        self.output: Tensor | None = None
+        # Holds the weights of the block that runs.
+        self.here = ExitStack()
+
+    def handles(self) -> Iterator[RemovableHandle]:
+        for index, block in enumerate(self.blocks.modules):
+            yield block.register_forward_pre_hook(partial(self.enter, index), with_kwargs=True)
+            yield block.register_forward_hook(partial(self.leave, index))
+
+    def enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.here.enter_context(self.weights.present(module.modules, self.blocks.part(index + 1)))
+        states, call = split_call(args, kwargs)
+        if self.output is not None and not torch.equal(self.output.to(states), states):
+            raise ModelError(
+                f"the model changes the hidden states outside its blocks, before {self.blocks.prefix(index)}; models "
+                "of this kind are not supported"
+            )
+        self.calls.append(shaped(call, states))
+        self.seen.append(Seen(rebuilt(call.arguments), call.arguments, ()))
+        if self.look is not None:
+            self.look(index)
+
+    def leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        self.here.close()
+        several = isinstance(output, tuple | list)
+        states, *others = output if several else (output,)
+        self.calls[-1] = replace(self.calls[-1], outputs=len(output) if several else 0)
+        self.seen[-1] = replace(self.seen[-1], after=rebuilt(self.seen[-1].after), outputs=tuple(others))
+        self.output = states
+        if not torch.isfinite(states).all():
+            raise NonFiniteError(
+                f"the output of {self.blocks.prefix(index)} contains NaN or Inf; try another dtype "
+                f"({option('dtype', 'float32')})"
+            )
+        if self.passed is not None:
+            self.passed()
+        if index == len(self.blocks.modules) - 1:
+            raise Stop
+
+
 def probe(
     model: nn.Module,
     blocks: Blocks,
@@ -55,54 +103,15 @@ def probe(
         ModelError: not all blocks run, or the model changes the hidden states between them.
         NonFiniteError: a block outputs NaN or Inf.
     """
-    calls: list[BlockCall] = []
-    seen: list[Seen] = []
-    outputs: list[Tensor] = []
-    here = ExitStack()
-
-    def enter(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            here.enter_context(weights.present(module.modules, blocks.part(index + 1)))
-            states, call = split_call(args, kwargs)
-            if outputs and not torch.equal(outputs[0].to(states), states):
-                raise ModelError(
-                    f"the model changes the hidden states outside its blocks, before {blocks.prefix(index)}; models of "
-                    "this kind are not supported"
-                )
-            calls.append(shaped(call, states))
-            before = rebuilt(call.arguments)
-            seen.append(Seen(before, call.arguments, ()))
-            if look is not None:
-                look(index)
-
-        return hook
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        here.close()
-        states, *others = output if isinstance(output, tuple | list) else (output,)
-        calls[-1] = replace(calls[-1], outputs=len(others) + 1 if isinstance(output, tuple | list) else 0)
-        seen[-1] = replace(seen[-1], after=rebuilt(seen[-1].after), outputs=tuple(others))
-        outputs[:] = [states]
-        if not torch.isfinite(states).all():
-            name = blocks.prefix(blocks.modules.index(module))
-            raise NonFiniteError(
-                f"the output of {name} contains NaN or Inf; try another dtype ({option('dtype', 'float32')})"
-            )
-        if passed is not None:
-            passed()
-        if module is blocks.modules[-1]:
-            raise Stop
-
-    handles = [b.register_forward_pre_hook(enter(i), with_kwargs=True) for i, b in enumerate(blocks.modules)]
-    handles += [block.register_forward_hook(leave) for block in blocks.modules]
-    with hooks(handles), here, weights.present(outside(model, blocks)), torch.no_grad(), suppress(Stop):
+    found = _Pass(blocks, weights, look, passed)
+    with hooks(found.handles()), found.here, weights.present(outside(model, blocks)), torch.no_grad(), suppress(Stop):
         model(input_ids=segment, use_cache=False)
-    if len(calls) != len(blocks.modules):
+    if found.output is None or len(found.calls) != len(blocks.modules):
         raise ModelError(
-            f"the model called blocks {len(calls)} times in one forward pass, but {blocks.name} has "
+            f"the model called blocks {len(found.calls)} times in one forward pass, but {blocks.name} has "
             f"{len(blocks.modules)} blocks; only models that call each block once are supported"
         )
-    return Probe(calls, seen, outputs[0])
+    return Probe(found.calls, found.seen, found.output)
 
 
 def sees_later_tokens(before: Tensor, after: Tensor, dtype: torch.dtype) -> bool:
