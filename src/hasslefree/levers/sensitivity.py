@@ -37,8 +37,8 @@ from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.phases import ALLOCATION, IMPORTANCE, PROBES
 from hasslefree.recipe.plan import LayerPlan, Plan
-from hasslefree.solve.decompose import solve_layer
-from hasslefree.solve.methods.joint import LOOK
+from hasslefree.solve.decompose import approximation
+from hasslefree.solve.methods.joint import LOOK, PRUNING_LOOK, Joint
 
 T = TypeVar("T")
 # Computes something for a pruned layer, from its weight, the pruned weight, H and its plan.
@@ -197,7 +197,7 @@ class SeenLayer:
 
     Args:
         name: in its block; full: in the model. weight: (out, in). gram: of its inputs.
-        prepared: of `LOOK`, in the process that owns the layer.
+        prepared: of `LOOK` and `PRUNING_LOOK`, in the process that owns the layer.
         inputs: (rows, in). gradients: of the labels' log-likelihood, with respect to its outputs, (rows, out). The rows
             are the tokens of this process's probes; of an expert's layer, those that it saw.
         tokens: of all probes.
@@ -214,13 +214,13 @@ class SeenLayer:
     owner: int
     world: World
 
-    def solved(self, pattern: Pattern, rank: int, seed: int = 0) -> Tensor:
+    def solved(self, pattern: Pattern, rank: int, seed: int = 0, method: Joint = LOOK) -> Tensor:
         """S + L of a few rounds of `joint`: (out, in), in the working dtype, the same in all processes."""
         kept = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
         if self.owner == self.world.rank:
-            found = solve_layer(self.weight, self.gram, LOOK, self.prepared, pattern, rank, seed)
-            kept.copy_(found.sparse)
-            kept.add_(found.low_rank.to(kept.dtype).product())
+            weight = self.weight.to(kept.dtype)
+            found = approximation(weight, self.gram, method, self.prepared, pattern, rank, seed)
+            torch.add(found.sparse, found.low_rank.product(), out=kept)
         self.world.broadcast_(kept, self.owner)
         return kept
 
@@ -274,7 +274,7 @@ def block_sensitivities(
     choosing: set[str] = set()
     for layer in seen_layers(reverse, plans, world):
         plan = plans[layer.name]
-        sparse = layer.solved(plan.pattern, 0)
+        sparse = layer.solved(plan.pattern, 0, method=PRUNING_LOOK)
         found[layer.name] = see(layer.weight, sparse, layer.gram, plan), layer.divergence(sparse)
         if layer.gradients is None:
             choosing.add(layer.name)

@@ -29,7 +29,7 @@ from hasslefree.phases import (
 from hasslefree.recipe.plan import Plan
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.sharing import solving_flops
-from hasslefree.solve.methods.joint import LOOK as LOOK_SOLVER
+from hasslefree.solve.methods.joint import PRUNING_LOOK
 
 
 def matching_passes(settings: Matching, segments: int) -> float:
@@ -116,7 +116,7 @@ def probing_flops(
     if resolved.allocate != "error":
         return {PROBES: forward, IMPORTANCE: 2 * forward}
     layers = [layer.spec for plans in plan for layer in plans.values()]
-    first_look = sum(LOOK_SOLVER.cost(*layer.shape, 0).flops for layer in layers) / processes
+    first_look = sum(PRUNING_LOOK.cost(*layer.shape, 0).flops for layer in layers) / processes
     return {PROBES: forward, ALLOCATION: 2 * forward + first_look}
 
 

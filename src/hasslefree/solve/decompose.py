@@ -117,13 +117,9 @@ def solve_layer(
         GridError: the dtype of W does not hold a scale of the grid.
     """
     full = weight.to(working_dtype(weight)) if target is None else target
-    alive = gram.alive
-    live = full if alive.all() else full * alive
-    norm = checked_norm(live, gram, rows)
-    solution = None if method.grid else unchanged(live, pattern, rank, rows)
-    solution = solution or solve(method, live, prepared, pattern, rank, seed, rows)
-    sparse = solution.sparse * alive
-    low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * alive).balanced(rows)
+    norm = checked_norm(live(full, gram), gram, rows)
+    solution = approximation(full, gram, method, prepared, pattern, rank, seed, rows)
+    sparse, low_rank = solution.sparse, solution.low_rank.balanced(rows)
     before = relative(gram.loss(low_rank.residual(full, sparse), rows), norm)
     if not math.isfinite(before):
         raise NonFiniteError(
@@ -147,6 +143,33 @@ def solve_layer(
     rounding = f"the cast to {_name(weight)}" + (", with factors in int8," if factors else "")
     remarks = (*gram.remarks(), *solution.remarks, *_remarks_on(after, before, rounding))
     return Decomposition(cast, cast_low_rank, after, before, solution.history, remarks, on_grid, factors)
+
+
+def live(weight: Tensor, gram: Gram) -> Tensor:
+    """A weight (out, in) with zeros for the inputs that are always zero."""
+    return weight if gram.alive.all() else weight * gram.alive
+
+
+def approximation(
+    weight: Tensor,
+    gram: Gram,
+    method: Method,
+    prepared: Any,
+    pattern: Pattern,
+    rank: int,
+    seed: int,
+    rows: Rows = WHOLE,
+) -> Solution:
+    """S and L of a weight in the working dtype, without a measurement of their error; arguments as for `solve_layer`.
+
+    Raises:
+        FactorizationError: as from `solve`.
+    """
+    alive, weight = gram.alive, live(weight, gram)
+    found = None if method.grid else unchanged(weight, pattern, rank, rows)
+    found = found or solve(method, weight, prepared, pattern, rank, seed, rows)
+    low_rank = LowRank(found.low_rank.u, found.low_rank.v * alive)
+    return dataclasses.replace(found, sparse=found.sparse * alive, low_rank=low_rank)
 
 
 def gathered(found: Decomposition, rows: Rows) -> Decomposition:

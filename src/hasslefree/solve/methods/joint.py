@@ -352,5 +352,7 @@ def refit_scale(matrix: Tensor) -> Tensor:
     return diagonal * inverse_(unit).diagonal().rsqrt()
 
 
-# A quick estimate of what a pattern, or a pattern and a rank, costs a layer: few rounds.
+# A quick estimate of what a pattern and a rank cost a layer: few rounds.
 LOOK = Joint(rounds=10)
+# The same of a pattern alone, where layers are compared: without the polish, which gains nearly as much in every layer.
+PRUNING_LOOK = Joint(rounds=10, sweeps=0)
