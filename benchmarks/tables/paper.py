@@ -38,7 +38,8 @@ def protocol(content: Content) -> Row:
     text = f"at most {content['max_tokens']:,} tokens of each text"
     if any(name in rows[0]["measured"] for name in TASKS):
         text += f"; average: of the table's zero-shot tasks, in per cent, {content['limit']} rows of each"
-    rounds = f"{content['rounds']} rounds of every method" if content["rounds"] else "each method's own rounds"
+    counted = f"{content['rounds']} rounds of every method that counts them"
+    rounds = counted if content["rounds"] else "each method's own rounds"
     return {"own_rounds": rounds, "texts": text, "beside": rows[0]["beside"]}
 
 
