@@ -219,7 +219,7 @@ class SeenLayer:
         kept = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
         if self.owner == self.world.rank:
             weight = self.weight.to(kept.dtype)
-            found = approximation(weight, self.gram, method, self.prepared, pattern, rank, seed)
+            found = approximation(method, weight, self.gram, self.prepared, pattern, rank, seed)
             torch.add(found.sparse, found.low_rank.product(), out=kept)
         self.world.broadcast_(kept, self.owner)
         return kept

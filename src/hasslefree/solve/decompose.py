@@ -118,7 +118,7 @@ def solve_layer(
     """
     full = weight.to(working_dtype(weight)) if target is None else target
     norm = checked_norm(live(full, gram), gram, rows)
-    solution = approximation(full, gram, method, prepared, pattern, rank, seed, rows)
+    solution = approximation(method, full, gram, prepared, pattern, rank, seed, rows)
     sparse, low_rank = solution.sparse, solution.low_rank.balanced(rows)
     before = relative(gram.loss(low_rank.residual(full, sparse), rows), norm)
     if not math.isfinite(before):
@@ -151,9 +151,9 @@ def live(weight: Tensor, gram: Gram) -> Tensor:
 
 
 def approximation(
+    method: Method,
     weight: Tensor,
     gram: Gram,
-    method: Method,
     prepared: Any,
     pattern: Pattern,
     rank: int,
