@@ -354,5 +354,6 @@ def refit_scale(matrix: Tensor) -> Tensor:
 
 # A quick estimate of what a pattern and a rank cost a layer: few rounds.
 LOOK = Joint(rounds=10)
-# The same of a pattern alone, where layers are compared: without the polish, which gains nearly as much in every layer.
+# The same of a pattern alone, where layers are compared: without the polish, which gains nearly the same in every layer
+# unless inputs nearly repeat each other.
 PRUNING_LOOK = Joint(rounds=10, sweeps=0)
