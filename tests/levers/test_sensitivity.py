@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hasslefree
 from hasslefree import Recipe
+from hasslefree.core.patterns import SemiStructured
 from hasslefree.errors import ModelError, NonFiniteError
 from hasslefree.levers.sensitivity import drawn, importances, sensitivities
 from hasslefree.models.blocks import find_blocks
@@ -22,6 +23,8 @@ from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import Weights
 from hasslefree.recipe.plan import make_plan
 from hasslefree.run.look import look_over
+from hasslefree.solve.decompose import approximation
+from hasslefree.solve.methods.joint import PRUNING_LOOK
 from tests.tiny_models import build, logits, segments
 
 RECIPE = Recipe(rank=2, allocate="error").resolve(with_text=False)
@@ -103,6 +106,20 @@ def test_it_is_close_to_the_divergence_of_a_model_with_that_layer_pruned(family,
     assert all(1 / 3 < estimate / exact < 3 for estimate, exact in pairs)
     ordered = [(one[0] < other[0]) == (one[1] < other[1]) for one, other in itertools.combinations(pairs, 2)]
     assert sum(ordered) > 0.8 * len(ordered)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "3:8"])
+def test_a_layer_is_pruned_nearly_as_well_as_by_the_whole_method(pattern):
+    """Oracle: `joint` with all its rounds and the polish; pruning by magnitude is far behind both."""
+    x = torch.randn(400, 24, generator=torch.Generator().manual_seed(0)) @ torch.randn(24, 96).tril(8)
+    weight, gram = torch.randn(64, 96), hasslefree.Gram.from_activations(x + 2 * torch.randn(400, 96))
+    n, m = map(int, pattern.split(":"))
+    parsed = SemiStructured(n, m)
+    found = approximation(PRUNING_LOOK, weight, gram, PRUNING_LOOK.prepare(gram), parsed, 0, 0).sparse
+    assert torch.equal(found != 0, parsed.mask(found.abs()))
+    whole, magnitude = (hasslefree.decompose(weight, gram, pattern, 0, method=name) for name in ("joint", "magnitude"))
+    error = gram.relative_error(weight - found, weight)
+    assert error < 1.2 * whole.relative_error < 1.5 * whole.relative_error < magnitude.relative_error
 
 
 def test_labels_are_drawn_by_their_probability():
