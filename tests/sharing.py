@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hasslefree.models.distributed import joined
+from hasslefree.distributed import joined
 
 
 def free_port():

@@ -12,11 +12,11 @@ import torch
 
 from harness.models import CALIBRATION, MODEL
 from hasslefree import Gram
+from hasslefree.data import calibration_documents, draw_segments
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import encode, load_model, load_tokenizer
 from hasslefree.models.moments import gather
 from hasslefree.models.streaming import Weights
-from hasslefree.models.texts import calibration_documents, draw_segments
 from hasslefree.models.walk import Walk
 
 # Pattern, sparsity where the pattern does not say, rank.

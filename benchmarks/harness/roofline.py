@@ -47,7 +47,7 @@ KINDS = {
     "solve/": "solving",
     "packed/": "packing and writing",
     "folder/": "packing and writing",
-    "run/look.py": "first look",
+    "run/preflight.py": "first look",
 }
 # And by that of the innermost function, where it is none of those.
 INNERMOST = {"core/gram.py": "Grams", "models/moments.py": "Grams"}

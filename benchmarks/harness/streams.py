@@ -20,6 +20,7 @@ from harness.losses import block_losses, head_of, logit_divergence
 from harness.models import loaded
 from hasslefree import Budget, Gram, Recipe, SparseLowRankLinear
 from hasslefree.core.protocols import Method
+from hasslefree.data import calibration_documents
 from hasslefree.levers.matching import Matching, MatchRecord, match_block
 from hasslefree.levers.targets import corrected, drift_correction, target_damping
 from hasslefree.models import moments
@@ -29,7 +30,6 @@ from hasslefree.models.calls import BlockCall, hooks
 from hasslefree.models.probe import block_calls
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights
-from hasslefree.models.texts import calibration_documents
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers, unpacked_once
 from hasslefree.run.inputs import draw

@@ -18,7 +18,7 @@ from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import Weights
 from hasslefree.recipe.plan import weights_on_disk
 from hasslefree.run.advise import advise
-from hasslefree.run.look import look_over
+from hasslefree.run.preflight import look_over
 from hasslefree.units import bytes_of
 from tests.tiny_models import build, segments, tensors_of
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
+from hasslefree.distributed import ALONE
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, RecipeError
 from hasslefree.folder.record import Record
 from hasslefree.levers.masters import Masters
@@ -26,7 +27,6 @@ from hasslefree.levers.predictions import (
     segments_for,
 )
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.distributed import ALONE
 from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.core.patterns import Row, SemiStructured, Unstructured
+from hasslefree.distributed import ALONE
 from hasslefree.errors import ModelError, RecipeError
 from hasslefree.levers import rotation as rotation_module
 from hasslefree.levers.rotation import (
@@ -25,7 +26,6 @@ from hasslefree.levers.rotation import (
     some_rows,
 )
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.distributed import ALONE
 from hasslefree.models.sites import find_sites
 from hasslefree.models.stream import HeadUse, random_rotation
 from hasslefree.models.streaming import Weights

@@ -13,16 +13,16 @@ from transformers.pytorch_utils import Conv1D
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.core.patterns import SemiStructured
+from hasslefree.distributed import World
 from hasslefree.errors import ModelError, NonFiniteError
 from hasslefree.levers.sensitivity import drawn, importances, sensitivities
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calls import hooks
-from hasslefree.models.distributed import World
 from hasslefree.models.moments import probes
 from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import Weights
 from hasslefree.recipe.plan import make_plan
-from hasslefree.run.look import look_over
+from hasslefree.run.preflight import look_over
 from hasslefree.solve.decompose import approximation
 from hasslefree.solve.methods.joint import PRUNING_LOOK
 from tests.tiny_models import build, logits, segments

@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import BudgetError, ModelError, NonFiniteError, PatternError
-from hasslefree.models.beside import same
 from hasslefree.models.blocks import find_blocks
+from hasslefree.models.extra_inputs import same
 from hasslefree.models.load import load_config
 from hasslefree.models.probe import sees_later_tokens
 from tests.tiny_models import build, segments

@@ -3,14 +3,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasslefree.errors import CalibrationError, UnknownNameError
-from hasslefree.models.texts import (
+from hasslefree.data import (
     calibration_documents,
     check_text,
     disjoint_segments,
     draw_segments,
     evaluation_text,
 )
+from hasslefree.errors import CalibrationError, UnknownNameError
 
 
 def encode(text):

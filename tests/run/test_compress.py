@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
+from hasslefree.data import calibration_documents, draw_segments
 from hasslefree.errors import BudgetError, CalibrationError, ModelError, OutputError, RecipeError
 from hasslefree.models import precision
 from hasslefree.models.sites import replace_module
-from hasslefree.models.texts import calibration_documents, draw_segments
 from hasslefree.recipe.resolved import filled
 from hasslefree.run import compress as module
 from hasslefree.run.inputs import draw

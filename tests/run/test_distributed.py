@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
+from hasslefree.distributed import World, joined
 from hasslefree.errors import CalibrationError
-from hasslefree.models.distributed import World, joined
 from hasslefree.run.inputs import check_segments
 from tests.listeners import by_layer
 from tests.sharing import free_port
@@ -246,7 +246,7 @@ TORCHRUN = """
 import os, pathlib, signal, sys
 clock = pathlib.Path(__file__).with_suffix(".clock")
 sys.argv = ["hasslefree", "compress", *sys.argv[1:]]
-import hasslefree.models.distributed as distributed
+import hasslefree.distributed as distributed
 if os.environ["RANK"] == "1":
     add = distributed.World.add
     calls = []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import hasslefree
 from hasslefree import Recipe, SemiStructured
 from hasslefree.core.cost import workspace
-from hasslefree.models.distributed import World
+from hasslefree.distributed import World
 from hasslefree.recipe.plan import LayerPlan
 from hasslefree.run.sharing import cost_of, dealt, shared_layers, solving_flops, undivided
 from hasslefree.solve.methods import METHODS

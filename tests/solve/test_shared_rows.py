@@ -16,7 +16,7 @@ from hasslefree.core.linalg import orthonormal
 from hasslefree.core.patterns import KnownSupport, largest, of_rows
 from hasslefree.core.rows import WHOLE
 from hasslefree.core.selection import largest_of_rows
-from hasslefree.models.distributed import SharedRows, World
+from hasslefree.distributed import SharedRows, World
 from hasslefree.solve.decompose import gathered, solve_layer
 from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.methods.joint import Joint

@@ -15,7 +15,7 @@ from torch import Tensor
 class Rows:
     """All rows of a weight, in a single process: each sum is the value in this process.
 
-    `models.distributed.SharedRows` derives from it. Every process must make the same calls in the same order; the
+    `distributed.SharedRows` derives from it. Every process must make the same calls in the same order; the
     result of a call is the same, bit for bit, in every process.
 
     Attributes: rank, size: of this process, and the number of processes. start: the first row of this process.

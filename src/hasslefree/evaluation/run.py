@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hasslefree.data import check_text, evaluation_protocol, evaluation_text
 from hasslefree.errors import ModelError
 from hasslefree.evaluation.harness import evaluate_tasks
 from hasslefree.evaluation.perplexity import perplexity
@@ -18,7 +19,6 @@ from hasslefree.evaluation.tasks import check_harness, check_tasks
 from hasslefree.folder.record import versions
 from hasslefree.models.load import load_model, load_tokenizer, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
-from hasslefree.models.texts import check_text, evaluation_protocol, evaluation_text
 from hasslefree.phases import LOADING, Listener, Phases, heard
 
 

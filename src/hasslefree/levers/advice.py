@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hasslefree.core.budgets import Budget
+from hasslefree.distributed import ALONE
 from hasslefree.errors import BudgetError
 from hasslefree.levers.sensitivity import backwards, seen_layers
 from hasslefree.models.blocks import Blocks, select_sites
-from hasslefree.models.distributed import ALONE
 from hasslefree.models.moments import PROBED
 from hasslefree.models.walk import Walk
 from hasslefree.phases import ADVICE

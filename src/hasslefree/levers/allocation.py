@@ -11,11 +11,11 @@ from torch import Tensor
 
 from hasslefree.core.gram import Gram
 from hasslefree.core.patterns import Unstructured
+from hasslefree.distributed import World
 from hasslefree.levers.ladders import Ladder, climb, rank_gains
 from hasslefree.levers.owl import outlier_share, owl_ratios
 from hasslefree.levers.sensitivity import sensitivities
 from hasslefree.models.activations import Activations
-from hasslefree.models.distributed import World
 from hasslefree.models.moments import gather, groups_by_input
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk

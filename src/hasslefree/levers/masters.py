@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hasslefree.core.gram import working_dtype
 from hasslefree.core.low_rank import LowRank
+from hasslefree.distributed import World
 from hasslefree.models.calls import hooks
-from hasslefree.models.distributed import World
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, unpacked_once
 
 # Segments on which the inputs of layers are measured, and the least scale of an input, over that of all of them.

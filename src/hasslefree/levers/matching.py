@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from hasslefree.core.gram import working_dtype
+from hasslefree.distributed import ALONE, World
 from hasslefree.errors import CalibrationError, NonFiniteError, option
 from hasslefree.levers.masters import (
     SAMPLES,
@@ -39,7 +40,6 @@ from hasslefree.levers.masters import (
     only_trained,
     whole_for_gradients,
 )
-from hasslefree.models.distributed import ALONE, World
 from hasslefree.models.precision import computing
 from hasslefree.packed.linear import SparseLowRankLinear, unpacked_once
 

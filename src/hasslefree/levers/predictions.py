@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasslefree.core.gram import working_dtype
+from hasslefree.distributed import ALONE, World
 from hasslefree.errors import NonFiniteError, option
 from hasslefree.levers.masters import (
     SAMPLES,
@@ -38,7 +39,6 @@ from hasslefree.levers.masters import (
 from hasslefree.levers.sensitivity import check_predictions
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import BlockCall
-from hasslefree.models.distributed import ALONE, World
 from hasslefree.models.logits import logits_of
 from hasslefree.models.moments import BATCH, run_block, takes_batches
 from hasslefree.models.precision import computing

@@ -24,9 +24,9 @@ from torch import Tensor
 from hasslefree.core.cost import FLOAT
 from hasslefree.core.linalg import inverse_
 from hasslefree.core.patterns import Pattern
+from hasslefree.distributed import World
 from hasslefree.errors import ModelError, option
 from hasslefree.models.activations import Activations
-from hasslefree.models.distributed import World
 from hasslefree.models.moments import gather, groups_by_input
 from hasslefree.models.precision import solving
 from hasslefree.models.stream import HeadUse, StreamUse, head_use, one_after_the_other, outer_use, stream_use, tied

@@ -24,11 +24,11 @@ from torch.nn import functional as F
 
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.patterns import Pattern
+from hasslefree.distributed import World
 from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, option
 from hasslefree.levers.masters import only_trained
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import hooks
-from hasslefree.models.distributed import World
 from hasslefree.models.experts import borrowed
 from hasslefree.models.logits import logits_of
 from hasslefree.models.moments import Sums, checked, groups_by_input, probes, widest_dtype

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hasslefree.errors import ModelError
-from hasslefree.models.beside import Beside
+from hasslefree.models.extra_inputs import Beside
 from hasslefree.models.precision import converted
 
 

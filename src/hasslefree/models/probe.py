@@ -15,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError, NonFiniteError, option
-from hasslefree.models.beside import Beside, Seen, depends, learn, leaves, rebuilt, same
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, Stop, hooks, replaced, shaped, split_call
+from hasslefree.models.extra_inputs import Beside, Seen, depends, learn, leaves, rebuilt, same
 from hasslefree.models.streaming import Weights, outside
 
 # Called with the index of a block.

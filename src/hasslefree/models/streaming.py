@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError
-from hasslefree.models.ahead import Ahead, Source
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.experts import SplitExperts
+from hasslefree.models.prefetch import Ahead, Source
 from hasslefree.packed.linear import SparseLowRankLinear
 
 # All modules of a part of a model, as it is when this is called.

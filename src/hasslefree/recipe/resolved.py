@@ -10,8 +10,8 @@ from typing import Any
 from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.protocols import Method
+from hasslefree.data import check_text
 from hasslefree.errors import HasslefreeError, Problem, RecipeError
-from hasslefree.models.texts import check_text
 from hasslefree.recipe.recipe import Recipe, declaration
 from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.methods.prune import Prune

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from hasslefree.data import check_text
 from hasslefree.errors import HasslefreeError, RecipeError, UnknownNameError, option
 from hasslefree.evaluation.tasks import check_tasks
-from hasslefree.models.texts import check_text
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.reproduction.paper import LAYERS_ALONE, MODELS, RECIPES, TEXTS, PaperRow, paper_rows
 from hasslefree.run.estimate import Footprint, estimate_model

@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hasslefree.core.cost import FLOAT
+from hasslefree.distributed import ALONE
 from hasslefree.errors import RecipeError
 from hasslefree.levers.advice import Advice, Candidate, candidates, costs, probed_tokens
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, find_blocks
-from hasslefree.models.distributed import ALONE
 from hasslefree.models.load import load_tokenizer, resolve_device
 from hasslefree.models.moments import probes
 from hasslefree.models.streaming import Weights
@@ -24,9 +24,9 @@ from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.estimate import Footprint, estimate
 from hasslefree.run.inputs import check_segments, draw, open_model
-from hasslefree.run.look import look_over
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.memory import check_memory, runs_beside
+from hasslefree.run.preflight import look_over
 
 
 def advise(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasslefree.distributed import World
 from hasslefree.folder.entries import entry_of, read_entries
 from hasslefree.folder.journal import Part, Unfinished
 from hasslefree.folder.plugin import empty_layer
@@ -19,7 +20,6 @@ from hasslefree.folder.record import LayerRecord
 from hasslefree.levers.matching import Matching, judges_of, match_block, relative_distance, sink_share
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import hooks
-from hasslefree.models.distributed import World
 from hasslefree.models.experts import borrowed, experts_of
 from hasslefree.models.moments import (
     Stream,
@@ -39,8 +39,8 @@ from hasslefree.phases import GRAMS, MATCHING, RESUMED, SOLVING, Phase, Phases
 from hasslefree.recipe.plan import Plan
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.layers import BlockPhases, Done, Task, compress_groups, copied_but_for
-from hasslefree.run.look import block_tensors, outside_tensors
 from hasslefree.run.machine import in_one_pass, room_for_sums
+from hasslefree.run.preflight import block_tensors, outside_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hasslefree.distributed import World, joined, local_device
 from hasslefree.folder.journal import Part, Unfinished, fingerprint, unfinished
 from hasslefree.folder.output import check_output
 from hasslefree.folder.record import Record
@@ -25,7 +26,6 @@ from hasslefree.levers.rotation import rotate
 from hasslefree.levers.sensitivity import importances
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
-from hasslefree.models.distributed import World, joined, local_device
 from hasslefree.models.load import load_tokenizer, resolve_device
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
@@ -36,11 +36,11 @@ from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.blockwise import compress_blocks
 from hasslefree.run.estimate import Footprint, estimate
 from hasslefree.run.inputs import check_segments, draw, open_model
-from hasslefree.run.look import look_over
 from hasslefree.run.machine import memory_reused, product_rate
 from hasslefree.run.memory import check_memory, runs_beside
 from hasslefree.run.outputs import described, recorded, write_rest
 from hasslefree.run.predictions import dense_reference, match_whole
+from hasslefree.run.preflight import look_over
 from hasslefree.run.sharing import undivided
 
 logger = logging.getLogger(__name__)

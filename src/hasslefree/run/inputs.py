@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hasslefree.data import calibration_documents, draw_segments
+from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, ModelError, option
-from hasslefree.models.distributed import World
 from hasslefree.models.experts import split_experts
 from hasslefree.models.load import (
     encode,
@@ -19,7 +20,6 @@ from hasslefree.models.load import (
     refuse_compressed,
     resolve_seqlen,
 )
-from hasslefree.models.texts import calibration_documents, draw_segments
 from hasslefree.phases import TEXT, Phases
 from hasslefree.recipe.recipe import Recipe
 

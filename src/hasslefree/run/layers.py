@@ -19,12 +19,12 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.patterns import of_rows
 from hasslefree.core.protocols import Decomposition, Method
 from hasslefree.core.rows import WHOLE, Rows
+from hasslefree.distributed import SharedRows, World
 from hasslefree.errors import HasslefreeError, MemoryShortError, OutputError, option
 from hasslefree.folder.entries import entry_of, read_entries
 from hasslefree.folder.plugin import empty_layer
 from hasslefree.folder.record import LayerRecord
 from hasslefree.levers.targets import corrected, drift_correction, target_damping
-from hasslefree.models.distributed import SharedRows, World
 from hasslefree.models.experts import tokens_seen
 from hasslefree.models.moments import Moments
 from hasslefree.models.sites import Site, find_sites

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasslefree.data import calibration_documents, disjoint_segments
+from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, option
 from hasslefree.folder.journal import Unfinished
 from hasslefree.levers.predictions import (
@@ -18,17 +20,15 @@ from hasslefree.levers.predictions import (
     reference_of,
     segments_for,
 )
-from hasslefree.models.distributed import World
 from hasslefree.models.load import encode
 from hasslefree.models.moments import traffic
-from hasslefree.models.texts import calibration_documents, disjoint_segments
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.phases import READ_BACK, REFERENCE_TEXT, Phase
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.blockwise import part_file
-from hasslefree.run.look import block_tensors
 from hasslefree.run.machine import in_one_pass
+from hasslefree.run.preflight import block_tensors
 
 
 def dense_reference(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Tensor, world: World) -> Reference | None:

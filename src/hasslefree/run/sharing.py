@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hasslefree.core.cost import Cost
 from hasslefree.core.protocols import Method, SharingMethod
-from hasslefree.models.distributed import World
+from hasslefree.distributed import World
 from hasslefree.recipe.plan import LayerPlan, Plan
 
 Plans = Mapping[str, LayerPlan]

@@ -6,11 +6,11 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
+from hasslefree.distributed import ALONE
 from hasslefree.errors import ModelError
 from hasslefree.levers.sensitivity import sensitivities
-from hasslefree.models.beside import Column, leaves, rebuilt
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.distributed import ALONE
+from hasslefree.models.extra_inputs import Column, leaves, rebuilt
 from hasslefree.models.moments import first_hidden_states, run_block, takes_batches
 from hasslefree.models.probe import block_calls
 from hasslefree.models.streaming import Weights

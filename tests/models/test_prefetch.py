@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import ModelError
-from hasslefree.models.ahead import Ahead, Source, in_memory
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_on_disk
+from hasslefree.models.prefetch import Ahead, Source, in_memory
 from hasslefree.models.streaming import Weights
 from tests.listeners import by_layer
 from tests.tiny_models import NO_TOKENIZER, build, segments
