@@ -44,7 +44,7 @@ def problem(out, width=32, dtype=torch.float32):
 
 
 def of_one(weight, gram, method, pattern, rank, bits=None):
-    return solve_layer(weight, gram, method, method.prepare(gram), pattern, rank, 0, None, bits)
+    return solve_layer(weight, gram, method, method.prepare(gram), pattern, rank, 0, bits)
 
 
 def of_several(size, weight, gram, method, pattern, rank, bits=None):
@@ -53,7 +53,7 @@ def of_several(size, weight, gram, method, pattern, rank, bits=None):
     def work(world):
         rows = SharedRows(world, len(weight))
         prepared, mine = method.prepare(gram), of_rows(pattern, rows)
-        return gathered(solve_layer(rows.local(weight), gram, method, prepared, mine, rank, 0, None, bits, rows), rows)
+        return gathered(solve_layer(rows.local(weight), gram, method, prepared, mine, rank, 0, bits, rows), rows)
 
     return in_processes(size, work)
 

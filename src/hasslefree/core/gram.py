@@ -17,7 +17,7 @@ class Gram:
 
     Args:
         matrix: (in, in), symmetric positive semi-definite, float32 or float64.
-        tokens: the number of rows of X.
+        tokens: the number of rows of X; 0 if there were none, and H = I stands for them.
         mean: (in,), the mean of the rows of X; None where it was not computed. Only DSNoT needs it.
 
     Example:
@@ -107,7 +107,7 @@ class Gram:
         width, found = len(self.matrix), []
         if dead := width - int(torch.count_nonzero(self.alive)):
             found.append(f"{dead} of {width} inputs are always zero: they get no weight")
-        if self.tokens < width:
+        if 0 < self.tokens < width:
             found.append(f"more inputs ({width}) than tokens ({self.tokens}): H has rank at most {self.tokens}")
         return tuple(found)
 

@@ -108,8 +108,8 @@ def outliers_of(visit: Visit, plans: Mapping[str, LayerPlan], hidden: Activation
     """The share of outliers in the planned layers of a block. hidden: what enters it."""
     layers, sites = [], visit.sites(list(plans))
     for group in groups_by_input(visit.block, visit.call, hidden[0], plans):
-        [moments] = gather(visit.block, visit.prefix, visit.call, hidden, [group], add=world.add)
-        layers += [(sites[name].weight(), moments.gram.matrix.diagonal()) for name in group]
+        [gram] = gather(visit.block, visit.prefix, visit.call, hidden, [group], add=world.add)
+        layers += [(sites[name].weight(), gram.matrix.diagonal()) for name in group]
     return outlier_share(layers)
 
 

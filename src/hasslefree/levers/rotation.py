@@ -211,9 +211,9 @@ class Seen:
         plans, states = self.plan[visit.index], hidden[0].clone()
         self.world.broadcast_(states, 0)  # so that all processes come to the same conclusions
         groups = groups_by_input(visit.block, visit.call, states, plans)
-        moments = gather(visit.block, visit.prefix, visit.call, hidden, groups, None, self.world.add)
+        grams = gather(visit.block, visit.prefix, visit.call, hidden, groups, self.world.add)
         with solving(states.device):
-            known = [inverse_(each.gram.damped(DAMPING).matrix) for each in moments]
+            known = [inverse_(gram.damped(DAMPING).matrix) for gram in grams]
         inverses = {name: inverse for group, inverse in zip(groups, known, strict=True) for name in group}
         if "stream" not in self.left_out:
             try:

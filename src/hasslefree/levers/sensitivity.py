@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,7 +28,7 @@ from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, optio
 from hasslefree.levers.masters import only_trained
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import hooks
-from hasslefree.models.experts import borrowed
+from hasslefree.models.experts import every_expert_called
 from hasslefree.models.logits import logits_of
 from hasslefree.models.moments import Sums, checked, groups_by_input, probes, widest_dtype
 from hasslefree.models.precision import as_multiplied, computing
@@ -254,8 +253,8 @@ def seen_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World) 
     for group in groups:
         rows = inputs[group[0]]
         sums = Sums(states.states.shape[1])
-        sums.take(rows, None)
-        gram = checked(sums.moments(world.add), f"{visit.prefix}.{group[0]}").gram
+        sums.take(rows)
+        gram = checked(sums.gram(world.add), f"{visit.prefix}.{group[0]}")
         owners = world.assign([plans[name].spec.dense_parameters for name in group])
         prepared = LOOK.prepare(gram) if world.rank in owners else None
         for name, owner in zip(group, owners, strict=True):
@@ -313,14 +312,17 @@ def inputs_and_gradients(
 
     handles = [sites[name].on_input(entered(name)) for name in inputs]
     handles += [sites[name].on_output(left(name)) for name in outer]
-    watching = ExitStack()
-    for context in (hooks(handles), borrowed(visit.block), computing(visit.block), only_trained(visit.block, [])):
-        watching.enter_context(context)
-    with watching, torch.enable_grad():
+    block = visit.block
+    with (
+        hooks(handles),
+        every_expert_called(block),
+        computing(block),
+        only_trained(block, []),
+        torch.enable_grad(),
+    ):
         for index in range(len(states)):
             leaf = states[index].requires_grad_()
-            output = visit.call.run(visit.block, leaf)
-            [gradient] = torch.autograd.grad(output, leaf, gradients[index])
+            [gradient] = torch.autograd.grad(visit.call.run(block, leaf), leaf, gradients[index])
             gradients[slice(index, index + 1)] = gradient
 
     def whole(parts: list[Tensor]) -> Tensor:

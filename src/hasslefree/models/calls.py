@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hasslefree.errors import ModelError
@@ -46,10 +47,15 @@ class BlockCall:
         return states if self.beside is None else states[..., : self.beside.width]
 
     def run(self, block: nn.Module, states: Tensor) -> Tensor:
-        """The block's output for hidden states (segments, tokens, width), in their dtype.
+        """The block's output for hidden states (segments, tokens, width), in their dtype, with gradients if enabled.
 
-        Where that is not the dtype of the block, it is to be called within `precision.computing`.
+        All segments run together if `batched`, else one by one. Where the dtype of the states is not the block's, it is
+        to be called within `precision.computing`.
         """
+        parts = [self._run(block, part) for part in states.split(len(states) if self.batched else 1)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _run(self, block: nn.Module, states: Tensor) -> Tensor:
         arguments = self.arguments
         if self.beside is not None:
             arguments = self.beside.arguments(arguments, states)
@@ -57,8 +63,8 @@ class BlockCall:
         args = [arguments[index] for index in range(len(self.args))]
         output = block(self.as_called(states), *args, **{name: arguments[name] for name in self.kwargs})
         hidden, *others = output if isinstance(output, tuple | list) else (output,)
-        found = self.as_rows(hidden).to(states.dtype)
-        return found if self.beside is None else self.beside.after(states, found, others, arguments)
+        after = self.as_rows(hidden).to(states.dtype)
+        return after if self.beside is None else self.beside.after(states, after, others, arguments)
 
     @property
     def arguments(self) -> dict[int | str, Any]:

@@ -9,7 +9,6 @@ the expert.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,14 +19,6 @@ from torch import Tensor, nn
 
 # What `use_experts_implementation` says of the experts of a module.
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "_apply_gate")
-
-
-# The least number of calibration tokens, per input of its widest matrix, that an expert sees as long as fewer than
-# `ENOUGH` are routed to it; from then on, one in each pass. An expert with tokens of its own gains nothing from tokens
-# of other experts (docs/results/quality.md).
-WANTED, ENOUGH = 1.0, 1
-# As a share of all tokens of a pass: one.
-LEAST = 1e-9
 
 
 @dataclass(frozen=True)
@@ -77,8 +68,8 @@ class SplitExperts(nn.Module):
         fused: the module. It gives up its weights, and keeps what lies between them: gates, activations, norms.
         config: of the model, where the module has none.
 
-    Each token goes through the experts that it is routed to. While `borrowed`, an expert also sees other tokens, whose
-    outputs are discarded.
+    Each token goes through the experts that it is routed to. Within `every_expert_called`, an expert without tokens is
+    called with none, so that hooks see all experts.
     """
 
     fused: Any
@@ -90,10 +81,9 @@ class SplitExperts(nn.Module):
         for name, child in list(fused.named_children()):
             self.add_module(name, child)
         self.__dict__["layout"] = self.layout_of(fused)
-        self.rate: float | None = None  # the share of all tokens that an expert sees at least; None: only its own
+        self.calls_every_expert = False
         self.shares = shares(self.layout)
         tensors = dict(fused.named_parameters(recurse=False))
-        self.seen = torch.zeros(0, 2, dtype=torch.int64)  # by expert: its own tokens, and others, while borrowed
         # By name, the shapes of the fused tensors.
         self.sources = {name: tensor.shape for name, tensor in tensors.items()}
         self.count = len(tensors["down_proj"])
@@ -102,14 +92,12 @@ class SplitExperts(nn.Module):
             getattr(getattr(fused, "config", config), name, None)
             for name in ("num_experts_per_tok", "moe_topk", "moe_top_k")
         )
-        self.chosen = next((each for each in known if isinstance(each, int)), self.count)
-        self.widest = 0
+        self.chosen = next((number for number in known if isinstance(number, int)), self.count)
         for index in range(self.count):
             layers = {}
             for name, each in self.shares.items():
                 out, width = each["weight"].of(tensors[each["weight"].source][index]).shape
                 layers[name] = nn.Linear(width, out, bias="bias" in each, device="meta")
-                self.widest = max(self.widest, width)
             self.add_module(str(index), nn.ModuleDict(layers))
         for name, tensor in tensors.items():
             self.fill(name, tensor.detach(), tensor.requires_grad)
@@ -161,33 +149,14 @@ class SplitExperts(nn.Module):
         counts = top_k_index.flatten().bincount(minlength=self.count).tolist()[: self.count]
         weights = top_k_weights.flatten()[order].unsqueeze(-1)
         outputs, first = [], 0
-        for index, (expert, count) in enumerate(zip(self.experts(), counts, strict=True)):
+        for expert, count in zip(self.experts(), counts, strict=True):
             rows = order[first : first + count] // chosen
-            others = self.others(index, rows, tokens)
-            if self.rate is not None:
-                self.seen[index] += torch.tensor([count, len(others)])
-            if count or len(others):
-                found = self.run(expert, states[torch.cat([rows, others])])[:count] * weights[first : first + count]
-                outputs.append(found.to(states.dtype))
+            if count or self.calls_every_expert:
+                weighted = self.run(expert, states[rows]) * weights[first : first + count]
+                outputs.append(weighted.to(states.dtype))
             first += count
         outputs.append(states.new_zeros(len(order) - first, states.shape[1]))
         return torch.cat(outputs)[order.argsort()].view(tokens, chosen, -1).sum(1).view(hidden_states.shape)
-
-    def others(self, index: int, rows: Tensor, tokens: int) -> Tensor:
-        """The indices of tokens that an expert sees in addition to those routed to it: evenly spaced ones."""
-        if not (missing := self.missing(index, len(rows), tokens)):
-            return rows[:0]
-        free = torch.ones(tokens, dtype=torch.bool, device=rows.device)
-        free[rows] = False
-        left = free.nonzero().flatten()
-        return left[evenly(missing, len(left), rows.device)]
-
-    def missing(self, index: int, own: int, tokens: int) -> int:
-        """How many tokens an expert sees in a pass in addition to its own."""
-        if self.rate is None:
-            return 0
-        rate = self.rate if own + int(self.seen[index, 0]) < ENOUGH else LEAST
-        return max(min(math.ceil(rate * tokens), tokens) - own, 0)
 
     def run(self, expert: Any, x: Tensor) -> Tensor:
         """The output of an expert for rows (tokens, width), before its routing weight."""
@@ -233,22 +202,12 @@ class BatchedExperts(SplitExperts):
         tokens = len(hidden_states) // self.count
         owner, rows = hidden_states.view(self.count, tokens, -1).any(-1).nonzero().unbind(1)
         places = owner * tokens + rows
-        found = torch.zeros_like(hidden_states)
+        outputs = torch.zeros_like(hidden_states)
         for index, expert in enumerate(self.experts()):
-            own = places[owner == index]
-            left = places[owner != index]
-            others = left[evenly(self.missing(index, len(own), tokens), len(left), left.device)]
-            if self.rate is not None:
-                self.seen[index] += torch.tensor([len(own), len(others)])
-            if len(own) or len(others):
-                found[own] = self.run(expert, hidden_states[torch.cat([own, others])])[: len(own)].to(found.dtype)
-        return found
-
-
-def evenly(count: int, of: int, device: torch.device) -> Tensor:
-    """`count` evenly spaced numbers below `of`, or all of them if there are fewer."""
-    count = min(count, of)
-    return torch.arange(count, device=device) * of // max(count, 1)
+            routed = places[owner == index]
+            if len(routed) or self.calls_every_expert:
+                outputs[routed] = self.run(expert, hidden_states[routed]).to(outputs.dtype)
+        return outputs
 
 
 def is_fused(module: Any) -> bool:
@@ -297,25 +256,16 @@ def fuse_experts(model: Any) -> None:
 
 
 @contextmanager
-def borrowed(root: nn.Module, tokens: int | None = None) -> Iterator[None]:
-    """Within it, an expert under root that gets no tokens sees evenly spaced tokens that are routed to other experts.
-
-    Its Gram is then shrunk towards that of all tokens: it is the mean over its own and the borrowed ones.
-
-    Args:
-        tokens: of the whole calibration text. An expert without tokens of its own sees `WANTED` of them for each input
-            of its widest matrix. In any case it sees one in every pass.
-    """
-    found = [module for module in root.modules() if isinstance(module, SplitExperts)]
-    before = [module.rate for module in found]
+def every_expert_called(root: nn.Module) -> Iterator[None]:
+    """Within it, all experts under root are called in every pass, with no rows if no token is routed to them."""
+    modules = [module for module in root.modules() if isinstance(module, SplitExperts)]
     try:
-        for module in found:
-            module.rate = min(WANTED * module.widest / tokens, 1.0) if tokens else LEAST
-            module.seen = torch.zeros(module.count, 2, dtype=torch.int64)
+        for module in modules:
+            module.calls_every_expert = True
         yield
     finally:
-        for module, was in zip(found, before, strict=True):
-            module.rate = was
+        for module in modules:
+            module.calls_every_expert = False
 
 
 def experts_of(root: nn.Module, name: str) -> tuple[SplitExperts, int] | None:
@@ -323,18 +273,6 @@ def experts_of(root: nn.Module, name: str) -> tuple[SplitExperts, int] | None:
     parent, _, index = name.rpartition(".")[0].rpartition(".")
     module = root.get_submodule(parent)
     return (module, int(index)) if isinstance(module, SplitExperts) and index.isdigit() else None
-
-
-def tokens_seen(root: nn.Module, name: str) -> tuple[int, int] | None:
-    """How many tokens the expert with a layer of this name saw while `borrowed`: its own, and borrowed ones.
-
-    None for a layer that belongs to no expert.
-    """
-    found = experts_of(root, name)
-    if found is None:
-        return None
-    own, others = found[0].seen[found[1]].tolist()
-    return own, others
 
 
 def share_of_tokens(root: nn.Module, name: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, Stop, hooks
-from hasslefree.models.experts import borrowed, experts_of, share_of_tokens
+from hasslefree.models.experts import every_expert_called, share_of_tokens
 from hasslefree.models.precision import as_multiplied, computing
 from hasslefree.models.probe import entering
 from hasslefree.models.sites import find_sites
@@ -63,7 +63,7 @@ def first_hidden_states(
 def run_block(block: nn.Module, call: BlockCall, hidden: Activations) -> None:
     """Put the block's outputs in the place of its inputs."""
     with computing(block), torch.no_grad():
-        for batch in hidden.batches(BATCH if call.batched else 0):
+        for batch in hidden.batches(BATCH):
             hidden[batch] = call.run(block, hidden[batch])
 
 
@@ -75,9 +75,9 @@ def takes_batches(block: nn.Module, call: BlockCall, hidden: Activations) -> boo
     if len(hidden) < 2:
         return False
     with computing(block), torch.no_grad():
-        apart = torch.cat([call.run(block, hidden[i]) for i in (0, 1)])
+        apart = replace(call, batched=False).run(block, hidden[:2])
         try:
-            together = call.run(block, hidden[:2])
+            together = replace(call, batched=True).run(block, hidden[:2])
         except (RuntimeError, ValueError, IndexError, TypeError):
             return False
     if together.shape != apart.shape:
@@ -110,29 +110,12 @@ def groups_by_input(block: nn.Module, call: BlockCall, states: Tensor, names: It
         return lambda x: inputs.setdefault(name, []).append(x)
 
     watching = hooks(sites[name].on_input(record(name)) for name in names)
-    with watching, borrowed(block), computing(block), torch.no_grad():
+    with watching, every_expert_called(block), computing(block), torch.no_grad():
         call.run(block, states)
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, tensors in inputs.items():
         groups.setdefault(tuple(id(tensor) for tensor in tensors), []).append(name)
     return list(groups.values())
-
-
-# A block and the hidden states that enter it.
-Stream = tuple[nn.Module, Activations]
-
-
-@dataclass(frozen=True)
-class Moments:
-    """The moments of the inputs of a group of layers.
-
-    Args:
-        gram: H = X̂ᵀX̂ / tokens, with the mean of X̂. drift: X̂ᵀ(X − X̂) / tokens, (in, in), with X the inputs in the dense
-            stream; None where it was not requested.
-    """
-
-    gram: Gram
-    drift: Tensor | None = None
 
 
 class Sums:
@@ -150,36 +133,32 @@ class Sums:
     def __init__(self, seqlen: int):
         self.count, self.chunk = 0, min(seqlen, CHUNK)
 
-    def take(self, rows: Tensor, wanted: Tensor | None) -> None:
-        """Add inputs (tokens, in). wanted: those in the dense stream."""
+    def take(self, rows: Tensor) -> None:
+        """Add inputs (tokens, in)."""
         if not self.count:
             self.dtype, dtype, width = working_dtype(rows), widest_dtype(rows.device), rows.shape[1]
             self.first, self.second = rows.new_zeros(width, dtype=dtype), rows.new_zeros(width, width, dtype=dtype)
-            self.drift = None if wanted is None else torch.zeros_like(self.second)
             if rows.device.type == "cuda":
-                self.chunk = len(rows)
+                self.chunk = max(len(rows), 1)
         self.count += len(rows)
-        for index, part in enumerate(rows.split(self.chunk)):
-            seen = part if multiplied_narrow(part) else part.to(self.dtype)
-            self.first.add_(seen.sum(0, dtype=self.dtype))
+        for part in rows.split(self.chunk):
+            factor = part if multiplied_narrow(part) else part.to(self.dtype)
+            self.first.add_(factor.sum(0, dtype=self.dtype))
             with bfloat16_products(part.device) if part.dtype == torch.bfloat16 else nullcontext():
-                _add_product(self.second, seen, seen)
-            if wanted is not None and self.drift is not None:
-                drift = wanted[index * self.chunk :][: len(part)].to(self.dtype).sub(seen)
-                for share in in_parts(drift) if multiplied_narrow(part) else [drift]:
-                    _add_product(self.drift, seen, share)
+                _add_square(self.second, factor)
 
-    def moments(self, add: Callable[[Tensor], None]) -> Moments:
-        """The moments over all tokens. add: sums a tensor over all processes, in place."""
+    def gram(self, add: Callable[[Tensor], None]) -> Gram:
+        """The Gram matrix over all tokens; H = I with 0 tokens where there are none, as for an expert never routed to.
+
+        Args:
+            add: sums a tensor over all processes, in place.
+        """
         count = torch.tensor(self.count, device=self.second.device)
-        add(count)
-
-        def mean(total: Tensor) -> Tensor:
+        for total in (count, self.second, self.first):
             add(total)
-            return total.div_(int(count)).to(self.dtype)
-
-        gram = Gram(mean(_mirror(self.second)), int(count), mean(self.first))
-        return Moments(gram, None if self.drift is None else mean(self.drift))
+        if not (tokens := int(count)):
+            return Gram(torch.eye(len(self.second)).to(self.first.device, self.dtype), 0, self.first.to(self.dtype))
+        return Gram(_mirror(self.second).div_(tokens).to(self.dtype), tokens, self.first.div_(tokens).to(self.dtype))
 
 
 def sums_bytes(width: int) -> int:
@@ -187,13 +166,13 @@ def sums_bytes(width: int) -> int:
     return 3 * FLOAT * width**2
 
 
-def checked(moments: Moments, name: str) -> Moments:
-    """The moments of the inputs of a layer. Raises a NonFiniteError where they are not finite."""
-    if not torch.isfinite(moments.gram.matrix).all():
+def checked(gram: Gram, name: str) -> Gram:
+    """The Gram matrix of the inputs of a layer. Raises a NonFiniteError if it is not finite."""
+    if not torch.isfinite(gram.matrix).all():
         raise NonFiniteError(
             f"the inputs of {name} contain NaN or Inf; try another dtype ({option('dtype', 'float32')})"
         )
-    return moments
+    return gram
 
 
 def gather(
@@ -202,27 +181,23 @@ def gather(
     call: BlockCall,
     hidden: Activations,
     groups: Sequence[Sequence[str]],
-    dense: Stream | None = None,
     add: Callable[[Tensor], None] = lambda sums: None,
-) -> list[Moments]:
-    """The moments of each group's common input, over all segments, in one pass that ends at the last of the groups.
+) -> list[Gram]:
+    """The Gram matrix of each group's common input, over all segments, in one pass that ends at the last group.
 
     Args:
-        prefix: the name of the block. dense: the block as it was, with its own inputs, for the drift; the layers of
-            experts have none, because the two streams may route a token to different ones.
-        add: adds to a tensor, in place, what it is in other processes.
+        prefix: the name of the block. add: adds to a tensor, in place, its values in other processes.
 
     Raises:
         NonFiniteError: an activation is NaN or Inf.
     """
     names, sums = [group[0] for group in groups], [Sums(hidden.states.shape[1]) for _ in groups]
-    common = [name for name in names if experts_of(block, name) is None]
-    with computing(block), computing(dense[0] if dense else block), torch.no_grad():
+    with computing(block), torch.no_grad():
         for batch in hidden.batches(BATCH if call.batched else 0):
-            wanted = inputs_of(dense[0], call, dense[1][batch], common) if dense and common else {}
-            for (name, rows), each in zip(inputs_of(block, call, hidden[batch], names).items(), sums, strict=True):
-                each.take(rows, wanted.get(name))
-    return [checked(each.moments(add), f"{prefix}.{name}") for name, each in zip(names, sums, strict=True)]
+            inputs = inputs_of(block, call, hidden[batch], names)
+            for name, total in zip(names, sums, strict=True):
+                total.take(inputs[name])
+    return [checked(total.gram(add), f"{prefix}.{name}") for name, total in zip(names, sums, strict=True)]
 
 
 def inputs_of(block: nn.Module, call: BlockCall, states: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
@@ -257,24 +232,15 @@ def multiplied_narrow(rows: Tensor) -> bool:
     return rows.device.type == "cuda" and rows.dtype == torch.bfloat16
 
 
-def in_parts(numbers: Tensor) -> list[Tensor]:
-    """Float32 numbers as a sum of two bfloat16 ones, which keep 16 of their 24 bits.
-
-    For CUDA, where products of bfloat16 are many times as fast as those of float32.
-    """
-    large = numbers.to(torch.bfloat16)
-    return [large, (numbers - large).to(torch.bfloat16)]
-
-
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add oneᵀ other, for (tokens, in) each. Of oneᵀ one, which is symmetric, only the blocks from the diagonal on."""
-    symmetric = one is other
-    with torch.autocast(one.device.type, enabled=False):
+def _add_square(total: Tensor, rows: Tensor) -> None:
+    """Add rowsᵀ rows, for rows (tokens, in): only the blocks from the diagonal on, since it is symmetric."""
+    with torch.autocast(rows.device.type, enabled=False):
         for panel, _ in _panels(total):
-            rest = slice(panel.start if symmetric else 0, None)
-            factors = one[:, panel].T, other[:, rest]
-            exact = one.dtype == torch.bfloat16
-            total[panel, rest].add_(torch.mm(*factors, out_dtype=torch.float32) if exact else torch.mm(*factors))
+            factors = rows[:, panel].T, rows[:, panel.start :]
+            exact = rows.dtype == torch.bfloat16
+            total[panel, panel.start :].add_(
+                torch.mm(*factors, out_dtype=torch.float32) if exact else torch.mm(*factors)
+            )
 
 
 def _mirror(total: Tensor) -> Tensor:

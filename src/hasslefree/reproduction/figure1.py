@@ -98,9 +98,9 @@ def dense_moments(
         if visit.index == block:
             groups = groups_by_input(visit.block, visit.call, hidden[0], names)
             with phases.phase(GRAMS, len(names), "layers"):
-                moments = gather(visit.block, visit.prefix, visit.call, hidden, groups)
-            for group, known in zip(groups, moments, strict=True):
-                yield group, known.gram, visit.sites(group)
+                grams = gather(visit.block, visit.prefix, visit.call, hidden, groups)
+            for group, gram in zip(groups, grams, strict=True):
+                yield group, gram, visit.sites(group)
             return
 
 

@@ -20,14 +20,12 @@ from hasslefree.folder.record import LayerRecord
 from hasslefree.levers.matching import Matching, judges_of, match_block, relative_distance, sink_share
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import hooks
-from hasslefree.models.experts import borrowed, experts_of
+from hasslefree.models.experts import every_expert_called, experts_of
 from hasslefree.models.moments import (
-    Stream,
     Sums,
     checked,
     gather,
     groups_by_input,
-    inputs_of,
     run_block,
     sums_bytes,
     traffic,
@@ -173,19 +171,17 @@ def compress_block(
     block, call = visit.block, visit.call
     groups = groups_by_input(block, call, hidden[0], task.plans)
     original = None if dense is None else copied_but_for(visit.sites(list(task.plans)), block)
-    drifting = (original, dense) if original is not None and dense is not None and resolved.dense_target else None
     done: list[Done] = []
     output = None
-    tokens = round(task.world.total(hidden.states[..., 0].numel(), hidden.device))
-    with borrowed(block, tokens):
+    with every_expert_called(block):
         if resolved.recipe.sequential == "layer" and runs_at_once(task, hidden):
-            done, output = compress_in_one_pass(task, hidden, groups, drifting)
+            done, output = compress_in_one_pass(task, hidden, groups)
         else:
             for together in [groups] if resolved.recipe.sequential == "block" else waves(task, groups, hidden.device):
-                moments = gather(block, visit.prefix, call, hidden, together, drifting, task.world.add)
+                grams = gather(block, visit.prefix, call, hidden, together, task.world.add)
                 task.phases.grams.advance(sum(map(len, together)))
                 with task.phases.solving.running():
-                    done += compress_groups(task, together, moments)
+                    done += compress_groups(task, together, grams)
     if original is not None and dense is not None:
         run_block(original, call, dense)
         if resolved.match_blocks:
@@ -258,33 +254,24 @@ def waves(task: Task, groups: list[list[str]], device: torch.device) -> list[lis
     return [wave for each in found.values() for wave in each]
 
 
-def compress_in_one_pass(
-    task: Task, hidden: Activations, groups: list[list[str]], dense: Stream | None
-) -> tuple[list[Done], Tensor]:
+def compress_in_one_pass(task: Task, hidden: Activations, groups: list[list[str]]) -> tuple[list[Done], Tensor]:
     """Decompose and replace every group of layers as soon as its input is computed, in one pass of all segments.
-
-    Args:
-        dense: for targets that lead to the dense model.
 
     Returns:
         The layers with their reports; and what leaves the compressed block: (segments, tokens, width).
     """
-    block, call, done = task.visit.block, task.visit.call, []
+    block, call, done = task.visit.block, task.visit.call, list[Done]()
     sites = task.visit.sites([group[0] for group in groups])
-    wanted: dict[str, Tensor] = {}
-    if dense is not None:
-        with computing(dense[0]), torch.no_grad():
-            wanted = inputs_of(dense[0], call, dense[1][:], [name for name in sites if experts_of(block, name) is None])
 
     def arrived(group: list[str], x: Tensor) -> Tensor:
-        """Compress the layers of a group, whose input this is; the output of the first."""
-        sums, rows = Sums(hidden.states.shape[1]), as_multiplied(x.reshape(-1, x.shape[-1]))
+        """Compress the layers of a group, given their input; the output of the first."""
+        sums = Sums(hidden.states.shape[1])
         with solving(x.device):
-            sums.take(rows, wanted.pop(group[0], None))
-            moments = checked(sums.moments(task.world.add), f"{task.visit.prefix}.{group[0]}")
+            sums.take(as_multiplied(x.reshape(-1, x.shape[-1])))
+            gram = checked(sums.gram(task.world.add), f"{task.visit.prefix}.{group[0]}")
             task.phases.grams.advance(len(group))
             with task.phases.solving.running():
-                done.extend(compress_groups(task, [group], [moments]))
+                done.extend(compress_groups(task, [group], [gram]))
         for layer, _ in done[-len(group) :]:
             ready.enter_context(computing(layer))
         return done[-len(group)][0](x)

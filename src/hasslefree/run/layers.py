@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,6 @@ from hasslefree.errors import HasslefreeError, MemoryShortError, OutputError, op
 from hasslefree.folder.entries import entry_of, read_entries
 from hasslefree.folder.plugin import empty_layer
 from hasslefree.folder.record import LayerRecord
-from hasslefree.levers.targets import corrected, drift_correction, target_damping
-from hasslefree.models.experts import tokens_seen
-from hasslefree.models.moments import Moments
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import trim
 from hasslefree.models.walk import Visit
@@ -42,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 # A layer that the device has no room for is cut into this many chunks of rows.
 CHUNKS = (2, 4, 8, 16)
+
+# The remark on a layer of an expert that no calibration token was routed to.
+NEVER_ROUTED = "no calibration token was routed to this expert: it was fitted without inputs (H = I)"
 
 # Called with the report of each layer.
 Note = Callable[[LayerRecord], None]
@@ -87,48 +87,41 @@ def copied_but_for(sites: Mapping[str, Site], block: nn.Module) -> nn.Module:
     return copy.deepcopy(block, shared)
 
 
-def compress_groups(task: Task, groups: list[list[str]], moments: Sequence[Moments]) -> list[Done]:
-    """Decompose and replace the layers of groups with these moments of their inputs; each process does its share."""
+def compress_groups(task: Task, groups: list[list[str]], grams: Sequence[Gram]) -> list[Done]:
+    """Decompose and replace the layers of groups, given the Gram matrices of their inputs; each process its share."""
     world = task.world
     plans = {name: task.plans[name] for group in groups for name in group}
     shared = shared_layers(task.resolved.method, plans, world.size)
     owners = dealt(plans, shared, world.size)
     found: dict[str, Done] = {}
-    for group, known in zip(groups, moments, strict=True):
+    for group, gram in zip(groups, grams, strict=True):
         # First those that are shared: what the method caches for this Gram is then the same in all processes.
         names = sorted(group, key=lambda name: name not in shared)
         share = {name: plans[name] for name in names if owners[name] in (None, world.rank)}
-        remarks = tuple(shrunk(task, group[0]))
-        found |= compress_group(task, share, shared, known, remarks) if share else {}
+        found |= compress_group(task, share, shared, gram) if share else {}
     done = [install_layer(task, name, owner, found.get(name)) for name, owner in owners.items()]
     trim()
     return done
 
 
-def compress_group(
-    task: Task, plans: Mapping[str, LayerPlan], shared: Container[str], known: Moments, remarks: tuple[str, ...]
-) -> dict[str, Done]:
-    """Decompose layers that share one input, with what depends on its moments computed once.
+def compress_group(task: Task, plans: Mapping[str, LayerPlan], shared: Container[str], gram: Gram) -> dict[str, Done]:
+    """Decompose layers that share one input, with what depends on its Gram matrix computed once.
 
     Args:
-        plans: of these layers. shared: those whose rows all processes share. remarks: on their input.
+        plans: of these layers. shared: those whose rows all processes share.
     """
     visit, resolved = task.visit, task.resolved
     start, done = time.perf_counter(), {}
-    gram, sites, method = known.gram, visit.sites(list(plans)), resolved.method
+    sites, method = visit.sites(list(plans)), resolved.method
+    remarks = () if gram.tokens else (NEVER_ROUTED,)
     try:
-        # It overwrites the drift, and is computed before the solver allocates its arrays: neither needs the other.
-        correction = known.drift
-        if correction is not None:
-            correction.copy_(drift_correction(gram, correction, resolved.dense_target, target_damping(gram)))
         prepared = prepare_with_room(method, gram)
         preparing = (time.perf_counter() - start) / len(plans)
         for name, plan in plans.items():
             start = time.perf_counter()
             rows = SharedRows(task.world, plan.spec.shape[0]) if name in shared else WHOLE
             weight = rows.local(sites[name].weight()).to(plan.dtype)  # it may be `computing`
-            target = None if correction is None else corrected(weight, correction)
-            result = solve_with_room(weight, gram, method, prepared, plan, resolved.recipe.seed, target, rows)
+            result = solve_with_room(weight, gram, method, prepared, plan, resolved.recipe.seed, rows)
             layer = SparseLowRankLinear.from_decomposition(result, sites[name].bias, plan.spec.pattern)
             seconds = time.perf_counter() - start + preparing
             report = LayerRecord.of(f"{visit.prefix}.{name}", layer.spec, result, seconds, layer.stored_bytes)
@@ -140,21 +133,6 @@ def compress_group(
     except HasslefreeError as error:
         raise error.within(f"{visit.prefix}: {', '.join(plans)}") from None
     return done
-
-
-def shrunk(task: Task, name: str) -> Iterator[str]:
-    """A remark where the Gram of an expert's layer also uses tokens of other experts, counted over all processes."""
-    seen = tokens_seen(task.visit.block, name)
-    if seen is None:
-        return
-    device = task.visit.sites([name])[name].parameter.device
-    own, others = (round(task.world.total(count, device)) for count in seen)
-    if others:
-        share = others / (own + others)
-        yield (
-            f"{own} tokens were routed to this expert; its Gram matrix also uses {others} tokens that were routed to "
-            f"other experts ({share:.0%} of all its tokens)"
-        )
 
 
 def prepare_with_room(method: Method, gram: Gram) -> Any:
@@ -183,7 +161,6 @@ def solve_with_room(
     prepared: Any,
     plan: LayerPlan,
     seed: int,
-    target: Tensor | None,
     rows: Rows = WHOLE,
 ) -> Decomposition:
     """`solve_layer`; where memory is short, again in 2, 4, 8, … chunks of rows, with a remark in the result.
@@ -195,12 +172,12 @@ def solve_with_room(
         MemoryShortError: no number of chunks helps; or processes share the layer, and the rows of one do not fit.
     """
     if rows.size > 1:
-        return solve_shared(weight, gram, method, prepared, plan, seed, target, rows)
+        return solve_shared(weight, gram, method, prepared, plan, seed, rows)
     spec = plan.spec
     for chunks in (1, *CHUNKS):
         solver = method if chunks == 1 else InRowChunks(method, chunks, gram)
         try:
-            return solve_layer(weight, gram, solver, prepared, plan.pattern, spec.rank, seed, target, spec.factor_bits)
+            return solve_layer(weight, gram, solver, prepared, plan.pattern, spec.rank, seed, spec.factor_bits)
         except torch.OutOfMemoryError as error:
             logger.warning("not enough memory for a layer %s in %d chunk(s) of rows: %s", spec.shape, chunks, error)
         torch.cuda.empty_cache()
@@ -217,13 +194,12 @@ def solve_shared(
     prepared: Any,
     plan: LayerPlan,
     seed: int,
-    target: Tensor | None,
     rows: Rows,
 ) -> Decomposition:
     """`solve_with_room` for rows of a layer, without chunks: no process can start a layer again alone."""
     spec, pattern = plan.spec, of_rows(plan.pattern, rows)
     try:
-        found = solve_layer(weight, gram, method, prepared, pattern, spec.rank, seed, target, spec.factor_bits, rows)
+        found = solve_layer(weight, gram, method, prepared, pattern, spec.rank, seed, spec.factor_bits, rows)
         return gathered(found, rows)
     except torch.OutOfMemoryError as error:
         raise MemoryShortError(

@@ -13,7 +13,7 @@ from hasslefree.errors import ModelError, NonFiniteError, option
 from hasslefree.folder.entries import crc32
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import hooks
-from hasslefree.models.experts import borrowed
+from hasslefree.models.experts import every_expert_called
 from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import Weights, outside
 from hasslefree.models.walk import Walk
@@ -52,7 +52,7 @@ def look_over(
                     f"the weight {name} contains NaN or Inf; download the checkpoint again, or use another one"
                 )
 
-    with hooks(handles), borrowed(model):
+    with hooks(handles), every_expert_called(model):
         walk = Walk.open(model, blocks, weights, segment, look=look, **walk_options)
     planned = [f"{blocks.prefix(index)}.{name}" for index, plans in enumerate(plan) for name in plans]
     if silent := [name for name in planned if name not in reached]:

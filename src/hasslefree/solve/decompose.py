@@ -83,7 +83,7 @@ def decompose(
     check_factor_bits(factor_bits, exact_rank)
     if grid := solver.grid:
         grid.check((weight.shape[0], weight.shape[1]), exact_pattern.group)
-    found = solve_layer(weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed, None, factor_bits)
+    found = solve_layer(weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed, factor_bits)
     return dataclasses.replace(found, remarks=(DATA_FREE, *found.remarks)) if data_free else found
 
 
@@ -95,18 +95,14 @@ def solve_layer(
     pattern: Pattern,
     rank: int,
     seed: int,
-    target: Tensor | None = None,
     factor_bits: int | None = None,
     rows: Rows = WHOLE,
 ) -> Decomposition:
     """`decompose` for inputs that were checked, with `prepared` = method.prepare(gram) shared between layers.
 
     Args:
-        target: W̃ of `levers.targets`, (out, in), in the working dtype: S + L approximates it in the place of W. The
-            relative errors are then tr(R H Rᵀ) / tr(W̃ H W̃ᵀ) with R = W̃ − S − L: they measure the solver, not the
-            distance to the dense model.
         factor_bits: as for `decompose`; without effect at rank 0.
-        rows: those of W and W̃, where processes share a layer (`core.rows`), and the method can. Then `pattern` is for
+        rows: those of W, where processes share a layer (`core.rows`), and the method can. Then `pattern` is for
             these rows (`of_rows`), and so are S and u of the result; its errors are those of all rows.
 
     Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method.
@@ -116,7 +112,7 @@ def solve_layer(
         FactorizationError: a factorisation in the method failed.
         GridError: the dtype of W does not hold a scale of the grid.
     """
-    full = weight.to(working_dtype(weight)) if target is None else target
+    full = weight.to(working_dtype(weight))
     norm = checked_norm(live(full, gram), gram, rows)
     solution = approximation(method, full, gram, prepared, pattern, rank, seed, rows)
     sparse, low_rank = solution.sparse, solution.low_rank.balanced(rows)
