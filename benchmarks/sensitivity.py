@@ -23,15 +23,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import hasslefree
-from hasslefree.levers.sensitivity import SeenLayer
+from hasslefree.levers.sensitivity import ProbedLayer
 from hasslefree.phases import ALLOCATION, PROBES
 
 RECIPE = {"pattern": "2:4", "rank": 16, "effort": "fast"}
 ROWS = {"uniform": RECIPE, "estimate": RECIPE | {"allocate": "error"}, "exact": RECIPE | {"allocate": "error"}}
 
 
-def exact_divergence(model: Any, segments: Tensor) -> Callable[[SeenLayer, Tensor], float]:
-    """What `SeenLayer.divergence` estimates. model: dense. segments: (segments, tokens)."""
+def exact_divergence(model: Any, segments: Tensor) -> Callable[[ProbedLayer, Tensor], float]:
+    """What `ProbedLayer.divergence` estimates. model: dense. segments: (segments, tokens)."""
 
     @torch.no_grad()
     def predictions() -> Tensor:
@@ -39,7 +39,7 @@ def exact_divergence(model: Any, segments: Tensor) -> Callable[[SeenLayer, Tenso
 
     dense = predictions()
 
-    def divergence(layer: SeenLayer, changed: Tensor) -> float:
+    def divergence(layer: ProbedLayer, changed: Tensor) -> float:
         weight = model.get_submodule(layer.full).weight
         kept, weight.data = weight.data, changed.to(weight.dtype)
         pruned = predictions()
@@ -55,7 +55,7 @@ def row(measurement: Measurement, name: str, probes: int) -> dict[str, Any]:
     if name == "exact":
         model = models.loaded(measurement.model)
         segments = streams.draw(model, models.load_tokenizer(measurement.model), recipe)[:probes]
-        SeenLayer.divergence = exact_divergence(model, segments)  # type: ignore[method-assign]
+        ProbedLayer.divergence = exact_divergence(model, segments)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as scratch:
         report = hasslefree.compress(measurement.model, f"{scratch}/out", recipe)
         perplexity = models.rounded(measurement.perplexities(models.loaded(f"{scratch}/out", "auto")))

@@ -12,7 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def begun(name: str, *calls: Callable[[], T]) -> list[Future[T]]:
+def run_in_background(name: str, *calls: Callable[[], T]) -> list[Future[T]]:
     """Run calls one after the other in one new thread, which ends after the last one.
 
     Args:

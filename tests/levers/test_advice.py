@@ -11,14 +11,14 @@ from hasslefree import Recipe
 from hasslefree.core.patterns import SemiStructured
 from hasslefree.errors import BudgetError, HasslefreeError, RecipeError
 from hasslefree.levers.advice import PATTERNS, STEP, candidates, costs
-from hasslefree.levers.sensitivity import SeenLayer
+from hasslefree.levers.sensitivity import ProbedLayer
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calls import hooks
 from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import Weights
 from hasslefree.recipe.plan import weights_on_disk
 from hasslefree.run.advise import advise
-from hasslefree.run.preflight import look_over
+from hasslefree.run.preflight import preflight
 from hasslefree.units import bytes_of
 from tests.tiny_models import build, segments, tensors_of
 
@@ -59,13 +59,13 @@ def test_what_a_choice_costs_is_the_sum_over_layers(family, tmp_path, monkeypatc
         kept = torch.where(pattern.mask(self.weight.abs()), self.weight, 0)
         return kept + 0.01 * rank * self.weight
 
-    monkeypatch.setattr(SeenLayer, "solved", solved)
+    monkeypatch.setattr(ProbedLayer, "solved", solved)
     model, tokens = build(family), segments(2, 16)
     chosen = within(model, weights_on_disk(model, []) - 1000)
     assert len(chosen) > 2
     blocks = find_blocks(model)
     options = {"storage": "device", "folder": tmp_path}
-    walk, _ = look_over(model, blocks, Weights(model, model.device), chosen[0].plan, tokens[:1], options)
+    walk, _ = preflight(model, blocks, Weights(model, model.device), chosen[0].plan, tokens[:1], options)
     found = list(costs(walk, chosen, tokens, 0))
     sites = {f"{blocks.prefix(i)}.{n}": s for i, b in enumerate(blocks.modules) for n, s in find_sites(b).items()}
     x, y = {}, {}

@@ -15,14 +15,14 @@ from hasslefree import Recipe
 from hasslefree.core.patterns import SemiStructured
 from hasslefree.distributed import World
 from hasslefree.errors import ModelError, NonFiniteError
-from hasslefree.levers.sensitivity import drawn, importances, sensitivities
+from hasslefree.levers.sensitivity import importances, sample_labels, sensitivities
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calls import hooks
 from hasslefree.models.moments import probes
 from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import Weights
 from hasslefree.recipe.plan import make_plan
-from hasslefree.run.preflight import look_over
+from hasslefree.run.preflight import preflight
 from hasslefree.solve.decompose import approximation
 from hasslefree.solve.methods.joint import PRUNING_LOOK
 from tests.tiny_models import build, logits, segments
@@ -36,7 +36,7 @@ def plan_of(model):
 
 def walk_of(model, tokens, folder, storage="device"):
     options = {"storage": storage, "folder": folder}
-    return look_over(model, find_blocks(model), Weights(model, model.device), plan_of(model), tokens[:1], options)[0]
+    return preflight(model, find_blocks(model), Weights(model, model.device), plan_of(model), tokens[:1], options)[0]
 
 
 def look(model, tokens, folder, storage="device"):
@@ -50,7 +50,7 @@ def test_it_is_the_mean_square_of_what_moves_the_labels_likelihood(family, place
     """Oracle: ½ mean (g_tᵀ ΔW x_t)², with g by autograd through the whole model at once, token by token in float64."""
     monkeypatch.setattr("hasslefree.models.moments.PROBED", 40)  # two segments of 16
     labels = torch.arange(16) * 3 % 64
-    monkeypatch.setattr("hasslefree.levers.sensitivity.drawn", lambda logits, generator: labels[: len(logits)])
+    monkeypatch.setattr("hasslefree.levers.sensitivity.sample_labels", lambda logits, generator: labels[: len(logits)])
     model, tokens = build(family), segments(4, 16)
     found = look(model, tokens, tmp_path, place)
     blocks = find_blocks(model)
@@ -76,7 +76,7 @@ def test_it_is_the_mean_square_of_what_moves_the_labels_likelihood(family, place
 def test_a_channel_counts_by_what_moves_the_labels_likelihood(family, tmp_path, monkeypatch):
     """Oracle: the mean square of the gradient by autograd through the whole model at once."""
     labels = torch.arange(16) * 3 % 64
-    monkeypatch.setattr("hasslefree.levers.sensitivity.drawn", lambda logits, generator: labels[: len(logits)])
+    monkeypatch.setattr("hasslefree.levers.sensitivity.sample_labels", lambda logits, generator: labels[: len(logits)])
     model, tokens, kept = build(family), segments(2, 16), []
     found = importances(walk_of(model, tokens, tmp_path), tokens, World())
     blocks = find_blocks(model).modules
@@ -125,7 +125,7 @@ def test_a_layer_is_pruned_nearly_as_well_as_by_the_whole_method(pattern):
 def test_labels_are_drawn_by_their_probability():
     """Oracle: the softmax. A logit of −∞ is never drawn."""
     logits = torch.tensor([1.0, -torch.inf, 2.0, 0.0]).expand(20000, 4)
-    labels = drawn(logits, torch.Generator().manual_seed(0))
+    labels = sample_labels(logits, torch.Generator().manual_seed(0))
     shares = labels.bincount(minlength=4) / len(labels)
     torch.testing.assert_close(shares, F.softmax(logits[0], -1), atol=0.01, rtol=0)
     assert shares[1] == 0

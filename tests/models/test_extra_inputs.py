@@ -28,7 +28,7 @@ def test_block_by_block_is_the_whole_model_on_other_texts(family):
     model, tokens = build(family), segments(seed=1)
     blocks = find_blocks(model)
     calls = block_calls(model, blocks, segments(1), Weights(model, model.device))
-    assert calls[0].beside is not None
+    assert calls[0].extra is not None
     hidden = first_hidden_states(model, blocks, tokens, calls=calls)
     for block, call in zip(blocks.modules, calls, strict=True):
         assert takes_batches(block, call, hidden)

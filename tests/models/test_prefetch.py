@@ -16,7 +16,7 @@ from hasslefree import Recipe
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_on_disk
-from hasslefree.models.prefetch import Ahead, Source, in_memory
+from hasslefree.models.prefetch import Prefetcher, Source, in_memory
 from hasslefree.models.streaming import Weights
 from tests.listeners import by_layer
 from tests.tiny_models import NO_TOKENIZER, build, segments
@@ -165,7 +165,7 @@ def test_for_a_gpu_it_is_read_into_pinned_memory_by_the_thread(monkeypatch):
     source = Source({"weight": torch.randn(3, 4)}, "weight", "layer.weight")
     with fake_cuda():
         monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-        ahead = Ahead(torch.device("cuda"))
+        ahead = Prefetcher(torch.device("cuda"))
         ahead.start([source])
         assert torch.equal(ahead.take(source), source.stored["weight"])
     assert [name.startswith("read ahead") for name in pinned] == [True]

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hasslefree.background import begun, error_of
+from hasslefree.background import error_of, run_in_background
 from hasslefree.errors import CheckpointError, OutputError, option
 from hasslefree.folder.headers import read_json
 from hasslefree.folder.output import check_output, is_of_the_disk, open_up, put_in_place
@@ -103,7 +103,7 @@ class Unfinished:
         """
         self.wait()
         held = {name: tensor.detach().cpu() for name, tensor in tensors.items()}  # a GPU's memory is for the next part
-        [self._writing] = begun("write", partial(self._write_part, file, held, rest))
+        [self._writing] = run_in_background("write", partial(self._write_part, file, held, rest))
         if not self.beside:
             self.wait()
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from hasslefree.core.budgets import Budget
 from hasslefree.distributed import ALONE
 from hasslefree.errors import BudgetError
-from hasslefree.levers.sensitivity import backwards, seen_layers
+from hasslefree.levers.sensitivity import backwards, probed_layers
 from hasslefree.models.blocks import Blocks, select_sites
 from hasslefree.models.moments import PROBED
 from hasslefree.models.walk import Walk
@@ -123,7 +123,7 @@ def costs(walk: Walk, chosen: Sequence[Candidate], segments: Tensor, seed: int) 
     passing = backwards(walk, segments, ALONE, seed, probed_tokens(chosen[0].plan))
     for reverse in walk.phases.counted(ADVICE, passing, len(walk.blocks.modules), "blocks"):
         plans = [candidate.plan[reverse.visit.index] for candidate in chosen]
-        for layer in seen_layers(reverse, plans[0], ALONE):
+        for layer in probed_layers(reverse, plans[0], ALONE):
             for place, each in enumerate(plans):
                 plan = each[layer.name]
                 totals[place] += layer.divergence(layer.solved(plan.pattern, plan.spec.rank, seed))

@@ -171,7 +171,7 @@ def gradients_of_labels(walk: Walk, segments: Tensor, states: Activations, world
             generator = torch.Generator().manual_seed((seed + SPREAD * (index * world.size + world.rank)) % 2**63)
             leaf = states[index].requires_grad_()
             logits = logits_of(walk.model, walk.blocks, walk.calls, segment, leaf)
-            labels = torch.cat([drawn(rows, generator) for rows in logits.detach().split(TOKENS)])
+            labels = torch.cat([sample_labels(rows, generator) for rows in logits.detach().split(TOKENS)])
             chosen = F.cross_entropy(logits.to(working_dtype(logits)), labels, reduction="sum")
             [gradient] = torch.autograd.grad(chosen, leaf)
             if not torch.isfinite(gradient).all():
@@ -183,7 +183,7 @@ def gradients_of_labels(walk: Walk, segments: Tensor, states: Activations, world
     return gradients
 
 
-def drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
+def sample_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
     """A token id for each row of logits (tokens, vocabulary), drawn from their softmax."""
     total = F.softmax(logits.to(working_dtype(logits)), -1).cumsum(-1)
     uniform = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64).to(total)
@@ -191,7 +191,7 @@ def drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SeenLayer:
+class ProbedLayer:
     """A layer of the dense model on the probes.
 
     Args:
@@ -244,7 +244,7 @@ class SeenLayer:
         return found
 
 
-def seen_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World) -> Iterator[SeenLayer]:
+def probed_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World) -> Iterator[ProbedLayer]:
     """The planned layers of one block, in the order of data flow. The gradients have passed the block then."""
     visit, states = reverse.visit, reverse.states
     groups = groups_by_input(visit.block, visit.call, states[0], plans)
@@ -259,7 +259,7 @@ def seen_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World) 
         prepared = LOOK.prepare(gram) if world.rank in owners else None
         for name, owner in zip(group, owners, strict=True):
             full, weight = f"{visit.prefix}.{name}", sites[name].weight()
-            yield SeenLayer(name, full, weight, gram, prepared, rows, outer[name], tokens, owner, world)
+            yield ProbedLayer(name, full, weight, gram, prepared, rows, outer[name], tokens, owner, world)
 
 
 def block_sensitivities(
@@ -271,7 +271,7 @@ def block_sensitivities(
     """
     found: dict[str, tuple[T, float]] = {}
     choosing: set[str] = set()
-    for layer in seen_layers(reverse, plans, world):
+    for layer in probed_layers(reverse, plans, world):
         plan = plans[layer.name]
         sparse = layer.solved(plan.pattern, 0, method=PRUNING_LOOK)
         found[layer.name] = see(layer.weight, sparse, layer.gram, plan), layer.divergence(sparse)

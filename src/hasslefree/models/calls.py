@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hasslefree.errors import ModelError
-from hasslefree.models.extra_inputs import Beside
+from hasslefree.models.extra_inputs import ExtraInputs
 from hasslefree.models.precision import converted
 
 
@@ -31,7 +31,7 @@ class BlockCall:
         batched: whether several segments together give the same outputs as one at a time, with these arguments.
         shape: of the hidden states of a token in the model, where it is not (width,). first: whether the first axis of
             that shape precedes the axis of segments there.
-        beside: the additional columns; None where there are none.
+        extra: the additional columns; None where there are none.
     """
 
     args: tuple[Any, ...]
@@ -40,11 +40,11 @@ class BlockCall:
     batched: bool = False
     shape: tuple[int, ...] = ()
     first: bool = False
-    beside: Beside | None = None
+    extra: ExtraInputs | None = None
 
     def hidden(self, states: Tensor) -> Tensor:
         """The hidden states alone: (segments, tokens, width)."""
-        return states if self.beside is None else states[..., : self.beside.width]
+        return states if self.extra is None else states[..., : self.extra.width]
 
     def run(self, block: nn.Module, states: Tensor) -> Tensor:
         """The block's output for hidden states (segments, tokens, width), in their dtype, with gradients if enabled.
@@ -57,14 +57,14 @@ class BlockCall:
 
     def _run(self, block: nn.Module, states: Tensor) -> Tensor:
         arguments = self.arguments
-        if self.beside is not None:
-            arguments = self.beside.arguments(arguments, states)
+        if self.extra is not None:
+            arguments = self.extra.arguments(arguments, states)
         arguments = {name: converted(value, states.dtype) for name, value in arguments.items()}
         args = [arguments[index] for index in range(len(self.args))]
         output = block(self.as_called(states), *args, **{name: arguments[name] for name in self.kwargs})
         hidden, *others = output if isinstance(output, tuple | list) else (output,)
         after = self.as_rows(hidden).to(states.dtype)
-        return after if self.beside is None else self.beside.after(states, after, others, arguments)
+        return after if self.extra is None else self.extra.after(states, after, others, arguments)
 
     @property
     def arguments(self) -> dict[int | str, Any]:

@@ -27,7 +27,7 @@ Arguments = Mapping[int | str, Any]
 
 
 @dataclass(frozen=True)
-class Seen:
+class BlockTrace:
     """A call of a block in a forward pass of one segment.
 
     Args:
@@ -78,7 +78,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Beside:
+class ExtraInputs:
     """The columns of a model, and what one block does with them.
 
     Args:
@@ -153,7 +153,9 @@ def rebuilt(value: Any, put: Callable[[Path, Any], Any] = lambda path, leaf: lea
     return put(path, value)
 
 
-def learn(width: int, tokens: int, names: Sequence[str], first: Sequence[Seen], second: Sequence[Seen]) -> list[Beside]:
+def learn(
+    width: int, tokens: int, names: Sequence[str], first: Sequence[BlockTrace], second: Sequence[BlockTrace]
+) -> list[ExtraInputs]:
     """Which columns every block reads and writes, from forward passes of two segments that differ in their last token.
 
     Args:
@@ -196,7 +198,7 @@ def learn(width: int, tokens: int, names: Sequence[str], first: Sequence[Seen], 
         """Those that a block reads."""
         return {place: made[id(value)] for place, value in values.items() if made[id(value)] in columns}
 
-    return [Beside(width, columns, reads, kept(written), kept(yielded)) for reads, written, yielded in found]
+    return [ExtraInputs(width, columns, reads, kept(written), kept(yielded)) for reads, written, yielded in found]
 
 
 def depends(name: str, path: Path) -> ModelError:

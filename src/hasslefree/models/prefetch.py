@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hasslefree.background import begun
+from hasslefree.background import run_in_background
 from hasslefree.errors import ModelError
 
 
@@ -50,7 +50,7 @@ class Source:
         return files.dataset.index[name].get("safetensors_file") or f"{files.dataset.save_folder}/{name}.dat"
 
 
-class Ahead:
+class Prefetcher:
     """Reads the tensors that are taken next, in a thread, and holds them until they are.
 
     Args:
@@ -66,7 +66,7 @@ class Ahead:
         """Start to read these tensors. Tensors of an earlier start that were not taken are dropped."""
         self.drop()
         calls = {source.name: partial(in_memory, source, self.device) for source in sources}
-        self._reads = dict(zip(calls, begun("read ahead", *calls.values()), strict=True))
+        self._reads = dict(zip(calls, run_in_background("read ahead", *calls.values()), strict=True))
 
     def take(self, source: Source) -> Tensor:
         """The tensor of a source, on the CPU: what was read ahead of it, or read now.

@@ -17,7 +17,7 @@ from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError, NonFiniteError, option
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, Stop, hooks, replaced, shaped, split_call
-from hasslefree.models.extra_inputs import Beside, Seen, depends, learn, leaves, rebuilt, same
+from hasslefree.models.extra_inputs import BlockTrace, ExtraInputs, depends, learn, leaves, rebuilt, same
 from hasslefree.models.streaming import Weights, outside
 
 # Called with the index of a block.
@@ -31,11 +31,11 @@ class Probe:
     """The result of a forward pass of one segment: how the blocks are called, and what the last one returns.
 
     Args:
-        seen: of each call, what may run beside the hidden states.
+        seen: of each call, the arguments that may be extra inputs.
     """
 
     calls: list[BlockCall]
-    seen: list[Seen]
+    seen: list[BlockTrace]
     output: Tensor
 
 
@@ -45,7 +45,7 @@ class _Pass:
     def __init__(self, blocks: Blocks, weights: Weights, look: Look | None, passed: Passed | None) -> None:
         self.blocks, self.weights, self.look, self.passed = blocks, weights, look, passed
         self.calls: list[BlockCall] = []
-        self.seen: list[Seen] = []
+        self.seen: list[BlockTrace] = []
         self.output: Tensor | None = None
         # Holds the weights of the block that runs.
         self.here = ExitStack()
@@ -64,7 +64,7 @@ class _Pass:
                 "of this kind are not supported"
             )
         self.calls.append(shaped(call, states))
-        self.seen.append(Seen(rebuilt(call.arguments), call.arguments, ()))
+        self.seen.append(BlockTrace(rebuilt(call.arguments), call.arguments, ()))
         if self.look is not None:
             self.look(index)
 
@@ -154,28 +154,30 @@ def block_calls(
             "hasslefree compresses causal language models"
         )
     names = [blocks.prefix(index) for index in range(len(blocks.modules))]
-    beside = learn(first.calls[-1].as_rows(first.output).shape[-1], segment.shape[1], names, first.seen, second.seen)
-    if not beside[0].columns:
+    extra = learn(first.calls[-1].as_rows(first.output).shape[-1], segment.shape[1], names, first.seen, second.seen)
+    if not extra[0].columns:
         return first.calls
-    calls = [replace(call, beside=each) for call, each in zip(first.calls, beside, strict=True)]
+    calls = [replace(call, extra=each) for call, each in zip(first.calls, extra, strict=True)]
     with weights.present(outside(model, blocks)):
         states = entering(model, blocks, calls, changed)
     check_arguments(calls, names, second.seen, states)
     return calls
 
 
-def check_arguments(calls: Sequence[BlockCall], names: Sequence[str], seen: Sequence[Seen], states: Tensor) -> None:
+def check_arguments(
+    calls: Sequence[BlockCall], names: Sequence[str], seen: Sequence[BlockTrace], states: Tensor
+) -> None:
     """Raise a ModelError where the columns do not reproduce the arguments of the blocks in a forward pass.
 
     states: what enters the first block.
     """
     for call, name, one in zip(calls, names, seen, strict=True):
-        beside: Any = call.beside
-        given = dict(leaves(beside.arguments(call.arguments, states)))
+        extra: Any = call.extra
+        given = dict(leaves(extra.arguments(call.arguments, states)))
         for path, value in leaves(one.before):
             if not same(value.float(), given[path].float()):
                 raise depends(name, path)
-        states = beside.after(states, call.hidden(states), one.outputs, one.after)
+        states = extra.after(states, call.hidden(states), one.outputs, one.after)
 
 
 def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor) -> Tensor:
@@ -184,22 +186,22 @@ def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segme
     The forward pass ends once everything that depends on the text alone is known; blocks return their inputs.
 
     Args:
-        calls: of the blocks; none where nothing runs beside the hidden states.
+        calls: of the blocks; none if there are no extra inputs.
     """
     found: list[Tensor] = []
-    last = max((i for i, call in enumerate(calls) if call.beside and _reads_text(call.beside)), default=0)
+    last = max((i for i, call in enumerate(calls) if call.extra and _reads_text(call.extra)), default=0)
 
     def put_out(index: int, *args: Any, **kwargs: Any) -> Any:
         hidden, call = split_call(args, kwargs)
         states = shaped(call, hidden).as_rows(hidden.to(working_dtype(hidden)))
         if not found:
-            found.append(F.pad(states, (0, calls[0].beside.size if calls and calls[0].beside else 0)))
-        if calls and (beside := calls[index].beside):
-            for column, rows in beside.of_text(call.arguments):
+            found.append(F.pad(states, (0, calls[0].extra.size if calls and calls[0].extra else 0)))
+        if calls and (extra := calls[index].extra):
+            for column, rows in extra.of_text(call.arguments):
                 found[0][..., column.first : column.first + column.size] = rows
         if index == last:
             raise Stop
-        return replace(calls[index], beside=None).as_output(states)
+        return replace(calls[index], extra=None).as_output(states)
 
     with ExitStack() as changes, torch.no_grad(), suppress(Stop):
         for index, block in enumerate(blocks.modules):
@@ -208,5 +210,5 @@ def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segme
     return found[0]
 
 
-def _reads_text(beside: Beside) -> bool:
-    return any(key[0] == "text" for key in beside.reads.values())
+def _reads_text(extra: ExtraInputs) -> bool:
+    return any(key[0] == "text" for key in extra.reads.values())

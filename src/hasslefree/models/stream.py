@@ -180,7 +180,7 @@ def stream_use(block: nn.Module, call: BlockCall, states: Tensor) -> StreamUse:
     Raises:
         ModelError: its output changes with a rotation of the stream.
     """
-    if call.beside is not None or call.shape:
+    if call.extra is not None or call.shape:
         raise ModelError("the block takes more inputs than one tensor of hidden states")
     trial, width = copy.deepcopy(block).to(states.dtype), states.shape[-1]
     norms = {name: norm for name, module in trial.named_modules() if (norm := norm_of(module, width)) is not None}

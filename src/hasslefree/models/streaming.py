@@ -16,7 +16,7 @@ from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.experts import SplitExperts
-from hasslefree.models.prefetch import Ahead, Source
+from hasslefree.models.prefetch import Prefetcher, Source
 from hasslefree.packed.linear import SparseLowRankLinear
 
 # All modules of a part of a model, as it is when this is called.
@@ -33,12 +33,12 @@ class Weights:
 
     Args:
         model: its hooks of accelerate are removed, and its buffers moved to `device`.
-        ahead: whether the weights of the next part are read in the background, which takes the memory of one more part.
+        prefetch: whether the weights of the next part are read in the background, which takes the memory of one more part.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, ahead: bool = True):
-        self.device, self.ahead = device, ahead
-        self._ahead = Ahead(device)
+    def __init__(self, model: PreTrainedModel, device: torch.device, prefetch: bool = True):
+        self.device, self.prefetch = device, prefetch
+        self._prefetcher = Prefetcher(device)
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         # Weak: a layer that was replaced takes its weight along.
         self._stored: WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = WeakKeyDictionary()
@@ -81,7 +81,7 @@ class Weights:
         that was in memory before stays there.
 
         Args:
-            then: the next part, which is read in the background if `ahead`.
+            then: the next part, which is read in the background if `prefetch`.
 
         Raises:
             ModelError: a file cannot be read, or holds a tensor of another shape than the model.
@@ -91,11 +91,11 @@ class Weights:
             return
         try:
             self._bring(part)
-            if then is not None and self.ahead and self._missing(then):
-                self._ahead.start(self._source(module, name) for module, name, _ in self._wanted(then))
+            if then is not None and self.prefetch and self._missing(then):
+                self._prefetcher.start(self._source(module, name) for module, name, _ in self._wanted(then))
             yield
         except BaseException:
-            self._ahead.drop()
+            self._prefetcher.drop()
             raise
         finally:
             for module in part():
@@ -161,7 +161,7 @@ class Weights:
     def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
         """The value of a parameter, on the device; raises as `present`."""
         source, change = self._source(module, name), self._changes.get((module, name))
-        found = self._ahead.take(source)
+        found = self._prefetcher.take(source)
         if found.shape != shape:
             raise ModelError(
                 f"{source.name} has the shape {list(found.shape)} in the checkpoint, but {list(shape)} in the model "

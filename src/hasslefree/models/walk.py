@@ -84,8 +84,8 @@ class Walk:
     def width(self) -> int | None:
         """Values per token that pass from block to block; None where that is the width of the embeddings."""
         call = self.calls[0]
-        if call.beside is not None:
-            return call.beside.width + call.beside.size
+        if call.extra is not None:
+            return call.extra.width + call.extra.size
         return math.prod(call.shape) if call.shape else None
 
     def outside(self) -> AbstractContextManager[None]:

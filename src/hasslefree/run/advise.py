@@ -26,7 +26,7 @@ from hasslefree.run.estimate import Footprint, estimate
 from hasslefree.run.inputs import check_segments, draw, open_model
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.memory import check_memory, runs_beside
-from hasslefree.run.preflight import look_over
+from hasslefree.run.preflight import preflight
 
 
 def advise(
@@ -68,8 +68,8 @@ def advise(
         found = footprint(loaded, blocks, chosen, resolved, shape, target, activations)
         check_memory(found, target)
         options = {"storage": activations, "folder": Path(scratch), "phases": phases}
-        weights = Weights(loaded, target, ahead=runs_beside(found, target))
-        walk, _ = look_over(loaded, blocks, weights, chosen[0].plan, segments[:1], options)
+        weights = Weights(loaded, target, prefetch=runs_beside(found, target))
+        walk, _ = preflight(loaded, blocks, weights, chosen[0].plan, segments[:1], options)
         advice = costs(walk, chosen, segments, recipe.seed)
         return sorted(advice, key=lambda each: each.divergence)
 

@@ -40,7 +40,7 @@ from hasslefree.run.machine import memory_reused, product_rate
 from hasslefree.run.memory import check_memory, runs_beside
 from hasslefree.run.outputs import described, recorded, write_rest
 from hasslefree.run.predictions import dense_reference, match_whole
-from hasslefree.run.preflight import look_over
+from hasslefree.run.preflight import preflight
 from hasslefree.run.sharing import undivided
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ def compress_dense(
         phases.estimates = left_to_do(footprint().seconds(product_rate(device)), work.parts, plan)
     options = {"storage": activations, "folder": work.folder, "phases": phases}
     walk, digests = open_walk(model, dense.blocks, plan, segments[:1].to(device), footprint, options)
-    work.beside = walk.weights.ahead
+    work.beside = walk.weights.prefetch
     found = prepared(walk, dense, resolved, work, world)
     about = described(dense.name, model, resolved, segments) | dense.left
     about |= {"device": device.type, "own_segments": dense.own_segments, "rotation": found.rotation}
@@ -216,7 +216,7 @@ def open_walk(
     footprint: Callable[..., Footprint],
     options: dict[str, Any],
 ) -> tuple[Walk, dict[str, str]]:
-    """`look_over` a model if memory suffices for its compression.
+    """`preflight` a model if memory suffices for its compression.
 
     Args:
         segment: (1, tokens), on the device that computes. footprint: for a width of `Walk.width`. options: of `Walk`.
@@ -226,15 +226,15 @@ def open_walk(
     """
     device = segment.device
     check_memory(footprint(), device)
-    weights = Weights(model, device, ahead=runs_beside(footprint(), device))
-    walk, digests = look_over(model, blocks, weights, plan, segment, options)
+    weights = Weights(model, device, prefetch=runs_beside(footprint(), device))
+    walk, digests = preflight(model, blocks, weights, plan, segment, options)
     if walk.width is not None:
         logger.info(
             "the blocks take other tensors besides hidden states, %d values per token in all: only memory is affected",
             walk.width,
         )
         check_memory(footprint(walk.width), device)
-        weights.ahead = runs_beside(footprint(walk.width), device)
+        weights.prefetch = runs_beside(footprint(walk.width), device)
     return walk, digests
 
 

@@ -20,7 +20,7 @@ from hasslefree.models.walk import Walk
 from hasslefree.recipe.plan import Plan
 
 
-def look_over(
+def preflight(
     model: PreTrainedModel, blocks: Blocks, weights: Weights, plan: Plan, segment: Tensor, walk_options: dict[str, Any]
 ) -> tuple[Walk, dict[str, str]]:
     """One segment (1, tokens) through the whole model, before hours of work are spent.
