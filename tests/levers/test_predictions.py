@@ -108,11 +108,11 @@ def test_what_judges_is_the_divergence_on_segments_that_are_not_trained_on(famil
     walk, reference, dense, tokens = prepared(family)
     before = divergence(dense, walk.model, tokens[:2])
     record = match_predictions(walk, reference, Predictions(batch=32), back_to(walk, state(walk)))
-    assert record.before == pytest.approx(before, rel=2e-3)
-    assert record.after == pytest.approx(divergence(dense, walk.model, tokens[:2]), rel=2e-3)
-    assert record.after == record.history[-1] < record.before
-    assert record.tokens == 8 * 16
-    assert len(record.history) == 4
+    assert record["before"] == pytest.approx(before, rel=2e-3)
+    assert record["after"] == pytest.approx(divergence(dense, walk.model, tokens[:2]), rel=2e-3)
+    assert record["after"] == record["history"][-1] < record["before"]
+    assert record["tokens"] == 8 * 16
+    assert len(record["history"]) == 4
     assert not any(p.requires_grad and p.grad is not None for p in walk.model.parameters())
 
 
@@ -132,9 +132,9 @@ def test_a_rate_that_is_too_high_is_retreated_from_and_at_worst_the_model_is_as_
     before = state(walk)
     settings = Predictions(learning_rate=30.0, batch=32, retreats=1)
     record = match_predictions(walk, reference, settings, back_to(walk, before))
-    assert record.learning_rate == 10.0
-    assert len(record.history) == 4, "the last attempt goes on to the end"
-    assert record.after == record.before < record.history[-1]
+    assert record["learning_rate"] == 10.0
+    assert len(record["history"]) == 4, "the last attempt goes on to the end"
+    assert record["after"] == record["before"] < record["history"][-1]
     for name, tensor in walk.model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 

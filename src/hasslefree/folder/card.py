@@ -140,17 +140,17 @@ def trained(report: Record) -> str:
     """What was trained after the errors were measured, in sentences; nothing where nothing was."""
     if not report.matching and report.predictions is None:
         return ""
-    ways = ["block by block, to reproduce the outputs of the dense blocks"] if report.matching else []
+    steps = ["block by block, to reproduce the outputs of the dense blocks"] if report.matching else []
     divergence = ""
-    if report.predictions is not None:
-        before, after, tokens = (report.predictions[name] for name in ("before", "after", "tokens"))
-        ways.append(f"all blocks together, to reproduce the predictions of the dense model on {tokens:,} tokens")
+    if record := report.predictions:
+        tokens = f"{record['tokens']:,} tokens"
+        steps.append(f"all blocks together, to reproduce the predictions of the dense model on {tokens}")
         divergence = (
             " The divergence from the dense model's predictions on held-out text was "
-            f"{before:.4f} nats per token before the last training and {after:.4f} after it."
+            f"{record['before']:.4f} nats per token before the last training and {record['after']:.4f} after it."
         )
     return (
-        f"After the layers were fitted, the values that they keep were trained: {'; then '.join(ways)}. "
+        f"After the layers were fitted, the values that they keep were trained: {'; then '.join(steps)}. "
         f"The errors were measured before this training.{divergence}\n"
     )
 
@@ -159,10 +159,13 @@ def rotated(report: Record) -> str:
     """What was rotated before the layers were fitted, in sentences; nothing where nothing was."""
     if report.rotation is None:
         return ""
-    parts = {"stream": "the residual stream", "heads": "the values of the attention heads"}
-    turned = [text for name, text in parts.items() if report.rotation[name] is not None]
+    parts = {
+        "the residual stream": report.rotation["stream"],
+        "the values of the attention heads": report.rotation["heads"],
+    }
+    rotated_parts = [part for part, share in parts.items() if share is not None]
     return (
-        f"Before the layers were fitted, {' and '.join(turned)} were rotated. The adjacent weights absorb the "
+        f"Before the layers were fitted, {' and '.join(rotated_parts)} were rotated. The adjacent weights absorb the "
         "rotations, so that weights that stayed dense differ from those of the base model too.\n"
     )
 

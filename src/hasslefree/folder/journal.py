@@ -25,6 +25,7 @@ from hasslefree.background import error_of, run_in_background
 from hasslefree.errors import CheckpointError, OutputError, option
 from hasslefree.folder.headers import read_json
 from hasslefree.folder.output import check_output, is_of_the_disk, open_up, put_in_place
+from hasslefree.folder.record import PredictionRecord
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Unfinished:
         out: Path,
         identity: dict[str, Any] | None,
         parts: list[Part],
-        predictions: dict[str, Any] | None = None,
+        predictions: PredictionRecord | None = None,
     ):
         self.out, self.identity, self.parts, self.predictions = out, identity, parts, predictions
         self.folder = unfinished_folder(out)
@@ -144,7 +145,7 @@ class Unfinished:
         settle(beside, self.model / file)
         return digest
 
-    def rewrite(self, files: Iterable[tuple[str, dict[str, Tensor]]], predictions: dict[str, Any]) -> None:
+    def rewrite(self, files: Iterable[tuple[str, dict[str, Tensor]]], predictions: PredictionRecord) -> None:
         """Replace the values and files of all blocks: the journal then lists all new files, or none.
 
         Args:
@@ -247,7 +248,7 @@ def claimed(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], dict[str, Any] | None]:
+def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], PredictionRecord | None]:
     """The identity, finished parts and matching record of the journal, up to the first part whose file is missing.
 
     Prediction matching trains all blocks together: if the file of one is missing, all are dropped.

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from typing_extensions import TypedDict
 
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import CheckpointError
-from hasslefree.levers.predictions import PredictionRecord
-from hasslefree.levers.rotation import RotationRecord
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.phases import PhaseTime
 from hasslefree.tables import span, table
@@ -78,6 +77,36 @@ class LayerRecord:
         return validated(cls, {"seconds": 0.0, **content, "spec": spec})
 
 
+class PredictionRecord(TypedDict):
+    """What prediction matching did to a model.
+
+    Args:
+        before, after: mean KL(dense ‖ compressed) per token, in nats, on the validation segments. after ≤ before.
+        history: the same whenever it was measured since the last retreat. learning_rate: since that retreat.
+        tokens: the number of training tokens.
+    """
+
+    before: Figure
+    after: Figure
+    history: list[float]
+    learning_rate: Figure
+    tokens: Count
+
+
+class RotationRecord(TypedDict):
+    """What was rotated.
+
+    Args:
+        stream, heads: the importance that the pattern removes after the rotation of the residual stream, or of the
+            values of the heads, divided by that before it, averaged over the measured layers; None if not rotated.
+        left_out: what could not be rotated and why, one sentence each.
+    """
+
+    stream: Figure | None
+    heads: Figure | None
+    left_out: list[str]
+
+
 @dataclass(frozen=True)
 class Record:
     """A whole compression.
@@ -86,10 +115,10 @@ class Record:
         recipe: its fields. method: with all its hyper-parameters. versions: of the libraries.
         seqlen: as resolved for the model. tokens: of the calibration text.
         matching: for each block that was matched, its name and error before and after.
-        predictions: the record of prediction matching, from `PredictionRecord.to_dict`; None where it was not done.
+        predictions: what prediction matching did; None without it.
         sensitivities: by the name of each layer, the estimated divergence of the model's predictions, in nats per
             token, when that layer alone is pruned. None where the allocation did not measure it.
-        rotation: the record of the rotation, from `RotationRecord.to_dict`; None where nothing was rotated.
+        rotation: what was rotated; None without rotation.
         dense: the full names of what stayed dense automatically, such as routers.
         towers: the names of the modules for other inputs than text, which are unchanged.
         own_segments: whether the calibration tokens were given, not drawn from the text that the recipe names.
@@ -107,9 +136,9 @@ class Record:
     seconds: Figure
     layers: tuple[LayerRecord, ...]
     matching: tuple[dict[str, Any], ...] = ()
-    predictions: dict[str, Any] | None = None
+    predictions: PredictionRecord | None = None
     sensitivities: dict[str, Figure] | None = None
-    rotation: dict[str, Any] | None = None
+    rotation: RotationRecord | None = None
     dense: tuple[str, ...] = ()
     towers: tuple[str, ...] = ()
     own_segments: bool = False
@@ -165,10 +194,6 @@ class Record:
             content = json.loads(text)
             layers = tuple(LayerRecord.from_dict(layer) for layer in content["layers"])
             found = validated(cls, content | {"seconds": 0.0, "layers": []})
-            if found.predictions is not None:
-                validated(PredictionRecord, found.predictions | {"seconds": 0.0})
-            if found.rotation is not None:
-                validated(RotationRecord, found.rotation)
             if wrong := [layer.name for layer in layers if not all(map(math.isfinite, layer.history))]:
                 raise ValueError(f"the errors by round of {wrong[0]} contain NaN or Inf")
         except (ValueError, TypeError, KeyError) as error:

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch.nn import functional as F
 from hasslefree.core.gram import working_dtype
 from hasslefree.distributed import ALONE, World
 from hasslefree.errors import NonFiniteError, option
+from hasslefree.folder.record import PredictionRecord
 from hasslefree.levers.masters import (
     SAMPLES,
     Masters,
@@ -45,7 +45,6 @@ from hasslefree.models.precision import computing
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.phases import PREDICTIONS, REFERENCE
-from hasslefree.validation import Count, Figure
 
 logger = logging.getLogger(__name__)
 
@@ -87,29 +86,6 @@ class Reference:
     states: Activations
     total: int
     judges: int
-
-
-@dataclass(frozen=True)
-class PredictionRecord:
-    """What prediction matching did to a model.
-
-    Args:
-        before, after: mean KL(dense ‖ compressed) of a token, in nats, on the validation segments. after ≤ before.
-        history: the same at each look, since the last retreat. learning_rate: since then, as in `Predictions`.
-        tokens: the number of training tokens.
-    """
-
-    before: Figure
-    after: Figure
-    history: tuple[float, ...] = field(repr=False)
-    learning_rate: Figure
-    tokens: Count
-    seconds: Figure
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON, without the seconds: the same run gives the same bytes."""
-        found = {name: value for name, value in asdict(self).items() if name != "seconds"}
-        return found | {"history": list(self.history)}
 
 
 def segments_for(tokens: int, seqlen: int) -> int:
@@ -159,7 +135,6 @@ def match_predictions(
     Raises:
         NonFiniteError: the model's predictions are NaN or Inf at first.
     """
-    start = time.perf_counter()
     history: list[float] = []
     seqlen = reference.segments.shape[1]
     steps = math.ceil((reference.total - reference.judges) * seqlen / settings.tokens(seqlen))
@@ -174,8 +149,10 @@ def match_predictions(
             if history[0] < before:
                 break
     tokens = (reference.total - reference.judges) * seqlen
-    seconds = time.perf_counter() - start
-    return PredictionRecord(before, min(before, history[-1]), tuple(history), tried.learning_rate, tokens, seconds)
+    after = min(before, history[-1])
+    return PredictionRecord(
+        before=before, after=after, history=history, learning_rate=tried.learning_rate, tokens=tokens
+    )
 
 
 class Divergence(torch.autograd.Function):

@@ -15,8 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from hasslefree.core.linalg import inverse_
 from hasslefree.core.patterns import Pattern
 from hasslefree.distributed import World
 from hasslefree.errors import ModelError, option
+from hasslefree.folder.record import RotationRecord
 from hasslefree.models.activations import Activations
 from hasslefree.models.moments import gather, groups_by_input
 from hasslefree.models.precision import solving
@@ -34,7 +34,6 @@ from hasslefree.models.streaming import Change
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.phases import BLOCK_ROTATION, STREAM_ROTATION
 from hasslefree.recipe.plan import LayerPlan, Plan
-from hasslefree.validation import Figure
 
 logger = logging.getLogger(__name__)
 
@@ -54,25 +53,6 @@ class Learning:
 
     steps: int = 150
     learning_rate: float = 0.01
-
-
-@dataclass(frozen=True)
-class RotationRecord:
-    """What was rotated.
-
-    Args:
-        stream, heads: the importance that the pattern removes after the rotation of the residual stream, and of the
-            values of heads, over that before, on average over the layers looked at; None where they were not rotated.
-        left_out: what could not be rotated, and why, a sentence each.
-    """
-
-    stream: Figure | None
-    heads: Figure | None
-    left_out: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self) | {"left_out": list(self.left_out)}
 
 
 # The importance of the entries of a matrix after a rotation; of the inputs, or of the outputs.
@@ -181,7 +161,7 @@ def rotate(walk: Walk, plan: Plan, segments: Tensor, world: World, how: Learning
     for visit in walk.phases.counted(BLOCK_ROTATION, walk.visits(hidden), len(plan), "blocks"):
         seen.look(visit, hidden)
     found: RotationRecord = world.broadcast(seen.rotated(segments[0], entering, hidden[0]))
-    for reason in found.left_out:
+    for reason in found["left_out"]:
         logger.info("rotation: %s", reason)
     return found
 
@@ -271,7 +251,7 @@ class Seen:
             changes |= {f"{walk.blocks.prefix(index)}.{name}": change for name, change in named.items()}
         walk.weights.change(model, changes)
         heads = sum(self.shares) / len(self.shares) if self.shares else None
-        return RotationRecord(stream, heads, tuple(self.left_out.values()))
+        return RotationRecord(stream=stream, heads=heads, left_out=list(self.left_out.values()))
 
     def learned_stream(self, states: Tensor) -> tuple[Tensor, float]:
         """The rotation of the stream: (width, width). states: that enter the first block."""

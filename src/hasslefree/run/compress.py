@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hasslefree.distributed import World, joined, local_device
 from hasslefree.folder.journal import Part, Unfinished, fingerprint, unfinished
 from hasslefree.folder.output import check_output
-from hasslefree.folder.record import Record
+from hasslefree.folder.record import PredictionRecord, Record, RotationRecord
 from hasslefree.levers.allocation import allocated
 from hasslefree.levers.predictions import Reference
 from hasslefree.levers.rotation import rotate
@@ -190,14 +190,14 @@ class Prepared:
     channels: list[Tensor] | None
     sensitivities: dict[str, float] | None
     reference: Reference | None
-    predictions: dict[str, Any] | None
-    rotation: dict[str, Any] | None
+    predictions: PredictionRecord | None
+    rotation: RotationRecord | None
 
 
 def prepared(walk: Walk, dense: Dense, resolved: Resolved, work: Unfinished, world: World) -> Prepared:
     """Rotate the model, keep its predictions, and allocate budgets, as far as the recipe asks for it."""
     local, plan, recipe = world.share(dense.segments).to(walk.weights.device), dense.plan, resolved.recipe
-    rotation = rotate(walk, plan, local, world).to_dict() if recipe.rotate else None
+    rotation = rotate(walk, plan, local, world) if recipe.rotate else None
     done = world.broadcast(work.predictions)
     tokenizer = None if dense.own_segments else dense.tokenizer
     reference = None if done else dense_reference(walk, resolved, tokenizer, dense.segments, world)

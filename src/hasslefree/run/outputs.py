@@ -13,7 +13,7 @@ from hasslefree.folder.card import FIGURE, base_licence, model_card
 from hasslefree.folder.journal import Part
 from hasslefree.folder.plugin import HasslefreeConfig
 from hasslefree.folder.processor import copy_processor
-from hasslefree.folder.record import LayerRecord, Record, versions
+from hasslefree.folder.record import LayerRecord, PredictionRecord, Record, versions
 from hasslefree.models.load import auto_class
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.report.figures import heat_map, save
@@ -36,7 +36,7 @@ def described(name: str, model: PreTrainedModel, resolved: Resolved, segments: T
 def recorded(
     about: dict[str, Any],
     parts: list[Part],
-    predictions: dict[str, Any] | None,
+    predictions: PredictionRecord | None,
     sensitivities: dict[str, float] | None,
     seconds: float,
 ) -> Record:

@@ -12,6 +12,7 @@ from hasslefree.data import calibration_documents, disjoint_segments
 from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, option
 from hasslefree.folder.journal import Unfinished
+from hasslefree.folder.record import PredictionRecord
 from hasslefree.levers.predictions import (
     Predictions,
     Reference,
@@ -61,14 +62,14 @@ def dense_reference(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Te
     return reference_of(walk, local, len(segments), judges_of(len(segments)))
 
 
-def match_whole(walk: Walk, reference: Reference, work: Unfinished, world: World, writing: Phase) -> dict[str, Any]:
+def match_whole(walk: Walk, reference: Reference, work: Unfinished, world: World, writing: Phase) -> PredictionRecord:
     """Match the predictions of the compressed model that `work` holds, and write its blocks anew.
 
     Args:
         writing: the phase in which files are counted.
 
     Returns:
-        What `PredictionRecord.to_dict` makes of it.
+        The record of the matching.
     """
     work.parts[:] = world.broadcast(work.parts)
     with walk.phases.phase(READ_BACK, len(walk.blocks.modules), "blocks") as phase:
@@ -79,7 +80,7 @@ def match_whole(walk: Walk, reference: Reference, work: Unfinished, world: World
     shapes = ({n: layer.spec.shape for n, layer in compressed_layers(b).items()} for b in walk.blocks.modules)
     numbers = sum(traffic(b, each, tokens) for b, each in zip(walk.blocks.modules, shapes, strict=True))
     keep = in_one_pass(numbers, walk.weights.device)
-    done = match_predictions(walk, reference, how, lambda: bring_back(walk, work), world, home, keep).to_dict()
+    done = match_predictions(walk, reference, how, lambda: bring_back(walk, work), world, home, keep)
     world.total(0.0, walk.weights.device)  # all processes have read the files
     if world.writes:
         with writing.running():
