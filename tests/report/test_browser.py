@@ -26,7 +26,7 @@ FOLDERS = ["one", "two-" + 60 * "x"]
 SIZES = {"desktop": (1200, 900), "phone": (380, 800)}
 
 
-PHASES = [("loading the model", 0.5, None), ("solving", 10.0, 12.5), ("writing", 5.0, None)]
+PHASES = [("loading the model", 0.5), ("solving", 10.0), ("writing", 5.0)]
 SAMPLES = [
     Samples((Sample("Say <b>", Text("same ", "left" + 90 * "x"), Text("same ", "<i>right"), 1),)),
     Samples((Sample("Say <b>", Text("alone", "")),), "No dense model."),

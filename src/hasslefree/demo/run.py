@@ -13,7 +13,7 @@ from rich.text import Text
 from hasslefree.evaluation.run import evaluate
 from hasslefree.generation.sample import Sampling, continue_prompt, prompt_ids
 from hasslefree.models.load import load_model, load_tokenizer
-from hasslefree.phases import Listener, heard
+from hasslefree.phases import Listener, Phases
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.run.compress import compress
 from hasslefree.tables import table
@@ -69,7 +69,8 @@ def run_demo(out: Path | None, rounds: int, progress: Listener | None = None) ->
     dense = load_model(str(MODEL)).num_parameters()
     rows = [DemoRow("dense", held_out_perplexity(MODEL, progress), 0.0, dense, 0.0)]
     compared = recipes(rounds)
-    with tempfile.TemporaryDirectory() as temporary, heard(progress) as phases:
+    phases = Phases(progress)
+    with tempfile.TemporaryDirectory() as temporary:
         models = phases.counted("comparison", compared.items(), len(compared), "models")
         for number, (name, recipe) in enumerate(models, 1):
             target = (out or Path(temporary)) / f"{number}-{recipe.method}"

@@ -19,7 +19,7 @@ from hasslefree.evaluation.tasks import check_harness, check_tasks
 from hasslefree.folder.record import versions
 from hasslefree.models.load import load_model, load_tokenizer, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
-from hasslefree.phases import LOADING, Listener, Phases, heard
+from hasslefree.phases import LOADING, Listener, Phases
 
 
 def evaluate(
@@ -65,14 +65,14 @@ def evaluate(
     if tasks:
         check_tasks(tasks, task_data)
         check_harness()
-    with heard(progress) as phases:
-        with phases.phase(LOADING):
-            tokenizer = load_tokenizer(model, trust_remote_code)
-            loaded = load_model(model, dtype, device, trust_remote_code)
-            check_causal(loaded)
-        how = {"seqlen": seqlen, "max_tokens": max_tokens, "batch": batch or 1, "phases": phases}
-        harness = {"batch": batch, "limit": limit, "folder": task_data, "cache": cache, "phases": phases}
-        return measured(model, loaded, tokenizer, texts, tasks, how, harness, keep or (lambda results: None))
+    phases = Phases(progress)
+    with phases.phase(LOADING):
+        tokenizer = load_tokenizer(model, trust_remote_code)
+        loaded = load_model(model, dtype, device, trust_remote_code)
+        check_causal(loaded)
+    how = {"seqlen": seqlen, "max_tokens": max_tokens, "batch": batch or 1, "phases": phases}
+    harness = {"batch": batch, "limit": limit, "folder": task_data, "cache": cache, "phases": phases}
+    return measured(model, loaded, tokenizer, texts, tasks, how, harness, keep or (lambda results: None))
 
 
 def measured(

@@ -19,7 +19,7 @@ from hasslefree.folder.output import check_output, check_shard_size, replaced_wh
 from hasslefree.folder.processor import copy_processor
 from hasslefree.models.load import auto_class, load_config, load_model, load_tokenizer
 from hasslefree.packed.linear import compressed_layers
-from hasslefree.phases import LOADING, WRITING, Listener, heard
+from hasslefree.phases import LOADING, WRITING, Listener, Phases
 
 # (the model, changed in place; the folder to fill; its final path; the shard size) → the folders with a model
 # card, by its kind
@@ -53,16 +53,16 @@ def export(
     source, target = Path(folder).resolve(), Path(destination).resolve()
     check_shard_size(max_shard_size)
     check_folders(source, target, overwrite)
-    with heard(progress) as phases:
-        with phases.phase(LOADING):
-            model = load_model(str(source), device="cpu")
-        auto = auto_class(model.config).__name__
-        # Compressed folders have transformers' own names; the export has those that checkpoints of the family have.
-        model._weight_conversions = None  # type: ignore[assignment]
-        check_output(target, overwrite, bytes_needed(model))
-        with phases.phase(WRITING), replaced_whole(target) as part:
-            folders = EXPORTS[to](model, part, target, max_shard_size)
-            copy_rest(source, part, folders, auto)
+    phases = Phases(progress)
+    with phases.phase(LOADING):
+        model = load_model(str(source), device="cpu")
+    auto = auto_class(model.config).__name__
+    # Compressed folders have transformers' own names; the export has those that checkpoints of the family have.
+    model._weight_conversions = None  # type: ignore[assignment]
+    check_output(target, overwrite, bytes_needed(model))
+    with phases.phase(WRITING), replaced_whole(target) as part:
+        folders = EXPORTS[to](model, part, target, max_shard_size)
+        copy_rest(source, part, folders, auto)
 
 
 def check_folders(source: Path, target: Path, overwrite: bool) -> None:

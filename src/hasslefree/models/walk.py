@@ -18,7 +18,7 @@ from hasslefree.models.moments import first_hidden_states, run_block, takes_batc
 from hasslefree.models.probe import Look, block_calls
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights, outside
-from hasslefree.phases import LOOK, Phases
+from hasslefree.phases import PREFLIGHT, Phases
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Walk:
             ModelError, NonFiniteError: as from `block_calls`.
         """
         phases = phases or Phases()
-        with phases.phase(LOOK, 2 * len(blocks.modules), "blocks") as phase:
+        with phases.phase(PREFLIGHT, 2 * len(blocks.modules), "blocks") as phase:
             calls = block_calls(model, blocks, segment, weights, look, phase.advance)
         return cls(model, blocks, weights, calls, storage, folder, phases)
 

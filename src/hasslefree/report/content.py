@@ -193,10 +193,7 @@ def seconds_file(folder: Path) -> Path:
 def write_seconds(folder: Path, report: Record) -> None:
     """Keep how long a compression took, for the folder that it wrote."""
     times = {layer.name: round(layer.seconds, 3) for layer in report.layers}
-    phases = tuple(
-        PhaseTime(each.name, round(each.seconds, 3), None if each.estimated is None else round(each.estimated, 3))
-        for each in report.phases
-    )
+    phases = tuple(PhaseTime(phase.name, round(phase.seconds, 3)) for phase in report.phases)
     digest = hashlib.sha256((folder / "compression.json").read_bytes()).hexdigest()
     content = dataclasses.asdict(Seconds(digest, round(report.seconds, 3), times, phases))
     seconds_file(folder).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

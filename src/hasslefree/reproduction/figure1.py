@@ -19,7 +19,7 @@ from hasslefree.models.moments import gather, groups_by_input
 from hasslefree.models.sites import Site
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
-from hasslefree.phases import GRAMS, LOADING, SOLVING, Listener, Phases, heard
+from hasslefree.phases import INPUTS, LOADING, SOLVING, Listener, Phases
 from hasslefree.recipe.plan import make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.report.layer_map import short_names
@@ -63,7 +63,8 @@ def layer_errors(
     resolved = recipe.resolve()
     target = resolve_device(device)
     errors: Errors = {method: {} for method in methods}
-    with heard(progress) as phases, tempfile.TemporaryDirectory() as scratch:
+    phases = Phases(progress)
+    with tempfile.TemporaryDirectory() as scratch:
         with phases.phase(LOADING):
             name, loaded, tokenizer = open_model(model, recipe.dtype, Path(scratch), None, trust_remote_code)
         blocks = find_blocks(loaded)
@@ -97,7 +98,7 @@ def dense_moments(
     for visit in walk.visits(hidden):
         if visit.index == block:
             groups = groups_by_input(visit.block, visit.call, hidden[0], names)
-            with phases.phase(GRAMS, len(names), "layers"):
+            with phases.phase(INPUTS, len(names), "layers"):
                 grams = gather(visit.block, visit.prefix, visit.call, hidden, groups)
             for group, gram in zip(groups, grams, strict=True):
                 yield group, gram, visit.sites(group)

@@ -12,7 +12,7 @@ from hasslefree.errors import OutputError, option
 from hasslefree.evaluation.run import evaluate
 from hasslefree.folder.headers import read_json
 from hasslefree.folder.record import Record
-from hasslefree.phases import Listener, heard
+from hasslefree.phases import Listener, Phases
 from hasslefree.report.content import read_seconds, seconds_file, write_seconds
 from hasslefree.reproduction.jobs import Job
 from hasslefree.run.compress import compress
@@ -55,16 +55,16 @@ def run_jobs(
         raise OutputError(f"the folder {out} cannot be created ({error}); give another {option('output')}") from None
     results = read_results(out)
     missing = [job for job in jobs if job.key not in results]
-    with heard(progress) as phases:
-        for job in phases.counted("table", missing, len(missing), "rows"):
-            say(f"{job.model}: {job.name}")
-            results[job.key] = measure(job, out / job.key, device, cache, progress)
-            part = out / f".{RESULTS}"
-            part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-            part.replace(out / RESULTS)
-            if job.recipe is not None and not keep:
-                shutil.rmtree(out / job.key)
-                seconds_file(out / job.key).unlink(missing_ok=True)
+    phases = Phases(progress)
+    for job in phases.counted("table", missing, len(missing), "rows"):
+        say(f"{job.model}: {job.name}")
+        results[job.key] = measure(job, out / job.key, device, cache, progress)
+        part = out / f".{RESULTS}"
+        part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        part.replace(out / RESULTS)
+        if job.recipe is not None and not keep:
+            shutil.rmtree(out / job.key)
+            seconds_file(out / job.key).unlink(missing_ok=True)
     return results
 
 

@@ -19,7 +19,7 @@ from hasslefree.models.blocks import Blocks, find_blocks
 from hasslefree.models.load import load_tokenizer, resolve_device
 from hasslefree.models.moments import probes
 from hasslefree.models.streaming import Weights
-from hasslefree.phases import LOADING, Listener, heard
+from hasslefree.phases import LOADING, Listener, Phases
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.estimate import Footprint, estimate
@@ -56,7 +56,8 @@ def advise(
     resolved = recipe.resolve()
     check_storage(activations)
     target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device)
-    with memory_reused(), heard(progress) as phases, tempfile.TemporaryDirectory() as scratch:
+    phases = Phases(progress)
+    with memory_reused(), tempfile.TemporaryDirectory() as scratch:
         with phases.phase(LOADING):
             name, loaded, tokenizer = open_model(model, recipe.dtype, Path(scratch), tokenizer, trust_remote_code)
         blocks = find_blocks(loaded)

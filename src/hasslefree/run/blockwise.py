@@ -33,7 +33,7 @@ from hasslefree.models.moments import (
 from hasslefree.models.precision import as_multiplied, computing, solving
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
-from hasslefree.phases import GRAMS, MATCHING, RESUMED, SOLVING, Phase, Phases
+from hasslefree.phases import INPUTS, MATCHING, RESUMED, SOLVING, Phase, Phases
 from hasslefree.recipe.plan import Plan
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.layers import BlockPhases, Done, Task, compress_groups, copied_but_for
@@ -97,7 +97,7 @@ def block_phases(phases: Phases, plan: Plan, resolved: Resolved, samples: int) -
     layers, settings = sum(map(len, plan)), Matching.of(resolved.match_epochs)
     steps = settings.steps(samples - judges_of(samples, settings.held_out)) if resolved.match_blocks else 0
     with (
-        phases.phase(GRAMS, layers, "layers") as grams,
+        phases.phase(INPUTS, layers, "layers") as grams,
         phases.phase(SOLVING, layers, "layers", running=False) as solving,
         phases.phase(MATCHING, steps * len(plan), "steps", running=False) as matching,
     ):

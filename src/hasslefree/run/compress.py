@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hasslefree.distributed import World, joined, local_device
-from hasslefree.folder.journal import Part, Unfinished, fingerprint, unfinished
+from hasslefree.folder.journal import Unfinished, fingerprint, unfinished
 from hasslefree.folder.output import check_output
 from hasslefree.folder.record import PredictionRecord, Record, RotationRecord
 from hasslefree.levers.allocation import allocated
@@ -29,14 +29,14 @@ from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites,
 from hasslefree.models.load import load_tokenizer, resolve_device
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
-from hasslefree.phases import GRAMS, LOADING, MATCHING, SOLVING, WRITING, Listener, Phase, Phases, heard
+from hasslefree.phases import LOADING, WRITING, Listener, Phase, Phases
 from hasslefree.recipe.plan import Plan, bytes_on_disk, digest, make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.blockwise import compress_blocks
 from hasslefree.run.estimate import Footprint, estimate
 from hasslefree.run.inputs import check_segments, draw, open_model
-from hasslefree.run.machine import memory_reused, product_rate
+from hasslefree.run.machine import memory_reused
 from hasslefree.run.memory import check_memory, runs_beside
 from hasslefree.run.outputs import described, recorded, write_rest
 from hasslefree.run.predictions import dense_reference, match_whole
@@ -95,9 +95,9 @@ def compress(
     with (
         memory_reused(),
         joined(target) as world,
-        heard(progress, world.writes) as phases,
         workplace(folder, overwrite, resume, world) as work,
     ):
+        phases = Phases(progress, log=world.writes)
         with phases.phase(LOADING):
             name, loaded, tokenizer = open_model(
                 model, recipe.dtype, work.scratch / str(world.rank), tokenizer, trust_remote_code
@@ -151,8 +151,6 @@ def compress_dense(
     model, plan, segments = dense.model, dense.plan, dense.segments
     start, shape = time.perf_counter(), (segments.shape[0], segments.shape[1])
     footprint = partial(estimate, model, dense.blocks, plan, resolved, shape, device, activations, world.size)
-    if phases.listeners:
-        phases.estimates = left_to_do(footprint().seconds(product_rate(device)), work.parts, plan)
     options = {"storage": activations, "folder": work.folder, "phases": phases}
     walk, digests = open_walk(model, dense.blocks, plan, segments[:1].to(device), footprint, options)
     work.beside = walk.weights.prefetch
@@ -251,12 +249,6 @@ def writing_files(phases: Phases, resolved: Resolved, work: Unfinished, blocks: 
             )
             writing.skip(len(work.parts) + (blocks if work.predictions else 0))
         yield writing
-
-
-def left_to_do(estimates: dict[str, float], parts: list[Part], plan: Plan) -> dict[str, float]:
-    """Estimated seconds by phase, without the layers of finished parts."""
-    share = 1 - sum(len(part.layers) for part in parts) / sum(map(len, plan))
-    return {name: each * (share if name in (GRAMS, SOLVING, MATCHING) else 1) for name, each in estimates.items()}
 
 
 def chosen(model: PreTrainedModel, resolved: Resolved) -> tuple[Blocks, Plan, dict[str, Any]]:

@@ -16,11 +16,11 @@ from hasslefree.models.experts import share_of_tokens
 from hasslefree.models.moments import probes
 from hasslefree.phases import (
     ALLOCATION,
-    GRAMS,
     IMPORTANCE,
-    LOOK,
+    INPUTS,
     MATCHING,
     PREDICTIONS,
+    PREFLIGHT,
     PROBES,
     REFERENCE,
     SOLVING,
@@ -68,11 +68,11 @@ def flops_by_phase(
         settings = Matching.of(resolved.match_epochs)
         matching = matching_passes(settings, text[0]) * processes / min(math.sqrt(processes), settings.batch)
     found = {
-        LOOK: 2 * 2 * seqlen * inside,
+        PREFLIGHT: 2 * 2 * seqlen * inside,
         STREAM_ROTATION: rotation_flops(plan, width) if resolved.recipe.rotate else 0,
         REFERENCE: reference,
         **probing_flops(plan, resolved, text, processes, inside + head),
-        GRAMS: grams + (1.0 if at_once else alone) * (1 + resolved.two_streams) * a_pass,
+        INPUTS: grams + (1.0 if at_once else alone) * (1 + resolved.two_streams) * a_pass,
         SOLVING: sum(solving_flops(resolved.method, plans, processes) for plans in plan),
         MATCHING: matching * a_pass,
         PREDICTIONS: predicting,

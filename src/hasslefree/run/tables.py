@@ -61,16 +61,14 @@ def times(found: Footprint, rate: float) -> Iterator[str]:
 
 
 def phase_table(report: Record) -> Table:
-    """One line for each phase of a compression: how long it was estimated to take, and how long it took."""
-    made = table(["phase"], ["estimated", "taken"], "seconds by phase")
-    for each in report.phases:
-        made.add_row(each.name, "" if each.estimated is None else f"{each.estimated:.1f}", f"{each.seconds:.1f}")
-    rest = report.seconds - sum(each.seconds for each in report.phases)
-    made.add_row("the rest", "", f"{rest:.1f}")
-    made.add_section()
-    known = [each.estimated for each in report.phases if each.estimated is not None]
-    made.add_row("all", f"{sum(known):.1f}" if known else "", f"{report.seconds:.1f}")
-    return made
+    """One line for each phase of a compression: how long it took."""
+    phases = table(["phase"], ["seconds"])
+    for phase in report.phases:
+        phases.add_row(phase.name, f"{phase.seconds:.1f}")
+    phases.add_row("other", f"{report.seconds - sum(phase.seconds for phase in report.phases):.1f}")
+    phases.add_section()
+    phases.add_row("total", f"{report.seconds:.1f}")
+    return phases
 
 
 def advice_table(found: Sequence[Advice]) -> Table:
