@@ -9,7 +9,6 @@ from hasslefree import SparseLowRankLinear
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
 from hasslefree.packed.kernels import backends
-from hasslefree.packed.linear import together
 from hasslefree.packed.spec import LayerSpec
 from tests.cuda.plain import decoded
 
@@ -26,8 +25,9 @@ def random_layer(out, rank, with_bias, seed):
     return layer, sparse.double() + u.double() @ v.double()
 
 
-def test_layers_that_read_the_same_inputs_are_one_call(gpu, monkeypatch):
-    """Oracle: the dense weights in float64. A long prompt is computed layer by layer, without the operator."""
+@pytest.mark.parametrize(("out", "rank", "with_bias"), [(16, 3, True), (24, 0, False)])
+def test_a_layer_is_one_call(out, rank, with_bias, gpu, monkeypatch):
+    """Oracle: the dense weights in float64. A long prompt is computed without the operator."""
     monkeypatch.setattr(backends, "HAS_TRITON", True)
     calls = []
 
@@ -37,19 +37,16 @@ def test_layers_that_read_the_same_inputs_are_one_call(gpu, monkeypatch):
 
     if gpu:
         gpu.instead[torch.ops.hasslefree.decode_cuda.default] = counted
-    shapes = ((16, 3, True), (24, 0, False), (8, 2, False))
-    layers, weights = zip(*(random_layer(*shape, seed) for seed, shape in enumerate(shapes)), strict=True)
-    for layer in layers:
-        layer.cuda().use("triton")
-    for tokens, expected in (((2, 3), [3]), ((17,), [])):
+    layer, weight = random_layer(out, rank, with_bias, seed=0)
+    bias = layer.bias.detach().double() if with_bias else None
+    layer.cuda().use("triton")
+    for tokens, expected in (((2, 3), [1]), ((17,), [])):
         x = torch.randn(*tokens, 32)
         calls.clear()
         with torch.no_grad():
-            outputs = together(layers, x.cuda())
+            y = layer(x.cuda())
         assert calls == expected or not gpu
-        for y, layer, weight in zip(outputs, layers, weights, strict=True):
-            bias = None if layer.bias is None else layer.bias.detach().cpu().double()
-            torch.testing.assert_close(y.cpu().double(), F.linear(x.double(), weight, bias), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(y.cpu().double(), F.linear(x.double(), weight, bias), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

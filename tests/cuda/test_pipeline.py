@@ -95,15 +95,15 @@ def test_a_loaded_model_keeps_s_unpacked_where_there_is_no_kernel(gpu, tmp_path,
     x = torch.randn(40, layer.in_features).cuda()
     with torch.no_grad():
         layer(x)
-        kept = layer.held
+        kept = layer.cached_sparse
         assert torch.equal(kept, layer.unpacked())
         layer(x)
-        assert layer.held is kept
+        assert layer.cached_sparse is kept
         layer.values.mul_(2)
         torch.testing.assert_close(layer(x), x @ layer.unpacked().T)
-        assert layer.held is not kept
+        assert layer.cached_sparse is not kept
         layer.use("dense")
-        assert layer.held is None
+        assert layer.cached_sparse is None
         torch.testing.assert_close(layer(x), x @ layer.unpacked().T)
         layer.use(None)
         monkeypatch.setattr(SparseLowRankLinear, "unpacked", out_of_memory)

@@ -7,7 +7,7 @@ from hasslefree.serve.parts import Division
 from hasslefree.serve.stacked import StackedLinear
 from tests.serve.layers import layer_of
 
-# The decode kernels need a GPU or Triton's interpreter, and torch's 2:4 tensors a GPU.
+# The decode kernels need a GPU or Triton's interpreter.
 CASES = [(torch.float32, 40), (torch.float32, 3), (torch.bfloat16, 3), (torch.bfloat16, 40)]
 
 

@@ -123,7 +123,7 @@ def test_nothing_changes_but_kept_values():
     assert report.after < report.before
     for name, layer in compressed_layers(block).items():
         assert torch.equal(layer.index, supports[name])
-        assert layer.held is None
+        assert layer.cached_sparse is None
     for name, parameter in block.named_parameters():
         kept = any(name.startswith(layer) for layer in compressed_layers(block))
         assert torch.equal(parameter, before[name]) != kept, name

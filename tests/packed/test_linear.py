@@ -126,7 +126,7 @@ def test_s_is_unpacked_once_where_that_is_asked_for(monkeypatch):
     with pytest.raises(KeyError):
         fail()
     assert len(calls) == 1
-    assert layer.held is None
+    assert layer.cached_sparse is None
     assert len(layer.state_dict()) == 5
 
 
@@ -146,9 +146,9 @@ def test_nothing_is_kept_for_gradients_while_s_is_unpacked_once():
     layer, kept = layer_of("2:4"), []
     keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda tensor: tensor)
     with keep, unpacked_once(layer):
-        assert not layer.held.requires_grad
+        assert not layer.cached_sparse.requires_grad
     layer.use("unpacked")
-    assert not layer.held.requires_grad
+    assert not layer.cached_sparse.requires_grad
     assert not kept
 
 
@@ -192,16 +192,18 @@ def test_gradients_flow_whatever_is_held():
 def test_a_way_is_told_to_all_layers_or_to_none():
     model = torch.nn.Sequential(layer_of("2:4"), layer_of("structured"))
     use_backend(model, "unpacked")
-    assert all(layer.held is not None and "backend=unpacked" in repr(layer) for layer in model)
+    assert all(layer.cached_sparse is not None and "backend=unpacked" in repr(layer) for layer in model)
     with pytest.raises(KernelError, match="structured"):
         use_backend(model, "numba")
     with pytest.raises(KernelError, match="not possible"):
         model[0].use("triton")
-    assert all(layer.backend == "unpacked" and layer.held is not None for layer in model), "a refusal changed a layer"
+    assert all(layer.backend == "unpacked" and layer.cached_sparse is not None for layer in model), (
+        "a refusal changed a layer"
+    )
     with pytest.raises(UnknownNameError, match="Did you mean 'numba'"):
         use_backend(model, "nunba")
     use_backend(model, None)
-    assert all(layer.held is None for layer in model)
+    assert all(layer.cached_sparse is None for layer in model)
     with pytest.raises(UnknownNameError, match="Did you mean 'numba'"):
         use_backend(torch.nn.Linear(2, 2), "nunba")
 

@@ -133,7 +133,7 @@ def test_it_compiles_to_one_graph_for_any_number_of_tokens(tokens):
 def test_the_operator_is_sound():
     """Oracle: torch's own checks of an operator: its schema, its fake, and tracing with dynamic shapes."""
     stack = by_outputs([layer_of("2:4", (16, WIDTH), 3), layer_of("2:4", (8, WIDTH), 2)])
-    packed = (stack.values, stack.positions, 2, 4, stack.low_rank_u, stack.low_rank_v, stack.outs, stack.ranks, [])
+    packed = (stack.values, stack.positions, 2, 4, stack.low_rank_u, stack.low_rank_v, stack.outs, stack.ranks)
     arguments = tuple(each.data if isinstance(each, torch.nn.Parameter) else each for each in packed)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(

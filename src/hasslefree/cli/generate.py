@@ -36,8 +36,7 @@ Device = Annotated[str | None, DEVICE]
 Backend = Annotated[
     str | None,
     typer.Option(
-        help="How sparse weights are multiplied: dense, unpacked, numba, triton or semi-structured (default: chosen "
-        "for each layer).",
+        help="How sparse weights are multiplied: dense, unpacked, numba or triton (default: chosen for each layer).",
         rich_help_panel=RUN,
     ),
 ]

@@ -33,8 +33,8 @@ class ComparedModel:
     @property
     def bytes(self) -> int:
         """The memory of its weights, including the copies that backends hold."""
-        held = [layer.held for layer in compressed_layers(self.model).values() if layer.held is not None]
-        return int(self.model.get_memory_footprint()) + sum(each.nbytes for each in held)
+        copies = [layer.cached_sparse for layer in compressed_layers(self.model).values()]
+        return int(self.model.get_memory_footprint()) + sum(copy.nbytes for copy in copies if copy is not None)
 
 
 def load_compared_model(role: str, name: str, **how: Any) -> ComparedModel:

@@ -161,14 +161,14 @@ def whole_for_gradients(layers: Sequence[SparseLowRankLinear]) -> Iterator[None]
     try:
         sums = [sum_of(layer) for layer in layers]
         for layer, each in zip(layers, sums, strict=True):
-            layer.whole = each.detach().requires_grad_()
+            layer.merged_weight = each.detach().requires_grad_()
         yield
         for layer, each in zip(layers, sums, strict=True):
-            if layer.whole is not None and layer.whole.grad is not None:
-                each.backward(layer.whole.grad)
+            if layer.merged_weight is not None and layer.merged_weight.grad is not None:
+                each.backward(layer.merged_weight.grad)
     finally:
         for layer in layers:
-            layer.whole = None
+            layer.merged_weight = None
 
 
 def sum_of(layer: SparseLowRankLinear) -> Tensor:

@@ -67,9 +67,9 @@ def widened(modules: Iterable[nn.Module], keep: torch.dtype | None) -> Iterator[
     """Within it, the numbers in modules are in float32 at least. keep: the dtype in which matrices may stay."""
     tensors: dict[int, Tensor] = {}
     for module in modules:
-        held = [module.held] if isinstance(module, SparseLowRankLinear) and module.held is not None else []
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False), *held]
-        tensors |= {id(tensor): tensor for tensor in own}
+        copy = module.cached_sparse if isinstance(module, SparseLowRankLinear) else None
+        local = [*module.parameters(recurse=False), *module.buffers(recurse=False), *([] if copy is None else [copy])]
+        tensors |= {id(tensor): tensor for tensor in local}
     narrow = [t for t in tensors.values() if t.is_floating_point() and t.dtype != working_dtype(t)]
     narrow = [tensor for tensor in narrow if tensor.ndim < 2 or tensor.dtype != keep]
     before = [tensor.data for tensor in narrow]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -18,7 +18,6 @@ from hasslefree.packed.kernels import (
     Case,
     LayerTensors,
     choose,
-    cuda,
     layer_products,
     product,
     takes_layers,
@@ -63,12 +62,11 @@ class SparseLowRankLinear(nn.Module):
         self.spec, self.storage = spec, spec.storage
         self.out_features, self.in_features = spec.shape
         self.backend: str | None = None
-        self.held: Tensor | None = None  # S in another form, for calls without gradients or with its own
-        self.keeps = False  # whether `held` is made by itself on a GPU (`keep_unpacked`), and of what it was made
-        self.held_of: tuple[int, int] | None = None
-        self.whole: Tensor | None = None  # S + u v, in the place of all three
-        self.prepared: Prepared | None = None  # the arrays for few tokens, and where the tensors lay
-        self.prepared_of: tuple[int, ...] = ()
+        self.merged_weight: Tensor | None = None  # S + u v, which replaces all three
+        self.cached_sparse: Tensor | None = None  # S unpacked, for calls without gradients
+        self.cache_key: tuple[int, int] | None = None  # what it was made of; None: it is used until it is removed
+        self.keeps_unpacked = False  # on a GPU: cache S at the first call for which there is no kernel
+        self.prepared: Prepared | None = None  # the arrays for few tokens
         self._takes_few = HAS_NUMBA and spec.pattern == "2:4" and not (spec.grid or spec.factor_bits)
         biases: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {"bias": ((self.out_features,), None)}
         for name, (shape, own) in (spec.tensors() | (biases if bias else {})).items():
@@ -143,8 +141,8 @@ class SparseLowRankLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) → (..., out)."""
-        if self.whole is not None:
-            return F.linear(x, self.whole, self.bias)
+        if self.merged_weight is not None:
+            return F.linear(x, self.merged_weight, self.bias)
         if (prepared := self._prepared_for(x)) is not None:
             return prepared(x)
         if (tensors := self._in_one_call(x)) is not None:
@@ -162,25 +160,29 @@ class SparseLowRankLinear(nn.Module):
 
     def _prepared_for(self, x: Tensor) -> Prepared | None:
         """What computes the whole layer for a few tokens on a CPU, without gradients; None where nothing does."""
-        usual = self._takes_few and self.held is None and self.backend in (None, "numba")
+        usual = self._takes_few and self._pinned is None and self.backend in (None, "numba")
         if not usual or type(x) is not Tensor or x.shape[-1] != self.in_features or torch.compiler.is_compiling():
             return None
-        tensors = [self._parameters[name] for name in ("values", "low_rank_u", "low_rank_v", "bias")]
-        parts = [x, self.index, *(each for each in tensors if each is not None)]
-        if not takes_few(x, self.values) or (torch.is_grad_enabled() and any(each.requires_grad for each in parts)):
+        if not takes_few(x, self.values) or (torch.is_grad_enabled() and self._wants_gradients(x)):
             return None
-        places = tuple(each.data_ptr() for each in parts[1:])
-        if self.prepared is None or self.prepared_of != places:
-            if not all(each.is_contiguous() for each in parts[1:]):
+        parameters = self._parameters
+        tensors = [parameters["values"], self.index, *(parameters[n] for n in ("low_rank_u", "low_rank_v", "bias"))]
+        key = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+        if self.prepared is None or self.prepared.key != key:
+            if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
                 return None
-            self.prepared, self.prepared_of = Prepared(self.values, self.index, self.factors(), self.bias), places
+            self.prepared = Prepared(key, self.values, self.index, self.factors(), self.bias)
         return self.prepared
+
+    @property
+    def _pinned(self) -> Tensor | None:
+        """S unpacked, where the caller has promised that it does not change."""
+        return self.cached_sparse if self.cache_key is None else None
 
     def _in_one_call(self, x: Tensor) -> LayerTensors | None:
         """What is multiplied, where the sparse and the low-rank product of these inputs and the bias are one call."""
-        layout, packed = self.storage.layout, self.whole is None and (self.held is None or self.held_of is not None)
-        coded = self.spec.grid is not None or self.spec.factor_bits is not None
-        if not packed or coded or not isinstance(layout, PackedGroups):
+        layout, coded = self.storage.layout, self.spec.grid is not None or self.spec.factor_bits is not None
+        if self._pinned is not None or coded or not isinstance(layout, PackedGroups):
             return None
         if x.dtype != self.weight.dtype or (torch.is_grad_enabled() and self._wants_gradients(x)):
             return None
@@ -197,44 +199,40 @@ class SparseLowRankLinear(nn.Module):
     def sparse_product(self, x: Tensor) -> Tensor:
         """x Sᵀ: (..., in) → (..., out)."""
         grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        if self.held is not None and self.held_of is None and (self.held.requires_grad or not grad):
-            return F.linear(x, self.held)
+        if self._pinned is not None and not grad:
+            return F.linear(x, self._pinned)
         backend = choose(self._case(x.numel() // self.in_features, grad), self.backend)
         if backend in ("numba", "triton"):
             return product(backend, x, self.values, self.index, self.storage.layout)
-        return F.linear(x, self._kept() if backend == "unpacked" and self.keeps else self.unpacked())
+        return F.linear(x, self._cached() if backend == "unpacked" and self.keeps_unpacked else self.unpacked())
 
-    def _kept(self) -> Tensor:
+    def _cached(self) -> Tensor:
         """S, unpacked at the first call and kept until the layer changes or moves."""
         if torch.compiler.is_compiling():
-            return self.unpacked() if self.held is None else self.held
-        made_of = self.weight.data_ptr(), self.weight._version
-        if self.held is None or self.held_of != made_of:
-            say_without_triton()
-            with room_for_a_copy(self.spec.shape):
-                self.held, self.held_of = self.unpacked(), made_of
-        return self.held
+            return self.unpacked() if self.cached_sparse is None else self.cached_sparse
+        key = self.weight.data_ptr(), self.weight._version
+        if self.cached_sparse is None or self.cache_key != key:
+            log_without_triton()
+            with remedy_for_copies(self.spec.shape):
+                self.cached_sparse, self.cache_key = self.unpacked(), key
+        return self.cached_sparse
 
     def use(self, backend: str | None) -> None:
         """Set how x Sᵀ is computed from now on; with None, it is chosen at every call.
 
-        `unpacked` and `semi-structured` hold a second copy of S: call it again after the layer has changed or moved.
+        `unpacked` holds a second copy of S: call it again after the layer has changed or moved.
 
         Args:
-            backend: one of `hasslefree.packed.kernels.BACKENDS`.
+            backend: one of `hasslefree.packed.kernels.backends.BACKENDS`.
 
         Raises:
             UnknownNameError: no such backend. KernelError: it is not possible here; the message says why.
         """
         if backend is not None:
             choose(self._case(tokens=1, grad=False), backend)
-        held = None
-        with torch.no_grad(), room_for_a_copy(self.spec.shape):
-            if backend == "unpacked":
-                held = self.unpacked()
-            elif backend == "semi-structured":
-                held = cuda.semi_structured(self.unpacked())
-        self.backend, self.held, self.held_of = backend, held, None
+        with torch.no_grad(), remedy_for_copies(self.spec.shape):
+            self.cached_sparse = self.unpacked() if backend == "unpacked" else None
+        self.backend, self.cache_key = backend, None
 
     def _case(self, tokens: int, grad: bool) -> Case:
         quantised = self.spec.grid is not None
@@ -250,7 +248,7 @@ class SparseLowRankLinear(nn.Module):
 
 
 @cache
-def say_without_triton() -> None:
+def log_without_triton() -> None:
     """Log once that a GPU multiplies unpacked S because there is no kernel."""
     if not HAS_TRITON:
         logger.info(
@@ -260,8 +258,8 @@ def say_without_triton() -> None:
 
 
 @contextmanager
-def room_for_a_copy(shape: tuple[int, int]) -> Iterator[None]:
-    """Turn a lack of GPU memory for a second copy of S, of this shape, into a MemoryShortError with a remedy."""
+def remedy_for_copies(shape: tuple[int, int]) -> Iterator[None]:
+    """Turn an out-of-memory error for a second copy of S, of this shape, into a MemoryShortError with a remedy."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -269,23 +267,6 @@ def room_for_a_copy(shape: tuple[int, int]) -> Iterator[None]:
             f"not enough GPU memory for a second copy of a sparse matrix of shape {shape}; call "
             'hasslefree.use_backend(model, "dense"), which keeps no copy but is slower'
         ) from None
-
-
-def together(layers: Sequence[SparseLowRankLinear], x: Tensor) -> list[Tensor]:
-    """The outputs of layers that read the same inputs, such as those of q, k and v: (..., out) for each.
-
-    Layers of one N:M pattern on the backend `triton` share its two launches. Where that is not possible for one of
-    them, for example for a long prompt, they are computed one by one. Hooks of the layers are not called in the first
-    case.
-
-    Args:
-        x: (..., in).
-    """
-    calls = [layer._in_one_call(x) for layer in layers]
-    tensors = [each for each in calls if each is not None]
-    if len({layer.storage.layout for layer in layers}) == 1 and len(tensors) == len(layers):
-        return layer_products(x, tensors)
-    return [layer(x) for layer in layers]
 
 
 def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:
@@ -320,12 +301,12 @@ def keep_unpacked(model: nn.Module) -> None:
     Otherwise a layer without a requested backend unpacks S at every call, which is slowest.
     """
     for layer in compressed_layers(model).values():
-        layer.keeps = True
+        layer.keeps_unpacked = True
 
 
 def bytes_unpacked(model: nn.Module) -> int:
-    """What the layers of a model on a GPU will keep unpacked, or keep already."""
-    layers = [layer for layer in compressed_layers(model).values() if layer.keeps and layer.backend is None]
+    """The bytes that the layers of a model on a GPU will keep unpacked, or keep already."""
+    layers = [layer for layer in compressed_layers(model).values() if layer.keeps_unpacked and layer.backend is None]
     return sum(layer.spec.dense_bytes(layer.weight.dtype) for layer in layers if layer.weight.device.type == "cuda")
 
 
@@ -333,12 +314,12 @@ def bytes_unpacked(model: nn.Module) -> int:
 def unpacked_once(root: nn.Module) -> Iterator[None]:
     """Within it, the layers in `root` hold S unpacked over all calls. Their tensors must not change meanwhile."""
     layers = compressed_layers(root).values()
-    before = [layer.held for layer in layers]
+    before = [(layer.cached_sparse, layer.cache_key) for layer in layers]
     try:
         with torch.no_grad():
             for layer in layers:
-                layer.held = layer.unpacked()
+                layer.cached_sparse, layer.cache_key = layer.unpacked(), None
         yield
     finally:
-        for layer, held in zip(layers, before, strict=True):
-            layer.held = held
+        for layer, (sparse, key) in zip(layers, before, strict=True):
+            layer.cached_sparse, layer.cache_key = sparse, key

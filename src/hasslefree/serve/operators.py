@@ -9,22 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
-from hasslefree.packed.kernels import Case, LayerTensors, choose, cuda, layer_products, product, takes_layers
+from hasslefree.packed.kernels import Case, LayerTensors, choose, layer_products, product, takes_layers
 from hasslefree.packed.layouts import PackedGroups
 
 
 def stacked_product(
     x: Tensor, values: Tensor, positions: Tensor, n: int, m: int,
-    low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int], held: list[Tensor],
+    low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int],
 ) -> Tensor:  # fmt: skip
     """x (S + L)ᵀ for layers that read the same inputs, with S of all of them stacked by rows.
 
     Args:
         x: (tokens, in). values: (Σ out, in/M·N), of x's dtype. positions: (Σ out, bytes), uint8: the codes of the
             groups. low_rank_u, low_rank_v, outs, ranks: as for `add_low_rank`.
-        held: S once more, as `semi_structured_tensors` gives it, for calls that no decode kernel takes; or empty.
 
     Returns:
         (tokens, Σ out), in x's dtype.
@@ -36,8 +34,6 @@ def stacked_product(
         return torch.cat(layer_products(x, layers), dim=1)
     if backend == "numba":
         y = product(backend, x, values, positions, layout)
-    elif held:
-        y = F.linear(x, _semi_structured(held, (len(values), x.shape[1])))
     else:
         y = F.linear(x, layout.unpack(values, positions, x.shape[1]))
     return add_low_rank(y, x, low_rank_u, low_rank_v, outs, ranks)
@@ -49,7 +45,7 @@ stacked_linear = torch.library.custom_op("hasslefree::stacked_linear", stacked_p
 @stacked_linear.register_fake
 def _(
     x: Tensor, values: Tensor, positions: Tensor, n: int, m: int,
-    low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int], held: list[Tensor],
+    low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int],
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], positions.shape[0])
 
@@ -86,16 +82,3 @@ def add_low_rank(
         if inner.shape[1]:
             part.addmm_(inner, u.view(out, -1).T)
     return y
-
-
-def semi_structured_tensors(sparse: Tensor) -> list[Tensor]:
-    """S (out, in) of the pattern 2:4 in torch's own format, as plain tensors, which operators take as arguments."""
-    held = cuda.semi_structured(sparse)
-    return [tensor for name in ("packed", "meta") if (tensor := getattr(held, name)) is not None]
-
-
-def _semi_structured(held: list[Tensor], shape: tuple[int, int]) -> Tensor:
-    """The inverse of `semi_structured_tensors`. cuSPARSELt keeps one tensor, and CUTLASS has the positions apart."""
-    kind = SparseSemiStructuredTensorCUSPARSELT if len(held) == 1 else SparseSemiStructuredTensorCUTLASS
-    packed, meta = (*held, None)[:2]
-    return kind(torch.Size(shape), packed, meta, None, None, None)

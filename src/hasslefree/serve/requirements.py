@@ -9,7 +9,7 @@ from hasslefree.errors import ServeError
 
 # (major, minor) of vLLM; docs/howto/serve.md says what was run with each.
 VERSIONS = ((0, 32), (0, 33))
-# (major, minor) of the least compute capability: that of torch's 2:4 tensors, for which the kernels are compiled too.
+# (major, minor) of the least compute capability for which the kernels are compiled.
 LEAST_CAPABILITY = (8, 0)
 EXPERT = re.compile(r"\.experts\.\d+\.")
 DENSE = "write a dense model with `hasslefree export FOLDER --to dense DEST` and serve DEST"

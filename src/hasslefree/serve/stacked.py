@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasslefree.errors import CheckpointError
-from hasslefree.packed.kernels import cuda
-from hasslefree.packed.kernels.backends import HALF_DTYPES
 from hasslefree.packed.layouts import PackedGroups
-from hasslefree.serve.operators import add_low_rank, semi_structured_tensors, stacked_linear, stacked_product
+from hasslefree.serve.operators import add_low_rank, stacked_linear, stacked_product
 from hasslefree.serve.parts import Part
 from hasslefree.serve.shards import narrowed
 
@@ -36,7 +34,6 @@ class StackedLinear(nn.Module):
         self.outs = [part.shard.shape[0] for part in parts]
         self.ranks = [part.rank for part in parts]
         self.missing = set(range(len(parts)))
-        self.held: list[Tensor] = []
         rows, width = sum(self.outs), parts[0].shard.shape[1]
         self.u_sizes = [out * rank for out, rank in zip(self.outs, self.ranks, strict=True)]
         self.low_rank_u = self._empty((sum(self.u_sizes),), dtype, device)
@@ -82,18 +79,10 @@ class StackedLinear(nn.Module):
         self.missing.discard(index)
 
     def finish(self) -> None:
-        """After the last part: hold 2:4 in torch's format too, where this GPU multiplies it.
-
-        Raises:
-            CheckpointError: a part was not loaded.
-        """
+        """Raise a CheckpointError where a part was not loaded."""
         if self.missing:
             names = ", ".join(self.parts[index].name for index in sorted(self.missing))
             raise CheckpointError(f"the weight files lack tensors of {names}; download or copy the folder again")
-        if self.groups is None or not fits_semi_structured(self.groups, self.values, len(self.positions)):
-            return
-        width = self.low_rank_v.shape[1]
-        self.held = semi_structured_tensors(self.groups.unpack(self.values, self.positions, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (…, in) → (…, Σ out), without the bias."""
@@ -104,7 +93,7 @@ class StackedLinear(nn.Module):
         else:
             linear = stacked_linear if torch.compiler.is_compiling() else stacked_product
             packed = (self.values, self.positions, self.groups.n, self.groups.m)
-            y = linear(flat, *packed, self.low_rank_u, self.low_rank_v, self.outs, self.ranks, self.held)
+            y = linear(flat, *packed, self.low_rank_u, self.low_rank_v, self.outs, self.ranks)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -115,11 +104,3 @@ def common_groups(parts: list[Part], device: torch.device) -> PackedGroups | Non
         return None
     readable = device.type != "cuda" or (0 < first.position_bits <= 8 and not first.is_mask)
     return first if readable else None
-
-
-def fits_semi_structured(groups: PackedGroups, values: Tensor, rows: int) -> bool:
-    """Whether S can be held in torch's 2:4 format on this device."""
-    width = values.shape[1] * 2
-    fits = rows % cuda.LEAST[0] == 0 and width % cuda.LEAST[1] == 0
-    usable = fits and values.is_cuda and values.dtype in HALF_DTYPES and cuda.obstacle() is None
-    return usable and (groups.n, groups.m) == (2, 4)

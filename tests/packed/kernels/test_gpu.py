@@ -1,10 +1,9 @@
-"""The ways of a GPU, where there is one. Oracle: float64 on the dense matrix."""
+"""The backend `triton` on a GPU, where there is one. Oracle: float64 on the dense matrix."""
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from hasslefree.packed.kernels import cuda, product
+from hasslefree.packed.kernels import product
 from hasslefree.packed.layouts import PackedGroups
 from tests.packed.kernels import reference
 
@@ -34,13 +33,3 @@ def test_triton_where_an_input_that_is_not_read_is_not_a_number(tokens, dtype):
     x[-1, 20] = float("nan")
     y = product("triton", x.cuda(), *packed, PackedGroups(2, 4))
     torch.testing.assert_close(y, expected, rtol=2.0**-7, atol=1e-3)
-
-
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="capability 8.0")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 7, 64])
-def test_semi_structured(tokens, dtype):
-    s = reference.sparse(128, 64, 2, 4, dtype, seed=tokens)
-    x = torch.randn(tokens, s.shape[1]).to(dtype)
-    y = F.linear(x.cuda(), cuda.semi_structured(s.cuda()))
-    reference.assert_close(y.cpu(), x, s)

@@ -6,7 +6,6 @@
 | `unpacked` | S is unpacked once and kept by the caller; it takes the memory of a dense layer | no gradients |
 | `numba` | `packed.kernels.ops`: from the packed tensors | CPU, N:M and bitmask, no grid, no gradients |
 | `triton` | `packed.kernels.triton`; more than 16 tokens go `dense` | CUDA, N:M as positions, no grid, no gradients |
-| `semi-structured` | `packed.kernels.cuda`: torch's 2:4 tensors, made by the caller | CUDA of capability 8.0, 2:4 |
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.errors import KernelError, UnknownNameError
-from hasslefree.packed.kernels import cuda, ops
+from hasslefree.packed.kernels import ops
 from hasslefree.packed.layouts import Columns, Layout, PackedGroups
 
 
@@ -68,7 +67,7 @@ def choose(case: Case, backend: str | None = None) -> str:
     """The name of the backend: the requested one, or by the rule of docs/howto/run.md.
 
     By that rule a CPU uses `numba` where possible, and `dense` otherwise. CUDA without gradients uses `triton` where
-    possible, and `unpacked` otherwise: S is never unpacked at every call. `semi-structured` must be requested.
+    possible, and `unpacked` otherwise: S is never unpacked at every call.
 
     Raises:
         UnknownNameError: no such backend. KernelError: the requested backend is not possible, and why.
@@ -201,22 +200,9 @@ def _triton(case: Case) -> str | None:
     return None
 
 
-def _semi_structured(case: Case) -> str | None:
-    if case.device != "cuda":
-        return f"it runs on CUDA, and the layer is on {case.device}; use numba or dense"
-    if (obstacle := cuda.obstacle()) is not None:
-        return f"{obstacle}; use triton or dense"
-    if case.grad:
-        return NO_GRADIENTS
-    if case.groups != (2, 4) or case.dtype not in HALF_DTYPES:
-        return "it takes 2:4 in bfloat16 or float16; use triton or dense"
-    return None
-
-
 BACKENDS: dict[str, Callable[[Case], str | None]] = {
     "dense": _dense,
     "unpacked": _unpacked,
     "numba": _numba,
     "triton": _triton,
-    "semi-structured": _semi_structured,
 }

@@ -16,12 +16,20 @@ class Prepared:
     The arrays share the memory of the tensors: changes in place take effect here.
 
     Args:
+        key: of the tensors, by which the caller sees that they were replaced.
         values: (out, in/2) and positions: (out, ⌈in/8⌉), of S. factors: u: (out, r) and v: (r, in), or None.
         bias: (out,), or None. All but the positions in one dtype, float32 or bfloat16, and all contiguous.
     """
 
-    def __init__(self, values: Tensor, positions: Tensor, factors: tuple[Tensor, Tensor] | None, bias: Tensor | None):
-        self.out = len(values)
+    def __init__(
+        self,
+        key: tuple[int, ...],
+        values: Tensor,
+        positions: Tensor,
+        factors: tuple[Tensor, Tensor] | None,
+        bias: Tensor | None,
+    ):
+        self.key, self.out = key, len(values)
         u, v = factors or (values.new_empty(self.out, 0), values.new_empty(0, 2 * values.shape[1]))
         numbers = [numbers_of(each.detach()) for each in (u, v, values.new_empty(0) if bias is None else bias)]
         self.arrays = (numbers_of(values.detach()), positions.numpy(), *numbers)
