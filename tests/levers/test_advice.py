@@ -53,7 +53,7 @@ def test_each_pattern_has_the_largest_rank_that_the_budget_allows(budget, tmp_pa
 def test_what_a_choice_costs_is_the_sum_over_layers(family, tmp_path, monkeypatch):
     """Oracle: ½ mean (g_tᵀ ΔW x_t)² of every layer, with g by autograd through the whole model at once, in float64."""
     labels = torch.arange(16) * 3 % 64
-    monkeypatch.setattr("hasslefree.levers.sensitivity.drawn", lambda logits, generator: labels[: len(logits)])
+    monkeypatch.setattr("hasslefree.levers.sensitivity.sample_labels", lambda logits, generator: labels[: len(logits)])
 
     def solved(self, pattern, rank, seed):
         kept = torch.where(pattern.mask(self.weight.abs()), self.weight, 0)

@@ -171,7 +171,7 @@ def check_arguments(
 
     states: what enters the first block.
     """
-    for call, name, one in zip(calls, names, seen, strict=True):
+    for call, name, one in zip(calls, names, traces, strict=True):
         extra: Any = call.extra
         given = dict(leaves(extra.arguments(call.arguments, states)))
         for path, value in leaves(one.before):

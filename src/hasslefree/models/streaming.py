@@ -33,7 +33,7 @@ class Weights:
 
     Args:
         model: its hooks of accelerate are removed, and its buffers moved to `device`.
-        prefetch: whether the weights of the next part are read in the background, which takes the memory of one more part.
+        prefetch: read the weights of the next part in the background, which takes the memory of one more part.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, prefetch: bool = True):
