@@ -165,7 +165,7 @@ def block_calls(
 
 
 def check_arguments(
-    calls: Sequence[BlockCall], names: Sequence[str], seen: Sequence[BlockTrace], states: Tensor
+    calls: Sequence[BlockCall], names: Sequence[str], traces: Sequence[BlockTrace], states: Tensor
 ) -> None:
     """Raise a ModelError where the columns do not reproduce the arguments of the blocks in a forward pass.
 
