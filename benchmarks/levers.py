@@ -1,4 +1,4 @@
-"""What is won beyond the single layer: dense targets, block matching, allocation, and what was tried beside them.
+"""What is won beyond the single layer: block matching, allocation, and what was tried beside them.
 
     python benchmarks/levers.py variants MODEL TEXT… --calibration FILE [--settings …] [--only NAME …] [--seeds 0 1 2]
     python benchmarks/levers.py efforts MODEL TEXT… --calibration FILE [--settings …] [--only NAME …] [--seeds 0 1 2]
@@ -33,40 +33,37 @@ import torch
 from harness import models, plots, streams
 from harness.layers import build_method
 from harness.models import CALIBRATION, MODEL, Measurement
-from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, geometric_mean, machine, resumed, write
 from harness.streams import Levers, Matching
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from hasslefree import Recipe
+from hasslefree.reproduction.paper import LAYERS_ALONE
 
 # The published transformer matching (3BASiL-TM, arXiv 2603.01376): 20 epochs of which the first is idle, 2e-5 for
 # every tensor, a cosine down to a fifth, no segments held out; the teacher is the dense block on compressed inputs.
 PUBLISHED = Matching(
     epochs=19, learning_rate=2e-5, relative=False, warm_up=0.0, decay=0.2, held_out=0.0, patience=19, retreats=0
 )
-BOTH = Levers(share=1.0, matching=Matching())
+MATCHED = Levers(matching=Matching())
 # Fields of a recipe, or a method and what `harness.streams` does with it.
 VARIANTS: dict[str, dict[str, Any] | tuple[str, Levers]] = {
     "joint": LAYERS_ALONE,
-    "dense targets": LAYERS_ALONE | {"dense_target": 1.0},
     "matching": LAYERS_ALONE | {"match_blocks": True},
     "allocation": LAYERS_ALONE | {"allocate": "error"},
-    "targets, matching": LAYERS_ALONE | {"dense_target": 1.0, "match_blocks": True},
     "3basil": LAYERS_ALONE | {"method": "3basil"},
     "3basil, published matching": ("3basil", Levers(matching=PUBLISHED, teacher="compressed")),
     "hassle-free": LAYERS_ALONE | {"method": "hassle-free"},
-    "targets by half": LAYERS_ALONE | {"dense_target": 0.5},
-    "targets, matching, then the logits": ("joint", replace(BOTH, logits=Matching(learning_rate=0.003))),
-    "targets, matching, then the logits, S too": (
-        "joint", replace(BOTH, logits=Matching(learning_rate=0.003), whole=True)
+    "matching, then the logits": ("joint", replace(MATCHED, logits=Matching(learning_rate=0.003))),
+    "matching, then the logits, S too": (
+        "joint", replace(MATCHED, logits=Matching(learning_rate=0.003), whole=True)
     ),
-    "targets, matching in windows of two": ("joint", replace(BOTH, window=2)),
-    "targets, matching to the compressed stream": ("joint", replace(BOTH, teacher="compressed")),
-    "targets, matching of each token over its norm": ("joint", replace(BOTH, loss="per token")),
-    "targets, matching in the Fisher metric": ("joint", replace(BOTH, loss="fisher")),
-    "targets, matching, twenty epochs": ("joint", replace(BOTH, matching=Matching(epochs=20, patience=5))),
-    "targets, published matching": ("joint", Levers(1.0, PUBLISHED, "compressed")),
+    "matching in windows of two": ("joint", replace(MATCHED, window=2)),
+    "matching to the compressed stream": ("joint", replace(MATCHED, teacher="compressed")),
+    "matching of each token over its norm": ("joint", replace(MATCHED, loss="per token")),
+    "matching in the Fisher metric": ("joint", replace(MATCHED, loss="fisher")),
+    "matching, twenty epochs": ("joint", replace(MATCHED, matching=Matching(epochs=20, patience=5))),
+    "published matching": ("joint", Levers(PUBLISHED, "compressed")),
 }  # fmt: skip
 # The efforts, and whom they are measured against.
 EFFORTS: dict[str, dict[str, Any]] = {effort: {"effort": effort} for effort in ("fast", "balanced", "best")}

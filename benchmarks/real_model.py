@@ -39,7 +39,6 @@ from typing import Any
 import torch
 from harness import models, plots, streams
 from harness.models import Measurement
-from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, ROOT, machine, resumed, write
 from tables.real import gap_of
 
@@ -47,6 +46,7 @@ import hasslefree
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
+from hasslefree.reproduction.paper import LAYERS_ALONE
 
 # By name, the fields of each recipe. The setting that decides: 2:4 + rank 16.
 SETTING = {"pattern": "2:4", "rank": 16}
@@ -62,7 +62,6 @@ RIVALS: dict[str, dict[str, Any]] = {
 LEVERS: dict[str, dict[str, Any]] = {
     "fast, rotation": EFFORTS["fast"] | {"rotate": True},
     "fast, allocation": EFFORTS["fast"] | {"allocate": "error"},
-    "fast, dense targets": EFFORTS["fast"] | {"dense_target": 1.0},
     "fast, block matching": EFFORTS["fast"] | {"match_blocks": True},
     "fast, prediction matching": EFFORTS["fast"] | {"match_predictions": 163_840},
 }

@@ -13,9 +13,10 @@ SOURCE = ROOT / "src"
 
 
 def tracked() -> dict[str, Path]:
-    """The package's files by their names in the wheel."""
+    """The package's files by their names in the wheel. Links to folders, such as the recipes, are followed."""
     listed = subprocess.run(["git", "ls-files", "src/hasslefree"], cwd=ROOT, capture_output=True, text=True, check=True)
-    files = [ROOT / line for line in listed.stdout.splitlines()]
+    found = [ROOT / line for line in listed.stdout.splitlines()]
+    files = [file for path in found for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
     return {file.relative_to(SOURCE).as_posix(): file for file in files}
 
 

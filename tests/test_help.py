@@ -1,5 +1,6 @@
 """What the command line prints for people and for programs: help, lists, tables at 80 columns, JSON, and nothing."""
 
+import dataclasses
 import importlib
 import inspect
 import io
@@ -16,6 +17,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from hasslefree import Recipe
 from hasslefree.cli import app
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.evaluation.tables import result_tables
@@ -23,7 +25,7 @@ from hasslefree.folder.entries import LayerSpec
 from hasslefree.folder.inspect import FolderSize, LayerSize
 from hasslefree.folder.listing import kind_table, layer_table
 from hasslefree.recipe import listing
-from hasslefree.recipe.recipe import GROUPS, Recipe, declaration
+from hasslefree.recipe.fields import GROUPS, Fields
 from hasslefree.recipe.resolved import EFFORTS
 from hasslefree.solve import low_rank, methods, pruners
 
@@ -63,7 +65,7 @@ NO_DEFAULT = {"perplexity", "tasks", "output", "advise"}
 
 
 def test_every_field_of_a_recipe_stands_under_a_heading():
-    groups = [declaration(field).group for field in Recipe.__dataclass_fields__.values()]
+    groups = [field.metadata["group"] for field in dataclasses.fields(Fields)]
     assert set(groups) == set(GROUPS)
     for name in ("compress", "plan"):
         headings = {getattr(option, "rich_help_panel", None) for option in COMMANDS[name].params}
@@ -91,12 +93,12 @@ def test_every_plug_in_has_a_line_and_a_reference(table, about):
 
 def test_every_effort_has_a_line():
     """Oracle: the efforts that a recipe resolves."""
-    assert listing.tables()["efforts"].keys() == EFFORTS.keys()
+    assert listing.TABLES["efforts"].keys() == EFFORTS.keys()
 
 
 def test_references_are_those_of_the_documentation():
     """Oracle: the table of methods in docs/explanation/maths.md."""
-    for heading, entries in listing.tables().items():
+    for heading, entries in listing.TABLES.items():
         for name, about in entries.items():
             kind, _, page = about.reference.partition(": ")
             assert re.search(r"arXiv \d{4}\.\d{4,5}$|\b(19|20)\d\d$", kind) or (DOCS / f"{page}.md").is_file(), name

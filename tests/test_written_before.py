@@ -140,7 +140,8 @@ def unfinished(tmp_path, monkeypatch) -> dict:
     journal = json.loads(JOURNAL.read_text())
     versions = journal["identity"]["versions"]
     versions.update({package: importlib.metadata.version(package) for package in versions})
-    journal["identity"]["recipe"].update(NEW)
+    recipe = journal["identity"]["recipe"]
+    journal["identity"]["recipe"] = {name: recipe[name] for name in recipe.keys() - FORMER} | NEW
     JOURNAL.write_text(json.dumps(journal))
     return journal
 
@@ -152,9 +153,11 @@ def identity_of_files(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 # What `balanced` was then.
-BALANCED = {"rounds": 100, "allocate": "error", "dense_target": 1.0, "match_blocks": False, "match_predictions": 0}
+BALANCED = {"rounds": 100, "allocate": "error", "match_blocks": False, "match_predictions": 0}
 # Fields that did not exist, and have no effect there.
 NEW = {"match_epochs": 4, "match_predictions": 0, "rotate": False}
+# Fields that exist no longer.
+FORMER = {"dense_target"}
 
 
 def resume(**changes):
@@ -186,6 +189,8 @@ def check_records(folder: Path) -> None:
     found, expected = (json.loads((path / "compression.json").read_text()) for path in (folder, FIXTURES / OUT))
     for name, value in NEW.items():
         assert found["recipe"].pop(name) == value
+    for name in FORMER:
+        del expected["recipe"][name]
     layers = [(new, old) for new, old in zip(found.pop("layers"), expected.pop("layers"), strict=True)]
     for new, old in [(found, expected), *layers]:
         assert new.keys() >= old.keys()
@@ -213,7 +218,7 @@ def test_an_interrupted_compression_is_resumed(unfinished, tmp_path):
 def test_it_is_resumed_from_the_command_line(unfinished, monkeypatch, tmp_path):
     before = identity_of_files(JOURNAL.parent / "model")
     flags = [word for name, value in FOLDERS[OUT]["recipe"].items() for word in (f"--{name}", value)]
-    flags += ["--rounds", 100, "--dense-target", 1.0, "--no-match-blocks"]
+    flags += ["--rounds", 100, "--no-match-blocks"]
     flags += ["--allocate", "error", "--match-predictions", 0]
     assert run(monkeypatch, "compress", "dense", OUT, *flags, "--device", "cpu", "--resume") == 0
     assert identity_of_files(tmp_path / OUT) == before

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,6 @@ from hasslefree import Budget, Gram, Recipe, SparseLowRankLinear
 from hasslefree.core.protocols import Method
 from hasslefree.data import calibration_documents
 from hasslefree.levers.matching import Matching, MatchRecord, match_block
-from hasslefree.levers.targets import corrected, drift_correction, target_damping
 from hasslefree.models import moments
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import find_blocks
@@ -43,7 +42,7 @@ class Levers:
     """What is done beside the decomposition of single layers.
 
     Args:
-        share: a of the dense targets; None for no targets. matching: of each block; None for none.
+        matching: of each block; None for none.
         teacher: the dense block on the dense stream, or on the compressed one.
         window: matched blocks, so many at a time, each window ending at the block that was just decomposed.
         loss: of the blocks: squared, the same over each token's own norm (`per token`), or in the metric of the Fisher
@@ -52,7 +51,6 @@ class Levers:
         whole: what the last step trains: the factors and vectors, or the values of S too.
     """
 
-    share: float | None = None
     matching: Matching | None = None
     teacher: Literal["dense", "compressed"] = "dense"
     window: int = 1
@@ -88,9 +86,9 @@ def compress_two_streams(
         original, sites = copy.deepcopy(block), find_sites(block)
         inputs, wanted = entering[-1], run_block(original, call, dense)
         for group in moments.groups_by_input(block, call, inputs[0], sites):
-            gram, drift = gather(original, block, call, dense, inputs, group[0], levers.share is not None)
-            chosen = [sites[name] for name in group]
-            decompose_group(chosen, gram, drift, budget, method, levers, seed)
+            decompose_group(
+                [sites[name] for name in group], gather(block, call, inputs, group[0]), budget, method, seed
+            )
         if levers.matching is not None:
             targets = wanted if levers.teacher == "dense" else run_block(original, call, inputs)
             start = max(index + 1 - levers.window, 0)
@@ -106,24 +104,13 @@ def compress_two_streams(
     return reports
 
 
-def decompose_group(
-    sites: Sequence[Site],
-    gram: Gram,
-    drift: Tensor,
-    budget: Budget,
-    method: Method,
-    levers: Levers,
-    seed: int,
-) -> None:
-    """Put S + L in the place of the matrices of a block that have one input, with its Gram and drift."""
-    prepared, correction = method.prepare(gram), None
-    if levers.share is not None:
-        correction = drift_correction(gram, drift, levers.share, target_damping(gram))
+def decompose_group(sites: Sequence[Site], gram: Gram, budget: Budget, method: Method, seed: int) -> None:
+    """Put S + L in the place of the matrices of a block that have one input, with its Gram."""
+    prepared = method.prepare(gram)
     for site in sites:
         weight = site.weight()
-        target = None if correction is None else corrected(weight, correction)
         pattern, rank = budget.resolve(*weight.shape)
-        result = solve_layer(weight, gram, method, prepared, pattern, rank, seed, target)
+        result = solve_layer(weight, gram, method, prepared, pattern, rank, seed)
         site.replace(SparseLowRankLinear.from_decomposition(result, site.bias, str(pattern)))
 
 
@@ -133,34 +120,16 @@ def run_block(block: nn.Module, call: BlockCall, hidden: Sequence[Tensor]) -> li
         return [call.run(block, states) for states in hidden]
 
 
-def gather(
-    original: nn.Module,
-    block: nn.Module,
-    call: BlockCall,
-    dense: list[Tensor],
-    inputs: list[Tensor],
-    name: str,
-    with_drift: bool,
-) -> tuple[Gram, Tensor]:
-    """H = X̂ᵀX̂ / tokens of a layer in the compressed block, and D = X̂ᵀ(X − X̂) / tokens; zeros without drift."""
-    caught: dict[str, Tensor] = {}
-
-    def catch(which: str) -> Callable[[Tensor], None]:
-        return lambda x: caught.__setitem__(which, x.flatten(0, -2))
-
-    handles = [find_sites(block)[name].on_input(catch("compressed"))]
-    handles.append(find_sites(original)[name].on_input(catch("dense")))
-    second, cross, tokens = torch.zeros(()), torch.zeros(()), 0
-    with hooks(handles), unpacked_once(block), torch.no_grad():
-        for states, wanted in zip(inputs, dense, strict=True):
+def gather(block: nn.Module, call: BlockCall, inputs: list[Tensor], name: str) -> Gram:
+    """H = X̂ᵀX̂ / tokens of a layer in the compressed block."""
+    caught: list[Tensor] = []
+    second, tokens = torch.zeros(()), 0
+    with hooks([find_sites(block)[name].on_input(caught.append)]), unpacked_once(block), torch.no_grad():
+        for states in inputs:
             call.run(block, states)
-            x = caught["compressed"]
+            x = caught.pop().flatten(0, -2)
             second, tokens = second + x.T @ x, tokens + len(x)
-            if with_drift:
-                call.run(original, wanted)
-                cross = cross + x.T @ (caught["dense"] - x)
-    drift = cross / tokens if with_drift else torch.zeros_like(second)
-    return Gram(second / tokens, tokens), drift
+    return Gram(second / tokens, tokens)
 
 
 def match_logits(

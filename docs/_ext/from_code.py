@@ -12,11 +12,11 @@ import inspect
 import re
 import subprocess
 import sys
+import typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from hasslefree.recipe.recipe import Recipe, declaration, field_types
-from hasslefree.recipe.yaml import type_words
+from hasslefree.recipe.fields import Fields
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -37,15 +37,25 @@ def commands() -> str:
 
 def recipe() -> str:
     """A table for each group of fields."""
-    hints = field_types()
+    types = typing.get_type_hints(Fields)
     groups: dict[str, list[str]] = {}
-    for field in dataclasses.fields(Recipe):
-        said = declaration(field)
+    for field in dataclasses.fields(Fields):
         default = "" if field.default in (None, ()) else f"`{field.default}`"
-        row = f"| `{field.name}` | {type_words(hints[field.name])} | {default} | {said.help} |"
-        groups.setdefault(said.group, []).append(row)
+        row = f"| `{field.name}` | {type_words(types[field.name])} | {default} | {field.metadata['description']} |"
+        groups.setdefault(field.metadata["group"], []).append(row)
     head = "| field | type | default | |\n| --- | --- | --- | --- |"
     return "\n\n".join("\n".join([f"## {group}\n", head, *rows]) for group, rows in groups.items())
+
+
+def type_words(hint: Any) -> str:
+    """The type of a field in words, such as "int or nothing"."""
+    if typing.get_origin(hint) is tuple:
+        return "list"
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(typing.get_args(hint))
+    if members := typing.get_args(hint):
+        return " or ".join("nothing" if member is type(None) else type_words(member) for member in members)
+    return hint.__name__
 
 
 MADE: dict[str, Callable[[], str]] = {"commands": commands, "recipe": recipe}

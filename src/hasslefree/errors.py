@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 # An option in a message stands between the outer two, its two forms on either side of the one in the middle.
@@ -32,10 +32,19 @@ def with_flags(message: str) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem with given values. fields: the names of the values, first the one to change. message: in words."""
+    """What is wrong with given values. fields: their names, first the one to change. where: the file that has them."""
 
     fields: tuple[str, ...]
     message: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}" if self.where else self.message
+
+    def at(self, places: Mapping[str, Any], default: Any) -> Problem:
+        """The same problem with the places of its fields, or the default if none of them was given."""
+        where = ", ".join(dict.fromkeys(str(places[name]) for name in self.fields if name in places))
+        return replace(self, where=where or str(default))
 
 
 class HasslefreeError(ValueError):
@@ -96,7 +105,17 @@ class BudgetError(HasslefreeError):
 
 
 class RecipeError(HasslefreeError):
-    """One or more wrong fields of a recipe; the message lists every problem."""
+    """One or more wrong fields of a recipe; the message lists all `problems`."""
+
+    problems: tuple[Problem, ...] = ()
+
+    @classmethod
+    def of(cls, problems: Iterable[Problem]) -> Self:
+        """The error that lists these problems, one in a line."""
+        problems = tuple(problems)
+        error = cls("\n".join(map(str, problems)), tuple(name for problem in problems for name in problem.fields))
+        error.problems = problems
+        return error
 
 
 class CalibrationError(HasslefreeError):

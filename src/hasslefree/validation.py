@@ -1,19 +1,20 @@
-"""JSON that a file holds, as an instance of a dataclass: types are strict, and the first wrong field is named."""
+"""Checks by pydantic of what a file or a user gives: types are strict, and an error names the field."""
 
 from __future__ import annotations
 
 import functools
 import json
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from hasslefree.errors import HasslefreeError, with_arguments
 
 T = TypeVar("T")
 
 # The names of dtypes that a user may give; auto: that of the checkpoint.
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 # A measured number, and a count.
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -25,7 +26,7 @@ class InvalidError(ValueError):
 
     Args:
         field: the name of the field; empty for the whole. cause: what is wrong with it, in words.
-        refused: a check of the dataclass itself says so, and not the type of the field.
+        refused: `__post_init__` of the dataclass says so, and not the type of the field.
     """
 
     def __init__(self, field: str, cause: str, refused: bool = False):
@@ -41,21 +42,24 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def validated(kind: type[T], content: Any) -> T:
     """An instance of `kind`, a dataclass or another annotation, from what `json.loads` gave.
 
-    Fields that `kind` does not have are left out. What `__post_init__` of a dataclass refuses is wrong too.
+    Fields that `kind` does not have are left out.
 
     Raises:
-        InvalidError: the first value that is missing or not of its type.
+        InvalidError: the first value that is missing, not of its type, or refused by `__post_init__`.
     """
     try:
-        found: T = _adapter(kind).validate_json(json.dumps(content), strict=True)  # type: ignore[arg-type]
-        return found
+        return _adapter(kind).validate_json(json.dumps(content), strict=True)  # type: ignore[arg-type]
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    field = next((str(part) for part in reversed(first["loc"]) if isinstance(part, str)), "")
-    if first["type"] == "value_error":
-        refusal = first["ctx"]["error"]
-        cause = refusal.message if isinstance(refusal, HasslefreeError) else str(refusal)
-        raise InvalidError(field, cause, refused=True)
-    if first["type"] == "missing":
-        raise InvalidError(field, f"{field!r} is missing")
-    raise InvalidError(field, f"{field}: {first['msg']}, got {first['input']!r:.60}")
+        details = error.errors(include_url=False)[0]
+    raise InvalidError(*describe(details), refused=details["type"] == "value_error")
+
+
+def describe(error: ErrorDetails) -> tuple[str, str]:
+    """The field of an error of pydantic (empty for the whole), and what is wrong with it in a sentence."""
+    field = next((part for part in reversed(error["loc"]) if isinstance(part, str)), "")
+    if error["type"] == "value_error":
+        refusal = error["ctx"]["error"]
+        return field, refusal.message if isinstance(refusal, HasslefreeError) else str(refusal)
+    if error["type"] == "missing":
+        return field, f"{field!r} is missing"
+    return field, f"{error['msg'].replace('Input should', f'{field} must', 1)}, got {error['input']!r:.60}"

@@ -56,13 +56,6 @@ def test_the_card_of_a_folder(tmp_path, monkeypatch):
     assert "given from Python" in card
 
 
-@pytest.mark.parametrize(("share", "said"), [(0.5, True), (None, False)])
-def test_the_card_says_what_its_errors_are_measured_from(share, said, tmp_path):
-    recipe = Recipe(method="wanda", dense_target=share)
-    hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
-    assert ("W stands for the target of the layer" in (tmp_path / "out/README.md").read_text()) == said
-
-
 def test_the_card_says_what_was_trained_afterwards(tmp_path):
     for name, fields in {"fitted": {}, "trained": {"match_blocks": True, "match_predictions": 32}}.items():
         recipe = Recipe(rank=2, method="eora", **fields)

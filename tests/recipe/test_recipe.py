@@ -1,6 +1,8 @@
 import dataclasses
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
@@ -27,27 +29,50 @@ def test_yaml_gives_the_fields(tmp_path, text):
     assert Recipe.from_yaml(tmp_path / "r.yaml") == Recipe(**fields | {"leave_dense": ("*.gate",), "damping": 1.0})
 
 
-def test_every_problem_is_reported_at_once(text):
+def refused(**fields):
     with pytest.raises(RecipeError) as caught:
-        Recipe(
-            pattern="5:4", rank=-1, method="hasslefree", samples=0, seqlen=1, damping=-1.0, sequential="x",
-            dtype="int8", calibration="wikitext",
-        ).resolve()  # fmt: skip
-    message = str(caught.value)
-    for part in ("5:4 is impossible", "rank must not", "unknown method 'hasslefree'", "samples must", "seqlen must",
-                 "damping must", "sequential must", "dtype must be one of", "Did you mean 'wikitext2'"):  # fmt: skip
+        Recipe(**fields).resolve()
+    return caught.value
+
+
+def test_every_problem_of_a_field_is_reported_at_once():
+    error = refused(
+        rank=2.0, samples=0, seqlen=1, damping=float("inf"), sequential="x", dtype="int8", effort="much", seed=10**20,
+        refit=1, pattern=3, leave_dense="*.0.*", rnk=3,
+    )  # fmt: skip
+    assert [problem.fields for problem in error.problems] == [
+        (name,)
+        for name in ("pattern", "rank", "effort", "damping", "refit", "samples", "seqlen", "sequential", "leave_dense",
+                     "dtype", "seed", "rnk")
+    ]  # fmt: skip
+    for part in (
+        "pattern must be a valid string, got 3",
+        "rank must be a valid integer, got 2.0",
+        "effort must be 'fast', 'balanced' or 'best', got 'much'",
+        "damping must be a finite number, got inf",
+        "samples must be greater than or equal to 1, got 0",
+        "unknown field 'rnk'. Did you mean 'rank'?",
+    ):
+        assert part in str(error)
+    assert "damping must be greater than or equal to 0" in str(refused(damping=-1.0))
+
+
+def test_every_problem_of_several_fields_is_reported_at_once():
+    message = str(refused(pattern="5:4", rank=-1, method="hasslefree", calibration="wikitext"))
+    for part in ("5:4 is impossible", "rank must not", "unknown method 'hasslefree'", "Did you mean 'wikitext2'"):
         assert part in message
 
 
-def test_names_and_types_of_yaml_are_checked_together(tmp_path):
-    path = tmp_path / "r.yaml"
-    path.write_text("pattern: 2:4\nrnk: 3\nsamples: many\n")
-    with pytest.raises(RecipeError) as caught:
-        Recipe.from_yaml(path)
-    message = str(caught.value)
-    assert 'put it in quotes, such as "2:4"' in message
-    assert "unknown field 'rnk'" in message
-    assert "samples must be int, got 'many'" in message
+def test_numbers_of_numpy_and_lists_are_taken():
+    recipe = Recipe(rank=np.int64(3), ratio=np.float32(0.5), refit=np.True_, leave_dense=["a"])
+    assert recipe == Recipe(rank=3, ratio=0.5, refit=True, leave_dense=("a",))
+    assert (type(recipe.rank), type(recipe.ratio), type(recipe.refit)) == (int, float, bool)
+
+
+def test_a_pattern_needs_no_quotes_in_yaml(tmp_path):
+    """YAML 1.1 reads 2:4 as a number in base 60."""
+    (tmp_path / "r.yaml").write_text("pattern: 2:4\nrank: 16\n")
+    assert Recipe.from_yaml(tmp_path / "r.yaml") == Recipe(pattern="2:4", rank=16)
 
 
 @pytest.mark.parametrize(("content", "message"), [("- 1", "must contain fields"), ("a: [", "is not YAML")])
@@ -67,35 +92,18 @@ def test_a_method_with_a_low_rank_part_needs_a_rank(text):
 
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
-BUDGETS = {
-    "2-4": {"pattern": "2:4"},
-    "4-8": {"pattern": "4:8"},
-    **{f"{n}-{m}-rank-64": {"pattern": f"{n}:{m}", "rank": 64} for n, m in ((2, 4), (2, 8), (3, 8), (4, 8))},
-    **{f"{n}-8-ratio-50": {"pattern": f"{n}:8", "ratio": 0.5} for n in (2, 3)},
-    **{f"unstructured-{10 * n}": {"pattern": "unstructured", "ratio": n / 10, "rank_share": 0.3} for n in (6, 7, 8)},
-}
-# Beyond the paper's: what loses next to nothing.
-OWN = {f"{n}-8-rank-64": {"pattern": f"{n}:8", "rank": 64} for n in (5, 6)}
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=[file.stem for file in SHIPPED])
 def test_the_recipes_that_ship_are_what_their_names_say(file):
-    """Oracle: the settings, those of the paper from section 4 and the appendix. Texts are hub names: not looked up."""
-    method = next(m for m in ("joint", "hassle-free", "oats", "sparsegpt", "wanda", "dsnot") if file.stem.startswith(m))
-    budget = (BUDGETS | OWN)[file.stem.removeprefix(f"{method}-")]
+    """Texts are hub names: not looked up. Names such as joint-2-4-rank-64 and oats-unstructured-60."""
     recipe = Recipe.from_yaml(file)
     recipe.resolve()
-    assert recipe == Recipe(**budget, method=method, calibration="c4", samples=128, seqlen=2048)
-    fields = [line for line in file.read_text().splitlines() if not line.startswith("#")]
-    assert len(fields) <= 5 or file.stem == "joint-2-4-rank-64"
-
-
-def test_every_setting_has_every_method():
-    names = {file.stem for file in SHIPPED}
-    low_rank = [name for name in BUDGETS if "-rank-" in name or "ratio" in name or "unstructured" in name]
-    alone = {f"{method}-{pattern}" for method in ("sparsegpt", "wanda", "dsnot") for pattern in ("2-4", "4-8")}
-    own = {f"joint-{name}" for name in OWN}
-    assert names == own | alone | {f"{m}-{name}" for m in ("joint", "hassle-free", "oats") for name in low_rank}
+    assert (recipe.calibration, recipe.samples, recipe.seqlen) == ("c4", 128, 2048)
+    name = re.fullmatch(rf"{recipe.method}-(?:(\d)-(\d)|unstructured)(?:-rank)?(?:-ratio)?(?:-(\d+))?", file.stem)
+    assert recipe.pattern == (f"{name[1]}:{name[2]}" if name[1] else "unstructured")
+    budget = recipe.rank if "-rank-" in file.stem else None if recipe.ratio is None else round(100 * recipe.ratio)
+    assert str(budget) == str(name[3])
 
 
 def test_a_recipe_stands_on_another(tmp_path, text):
@@ -131,64 +139,62 @@ def problems(path, **changes):
     return str(caught.value).replace(f"{path.parent}/", "").split("\n")
 
 
-def test_every_problem_has_its_file_and_its_line(tmp_path):
+def test_every_problem_has_its_file(tmp_path):
     (tmp_path / "a.yaml").write_text("# a comment\npattern: '5:4'\n\nrnk: 3\nsamples: many\ndtype: int8\n")
     (tmp_path / "b.yaml").write_text(
-        "base: a.yaml\nrank: -1\nratio: 0.5\nmethod: hasslefree\nseqlen: 1\nseqlen: 2\n"
-        "calibration: wikitext\nleave_dense: 3\n"
+        "base: a.yaml\nrank: -1\nratio: 0.5\nmethod: hasslefree\nseqlen: 1\ncalibration: wikitext\nleave_dense: 3\n"
     )
-    found = problems(tmp_path / "b.yaml", seed=-1)
     expected = [
-        "b.yaml:6: seqlen is given twice, first at b.yaml:5",
-        "a.yaml:4: unknown field 'rnk'; did you mean 'rank'?",
-        "a.yaml:5: samples must be int, got 'many'",
-        "b.yaml:8: leave_dense must be list, got 3",
-        "b.yaml:2: rank must not be negative, got -1",
-        "b.yaml:2, b.yaml:3: give rank or ratio, not both",
-        "a.yaml:2: pattern 5:4 is impossible",
-        "b.yaml:4: unknown method 'hasslefree'",
-        "b.yaml:5: seqlen must be at least 2, got 1",
-        "a.yaml:6: dtype must be one of",
-        "given in addition to b.yaml: seed must be between",
-        "b.yaml:7: unknown text",
+        "a.yaml: samples must be a valid integer, got 'many'",
+        "b.yaml: seqlen must be greater than or equal to 2, got 1",
+        "b.yaml: leave_dense must be a valid tuple, got 3",
+        "a.yaml: dtype must be 'auto', 'float32', 'bfloat16' or 'float16', got 'int8'",
+        "given in addition to b.yaml: seed must be greater than or equal to 0, got -1",
+        "a.yaml: unknown field 'rnk'. Did you mean 'rank'?",
+        "b.yaml: rank must not be negative, got -1",
+        "b.yaml: give rank or ratio, not both",
+        "a.yaml: pattern 5:4 is impossible",
+        "b.yaml: unknown method 'hasslefree'",
+        "b.yaml: unknown text",
     ]
-    assert len(found) == len(expected)
-    for line, start in zip(found, expected, strict=True):
-        assert line.startswith(start)
+    lines = problems(tmp_path / "b.yaml", seed=-1)
+    assert len(lines) == len(expected)
+    for start in expected:
+        assert any(line.startswith(start) for line in lines), (start, lines)
 
 
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"a": "base: b.yaml\nrank: 1\n"}, ["a.yaml:1: the base b.yaml does not exist; the path is relative to a"]),
-        ({"a": "rank: 1\nbase: a.yaml\n"}, ["a.yaml:2: these recipes are each other's base: a.yaml → a.yaml"]),
+        ({"a": "base: b.yaml\nrank: 1\n"}, "a.yaml: the base b.yaml does not exist; the path is relative to a"),
+        ({"a": "rank: 1\nbase: a.yaml\n"}, "a.yaml: these recipes are each other's base: a.yaml → a.yaml"),
         (
             {"a": "rank: 1\nbase: b.yaml\n", "b": "base: ./c.yaml", "c": "base: b.yaml"},
-            ["c.yaml:1: these recipes are each other's base: a.yaml → b.yaml → c.yaml → b.yaml"],
+            "c.yaml: these recipes are each other's base: a.yaml → b.yaml → c.yaml → b.yaml",
         ),
-        ({"a": "rank: 1\nbase: [b.yaml]\n"}, ["a.yaml:2: base must be the path of a recipe, got ['b.yaml']"]),
-        ({"a": "rank: 1\nbase: b.yaml\n", "b": "- 1"}, ["the recipe b.yaml must contain fields, such as"]),
-        ({"a": "rank: 1\nbase: b.yaml\n", "b": "rank: 1\nx: ["}, ["b.yaml:2: the recipe is not YAML: "]),
-        ({"a": "rank: 1\nbase: b.yaml\nsamples: 0", "b": "rnk: 3"},
-         ["b.yaml:1: unknown field 'rnk'", "a.yaml:3: samples must be at least 1, got 0"]),
-        ({"a": "rank: 1\nseed: !!python/name:x y\n"}, ["a.yaml:2: the value of seed is not a plain YAML value"]),
-        ({"a": "method: oats\n"}, ["a.yaml:1: method oats needs a rank or a ratio"]),
-        ({"a": "pattern: row\nrank: four\n"}, ["a.yaml:2: rank must be int or nothing, got 'four'"]),
-        ({"a": "samples: 3\n"}, ["a.yaml: method joint needs a rank or a ratio"]),
-        ({"a": "rank: 1\nmethod: oats\npruner: sparsgpt\n"}, ["a.yaml:3: unknown pruner 'sparsgpt'"]),
+        ({"a": "rank: 1\nbase: [b.yaml]\n"}, "a.yaml: base must be the path of a recipe, got ['b.yaml']"),
+        ({"a": "rank: 1\nbase: b.yaml\n", "b": "- 1"}, "the recipe b.yaml must contain fields, such as"),
+        ({"a": "rank: 1\nbase: b.yaml\n", "b": "rank: 1\nx: ["}, "b.yaml:2: the recipe is not YAML: "),
+        ({"a": "rank: 1\nseqlen: 3\nrank: 2\n"}, "a.yaml:3: the recipe is not YAML: rank is given twice"),
+        ({"a": "rank: 1\nseed: !!python/name:x y\n"}, "a.yaml:2: the recipe is not YAML: could not determine a constr"),
+        ({"a": "rank: 1\nseed: 2026-13-45\n"}, "a.yaml: the recipe is not YAML: month must be"),
+        ({"a": "method: oats\n"}, "a.yaml: method oats needs a rank or a ratio"),
+        ({"a": "pattern: row\nrank: four\n"}, "a.yaml: rank must be a valid integer, got 'four'"),
+        ({"a": "samples: 3\n"}, "a.yaml: method joint needs a rank or a ratio"),
+        ({"a": "base: b.yaml\nrank: 1\n", "b": "method: oats\npruner: sparsgpt\n"}, "b.yaml: unknown pruner"),
     ],
 )  # fmt: skip
-def test_bases_and_lines_that_are_wrong(tmp_path, files, expected):
+def test_files_and_bases_that_are_wrong(tmp_path, files, expected):
     for name, content in files.items():
         (tmp_path / f"{name}.yaml").write_text(content)
-    found = problems(tmp_path / "a.yaml")
-    assert [any(line.startswith(start) for start in expected) for line in found] == [True] * len(expected), found
+    (line,) = problems(tmp_path / "a.yaml")
+    assert line.startswith(expected)
 
 
 def test_a_circle_is_seen_by_any_name(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.yaml").write_text("rank: 1\nbase: sub/../a.yaml\n")
-    assert problems(tmp_path / "a.yaml") == ["a.yaml:2: these recipes are each other's base: a.yaml → sub/../a.yaml"]
+    assert problems(tmp_path / "a.yaml") == ["a.yaml: these recipes are each other's base: a.yaml → sub/../a.yaml"]
 
 
 def test_a_pruner_alone_has_no_use_for_a_rank():
@@ -203,22 +209,6 @@ def test_every_part_of_the_method_comes_from_the_recipe():
     )
 
 
-def test_a_truth_value_is_no_number():
-    with pytest.raises(RecipeError, match="rank must be int or nothing, got True"):
-        Recipe.from_dict({"rank": True})
-
-
-def test_figures_that_are_none(text):
-    for field, value, message in [
-        ("damping", float("nan"), "damping must be a finite number"),
-        ("damping", float("inf"), "damping must be a finite number"),
-        ("seed", -1, "seed must be between"),
-        ("seed", 10**20, "seed must be between"),
-    ]:
-        with pytest.raises(RecipeError, match=message):
-            Recipe(**{"rank": 1, "calibration": text, field: value}).resolve()
-
-
 def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "r.yaml").write_bytes(b"pattern: \xff\xfe")
     with pytest.raises(RecipeError, match="cannot be read"):
@@ -230,13 +220,13 @@ def test_a_file_that_is_no_text(tmp_path):
     [
         ({"rank": 4}, {"effort": "balanced", "match_blocks": False, "match_predictions": 49_152}),
         ({"rank": 4, "effort": "best"}, {"match_blocks": True, "match_epochs": 1, "match_predictions": 163_840}),
-        ({"rank": 4, "effort": "fast"}, {"dense_target": 0.0, "match_blocks": False, "allocate": "uniform"}),
+        ({"rank": 4, "effort": "fast"}, {"match_blocks": False, "match_epochs": 4, "allocate": "uniform"}),
         # What is given wins over the effort.
-        ({"rank": 4, "effort": "best", "match_blocks": False, "rounds": 7, "dense_target": 0.5},
-         {"match_blocks": False, "rounds": 7, "dense_target": 0.5, "allocate": "error"}),
+        ({"rank": 4, "effort": "best", "match_blocks": False, "rounds": 7},
+         {"match_blocks": False, "rounds": 7, "allocate": "error"}),
         # The methods of others are what was published, unless more is asked for; their rounds are their own.
         ({"rank": 4, "method": "oats"},
-         {"effort": None, "rounds": None, "dense_target": 0.0, "match_blocks": False, "allocate": "uniform"}),
+         {"effort": None, "rounds": None, "match_blocks": False, "allocate": "uniform"}),
         ({"rank": 4, "method": "oats", "effort": "best"}, {"rounds": None, "match_blocks": True}),
         # Values on a grid are not trained.
         ({"rank": 4, "method": "caldera", "effort": "best"}, {"match_blocks": False, "match_predictions": 0}),
@@ -252,11 +242,6 @@ def test_what_an_effort_stands_for(given, expected):
     resolved = Recipe(**given).resolve(with_text=False)
     assert resolved.recipe == found
     assert resolved.match_blocks == found.match_blocks
-
-
-def test_an_unknown_effort_is_refused():
-    with pytest.raises(RecipeError, match="effort must be one of fast, balanced, best, got 'much'"):
-        Recipe(rank=4, effort="much").resolve(with_text=False)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +296,7 @@ def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
         ({"method": "wanda", "symmetric": False}, "method 'wanda' does not quantise S"),
         ({"method": "hassle-free", "group_size": 64, "rank": 2}, "does not quantise S.*with pruner='gptq'"),
         ({"method": "gptq", "bits": 3}, "bits must be 4 or 8, got 3; use bits=4"),
-        ({"method": "gptq", "group_size": -1}, "0 for one scale per row, got -1"),
+        ({"method": "gptq", "group_size": -1}, "group_size must be greater than or equal to 0, got -1"),
         ({"pattern": "dense", "rank": 2}, "pattern dense keeps every entry.*method joint.*caldera, joint-grid, gptq"),
         ({"method": "caldera", "rank": 2, "match_blocks": True}, "match_blocks trains the values of S"),
         (

@@ -60,12 +60,6 @@ def test_every_layer_of_every_run_is_a_button_and_a_line(made):
     assert labels[0] == f"block 0, q_proj: {content.runs[0].record.layers[0].relative_error:.5f}"
 
 
-def test_the_page_says_what_errors_with_dense_targets_are(made, tmp_path):
-    said = "W stands for the target of the layer"
-    assert said not in render(read_content(made))
-    assert said in render(read_content([*made, compressed(tmp_path / "other", dense_target=0.5)]))
-
-
 def test_the_page_says_what_was_trained_after_the_errors_were_measured(made, tmp_path):
     said = "The errors were measured before this training"
     assert said not in render(read_content(made))

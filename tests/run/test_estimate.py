@@ -197,8 +197,6 @@ def test_the_plan_names_what_is_done_beyond_the_layer(tmp_path):
 
     assert "beyond the layer" not in told(effort="fast")
     assert all(word in told(effort="best") for word in ("allocation error", "block matching", "prediction matching"))
-    assert "dense targets: a second forward pass" not in told()
-    assert "dense targets: a second forward pass" in told(dense_target=1.0)
 
 
 def test_ram_counts_beside_a_gpu(tmp_path, monkeypatch):

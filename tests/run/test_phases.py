@@ -25,9 +25,7 @@ from hasslefree.phases import (
 )
 from tests.tiny_models import NO_TOKENIZER, build, segments
 
-RECIPE = Recipe(
-    rank=2, rounds=2, rotate=True, allocate="error", dense_target=0.5, match_blocks=True, match_predictions=64
-)
+RECIPE = Recipe(rank=2, rounds=2, rotate=True, allocate="error", match_blocks=True, match_predictions=64)
 BLOCKS, LAYERS = 2, 14
 
 

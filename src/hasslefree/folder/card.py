@@ -130,12 +130,6 @@ def base_licence(model: str) -> dict[str, str]:
     return {name: given[name] for name in LICENCE_FIELDS if isinstance(given.get(name), str)}
 
 
-# What the errors of a compression with dense targets are, and are not.
-TARGETED = """In this compression, W stands for the target of the layer: the dense weight, corrected for the changes
-of the layers before it. These errors cannot be compared with those of a compression without dense targets.
-"""
-
-
 def trained(report: Record) -> str:
     """What was trained after the errors were measured, in sentences; nothing where nothing was."""
     if not report.matching and report.predictions is None:
@@ -172,7 +166,7 @@ def rotated(report: Record) -> str:
 
 def remarks(report: Record) -> str:
     """What a reader has to know of the errors and of what stayed dense, in sentences."""
-    found = (TARGETED if report.recipe.get("dense_target") else "") + trained(report) + rotated(report)
+    found = trained(report) + rotated(report)
     if report.dense:
         found += f"These small matrices, such as routers, stayed dense: {_cell(', '.join(by_kind(report.dense)))}.\n"
     if report.towers:

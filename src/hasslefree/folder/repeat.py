@@ -8,6 +8,9 @@ import shlex
 from hasslefree.folder.record import Record
 from hasslefree.recipe.recipe import Recipe
 
+# Fields that recipes of earlier versions had.
+FORMER_FIELDS = {"dense_target"}
+
 
 def compress_command(model: str, out: str, recipe: Recipe) -> list[str]:
     """The words of the command that compresses a model by a recipe, without the defaults of this version."""
@@ -34,7 +37,7 @@ def command_of(report: Record, out: str = "OUT", trust_remote_code: bool = False
     """
     if report.own_segments:
         return None
-    given = {name: value for name, value in report.recipe.items() if value is not None}
+    given = {name: value for name, value in report.recipe.items() if value is not None and name not in FORMER_FIELDS}
     recipe = Recipe.from_dict(given | {"seqlen": report.seqlen})
     words = compress_command(report.model, out, recipe)
     if report.device != "cuda":

@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hasslefree.errors import HasslefreeError, ModelError, UnknownNameError, option
-from hasslefree.validation import DTYPES
+from hasslefree.validation import Dtype
 
 # By type of model, the class that takes images or sound beside text.
 MULTIMODAL: dict[str, str] = dict(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
@@ -124,8 +124,8 @@ def load_model(
     Raises:
         ModelError: a model that cannot be loaded, or an unknown device. UnknownNameError: an unknown dtype.
     """
-    if dtype not in DTYPES:
-        raise UnknownNameError("dtype", dtype, DTYPES)
+    if dtype not in (known := get_args(Dtype)):
+        raise UnknownNameError("dtype", dtype, known)
     target = resolve_device(device)
     model: Any = _from_pretrained(name, trust_remote_code, dtype=dtype)
     return model.to(target)

@@ -14,7 +14,8 @@ from hasslefree.core import budgets
 from hasslefree.core.about import About
 from hasslefree.core.grids import Grid
 from hasslefree.errors import UnknownNameError
-from hasslefree.recipe.recipe import ABOUT_EFFORTS, Recipe, field_types
+from hasslefree.recipe.fields import NAMES
+from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import filled, method_of
 from hasslefree.solve import low_rank, methods, pruners
 from hasslefree.tables import table
@@ -25,100 +26,88 @@ NOTES = (
     "S is the sparse part, L the low-rank part, and H the second moment of a layer's inputs. `docs: NAME` is the page "
     "docs/explanation/NAME.md. `hasslefree methods NAME` lists the settings of a method, pruner or low-rank solver."
 )
+ABOUT_EFFORTS = {
+    "fast": About("decomposes single layers, and nothing more", "docs: levers"),
+    "balanced": About("also trains the kept values of the model", "docs: levers"),
+    "best": About("also trains each block, and moves rank", "docs: levers"),
+}
+# What each option takes.
+TABLES: dict[str, dict[str, About]] = {
+    "methods": methods.ABOUT,
+    "pruners": pruners.ABOUT,
+    "low-rank solvers": low_rank.ABOUT,
+    "patterns": budgets.ABOUT,
+    "efforts": ABOUT_EFFORTS,
+}
+OPTIONS = ("--method", "--method or --pruner", "--low-rank", "--pattern", "--effort")
 # The fields of a recipe that set those of a grid.
 GRID_FIELDS = {"grid.bits": "bits", "grid.group": "group_size", "grid.symmetric": "symmetric"}
-
-
-def tables() -> dict[str, dict[str, About]]:
-    """What `--method`, `--pruner`, `--low-rank`, `--pattern` and `--effort` take, by heading."""
-    return {
-        "methods": methods.ABOUT,
-        "pruners": pruners.ABOUT,
-        "low-rank solvers": low_rank.ABOUT,
-        "patterns": budgets.ABOUT,
-        "efforts": ABOUT_EFFORTS,
-    }
 
 
 def to_dict() -> dict[str, Any]:
     """All tables as JSON has them."""
     return {
         heading: {name: dataclasses.asdict(about) for name, about in entries.items()}
-        for heading, entries in tables().items()
+        for heading, entries in TABLES.items()
     }
 
 
 def listing() -> Group:
     """All tables as text: a line for each entry. A pruner, which is a method too, is listed once."""
-    found = {heading: dict(entries) for heading, entries in tables().items()}
-    found["methods"] = {name: about for name, about in found["methods"].items() if name not in pruners.ABOUT}
-    taken_by = ("--method", "--method or --pruner", "--low-rank", "--pattern", "--effort")
     parts: list[RenderableType] = []
-    for (heading, entries), option in zip(found.items(), taken_by, strict=True):
-        grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    for (heading, entries), option in zip(TABLES.items(), OPTIONS, strict=True):
+        rows = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
         for width in COLUMNS:
-            grid.add_column(min_width=width, overflow="fold")
+            rows.add_column(min_width=width, overflow="fold")
         for name, about in entries.items():
-            grid.add_row(name, about.line, about.reference)
-        parts += [Text(f"{heading} ({option})", style="bold"), grid, Text()]
+            if heading != "methods" or name not in pruners.ABOUT:
+                rows.add_row(name, about.line, about.reference)
+        parts += [Text(f"{heading} ({option})", style="bold"), rows, Text()]
     return Group(*parts, Text(NOTES))
 
 
 def plug_in(name: str) -> tuple[Any, About]:
-    """The method, pruner or low-rank solver of this name, as the command line uses it without other options.
-
-    Raises:
-        UnknownNameError: there is none.
-    """
+    """The method, pruner or low-rank solver of this name, as the command line uses it without other options."""
     if name in pruners.PRUNERS:
         return pruners.PRUNERS[name], pruners.ABOUT[name]
     if name in methods.METHODS:
         return method_of(filled(Recipe(method=name))), methods.ABOUT[name]
     if name in low_rank.LOW_RANK_SOLVERS:
         return low_rank.LOW_RANK_SOLVERS[name], low_rank.ABOUT[name]
-    known = [*methods.METHODS, *low_rank.LOW_RANK_SOLVERS]
-    raise UnknownNameError("method, pruner or low-rank solver", name, known)
+    raise UnknownNameError("method, pruner or low-rank solver", name, [*methods.METHODS, *low_rank.LOW_RANK_SOLVERS])
 
 
-def settings(part: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each setting of a plug-in and its default; those of its parts follow them, as pruner.block."""
+def settings(part: Any, prefix: str = "") -> Iterator[tuple[str, Any, str | None]]:
+    """Each setting of a plug-in, its default and its option; those of its parts follow them, as pruner.block."""
+    names: dict[Any, str] = {
+        plug_in: name for name, plug_in in {**pruners.PRUNERS, **low_rank.LOW_RANK_SOLVERS}.items()
+    }
     for field in dataclasses.fields(part):
-        value, name = getattr(part, field.name), prefix + field.name
-        if dataclasses.is_dataclass(value):
-            yield name, name_of(value)
-            yield from settings(value, f"{name}.")
-        else:
-            yield name, value
-
-
-def name_of(part: Any) -> str:
-    """The name of a part in its table, or that of its class; a grid in words."""
-    if isinstance(part, Grid):
-        return str(part)
-    known = {**pruners.PRUNERS, **low_rank.LOW_RANK_SOLVERS}
-    return next((name for name, entry in known.items() if entry == part), type(part).__name__)
-
-
-def flag_of(setting: str) -> str | None:
-    """The option of the command line for a setting; None for one that only Python can change."""
-    field = next((name for end, name in GRID_FIELDS.items() if setting.endswith(end)), setting)
-    return f"--{field.replace('_', '-')}" if field in field_types() else None
+        value, setting = getattr(part, field.name), prefix + field.name
+        option = next((name for end, name in GRID_FIELDS.items() if setting.endswith(end)), setting)
+        flag = f"--{option.replace('_', '-')}" if option in NAMES else None
+        if not dataclasses.is_dataclass(value):
+            yield setting, value, flag
+            continue
+        yield setting, str(value) if isinstance(value, Grid) else names.get(value, type(value).__name__), flag
+        yield from settings(value, f"{setting}.")
 
 
 def settings_dict(name: str) -> dict[str, Any]:
     """A plug-in and its settings as JSON has them."""
     part, about = plug_in(name)
-    found = {setting: {"default": value, "option": flag_of(setting)} for setting, value in settings(part)}
-    return {"name": name, **dataclasses.asdict(about), "settings": found}
+    rows = {setting: {"default": value, "option": flag} for setting, value, flag in settings(part)}
+    return {"name": name, **dataclasses.asdict(about), "settings": rows}
 
 
 def settings_listing(name: str) -> Group:
     """A plug-in, its settings, and where they are explained."""
     part, about = plug_in(name)
-    title, kind = f"{name}: {about.line} ({about.reference})", type(part)
+    title = f"{name}: {about.line} ({about.reference})"
     if not dataclasses.fields(part):
         return Group(Text(title), Text("It has no settings."))
-    found = table(("setting", "default", "option"), title=title)
-    for setting, value in settings(part):
-        found.add_row(setting, str(value), flag_of(setting) or "Python only")
-    return Group(found, Text(f"`python -m pydoc {kind.__module__}.{kind.__qualname__}` explains them."))
+    rows = table(("setting", "default", "option"), title=title)
+    for setting, value, flag in settings(part):
+        rows.add_row(setting, str(value), flag or "Python only")
+    kind = type(part)
+    return Group(rows, Text(f"`python -m pydoc {kind.__module__}.{kind.__qualname__}` explains them."))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 import typing
 from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature, signature
@@ -13,47 +12,44 @@ from typing import Annotated, Any
 
 import typer
 
-from hasslefree.recipe.recipe import BUDGET, GROUPS, Recipe, declaration, field_types
+from hasslefree.recipe.fields import BUDGET, GROUPS, NAMES, Fields
+from hasslefree.recipe.recipe import Recipe
 
 
 def options() -> Iterator[Parameter]:
-    """An option for each field, group by group, which is None where it is not given."""
-    hints = field_types()
-    for field in sorted(dataclasses.fields(Recipe), key=lambda field: GROUPS.index(declaration(field).group)):
-        said = declaration(field)
-        text = said.help
-        if field.default is not None and "default" not in text:
+    """An option for each field, group by group, which is None if it is not given."""
+    types = typing.get_type_hints(Fields)
+    for field in sorted(dataclasses.fields(Fields), key=lambda field: GROUPS.index(field.metadata["group"])):
+        text, group = field.metadata["description"], field.metadata["group"]
+        if field.default not in (None, ()):
             default = "off" if field.default is False else field.default
             text = f"{text.rstrip('.')} (default: {default})."
-        option = typer.Option(*said.flags, help=text, rich_help_panel=said.group)
-        annotation: Any = Annotated[flag_type(hints[field.name]) | None, option]
+        option = typer.Option(*field.metadata.get("flags", ()), help=text, rich_help_panel=group)
+        annotation: Any = Annotated[flag_type(types[field.name]) | None, option]
         yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def flag_type(hint: Any) -> Any:
-    """The type of one value on the command line: int for int | None, list[str] for tuple[str, …]."""
+    """The type of a value on the command line: int for int | None, list[str] for tuple[str, …], str for a Literal."""
     if typing.get_origin(hint) is tuple:
         return list[str]
-    if typing.get_origin(hint) is types.UnionType:
-        return next(member for member in typing.get_args(hint) if member is not types.NoneType)
-    return hint
+    return next((kind for kind in (bool, int, float) if kind in (hint, *typing.get_args(hint))), str)
 
 
 def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of a recipe, and `--recipe`; it gets the recipe that they make as `recipe`."""
-    own = signature(command, eval_str=True).parameters
-    names = [field.name for field in dataclasses.fields(Recipe)]
+    """Give a command the options of a recipe, and `--recipe`; the command gets the resulting recipe as `recipe`."""
 
     @functools.wraps(command)
     def wrapped(recipe: Path | None, **values: Any) -> None:
-        given = {name: values.pop(name) for name in names}
-        given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v not in (None, [])}
+        given = {name: value for name in NAMES if (value := values.pop(name)) not in (None, [])}
         command(recipe=Recipe.from_yaml(recipe, **given) if recipe else Recipe(**given), **values)
 
     text = "YAML file with any of the following options; those on the command line win over it (default: none)."
-    file, named = typer.Option(help=text, metavar="FILE", rich_help_panel=BUDGET), Parameter.KEYWORD_ONLY
-    parameters = [Parameter("recipe", named, default=None, annotation=Annotated[Path | None, file]), *options()]
-    parameters += [parameter.replace(kind=named) for name, parameter in own.items() if name != "recipe"]
+    file = Annotated[Path | None, typer.Option(help=text, metavar="FILE", rich_help_panel=BUDGET)]
+    parameters = [Parameter("recipe", Parameter.KEYWORD_ONLY, default=None, annotation=file), *options()]
+    for name, parameter in signature(command, eval_str=True).parameters.items():
+        if name != "recipe":
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
     wrapped.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapped

@@ -19,7 +19,7 @@ from hasslefree.models.sites import Site
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.recipe.resolved import Resolved
 
-# Beside the weights: the tokenizer, the reports, the model card.
+# Bytes for what OUT holds besides weights: the tokenizer, the reports, the model card.
 ROOM = 50_000_000
 
 
@@ -33,7 +33,7 @@ class LayerPlan:
 
     @property
     def bytes(self) -> int:
-        """The size of its weight in the file, at most: zeros among the kept entries are not stored."""
+        """The largest size of its weight in the file: zeros among the kept entries are not stored."""
         return self.spec.bytes(self.dtype)
 
     @property
@@ -65,53 +65,44 @@ def make_plan(blocks: Blocks, resolved: Resolved) -> Plan:
     Raises:
         HasslefreeError: with the layer's name: a budget that it cannot meet.
     """
-    chosen = select_sites(blocks, resolved.recipe.leave_dense).sites
-    budget = resolved.budget
-    check_rank(blocks, chosen, budget.rank or 0)
-    plan = [plan_block(blocks, index, sites, resolved, budget) for index, sites in enumerate(chosen)]
+    selected = select_sites(blocks, resolved.recipe.leave_dense).sites
+    check_rank(blocks, selected, resolved.budget.rank or 0)
+    plan = [plan_block(blocks, index, sites, resolved, resolved.budget) for index, sites in enumerate(selected)]
     ranks = [layer.spec.rank for plans in plan for layer in plans.values()]
     check_factor_bits(resolved.recipe.factor_bits, max(ranks, default=None))
     return plan
 
 
-def check_rank(blocks: Blocks, chosen: Sequence[Mapping[str, Site]], rank: int) -> None:
-    """Raise a BudgetError with the narrowest layer if the rank is too large for it: its limit holds for all layers."""
-    shapes = {
-        f"{blocks.prefix(index)}.{name}": site.shape
-        for index, sites in enumerate(chosen)
-        for name, site in sites.items()
-    }
-    if not shapes:
-        return
-    name, (out, width) = min(shapes.items(), key=lambda item: min(item[1]))
-    if rank > min(out, width):
+def check_rank(blocks: Blocks, selected: Sequence[Mapping[str, Site]], rank: int) -> None:
+    """Raise a BudgetError with the narrowest layer if the rank is too large for it."""
+    layers = [(min(site.shape), blocks.prefix(i), site) for i, sites in enumerate(selected) for site in sites.values()]
+    narrowest, prefix, site = min(layers, key=lambda layer: layer[0], default=(rank, "", None))
+    if site is not None and rank > narrowest:
+        out, width = site.shape
         raise BudgetError(
             f"rank {rank} is larger than the narrowest weight ({out}×{width}); the largest rank that every layer can "
-            f"have is {min(out, width)}"
-        ).within(name)
+            f"have is {narrowest}"
+        ).within(f"{prefix}.{site.name}")
 
 
 def plan_block(
     blocks: Blocks, index: int, sites: Mapping[str, Site], resolved: Resolved, budget: Budget
 ) -> dict[str, LayerPlan]:
-    """The plans of the sites of one block, by their names in it. budget: of each layer.
-
-    Raises:
-        HasslefreeError: as for `make_plan`.
-    """
-    block, method, bits, plans = blocks.modules[index], resolved.method, resolved.recipe.factor_bits, {}
+    """The plans of the sites of one block, by their names in it. budget: of each layer. Raises as `make_plan`."""
+    method, plans = resolved.method, {}
     for name, site in sites.items():
-        shape = site.shape
         try:
-            unit = head_unit(block, name) if method.whole_channels else 1
-            pattern, rank = budget.resolve(*shape, unit)
+            unit = head_unit(blocks.modules[index], name) if method.whole_channels else 1
+            pattern, rank = budget.resolve(*site.shape, unit)
             method.check(rank)
             method.check_pattern(pattern)
-            if grid := method.grid:
-                grid.check(shape, pattern.group)
+            if method.grid:
+                method.grid.check(site.shape, pattern.group)
         except HasslefreeError as error:
             raise error.within(f"{blocks.prefix(index)}.{name}") from None
-        plans[name] = LayerPlan.of(shape, pattern, rank, site.parameter.dtype, method.grid, bits)
+        plans[name] = LayerPlan.of(
+            site.shape, pattern, rank, site.parameter.dtype, method.grid, resolved.recipe.factor_bits
+        )
     return plans
 
 

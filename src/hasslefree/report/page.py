@@ -11,7 +11,6 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hasslefree.folder.card import TARGETED
 from hasslefree.folder.record import LayerRecord
 from hasslefree.report.content import Content, Evaluation, Run
 from hasslefree.report.figures import block_means, shares
@@ -65,7 +64,6 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
         dense_bytes={name: dense_bytes(name, content.runs) for name in content.others},
         frontiers=list(frontiers(content)),
         samples=samples,
-        targeted=TARGETED,
         data=page_data(content),
         style=(ASSETS / "page.css").read_text(encoding="utf-8"),
         scripts=[library, script],

@@ -21,7 +21,7 @@ from hasslefree.models.load import (
     resolve_seqlen,
 )
 from hasslefree.phases import TEXT, Phases
-from hasslefree.recipe.recipe import Recipe
+from hasslefree.recipe.fields import Fields
 
 
 def open_model(
@@ -53,7 +53,7 @@ def open_model(
     return name, model.eval(), tokenizer
 
 
-def draw(model: PreTrainedModel, tokenizer: Any, recipe: Recipe, phases: Phases | None = None) -> Tensor:
+def draw(model: PreTrainedModel, tokenizer: Any, recipe: Fields, phases: Phases | None = None) -> Tensor:
     """The recipe's calibration segments: (samples, seqlen) token ids. phases: in which they are counted."""
     seqlen = resolve_seqlen(model, recipe.seqlen)
     with (phases or Phases()).phase(TEXT, recipe.samples, "segments") as phase:
