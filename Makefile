@@ -16,9 +16,10 @@ demo: .venv/.ready
 test: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-# Cases that were never seen before, where `make test` takes the same 200 every time.
+# Tests of the benchmarks, and cases that were never seen before, where `make test` takes the same 200 every time.
 nightly: .venv/.ready
 	OMP_NUM_THREADS=1 HASSLEFREE_FUZZ=2000 $(BIN)/python -m pytest tests/test_fuzz.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
 
 # The README's table and plot of single layers, from scratch.
 bench: .venv/.ready

@@ -33,12 +33,12 @@ import torch
 from harness import models, plots, streams
 from harness.layers import build_method
 from harness.models import CALIBRATION, MODEL, Measurement
+from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, geometric_mean, machine, resumed, write
 from harness.streams import Levers, Matching
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from hasslefree import Recipe
-from hasslefree.reproduction.paper import LAYERS_ALONE
 
 # The published transformer matching (3BASiL-TM, arXiv 2603.01376): 20 epochs of which the first is idle, 2e-5 for
 # every tensor, a cosine down to a fifth, no segments held out; the teacher is the dense block on compressed inputs.

@@ -24,10 +24,10 @@ from typing import Any
 
 from harness import models
 from harness.models import Measurement
+from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, resumed
 
 from hasslefree.models import experts
-from hasslefree.reproduction.paper import LAYERS_ALONE
 
 PATTERNS: dict[str, dict[str, Any]] = {
     "2:4 + rank 16": {"pattern": "2:4", "rank": 16},

@@ -32,10 +32,10 @@ from typing import Any
 
 from harness import models, plots
 from harness.models import Measurement
+from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, ROOT, machine, resumed, write
 
 import hasslefree
-from hasslefree.reproduction.paper import LAYERS_ALONE
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {},

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from harness import models, plots, streams
 from harness.models import Measurement
+from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, ROOT, machine, resumed, write
 from tables.real import gap_of
 
@@ -46,7 +47,6 @@ import hasslefree
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
-from hasslefree.reproduction.paper import LAYERS_ALONE
 
 # By name, the fields of each recipe. The setting that decides: 2:4 + rank 16.
 SETTING = {"pattern": "2:4", "rank": 16}

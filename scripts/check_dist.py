@@ -13,10 +13,9 @@ SOURCE = ROOT / "src"
 
 
 def tracked() -> dict[str, Path]:
-    """The package's files by their names in the wheel. Links to folders, such as the recipes, are followed."""
+    """The package's files by their names in the wheel."""
     listed = subprocess.run(["git", "ls-files", "src/hasslefree"], cwd=ROOT, capture_output=True, text=True, check=True)
-    found = [ROOT / line for line in listed.stdout.splitlines()]
-    files = [file for path in found for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    files = [ROOT / line for line in listed.stdout.splitlines()]
     return {file.relative_to(SOURCE).as_posix(): file for file in files}
 
 

@@ -4,8 +4,6 @@ import csv
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from hasslefree import Recipe
 
 ROOT = Path(__file__).parents[1]
@@ -14,7 +12,7 @@ TEXTS = ("c4", "wikitext2", "ptb")
 ROWS = list(csv.DictReader((ROOT / "docs/results/paper_tables.csv").read_text().splitlines()))
 
 
-def test_the_tables_are_whole():
+def test_the_tables_are_complete():
     """Oracle: counted in the paper: methods × settings × models, and a dense row for each model."""
     assert Counter(row["table"] for row in ROWS) == {"1": 11, "2": 3 * (2 * 4 + 1), "3": 3 * (2 * 2 + 1), "4": 2 * 7}
     for row in ROWS:
@@ -23,15 +21,12 @@ def test_the_tables_are_whole():
         assert given == (short if row["table"] == "1" else {*TEXTS, *TASKS, "average"})
 
 
-def name(row):
-    return "-".join(list(row.values())[:4])
-
-
-@pytest.mark.parametrize("row", [row for row in ROWS if row["average"]], ids=name)
-def test_the_printed_averages_are_those_of_the_printed_tasks(row):
+def test_the_printed_averages_are_those_of_the_printed_tasks():
     """Oracle: the mean. Rounded to hundredths, a task is off by 0.005 at most, and so are their mean and its print."""
-    mean = sum(float(row[task]) for task in TASKS) / len(TASKS)
-    assert abs(mean - float(row["average"])) <= 0.0100001
+    for row in ROWS:
+        if row["average"]:
+            mean = sum(float(row[task]) for task in TASKS) / len(TASKS)
+            assert abs(mean - float(row["average"])) <= 0.0100001, row
 
 
 def test_rows_that_stand_in_two_tables_agree():
@@ -46,15 +41,15 @@ def test_rows_that_stand_in_two_tables_agree():
     assert dense["4", "Llama-3-8B"] == dense["2", "Llama-3.2-3B"]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name)
-def test_every_row_has_its_recipe(row):
-    """Oracle: the row's own words."""
-    if row["method"] == "dense":
-        assert not row["recipe"]
-        return
-    recipe = Recipe.from_yaml(ROOT / "recipes" / row["recipe"])
-    words = [recipe.pattern]
-    words += [f"ratio {recipe.ratio}"] if recipe.ratio is not None else []
-    words += [f"rank share {recipe.rank_share}"] if recipe.rank_share is not None else []
-    config = ", ".join(words) + (f" + rank {recipe.rank}" if recipe.rank is not None else "")
-    assert (config, recipe.method) == (row["config"], row["method"])
+def test_every_row_has_its_recipe():
+    """Oracle: the setting that the row states."""
+    for row in ROWS:
+        if row["method"] == "dense":
+            assert not row["recipe"]
+            continue
+        recipe = Recipe.from_yaml(ROOT / "recipes" / row["recipe"])
+        words = [recipe.pattern]
+        words += [f"ratio {recipe.ratio}"] if recipe.ratio is not None else []
+        words += [f"rank share {recipe.rank_share}"] if recipe.rank_share is not None else []
+        config = ", ".join(words) + (f" + rank {recipe.rank}" if recipe.rank is not None else "")
+        assert (config, recipe.method) == (row["config"], row["method"])

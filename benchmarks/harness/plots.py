@@ -143,3 +143,17 @@ def frontier(points: dict[str, list[tuple[float, float, str]]], model: str, path
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     save(figure, path)
+
+
+def grouped_bars(groups: dict[str, dict[str, float]], label: str, path: Path) -> None:
+    """Bars of several methods for each of several layers. groups: method → layer → height. label: of the y-axis."""
+    layers = list(next(iter(groups.values())))
+    figure, axes = pyplot.subplots(figsize=(max(6.0, 1.2 * len(layers)), 3.8), layout="constrained")
+    width = 0.8 / len(groups)
+    for index, (name, bars) in enumerate(groups.items()):
+        offset = (index - (len(groups) - 1) / 2) * width
+        axes.bar([place + offset for place in range(len(layers))], [bars[layer] for layer in layers], width, label=name)
+    axes.set_xticks(range(len(layers)), layers)
+    axes.set(ylabel=label)
+    axes.legend(fontsize=8)
+    save(figure, path)

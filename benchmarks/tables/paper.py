@@ -6,12 +6,10 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
+from harness.paper import TASKS, TEXTS
+
 from tables.engine import Content, Row, Table
 from tables.models import per_cent
-
-# In the order of the paper's tables.
-TEXTS = ("c4", "wikitext2", "ptb")
-TASKS = ("piqa", "hellaswag", "arc_easy", "arc_challenge", "winogrande", "rte", "openbookqa", "boolq")
 
 
 def measured(content: Content) -> Iterable[Row]:
@@ -94,7 +92,7 @@ def figure1(content: Content) -> Iterable[Row]:
 
 
 def reproduction(name: str) -> tuple[Table, ...]:
-    results, command = f"reproduction_{name}", f"python benchmarks/reproduction.py {name} MODEL"
+    results, command = f"reproduction_{name}", f"python benchmarks/reproduction.py PART --record {name}"
     columns = (
         ("table {table}", "{name}"),
         ("*", "{measured[*]:.2f}"),
@@ -123,7 +121,7 @@ def figure(name: str) -> tuple[Table, ...]:
         ("block {figure1[block]}, {figure1[pattern]} + rank {figure1[rank]}", "{layer}"),
         ("*", "{error[*]:.4f}"),
     )
-    return (Table(f"reproduction_{name}", f"python benchmarks/reproduction.py {name} MODEL", columns, figure1),)
+    return (Table(f"reproduction_{name}", f"python benchmarks/reproduction.py PART --record {name}", columns, figure1),)
 
 
 TABLES = {f"reproduction_{name}": reproduction(name) for name in ("embedded", "reference", "smollm2")}

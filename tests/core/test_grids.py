@@ -142,11 +142,3 @@ def test_wrong_grids(make, message):
     with pytest.raises(GridError, match=message):
         make()
     Grid(group=None).check((4, 33))
-
-
-def test_rows_are_put_together():
-    weight = oracles.problem(5, 16)[0]
-    whole = Grid(group=8).scaling(weight)
-    parts = Scaling.of_rows([Grid(group=8).scaling(weight[:2]), Grid(group=8).scaling(weight[2:])])
-    assert torch.equal(whole.scale, parts.scale)
-    assert torch.equal(whole.zero, parts.zero)

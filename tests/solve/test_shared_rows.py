@@ -20,7 +20,6 @@ from hasslefree.distributed import SharedRows, World
 from hasslefree.solve.decompose import gathered, solve_layer
 from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.methods.joint import Joint
-from hasslefree.solve.row_chunks import InRowChunks
 from tests import oracles
 from tests.sharing import in_processes
 
@@ -234,7 +233,6 @@ def test_methods_say_what_they_can_share():
     assert not METHODS["dsnot"].shares_rows(Structured(8))
     assert not METHODS["gptq"].shares_rows(Unstructured(8))
     assert METHODS["sparsegpt"].shares_rows(Unstructured(8))
-    assert not InRowChunks(Joint(), 2, problem(4)[1]).shares_rows(HALF)
 
 
 def test_patterns_that_count_over_the_matrix_know_their_rows():

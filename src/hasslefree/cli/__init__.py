@@ -13,7 +13,7 @@ from hasslefree.cli.common import app, errors
 from hasslefree.errors import HasslefreeError, with_flags
 
 # These take several values after one flag, as in: --perplexity wikitext2 ptb my.txt
-_LISTS = ("--perplexity", "--tasks", "--leave-dense", "--methods", "--settings", "--texts")
+_LISTS = ("--perplexity", "--tasks", "--leave-dense")
 
 
 def spread_lists(arguments: list[str]) -> list[str]:

@@ -11,15 +11,12 @@ from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import (
     DEVICE,
     MEASURE,
-    OUTPUT,
     RUN,
     TRUST,
     Json,
     Output,
     Quiet,
     app,
-    console,
-    say,
     show,
     write_file,
 )
@@ -128,103 +125,3 @@ def parse_batch_size(given: str) -> int | None:
     if not given.isdecimal() or int(given) < 1:
         raise RecipeError(f"--batch-size must be auto or a whole number of at least 1, got {given!r}")
     return int(given)
-
-
-METHODS = (
-    "Methods of the table, and those that can be added to its settings with a low-rank part: joint, 3basil, "
-    "joint-balanced and joint-best (default: the table's methods and joint)."
-)
-
-
-@app.command(rich_help_panel=MEASURE)
-def reproduce(
-    what: Annotated[
-        str, typer.Argument(metavar="WHAT", help="table1, table2, table3, table4 or figure1 of arXiv 2502.00899.")
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="Model (default: those of the paper; figure1: Llama-3.2-1B).")
-    ] = None,
-    like: Annotated[
-        str | None, typer.Option(help="Model of the paper whose figures are printed beside (default: by the name).")
-    ] = None,
-    methods: Annotated[list[str] | None, typer.Option(help=METHODS)] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option(help="Settings of the table, such as '2:4 + rank 64' (default: all).")
-    ] = None,
-    block: Annotated[int, typer.Option(help="Number of the block for figure1, from 0.", min=0)] = 0,
-    rank: Annotated[
-        int | None, typer.Option(help="Rank (default: the paper's, 64).", min=0, rich_help_panel=SCALE)
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(help="Number of calibration segments (default: the paper's, 128).", min=1, rich_help_panel=SCALE),
-    ] = None,
-    seqlen: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens in a segment and a window (default: the paper's, 2048).", min=2, rich_help_panel=SCALE
-        ),
-    ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(
-            help="Rounds of every method that has them (default: the method's own).",
-            min=1,
-            rich_help_panel=SCALE,
-        ),
-    ] = None,
-    calibration: Annotated[
-        str | None, typer.Option(help="Calibration text (default: the paper's, c4).", rich_help_panel=SCALE)
-    ] = None,
-    texts: Annotated[
-        list[str] | None,
-        typer.Option(help="Local texts, each as NAME=FILE (default: the paper's).", rich_help_panel=SCALE),
-    ] = None,
-    max_tokens: Annotated[int | None, max_tokens_option(SCALE)] = None,
-    tasks: Annotated[
-        list[str] | None,
-        typer.Option(help="Zero-shot tasks; none for none (default: the table's).", rich_help_panel=SCALE),
-    ] = None,
-    task_data: Annotated[Path | None, task_data_option(SCALE)] = None,
-    limit: Annotated[int | None, limit_option(SCALE)] = None,
-    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP.format("the recipe's"), rich_help_panel=RUN)] = None,
-    device: Annotated[str | None, DEVICE] = None,
-    plan_only: Annotated[
-        bool, typer.Option("--plan", help="Show time and disk space, and stop (default: off).", rich_help_panel=OUTPUT)
-    ] = False,
-    output: Annotated[
-        Path,
-        typer.Option(
-            help="Folder for results; those that it holds are not measured again.",
-            metavar="FOLDER",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = Path("reproduction"),
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the compressed models (default: off).", rich_help_panel=OUTPUT)
-    ] = False,
-    quiet: Quiet = False,
-) -> None:
-    """Measure a table or figure of the HASSLE-free paper again."""
-    from hasslefree.reproduction.jobs import Scale
-    from hasslefree.reproduction.reproduce import (
-        Desk,
-        chosen_tasks,
-        local_texts,
-        reproduce_figure,
-        reproduce_table,
-        table_number,
-    )
-
-    scale = Scale(rank, samples, seqlen, rounds, calibration, dtype, local_texts(texts or []), max_tokens,
-                  chosen_tasks(tasks), limit, task_data)  # fmt: skip
-    chosen, desk = tuple(methods) if methods else None, Desk(output, device, console, say)
-    table = None if what == "figure1" else table_number(what)
-    with phase_bars() as progress:
-        if table is None:
-            reproduce_figure(model, chosen, scale, desk, block, progress)
-            return
-        reproduce_table(
-            table, model, like, chosen, scale, desk,
-            settings=tuple(settings) if settings else None, plan_only=plan_only, keep=keep, progress=progress,
-        )  # fmt: skip

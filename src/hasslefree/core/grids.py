@@ -10,7 +10,6 @@ exact in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -182,11 +181,6 @@ class Scaling:
         """The values on the grid that are nearest to those of input j: (out,)."""
         g = j // self.grid.group if self.grid.group else 0
         return self.grid.nearest(column, self.scale[:, g], self.zero[:, g])
-
-    @classmethod
-    def of_rows(cls, parts: Sequence[Scaling]) -> Scaling:
-        """Scalings of consecutive rows, put together."""
-        return cls(parts[0].grid, torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]))
 
 
 @dataclass(frozen=True)

@@ -176,20 +176,6 @@ def frontier(text: str, points: Sequence[Point]) -> Figure:
     return figure
 
 
-def grouped_bars(groups: dict[str, dict[str, float]], label: str) -> Figure:
-    """Bars of several methods for each of several layers. groups: method → layer → height. label: of the y-axis."""
-    kinds = list(dict.fromkeys(kind for bars in groups.values() for kind in bars))
-    figure, axes = _figure(max(6.0, 1.2 * len(kinds)), 3.8)
-    width = 0.8 / len(groups)
-    for index, (name, bars) in enumerate(groups.items()):
-        places = [place + (index - (len(groups) - 1) / 2) * width for place in range(len(kinds))]
-        axes.bar(places, [bars[kind] for kind in kinds], width, label=plain(name))
-    axes.set_xticks(range(len(kinds)), [plain(kind) for kind in kinds])
-    axes.set(ylabel=label)
-    axes.legend(fontsize=8)
-    return figure
-
-
 def plain(text: str) -> str:
     """A text in which a dollar is a dollar, and begins no formula; what is too long for a figure is cut."""
     short = text if len(text) <= 40 else f"{text[:39]}…"

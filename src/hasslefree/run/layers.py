@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,10 @@ from hasslefree.recipe.plan import LayerPlan
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.sharing import dealt, shared_layers
 from hasslefree.solve.decompose import gathered, solve_layer
-from hasslefree.solve.row_chunks import InRowChunks
 
 logger = logging.getLogger(__name__)
 
-# A layer that the device has no room for is cut into this many chunks of rows.
-CHUNKS = (2, 4, 8, 16)
-
+T = TypeVar("T")
 # The remark on a layer of an expert that no calibration token was routed to.
 NEVER_ROUTED = "no calibration token was routed to this expert: it was fitted without inputs (H = I)"
 
@@ -115,7 +112,8 @@ def compress_group(task: Task, plans: Mapping[str, LayerPlan], shared: Container
     sites, method = visit.sites(list(plans)), resolved.method
     remarks = () if gram.tokens else (NEVER_ROUTED,)
     try:
-        prepared = prepare_with_room(method, gram)
+        factorising = f"factorise the Gram matrix (XᵀX of the layers' {len(gram.matrix)} inputs)"
+        prepared = with_room(lambda: method.prepare(gram), factorising, gram.matrix.device)
         preparing = (time.perf_counter() - start) / len(plans)
         for name, plan in plans.items():
             start = time.perf_counter()
@@ -135,78 +133,43 @@ def compress_group(task: Task, plans: Mapping[str, LayerPlan], shared: Container
     return done
 
 
-def prepare_with_room(method: Method, gram: Gram) -> Any:
-    """`method.prepare`; where memory is short, once more after emptying torch's cache.
+def with_room(compute: Callable[[], T], task: str, device: torch.device, remedy: str = "", attempts: int = 2) -> T:
+    """What `compute` returns; where memory is short, once more after emptying torch's cache.
+
+    Args:
+        task: what takes the memory, for the error. remedy: one before the usual ones.
 
     Raises:
         MemoryShortError: that does not help.
     """
-    for _ in range(2):
+    for _ in range(attempts):
         try:
-            return method.prepare(gram)
+            return compute()
         except torch.OutOfMemoryError as error:
-            logger.warning("not enough memory to factorise the Gram matrix of %d inputs: %s", len(gram.matrix), error)
+            logger.warning("not enough memory to %s: %s", task, error)
         torch.cuda.empty_cache()
-    raise MemoryShortError(
-        f"not enough memory on {gram.matrix.device} to factorise the Gram matrix (XᵀX of the layers' "
-        f"{len(gram.matrix)} inputs); use {option('activations', 'cpu')}, another method, a larger device, or "
-        f"{option('device', 'cpu')}"
-    )
+    remedies = f"{remedy}{option('activations', 'cpu')}, another method, a larger device, or {option('device', 'cpu')}"
+    raise MemoryShortError(f"not enough memory on {device} to {task}; use {remedies}")
 
 
 def solve_with_room(
-    weight: Tensor,
-    gram: Gram,
-    method: Method,
-    prepared: Any,
-    plan: LayerPlan,
-    seed: int,
-    rows: Rows = WHOLE,
+    weight: Tensor, gram: Gram, method: Method, prepared: Any, plan: LayerPlan, seed: int, rows: Rows = WHOLE
 ) -> Decomposition:
-    """`solve_layer`; where memory is short, again in 2, 4, 8, … chunks of rows, with a remark in the result.
+    """`solve_layer` with `with_room`. rows: those of the weight, where processes share the layer.
 
-    Args:
-        rows: those of the weight, where processes share the layer. The result is the whole layer in all of them.
-
-    Raises:
-        MemoryShortError: no number of chunks helps; or processes share the layer, and the rows of one do not fit.
+    The result is the whole layer in all of them. A shared layer is tried once: no process can start it again alone.
     """
-    if rows.size > 1:
-        return solve_shared(weight, gram, method, prepared, plan, seed, rows)
-    spec = plan.spec
-    for chunks in (1, *CHUNKS):
-        solver = method if chunks == 1 else InRowChunks(method, chunks, gram)
-        try:
-            return solve_layer(weight, gram, solver, prepared, plan.pattern, spec.rank, seed, spec.factor_bits)
-        except torch.OutOfMemoryError as error:
-            logger.warning("not enough memory for a layer %s in %d chunk(s) of rows: %s", spec.shape, chunks, error)
-        torch.cuda.empty_cache()
-    raise MemoryShortError(
-        f"not enough memory on {weight.device} for a layer of {spec.shape[0]}×{spec.shape[1]}, even when its rows are "
-        f"solved in {CHUNKS[-1]} chunks; use another method, a larger device, or {option('device', 'cpu')}"
-    )
-
-
-def solve_shared(
-    weight: Tensor,
-    gram: Gram,
-    method: Method,
-    prepared: Any,
-    plan: LayerPlan,
-    seed: int,
-    rows: Rows,
-) -> Decomposition:
-    """`solve_with_room` for rows of a layer, without chunks: no process can start a layer again alone."""
     spec, pattern = plan.spec, of_rows(plan.pattern, rows)
-    try:
-        found = solve_layer(weight, gram, method, prepared, pattern, spec.rank, seed, spec.factor_bits, rows)
-        return gathered(found, rows)
-    except torch.OutOfMemoryError as error:
-        raise MemoryShortError(
-            f"not enough memory on {weight.device}: {rows.size} processes share the rows of a layer of "
-            f"{spec.shape[0]}×{spec.shape[1]}, and the {len(weight)} rows of this process do not fit; use more "
-            f"processes, {option('activations', 'cpu')}, another method, or a larger device ({error})"
-        ) from None
+
+    def solve() -> Decomposition:
+        result = solve_layer(weight, gram, method, prepared, pattern, spec.rank, seed, spec.factor_bits, rows)
+        return gathered(result, rows)
+
+    layer, remedy, attempts = f"solve a layer of {spec.shape[0]}×{spec.shape[1]}", "", 2
+    if rows.size > 1:
+        layer += f", of which this process has {len(weight)} rows (it is one of {rows.size})"
+        remedy, attempts = "more processes, ", 1
+    return with_room(solve, layer, weight.device, remedy, attempts)
 
 
 def install_layer(task: Task, name: str, owner: int | None, done: Done | None) -> Done:

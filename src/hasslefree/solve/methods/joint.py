@@ -25,7 +25,7 @@ from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import SharingMethod, Solution
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError
-from hasslefree.solve.fused import settle
+from hasslefree.solve.project import project_step
 
 # Kernels are kept for the next layer with the same input as long as they take no more than this: on a CPU a little,
 # for the widest layers, whose kernels are the largest, often have an input of their own.
@@ -284,7 +284,7 @@ class Joint(SharingMethod):
             else:
                 state.copy_(target.to(dtype) @ kernel)
             # Z + Y = S + (T − L) K; then the next S, Y and T.
-            last, mask = mask, settle(pattern, weight, state, sparse, target)
+            last, mask = mask, project_step(pattern, weight, state, sparse, target)
             if t * parts // self.rounds < (t + 1) * parts // self.rounds < parts:
                 course.append(sampled_loss(problem.gram, weight, sparse, low_rank, rows))
             if self.moves_too_much(mask, last, t + 1, rows):

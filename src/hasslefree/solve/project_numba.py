@@ -1,10 +1,8 @@
-"""The entries of a round in one pass on a CPU, by Numba, for groups of 4 or 8 inputs (`hasslefree.solve.fused`).
+"""`hasslefree.solve.project` in one pass on a CPU, by Numba, for groups of 4 or 8 inputs.
 
 LLVM turns the loops over `LANES` groups into vector instructions, since M is a constant of each compiled function. Rows
 are shared by Python's threads and not by Numba's, which do not survive a fork.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +21,11 @@ compiled = njit(nogil=True, error_model="numpy", cache=True)
 inlined = njit(nogil=True, error_model="numpy", inline="always")
 
 
-def settle(weight: Tensor, state: Tensor, sparse: Tensor, target: Tensor, n: int, m: int) -> Tensor:
-    """As `hasslefree.solve.fused.settle_groups`, on as many threads as torch uses at most."""
+def project_groups(weight: Tensor, state: Tensor, sparse: Tensor, target: Tensor, n: int, m: int) -> Tensor:
+    """`project_step` for N:M, on as many threads as torch uses at most."""
     mask = torch.empty_like(weight, dtype=torch.bool)
-    arrays = [each.detach().numpy() for each in (weight, state, sparse, target, mask)]
-    kernel: Callable[..., None] = {4: _settle_4, 8: _settle_8}[m]
+    arrays = [tensor.detach().numpy() for tensor in (weight, state, sparse, target, mask)]
+    kernel: Callable[..., None] = {4: _project_4, 8: _project_8}[m]
     threads = min(torch.get_num_threads(), weight.numel() // ENTRIES)
     if threads < 2:
         kernel(*arrays, n)
@@ -40,31 +38,31 @@ def settle(weight: Tensor, state: Tensor, sparse: Tensor, target: Tensor, n: int
 
 
 @compiled
-def _settle_4(weight, state, sparse, target, mask, n):
+def _project_4(weight, state, sparse, target, mask, n):
     for row in range(len(weight)):
-        _settle_row(weight[row], state[row], sparse[row], target[row], mask[row], n, 4)
+        _project_row(weight[row], state[row], sparse[row], target[row], mask[row], n, 4)
 
 
 @compiled
-def _settle_8(weight, state, sparse, target, mask, n):
+def _project_8(weight, state, sparse, target, mask, n):
     for row in range(len(weight)):
-        _settle_row(weight[row], state[row], sparse[row], target[row], mask[row], n, 8)
+        _project_row(weight[row], state[row], sparse[row], target[row], mask[row], n, 8)
 
 
 @inlined
-def _settle_row(weight, state, sparse, target, mask, n, m):
+def _project_row(weight, state, sparse, target, mask, n, m):
     """One row, `LANES` groups at a time, and what is left one group at a time."""
     score = np.empty((m, LANES), np.float32)
     before = np.empty((m, LANES), np.int32)
     done = len(weight) // (m * LANES) * LANES
     for first in range(0, done, LANES):
-        _settle_span(weight, state, sparse, target, mask, n, m, first, LANES, score, before)
+        _project_span(weight, state, sparse, target, mask, n, m, first, LANES, score, before)
     for first in range(done, len(weight) // m):
-        _settle_span(weight, state, sparse, target, mask, n, m, first, 1, score, before)
+        _project_span(weight, state, sparse, target, mask, n, m, first, 1, score, before)
 
 
 @inlined
-def _settle_span(weight, state, sparse, target, mask, n, m, first, count, score, before):
+def _project_span(weight, state, sparse, target, mask, n, m, first, count, score, before):
     """`count` groups from the group `first` on. An entry is kept if fewer than n others of its group come before it."""
     start = first * m
     for lane in range(count):

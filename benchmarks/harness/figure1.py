@@ -1,0 +1,89 @@
+"""Figure 1 of the paper: the relative error of every layer of one block, by method."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasslefree import Gram, Recipe, decompose
+from hasslefree.errors import ModelError
+from hasslefree.models.blocks import find_blocks
+from hasslefree.models.load import load_model, load_tokenizer
+from hasslefree.models.sites import Site, find_sites
+from hasslefree.phases import SOLVING, Listener, Phases
+from hasslefree.report.layer_map import short_names
+from hasslefree.run.inputs import draw
+from hasslefree.solve.methods import build_method
+
+# The methods of the figure, as the arguments of `build_method`.
+COMPARED: dict[str, dict[str, Any]] = {
+    "oats": {"name": "oats"},
+    "hassle-free, unscaled": {"name": "hassle-free", "low_rank": "adam-unscaled"},
+    "hassle-free": {"name": "hassle-free"},
+    "joint": {"name": "joint"},
+}
+
+
+class BlockDoneError(Exception):
+    """Ends a forward pass after the block whose inputs are collected."""
+
+
+def layer_errors(
+    model: str,
+    recipe: Recipe,
+    methods: tuple[str, ...],
+    block: int = 0,
+    rounds: int | None = None,
+    device: str | None = None,
+    progress: Listener | None = None,
+) -> dict[str, dict[str, float]]:
+    """Method → layer → relative error. All methods decompose the layers of one block on the Grams of the dense model.
+
+    Args:
+        recipe: pattern, rank, calibration and seed; its method is ignored.
+        methods: keys of `COMPARED`. block: its number, from 0. rounds: of every method; None for the defaults.
+
+    Raises:
+        ModelError: the model has no such block.
+    """
+    dense = load_model(model, "float32", device)
+    blocks = find_blocks(dense).modules
+    if not 0 <= block < len(blocks):
+        raise ModelError(f"{model} has blocks 0 to {len(blocks) - 1}, and no block {block}")
+    sites = find_sites(blocks[block])
+    segments = draw(dense, load_tokenizer(model), recipe).to(dense.device)
+    grams = block_grams(dense, blocks[block], sites, segments)
+    short, errors = short_names(sites), {method: dict[str, float]() for method in methods}
+    for name in Phases(progress).counted(SOLVING, sites, len(sites), "layers"):
+        for method in methods:
+            solver = build_method(rounds=rounds, **COMPARED[method])
+            solved = decompose(
+                sites[name].weight(), grams[name], recipe.pattern, recipe.rank, method=solver, seed=recipe.seed
+            )
+            errors[method][short[name]] = solved.relative_error
+    return errors
+
+
+@torch.no_grad()
+def block_grams(model: Any, block: Any, sites: dict[str, Site], segments: Tensor) -> dict[str, Gram]:
+    """Name of a layer → the Gram of its inputs in the dense model, for segments (samples, tokens)."""
+    sums: dict[str, Tensor] = {}
+
+    def stop(*_: Any) -> None:
+        raise BlockDoneError
+
+    def add(name: str, x: Tensor) -> None:
+        matrix = Gram.from_activations(x).matrix
+        sums[name] = sums[name] + matrix if name in sums else matrix
+
+    hooks = [site.on_input(lambda x, name=name: add(name, x)) for name, site in sites.items()]
+    hooks.append(block.register_forward_hook(stop))
+    for segment in segments:
+        with suppress(BlockDoneError):
+            model(input_ids=segment[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return {name: Gram(matrix / len(segments), segments.numel()) for name, matrix in sums.items()}

@@ -1,0 +1,42 @@
+"""The entry-wise part of a round of ADMM, in one pass over memory where Numba is installed.
+
+    X = S + P,   M = mask(X²),   S = X on M,   T = W + X − 2 S
+
+with P the product that the round computed. PyTorch makes ten passes of that and more for the mask. For N:M with M of 4
+or 8, in float32 on a CPU, a Numba kernel computes the same numbers in the same order.
+"""
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from hasslefree.core.patterns import Pattern, SemiStructured
+
+# Looked up once. The solvers need torch alone: without Numba torch does the work.
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
+# The sizes of groups that the kernel is compiled for.
+GROUPS = (4, 8)
+
+
+def project_step(pattern: Pattern, weight: Tensor, state: Tensor, sparse: Tensor, target: Tensor) -> Tensor:
+    """One round's X, support, S and next target.
+
+    Args:
+        weight: W, (out, in). state: P at first, then X; (out, in). sparse: S of the round before, then of this one.
+            target: overwritten by T. All contiguous, of one dtype and on one device.
+
+    Returns:
+        The support, bool (out, in).
+    """
+    compiled = HAS_NUMBA and weight.dtype == torch.float32 and weight.device.type == "cpu"
+    if compiled and isinstance(pattern, SemiStructured) and pattern.m in GROUPS:
+        from hasslefree.solve.project_numba import project_groups
+
+        pattern.check((weight.shape[0], weight.shape[1]))
+        return project_groups(weight, state, sparse, target, pattern.n, pattern.m)
+    state.add_(sparse)
+    mask = pattern.mask(torch.mul(state, state, out=target))
+    torch.mul(state, mask, out=sparse)
+    torch.add(weight, state, out=target).sub_(sparse, alpha=2)
+    return mask
