@@ -341,7 +341,7 @@ def test_tasks_and_texts_of_one_model(monkeypatch, capsys, tmp_path):
         (["--tasks", "rte", "--batch-size", "many"], "--batch-size must be auto or a whole number"),
         (["--tasks", "rte", "--batch-size", "0"], "--batch-size must be auto or a whole number"),
         (["--tasks", "rte", "--limit", "0"], "--limit"),
-        (["--tasks", "rte", "--task-data", rows, "--cache", results], "give another with --cache"),
+        (["--tasks", "rte", "--task-data", rows, "--cache", results], "give another folder with --cache"),
     ]:
         code, text = run(monkeypatch, capsys, "evaluate", MODEL, *arguments)
         assert code == 2, text

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from hasslefree import Recipe
 from hasslefree.cli import app
+from hasslefree.cli.evaluate import result_tables
 from hasslefree.demo.run import CALIBRATION, MODEL
-from hasslefree.evaluation.tables import result_tables
 from hasslefree.folder.entries import LayerSpec
 from hasslefree.folder.inspect import FolderSize, LayerSize
 from hasslefree.folder.listing import kind_table, layer_table

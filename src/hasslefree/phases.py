@@ -43,7 +43,7 @@ SOLVING = "solving"
 MATCHING = "block matching"
 READ_BACK, PREDICTIONS = "reading blocks back", "prediction matching"
 WRITING = "writing"
-TASK_DATA, SCORING, ANSWERS = "reading the tasks", "scoring", "answers to tasks"
+TASK_DATA, SCORING = "reading the tasks", "answering the tasks"
 
 # Seconds between two log lines within a phase, at least.
 INTERVAL = 30.0

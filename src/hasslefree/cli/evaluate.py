@@ -1,4 +1,4 @@
-"""The commands `evaluate` and `reproduce`."""
+"""The command `evaluate`."""
 
 from __future__ import annotations
 
@@ -6,39 +6,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from hasslefree.cli.bars import phase_bars
-from hasslefree.cli.common import (
-    DEVICE,
-    MEASURE,
-    RUN,
-    TRUST,
-    Json,
-    Output,
-    Quiet,
-    app,
-    show,
-    write_file,
-)
+from hasslefree.cli.common import DEVICE, MEASURE, RUN, TRUST, Json, Output, Quiet, app, show, write_file
 from hasslefree.errors import RecipeError
+from hasslefree.tables import table
 
-TEXTS, TASKS, SCALE = "Perplexity", "Zero-shot tasks", "At another scale than the paper's"
-
-
-def max_tokens_option(panel: str) -> Any:
-    return typer.Option(help="Use only the first tokens of each text (default: all).", min=2, rich_help_panel=panel)
-
-
-def limit_option(panel: str) -> Any:
-    return typer.Option(help="Use only the first rows of each task (default: all).", min=1, rich_help_panel=panel)
-
-
-def task_data_option(panel: str) -> Any:
-    words = "Folder with a file TASK.jsonl for each task (default: rows come from the hub)."
-    return typer.Option(help=words, rich_help_panel=panel)
-
-
-DTYPE_HELP = "Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16 (default: {})."
+TEXTS, TASKS = "Perplexity", "Zero-shot tasks"
 
 
 @app.command(
@@ -58,7 +34,10 @@ def evaluate(
             rich_help_panel=TEXTS,
         ),
     ] = None,
-    max_tokens: Annotated[int | None, max_tokens_option(TEXTS)] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Use only the first tokens of each text (default: all).", min=2, rich_help_panel=TEXTS),
+    ] = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,8 +45,16 @@ def evaluate(
             rich_help_panel=TASKS,
         ),
     ] = None,
-    limit: Annotated[int | None, limit_option(TASKS)] = None,
-    task_data: Annotated[Path | None, task_data_option(TASKS)] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Use only the first rows of each task (default: all).", min=1, rich_help_panel=TASKS),
+    ] = None,
+    task_data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with a file TASK.jsonl for each task (default: rows come from the hub).", rich_help_panel=TASKS
+        ),
+    ] = None,
     cache: Annotated[
         Path | None,
         typer.Option(
@@ -82,7 +69,12 @@ def evaluate(
         ),
     ] = "auto",
     dtype: Annotated[
-        str, typer.Option(help=DTYPE_HELP.format("auto"), show_default=False, rich_help_panel=RUN)
+        str,
+        typer.Option(
+            help="Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16 (default: auto).",
+            show_default=False,
+            rich_help_panel=RUN,
+        ),
     ] = "auto",
     device: Annotated[str | None, DEVICE] = None,
     trust_remote_code: Annotated[bool, TRUST] = False,
@@ -93,11 +85,11 @@ def evaluate(
     """Measure perplexity on texts and accuracy on zero-shot tasks."""
     from hasslefree.evaluation import run
     from hasslefree.evaluation.harness import default_cache
-    from hasslefree.evaluation.tables import result_tables
 
     if not perplexity and not tasks:
         raise RecipeError("name at least one text or task, such as --perplexity wikitext2 or --tasks piqa")
-    batch = parse_batch_size(batch_size)
+    if batch_size != "auto" and (not batch_size.isdecimal() or int(batch_size) < 1):
+        raise RecipeError(f"--batch-size must be auto or a whole number of at least 1, got {batch_size!r}")
     with phase_bars() as progress:
         results = run.evaluate(
             model,
@@ -105,7 +97,7 @@ def evaluate(
             tasks or [],
             seqlen=seqlen,
             max_tokens=max_tokens,
-            batch=batch,
+            batch=None if batch_size == "auto" else int(batch_size),
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
@@ -118,10 +110,26 @@ def evaluate(
     show(results, output, as_json, *result_tables(results))
 
 
-def parse_batch_size(given: str) -> int | None:
-    """The number, or None for auto."""
-    if given == "auto":
-        return None
-    if not given.isdecimal() or int(given) < 1:
-        raise RecipeError(f"--batch-size must be auto or a whole number of at least 1, got {given!r}")
-    return int(given)
+def result_tables(results: dict[str, Any]) -> list[Table]:
+    """A table for the texts and one for the tasks, with accuracies in per cent, if the results have them."""
+    tables = []
+    if "perplexity" in results:
+        texts = table(["text"], ["perplexity", "tokens", "window"], results["model"])
+        for text, row in results["perplexity"].items():
+            texts.add_row(Text(text), f"{row['perplexity']:.3f}", f"{row['tokens']:,}", str(row["window"]))
+        tables.append(texts)
+    if "tasks" in results:
+        tasks = table(["task", "metric"], ["accuracy", "±", "rows"], results["model"])
+        tasks.caption, tasks.caption_justify = "zero-shot, per cent", "left"
+        if results["limit"] is not None:
+            tasks.caption += f"; only the first {results['limit']} rows of each task"
+        if truncated := sum(row["truncated"] for row in results["tasks"].values()):
+            tasks.caption += f"; longer than the model's window, and cut at their beginning: {truncated}"
+        for task, row in results["tasks"].items():
+            error = row[f"{row['metric']}_stderr"]
+            spread = "" if error is None else f"{100 * error:.2f}"
+            tasks.add_row(task, row["metric"], f"{100 * row['value']:.2f}", spread, f"{row['rows']:,}")
+        tasks.add_section()
+        tasks.add_row("average", "", f"{100 * results['average']:.2f}", "", "")
+        tables.append(tasks)
+    return tables

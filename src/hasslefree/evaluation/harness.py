@@ -1,25 +1,28 @@
-"""Zero-shot accuracy by lm-evaluation-harness, with every answer saved to disk as soon as it is computed."""
+"""Zero-shot accuracy by lm-evaluation-harness, whose cache keeps every answer as soon as it is computed."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 import logging
 import os
 import sqlite3
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import partialmethod
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hasslefree.errors import OutputError, option
-from hasslefree.evaluation.fingerprint import fingerprint
 from hasslefree.evaluation.tasks import harness_tasks
 from hasslefree.folder.record import versions
-from hasslefree.phases import ANSWERS, SCORING, TASK_DATA, Phases
+from hasslefree.phases import SCORING, TASK_DATA, Phases
 
 # The log-softmax of a bfloat16 model is taken in float32, as for the perplexity: in bfloat16 sums of log-likelihoods
 # are so coarse that choices tie.
@@ -27,7 +30,7 @@ SOFTMAX = "float32"
 
 
 def default_cache() -> Path:
-    """Where answers are kept: $XDG_CACHE_HOME/hasslefree, or ~/.cache/hasslefree."""
+    """The folder of the cache: $XDG_CACHE_HOME/hasslefree, or ~/.cache/hasslefree."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hasslefree"
 
 
@@ -50,137 +53,115 @@ def evaluate_tasks(
             of memory would end the process. It changes scores by rounding alone.
         limit: use only this number of rows of each task, the first ones.
         cache: a folder that keeps every answer; None for no cache. An interrupted run continues from it.
-        phases: of the run; the answers that the cache does not have are counted.
+        phases: of the run; new answers are counted, and cached ones all at once at the end.
 
     Returns:
         {task: {"metric", "value", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "rows", "truncated",
-        "version"}}; accuracies are shares. metric: acc_norm where the task has it, else acc, as in the paper; value is
+        "version"}}; accuracies are shares. metric: acc_norm if the task defines it, else acc, as in the paper; value is
         that one. truncated: how many rows lost the beginning of a question that is longer than the model's window.
 
     Raises:
-        TaskError: data that are missing or malformed. OutputError: a cache that cannot be written.
+        TaskError: data that are missing or malformed. OutputError: a cache that cannot be used.
     """
     phases = phases or Phases()
-    with quiet_harness(), ExitStack() as opened:
+    with quiet_harness(), ExitStack() as stack:
         with phases.phase(TASK_DATA):
-            loaded = opened.enter_context(harness_tasks(tasks, folder, limit))
+            loaded = stack.enter_context(harness_tasks(tasks, folder, limit))
             from lm_eval import evaluate
+            from lm_eval.models.huggingface import HFLM
 
             # Before the harness's model, which gives the tokenizer a padding token.
-            kept = None if cache is None else cache_file(cache, model, tokenizer)
+            file = None if cache is None else cache / cache_name(model, tokenizer)
             size: int | str = batch or ("auto" if model.device.type == "cuda" else 1)
-            lm = counting_model(phases, pretrained=model, tokenizer=tokenizer, batch_size=size, softmax_dtype=SOFTMAX)
-        with phases.phase(SCORING), answers_kept(lm, kept) as answering:
-            found: Any = evaluate(answering, {"tasks": loaded}, limit=limit)
-        return {name: _row(found, lm, name) for name in tasks}
+            lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size, softmax_dtype=SOFTMAX)
+            answering = lm if file is None else stack.enter_context(cached(lm, file))
+        rows = ((task, row) for task in loaded.values() for row in islice(task.eval_docs, limit))
+        with phases.phase(SCORING, sum(len(task.doc_to_choice(row)) for task, row in rows), "answers") as phase:
+            keep = lm.cache_hook.add_partial  # called with every new answer
+
+            def keep_and_count(*answer: Any) -> None:
+                keep(*answer)
+                phase.advance()
+
+            lm.cache_hook.add_partial = keep_and_count
+            results = evaluate(answering, {"tasks": loaded}, limit=limit)
+        return {name: _task_results(results, lm, name) for name in tasks}
 
 
-def counting_model(phases: Phases, **options: Any) -> Any:
-    """The harness's `HFLM` with these options, whose answers are counted."""
-    from lm_eval.models.huggingface import HFLM
-
-    class CountingLM(HFLM):  # type: ignore[misc, unused-ignore]
-        def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-            keep = self.cache_hook.add_partial  # called with every answer
-            with phases.phase(ANSWERS, len(requests), "answers") as phase:
-
-                def counted(kind: str, request: Any, answer: Any) -> None:
-                    keep(kind, request, answer)
-                    phase.advance()
-
-                self.cache_hook.add_partial = counted
-                try:
-                    return super().loglikelihood(requests, disable_tqdm=True)
-                finally:
-                    self.cache_hook.add_partial = keep
-
-    return CountingLM(**options)
-
-
-@contextmanager
-def answers_kept(lm: Any, file: Path | None) -> Iterator[Any]:
-    """The model, with a cache: answers in the file are read from it, and every new answer is added at once."""
-    if file is None:
-        yield lm
-        return
-    from lm_eval.api.model import CachingLM
-
-    try:
-        # CachingLM opens the file in a thread, where an error would not be caught.
-        with closing(sqlite3.connect(file)) as connection:
-            connection.execute("PRAGMA schema_version")
-    except sqlite3.Error as error:
-        raise OutputError(f"the cache {file} cannot be used ({error}); delete it") from error
-    caching = CachingLM(lm, str(file))
-    try:
-        yield caching
-    finally:
-        caching.dbdict.close()
-
-
-def cache_file(folder: Path, model: PreTrainedModel, tokenizer: Any) -> Path:
-    """The file that keeps the answers of this model, tokenizer, kind of device and set of versions.
-
-    Raises:
-        OutputError: the folder cannot be created or written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"the cache folder {folder} cannot be created ({error}); give another with {option('cache')}"
-        ) from None
-    if not os.access(folder, os.W_OK):
-        raise OutputError(f"the cache folder {folder} is not writable; give another with {option('cache')}")
-    options = {
-        "versions": versions() | {"lm_eval": importlib.metadata.version("lm_eval")},
-        "device": model.device.type,
-        "softmax": SOFTMAX,
-    }
-    return folder / f"answers-{fingerprint(model, tokenizer, options)[:32]}.sqlite"
-
-
-def _row(found: dict[str, Any], lm: Any, name: str) -> dict[str, Any]:
-    """One task's results out of the harness's."""
-    scores = found["results"][name]
-    row: dict[str, Any] = {}
+def _task_results(results: Any, lm: Any, name: str) -> dict[str, Any]:
+    scores, samples = results["results"][name], results["samples"][name]
+    accuracies: dict[str, Any] = {}
     for metric in ("acc", "acc_norm"):
         if f"{metric},none" in scores:
             error = scores[f"{metric}_stderr,none"]
-            row[metric] = float(scores[f"{metric},none"])
+            accuracies[metric] = float(scores[f"{metric},none"])
             # One row alone has no standard error: the harness then says "N/A".
-            row[f"{metric}_stderr"] = float(error) if isinstance(error, float) else None
-    metric = "acc_norm" if "acc_norm" in row else "acc"
-    samples = found["samples"][name]
+            accuracies[f"{metric}_stderr"] = float(error) if isinstance(error, float) else None
+    metric = "acc_norm" if "acc_norm" in accuracies else "acc"
+
+    def truncated(question: str, choice: str) -> bool:
+        """The harness cuts long questions from the left with a warning, which `quiet_harness` hides."""
+        return len(lm.tok_encode(question + choice)) > lm.max_length + 1
+
     return {
         "metric": metric,
-        "value": row[metric],
-        **row,
+        "value": accuracies[metric],
+        **accuracies,
         "rows": len(samples),
-        "truncated": sum(any(_too_long(lm, *pair) for pair in sample["arguments"]) for sample in samples),
-        "version": found["versions"][name],
+        "truncated": sum(any(truncated(*pair) for pair in sample["arguments"]) for sample in samples),
+        "version": results["versions"][name],
     }
 
 
-def _too_long(lm: Any, question: str, choice: str) -> bool:
-    """Whether the harness cut a question from the left: it does so with a warning that `quiet_harness` hides."""
-    return len(lm.tok_encode(question + choice)) > lm.max_length + 1
+@contextmanager
+def cached(lm: Any, file: Path) -> Iterator[Any]:
+    """The model with the harness's cache: answers in the file are read from it, and new ones are added at once."""
+    from lm_eval.api.model import CachingLM
+
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # CachingLM opens the file in a thread, which would print a traceback.
+        with closing(sqlite3.connect(file)) as connection:
+            connection.execute("PRAGMA user_version = 0")
+    except (OSError, sqlite3.Error) as error:
+        raise OutputError(
+            f"the cache {file} cannot be used ({error}); delete it, or give another folder with {option('cache')}"
+        ) from error
+    caching = CachingLM(lm, str(file))
+    with closing(caching.dbdict):
+        yield caching
+
+
+def cache_name(model: PreTrainedModel, tokenizer: Any) -> str:
+    """The name of the file with a model's answers: a hash of tensors, configuration, tokenizer, device and versions."""
+    config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    libraries = versions() | {"lm_eval": importlib.metadata.version("lm_eval")}
+    about = [type(model).__name__, config, libraries, model.device.type, SOFTMAX]
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # As bytes, because NumPy has no bfloat16.
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    with tempfile.TemporaryDirectory() as folder:
+        for file in sorted(map(Path, tokenizer.save_pretrained(folder))):
+            if file.is_file():
+                digest.update(file.read_bytes())
+    return f"answers-{digest.hexdigest()[:32]}.sqlite"
 
 
 @contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Within it, notices and bars of the harness and of datasets are off; phases count what they do."""
-    import datasets
-
-    logger, bars, shown = logging.getLogger("lm_eval"), not datasets.are_progress_bars_disabled(), tqdm.__init__
+    """Within it, bars of tqdm and notices of the harness are off; `Phases` reports the progress."""
+    logger, create = logging.getLogger("lm_eval"), tqdm.__init__
     level = logger.level
+
+    def create_hidden(bar: Any, *arguments: Any, **options: Any) -> None:
+        create(bar, *arguments, **options | {"disable": True})
+
     logger.setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    tqdm.__init__ = partialmethod(shown, disable=True)
+    tqdm.__init__ = create_hidden
     try:
         yield
     finally:
-        tqdm.__init__ = shown
+        tqdm.__init__ = create
         logger.setLevel(level)
-        if bars:
-            datasets.enable_progress_bars()

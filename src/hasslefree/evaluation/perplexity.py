@@ -60,10 +60,10 @@ def perplexity(
     for what, size in {"text": len(tokens), "window": window}.items():
         if size < 2:
             raise CalibrationError(f"perplexity needs a {what} of at least 2 tokens, got {size}")
-    whole = len(tokens) // window * window
-    batches = list(tokens[:whole].view(-1, window).split(batch)) if whole else []
-    if len(tokens) - whole > 1:
-        batches.append(tokens[whole:][None])
+    full = len(tokens) // window * window
+    batches = list(tokens[:full].view(-1, window).split(batch)) if full else []
+    if len(tokens) - full > 1:
+        batches.append(tokens[full:][None])
     device = next(model.parameters()).device
     total, scored = 0.0, 0
     with (phases or Phases()).phase(name, sum(map(len, batches)), "windows") as phase:

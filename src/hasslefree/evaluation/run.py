@@ -1,4 +1,4 @@
-"""Evaluate a model folder: texts and tasks in, a plain dictionary of results out."""
+"""Evaluate a model, dense or compressed: perplexity on texts and accuracy on tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from hasslefree.data import check_text, evaluation_protocol, evaluation_text
 from hasslefree.errors import ModelError
@@ -36,19 +35,19 @@ def evaluate(
     limit: int | None = None,
     task_data: Path | None = None,
     cache: Path | None = None,
-    keep: Callable[[dict[str, Any]], None] | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda results: None,
     progress: Listener | None = None,
 ) -> dict[str, Any]:
     """The perplexity of a model, dense or compressed, on texts, and its zero-shot accuracy on tasks.
 
     Args:
         texts: hub names or paths. tasks: names of `evaluation.tasks.TASKS`.
-        seqlen: tokens a window; None for 2048, or what the model takes if that is less.
+        seqlen: tokens per window; None for 2048, or the model's limit if that is less.
         max_tokens: only the first tokens of each text.
         batch: windows, or sequences of a task, at a time; None for 1 window, and as for `evaluate_tasks`.
         dtype, device, trust_remote_code: as for `load_model`.
-        limit, task_data, cache: of the tasks, as for `evaluate_tasks`.
-        keep: called with the results so far, whenever there is something new.
+        limit, task_data, cache: of the tasks; `limit`, `folder` and `cache` of `evaluate_tasks`.
+        keep: called with the results so far, after each text and after the tasks.
         progress: as for `hasslefree.compress`.
 
     Returns:
@@ -70,24 +69,8 @@ def evaluate(
         tokenizer = load_tokenizer(model, trust_remote_code)
         loaded = load_model(model, dtype, device, trust_remote_code)
         check_causal(loaded)
-    how = {"seqlen": seqlen, "max_tokens": max_tokens, "batch": batch or 1, "phases": phases}
-    harness = {"batch": batch, "limit": limit, "folder": task_data, "cache": cache, "phases": phases}
-    return measured(model, loaded, tokenizer, texts, tasks, how, harness, keep or (lambda results: None))
-
-
-def measured(
-    name: str,
-    loaded: PreTrainedModel,
-    tokenizer: Any,
-    texts: Sequence[str],
-    tasks: Sequence[str],
-    how: dict[str, Any],
-    harness: dict[str, Any],
-    keep: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
-    """What `evaluate` returns of a loaded model. how: for `text_perplexity`. harness: for `evaluate_tasks`."""
     results: dict[str, Any] = {
-        "model": name,
+        "model": model,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
         "versions": versions() | ({"lm_eval": importlib.metadata.version("lm_eval")} if tasks else {}),
@@ -95,21 +78,24 @@ def measured(
     if texts:
         results["perplexity"] = {}
     for text in texts:
-        results["perplexity"][text] = text_perplexity(loaded, tokenizer, text, **how)
+        measured = text_perplexity(loaded, tokenizer, text, seqlen, max_tokens, batch or 1, phases)
+        results["perplexity"][text] = measured
         keep(results)
     if tasks:
-        rows = evaluate_tasks(loaded, tokenizer, tasks, **harness)
-        average = sum(row["value"] for row in rows.values()) / len(rows)
-        results |= {"tasks": rows, "limit": harness["limit"], "average": average}
+        scores = evaluate_tasks(
+            loaded, tokenizer, tasks, batch=batch, limit=limit, folder=task_data, cache=cache, phases=phases
+        )
+        average = sum(score["value"] for score in scores.values()) / len(scores)
+        results |= {"tasks": scores, "limit": limit, "average": average}
         keep(results)
     return results
 
 
 @torch.no_grad()
 def check_causal(model: Any) -> None:
-    """Raise a ModelError where the logits at a token change with the token after it, which they are to predict."""
+    """Raise a ModelError if the logits at a token change with the token after it, which they are to predict."""
     ids = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4]], device=model.device)
-    before, after = (model(input_ids=each[None], use_cache=False).logits[0, :-1] for each in ids)
+    before, after = (model(input_ids=row[None], use_cache=False).logits[0, :-1] for row in ids)
     if sees_later_tokens(before, after, before.dtype):
         raise ModelError(
             f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens after it; "
@@ -126,20 +112,19 @@ def text_perplexity(
     batch: int,
     phases: Phases | None = None,
 ) -> dict[str, Any]:
-    """The perplexity on one text by its own protocol; the arguments are those of `evaluate`, and its phases."""
+    """The perplexity on one text by its own protocol; the arguments are those of `evaluate`."""
     phases, name = phases or Phases(), Path(text).name
     protocol = evaluation_protocol(text)
-    window = resolve_seqlen(model, seqlen)
     with phases.phase(f"reading {name}"):
         ids = tokenizer(evaluation_text(text), add_special_tokens=protocol.special_tokens, verbose=False)["input_ids"]
-    found = perplexity(
+    result = perplexity(
         model,
         torch.tensor(ids[:max_tokens]),
-        window,
+        resolve_seqlen(model, seqlen),
         batch,
         windows=protocol.windows,
         remainder=protocol.remainder,
         phases=phases,
         name=f"perplexity on {name}",
     )
-    return dataclasses.asdict(found) | {"protocol": dataclasses.asdict(protocol)}
+    return dataclasses.asdict(result) | {"protocol": dataclasses.asdict(protocol)}

@@ -1,7 +1,6 @@
 """The eight zero-shot tasks of the paper, as lm-evaluation-harness defines them, on data of the hub or of a folder.
 
-Prompts, choices and metrics are those of the harness's own definitions; only the data set is replaced where a folder is
-given.
+Prompts, choices and metrics are those of the harness's own definitions; a folder replaces only the data set.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,49 +21,27 @@ from hasslefree.errors import TaskError, UnknownNameError, option
 REMEDY = 'pip install "hasslefree[eval]"'
 
 
-@dataclass(frozen=True)
-class RowForm:
-    """One shape in which the rows of a task are published.
-
-    Args:
-        fields: that a row must have. changes: to the harness's definition for rows of this form.
-    """
-
-    fields: tuple[str, ...]
-    changes: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TaskSource:
-    """Where the harness defines a task, beside its package; and the forms of rows, the harness's own first."""
-
-    definition: str
-    forms: tuple[RowForm, ...]
-
-
-_ARC = (RowForm(("question", "choices", "answerKey")),)
-
-# HellaSwag also circulates as the harness's process_docs leaves it; BoolQ also outside of SuperGLUE.
-TASKS = {
-    "piqa": TaskSource("piqa/piqa.yaml", (RowForm(("goal", "sol1", "sol2", "label")),)),
-    "hellaswag": TaskSource(
+# Task → the harness's definition, and the forms in which its rows are published, the harness's own first: the fields
+# of a row → changes to the definition. HellaSwag also circulates as the harness's process_docs leaves it; BoolQ also
+# outside of SuperGLUE.
+Forms = dict[tuple[str, ...], dict[str, Any]]
+TASKS: dict[str, tuple[str, Forms]] = {
+    "piqa": ("piqa/piqa.yaml", {("goal", "sol1", "sol2", "label"): {}}),
+    "hellaswag": (
         "hellaswag/hellaswag.yaml",
-        (
-            RowForm(("activity_label", "ctx_a", "ctx_b", "endings", "label")),
-            RowForm(("query", "choices", "gold"), {"process_docs": None, "doc_to_target": "gold"}),
-        ),
+        {
+            ("activity_label", "ctx_a", "ctx_b", "endings", "label"): {},
+            ("query", "choices", "gold"): {"process_docs": None, "doc_to_target": "gold"},
+        },
     ),
-    "arc_easy": TaskSource("arc/arc_easy.yaml", _ARC),
-    "arc_challenge": TaskSource("arc/arc_challenge.yaml", _ARC),
-    "winogrande": TaskSource("winogrande/default.yaml", (RowForm(("sentence", "option1", "option2", "answer")),)),
-    "rte": TaskSource("glue/rte/default.yaml", (RowForm(("sentence1", "sentence2", "label")),)),
-    "openbookqa": TaskSource("openbookqa/openbookqa.yaml", (RowForm(("question_stem", "choices", "answerKey")),)),
-    "boolq": TaskSource(
+    "arc_easy": ("arc/arc_easy.yaml", {("question", "choices", "answerKey"): {}}),
+    "arc_challenge": ("arc/arc_challenge.yaml", {("question", "choices", "answerKey"): {}}),
+    "winogrande": ("winogrande/default.yaml", {("sentence", "option1", "option2", "answer"): {}}),
+    "rte": ("glue/rte/default.yaml", {("sentence1", "sentence2", "label"): {}}),
+    "openbookqa": ("openbookqa/openbookqa.yaml", {("question_stem", "choices", "answerKey"): {}}),
+    "boolq": (
         "super_glue/boolq/default.yaml",
-        (
-            RowForm(("passage", "question", "label")),
-            RowForm(("passage", "question", "answer"), {"doc_to_target": "answer"}),
-        ),
+        {("passage", "question", "label"): {}, ("passage", "question", "answer"): {"doc_to_target": "answer"}},
     ),
 }
 
@@ -84,7 +60,7 @@ def check_tasks(names: Sequence[str], folder: Path | None) -> None:
         raise TaskError(f"{option('tasks')} names {', '.join(twice)} more than once; once is enough")
     if folder is not None:
         for name in names:
-            row_form(name, folder)
+            check_rows(name, folder)
 
 
 def check_harness() -> None:
@@ -93,17 +69,13 @@ def check_harness() -> None:
         raise TaskError(f"the zero-shot tasks need lm-evaluation-harness, which is not installed: {REMEDY}")
 
 
-def data_file(name: str, folder: Path) -> Path:
-    """The file that holds the rows of a task."""
-    return folder / f"{name}.jsonl"
+def check_rows(name: str, folder: Path) -> dict[str, Any]:
+    """The changes to the harness's definition for the rows in FOLDER/<name>.jsonl, whose form the first row decides.
 
-
-def row_form(name: str, folder: Path) -> RowForm:
-    """The form that all rows of a task's file have; raises a TaskError with the file and the line of one that has not.
-
-    A line must be a JSON object with the fields of the form; the first line decides between forms.
+    Raises:
+        TaskError: a line is not a JSON object with the fields of the form; the message has the file and the line.
     """
-    file, forms = data_file(name, folder), TASKS[name].forms
+    file, (_, forms) = folder / f"{name}.jsonl", TASKS[name]
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -111,7 +83,7 @@ def row_form(name: str, folder: Path) -> RowForm:
             f"the data of task {name} cannot be read: {error}; the folder of {option('task_data')} must contain "
             f"{name}.jsonl"
         ) from None
-    found: RowForm | None = None
+    fields: tuple[str, ...] = ()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -119,44 +91,47 @@ def row_form(name: str, folder: Path) -> RowForm:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise TaskError(f"{file}, line {number}: not JSON: {error}") from None
-        having = set(row) if isinstance(row, dict) else set()
-        found = found or next((form for form in forms if having.issuperset(form.fields)), forms[0])
-        if missing := [name for name in found.fields if name not in having]:
+        given = set(row) if isinstance(row, dict) else set()
+        fields = fields or next((form for form in forms if given.issuperset(form)), next(iter(forms)))
+        if missing := [field for field in fields if field not in given]:
             raise TaskError(
-                f"{file}, line {number}: no field {', '.join(missing)}; every row needs {', '.join(found.fields)}"
+                f"{file}, line {number}: no field {', '.join(missing)}; every row needs {', '.join(fields)}"
             )
-    if found is None:
+    if not fields:
         raise TaskError(f"{file} is empty")
-    return found
+    return forms[fields]
 
 
 @contextmanager
 def harness_tasks(names: Sequence[str], folder: Path | None, limit: int | None) -> Iterator[dict[str, Any]]:
-    """Name → task object of the harness, on the hub's data or on FOLDER/<task>.jsonl, while the context lasts.
+    """Name → task object of the harness, on the hub's data or on FOLDER/<task>.jsonl, within the context.
 
     Raises:
-        TaskError: data that cannot be loaded, or among the first `limit` rows one with no right answer.
+        TaskError: data that cannot be loaded, or a row without a right answer among the first `limit` rows.
     """
+    from lm_eval.tasks import TaskManager
+
     with tempfile.TemporaryDirectory() as temporary:
         definitions = Path(temporary) / "tasks"
         definitions.mkdir()
         for name in names:
-            written = definition(name, folder, Path(temporary) / "data")
-            (definitions / f"{name}.yaml").write_text(yaml.safe_dump(written), encoding="utf-8")
-        yield {name: _load(name, definitions, folder, limit) for name in names}
+            content = yaml.safe_dump(_definition(name, folder, Path(temporary) / "data"))
+            (definitions / f"{name}.yaml").write_text(content, encoding="utf-8")
+        manager = TaskManager(include_path=str(definitions), include_defaults=False)
+        yield {name: _load(manager, name, folder, limit) for name in names}
 
 
-def definition(name: str, folder: Path | None, cache: Path) -> dict[str, Any]:
-    """The harness's own definition by its path, and over it, with a folder, the data set. cache: of `datasets`."""
+def _definition(name: str, folder: Path | None, cache: Path) -> dict[str, Any]:
+    """The harness's own definition by its path; with a folder, its data set is replaced. cache: of `datasets`."""
     import lm_eval
 
-    path = Path(str(lm_eval.__file__)).parent / "tasks" / TASKS[name].definition
+    path = Path(str(lm_eval.__file__)).parent / "tasks" / TASKS[name][0]
     if not path.is_file():
         raise TaskError(f"the installed lm-evaluation-harness has no task {name} at {path}: {REMEDY}")
-    written: dict[str, Any] = {"include": str(path), "task": name, "num_fewshot": 0}
+    definition: dict[str, Any] = {"include": str(path), "task": name, "num_fewshot": 0}
     if folder is None:
-        return written
-    files = {"validation": str(data_file(name, folder).resolve())}
+        return definition
+    files = {"validation": str((folder / f"{name}.jsonl").resolve())}
     data = {
         "dataset_path": "json",
         "dataset_name": None,
@@ -165,27 +140,24 @@ def definition(name: str, folder: Path | None, cache: Path) -> dict[str, Any]:
         "validation_split": "validation",
         "test_split": None,
     }
-    return written | data | row_form(name, folder).changes
+    return definition | data | check_rows(name, folder)
 
 
-def _load(name: str, definitions: Path, folder: Path | None, limit: int | None) -> Any:
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=str(definitions), include_defaults=False)
-    where = f"from {data_file(name, folder)}" if folder else "from the hub"
+def _load(manager: Any, name: str, folder: Path | None, limit: int | None) -> Any:
+    source = f"from {folder / f'{name}.jsonl'}" if folder else "from the hub"
     remedy = "" if folder else f"; with no network, give the data as {option('task_data', 'FOLDER')}"
     try:
         task = manager.load([name])["tasks"][name]
-    except Exception as error:  # whatever the network, the hub, the reader of the file and a row's template may raise
+    except Exception as error:  # the network, the hub, the reader of the file and a row's template raise anything
         cause = f"{type(error).__name__}: {error}"
-        raise TaskError(f"task {name} could not be loaded {where} ({cause}){remedy}") from error
+        raise TaskError(f"task {name} could not be loaded {source} ({cause}){remedy}") from error
     for number, row in enumerate(islice(task.eval_docs, limit), 1):
-        _check_row(task, row, f"task {name} {where}, row {number}")
+        _check_row(task, row, f"task {name} {source}, row {number}")
     return task
 
 
 def _check_row(task: Any, row: dict[str, Any], where: str) -> None:
-    """Raise a TaskError where a row has no right answer among its choices: the harness would count it as wrong."""
+    """Raise a TaskError if a row has no right answer among its choices: the harness would count it as wrong."""
     try:
         choices = task.doc_to_choice(row)
         answer = task.doc_to_text(row) if task.multiple_input else task.doc_to_target(row)
