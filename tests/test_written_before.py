@@ -153,11 +153,11 @@ def identity_of_files(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 # What `balanced` was then.
-BALANCED = {"rounds": 100, "allocate": "error", "match_blocks": False, "match_predictions": 0}
+BALANCED = {"rounds": 100, "allocate": "error", "match_predictions": 0}
 # Fields that did not exist, and have no effect there.
-NEW = {"match_epochs": 4, "match_predictions": 0, "rotate": False}
+NEW = {"match_predictions": 0, "rotate": False}
 # Fields that exist no longer.
-FORMER = {"dense_target"}
+FORMER = {"dense_target", "match_blocks"}
 
 
 def resume(**changes):
@@ -218,8 +218,7 @@ def test_an_interrupted_compression_is_resumed(unfinished, tmp_path):
 def test_it_is_resumed_from_the_command_line(unfinished, monkeypatch, tmp_path):
     before = identity_of_files(JOURNAL.parent / "model")
     flags = [word for name, value in FOLDERS[OUT]["recipe"].items() for word in (f"--{name}", value)]
-    flags += ["--rounds", 100, "--no-match-blocks"]
-    flags += ["--allocate", "error", "--match-predictions", 0]
+    flags += ["--rounds", 100, "--allocate", "error", "--match-predictions", 0]
     assert run(monkeypatch, "compress", "dense", OUT, *flags, "--device", "cpu", "--resume") == 0
     assert identity_of_files(tmp_path / OUT) == before
     check_whole(tmp_path / OUT, tmp_path)

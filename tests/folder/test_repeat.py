@@ -50,7 +50,6 @@ NAMES = st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "S"]), m
         low_rank=st.none() | st.just("exact"),
         rounds=st.none() | st.integers(1, 9),
         calibration=NAMES,
-        match_blocks=st.booleans(),
         leave_dense=st.lists(NAMES, max_size=3).map(tuple),
         seed=st.integers(0, 2**63 - 1),
     ),

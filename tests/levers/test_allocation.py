@@ -180,7 +180,7 @@ def test_owl_plans_every_layer_twice(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"allocate": "fair"}, "allocate must be one of uniform, owl, error, got 'fair'"),
+        ({"allocate": "fair"}, "allocate must be 'uniform', 'owl' or 'error', got 'fair'"),
         ({"allocate": "owl"}, "allocate owl distributes a ratio or a sparsity.*give ratio"),
         ({"allocate": "error", "rank": 0}, "none to move \\(pattern 2:4\\): give a rank"),
     ],

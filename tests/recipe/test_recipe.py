@@ -218,20 +218,20 @@ def test_a_file_that_is_no_text(tmp_path):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"rank": 4}, {"effort": "balanced", "match_blocks": False, "match_predictions": 49_152}),
-        ({"rank": 4, "effort": "best"}, {"match_blocks": True, "match_epochs": 1, "match_predictions": 163_840}),
-        ({"rank": 4, "effort": "fast"}, {"match_blocks": False, "match_epochs": 4, "allocate": "uniform"}),
+        ({"rank": 4}, {"effort": "balanced", "allocate": "uniform", "match_predictions": 49_152}),
+        ({"rank": 4, "effort": "best"}, {"allocate": "error", "match_predictions": 204_800}),
+        ({"rank": 4, "effort": "fast"}, {"match_predictions": 0, "allocate": "uniform"}),
         # What is given wins over the effort.
-        ({"rank": 4, "effort": "best", "match_blocks": False, "rounds": 7},
-         {"match_blocks": False, "rounds": 7, "allocate": "error"}),
+        ({"rank": 4, "effort": "best", "match_predictions": 0, "rounds": 7},
+         {"match_predictions": 0, "rounds": 7, "allocate": "error"}),
         # The methods of others are what was published, unless more is asked for; their rounds are their own.
         ({"rank": 4, "method": "oats"},
-         {"effort": None, "rounds": None, "match_blocks": False, "allocate": "uniform"}),
-        ({"rank": 4, "method": "oats", "effort": "best"}, {"rounds": None, "match_blocks": True}),
+         {"effort": None, "rounds": None, "match_predictions": 0, "allocate": "uniform"}),
+        ({"rank": 4, "method": "oats", "effort": "best"}, {"rounds": None, "allocate": "error"}),
         # Values on a grid are not trained.
-        ({"rank": 4, "method": "caldera", "effort": "best"}, {"match_blocks": False, "match_predictions": 0}),
+        ({"rank": 4, "method": "caldera", "effort": "best"}, {"match_predictions": 0}),
         # Without ranks, layers of N:M have nothing to give each other.
-        ({"rank": 0, "effort": "best"}, {"allocate": "uniform", "match_blocks": True}),
+        ({"rank": 0, "effort": "best"}, {"allocate": "uniform", "match_predictions": 204_800}),
         ({"pattern": "unstructured", "sparsity": 0.5, "rank": 0, "effort": "best"}, {"allocate": "error"}),
     ],
 )  # fmt: skip
@@ -241,7 +241,7 @@ def test_what_an_effort_stands_for(given, expected):
     assert filled(found) == found
     resolved = Recipe(**given).resolve(with_text=False)
     assert resolved.recipe == found
-    assert resolved.match_blocks == found.match_blocks
+    assert resolved.match_predictions == found.match_predictions
 
 
 @pytest.mark.parametrize(
@@ -253,8 +253,8 @@ def test_what_an_effort_stands_for(given, expected):
         ({"method": "wanda", "factor_bits": 8}, "factors of L, and method wanda has no L: leave out factor_bits"),
         ({"method": "gptq", "factor_bits": 8}, "method gptq has no L"),
         (
-            {"rank": 2, "factor_bits": 8, "match_blocks": True},
-            "match_blocks trains the factors of L, which factor_bits",
+            {"rank": 2, "factor_bits": 8, "match_predictions": 64},
+            "match_predictions trains the factors of L, which factor_bits",
         ),
     ],
 )
@@ -269,7 +269,7 @@ def test_every_method_with_a_low_rank_part_takes_factors_in_eight_bits():
             pattern = {"pattern": "structured", "sparsity": 0.5} if name == "losparse" else {}
             Recipe(method=name, rank=2, factor_bits=8, **pattern).resolve(with_text=False)
     found = filled(Recipe(rank=2, factor_bits=8, effort="best"))
-    assert found.match_blocks is False
+    assert found.match_predictions == 0
     found.resolve(with_text=False)
 
 
@@ -298,7 +298,7 @@ def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
         ({"method": "gptq", "bits": 3}, "bits must be 4 or 8, got 3; use bits=4"),
         ({"method": "gptq", "group_size": -1}, "group_size must be greater than or equal to 0, got -1"),
         ({"pattern": "dense", "rank": 2}, "pattern dense keeps every entry.*method joint.*caldera, joint-grid, gptq"),
-        ({"method": "caldera", "rank": 2, "match_blocks": True}, "match_blocks trains the values of S"),
+        ({"method": "caldera", "rank": 2, "match_predictions": 64}, "match_predictions trains the values of S"),
         (
             {"method": "gptq", "rank": 2},
             "rank must be 0, got 2; use rank 0, or a method with a low-rank part, such as caldera",

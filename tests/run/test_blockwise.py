@@ -1,7 +1,4 @@
-"""How a block is run on the calibration text, and blocks that are matched to the dense ones."""
-
-import dataclasses
-import json
+"""How a block is run on the calibration text."""
 
 import pytest
 import torch
@@ -9,8 +6,7 @@ import torch
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.models.moments import gather
-from tests.listeners import by_layer
-from tests.tiny_models import build, logits, segments, tensors_of
+from tests.tiny_models import build, logits, segments
 
 RECIPE = Recipe(rank=2, method="eora")
 
@@ -63,53 +59,3 @@ def test_blocks_that_do_not_take_several_segments_get_one_at_a_time(tmp_path):
     assert set(most) == {1, 2}
     for one, other in zip(report.layers, expected.layers, strict=True):
         assert one.relative_error == pytest.approx(other.relative_error, rel=1e-3)
-
-
-def outputs(model, tokens):
-    """What leaves the last block: the only one whose error no later block sees."""
-    found = []
-    handle = model.model.norm.register_forward_pre_hook(lambda m, args: found.append(args[0]))
-    logits(model, tokens)
-    handle.remove()
-    return found[0]
-
-
-@pytest.mark.parametrize("method", ["eora", "wanda"])
-def test_matched_blocks_are_closer_to_the_dense_model(method, tmp_path):
-    """Oracle: the dense model's hidden states."""
-    tokens = segments(32)
-    recipe = Recipe(rank=2 if method == "eora" else None, method=method)
-    errors = {}
-    for matched in (False, True):
-        model = build("llama")
-        chosen = dataclasses.replace(recipe, match_blocks=matched)
-        report = hasslefree.compress(model, tmp_path / f"{matched}", chosen, segments=tokens)
-        errors[matched] = (outputs(model, tokens) - outputs(build("llama"), tokens)).square().sum()
-        stored = json.loads((tmp_path / f"{matched}" / "compression.json").read_text())["matching"]
-        assert [block["block"] for block in stored] == (["model.layers.0", "model.layers.1"] if matched else [])
-    assert errors[True] < 0.9 * errors[False]
-    assert all(block["after"] <= block["before"] for block in report.matching)
-    assert "seconds" not in report.matching[0]
-    before, after = tensors_of(tmp_path / "False"), tensors_of(tmp_path / "True")
-    name = "model.layers.0.self_attn.q_proj.positions"
-    assert torch.equal(before[name], after[name]), "the first layers are solved alike, and matching keeps the support"
-
-
-@pytest.mark.parametrize("place", ["device", "disk"])
-def test_two_streams_go_on_to_the_same_bytes(place, tmp_path):
-    """Oracle: an uninterrupted run."""
-    recipe = dataclasses.replace(RECIPE, match_blocks=True)
-    tokens = segments(16)
-    hasslefree.compress(build("llama"), tmp_path / "whole", recipe, segments=tokens)
-
-    def stop(report, done, total):
-        if done == 10:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        hasslefree.compress(
-            build("llama"), tmp_path / "out", recipe, segments=tokens, progress=by_layer(stop), activations=place
-        )
-    hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=tokens, resume=True, activations=place)
-    whole, out = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("whole", "out"))
-    assert whole == out

@@ -113,7 +113,7 @@ def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path, m
     """
     monkeypatch.setattr("hasslefree.solve.methods.joint.multiplies_bfloat16", lambda device: False)
     grid = {"rounds": 2, "group_size": 16} if method == "caldera" else {}
-    recipe = Recipe(rank=2, method=method, sequential=sequential, match_blocks=False, **grid)
+    recipe = Recipe(rank=2, method=method, sequential=sequential, **grid)
     one = hasslefree.compress(build("llama").double(), tmp_path / "one", recipe, segments=segments(6, 32))
     assert run(size, tmp_path / "many", recipe, dtype=torch.float64) == [0] * size
     expected, found = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "many")
@@ -140,22 +140,6 @@ def test_budgets_are_allocated_by_several_as_by_one(probed, size, tmp_path, monk
     many = json.loads((tmp_path / "many" / "compression.json").read_text())
     assert [layer["rank"] for layer in many["layers"]] == [layer.spec.rank for layer in one.layers]
     assert many["sensitivities"] == pytest.approx(one.sensitivities, rel=1e-3)
-
-
-@forked
-@pytest.mark.parametrize("size", [2, 3])
-def test_blocks_are_matched_by_several_as_by_one(size, tmp_path):
-    """Oracle: one process. Adam turns what is left of a gradient near zero into a step: not to the last digits."""
-    recipe = Recipe(method="wanda", match_blocks=True)
-    one = hasslefree.compress(build("llama"), tmp_path / "one", recipe, segments=segments(6, 32))
-    assert run(size, tmp_path / "many", recipe) == [0] * size
-    many = json.loads((tmp_path / "many" / "compression.json").read_text())["matching"]
-    assert len(many) == len(one.matching) == 2
-    for mine, found in zip(one.matching, many, strict=True):
-        assert found["best_epoch"] == mine["best_epoch"] > 0
-        assert found["before"] == pytest.approx(mine["before"], rel=1e-4)
-        assert found["after"] == pytest.approx(mine["after"], rel=1e-3)
-        assert found["history"] == pytest.approx(mine["history"], rel=1e-3)
 
 
 @forked

@@ -9,10 +9,8 @@ from hasslefree import Recipe
 from hasslefree.phases import (
     ALLOCATION,
     BLOCK_ROTATION,
-    IMPORTANCE,
     INPUTS,
     LOADING,
-    MATCHING,
     PREDICTIONS,
     PREFLIGHT,
     PROBES,
@@ -25,7 +23,7 @@ from hasslefree.phases import (
 )
 from tests.tiny_models import NO_TOKENIZER, build, segments
 
-RECIPE = Recipe(rank=2, rounds=2, rotate=True, allocate="error", match_blocks=True, match_predictions=64)
+RECIPE = Recipe(rank=2, rounds=2, rotate=True, allocate="error", match_predictions=64)
 BLOCKS, LAYERS = 2, 14
 
 
@@ -67,7 +65,7 @@ def test_every_phase_counts_up_to_its_end(run):
     files = len(list((run.folder / "out").glob("*.safetensors")))
     totals = {
         LOADING: 1, PREFLIGHT: 2 * BLOCKS, BLOCK_ROTATION: BLOCKS, STREAM_ROTATION: 151, REFERENCE: BLOCKS,
-        PROBES: BLOCKS, ALLOCATION: BLOCKS, INPUTS: LAYERS, SOLVING: LAYERS, MATCHING: BLOCKS * 4 * 4,
+        PROBES: BLOCKS, ALLOCATION: BLOCKS, INPUTS: LAYERS, SOLVING: LAYERS,
         READ_BACK: BLOCKS, PREDICTIONS: 1, WRITING: files + BLOCKS + 1,
     }  # fmt: skip
     assert {step.phase: step.total for step in run.steps} == totals
@@ -100,14 +98,6 @@ def test_the_seconds_of_all_phases_are_those_of_the_run(run):
     assert [each.name for each in run.report.phases][-1] == WRITING
     for each in run.report.phases:
         assert run.last(each.name).seconds == pytest.approx(each.seconds)
-
-
-def test_importance_is_a_phase_where_nothing_is_allocated(tmp_path):
-    recipe = Recipe(rank=2, rounds=1, allocate="uniform", match_blocks=True, match_epochs=1, match_predictions=0)
-    build("llama").save_pretrained(tmp_path / "dense")
-    found = Run(tmp_path, recipe)
-    assert {*found.counts(IMPORTANCE)} == {*found.counts(PROBES)} == {0, 1, 2}
-    assert found.last(IMPORTANCE).ended
 
 
 def test_a_resumed_run_says_what_it_skips(tmp_path, caplog):

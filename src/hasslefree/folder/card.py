@@ -131,21 +131,14 @@ def base_licence(model: str) -> dict[str, str]:
 
 
 def trained(report: Record) -> str:
-    """What was trained after the errors were measured, in sentences; nothing where nothing was."""
-    if not report.matching and report.predictions is None:
+    """What was trained after the errors were measured, in sentences; nothing if nothing was."""
+    if (record := report.predictions) is None:
         return ""
-    steps = ["block by block, to reproduce the outputs of the dense blocks"] if report.matching else []
-    divergence = ""
-    if record := report.predictions:
-        tokens = f"{record['tokens']:,} tokens"
-        steps.append(f"all blocks together, to reproduce the predictions of the dense model on {tokens}")
-        divergence = (
-            " The divergence from the dense model's predictions on held-out text was "
-            f"{record['before']:.4f} nats per token before the last training and {record['after']:.4f} after it."
-        )
     return (
-        f"After the layers were fitted, the values that they keep were trained: {'; then '.join(steps)}. "
-        f"The errors were measured before this training.{divergence}\n"
+        "After the layers were fitted, their values were trained on all blocks together, to reproduce the predictions "
+        f"of the dense model on {record['tokens']:,} tokens. The errors were measured before this training. The "
+        "divergence from the dense model's predictions on held-out text was "
+        f"{record['before']:.4f} nats per token before the training and {record['after']:.4f} after it.\n"
     )
 
 

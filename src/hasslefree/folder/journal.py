@@ -38,7 +38,7 @@ class Part:
 
     Args:
         file: its name. sha256: of its bytes. tensors: their names and sizes in bytes.
-        entries: those of config.json for its compressed layers. layers: their reports. matching: that of the block.
+        entries: those of config.json for its compressed layers. layers: their reports.
     """
 
     file: str
@@ -46,7 +46,6 @@ class Part:
     tensors: dict[str, int]
     entries: dict[str, Any] = field(default_factory=dict)
     layers: list[dict[str, Any]] = field(default_factory=list)
-    matching: dict[str, Any] | None = None
 
 
 class Unfinished:
@@ -97,7 +96,7 @@ class Unfinished:
 
         Args:
             tensors: by their names; they stay as they are until `wait` has returned.
-            rest: `entries`, `layers` and `matching` of `Part`.
+            rest: `entries` and `layers` of `Part`.
 
         Raises:
             OutputError: the part before this one could not be written; or this one, where nothing runs beside.
@@ -258,6 +257,7 @@ def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], Pred
     content = read_json(folder / JOURNAL, "delete it to start again")
     parts = []
     for entry in content["parts"]:
+        entry.pop("matching", None)  # of earlier versions
         part = Part(**entry)
         file = folder / "model" / part.file
         if not file.exists():

@@ -114,7 +114,6 @@ class Record:
     Args:
         recipe: its fields. method: with all its hyper-parameters. versions: of the libraries.
         seqlen: as resolved for the model. tokens: of the calibration text.
-        matching: for each block that was matched, its name and error before and after.
         predictions: what prediction matching did; None without it.
         sensitivities: by the name of each layer, the estimated divergence of the model's predictions, in nats per
             token, when that layer alone is pruned. None where the allocation did not measure it.
@@ -135,7 +134,6 @@ class Record:
     tokens: Count
     seconds: Figure
     layers: tuple[LayerRecord, ...]
-    matching: tuple[dict[str, Any], ...] = ()
     predictions: PredictionRecord | None = None
     sensitivities: dict[str, Figure] | None = None
     rotation: RotationRecord | None = None

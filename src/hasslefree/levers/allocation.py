@@ -12,7 +12,7 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.patterns import Unstructured
 from hasslefree.distributed import World
-from hasslefree.levers.ladders import Ladder, climb, rank_gains
+from hasslefree.levers.gains import GainCurve, greedy_allocate, rank_gains
 from hasslefree.levers.owl import outlier_share, owl_ratios
 from hasslefree.levers.sensitivity import sensitivities
 from hasslefree.models.activations import Activations
@@ -34,18 +34,18 @@ class Choice:
     """The budgets a layer may get: at least `rank` and `count` non-zeros (None: fixed by the pattern), and then more.
 
     Args:
-        ranks: a ladder of single ranks. entries: one of `step` non-zeros at a time, where the pattern counts them.
+        ranks: the gain of each single rank. entries: of `step` non-zeros at a time, where the pattern counts them.
     """
 
     plan: LayerPlan
     rank: int
-    ranks: Ladder
+    ranks: GainCurve
     count: int | None = None
-    entries: Ladder | None = None
+    entries: GainCurve | None = None
     step: int = 0
 
     @property
-    def ladders(self) -> list[Ladder]:
+    def curves(self) -> list[GainCurve]:
         return [self.ranks] if self.entries is None else [self.ranks, self.entries]
 
     def weighed(self, sensitivity: float) -> Choice:
@@ -54,7 +54,7 @@ class Choice:
         return dataclasses.replace(self, ranks=self.ranks.weighed(sensitivity), entries=entries)
 
     def taken(self, ranks: int, steps: int = 0) -> LayerPlan:
-        """The plan with this number of steps on each ladder."""
+        """The plan with this number of steps along each curve."""
         pattern = self.plan.pattern if self.count is None else Unstructured(self.count + steps * self.step)
         spec, rank = self.plan.spec, self.rank + ranks
         return LayerPlan.of(spec.shape, pattern, rank, self.plan.dtype, spec.grid, spec.factor_bits)
@@ -65,12 +65,10 @@ class Allocation:
     """A plan, and what was measured for it.
 
     Args:
-        channels: the `importance` of the channels of each block's output. sensitivities: by the full name of each
-            layer, in nats per token. Both None where the allocation does not measure them.
+        sensitivities: by the full name of each layer, in nats per token; None if the allocation does not measure them.
     """
 
     plan: Plan
-    channels: list[Tensor] | None = None
     sensitivities: dict[str, float] | None = None
 
 
@@ -122,23 +120,23 @@ def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World, seed:
     Raises:
         ModelError, NonFiniteError: as from `sensitivities`.
     """
-    measured, channels = sensitivities(walk, plan, segments, world, choice_of, seed)
+    measured = sensitivities(walk, plan, segments, world, choice_of, seed)
     choices = [
         {name: choice.weighed(sensitivity) for name, (choice, sensitivity) in layers.items()} for layers in measured
     ]
-    every = [choice for block in choices for choice in block.values()]
+    all_choices = [choice for block in choices for choice in block.values()]
     budget = sum(layer.bytes for plans in plan for layer in plans.values())
-    ladders = [ladder for choice in every for ladder in choice.ladders]
-    steps = iter(climb(ladders, budget - sum(choice.taken(0).bytes for choice in every)))
+    curves = [curve for choice in all_choices for curve in choice.curves]
+    steps = iter(greedy_allocate(curves, budget - sum(choice.taken(0).bytes for choice in all_choices)))
     moved = [
-        {name: block[name].taken(*(next(steps) for _ in block[name].ladders)) for name in block} for block in choices
+        {name: block[name].taken(*(next(steps) for _ in block[name].curves)) for name in block} for block in choices
     ]
-    found = {
+    by_name = {
         f"{walk.blocks.prefix(index)}.{name}": sensitivity
         for index, layers in enumerate(measured)
         for name, (_, sensitivity) in layers.items()
     }
-    return Allocation(moved, channels, found)
+    return Allocation(moved, by_name)
 
 
 def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> Choice:
@@ -157,7 +155,7 @@ def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> Ch
     if spec.factor_bits:
         low = max(low, min(spec.rank, 1))  # the scales of u come with the first rank, and are no part of its cost
     spectrum, total = rank_gains(dense - sparse.to(dense.dtype), gram, high)
-    ranks = Ladder(spectrum[low:] * per_unit(total), cost)
+    ranks = GainCurve(spectrum[low:] * per_unit(total), cost)
     if not isinstance(plan.pattern, Unstructured) or spec.grid is not None:
         return Choice(plan, low, ranks)
     count = plan.pattern.count
@@ -165,7 +163,7 @@ def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> Ch
     step = max((last - first) // STEPS, 1)
     scores = (dense.square() * gram.matrix.diagonal()).flatten().sort(descending=True).values.double()
     gains = scores[first : first + (last - first) // step * step].view(-1, step).sum(1)
-    entries = Ladder(gains * per_unit(scores[count:].sum().item()), step * plan.dtype.itemsize)
+    entries = GainCurve(gains * per_unit(scores[count:].sum().item()), step * plan.dtype.itemsize)
     return Choice(plan, low, ranks, first, entries, step)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,24 +26,23 @@ from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.patterns import Pattern
 from hasslefree.distributed import World
 from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, option
-from hasslefree.levers.masters import only_trained
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import hooks
 from hasslefree.models.experts import every_expert_called
 from hasslefree.models.logits import logits_of
 from hasslefree.models.moments import Sums, checked, groups_by_input, probes, widest_dtype
-from hasslefree.models.precision import as_multiplied, computing
+from hasslefree.models.precision import as_multiplied, computing, only_trained
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
-from hasslefree.phases import ALLOCATION, IMPORTANCE, PROBES
+from hasslefree.phases import ALLOCATION, PROBES
 from hasslefree.recipe.plan import LayerPlan, Plan
 from hasslefree.solve.decompose import approximation
 from hasslefree.solve.methods.joint import LOOK, PRUNING_LOOK, Joint
 
 T = TypeVar("T")
 # Computes something for a pruned layer, from its weight, the pruned weight, H and its plan.
-See = Callable[[Tensor, Tensor, Gram, LayerPlan], T]
-# Tokens of whose predictions labels are drawn at a time.
+Inspect = Callable[[Tensor, Tensor, Gram, LayerPlan], T]
+# Tokens of whose predictions labels are sampled at a time.
 TOKENS = 256
 # Between the seeds of two segments.
 SPREAD = 0x9E3779B97F4A7C15
@@ -65,9 +65,9 @@ class Reverse:
 
 
 def sensitivities(
-    walk: Walk, plan: Plan, segments: Tensor, world: World, see: See[T], seed: int = 0
-) -> tuple[list[dict[str, tuple[T, float]]], list[Tensor]]:
-    """For each block, by the name of each planned layer: the result of `see`, and its sensitivity to pruning.
+    walk: Walk, plan: Plan, segments: Tensor, world: World, inspect: Inspect[T], seed: int = 0
+) -> list[dict[str, tuple[T, float]]]:
+    """For each block, by the name of each planned layer: the result of `inspect`, and its sensitivity to pruning.
 
     The layer is pruned by its pattern, by a few rounds of `joint`. The sensitivity is an estimate of the mean over
     tokens of KL(dense ‖ pruned) between the models' predictions, in nats, on the first segments (`probes`).
@@ -75,54 +75,19 @@ def sensitivities(
     Args:
         segments: of this process. seed: of the labels.
 
-    Returns:
-        That; and for each block the `importance` of the channels of its output.
-
     Raises:
         ModelError: the model has no output head, or one that cannot be run on its own.
-        NonFiniteError: it returns NaN or Inf, or its gradient is.
+        NonFiniteError: the model or its gradient is NaN or Inf.
     """
-    found: list[dict[str, tuple[T, float]]] = [{} for _ in plan]
-    channels: list[Tensor] = [torch.empty(0)] * len(plan)
+    measured: list[dict[str, tuple[T, float]]] = [{} for _ in plan]
     for reverse in walk.phases.counted(ALLOCATION, backwards(walk, segments, world, seed), len(plan), "blocks"):
         index = reverse.visit.index
-        channels[index] = importance(reverse, world)
-        found[index] = block_sensitivities(reverse, plan[index], world, see)
-    return found, channels
-
-
-def importances(walk: Walk, segments: Tensor, world: World, seed: int = 0) -> list[Tensor] | None:
-    """For each block the `importance` of the channels of its output; arguments and errors as for `sensitivities`.
-
-    None for a model without an output head, which predicts nothing.
-    """
-    if walk.model.get_output_embeddings() is None:
-        return None
-    found, passing = [], backwards(walk, segments, world, seed)
-    for reverse in walk.phases.counted(IMPORTANCE, passing, len(walk.blocks.modules), "blocks"):
-        found.append(importance(reverse, world))
-        inputs_and_gradients(reverse, [])  # the gradients pass to the block before
-    return found[::-1]
-
-
-def importance(reverse: Reverse, world: World) -> Tensor:
-    """The mean over tokens of the squared gradient with respect to each channel of a block's output: (width,), mean 1.
-
-    It is the diagonal of the Fisher information: how much a change of that channel alone moves the predictions.
-    """
-    rows = reverse.visit.call.hidden(reverse.gradients[:]).flatten(0, -2)[: reverse.tokens]
-    squares = rows.square().sum(0)
-    world.add(squares)
-    mean = squares.mean()
-    return squares / mean if mean > 0 else torch.ones_like(squares)
+        measured[index] = block_sensitivities(reverse, plan[index], world, inspect)
+    return measured
 
 
 def backwards(walk: Walk, segments: Tensor, world: World, seed: int, tokens: int | None = None) -> Iterator[Reverse]:
-    """The blocks from the last to the first; arguments and errors as for `sensitivities`.
-
-    Args:
-        tokens: of probes; None for as many as `probes` says.
-    """
+    """The blocks from the last to the first; arguments and errors as for `sensitivities`. tokens: as for `probes`."""
     count = local_probes(segments, world, tokens)
     segments = segments[: max(count, 1)]
     with walk.phases.phase(PROBES, len(walk.blocks.modules), "blocks") as phase:
@@ -218,15 +183,15 @@ class ProbedLayer:
         kept = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
         if self.owner == self.world.rank:
             weight = self.weight.to(kept.dtype)
-            found = approximation(method, weight, self.gram, self.prepared, pattern, rank, seed)
-            torch.add(found.sparse, found.low_rank.product(), out=kept)
+            solution = approximation(method, weight, self.gram, self.prepared, pattern, rank, seed)
+            torch.add(solution.sparse, solution.low_rank.product(), out=kept)
         self.world.broadcast_(kept, self.owner)
         return kept
 
     def divergence(self, changed: Tensor) -> float:
         """An estimate of the mean KL(dense ‖ changed) of a token, in nats, with another weight (out, in) in its place.
 
-        0 where no gradient comes by.
+        0 if no gradient reaches the layer.
 
         Raises:
             NonFiniteError: the gradient is NaN or Inf.
@@ -235,13 +200,13 @@ class ProbedLayer:
             return 0.0
         change = (self.weight.to(self.gram.matrix.dtype) - changed).T
         moved = (self.inputs.to(change.dtype) @ change).mul_(self.gradients).sum(-1).to(widest_dtype(change.device))
-        found = 0.5 * self.world.total(moved.square().sum().item(), moved.device) / self.tokens
-        if not math.isfinite(found):
+        divergence = 0.5 * self.world.total(moved.square().sum().item(), moved.device) / self.tokens
+        if not math.isfinite(divergence):
             raise NonFiniteError(
                 f"the gradient at the output of layer {self.full} contains NaN or Inf; try another dtype "
                 f"({option('dtype', 'float32')}), or {option('effort', 'fast')}"
             )
-        return found
+        return divergence
 
 
 def probed_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World) -> Iterator[ProbedLayer]:
@@ -263,23 +228,22 @@ def probed_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World
 
 
 def block_sensitivities(
-    reverse: Reverse, plans: Mapping[str, LayerPlan], world: World, see: See[T]
+    reverse: Reverse, plans: Mapping[str, LayerPlan], world: World, inspect: Inspect[T]
 ) -> dict[str, tuple[T, float]]:
     """The planned layers of one block, in the order of the plan. Afterwards the gradients have passed the block.
 
     A layer that only selects, such as an indexer of attention, has no gradient: it gets the mean of the other layers.
     """
-    found: dict[str, tuple[T, float]] = {}
-    choosing: set[str] = set()
+    inspected: dict[str, T] = {}
+    divergences: dict[str, float] = {}
     for layer in probed_layers(reverse, plans, world):
         plan = plans[layer.name]
         sparse = layer.solved(plan.pattern, 0, method=PRUNING_LOOK)
-        found[layer.name] = see(layer.weight, sparse, layer.gram, plan), layer.divergence(sparse)
-        if layer.gradients is None:
-            choosing.add(layer.name)
-    known = [each for name, (_, each) in found.items() if name not in choosing]
-    usual = sum(known) / max(len(known), 1)
-    return {name: (found[name][0], usual if name in choosing else found[name][1]) for name in plans}
+        inspected[layer.name] = inspect(layer.weight, sparse, layer.gram, plan)
+        if layer.gradients is not None:
+            divergences[layer.name] = layer.divergence(sparse)
+    mean = sum(divergences.values()) / max(len(divergences), 1)
+    return {name: (inspected[name], divergences.get(name, mean)) for name in plans}
 
 
 def inputs_and_gradients(
@@ -287,32 +251,24 @@ def inputs_and_gradients(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
     """What enters the first site of each group, (tokens, in), and the gradient at the output of each, (tokens, out).
 
-    None for an output through which none goes. Afterwards the gradients have passed the block.
+    None for an output that no gradient reaches. Afterwards the gradients have passed the block.
 
     groups: sites with one input.
     """
-    visit, states, gradients, tokens = reverse.visit, reverse.states, reverse.gradients, reverse.tokens
+    block, call, states, gradients = reverse.visit.block, reverse.visit.call, reverse.states, reverse.gradients
     inputs: dict[str, list[Tensor]] = {group[0]: [] for group in groups}
     outer: dict[str, list[Tensor]] = {name: [] for group in groups for name in group}
-    sites = find_sites(visit.block)
+    sites = find_sites(block)
 
-    def entered(name: str) -> Callable[[Tensor], None]:
-        return lambda x: inputs[name].append(as_multiplied(x.detach().flatten(0, -2).clone()))
+    def keep_input(name: str, x: Tensor) -> None:
+        inputs[name].append(as_multiplied(x.detach().flatten(0, -2).clone()))
 
-    def left(name: str) -> Callable[[Tensor], None]:
-        def keep(gradient: Tensor) -> None:
-            # A copy: autograd may still add to this tensor.
-            outer[name].append(gradient.flatten(0, -2).to(working_dtype(gradient), copy=True))
+    def keep_gradient(name: str, y: Tensor) -> None:
+        if y.requires_grad:  # a copy: autograd may still add to the gradient
+            y.register_hook(lambda g: outer[name].append(g.flatten(0, -2).to(working_dtype(g), copy=True)))
 
-        def see(y: Tensor) -> None:
-            if y.requires_grad:
-                y.register_hook(keep)
-
-        return see
-
-    handles = [sites[name].on_input(entered(name)) for name in inputs]
-    handles += [sites[name].on_output(left(name)) for name in outer]
-    block = visit.block
+    handles = [sites[name].on_input(partial(keep_input, name)) for name in inputs]
+    handles += [sites[name].on_output(partial(keep_gradient, name)) for name in outer]
     with (
         hooks(handles),
         every_expert_called(block),
@@ -322,12 +278,12 @@ def inputs_and_gradients(
     ):
         for index in range(len(states)):
             leaf = states[index].requires_grad_()
-            [gradient] = torch.autograd.grad(visit.call.run(block, leaf), leaf, gradients[index])
+            [gradient] = torch.autograd.grad(call.run(block, leaf), leaf, gradients[index])
             gradients[slice(index, index + 1)] = gradient
 
-    def whole(parts: list[Tensor]) -> Tensor:
+    def counted(parts: list[Tensor]) -> Tensor:
         rows = torch.cat(parts)
-        return rows if tokens else rows[:0]
+        return rows if reverse.tokens else rows[:0]
 
-    entering = {name: whole(parts) for name, parts in inputs.items()}
-    return entering, {name: whole(parts) if parts else None for name, parts in outer.items()}
+    rows = {name: counted(parts) for name, parts in inputs.items()}
+    return rows, {name: counted(parts) if parts else None for name, parts in outer.items()}

@@ -9,7 +9,7 @@ be when the model is run, and in float32 elsewhere, where they are faster.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -47,6 +47,21 @@ def computing(block: nn.Module, modules: Iterable[nn.Module] | None = None, unpa
     narrow = torch.autocast(matrix.device.type, products, enabled=products is not None, cache_enabled=False)
     with unpacked_once(block) if unpack else nullcontext(), widened(running, keep=products), narrow:
         yield
+
+
+@contextmanager
+def only_trained(block: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within it, gradients flow to some parameters of a block and to no others."""
+    before = [(p, p.requires_grad) for p in block.parameters()]
+    chosen = {id(p) for p in trained}
+    try:
+        for parameter, _ in before:
+            parameter.requires_grad_(id(parameter) in chosen)
+        yield
+    finally:
+        for parameter, wanted in before:
+            parameter.requires_grad_(wanted)
+            parameter.grad = None
 
 
 def as_multiplied(x: Tensor) -> Tensor:

@@ -117,12 +117,6 @@ class Fields:
         "When the inputs of layers are collected again: layer (after each group of layers; slower, better) or block "
         "(once per block).",
     )
-    match_blocks: bool | None = declared(
-        None, LEVERS, "Train the kept values of each block to reproduce the dense block (default: the effort's)."
-    )
-    match_epochs: int | None = declared(
-        None, LEVERS, "Most passes over the text in block matching (default: the effort's).", ge=1
-    )
     match_predictions: int | None = declared(
         None,
         LEVERS,

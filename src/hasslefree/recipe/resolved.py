@@ -23,8 +23,6 @@ class Levers:
     """What is done beyond single layers; see the fields of the same names in `Fields`."""
 
     allocate: Allocate = "uniform"
-    match_blocks: bool = False
-    match_epochs: int = 4
     match_predictions: int = 0
 
 
@@ -32,7 +30,7 @@ class Levers:
 EFFORTS = {
     "fast": Levers(),
     "balanced": Levers(match_predictions=49_152),
-    "best": Levers(allocate="error", match_blocks=True, match_epochs=1, match_predictions=163_840),
+    "best": Levers(allocate="error", match_predictions=204_800),
 }
 ROUNDS = 20
 
@@ -48,13 +46,6 @@ class Resolved(Levers):
     recipe: Fields
     budget: Budget
     method: Method
-
-    dense_target = 0.0
-
-    @property
-    def two_streams(self) -> bool:
-        """Whether hidden states also run through the dense blocks."""
-        return self.match_blocks
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of the recipe, as JSON has them."""
@@ -91,7 +82,7 @@ def filled(recipe: Fields) -> Fields:
     if not movable(recipe):
         defaults["allocate"] = "uniform"
     if quantised or recipe.factor_bits:
-        defaults |= {"match_blocks": False, "match_predictions": 0}
+        defaults["match_predictions"] = 0
     missing = {name: value for name, value in defaults.items() if getattr(recipe, name) is None}
     return dataclasses.replace(recipe, effort=effort, **missing)
 
@@ -132,12 +123,12 @@ def problems(recipe: Fields, with_text: bool = True) -> Iterator[Problem]:
             f"pattern dense keeps every entry of S, and method {recipe.method} does not quantise them, so nothing "
             f"would be compressed: use a method that quantises S ({grids}), or another pattern",
         )
-    for name in ("match_blocks", "match_predictions"):
-        if getattr(recipe, name) and quantised:
-            yield Problem((name,), f"{name} trains the values of S, which must stay quantised: leave out {name}")
-        if getattr(recipe, name) and recipe.factor_bits is not None:
-            message = f"{name} trains the factors of L, which factor_bits quantises: leave out {name} or factor_bits"
-            yield Problem((name, "factor_bits"), message)
+    if recipe.match_predictions and quantised:
+        message = "match_predictions trains the values of S, which must stay quantised: leave out match_predictions"
+        yield Problem(("match_predictions",), message)
+    if recipe.match_predictions and recipe.factor_bits is not None:
+        message = "match_predictions trains the factors of L, which factor_bits quantises: leave out one of them"
+        yield Problem(("match_predictions", "factor_bits"), message)
     if recipe.rotate and pattern == "dense":
         message = "rotate makes a pattern remove less, and pattern dense removes nothing: leave out rotate, or give "
         yield Problem(("rotate", "pattern"), f"{message}another pattern")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Container, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from hasslefree.folder.entries import entry_of, read_entries
 from hasslefree.folder.journal import Part, Unfinished
 from hasslefree.folder.plugin import empty_layer
 from hasslefree.folder.record import LayerRecord
-from hasslefree.levers.matching import Matching, judges_of, match_block, relative_distance, sink_share
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import hooks
 from hasslefree.models.experts import every_expert_called, experts_of
@@ -26,17 +24,16 @@ from hasslefree.models.moments import (
     checked,
     gather,
     groups_by_input,
-    run_block,
     sums_bytes,
     traffic,
 )
 from hasslefree.models.precision import as_multiplied, computing, solving
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
-from hasslefree.phases import INPUTS, MATCHING, RESUMED, SOLVING, Phase, Phases
+from hasslefree.phases import INPUTS, RESUMED, SOLVING, Phase
 from hasslefree.recipe.plan import Plan
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.run.layers import BlockPhases, Done, Task, compress_groups, copied_but_for
+from hasslefree.run.layers import Done, Task, compress_groups
 from hasslefree.run.machine import in_one_pass, room_for_sums
 from hasslefree.run.preflight import block_tensors, outside_tensors
 
@@ -51,7 +48,6 @@ def compress_blocks(
     work: Unfinished,
     world: World,
     writing: Phase,
-    channels: Sequence[Tensor] | None = None,
 ) -> None:
     """Decompose, replace and write every planned layer; each block gets the outputs of the compressed ones before it.
 
@@ -60,48 +56,34 @@ def compress_blocks(
     Args:
         segments: of this process. work: holds the finished blocks, and takes the others.
         writing: the phase in which files are counted.
-        channels: the importance of the channels of each block's output, for block matching; None for all alike.
     """
-    count, samples = len(walk.blocks.modules), round(world.total(len(segments), segments.device))
-    with block_phases(walk.phases, plan, resolved, samples) as phases:
+    count, layers = len(walk.blocks.modules), sum(map(len, plan))
+    with (
+        walk.phases.phase(INPUTS, layers, "layers") as collecting,
+        walk.phases.phase(SOLVING, layers, "layers", running=False) as solving,
+    ):
         hidden = first_states(walk, segments, work, world, writing)
-        dense = hidden.copy() if resolved.two_streams else None
 
-        def noted(report: LayerRecord) -> None:
+        def report_layer(record: LayerRecord) -> None:
             work.check()
-            phases.solving.advance(layer=report)
+            solving.advance(layer=record)
 
         visits = walk.visits(hidden, to_end=False)
-        put_back(walk, visits, dense, work, phases)
+        put_back(walk, visits, work, collecting, solving)
         for visit in visits:
-            important = None if channels is None else channels[visit.index]
-            task = Task(visit, plan[visit.index], resolved, world, noted, phases, important)
-            done, matching = compress_block(task, hidden, dense)
+            task = Task(visit, plan[visit.index], resolved, world, report_layer, collecting, solving)
+            done = compress_block(task, hidden)
             if world.writes:
                 with writing.running():
                     work.add(
                         part_file(visit.index + 1, count, last=not resolved.match_predictions),
                         block_tensors(visit.block, visit.prefix, walk.model.all_tied_weights_keys),
-                        entries={report.name: entry_of(layer) for layer, report in done},
-                        layers=[report.to_dict() for _, report in done],
-                        matching=matching,
+                        entries={record.name: entry_of(layer) for layer, record in done},
+                        layers=[record.to_dict() for _, record in done],
                     )
                     writing.advance()
         with writing.running():
             work.wait()
-
-
-@contextmanager
-def block_phases(phases: Phases, plan: Plan, resolved: Resolved, samples: int) -> Iterator[BlockPhases]:
-    """The phases of all blocks. samples: calibration segments of all processes."""
-    layers, settings = sum(map(len, plan)), Matching.of(resolved.match_epochs)
-    steps = settings.steps(samples - judges_of(samples, settings.held_out)) if resolved.match_blocks else 0
-    with (
-        phases.phase(INPUTS, layers, "layers") as grams,
-        phases.phase(SOLVING, layers, "layers", running=False) as solving,
-        phases.phase(MATCHING, steps * len(plan), "steps", running=False) as matching,
-    ):
-        yield BlockPhases(grams, solving, matching, steps)
 
 
 def first_states(walk: Walk, segments: Tensor, work: Unfinished, world: World, writing: Phase) -> Activations:
@@ -121,26 +103,16 @@ def part_file(part: int, blocks: int, last: bool = True) -> str:
     return f"{'model' if last else 'fitted'}-{part + 1:05d}-of-{blocks + 1:05d}.safetensors"
 
 
-def put_back(
-    walk: Walk, visits: Iterator[Visit], dense: Activations | None, work: Unfinished, phases: BlockPhases
-) -> None:
-    """Visit the finished blocks, and put their compressed layers in place.
-
-    Args:
-        dense: what enters the first block in the dense model; afterwards what leaves the last finished one. None for
-            one stream.
-    """
+def put_back(walk: Walk, visits: Iterator[Visit], work: Unfinished, collecting: Phase, solving: Phase) -> None:
+    """Visit the finished blocks, and put their compressed layers in place."""
     parts = work.parts[1:]
     for visit, part in zip(
         walk.phases.counted(RESUMED, islice(visits, len(parts)), len(parts), "blocks"), parts, strict=True
     ):
-        if dense is not None:
-            run_block(visit.block, visit.call, dense)
         put_block_back(visit, work, part, walk.model.all_tied_weights_keys)
-        phases.grams.skip(len(part.layers))
+        collecting.skip(len(part.layers))
         for layer in part.layers:
-            phases.solving.skip(1, LayerRecord.from_dict(layer))
-        phases.matching.skip(phases.steps)
+            solving.skip(1, LayerRecord.from_dict(layer))
 
 
 def put_block_back(visit: Visit, work: Unfinished, part: Part, tied: Container[str]) -> None:
@@ -155,74 +127,27 @@ def put_block_back(visit: Visit, work: Unfinished, part: Part, tied: Container[s
     visit.block.load_state_dict(own | tensors)
 
 
-def compress_block(
-    task: Task, hidden: Activations, dense: Activations | None
-) -> tuple[list[Done], dict[str, Any] | None]:
-    """Decompose and replace the planned layers of one block, each process its share; and match the block, if asked.
+def compress_block(task: Task, hidden: Activations) -> list[Done]:
+    """Decompose and replace the planned layers of one block, each process its share; returns them with their records.
 
     Args:
         hidden: the inputs of the block; afterwards its outputs, if `Visit.passed` lists them.
-        dense: the inputs of the block in the dense model; afterwards its outputs there. None for one stream.
-
-    Returns:
-        The layers with their reports, and the report of the matching.
     """
     visit, resolved = task.visit, task.resolved
-    block, call = visit.block, visit.call
+    block, call, done = visit.block, visit.call, list[Done]()
     groups = groups_by_input(block, call, hidden[0], task.plans)
-    original = None if dense is None else copied_but_for(visit.sites(list(task.plans)), block)
-    done: list[Done] = []
-    output = None
     with every_expert_called(block):
         if resolved.recipe.sequential == "layer" and runs_at_once(task, hidden):
             done, output = compress_in_one_pass(task, hidden, groups)
-        else:
-            for together in [groups] if resolved.recipe.sequential == "block" else waves(task, groups, hidden.device):
-                grams = gather(block, visit.prefix, call, hidden, together, task.world.add)
-                task.phases.grams.advance(sum(map(len, together)))
-                with task.phases.solving.running():
-                    done += compress_groups(task, together, grams)
-    if original is not None and dense is not None:
-        run_block(original, call, dense)
-        if resolved.match_blocks:
-            return done, matched(task, hidden, dense)
-    if output is not None:
-        hidden[:] = output
-        visit.passed.append(hidden)
-    return done, None
-
-
-def matched(task: Task, hidden: Activations, dense: Activations) -> dict[str, Any]:
-    """Match a compressed block, and report it. hidden: what enters it. dense: what should leave it."""
-    visit, resolved, phases = task.visit, task.resolved, task.phases
-    block, call, before = visit.block, visit.call, visit.index * phases.steps
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return relative_distance(call.hidden(output), call.hidden(target), task.channels)
-
-    def stepped(step: int) -> None:
-        phases.matching.reach(before + step)
-
-    settings = Matching.of(resolved.match_epochs)
-    with phases.matching.running():
-        report = match_block(
-            block, call, hidden, dense, settings, resolved.recipe.seed, loss, world=task.world, stepped=stepped
-        )
-        stepped(phases.steps)
-    return {"block": visit.prefix, **report.to_dict(), **crowded(call.hidden(dense[0]), visit.prefix)}
-
-
-def crowded(states: Tensor, name: str) -> dict[str, str]:
-    """A remark where more than half of the tokens of a segment (1, tokens, width) are attention sinks; else nothing."""
-    if (share := sink_share(states)) <= 0.5:
-        return {}
-    remark = (
-        f"{share:.0%} of the tokens have hidden states of more than ten times the norm of the other tokens, as "
-        "attention sinks have: block matching weights each token by its own norm, and here treats these tokens as the "
-        "usual ones"
-    )
-    logger.warning("%s: %s", name, remark)
-    return {"remark": remark}
+            hidden[:] = output
+            visit.passed.append(hidden)
+            return done
+        for together in [groups] if resolved.recipe.sequential == "block" else passes(task, groups, hidden.device):
+            grams = gather(block, visit.prefix, call, hidden, together, task.world.add)
+            task.collecting.advance(sum(map(len, together)))
+            with task.solving.running():
+                done += compress_groups(task, together, grams)
+    return done
 
 
 def runs_at_once(task: Task, hidden: Activations) -> bool:
@@ -233,25 +158,25 @@ def runs_at_once(task: Task, hidden: Activations) -> bool:
     return task.world.total(float(not room), hidden.device) == 0
 
 
-def waves(task: Task, groups: list[list[str]], device: torch.device) -> list[list[list[str]]]:
+def passes(task: Task, groups: list[list[str]], device: torch.device) -> list[list[list[str]]]:
     """The groups of layers for each pass, so that a pass sees the layers that earlier passes have changed.
 
     Experts of one module do not see each other: their groups are in one pass, as many as `room_for_sums` holds.
     """
-    found: dict[tuple[object, ...], list[list[list[str]]]] = {}
+    by_kind: dict[tuple[object, ...], list[list[list[str]]]] = {}
     block, room = task.visit.block, task.world.broadcast(room_for_sums(device))  # the same passes in all processes
     taken: dict[tuple[object, ...], int] = {}
     for group in groups:
         experts = experts_of(block, group[0])
-        # Of one expert, its matrices follow each other.
+        # The matrices of one expert follow each other.
         kind = (group[0],) if experts is None else (id(experts[0]), group[0].rpartition(".")[2])
         size = sums_bytes(task.plans[group[0]].spec.shape[1])
-        if kind not in found or taken[kind] + size > room:
-            found.setdefault(kind, []).append([])
+        if kind not in by_kind or taken[kind] + size > room:
+            by_kind.setdefault(kind, []).append([])
             taken[kind] = 0
-        found[kind][-1].append(group)
+        by_kind[kind][-1].append(group)
         taken[kind] += size
-    return [wave for each in found.values() for wave in each]
+    return [groups_of_pass for kind in by_kind.values() for groups_of_pass in kind]
 
 
 def compress_in_one_pass(task: Task, hidden: Activations, groups: list[list[str]]) -> tuple[list[Done], Tensor]:
@@ -269,8 +194,8 @@ def compress_in_one_pass(task: Task, hidden: Activations, groups: list[list[str]
         with solving(x.device):
             sums.take(as_multiplied(x.reshape(-1, x.shape[-1])))
             gram = checked(sums.gram(task.world.add), f"{task.visit.prefix}.{group[0]}")
-            task.phases.grams.advance(len(group))
-            with task.phases.solving.running():
+            task.collecting.advance(len(group))
+            with task.solving.running():
                 done.extend(compress_groups(task, [group], [gram]))
         for layer, _ in done[-len(group) :]:
             ready.enter_context(computing(layer))

@@ -21,9 +21,8 @@ from hasslefree.folder.journal import Unfinished, fingerprint, unfinished
 from hasslefree.folder.output import check_output
 from hasslefree.folder.record import PredictionRecord, Record, RotationRecord
 from hasslefree.levers.allocation import allocated
-from hasslefree.levers.predictions import Reference
 from hasslefree.levers.rotation import rotate
-from hasslefree.levers.sensitivity import importances
+from hasslefree.levers.train import Reference
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
 from hasslefree.models.load import load_tokenizer, resolve_device
@@ -39,9 +38,9 @@ from hasslefree.run.inputs import check_segments, draw, open_model
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.memory import check_memory, runs_beside
 from hasslefree.run.outputs import described, recorded, write_rest
-from hasslefree.run.predictions import dense_reference, match_whole
 from hasslefree.run.preflight import preflight
 from hasslefree.run.sharing import undivided
+from hasslefree.run.training import dense_reference, train_whole
 
 logger = logging.getLogger(__name__)
 
@@ -154,22 +153,22 @@ def compress_dense(
     options = {"storage": activations, "folder": work.folder, "phases": phases}
     walk, digests = open_walk(model, dense.blocks, plan, segments[:1].to(device), footprint, options)
     work.beside = walk.weights.prefetch
-    found = prepared(walk, dense, resolved, work, world)
+    prepared = prepare(walk, dense, resolved, work, world)
     about = described(dense.name, model, resolved, segments) | dense.left
-    about |= {"device": device.type, "own_segments": dense.own_segments, "rotation": found.rotation}
+    about |= {"device": device.type, "own_segments": dense.own_segments, "rotation": prepared.rotation}
     if world.writes:
-        work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(found.plan)})
+        work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(prepared.plan)})
     with writing_files(phases, resolved, work, len(plan)) as writing:
-        compress_blocks(walk, found.plan, resolved, found.segments, work, world, writing, found.channels)
-        predictions = found.predictions
-        if found.reference:
-            predictions = match_whole(walk, found.reference, work, world, writing)
+        compress_blocks(walk, prepared.plan, resolved, prepared.segments, work, world, writing)
+        predictions = prepared.predictions
+        if prepared.reference:
+            predictions = train_whole(walk, prepared.reference, work, world, writing)
         parts = world.broadcast(work.parts)
-        report = recorded(about, parts, predictions, found.sensitivities, time.perf_counter() - start)
+        record = recorded(about, parts, predictions, prepared.sensitivities, time.perf_counter() - start)
         if world.writes:
             with writing.running():
-                work.finish(lambda part: write_rest(part, model, dense.tokenizer, parts, report))
-    return report
+                work.finish(lambda part: write_rest(part, model, dense.tokenizer, parts, record))
+    return record
 
 
 @dataclass(frozen=True)
@@ -177,33 +176,28 @@ class Prepared:
     """What was learned from the dense model before its first block is compressed.
 
     Args:
-        segments: of this process. plan: as allocated. channels: their importance, for each block; None for all alike.
-        sensitivities: of an `Allocation`.
-        reference: what predictions are matched to; None where they are not, or are matched already.
-        predictions: the report of the matching by an earlier run. rotation: that of the rotation.
+        segments: of this process. plan: as allocated. sensitivities: of an `Allocation`.
+        reference: what the model is trained on; None if it is not trained, or was trained already.
+        predictions: the record of a training by an earlier run. rotation: that of the rotation.
     """
 
     segments: Tensor
     plan: Plan
-    channels: list[Tensor] | None
     sensitivities: dict[str, float] | None
     reference: Reference | None
     predictions: PredictionRecord | None
     rotation: RotationRecord | None
 
 
-def prepared(walk: Walk, dense: Dense, resolved: Resolved, work: Unfinished, world: World) -> Prepared:
+def prepare(walk: Walk, dense: Dense, resolved: Resolved, work: Unfinished, world: World) -> Prepared:
     """Rotate the model, keep its predictions, and allocate budgets, as far as the recipe asks for it."""
     local, plan, recipe = world.share(dense.segments).to(walk.weights.device), dense.plan, resolved.recipe
     rotation = rotate(walk, plan, local, world) if recipe.rotate else None
-    done = world.broadcast(work.predictions)
+    trained = world.broadcast(work.predictions)
     tokenizer = None if dense.own_segments else dense.tokenizer
-    reference = None if done else dense_reference(walk, resolved, tokenizer, dense.segments, world)
-    found = world.broadcast(allocated(walk, plan, resolved, local, world))
-    channels = found.channels
-    if channels is None and resolved.match_blocks:
-        channels = importances(walk, local, world, recipe.seed)
-    return Prepared(local, found.plan, channels, found.sensitivities, reference, done, rotation)
+    reference = None if trained else dense_reference(walk, resolved, tokenizer, dense.segments, world)
+    allocation = world.broadcast(allocated(walk, plan, resolved, local, world))
+    return Prepared(local, allocation.plan, allocation.sensitivities, reference, trained, rotation)
 
 
 def open_walk(

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from hasslefree.core.cost import FLOAT, workspace
-from hasslefree.levers.predictions import Predictions, segments_for
 from hasslefree.levers.rotation import rotation_bytes
+from hasslefree.levers.train import Training, segments_for
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
 from hasslefree.models.experts import experts_of, split_experts
@@ -150,7 +150,7 @@ def estimate(
     loaded = _bytes(p for p in model.parameters() if not p.is_meta)
     vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     probed, logits = 0, 0
-    if resolved.allocate == "error" or resolved.match_blocks:
+    if resolved.allocate == "error":
         probed = -(-probes(*tokens) // processes)
     if probed or resolved.match_predictions:
         logits = LOGITS * FLOAT * seqlen * vocabulary
@@ -177,10 +177,10 @@ def estimate(
         ),
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
         beside=_beside(blocks, plan, device),
-        streams=(1 + resolved.two_streams) * samples * seqlen * width * FLOAT,
+        streams=samples * seqlen * width * FLOAT,
         probes=(2 + len(plan)) * probed * seqlen * width * FLOAT,
         reference=matched * seqlen * width * FLOAT,
-        whole=_together(blocks, plan, Predictions().tokens(seqlen), width, device) if matched else 0,
+        whole=_together(blocks, plan, Training().tokens(seqlen), width, device) if matched else 0,
         # In RAM, those of all processes.
         masters=MASTER * FLOAT * kept * (1 if storage == "device" else processes) if matched else 0,
         device=device.type,
@@ -207,11 +207,6 @@ def levers_of(resolved: Resolved) -> Iterator[str]:
         yield "rotation: a forward pass of the dense model on a few segments, and 150 steps on a few of its blocks"
     if resolved.allocate in MOVED:
         yield f"allocation {resolved.allocate}: {MOVED[resolved.allocate]}"
-    if resolved.dense_target:
-        yield "dense targets: a second forward pass of each block, and a second in×in matrix beside each Gram"
-    if resolved.match_blocks:
-        yield "block matching: forward and backward passes, and 16 bytes for each value that is kept"
-        yield "probes: on a few segments, a backward pass of the dense model through its output head"
     if resolved.match_predictions:
         yield (
             f"prediction matching: forward and backward passes of the whole model over {resolved.match_predictions:,} "
@@ -267,9 +262,6 @@ def _beside(blocks: Blocks, plan: Plan, device: torch.device) -> int:
 def _compressed(plans: dict[str, LayerPlan], resolved: Resolved) -> int:
     """The compressed layers of a block; where it is matched, with S unpacked, its gradient, and what Adam holds."""
     held = sum(layer.bytes for layer in plans.values())
-    if resolved.match_blocks:
-        kept = sum(layer.spec.parameters for layer in plans.values())
-        held += 4 * 4 * kept + 2 * sum(layer.dense_bytes for layer in plans.values())
     return held
 
 
@@ -284,7 +276,7 @@ def _passing(
     widest = max(max(layer.spec.shape) for plans in plan for layer in plans.values())
     passing = FORWARD * max(seqlen, BATCH) * widest * FLOAT
     if at_once is not None:
-        return max(passing, (1 + bool(resolved.dense_target)) * pass_bytes(at_once))
+        return max(passing, pass_bytes(at_once))
     return passing + max(map(_sums_of_experts, blocks.modules, plan, itertools.repeat(device)))
 
 
@@ -307,7 +299,7 @@ def _solving(plans: dict[str, LayerPlan], resolved: Resolved, device: str, proce
     """
     squares = [layer.spec.shape[1] ** 2 * 4 for layer in plans.values()]
     most = max(squares, default=0)
-    grams = (sum(squares) if resolved.recipe.sequential == "block" else most) * (2 if resolved.dense_target else 1)
+    grams = sum(squares) if resolved.recipe.sequential == "block" else most
     shared = shared_layers(resolved.method, plans, processes)
     uses = [(resolved.method, layer, processes if name in shared else 1) for name, layer in plans.items()]
     if resolved.allocate == "error":
@@ -317,7 +309,7 @@ def _solving(plans: dict[str, LayerPlan], resolved: Resolved, device: str, proce
         (out, width), rank = layer.spec.shape, layer.spec.rank
         needed = workspace(cost_of(method, layer, sharing, device), -(-out // sharing), width, rank)
         solvers.append(needed + 4 * layer.spec.dense_parameters)
-    return max(2 * grams + most, grams + max([6 * most if resolved.dense_target else 0, *solvers]))
+    return max(2 * grams + most, grams + max(solvers, default=0))
 
 
 def kinds(plan: Plan) -> Iterator[tuple[str, LayerPlan, int]]:

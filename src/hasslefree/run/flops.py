@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import nn
 
-from hasslefree.levers.masters import SAMPLES
-from hasslefree.levers.matching import Matching
-from hasslefree.levers.predictions import JUDGED, Predictions, segments_for
 from hasslefree.levers.rotation import rotation_flops
+from hasslefree.levers.train import TRAINING_PER_VALIDATION, Training, segments_for
 from hasslefree.models.blocks import Blocks, by_kind
 from hasslefree.models.experts import share_of_tokens
 from hasslefree.models.moments import probes
 from hasslefree.phases import (
     ALLOCATION,
-    IMPORTANCE,
     INPUTS,
-    MATCHING,
     PREDICTIONS,
     PREFLIGHT,
     PROBES,
@@ -30,12 +25,6 @@ from hasslefree.recipe.plan import Plan
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.sharing import solving_flops
 from hasslefree.solve.methods.joint import PRUNING_LOOK
-
-
-def matching_passes(settings: Matching, segments: int) -> float:
-    """Forward passes over the calibration text that matching takes at most, but for retreats; a backward one is two."""
-    measured = min(SAMPLES, segments - math.ceil(settings.held_out * segments)) / segments
-    return measured + settings.held_out + settings.epochs * (3 * (1 - settings.held_out) + settings.held_out)
 
 
 def flops_by_phase(
@@ -62,19 +51,13 @@ def flops_by_phase(
     reference, predicting = predicting_flops(resolved, seqlen, processes, inside, head)
     grams, by_group = gram_flops(blocks, plan, text, processes), passes_by_group(plan)
     alone = 2.0 if resolved.recipe.sequential == "block" else by_group
-    matching = 0.0
-    if resolved.match_blocks:
-        # The segments of a step are whose they are: about the square root of the processes work at the same time.
-        settings = Matching.of(resolved.match_epochs)
-        matching = matching_passes(settings, text[0]) * processes / min(math.sqrt(processes), settings.batch)
     found = {
         PREFLIGHT: 2 * 2 * seqlen * inside,
         STREAM_ROTATION: rotation_flops(plan, width) if resolved.recipe.rotate else 0,
         REFERENCE: reference,
         **probing_flops(plan, resolved, text, processes, inside + head),
-        INPUTS: grams + (1.0 if at_once else alone) * (1 + resolved.two_streams) * a_pass,
+        INPUTS: grams + (1.0 if at_once else alone) * a_pass,
         SOLVING: sum(solving_flops(resolved.method, plans, processes) for plans in plan),
-        MATCHING: matching * a_pass,
         PREDICTIONS: predicting,
     }
     if resolved.allocate == "owl":
@@ -109,12 +92,10 @@ def probing_flops(
     Args:
         text: segments, and tokens in each. numbers: parameters of the blocks and the output head.
     """
-    if resolved.allocate != "error" and not resolved.match_blocks:
+    if resolved.allocate != "error":
         return {}
     # A forward and a backward pass of the blocks and the output head.
     forward = 2 * -(-probes(*text) // processes) * text[1] * numbers
-    if resolved.allocate != "error":
-        return {PROBES: forward, IMPORTANCE: 2 * forward}
     layers = [layer.spec for plans in plan for layer in plans.values()]
     first_look = sum(PRUNING_LOOK.cost(*layer.shape, 0).flops for layer in layers) / processes
     return {PROBES: forward, ALLOCATION: 2 * forward + first_look}
@@ -132,8 +113,8 @@ def predicting_flops(resolved: Resolved, seqlen: int, processes: int, inside: in
     """
     # At most: a short text has fewer.
     segments = -(-segments_for(resolved.match_predictions, seqlen) // processes)
-    waiting = max(processes * seqlen / Predictions().tokens(seqlen), 1)
-    judging = Predictions().looks / (JUDGED + 1)
+    waiting = max(processes * seqlen / Training().tokens(seqlen), 1)
+    judging = Training().validations / (TRAINING_PER_VALIDATION + 1)
     each = waiting * 2 * segments * seqlen
     return each * inside, each * ((4 + judging) * inside + (3 + 2 * judging) * head)
 

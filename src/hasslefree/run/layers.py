@@ -4,7 +4,6 @@ A layer belongs to one process, or all processes share its rows (`run.sharing`).
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import time
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hasslefree.core.gram import Gram
 from hasslefree.core.patterns import of_rows
@@ -24,7 +23,7 @@ from hasslefree.errors import HasslefreeError, MemoryShortError, OutputError, op
 from hasslefree.folder.entries import entry_of, read_entries
 from hasslefree.folder.plugin import empty_layer
 from hasslefree.folder.record import LayerRecord
-from hasslefree.models.sites import Site, find_sites
+from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import trim
 from hasslefree.models.walk import Visit
 from hasslefree.packed.linear import SparseLowRankLinear
@@ -40,24 +39,8 @@ T = TypeVar("T")
 # The remark on a layer of an expert that no calibration token was routed to.
 NEVER_ROUTED = "no calibration token was routed to this expert: it was fitted without inputs (H = I)"
 
-# Called with the report of each layer.
-Note = Callable[[LayerRecord], None]
 # A layer that was compressed, and its report.
 Done = tuple[SparseLowRankLinear, LayerRecord]
-
-
-@dataclass(frozen=True)
-class BlockPhases:
-    """The phases that take turns in every block.
-
-    Args:
-        grams: forward passes and Grams, in layers. solving: in layers. matching: in steps, at most `steps` a block.
-    """
-
-    grams: Phase
-    solving: Phase
-    matching: Phase
-    steps: int
 
 
 @dataclass(frozen=True)
@@ -65,23 +48,17 @@ class Task:
     """A block to compress.
 
     Args:
-        plans: of its layers. note: called with the report of each. phases: in which its layers are counted.
-        channels: the importance of the channels of its output, (width,); None for all alike.
+        plans: of its layers. report_layer: called with the record of each.
+        collecting, solving: the phases in which its layers are counted.
     """
 
     visit: Visit
     plans: Mapping[str, LayerPlan]
     resolved: Resolved
     world: World
-    note: Note
-    phases: BlockPhases
-    channels: Tensor | None = None
-
-
-def copied_but_for(sites: Mapping[str, Site], block: nn.Module) -> nn.Module:
-    """A copy of a block that shares the modules of some sites: they are replaced in the block, and stay in the copy."""
-    shared: dict[int, Any] = {id(site.module): site.module for site in sites.values()}
-    return copy.deepcopy(block, shared)
+    report_layer: Callable[[LayerRecord], None]
+    collecting: Phase
+    solving: Phase
 
 
 def compress_groups(task: Task, groups: list[list[str]], grams: Sequence[Gram]) -> list[Done]:
@@ -125,9 +102,9 @@ def compress_group(task: Task, plans: Mapping[str, LayerPlan], shared: Container
             report = LayerRecord.of(f"{visit.prefix}.{name}", layer.spec, result, seconds, layer.stored_bytes)
             report = dataclasses.replace(report, remarks=(*report.remarks, *remarks))
             done[name] = layer, report
-            task.note(report)
+            task.report_layer(report)
     except OutputError:
-        raise  # `task.note` raises that of the block before, which is written meanwhile
+        raise  # `task.report_layer` raises that of the block before, which is written meanwhile
     except HasslefreeError as error:
         raise error.within(f"{visit.prefix}: {', '.join(plans)}") from None
     return done
@@ -182,7 +159,7 @@ def install_layer(task: Task, name: str, owner: int | None, done: Done | None) -
     entry, report = world.broadcast((entry_of(done[0]), done[1]) if done else None, owner)
     if done is None:
         layer = empty_layer(site, report.name, read_entries({report.name: entry})[report.name])
-        task.note(report)
+        task.report_layer(report)
     else:
         layer = done[0]
     for tensor in layer.state_dict().values():

@@ -46,9 +46,8 @@ def recorded(
         about: what `described` says, and more. predictions: what was matched. sensitivities: of an `Allocation`.
     """
     layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
-    matching = tuple(part.matching for part in parts if part.matching)
     rest = about | {name: tuple(about[name]) for name in ("dense", "towers")}
-    rest |= {"matching": matching, "predictions": predictions}
+    rest["predictions"] = predictions
     if sensitivities is not None:
         rest["sensitivities"] = {name: significant(value) for name, value in sensitivities.items()}
     return Record(**rest, seconds=seconds, layers=layers)

@@ -1,4 +1,4 @@
-"""Prediction matching: its gradients are those of the whole model, and it never leaves a model worse."""
+"""Training: its gradients are those of the whole model, and it never leaves a model worse."""
 
 import copy
 import math
@@ -13,18 +13,18 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.distributed import ALONE
+from hasslefree.core.low_rank import LowRank
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, RecipeError
 from hasslefree.folder.record import Record
-from hasslefree.levers.masters import Masters
-from hasslefree.levers.predictions import (
+from hasslefree.levers.train import (
     Divergence,
-    ModelTrainer,
-    Predictions,
-    judges_of,
-    match_predictions,
+    Masters,
+    Reference,
+    Trainer,
+    Training,
     reference_of,
     segments_for,
+    train,
 )
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
@@ -34,13 +34,13 @@ from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 from tests.tiny_models import build, logits, segments
 
 
-def prepared(family, storage="device", folder=None, samples=10, judges=2, **changes):
+def prepared(family, storage="device", folder=None, samples=10, **changes):
     """A tiny model whose blocks are compressed, the dense one, and what that makes of some segments."""
     model, tokens = build(family, **changes), segments(samples, 16)
     dense = copy.deepcopy(model)
     blocks = find_blocks(model)
     walk = Walk.open(model, blocks, Weights(model, model.device), tokens[:1], storage, folder)
-    reference = reference_of(walk, tokens, samples, judges)
+    reference = reference_of(walk, tokens, samples)
     for block in blocks.modules:
         for site in find_sites(block).values():
             gram = hasslefree.Gram(torch.eye(site.shape[1]), 100)
@@ -75,13 +75,13 @@ def test_the_gradients_are_those_of_the_divergence_of_the_whole_model(
     found = {}
 
     def update(self, rate):
-        found.update({id(p): p.grad.clone() for p in self.kept})
-        for parameter in self.kept:
+        found.update({id(p): p.grad.clone() for p in self.parameters})
+        for parameter in self.parameters:
             parameter.grad = None
 
     monkeypatch.setattr(Masters, "update", update)
     chosen = [3, 5, 6]
-    trainer = ModelTrainer(walk, reference, Predictions(), ALONE, None, keep_graphs)
+    trainer = Trainer(walk, reference, Training(), keep_graphs=keep_graphs)
     trainer.step(chosen, 1.0)
     layers = compressed_layers(walk.model)
     parameters = {f"{n}.{k}": p for n, layer in layers.items() for k, p in layer.named_parameters() if p.numel()}
@@ -102,12 +102,18 @@ def test_the_gradients_are_those_of_the_divergence_of_the_whole_model(
         torch.testing.assert_close(found[id(parameter)] / scale, gradient / scale, rtol=1e-3, atol=1e-3, msg=name)
 
 
+@pytest.fixture
+def two_held_out(monkeypatch):
+    """Of ten segments."""
+    monkeypatch.setattr("hasslefree.levers.train.TRAINING_PER_VALIDATION", 4)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_what_judges_is_the_divergence_on_segments_that_are_not_trained_on(family):
+def test_what_judges_is_the_divergence_on_segments_that_are_not_trained_on(family, two_held_out):
     """Oracle: the definition, in float64."""
     walk, reference, dense, tokens = prepared(family)
     before = divergence(dense, walk.model, tokens[:2])
-    record = match_predictions(walk, reference, Predictions(batch=32), back_to(walk, state(walk)))
+    record = train(walk, reference, Training(batch=32), back_to(walk, state(walk)))
     assert record["before"] == pytest.approx(before, rel=2e-3)
     assert record["after"] == pytest.approx(divergence(dense, walk.model, tokens[:2]), rel=2e-3)
     assert record["after"] == record["history"][-1] < record["before"]
@@ -116,22 +122,22 @@ def test_what_judges_is_the_divergence_on_segments_that_are_not_trained_on(famil
     assert not any(p.requires_grad and p.grad is not None for p in walk.model.parameters())
 
 
-def test_zeros_stay_zeros_and_what_is_not_compressed_stays():
+def test_zeros_stay_zeros_and_what_is_not_compressed_stays(two_held_out):
     walk, reference, *_ = prepared("llama")
     before = state(walk)
     support = {name: layer.unpacked() != 0 for name, layer in compressed_layers(walk.model).items()}
-    match_predictions(walk, reference, Predictions(batch=32), back_to(walk, before))
+    train(walk, reference, Training(batch=32), back_to(walk, before))
     changed = {name for name, tensor in walk.model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {n for n in before if re.search(r"(values|low_rank_[uv])$", n)}
     for name, layer in compressed_layers(walk.model).items():
         assert not (layer.unpacked() != 0)[~support[name]].any(), name
 
 
-def test_a_rate_that_is_too_high_is_retreated_from_and_at_worst_the_model_is_as_it_was():
+def test_a_rate_that_is_too_high_is_retreated_from_and_at_worst_the_model_is_as_it_was(two_held_out):
     walk, reference, *_ = prepared("llama")
     before = state(walk)
-    settings = Predictions(learning_rate=30.0, batch=32, retreats=1)
-    record = match_predictions(walk, reference, settings, back_to(walk, before))
+    settings = Training(learning_rate=30.0, batch=32, retreats=1)
+    record = train(walk, reference, settings, back_to(walk, before))
     assert record["learning_rate"] == 10.0
     assert len(record["history"]) == 4, "the last attempt goes on to the end"
     assert record["after"] == record["before"] < record["history"][-1]
@@ -143,22 +149,76 @@ def test_predictions_that_are_nan_are_an_error():
     walk, reference, *_ = prepared("llama")
     compressed_layers(walk.model)["model.layers.1.mlp.up_proj"].values.data[0, 0] = math.inf
     with pytest.raises(NonFiniteError, match="predictions of the compressed model contain NaN or Inf"):
-        match_predictions(walk, reference, Predictions(), back_to(walk, {}))
+        train(walk, reference, Training(), back_to(walk, {}))
 
 
 @given(st.integers(1, 10**6), st.integers(2, 4096))
-def test_one_segment_of_seventeen_judges(tokens, seqlen):
-    count = segments_for(tokens, seqlen)
-    judges = judges_of(count)
-    assert 1 <= judges < count
-    assert (count - judges) * seqlen >= tokens > (count - judges - 1) * seqlen
-    assert judges <= 1 + count / 17
+def test_one_segment_of_seventeen_is_held_out(tokens, seqlen):
+    reference = Reference(torch.empty(0, seqlen), None, segments_for(tokens, seqlen))
+    training, validation = reference.training, reference.validation
+    assert [*validation, *training] == [*range(reference.total)]
+    assert len(validation) >= 1
+    assert len(training) * seqlen >= tokens > (len(training) - 1) * seqlen
+    assert len(validation) <= 1 + reference.total / 17
+
+
+def test_a_step_is_that_of_adam_in_units_of_the_inputs():
+    """Oracle: S D, v D and u as dense matrices, D the root mean square of each input, and one step of torch's Adam."""
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient = (torch.randn(12, 16, generator=generator) for _ in range(2))
+    units = torch.logspace(-1, 1, 16)
+    decomposition = hasslefree.decompose(weight, None, "2:4", 2, method="oats")
+    layer = SparseLowRankLinear.from_decomposition(decomposition, None, "2:4")
+    mask, scaled = layer.unpacked() != 0, layer.unpacked().detach() * units
+    balanced = LowRank(layer.low_rank_u.detach(), layer.low_rank_v.detach() * units).balanced()
+    masters = [part.clone().requires_grad_() for part in (scaled, balanced.u, balanced.v)]
+    groups = [{"params": [m], "lr": 1e-3 * rms(m.detach()[mask] if m is masters[0] else m.detach())} for m in masters]
+    optimizer = torch.optim.Adam(groups, eps=1e-12)
+    merged = masters[0] * mask / units + masters[1] @ masters[2] / units
+    (merged * gradient).sum().backward()
+    optimizer.step()
+    block = torch.nn.Sequential(layer)
+    trained = Masters(block, {layer: units}, Training(learning_rate=1e-3))
+    layer.low_rank_u.data = balanced.u.clone()  # the gradients of the factors are those of the balanced ones
+    layer.low_rank_v.data = balanced.v / units
+    ((layer.unpacked() + layer.low_rank_u @ layer.low_rank_v) * gradient).sum().backward()
+    trained.update(1.0)
+    torch.testing.assert_close(layer.unpacked(), masters[0] * mask / units)
+    torch.testing.assert_close(layer.low_rank_u, masters[1])
+    torch.testing.assert_close(layer.low_rank_v, masters[2] / units)
+
+
+def rms(tensor):
+    return float(tensor.square().mean().sqrt())
+
+
+def test_masters_gather_steps_that_bfloat16_would_lose():
+    """Oracle: the sum of the steps. Adam's step is the rate for a constant gradient, here 2⁻¹⁰ of each value."""
+    decomposition = hasslefree.decompose(torch.ones(4, 8), None, "2:4", 0, method="magnitude")
+    layer = SparseLowRankLinear.from_decomposition(decomposition, None, "2:4").to(torch.bfloat16)
+    masters = Masters(torch.nn.Sequential(layer), {}, Training(learning_rate=2.0**-10))
+    for _ in range(64):
+        layer.values.grad = torch.ones_like(layer.values)
+        masters.update(1.0)
+    torch.testing.assert_close(layer.values.float(), torch.full_like(layer.values, 1 - 64 / 1024).float())
+
+
+def test_the_learning_rate_rises_and_falls_to_zero():
+    """Oracle: the corners, and a cosine half way."""
+    plan = Training(warm_up=0.1)
+    rates = [plan.rate(step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == pytest.approx(1.0, abs=1e-3)
+    assert rates[54] == pytest.approx(0.5)
+    assert rates[99] == pytest.approx(0, abs=1e-9)
+    assert rates[:9] == sorted(rates[:9])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
 @pytest.mark.parametrize("entries", [1, 30, 2**20])
 def test_the_divergence_and_its_gradient_are_those_of_the_definition(entries, monkeypatch):
     """Oracle: the definition in float64, by autograd. One token is ruled out by both, and has no part in it."""
-    monkeypatch.setattr("hasslefree.levers.predictions.ENTRIES", entries)
+    monkeypatch.setattr("hasslefree.levers.train.ENTRIES", entries)
     generator = torch.Generator().manual_seed(0)
     target, logits = (3 * torch.randn(7, 11, generator=generator) for _ in range(2))
     for each in (target, logits):
@@ -212,7 +272,7 @@ BLOCKS = {
 @pytest.mark.parametrize("keep", [True, False])
 def test_every_kind_of_layer_is_trained(family, dtype, changes, keep, tmp_path, monkeypatch):
     """Oracle: the divergence of the folder that was written; no parameter is kept in another dtype."""
-    monkeypatch.setattr("hasslefree.run.predictions.in_one_pass", lambda *args: keep)
+    monkeypatch.setattr("hasslefree.run.training.in_one_pass", lambda *args: keep)
     fields = {"rank": 2, "method": "eora", "match_predictions": 160} | changes
     dense, tokens = build(family, getattr(torch, dtype)), segments(12, 16)
     with torch.no_grad():  # as a caller may have it
@@ -255,7 +315,7 @@ def test_a_model_without_predictions_is_an_error_before_the_work(tmp_path):
             "match_predictions trains the values of S, which must stay quantised",
         ),
         ({"rank": 2, "factor_bits": 8, "match_predictions": 9}, "match_predictions trains the factors"),
-        ({"rank": 2, "match_predictions": -1}, "match_predictions must be at least 0, got -1"),
+        ({"rank": 2, "match_predictions": -1}, "match_predictions must be greater than or equal to 0, got -1"),
     ],
 )
 def test_what_does_not_go_together(fields, message):

@@ -1,4 +1,4 @@
-"""Prediction matching of a whole compressed model: the text it reads, its blocks in memory, and their new files."""
+"""Training a whole compressed model: the text it reads, its blocks in memory, and their new files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, option
 from hasslefree.folder.journal import Unfinished
 from hasslefree.folder.record import PredictionRecord
-from hasslefree.levers.predictions import (
-    Predictions,
-    Reference,
-    judges_of,
-    match_predictions,
-    reference_of,
-    segments_for,
-)
+from hasslefree.levers.train import Reference, Training, reference_of, segments_for, train
 from hasslefree.models.load import encode
 from hasslefree.models.moments import traffic
 from hasslefree.models.walk import Walk
@@ -59,33 +52,27 @@ def dense_reference(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Te
             f"{len(segments)}; use a longer text, a smaller seqlen, or {option('match_predictions', 0)}"
         )
     local = world.share(segments).to(walk.weights.device)
-    return reference_of(walk, local, len(segments), judges_of(len(segments)))
+    return reference_of(walk, local, len(segments))
 
 
-def match_whole(walk: Walk, reference: Reference, work: Unfinished, world: World, writing: Phase) -> PredictionRecord:
-    """Match the predictions of the compressed model that `work` holds, and write its blocks anew.
-
-    Args:
-        writing: the phase in which files are counted.
-
-    Returns:
-        The record of the matching.
-    """
+def train_whole(walk: Walk, reference: Reference, work: Unfinished, world: World, writing: Phase) -> PredictionRecord:
+    """Train the compressed model that `work` holds, and write its blocks again. writing: counts their files."""
     work.parts[:] = world.broadcast(work.parts)
-    with walk.phases.phase(READ_BACK, len(walk.blocks.modules), "blocks") as phase:
+    blocks = walk.blocks.modules
+    with walk.phases.phase(READ_BACK, len(blocks), "blocks") as phase:
         bring_back(walk, work, phase.advance)
-    home = None if walk.storage == "device" else torch.device("cpu")
-    how = Predictions()
-    tokens = how.tokens(reference.segments.shape[1])
-    shapes = ({n: layer.spec.shape for n, layer in compressed_layers(b).items()} for b in walk.blocks.modules)
-    numbers = sum(traffic(b, each, tokens) for b, each in zip(walk.blocks.modules, shapes, strict=True))
-    keep = in_one_pass(numbers, walk.weights.device)
-    done = match_predictions(walk, reference, how, lambda: bring_back(walk, work), world, home, keep)
+    optimizer_device = None if walk.storage == "device" else torch.device("cpu")
+    settings = Training()
+    tokens = settings.tokens(reference.seqlen)
+    shapes = ({name: layer.spec.shape for name, layer in compressed_layers(block).items()} for block in blocks)
+    numbers = sum(traffic(block, sizes, tokens) for block, sizes in zip(blocks, shapes, strict=True))
+    keep_graphs = in_one_pass(numbers, walk.weights.device)
+    record = train(walk, reference, settings, lambda: bring_back(walk, work), world, optimizer_device, keep_graphs)
     world.total(0.0, walk.weights.device)  # all processes have read the files
     if world.writes:
         with writing.running():
-            work.rewrite(matched_parts(walk, writing), done)
-    return done
+            work.rewrite(trained_parts(walk, writing), record)
+    return record
 
 
 def bring_back(walk: Walk, work: Unfinished, passed: Callable[[], None] | None = None) -> None:
@@ -103,7 +90,7 @@ def bring_back(walk: Walk, work: Unfinished, passed: Callable[[], None] | None =
             walk.model.get_submodule(path).register_parameter(leaf, walk.model.get_parameter(source))
 
 
-def matched_parts(walk: Walk, writing: Phase) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def trained_parts(walk: Walk, writing: Phase) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The file of each block and its tensors, as they are now. writing: counts them."""
     count = len(walk.blocks.modules)
     for index, block in enumerate(walk.blocks.modules):

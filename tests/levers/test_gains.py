@@ -8,33 +8,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasslefree.core.gram import Gram
-from hasslefree.levers.ladders import Ladder, climb, rank_gains
+from hasslefree.levers.gains import GainCurve, greedy_allocate, rank_gains
 
 GAINS = st.lists(st.floats(0, 10), max_size=4).map(lambda gains: sorted(gains, reverse=True))
 
 
 def ladders_of(gains, costs):
-    return [Ladder(torch.tensor(g, dtype=torch.float64), c) for g, c in zip(gains, costs, strict=False)]
+    return [GainCurve(torch.tensor(g, dtype=torch.float64), c) for g, c in zip(gains, costs, strict=False)]
 
 
-def won(ladders, taken):
-    return sum(float(ladder.gains[:steps].sum()) for ladder, steps in zip(ladders, taken, strict=True))
+def won(curves, taken):
+    return sum(float(curve.gains[:steps].sum()) for curve, steps in zip(curves, taken, strict=True))
 
 
 @given(st.lists(GAINS, min_size=1, max_size=4), st.lists(st.integers(1, 5), min_size=4, max_size=4), st.integers(0, 40))
 def test_no_choice_wins_more_but_for_what_is_left_over(gains, costs, budget):
     """Oracle: all choices. Where all steps cost the same, nothing is left over that could buy one."""
-    ladders = ladders_of(gains, costs)
-    taken = climb(ladders, budget)
-    spent = sum(ladder.cost * steps for ladder, steps in zip(ladders, taken, strict=True))
+    curves = ladders_of(gains, costs)
+    taken = greedy_allocate(curves, budget)
+    spent = sum(curve.cost * steps for curve, steps in zip(curves, taken, strict=True))
     assert spent <= budget
-    every = itertools.product(*(range(len(ladder.gains) + 1) for ladder in ladders))
-    fitting = [t for t in every if sum(x.cost * steps for x, steps in zip(ladders, t, strict=True)) <= budget]
-    best = max(won(ladders, choice) for choice in fitting)
-    dearest = max((float(g / x.cost) for x in ladders for g in x.gains[:1]), default=0.0) * max(costs)
-    assert won(ladders, taken) >= best - dearest - 1e-9
-    if len(set(costs[: len(ladders)])) == 1:
-        assert won(ladders, taken) == pytest.approx(best)
+    every = itertools.product(*(range(len(curve.gains) + 1) for curve in curves))
+    fitting = [t for t in every if sum(x.cost * steps for x, steps in zip(curves, t, strict=True)) <= budget]
+    best = max(won(curves, choice) for choice in fitting)
+    dearest = max((float(g / x.cost) for x in curves for g in x.gains[:1]), default=0.0) * max(costs)
+    assert won(curves, taken) >= best - dearest - 1e-9
+    if len(set(costs[: len(curves)])) == 1:
+        assert won(curves, taken) == pytest.approx(best)
 
 
 class OnGPU(torch.Tensor):
@@ -49,12 +49,12 @@ class OnGPU(torch.Tensor):
 
 
 def test_gains_on_a_gpu_are_climbed_as_on_a_cpu():
-    """Oracle: the same ladders on the CPU, and a device whose tensors cannot index those of the CPU."""
-    ladders = ladders_of([[5.0, 3.0, 1.0], [4.0, 2.0, 0.0]], [2, 3])
-    on_gpu = [Ladder(ladder.gains.as_subclass(OnGPU), ladder.cost) for ladder in ladders]
+    """Oracle: the same curves on the CPU, and a device whose tensors cannot index those of the CPU."""
+    curves = ladders_of([[5.0, 3.0, 1.0], [4.0, 2.0, 0.0]], [2, 3])
+    on_gpu = [GainCurve(curve.gains.as_subclass(OnGPU), curve.cost) for curve in curves]
     with pytest.raises(RuntimeError, match="indices"):
         torch.arange(3)[on_gpu[0].gains.argsort()]
-    assert climb(on_gpu, 9) == climb(ladders, 9) == [3, 1]
+    assert greedy_allocate(on_gpu, 9) == greedy_allocate(curves, 9) == [3, 1]
 
 
 def test_a_rank_wins_what_the_best_approximation_does():

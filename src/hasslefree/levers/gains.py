@@ -16,7 +16,7 @@ FEW, SPARE, ITERATIONS = 4, 8, 6
 
 
 @dataclass(frozen=True)
-class Ladder:
+class GainCurve:
     """Steps that can be taken one after the other, each of the same cost.
 
     Args:
@@ -26,28 +26,28 @@ class Ladder:
     gains: Tensor
     cost: int
 
-    def weighed(self, weight: float) -> Ladder:
+    def weighed(self, weight: float) -> GainCurve:
         """The same steps with their gains multiplied by `weight`."""
-        return Ladder(self.gains * weight, self.cost)
+        return GainCurve(self.gains * weight, self.cost)
 
 
-def climb(ladders: Sequence[Ladder], budget: int) -> list[int]:
-    """How many steps to take on each ladder, for the most gain within the budget, in bytes.
+def greedy_allocate(curves: Sequence[GainCurve], budget: int) -> list[int]:
+    """How many steps to take on each curve, for the most gain within the budget, in bytes.
 
     The steps with the most gain per byte come first; since gains fall, none is taken before the one below it. That is
     optimal up to the bytes that are left over at the end, fewer than the most expensive step costs. Ties go to the
-    earlier ladder. A step without gain is not taken. Gains may be on any device; the choice is made on the CPU.
+    earlier curve. A step without gain is not taken. Gains may be on any device; the choice is made on the CPU.
     """
-    taken, closed = [0] * len(ladders), [False] * len(ladders)
-    rates = torch.cat([ladder.gains.cpu() / ladder.cost for ladder in ladders])
-    owners = torch.cat([torch.full((len(ladder.gains),), i) for i, ladder in enumerate(ladders)])
+    taken, closed = [0] * len(curves), [False] * len(curves)
+    rates = torch.cat([curve.gains.cpu() / curve.cost for curve in curves])
+    owners = torch.cat([torch.full((len(curve.gains),), i) for i, curve in enumerate(curves)])
     order = rates.argsort(descending=True, stable=True)
     for index in owners[order[rates[order] > 0]].tolist():
-        if ladders[index].cost > budget:
+        if curves[index].cost > budget:
             closed[index] = True
         if not closed[index]:
             taken[index] += 1
-            budget -= ladders[index].cost
+            budget -= curves[index].cost
     return taken
 
 

@@ -1,0 +1,517 @@
+"""Training: the surviving values of all compressed layers, until the model predicts what the dense one does.
+
+Layer by layer, each S + L is fitted alone. Here the values of S, u, v and the biases of all blocks are trained
+together, with the support of S fixed, by Adam on
+
+    mean over tokens of KL(dense ‖ compressed)
+
+between the predictions, on new calibration text as far as there is enough of it: several passes over a short text
+would overfit it. A step is a forward and a backward pass, block by block; the gradients of a block are freed before
+those of the block before it are computed. Where memory is short, only the input of each block is kept, and the block
+runs once more in the backward pass, so that one block at a time has S unpacked and its activations in memory.
+
+Adam moves every entry about equally far. So that this moves the output equally far, S and v are trained in units of
+their inputs: S D and v D, with D² the mean square of each input. What is stored are float32 masters, rounded to the
+dtype of the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hasslefree.core.gram import working_dtype
+from hasslefree.core.low_rank import LowRank
+from hasslefree.distributed import ALONE, World
+from hasslefree.errors import NonFiniteError, option
+from hasslefree.folder.record import PredictionRecord
+from hasslefree.levers.sensitivity import check_predictions
+from hasslefree.models.activations import Activations
+from hasslefree.models.calls import BlockCall, hooks
+from hasslefree.models.logits import logits_of
+from hasslefree.models.moments import BATCH, run_block, takes_batches
+from hasslefree.models.precision import computing, only_trained
+from hasslefree.models.walk import Walk
+from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, unpacked_once
+from hasslefree.phases import PREDICTIONS, REFERENCE
+
+logger = logging.getLogger(__name__)
+
+# Training segments per validation segment.
+TRAINING_PER_VALIDATION = 16
+# Entries of logits that are in float32 at a time.
+ENTRIES = 2**20
+# Segments on which the inputs of layers are measured, and the least D, over that of all inputs of the layer.
+MEASURED, LEAST_SCALE = 16, 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model is trained.
+
+    Args:
+        learning_rate: at the peak, times the root mean square of each tensor: a step changes an entry by that share of
+            a typical one, whatever the units of the tensor.
+        warm_up: the share of the steps over which the rate grows linearly; it then falls along half a cosine to zero.
+        retreats: if the first validation is no better than before training, training starts over with a third of the
+            rate, at most this number of times: the effect of a step on the output grows with the width of the model.
+        batch: tokens per step. validations: how often the model is validated during training.
+        betas, epsilon: of Adam. Gradients differ widely in size, so epsilon is tiny.
+    """
+
+    learning_rate: float = 0.0015
+    warm_up: float = 0.05
+    retreats: int = 2
+    batch: int = 2048
+    validations: int = 4
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-12
+
+    def rate(self, step: int, steps: int) -> float:
+        """The share of the peak learning rate in step `step` of `steps`."""
+        warm = self.warm_up * steps
+        if step + 1 < warm:
+            return (step + 1) / warm
+        progress = (step + 1 - warm) / max(steps - warm, 1)
+        return (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+    def tokens(self, seqlen: int) -> int:
+        """Tokens per step: whole segments, at least one."""
+        return max(self.batch // seqlen, 1) * seqlen
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The last hidden states of the dense model for the text that the model is trained on.
+
+    Args:
+        segments: token ids (samples, tokens) of this process. states: what leaves the last block for them.
+        total: the number of segments of all processes.
+    """
+
+    segments: Tensor
+    states: Activations
+    total: int
+
+    @property
+    def validation(self) -> range:
+        """Global indices of the segments that are held out: the first ones, at least one."""
+        return range(self.total - self.total * TRAINING_PER_VALIDATION // (TRAINING_PER_VALIDATION + 1))
+
+    @property
+    def training(self) -> range:
+        """Global indices of the segments to train on."""
+        return range(len(self.validation), self.total)
+
+    @property
+    def seqlen(self) -> int:
+        return self.segments.shape[1]
+
+
+def segments_for(tokens: int, seqlen: int) -> int:
+    """How many segments hold this number of training tokens, plus the validation segments."""
+    training = math.ceil(tokens / seqlen)
+    return training + math.ceil(training / TRAINING_PER_VALIDATION)
+
+
+def reference_of(walk: Walk, segments: Tensor, total: int) -> Reference:
+    """The reference of segments (samples, tokens) of this process. total: segments of all processes.
+
+    Raises:
+        ModelError: the model has no output head, or one that cannot be run on its own.
+    """
+    hidden = walk.entering(segments)
+    check_predictions(walk, segments, hidden)
+    for _ in walk.phases.counted(REFERENCE, walk.visits(hidden), len(walk.blocks.modules), "blocks"):
+        pass
+    return Reference(segments, hidden, total)
+
+
+def train(
+    walk: Walk,
+    reference: Reference,
+    settings: Training,
+    restore: Callable[[], None],
+    world: World = ALONE,
+    optimizer_device: torch.device | None = None,
+    keep_graphs: bool = False,
+) -> PredictionRecord:
+    """Train the surviving values of all blocks in place, so that the model predicts what the dense one does.
+
+    Args:
+        walk: through the compressed model, all of it in memory. restore: puts its blocks back as they are now.
+        world: the processes that share the segments as `World.share` does, each with the same model.
+        optimizer_device: of the masters and the moments of Adam, where Adam also runs; None for that of each block.
+        keep_graphs: keep all activations of a step for the backward pass, instead of running each block again.
+
+    Returns:
+        What was done; where the model would be worse on the validation segments, it is left as it was.
+
+    Raises:
+        NonFiniteError: the model's predictions are NaN or Inf at first.
+    """
+    steps = math.ceil(len(reference.training) * reference.seqlen / settings.tokens(reference.seqlen))
+    with walk.phases.phase(PREDICTIONS, steps, "steps") as phase:
+        for retreat in range(settings.retreats + 1):
+            tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
+            trainer = Trainer(walk, reference, tried, world, optimizer_device, keep_graphs)
+            before, history = trainer.train(retreat == settings.retreats, phase.reach)
+            del trainer  # before the next one is made: its masters are the largest arrays of all
+            if history[-1] >= before:
+                restore()
+            if history[0] < before:
+                break
+    return PredictionRecord(
+        before=before,
+        after=min(before, history[-1]),
+        history=history,
+        learning_rate=tried.learning_rate,
+        tokens=len(reference.training) * reference.seqlen,
+    )
+
+
+class Divergence(torch.autograd.Function):
+    """Σ over tokens of KL(softmax(target) ‖ softmax(logits)), a scalar; its gradient goes to the logits alone.
+
+    Both are (tokens, vocabulary). A few rows at a time are in float32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, target: Tensor, logits: Tensor) -> Tensor:
+        total, gradient = torch.zeros((), dtype=working_dtype(logits), device=logits.device), torch.empty_like(logits)
+        rows = max(ENTRIES // logits.shape[-1], 1)
+        for wanted, predicted, slope in zip(target.split(rows), logits.split(rows), gradient.split(rows), strict=True):
+            p, q = finite_log_softmax(wanted), finite_log_softmax(predicted)
+            share = p.exp()
+            total += (p.sub_(q) * share).sum()
+            slope.copy_(q.exp_().sub_(share))
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[None, Tensor]:
+        [gradient] = ctx.saved_tensors
+        return None, gradient * outer[0].to(gradient.dtype)
+
+
+def finite_log_softmax(logits: Tensor) -> Tensor:
+    """In the working dtype. A model may rule tokens out with logits of −∞: their probability is exactly zero."""
+    logarithms = F.log_softmax(logits.to(working_dtype(logits)), -1)
+    return logarithms.clamp_min_(torch.finfo(logarithms.dtype).min)
+
+
+class Trainer:
+    """A compressed model with the masters of what each of its blocks stores; arguments as for `train`."""
+
+    def __init__(
+        self,
+        walk: Walk,
+        reference: Reference,
+        settings: Training,
+        world: World = ALONE,
+        optimizer_device: torch.device | None = None,
+        keep_graphs: bool = False,
+    ):
+        self.walk, self.reference, self.settings, self.world = walk, reference, settings, world
+        self.keep_graphs = keep_graphs
+        self.blocks, self.calls, self.masters = walk.blocks.modules, list[BlockCall](), list[Masters]()
+        hidden = walk.entering(reference.segments[:MEASURED])
+        for block, call in zip(self.blocks, walk.calls, strict=True):
+            call = replace(call, batched=takes_batches(block, call, hidden))
+            scales = input_scales(block, call, hidden, world)
+            self.calls.append(call)
+            self.masters.append(Masters(block, scales, settings, world, optimizer_device))
+            run_block(block, call, hidden)
+
+    def train(self, last: bool, reached: Callable[[int], None] = lambda step: None) -> tuple[float, list[float]]:
+        """One pass over the training segments.
+
+        Args:
+            last: continue even if the first validation is no better than before training.
+            reached: called after each step with its number, from 1.
+
+        Returns:
+            The mean divergence of a token, in nats, before training and at each validation.
+
+        Raises:
+            NonFiniteError: the model's predictions are NaN or Inf at first.
+        """
+        before = self.validate()
+        if not math.isfinite(before):
+            raise NonFiniteError(
+                "the predictions of the compressed model contain NaN or Inf; try another dtype "
+                f"({option('dtype', 'float32')})"
+            )
+        training, validations = self.reference.training, self.settings.validations
+        size = self.settings.tokens(self.reference.seqlen) // self.reference.seqlen
+        batches = [training[i : i + size] for i in range(0, len(training), size)]
+        validated = {math.ceil(len(batches) * number / validations) for number in range(1, validations + 1)}
+        history: list[float] = []
+        with ExitStack() as opened:
+            for block in self.blocks:
+                opened.enter_context(only_trained(block, trained_parameters(block)))
+            for step, batch in enumerate(batches, 1):
+                # The rate is zero one step after the last.
+                self.step(self.world.local(batch), self.settings.rate(step - 1, len(batches) + 1))
+                reached(step)
+                if step in validated:
+                    history.append(self.validate())
+                    logger.info(
+                        "%s: step %d/%d, KL %.4f (before training %.4f)",
+                        PREDICTIONS, step, len(batches), history[-1], before,
+                    )  # fmt: skip
+                    if not last and history[0] >= before:
+                        break
+        return before, history
+
+    def step(self, segments: Sequence[int], rate: float) -> None:
+        """Train on some segments, by their local indices. rate: as a share of the peak."""
+        inputs: list[Tensor] = []
+        graphs: list[BlockGraph] = []
+        gradients = torch.empty(0)
+        with ExitStack() as opened:
+            if segments:
+                states = self.entering(segments)
+                for index in range(len(self.blocks)):
+                    inputs.append(states)
+                    if self.keep_graphs:
+                        graphs.append(self.graph(index, states, opened))
+                        states = graphs[-1].output.detach()
+                    else:
+                        states = self.output(index, states)
+                with self.head():
+                    gradients = torch.cat([self.gradient(i, states[[at]]) for at, i in enumerate(segments)])
+            for index in reversed(range(len(self.blocks))):
+                if not segments:
+                    self.masters[index].update(rate)
+                    continue
+                states = inputs.pop()
+                graph = graphs.pop() if graphs else self.graph(index, states, opened)
+                gradients = graph.backward(gradients)
+                self.masters[index].update(rate)
+                graph.close()
+
+    def entering(self, segments: Sequence[int]) -> Tensor:
+        """What enters the first block for some segments: (segments, tokens, width)."""
+        return self.walk.entering(self.reference.segments[list(segments)])[:]
+
+    def graph(self, index: int, states: Tensor, opened: ExitStack) -> BlockGraph:
+        """Of states through a block; closed with `opened` at the latest."""
+        graph = BlockGraph(self.blocks[index], self.calls[index])
+        opened.callback(graph.close)
+        graph.run(states)
+        return graph
+
+    def output(self, index: int, states: Tensor) -> Tensor:
+        """What leaves a block that these states enter: (segments, tokens, width)."""
+        with computing(self.blocks[index]), torch.no_grad():
+            return self.calls[index].run(self.blocks[index], states)
+
+    def gradient(self, index: int, states: Tensor) -> Tensor:
+        """The gradient of `divergence` with respect to the states, both (1, tokens, width); within `head`."""
+        with torch.enable_grad():
+            leaf = states.detach().requires_grad_()
+            [gradient] = torch.autograd.grad(self.divergence(index, leaf), leaf)
+        return gradient
+
+    def divergence(self, index: int, states: Tensor) -> Tensor:
+        """KL(dense ‖ compressed), summed over the tokens of one segment, in nats; within `head`.
+
+        Args:
+            index: of the segment in this process. states: what leaves the last compressed block, (1, tokens, width).
+        """
+        walk, segment = self.walk, self.reference.segments[index]
+        with torch.no_grad():
+            target = logits_of(walk.model, walk.blocks, walk.calls, segment, self.reference.states[index])
+        total: Tensor = Divergence.apply(target, logits_of(walk.model, walk.blocks, walk.calls, segment, states))
+        return total
+
+    @contextmanager
+    def head(self) -> Iterator[None]:
+        """Within it, the output head runs."""
+        with self.walk.outside(), computing(self.walk.model, self.walk.outer(), unpack=False):
+            yield
+
+    def validate(self) -> float:
+        """The mean divergence of a token over the validation segments of all processes, in nats."""
+        local = self.world.local(self.reference.validation)
+        size = max(BATCH // self.reference.seqlen, 1)
+        total = 0.0
+        for first in range(0, len(local), size):
+            segments = local[first : first + size]
+            states = self.entering(segments)
+            for index in range(len(self.blocks)):
+                states = self.output(index, states)
+            with self.head(), torch.no_grad():
+                total += sum(self.divergence(i, states[[at]]).item() for at, i in enumerate(segments))
+        tokens = len(self.reference.validation) * self.reference.seqlen
+        return self.world.total(total, self.reference.segments.device) / tokens
+
+
+class BlockGraph:
+    """Hidden states through a block, with the graph for the backward pass. The block is `computing` until `close`."""
+
+    def __init__(self, block: nn.Module, call: BlockCall):
+        self.block, self.call = block, call
+        self.computing, self.merged = ExitStack(), ExitStack()
+
+    def run(self, states: Tensor) -> None:
+        """states: what enters the block, (segments, tokens, width)."""
+        self.computing.enter_context(computing(self.block, unpack=False))
+        layers = [layer for layer in compressed_layers(self.block).values() if layer.values.requires_grad]
+        with torch.enable_grad():
+            self.merged.enter_context(merged_for_gradients(layers))
+            self.leaf = states.detach().requires_grad_()
+            self.output = self.call.run(self.block, self.leaf)
+
+    def backward(self, gradients: Tensor) -> Tensor:
+        """The gradients with respect to the inputs of the block; those of its own values are in its parameters.
+
+        Args:
+            gradients: with respect to its outputs. Both (segments, tokens, width).
+        """
+        leaf, output = self.leaf, self.output
+        del self.leaf, self.output
+        output.backward(gradients)
+        self.merged.close()
+        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+    def close(self) -> None:
+        self.merged.close()
+        self.computing.close()
+
+
+class Masters:
+    """Adam on float32 masters of the trained parameters of a block, which are the masters' rounded copies.
+
+    Args:
+        scales: D of each compressed layer; S and v are trained in units of it, the other parameters as they are.
+        world: the processes whose gradients are added.
+        device: of the masters, where Adam runs; None for that of the parameters.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        scales: Mapping[SparseLowRankLinear, Tensor],
+        settings: Training,
+        world: World = ALONE,
+        device: torch.device | None = None,
+    ):
+        self.parameters, self.world = trained_parameters(block), world
+        self.stored = [parameter.dtype for parameter in self.parameters]
+        units = units_of(self.parameters, scales)
+        self.masters = [master.to(device) for master in masters_of(self.parameters, units, scales)]
+        self.units = [unit.to(device) for unit in units]
+        self.peaks = [settings.learning_rate * m.square().mean().sqrt().item() for m in self.masters]
+        groups = [{"params": [master], "lr": peak} for master, peak in zip(self.masters, self.peaks, strict=True)]
+        # A block may have been left dense.
+        adam = torch.optim.Adam
+        self.optimizer = adam(groups, betas=settings.betas, eps=settings.epsilon, fused=True) if groups else None
+
+    @torch.no_grad()
+    def update(self, rate: float) -> None:
+        """One step of Adam with the gradients of the parameters, which have none afterwards. rate: over the peak."""
+        if self.optimizer is None:
+            return
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * rate
+        for parameter, master, unit in zip(self.parameters, self.masters, self.units, strict=True):
+            # No gradient is a gradient of zero, for every number of processes: one without a segment of the mini-batch
+            # has none to add, and a parameter that a mini-batch does not reach still moves by its momentum.
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradient = gradient.to(master.dtype)
+            self.world.add(gradient)
+            master.grad = gradient.to(master.device) / unit
+            parameter.grad = None
+        self.optimizer.step()
+        for parameter, master, unit, dtype in zip(self.parameters, self.masters, self.units, self.stored, strict=True):
+            parameter.copy_((master / unit).to(dtype))  # which is wider while the block is `computing`
+            master.grad = None
+
+
+def trained_parameters(block: nn.Module) -> list[nn.Parameter]:
+    """The values, factors and biases of compressed layers."""
+    return [p for layer in compressed_layers(block).values() for p in layer.parameters() if p.numel()]
+
+
+def input_scales(
+    block: nn.Module, call: BlockCall, hidden: Activations, world: World
+) -> dict[SparseLowRankLinear, Tensor]:
+    """D, (in,), of every compressed layer: the root mean square of each input, over that of all inputs.
+
+    Args:
+        hidden: what enters the block.
+    """
+    layers = list(compressed_layers(block).values())
+    squares = {layer: torch.zeros(layer.in_features, device=layer.weight.device) for layer in layers}
+
+    def add_squares(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        squares[layer].add_(args[0].flatten(0, -2).float().square().sum(0))  # type: ignore[index]
+
+    watching = hooks(layer.register_forward_pre_hook(add_squares) for layer in layers)
+    with computing(block), unpacked_once(block), watching, torch.no_grad():
+        for states in hidden:
+            call.run(block, states)
+    for total in squares.values():
+        world.add(total)
+        total.div_(total.mean().clamp_min(torch.finfo(total.dtype).tiny)).sqrt_().clamp_min_(LEAST_SCALE)
+    return squares
+
+
+@contextmanager
+def merged_for_gradients(layers: Sequence[SparseLowRankLinear]) -> Iterator[None]:
+    """Within it, layers multiply by S + u v at once; at the end its gradient over all calls goes to values and factors.
+
+    One product takes the place of three, and S is unpacked once.
+    """
+    try:
+        sums = [merged_weight(layer) for layer in layers]
+        for layer, merged in zip(layers, sums, strict=True):
+            layer.merged_weight = merged.detach().requires_grad_()
+        yield
+        for layer, merged in zip(layers, sums, strict=True):
+            if layer.merged_weight is not None and layer.merged_weight.grad is not None:
+                merged.backward(layer.merged_weight.grad)
+    finally:
+        for layer in layers:
+            layer.merged_weight = None
+
+
+def merged_weight(layer: SparseLowRankLinear) -> Tensor:
+    """S + u v: (out, in)."""
+    sparse, factors = layer.unpacked(), layer.factors()
+    return sparse if factors is None else torch.addmm(sparse, *factors)
+
+
+@torch.no_grad()
+def units_of(parameters: Sequence[nn.Parameter], scales: Mapping[SparseLowRankLinear, Tensor]) -> list[Tensor]:
+    """What each parameter is multiplied by while it is trained: D for S, entry by entry, and for v; otherwise 1."""
+    units: dict[int, Tensor] = {}
+    for layer, scale in scales.items():
+        if layer.low_rank_v is not None:
+            units[id(layer.low_rank_v)] = scale
+        units[id(layer.values)] = scale.expand(layer.spec.shape).masked_select(layer.support()).view_as(layer.values)
+    return [units.get(id(p), torch.ones((), device=p.device)) for p in parameters]
+
+
+@torch.no_grad()
+def masters_of(
+    parameters: Sequence[nn.Parameter], units: Sequence[Tensor], layers: Iterable[SparseLowRankLinear]
+) -> list[Tensor]:
+    """Copies of the parameters in the working dtype and in these units, the factors of each layer balanced."""
+    masters = {id(p): p.detach().to(working_dtype(p)) * unit for p, unit in zip(parameters, units, strict=True)}
+    for layer in layers:
+        u, v = layer.low_rank_u, layer.low_rank_v
+        if u is not None and v is not None and id(u) in masters and id(v) in masters:
+            balanced = LowRank(masters[id(u)], masters[id(v)]).balanced()
+            masters[id(u)], masters[id(v)] = balanced.u, balanced.v
+    return [masters[id(p)] for p in parameters]
