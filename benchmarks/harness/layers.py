@@ -17,6 +17,7 @@ from hasslefree.core.cost import workspace as bytes_beside
 from hasslefree.core.linalg import matmul_precision
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import LowRankSolver, Method
+from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import GridError
 from hasslefree.recipe.plan import LayerPlan
 from hasslefree.solve.decompose import solve_layer
@@ -81,12 +82,9 @@ class CountedSVD(LowRankSolver):
     solver: RandomizedSVD
     rounds: int = 0
 
-    def prepare(self, gram: Gram) -> None:
-        return None
-
-    def fit(self, target: torch.Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
+    def fit(self, target: torch.Tensor, prepared: None, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
         self.rounds += 1
-        return self.solver.fit(target, prepared, start, round)
+        return self.solver.fit(target, prepared, start, round, rows)
 
 
 def flops(method: Method, out: int, width: int, rank: int) -> int:

@@ -20,6 +20,7 @@ from hasslefree import Gram
 from hasslefree.core.patterns import of_rows
 from hasslefree.core.protocols import Method
 from hasslefree.core.rows import WHOLE, Rows
+from hasslefree.distributed import World
 from hasslefree.recipe.plan import LayerPlan
 from hasslefree.run.sharing import dealt, shared_layers
 from hasslefree.solve.decompose import gathered, solve_layer
@@ -35,16 +36,14 @@ class FakeRows(Rows):
     """The first of `size` shares of `out` rows, with its exchanges noted as work of a roofline."""
 
     def __init__(self, out: int, size: int, roofline: Roofline):
-        self.out, self.size, self.roofline = out, size, roofline
+        super().__init__(World(0, size), out)
+        self.roofline = roofline
         self.link = "nvlink" if size <= NODE else "network"
 
     @property
     def count(self) -> int:
         """Rows of the largest share."""
         return -(-self.out // self.size)
-
-    def shape(self, matrix: Tensor) -> tuple[int, int]:
-        return self.out, matrix.shape[1]
 
     def local(self, whole: Tensor) -> Tensor:
         return whole[: self.count]

@@ -19,10 +19,10 @@ from .run.advise import advise as advise
 from .run.compress import compress as compress
 from .solve.decompose import decompose as decompose
 from .solve.low_rank.adam import Adam as Adam
-from .solve.low_rank.diagonal_svd import DiagonalSVD as DiagonalSVD
 from .solve.low_rank.exact import Exact as Exact
 from .solve.low_rank.subspace import Subspace as Subspace
 from .solve.low_rank.svd import SVD as SVD
+from .solve.low_rank.svd import DiagonalSVD as DiagonalSVD
 from .solve.low_rank.svd import RandomizedSVD as RandomizedSVD
 from .solve.methods.alternating import AlternatingMinimization as AlternatingMinimization
 from .solve.methods.joint import Joint as Joint
@@ -31,12 +31,12 @@ from .solve.methods.prune import Prune as Prune
 from .solve.methods.pursuit import PrincipalComponentPursuit as PrincipalComponentPursuit
 from .solve.methods.three_block import ThreeBlock as ThreeBlock
 from .solve.pruners.alps import ALPS as ALPS
+from .solve.pruners.diagonal import Magnitude as Magnitude
+from .solve.pruners.diagonal import RoundToNearest as RoundToNearest
+from .solve.pruners.diagonal import Wanda as Wanda
 from .solve.pruners.dsnot import DSNoT as DSNoT
-from .solve.pruners.magnitude import Magnitude as Magnitude
 from .solve.pruners.osscar import OSSCAR as OSSCAR
 from .solve.pruners.refit import Refit as Refit
-from .solve.pruners.round_to_nearest import RoundToNearest as RoundToNearest
 from .solve.pruners.sparsegpt import SparseGPT as SparseGPT
-from .solve.pruners.wanda import Wanda as Wanda
 
 __version__: str

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasslefree.core.rows import Rows
 from hasslefree.errors import DistributedError, option
 
 # How long a process waits for the others: longer than any layer takes. The death of a process is noticed at once.
@@ -92,48 +91,6 @@ class World:
 
 
 ALONE = World()
-
-
-class SharedRows(Rows):
-    """The consecutive rows of one layer that this process holds; all processes hold equally many, to within one.
-
-    Args:
-        out: rows of the layer in all; at least as many as there are processes.
-    """
-
-    def __init__(self, world: World, out: int):
-        self.world, self.out = world, out
-        self.rank, self.size = world.rank, world.size
-        self.bounds = [out * rank // world.size for rank in range(world.size + 1)]
-        self.start, self.stop = self.bounds[self.rank], self.bounds[self.rank + 1]
-
-    def shape(self, matrix: Tensor) -> tuple[int, int]:
-        return self.out, matrix.shape[1]
-
-    def local(self, whole: Tensor) -> Tensor:
-        return whole[self.start : self.stop]
-
-    def gather(self, local: Tensor) -> Tensor:
-        whole = local.new_empty(self.out, *local.shape[1:])
-        self.local(whole).copy_(local)
-        for owner in range(self.size):
-            self.world.broadcast_(whole[self.bounds[owner] : self.bounds[owner + 1]], owner)
-        return whole
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.contiguous()
-        self.world.add(tensor)
-        return tensor
-
-    def broadcast(self, tensor: Tensor, owner: int) -> Tensor:
-        tensor = tensor.contiguous()
-        self.world.broadcast_(tensor, owner)
-        return tensor
-
-    def before(self, count: Tensor) -> Tensor:
-        counts = count.new_zeros(self.size)
-        counts[self.rank] = count
-        return self.sum(counts)[: self.rank].sum()
 
 
 @contextmanager

@@ -195,7 +195,7 @@ class Broken(Method):
     def prepare(self, gram):
         return None
 
-    def solve(self, weight, prepared, pattern, rank, generator):
+    def solve(self, weight, prepared, pattern, rank, generator, rows):
         return self.answer(weight)
 
 

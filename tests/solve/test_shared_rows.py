@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from hasslefree import Gram, Row, SemiStructured, Structured, Unstructured
 from hasslefree.core.linalg import orthonormal
 from hasslefree.core.patterns import KnownSupport, largest, of_rows
-from hasslefree.core.rows import WHOLE
-from hasslefree.core.selection import largest_of_rows
-from hasslefree.distributed import SharedRows, World
+from hasslefree.core.rows import WHOLE, Rows, largest_of_rows
+from hasslefree.distributed import World
 from hasslefree.solve.decompose import gathered, solve_layer
 from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.methods.joint import Joint
@@ -50,7 +49,7 @@ def of_several(size, weight, gram, method, pattern, rank, bits=None):
     """What each of the processes has at the end."""
 
     def work(world):
-        rows = SharedRows(world, len(weight))
+        rows = Rows(world, len(weight))
         prepared, mine = method.prepare(gram), of_rows(pattern, rows)
         return gathered(solve_layer(rows.local(weight), gram, method, prepared, mine, rank, 0, bits, rows), rows)
 
@@ -190,7 +189,7 @@ def test_ties_go_to_the_first_rows_over_all_processes():
     score = torch.randint(3, (11, 8), generator=torch.Generator().manual_seed(0)).float()
 
     def work(world):
-        rows = SharedRows(world, len(score))
+        rows = Rows(world, len(score))
         return [largest_of_rows(rows.local(score), count, rows) for count in range(0, 89, 8)]
 
     several = in_processes(3, work)
@@ -207,7 +206,7 @@ def test_a_basis_is_orthonormal_over_all_rows(spanned):
         matrix[:, 1], matrix[:, 3] = 2 * matrix[:, 0], 0.0
 
     def work(world):
-        rows = SharedRows(world, len(matrix))
+        rows = Rows(world, len(matrix))
         return rows.gather(orthonormal(rows.local(matrix), rows))
 
     basis = in_processes(3, work)[0].double()
@@ -221,7 +220,7 @@ def test_a_basis_is_orthonormal_over_all_rows(spanned):
 
 @given(out=st.integers(1, 40), size=st.integers(1, 8))
 def test_every_row_is_in_one_share_and_shares_are_even(out, size):
-    shares = [SharedRows(World(rank, size), out).local(torch.arange(out)) for rank in range(size)]
+    shares = [Rows(World(rank, size), out).local(torch.arange(out)) for rank in range(size)]
     assert torch.cat(shares).tolist() == list(range(out))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -236,7 +235,7 @@ def test_methods_say_what_they_can_share():
 
 
 def test_patterns_that_count_over_the_matrix_know_their_rows():
-    rows = SharedRows(World(1, 2), 10)
+    rows = Rows(World(1, 2), 10)
     assert of_rows(Unstructured(7), rows).rows is rows
     assert of_rows(Structured(8, 4), rows).restricted(0, 8, 16).rows is rows
     known = KnownSupport(torch.ones(2, 2, dtype=torch.bool))

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from hasslefree.core.about import About
 from hasslefree.core.patterns import Pattern, Row, SemiStructured, Structured, Unstructured
+from hasslefree.core.protocols import About
 from hasslefree.errors import BudgetError, HasslefreeError, PatternError, Problem, UnknownNameError
 
 COUNTED: dict[str, type[Unstructured] | type[Row] | type[Structured]] = {

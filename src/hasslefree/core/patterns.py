@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hasslefree.core.rows import WHOLE, Rows
-from hasslefree.core.selection import largest_of_rows
+from hasslefree.core.rows import WHOLE, Rows, largest_of_rows
 from hasslefree.errors import PatternError
 
 # Groups up to this size are ranked by comparing all pairs; beyond it a partial sort is faster.

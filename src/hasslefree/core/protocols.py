@@ -1,9 +1,9 @@
 """The three kinds of plug-in and the data they exchange. A plug-in is a frozen dataclass of its hyper-parameters.
 
 What a plug-in can do is stated by the attributes and methods of its base class here. Each has a default: a new pruner
-needs no more than `prepare` and `prune`. A plug-in splits its work in two: `prepare` does what depends on the Gram
-alone, once; the rest is done for every weight, every round. Only the plug-in reads what its `prepare` returns, and no
-result may depend on what was solved with it before.
+needs no more than `prune`. A plug-in splits its work in two: `prepare` does what depends on the Gram alone, once; the
+rest is done for every weight, every round. Only the plug-in reads what its `prepare` returns, and no result may depend
+on what was solved with it before.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from hasslefree.core.cost import Cost, unstated_method, unstated_pruner, unstated_solver
 from hasslefree.core.factors import CodedFactors
@@ -26,6 +25,19 @@ from hasslefree.errors import PatternError
 
 
 @dataclass(frozen=True)
+class About:
+    """An entry of a table of `hasslefree methods`, for a reader who looks for its name.
+
+    Args:
+        line: what it does, in a few words. reference: "arXiv 2502.00899", another publication, or "docs: joint" for
+            docs/explanation/joint.md.
+    """
+
+    line: str
+    reference: str
+
+
+@dataclass(frozen=True)
 class Pruned:
     """The result of a pruner. sparse: S, (out, in). scaling: scales and zeros of a quantised S; None for floats."""
 
@@ -33,13 +45,19 @@ class Pruned:
     scaling: Scaling | None = None
 
 
-class Sparsifier(ABC):
-    """What pruners and methods declare about their S. One that leaves S to another plug-in declares what that does."""
+class Sparsifier:
+    """What pruners and methods declare about their S. One that leaves S to another plug-in declares what that does.
 
-    @abstractmethod
+    Attributes:
+        row_wise: whether each row of S depends on its row of the target and on `pattern.mask` alone, given H and L.
+    """
+
+    row_wise: ClassVar[bool] = False
+
     def prepare(self, gram: Gram) -> Any:
         """What is needed of the Gram, damped for a pruner and undamped for a method; shared by all layers with the same
         input."""
+        return None
 
     @property
     def inner(self) -> Sparsifier | None:
@@ -57,12 +75,11 @@ class Sparsifier(ABC):
         return self.inner.whole_channels if self.inner else False
 
     def shares_rows(self, pattern: Pattern) -> bool:
-        """Whether several processes can share the rows of one layer with this pattern; no, unless overridden.
+        """Whether several processes can share the rows of one layer with this pattern: `row_wise`, unless overridden.
 
-        A pruner that returns True gets the rows of its process as the target, and must compute each row of S from that
-        row and `pattern.mask` alone. A method that returns True must be a `SharingMethod`.
+        The plug-in then gets the rows of its process as the target.
         """
-        return False
+        return self.row_wise
 
     def check_pattern(self, pattern: Pattern) -> None:
         """Raise PatternError if the plug-in removes whole channels and the pattern is not `Structured`."""
@@ -75,7 +92,7 @@ class Sparsifier(ABC):
             )
 
 
-class Pruner(Sparsifier):
+class Pruner(Sparsifier, ABC):
     """Solves P1: a sparse S close to a target in the norm of H."""
 
     @abstractmethod
@@ -90,41 +107,27 @@ class Pruner(Sparsifier):
 class LowRankSolver(ABC):
     """Solves P2: a low-rank L close to a target in the norm of H."""
 
-    @abstractmethod
     def prepare(self, gram: Gram) -> Any:
         """What the solver needs of the (damped) Gram."""
+        return None
 
     @abstractmethod
-    def fit(self, target: Tensor, prepared: Any, start: LowRank, round: int) -> LowRank:
-        """L of the rank of `start`, for a target (out, in), from a start, in round 0, 1, 2, … of an alternation."""
+    def fit(self, target: Tensor, prepared: Any, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
+        """L of the rank of `start`, for a target (out, in), from a start, in round 0, 1, 2, … of an alternation.
+
+        Args:
+            rows: those of this process, where `shares_rows`: it has these rows of the target and of u, and v is the
+                same in all processes. What couples rows goes through `rows.sum`.
+        """
 
     @property
     def shares_rows(self) -> bool:
-        """Whether processes can share the rows of one layer; the solver is then a `SharingSolver`."""
+        """Whether processes can share the rows of one layer; otherwise `rows` is always `WHOLE`."""
         return False
 
     def cost(self, out: int, width: int, rank: int) -> Cost:
         """The cost of each call of `fit`; `unstated_solver` unless overridden."""
         return unstated_solver(type(self).__name__, out, width, rank)
-
-
-class SharingSolver(LowRankSolver):
-    """A low-rank solver for rows that processes share: what couples rows goes through `rows.sum`."""
-
-    @abstractmethod
-    def fit(self, target: Tensor, prepared: Any, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
-        """As for `LowRankSolver`. Of the target and of u, a process has its rows; v is the same in all processes."""
-
-    @property
-    def shares_rows(self) -> bool:
-        return True
-
-
-def fit_rows(solver: LowRankSolver, target: Tensor, prepared: Any, start: LowRank, round: int, rows: Rows) -> LowRank:
-    """`solver.fit` for rows that may be shared."""
-    if isinstance(solver, SharingSolver):
-        return solver.fit(target, prepared, start, round, rows)
-    return solver.fit(target, prepared, start, round)
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class Solution:
     scaling: Scaling | None = None
 
 
-class Method(Sparsifier):
+class Method(Sparsifier, ABC):
     """Solves the whole problem. Attributes: step: the unit of the history of a solution, for the axis of a plot."""
 
     step: ClassVar[str] = "measurement"
@@ -155,8 +158,16 @@ class Method(Sparsifier):
         """Raise BudgetError if the method cannot use this rank; every rank is accepted unless overridden."""
 
     @abstractmethod
-    def solve(self, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, generator: torch.Generator) -> Solution:
-        """S and L for a weight (out, in). The weight is not changed."""
+    def solve(
+        self, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
+    ) -> Solution:
+        """S and L for a weight (out, in). The weight is not changed.
+
+        Args:
+            rows: those of this process, where `shares_rows`: it has these rows of the weight, of S and of u, and v is
+                the same in all processes. What couples rows, such as L, the objective and counts, goes through
+                `rows.sum`, so that every process decides alike.
+        """
 
     def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
         """The cost of a layer, including all that depends on H; `unstated_method` unless overridden.
@@ -165,26 +176,6 @@ class Method(Sparsifier):
             device: its kind, such as "cuda".
         """
         return unstated_method(type(self).__name__, out, width, rank)
-
-
-class SharingMethod(Method):
-    """A method for rows that processes share: given L and H, each row of S depends on its row of W alone.
-
-    `shares_rows` says for which patterns. What couples rows, such as L, the objective and counts, goes through
-    `rows.sum`, so that every process decides alike.
-    """
-
-    @abstractmethod
-    def solve(
-        self,
-        weight: Tensor,
-        prepared: Any,
-        pattern: Pattern,
-        rank: int,
-        generator: torch.Generator,
-        rows: Rows = WHOLE,
-    ) -> Solution:
-        """As for `Method`. Of the weight, of S and of u, a process has its rows; v is the same in all processes."""
 
     def shared_cost(self, out: int, width: int, rank: int, processes: int, device: str = "cpu") -> Cost:
         """The cost for each of the processes that share the rows of a layer: that of `cost`, with fewer rows."""

@@ -6,48 +6,101 @@ Bᵀ(W − S), in an objective, in a count. These are (r, r), (r, in) and number
 the end.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
+from hasslefree.distributed import ALONE, World
+
+# The bits of a threshold that are determined at a time, from the highest on.
+DIGIT = 16
+
 
 class Rows:
-    """All rows of a weight, in a single process: each sum is the value in this process.
+    """The consecutive rows of a weight that this process holds; all processes hold equally many, to within one.
 
-    `distributed.SharedRows` derives from it. Every process must make the same calls in the same order; the
-    result of a call is the same, bit for bit, in every process.
+    Every process must make the same calls in the same order; the results are equal, bit for bit, in every process.
 
-    Attributes: rank, size: of this process, and the number of processes. start: the first row of this process.
+    Args:
+        world: the processes. out: rows of the weight in all, at least as many as there are processes; one process
+            alone has no use for it.
     """
 
-    rank: int = 0
-    size: int = 1
-    start: int = 0
+    def __init__(self, world: World = ALONE, out: int = 0):
+        self.world, self.out, self.rank, self.size = world, out, world.rank, world.size
+        self.bounds = [out * rank // world.size for rank in range(world.size + 1)]
+        self.start, self.stop = self.bounds[self.rank], self.bounds[self.rank + 1]
 
     def shape(self, matrix: Tensor) -> tuple[int, int]:
         """(out, in) of a whole matrix of which this process holds rows."""
-        return matrix.shape[0], matrix.shape[1]
+        return (self.out if self.size > 1 else matrix.shape[0]), matrix.shape[1]
 
     def local(self, whole: Tensor) -> Tensor:
         """The rows of this process: a view of a whole tensor (out, …)."""
-        return whole
+        return whole[self.start : self.stop] if self.size > 1 else whole
 
     def gather(self, local: Tensor) -> Tensor:
         """The whole tensor (out, …), in every process, of the rows (…, …) that each has."""
-        return local
+        if self.size == 1:
+            return local
+        whole = local.new_empty(self.out, *local.shape[1:])
+        self.local(whole).copy_(local)
+        for owner in range(self.size):
+            self.world.broadcast_(whole[self.bounds[owner] : self.bounds[owner + 1]], owner)
+        return whole
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over the processes. The tensor given may be overwritten by it."""
+        """The sum of a tensor over the processes, which may overwrite the tensor."""
+        tensor = tensor.contiguous() if self.size > 1 else tensor
+        self.world.add(tensor)
         return tensor
 
     def broadcast(self, tensor: Tensor, owner: int) -> Tensor:
-        """The tensor of the process with rank `owner`. The tensor given has its shape, and may be overwritten."""
+        """The tensor of the process with rank `owner`, which may overwrite the tensor given; both have one shape."""
+        tensor = tensor.contiguous() if self.size > 1 else tensor
+        self.world.broadcast_(tensor, owner)
         return tensor
-
-    def before(self, count: Tensor) -> Tensor:
-        """The sum of a number, (), over the processes that hold the rows above those of this one."""
-        return torch.zeros_like(count)
 
 
 WHOLE = Rows()
+
+
+def largest_of_rows(score: Tensor, count: int, rows: Rows) -> Tensor:
+    """The `count` largest of all entries, as the bool mask of this process; equal scores are kept from the first row.
+
+    A radix select: floating-point numbers are read as whole numbers of the same order. In each pass all processes add
+    up how often every value of the next 16 bits occurs among the entries that agree with the threshold so far.
+
+    Args:
+        score: the rows of this process, (…, in), float32 or float64, finite. count: from 0 to all entries.
+    """
+    if not count:
+        return torch.zeros_like(score, dtype=torch.bool)
+    keys = _ordered(score)
+    top = 8 * keys.itemsize - 1  # the sign
+    tied, wanted, threshold = keys.flatten(), count, 0
+    for shift in range(top + 1 - DIGIT, -1, -DIGIT):
+        digits = (tied >> shift) & ((1 << DIGIT) - 1)
+        if shift + DIGIT > top:  # negative numbers come first
+            digits ^= 1 << (DIGIT - 1)
+        reached = rows.sum(torch.bincount(digits, minlength=1 << DIGIT)).flip(0).cumsum(0)
+        above = int(torch.count_nonzero(reached < wanted))  # digits that are above that of the threshold
+        wanted -= int(reached[above - 1]) if above else 0
+        digit = (1 << DIGIT) - 1 - above
+        tied = tied[digits == digit]
+        threshold = (threshold << DIGIT) | digit
+    threshold -= 1 << top
+    ties = torch.zeros(rows.size, dtype=torch.int64, device=score.device)
+    ties[rows.rank] = len(tied)
+    room = wanted - int(rows.sum(ties)[: rows.rank].sum())
+    mask = keys >= threshold
+    if room < len(tied):
+        equal = keys == threshold
+        mask &= ~equal | (equal.flatten().cumsum(0) <= max(room, 0)).view_as(equal)
+    return mask
+
+
+def _ordered(score: Tensor) -> Tensor:
+    """Whole numbers of the width of a floating-point tensor that are in the same order; equal where it is equal."""
+    whole = torch.int32 if score.dtype == torch.float32 else torch.int64
+    keys = (score + 0.0).view(whole)  # −0.0 becomes 0.0
+    return torch.where(keys < 0, keys ^ torch.iinfo(whole).max, keys)

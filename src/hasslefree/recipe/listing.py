@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hasslefree.core import budgets
-from hasslefree.core.about import About
 from hasslefree.core.grids import Grid
+from hasslefree.core.protocols import About
 from hasslefree.errors import UnknownNameError
 from hasslefree.recipe.fields import NAMES
 from hasslefree.recipe.recipe import Recipe

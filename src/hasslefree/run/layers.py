@@ -18,7 +18,7 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.patterns import of_rows
 from hasslefree.core.protocols import Decomposition, Method
 from hasslefree.core.rows import WHOLE, Rows
-from hasslefree.distributed import SharedRows, World
+from hasslefree.distributed import World
 from hasslefree.errors import HasslefreeError, MemoryShortError, OutputError, option
 from hasslefree.folder.entries import entry_of, read_entries
 from hasslefree.folder.plugin import empty_layer
@@ -94,7 +94,7 @@ def compress_group(task: Task, plans: Mapping[str, LayerPlan], shared: Container
         preparing = (time.perf_counter() - start) / len(plans)
         for name, plan in plans.items():
             start = time.perf_counter()
-            rows = SharedRows(task.world, plan.spec.shape[0]) if name in shared else WHOLE
+            rows = Rows(task.world, plan.spec.shape[0]) if name in shared else WHOLE
             weight = rows.local(sites[name].weight()).to(plan.dtype)  # it may be `computing`
             result = solve_with_room(weight, gram, method, prepared, plan, resolved.recipe.seed, rows)
             layer = SparseLowRankLinear.from_decomposition(result, sites[name].bias, plan.spec.pattern)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hasslefree.core.cost import Cost
-from hasslefree.core.protocols import Method, SharingMethod
+from hasslefree.core.protocols import Method
 from hasslefree.distributed import World
 from hasslefree.recipe.plan import LayerPlan, Plan
 
@@ -54,7 +54,7 @@ def dealt(plans: Plans, shared: frozenset[str], processes: int) -> dict[str, int
 def cost_of(method: Method, layer: LayerPlan, processes: int, device: str = "cpu") -> Cost:
     """What a layer takes of each of the processes that share it; of one where `processes` is 1."""
     out, width = layer.spec.shape
-    if processes > 1 and isinstance(method, SharingMethod):
+    if processes > 1:
         return method.shared_cost(out, width, layer.spec.rank, processes, device)
     return method.cost(out, width, layer.spec.rank, device)
 

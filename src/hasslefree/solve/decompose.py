@@ -17,7 +17,7 @@ from hasslefree.core.grids import Quantised, Scaling
 from hasslefree.core.linalg import LinAlgError
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Decomposition, Method, SharingMethod, Solution
+from hasslefree.core.protocols import Decomposition, Method, Solution
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError, option
 from hasslefree.solve.methods import build_method
@@ -233,9 +233,7 @@ def solve(
     """
     generator = torch.Generator().manual_seed(seed)
     try:
-        if isinstance(method, SharingMethod):
-            return method.solve(weight, prepared, pattern, rank, generator, rows)
-        return method.solve(weight, prepared, pattern, rank, generator)
+        return method.solve(weight, prepared, pattern, rank, generator, rows)
     except LinAlgError as error:
         raise FactorizationError(
             f"a factorisation failed: {error}; raise the damping ({option('damping', 0.01)})"

@@ -213,21 +213,24 @@ def test_subspace_steps_lower_the_loss_towards_the_bound(seed, rank):
     assert losses[-1] == pytest.approx(oracles.eckart_young_bound(target, kernel, rank), rel=1e-3, abs=1e-9 * scale)
 
 
-def test_the_kernel_is_what_it_says_and_is_kept_while_there_is_room(monkeypatch):
+def test_kernels_are_what_they_say_and_are_kept_while_there_is_room(monkeypatch):
     """Oracle: H(H + ρI)⁻¹ by a linear system in float64."""
+
+    def kernel(rho, dtype=torch.float64):
+        return next(problem.kernels_from(1, rho, dtype))
+
     _, h = oracles.problem(1, 16, dtype=torch.float64)
     problem = Joint().prepare(Gram(h, 1))
     expected = torch.linalg.solve(problem.gram.matrix + 0.3 * torch.eye(16, dtype=torch.float64), problem.gram.matrix)
-    kept = problem.kernel(0.3, torch.float64)
+    kept = kernel(0.3)
     torch.testing.assert_close(kept, expected, rtol=1e-9, atol=1e-9)
-    assert problem.kernel(0.3, torch.float64) is kept
-    assert problem.kernel(0.5, torch.float64) is not kept
+    assert kernel(0.3) is kept
+    assert kernel(0.5) is not kept
     monkeypatch.setattr(joint, "KERNEL_BYTES", {"cpu": 16 * 16 * 8 * 2})
-    anew = problem.kernel(0.7, torch.float64)
-    assert problem.kernel(0.7, torch.float64) is not anew
-    assert torch.equal(problem.kernel(0.7, torch.float64), anew)
-    narrow = problem.kernel(0.3, torch.bfloat16)
-    assert torch.equal(narrow, kept.bfloat16())
+    anew = kernel(0.7)
+    assert kernel(0.7) is not anew
+    assert torch.equal(kernel(0.7), anew)
+    assert torch.equal(kernel(0.3, torch.bfloat16), kept.bfloat16())
 
 
 def test_the_scale_is_the_curvature_with_all_other_inputs_refitted():

@@ -11,12 +11,12 @@ from hasslefree.core.cost import Cost, Need
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank
-from hasslefree.core.protocols import SharingSolver
+from hasslefree.core.protocols import LowRankSolver
 from hasslefree.core.rows import WHOLE, Rows
 
 
 @dataclass(frozen=True)
-class Adam(SharingSolver):
+class Adam(LowRankSolver):
     """A few Adam steps on f(u, v) = tr((T − uv) H (T − uv)ᵀ) from the factors of the round before.
 
     Scaled, it solves the same problem for T D and D⁻¹HD⁻¹ with D = diag(H)^½, which makes one learning rate fit all
@@ -30,6 +30,7 @@ class Adam(SharingSolver):
         scaled: the paper's is_scaled.
     """
 
+    shares_rows = True
     steps: int = 50
     learning_rate: float = 1e-2
     delay: int = 10

@@ -10,18 +10,19 @@ from hasslefree.core.cost import Cost, Need
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import orthonormal
 from hasslefree.core.low_rank import LowRank, subspace_steps
-from hasslefree.core.protocols import SharingSolver
+from hasslefree.core.protocols import LowRankSolver
 from hasslefree.core.rows import WHOLE, Rows
 
 
 @dataclass(frozen=True)
-class Subspace(SharingSolver):
+class Subspace(LowRankSolver):
     """Steps of orthogonal iteration (`subspace_steps`) from the basis of the round before; from noise in the first.
 
     Args:
         steps: iterations a round. first_steps: in the first round.
     """
 
+    shares_rows = True
     steps: int = 1
     first_steps: int = 4
 

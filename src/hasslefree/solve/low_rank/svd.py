@@ -1,7 +1,8 @@
-"""Truncated SVD: optimal for H = I (Eckart–Young); and its randomised form (Halko et al., arXiv 0909.4061)."""
+"""Truncated SVD: optimal for H = I (Eckart–Young); its randomised form; and the optimum for a diagonal H."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from hasslefree.core.cost import Cost, Need, sketched_svd_flops, svd_flops
 from hasslefree.core.gram import Gram
-from hasslefree.core.linalg import orthonormal
+from hasslefree.core.linalg import orthonormal, unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank, truncated_svd
-from hasslefree.core.protocols import LowRankSolver, SharingSolver
+from hasslefree.core.protocols import LowRankSolver
 from hasslefree.core.rows import WHOLE, Rows
 
 
@@ -19,10 +20,7 @@ from hasslefree.core.rows import WHOLE, Rows
 class SVD(LowRankSolver):
     """L = C_r(T). It does not look at H."""
 
-    def prepare(self, gram: Gram) -> None:
-        return None
-
-    def fit(self, target: Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
+    def fit(self, target: Tensor, prepared: None, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
         return truncated_svd(target, start.rank)
 
     def cost(self, out: int, width: int, rank: int) -> Cost:
@@ -30,8 +28,8 @@ class SVD(LowRankSolver):
 
 
 @dataclass(frozen=True)
-class RandomizedSVD(SharingSolver):
-    """L = Q·C_r(QᵀT), with Q an orthonormal basis of the range of (T Tᵀ)^p T Ω (arXiv 0909.4061, algorithm 4.4).
+class RandomizedSVD(LowRankSolver):
+    """L = Q·C_r(QᵀT), with Q an orthonormal basis of the range of (T Tᵀ)^p T Ω (Halko et al., arXiv 0909.4061, 4.4).
 
     Args:
         oversampling: columns of Ω beyond the rank.
@@ -39,12 +37,10 @@ class RandomizedSVD(SharingSolver):
         seed: of Ω, which is drawn again for every fit.
     """
 
+    shares_rows = True
     oversampling: int = 10
     iterations: int = 2
     seed: int = 0
-
-    def prepare(self, gram: Gram) -> None:
-        return None
 
     def fit(self, target: Tensor, prepared: None, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
         columns = min(start.rank + self.oversampling, *rows.shape(target))
@@ -59,3 +55,30 @@ class RandomizedSVD(SharingSolver):
     def cost(self, out: int, width: int, rank: int) -> Cost:
         flops = sketched_svd_flops(out, width, rank + self.oversampling, self.iterations)
         return Cost(flops, need=Need(large=1, thin=8))
+
+
+@dataclass(frozen=True)
+class DiagonalSVD(LowRankSolver):
+    """L = C_r(T D) D⁻¹ with D = diag(H)^½: the optimum for a diagonal H (arXiv 2502.00899, theorem 3.1; OATS).
+
+    Args:
+        svd: how C_r is computed: exactly, or by `RandomizedSVD`.
+    """
+
+    svd: SVD | RandomizedSVD = SVD()
+
+    def prepare(self, gram: Gram) -> Tensor:
+        return unit_diagonal_scale(gram.diagonal)
+
+    @property
+    def shares_rows(self) -> bool:
+        return self.svd.shares_rows
+
+    def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
+        scaled = self.svd.fit(target * prepared, None, start, round, rows)
+        return LowRank(scaled.u, scaled.v / prepared)
+
+    def cost(self, out: int, width: int, rank: int) -> Cost:
+        """That of the SVD, with T D beside T."""
+        found = self.svd.cost(out, width, rank)
+        return dataclasses.replace(found, need=found.need.joined(Need(large=2)))

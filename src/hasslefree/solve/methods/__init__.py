@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hasslefree.core.about import About
-from hasslefree.core.protocols import Method
+from hasslefree.core.protocols import About, Method
 from hasslefree.errors import BudgetError, GridError, UnknownNameError, option
 from hasslefree.solve.low_rank import LOW_RANK_SOLVERS
-from hasslefree.solve.low_rank.diagonal_svd import DiagonalSVD
 from hasslefree.solve.low_rank.exact import Exact
-from hasslefree.solve.low_rank.svd import SVD, RandomizedSVD
+from hasslefree.solve.low_rank.svd import SVD, DiagonalSVD, RandomizedSVD
 from hasslefree.solve.methods.alternating import AlternatingMinimization
 from hasslefree.solve.methods.joint import Joint
 from hasslefree.solve.methods.joint_on_grid import JointOnGrid
@@ -20,11 +18,9 @@ from hasslefree.solve.methods.pursuit import PrincipalComponentPursuit
 from hasslefree.solve.methods.three_block import ThreeBlock
 from hasslefree.solve.pruners import ABOUT as ABOUT_PRUNERS
 from hasslefree.solve.pruners import PRUNERS
-from hasslefree.solve.pruners.magnitude import Magnitude
+from hasslefree.solve.pruners.diagonal import Magnitude, RoundToNearest, Wanda
 from hasslefree.solve.pruners.osscar import OSSCAR
 from hasslefree.solve.pruners.refit import Refit
-from hasslefree.solve.pruners.round_to_nearest import RoundToNearest
-from hasslefree.solve.pruners.wanda import Wanda
 
 # λ over the mean of diag H of a refit, in a method without damping.
 REFIT_DAMPING = 0.01

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from hasslefree.core.cost import Cost, objective_flops
 from hasslefree.core.gram import Gram, relative
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import LowRankSolver, Pruned, Pruner, SharingMethod, Solution, fit_rows
+from hasslefree.core.protocols import LowRankSolver, Method, Pruned, Pruner, Solution
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError, NonFiniteError, option, with_arguments
 from hasslefree.solve.low_rank.adam import Adam
@@ -21,9 +21,12 @@ from hasslefree.solve.pruners.sparsegpt import SparseGPT
 
 REMEDY = f"raise the damping ({option('damping', 0.01)}) or use another low-rank solver ({option('low_rank', 'exact')})"
 
+# H, damped, and what the pruner and the low-rank solver prepared.
+Prepared = tuple[Gram, Any, Any]
+
 
 @dataclass(frozen=True)
-class AlternatingMinimization(SharingMethod):
+class AlternatingMinimization(Method):
     """S ← prune(W − L), L ← fit(W − S), over and over. The defaults are the paper's.
 
     Args:
@@ -59,7 +62,7 @@ class AlternatingMinimization(SharingMethod):
     def inner(self) -> Pruner:
         return self.pruner
 
-    def prepare(self, gram: Gram) -> tuple[Gram, Any, Any]:
+    def prepare(self, gram: Gram) -> Prepared:
         damped = gram.damped(self.damping)
         return damped, self.pruner.prepare(damped), self.low_rank.prepare(damped)
 
@@ -67,13 +70,7 @@ class AlternatingMinimization(SharingMethod):
         return self.pruner.shares_rows(pattern) and self.low_rank.shares_rows
 
     def solve(
-        self,
-        weight: Tensor,
-        prepared: tuple[Gram, Any, Any],
-        pattern: Pattern,
-        rank: int,
-        generator: torch.Generator,
-        rows: Rows = WHOLE,
+        self, weight: Tensor, prepared: Prepared, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
     ) -> Solution:
         gram, for_pruner, for_solver = prepared
         low_rank = LowRank.gaussian_start(weight, rank, generator, rows)
@@ -89,14 +86,14 @@ class AlternatingMinimization(SharingMethod):
         remarks: list[str] = []
         for t in range(self.rounds):
             if self.low_rank_first:
-                low_rank = fit_rows(self.low_rank, weight - found.sparse, for_solver, low_rank, t, rows)
+                low_rank = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, t, rows)
                 found = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
             else:
                 found = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
                 if t == 0:
                     # The pruner alone is the first candidate: Adam's steps have a fixed size, and can overshoot.
                     best, least = (found, low_rank), relative(gram.loss(weight - found.sparse, rows), norm)
-                low_rank = fit_rows(self.low_rank, weight - found.sparse, for_solver, low_rank, t, rows)
+                low_rank = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, t, rows)
             error = relative(gram.loss(low_rank.residual(weight, found.sparse), rows), norm)
             if not math.isfinite(error):
                 if math.isinf(least) or not self.keep_best:
@@ -111,7 +108,7 @@ class AlternatingMinimization(SharingMethod):
                 best, least = (found, low_rank), error
         found, low_rank = best
         if self.last_fit:
-            last = fit_rows(self.low_rank, weight - found.sparse, for_solver, low_rank, len(history), rows)
+            last = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, len(history), rows)
             error = relative(gram.loss(last.residual(weight, found.sparse), rows), norm)
             low_rank, history = (last, [*history, error]) if error < least else (low_rank, history)
         if least and not low_rank.v.any():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from hasslefree.core.cost import FLOAT, Cost, Need
 from hasslefree.core.gram import Gram
@@ -22,7 +24,7 @@ from hasslefree.core.linalg import (
 )
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import SharingMethod, Solution
+from hasslefree.core.protocols import Method, Solution
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError
 from hasslefree.solve.project import project_step
@@ -60,60 +62,36 @@ class ScaledProblem:
 
     scale: Tensor
     gram: Gram
-    _kernels: dict[float, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    kernels: dict[float, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def kernel(self, rho: float, dtype: torch.dtype) -> Tensor:
-        """K = H(H + ρI)⁻¹ = I − ρ(H + ρI)⁻¹: (in, in). Computed once for each ρ while there is room."""
-        found = self.kept(rho, dtype)
-        return self.keep(rho, self.computed(rho, dtype)) if found is None else found
-
-    def kept(self, rho: float, dtype: torch.dtype) -> Tensor | None:
-        """The kernel of this ρ, if it is there."""
-        found = self._kernels.get(rho)
-        return found if found is not None and found.dtype == dtype else None
-
-    def computed(self, rho: float, dtype: torch.dtype) -> Tensor:
-        """The kernel of this ρ, computed without the cache."""
+        """K = H(H + ρI)⁻¹ = I − ρ(H + ρI)⁻¹: (in, in)."""
         shifted = self.gram.matrix.clone()
         shifted.diagonal().add_(rho)
-        found = inverse_(shifted).mul_(-rho)
-        found.diagonal().add_(1)
-        return found.to(dtype)
+        kernel = inverse_(shifted).mul_(-rho)
+        kernel.diagonal().add_(1)
+        return kernel.to(dtype)
 
-    def keep(self, rho: float, kernel: Tensor) -> Tensor:
-        """The kernel of this ρ, kept for the next layer while there is room."""
-        if (len(self._kernels) + 1) * kernel.nbytes <= kernel_bytes(kernel.device.type):
-            self._kernels[rho] = kernel
-        return kernel
+    def kernels_from(self, first: int, growth: float, dtype: torch.dtype, rows: Rows = WHOLE) -> Iterator[Tensor]:
+        """K for ρ = growth^first, growth^(first + 1), …: (in, in), computed once for each ρ while there is room.
 
-
-@dataclass
-class KernelsInTurn:
-    """The kernels of one layer for ρ = growth^power, as ρ grows. Processes that share its rows compute one each, ahead.
-
-    A kernel costs as much whether few rows need it or many, and the powers come one after the other: so where one is
-    missing, the process with rank i computes that of power + i, and broadcasts it when its turn comes.
-    """
-
-    problem: ScaledProblem
-    growth: float
-    dtype: torch.dtype
-    rows: Rows
-    _first: int = 0
-    _ahead: Tensor | None = None
-
-    def __call__(self, power: int) -> Tensor:
-        """K: (in, in), the same in every process, all of which ask for the same powers."""
-        rho = self.growth**power
-        found = self.problem.kept(rho, self.dtype)
-        if self.rows.size == 1 or found is not None:
-            return self.problem.kernel(rho, self.dtype) if found is None else found
-        if self._ahead is None or not 0 <= power - self._first < self.rows.size:
-            self._first, self._ahead = power, None  # there may be no room for two
-            self._ahead = self.problem.computed(self.growth ** (power + self.rows.rank), self.dtype)
-        owner = power - self._first
-        mine = self._ahead if owner == self.rows.rank else torch.empty_like(self._ahead)
-        return self.problem.keep(rho, self.rows.broadcast(mine, owner))
+        Processes that share the rows of a layer compute one each, ahead: a kernel costs as much whether few rows need
+        it or many. Where one is missing, the process with rank i computes that of power + i, and broadcasts it when its
+        turn comes.
+        """
+        ahead: Tensor | None = None
+        for power in count(first):
+            kernel = self.kernels.get(growth**power)
+            if kernel is None or kernel.dtype != dtype:
+                if ahead is None or power - first >= rows.size:
+                    first, ahead = power, None  # there may be no room for two
+                    ahead = self.kernel(growth ** (power + rows.rank), dtype)
+                kernel = ahead if power - first == rows.rank else torch.empty_like(ahead)
+                kernel = rows.broadcast(kernel, power - first)
+                if (len(self.kernels) + 1) * kernel.nbytes <= kernel_bytes(kernel.device.type):
+                    self.kernels[growth**power] = kernel
+            yield kernel
+            del kernel
 
 
 def kernel_bytes(device: str) -> int:
@@ -122,7 +100,7 @@ def kernel_bytes(device: str) -> int:
 
 
 @dataclass(frozen=True)
-class Joint(SharingMethod):
+class Joint(Method):
     """S and L together: each round of the ADMM minimises over the dense copy of S and L at once.
 
     The minimum over the copy is exact for every L; L takes a step towards its own.
@@ -148,6 +126,7 @@ class Joint(SharingMethod):
     """
 
     step: ClassVar[str] = "part of the rounds, then sweep of the polish"
+    row_wise: ClassVar[bool] = True
     rounds: int = 100
     damping: float = 0.01
     penalty: float = 0.4
@@ -171,16 +150,13 @@ class Joint(SharingMethod):
         outer = torch.outer(scale, scale)
         return ScaledProblem(scale, Gram(torch.div(damped.matrix, outer, out=outer), damped.tokens))
 
-    def shares_rows(self, pattern: Pattern) -> bool:
-        return True
-
     def solve(
         self,
         weight: Tensor,
         prepared: ScaledProblem,
         pattern: Pattern,
         rank: int,
-        generator: torch.Generator,
+        generator: Generator,
         rows: Rows = WHOLE,
     ) -> Solution:
         low_rank = LowRank.gaussian_start(weight, rank, generator, rows)
@@ -270,8 +246,8 @@ class Joint(SharingMethod):
         target = torch.empty_like(weight)
         mask = pattern.mask(torch.mul(state, state, out=target))
         sparse = state * mask
-        kernels = KernelsInTurn(problem, self.growth, dtype, rows)
-        kernel = kernels(power)
+        kernels = problem.kernels_from(power, self.growth, dtype, rows)
+        kernel = next(kernels)
         course: list[float] = []
         parts = min(PARTS, self.rounds // 5)
         torch.add(weight, state, out=target).sub_(sparse, alpha=2)  # T = W − S + Y
@@ -288,9 +264,8 @@ class Joint(SharingMethod):
             if t * parts // self.rounds < (t + 1) * parts // self.rounds < parts:
                 course.append(sampled_loss(problem.gram, weight, sparse, low_rank, rows))
             if self.moves_too_much(mask, last, t + 1, rows):
-                power += 1
                 del kernel  # there may be no room for two
-                kernel = kernels(power)
+                kernel = next(kernels)
                 state.sub_(sparse).div_(self.growth)  # Y ← Y·ρ_before/ρ
                 torch.sub(weight, sparse, out=target).add_(state)
         return sparse, mask, low_rank, course

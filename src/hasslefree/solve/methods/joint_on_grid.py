@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from hasslefree.core.cost import Cost, objective_flops
 from hasslefree.core.gram import Gram, relative
@@ -15,6 +15,7 @@ from hasslefree.core.linalg import masked_cg
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import Method, Solution
+from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError
 from hasslefree.solve.low_rank.exact import Exact
 from hasslefree.solve.methods.joint import Joint
@@ -22,6 +23,9 @@ from hasslefree.solve.pruners.sparsegpt import SparseGPT
 
 # Of conjugate gradients, before each sweep; they begin where the last sweep ended.
 CG_STEPS = 20
+
+# H, damped, and what `Joint`, the sweep and the exact fit prepared.
+Prepared = tuple[Gram, Any, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,17 +52,12 @@ class JointOnGrid(Method):
         if self.turns < 1:
             raise BudgetError(f"turns must be at least 1, got {self.turns}")
 
-    def prepare(self, gram: Gram) -> tuple[Gram, Any, Tensor, Tensor]:
+    def prepare(self, gram: Gram) -> Prepared:
         damped = gram.damped(self.damping)
         return damped, self._joint().prepare(gram), SparseGPT().prepare(damped), Exact().prepare(damped)
 
     def solve(
-        self,
-        weight: Tensor,
-        prepared: tuple[Gram, Any, Tensor, Tensor],
-        pattern: Pattern,
-        rank: int,
-        generator: torch.Generator,
+        self, weight: Tensor, prepared: Prepared, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
     ) -> Solution:
         gram, for_joint, for_sweep, for_fit = prepared
         if pattern.kept((weight.shape[0], weight.shape[1])) == weight.numel():

@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from hasslefree.core.cost import Cost, objective_flops
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import Pruner, SharingMethod, Solution
+from hasslefree.core.protocols import Method, Pruner, Solution
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError
 
+# H, damped, and what the pruner prepared.
+Prepared = tuple[Gram, Any]
+
 
 @dataclass(frozen=True)
-class Prune(SharingMethod):
+class Prune(Method):
     """S ← prune(W), and no low-rank part.
 
     Args:
@@ -40,7 +42,7 @@ class Prune(SharingMethod):
                 ("rank", "method"),
             )
 
-    def prepare(self, gram: Gram) -> tuple[Gram, Any]:
+    def prepare(self, gram: Gram) -> Prepared:
         damped = gram.damped(self.damping)
         return damped, self.pruner.prepare(damped)
 
@@ -48,13 +50,7 @@ class Prune(SharingMethod):
         return self.pruner.shares_rows(pattern)
 
     def solve(
-        self,
-        weight: Tensor,
-        prepared: tuple[Gram, Any],
-        pattern: Pattern,
-        rank: int,
-        generator: torch.Generator,
-        rows: Rows = WHOLE,
+        self, weight: Tensor, prepared: Prepared, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
     ) -> Solution:
         gram, for_pruner = prepared
         found = self.pruner.prune(weight, for_pruner, pattern)

@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from hasslefree.core.cost import Cost, Need, svd_flops
-from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank, truncated_svd
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Solution
+from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError
 
 
@@ -51,11 +51,8 @@ class PrincipalComponentPursuit(Method):
         if self.growth <= 1:
             raise BudgetError(f"growth must be above 1, got {self.growth}", ("growth",))
 
-    def prepare(self, gram: Gram) -> None:
-        return None
-
     def solve(
-        self, weight: Tensor, prepared: None, pattern: Pattern, rank: int, generator: torch.Generator
+        self, weight: Tensor, prepared: None, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
     ) -> Solution:
         norm = weight.square().sum(dtype=torch.float64).item()
         history: list[float] = []

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from hasslefree.core.cost import SPECTRAL, Cost, Need, admm_flops
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.protocols import SharingMethod, Solution, fit_rows
+from hasslefree.core.protocols import Method, Solution
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.solve.admm import ScaledSpectrum, SupportPenalty
 from hasslefree.solve.low_rank.svd import RandomizedSVD
 
+# H, damped; its scaled spectrum; and the Cholesky factor of the scaled H.
+Prepared = tuple[Gram, ScaledSpectrum, Tensor]
+
 
 @dataclass(frozen=True)
-class ThreeBlock(SharingMethod):
+class ThreeBlock(Method):
     """One round minimises over Z, then S, updates the dual, and fits L to W − Z; the hyper-parameters are the authors'.
 
     L minimises tr((W−Z−L) H (W−Z−L)ᵀ) by a randomised SVD of (W − Z) C with H = C Cᵀ. The authors whiten with an
@@ -32,26 +36,18 @@ class ThreeBlock(SharingMethod):
     With rank 0 it is ALPS without the refit.
     """
 
+    row_wise: ClassVar[bool] = True
     penalty: SupportPenalty = SupportPenalty(0.1, every=10, most=2000, growth=(1.1, 1.05, 1.02), settled=100)
     damping: float = 0.01
     svd: RandomizedSVD = RandomizedSVD(oversampling=5, iterations=2)
 
-    def prepare(self, gram: Gram) -> tuple[Gram, ScaledSpectrum, Tensor]:
+    def prepare(self, gram: Gram) -> Prepared:
         damped = gram.damped(self.damping)
         spectrum = ScaledSpectrum.of(damped)
         return damped, spectrum, lower_cholesky(spectrum.matrix).to(spectrum.matrix.dtype)
 
-    def shares_rows(self, pattern: Pattern) -> bool:
-        return True
-
     def solve(
-        self,
-        weight: Tensor,
-        prepared: tuple[Gram, ScaledSpectrum, Tensor],
-        pattern: Pattern,
-        rank: int,
-        generator: torch.Generator,
-        rows: Rows = WHOLE,
+        self, weight: Tensor, prepared: Prepared, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
     ) -> Solution:
         gram, spectrum, factor = prepared
         best = LowRank.gaussian_start(weight, rank, generator, rows)
@@ -59,7 +55,7 @@ class ThreeBlock(SharingMethod):
         def fit(target: Tensor) -> Tensor:
             nonlocal best
             if rank:
-                white = fit_rows(self.svd, target @ factor, None, best, 0, rows)
+                white = self.svd.fit(target @ factor, None, best, 0, rows)
                 best = LowRank(white.u, torch.linalg.solve_triangular(factor, white.v, upper=False, left=False))
             return best.product()
 

@@ -13,7 +13,7 @@ from hasslefree.core.cost import Cost, Need
 from hasslefree.core.gram import Gram
 from hasslefree.core.patterns import Pattern, Structured
 from hasslefree.core.protocols import Pruned, Pruner
-from hasslefree.solve.pruners.wanda import Wanda
+from hasslefree.solve.pruners.diagonal import Wanda
 
 
 @dataclass(frozen=True)

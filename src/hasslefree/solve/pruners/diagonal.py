@@ -1,8 +1,7 @@
-"""Rounding to the nearest value of a grid: for a fixed grid optimal for H = I, and for a diagonal H too."""
-
-from __future__ import annotations
+"""Pruners that are optimal for a diagonal H: magnitude (for H = I), Wanda, and rounding to nearest for a given grid."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -11,6 +10,35 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Pruned, Pruner
+
+
+@dataclass(frozen=True)
+class Magnitude(Pruner):
+    """S keeps the entries with the largest T². It does not look at H (Han et al. 2015)."""
+
+    row_wise: ClassVar[bool] = True
+
+    def prune(self, target: Tensor, prepared: None, pattern: Pattern) -> Pruned:
+        return Pruned(target * pattern.mask(target.square()))
+
+    def cost(self, out: int, width: int) -> Cost:
+        return Cost(0, need=SCORED)
+
+
+@dataclass(frozen=True)
+class Wanda(Pruner):
+    """S keeps the entries with the largest T²·H_jj, the square of Wanda's `|T|·‖X_j‖` (arXiv 2306.11695)."""
+
+    row_wise: ClassVar[bool] = True
+
+    def prepare(self, gram: Gram) -> Tensor:
+        return gram.diagonal
+
+    def prune(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Pruned:
+        return Pruned(target * pattern.mask(target.square() * prepared))
+
+    def cost(self, out: int, width: int) -> Cost:
+        return Cost(0, need=SCORED)
 
 
 @dataclass(frozen=True)
@@ -24,14 +52,12 @@ class RoundToNearest(Pruner):
         weighted: choose the support by the diagonal of H. Without pruning it makes no difference.
     """
 
+    row_wise: ClassVar[bool] = True
     grid: Grid = Grid()
     weighted: bool = False
 
     def prepare(self, gram: Gram) -> Tensor | None:
         return gram.diagonal if self.weighted else None
-
-    def shares_rows(self, pattern: Pattern) -> bool:
-        return True
 
     def prune(self, target: Tensor, prepared: Tensor | None, pattern: Pattern) -> Pruned:
         scaling = self.grid.scaling(target)
