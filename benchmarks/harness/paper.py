@@ -16,7 +16,6 @@ from hasslefree.data import check_text
 from hasslefree.errors import RecipeError, UnknownNameError
 from hasslefree.evaluation.tasks import check_tasks
 from hasslefree.recipe.recipe import Recipe
-from hasslefree.recipe.resolved import EFFORTS
 from hasslefree.solve.methods import METHODS, settings_of
 
 RECIPES = ROOT / "recipes"
@@ -33,7 +32,7 @@ MODELS = {
 }
 
 # The paper decomposes single layers; nothing is done between layers.
-LAYERS_ALONE: dict[str, Any] = dataclasses.asdict(EFFORTS["fast"])
+LAYERS_ALONE: dict[str, Any] = {"effort": "fast"}
 
 # Methods that are not in the paper → changes to the recipe of `joint`. They can be added to every setting with a
 # low-rank part. 3BASiL was published after the paper.

@@ -28,8 +28,7 @@ SMALL = Scale(rank=4, samples=2, seqlen=32, rounds=1, calibration=str(CALIBRATIO
 @pytest.mark.parametrize("name", ["joint-2-4-rank-64", "oats-2-8-ratio-50", "dsnot-2-4"])
 def test_a_scale_changes_what_it_says_and_nothing_else(name):
     """Oracle: the recipe. A rank that follows from a ratio stays, and a method without rounds has none."""
-    alone = {"allocate": "uniform", "match_blocks": False, "match_predictions": 0}
-    plain = Recipe.from_yaml(RECIPES / f"{name}.yaml", **alone)
+    plain = Recipe.from_yaml(RECIPES / f"{name}.yaml", effort="fast")
     changed = {"samples": 2, "seqlen": 32, "calibration": str(CALIBRATION), "dtype": "float32"}
     changed |= {"rank": 4} if "rank-64" in name else {}
     changed |= {} if name.startswith("dsnot") else {"rounds": 1}
