@@ -121,7 +121,7 @@ def cost(job: Job, device: torch.device) -> Footprint | None:
     try:
         return estimate_model(job.model, job.recipe, device, "device")
     except HasslefreeError as error:
-        raise error.under(job.name) from None
+        raise error.within(job.name) from None
 
 
 def cost_table(

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from hasslefree.recipe.fields import Fields
+from hasslefree.recipe.fields import Fields, help_of
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -41,7 +41,7 @@ def recipe() -> str:
     groups: dict[str, list[str]] = {}
     for field in dataclasses.fields(Fields):
         default = "" if field.default in (None, ()) else f"`{field.default}`"
-        row = f"| `{field.name}` | {type_words(types[field.name])} | {default} | {field.metadata['description']} |"
+        row = f"| `{field.name}` | {type_words(types[field.name])} | {default} | {help_of(field.name)} |"
         groups.setdefault(field.metadata["group"], []).append(row)
     head = "| field | type | default | |\n| --- | --- | --- | --- |"
     return "\n\n".join("\n".join([f"## {group}\n", head, *rows]) for group, rows in groups.items())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Self
 
 # An option in a message stands between the outer two, its two forms on either side of the one in the middle.
@@ -41,11 +41,6 @@ class Problem:
     def __str__(self) -> str:
         return f"{self.where}: {self.message}" if self.where else self.message
 
-    def at(self, places: Mapping[str, Any], default: Any) -> Problem:
-        """The same problem with the places of its fields, or the default if none of them was given."""
-        where = ", ".join(dict.fromkeys(str(places[name]) for name in self.fields if name in places))
-        return replace(self, where=where or str(default))
-
 
 class HasslefreeError(ValueError):
     """Base class: the message names the thing, where it is, and the remedy.
@@ -61,17 +56,9 @@ class HasslefreeError(ValueError):
 
     def within(self, where: str) -> Self:
         """The same error, with the place where it occurred at its end."""
-        return self._saying(f"{self.message} ({where})")
-
-    def under(self, heading: str) -> Self:
-        """The same error, with a heading before it."""
-        return self._saying(f"{heading}: {self.message}")
-
-    def _saying(self, message: str) -> Self:
-        # Subclasses may take other arguments.
-        found = type(self).__new__(type(self))
-        HasslefreeError.__init__(found, message, self.fields)
-        return found
+        error = type(self).__new__(type(self))  # subclasses may take other arguments
+        HasslefreeError.__init__(error, f"{self.message} ({where})", self.fields)
+        return error
 
 
 class VersionError(HasslefreeError):

@@ -8,7 +8,7 @@ from typing import Any
 from wrapt import register_post_import_hook
 
 # Each module adds its commands to the application; within a heading, the help lists them in this order.
-from hasslefree.cli import compress, demo, evaluate, folder, generate, methods, programs  # noqa: F401
+from hasslefree.cli import compress, evaluate, folder, generate  # noqa: F401
 from hasslefree.cli.common import app, errors
 from hasslefree.errors import HasslefreeError, with_flags
 

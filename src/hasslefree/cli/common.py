@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,16 +37,12 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
 
 
-@contextmanager
-def before_writing() -> Iterator[None]:
-    """An interruption within it reports that nothing was written."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("Interrupted before anything was written.") from None
-
-
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
+    """An option under a heading of the help."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
 
 def print_versions(wanted: bool) -> None:
@@ -58,19 +52,15 @@ def print_versions(wanted: bool) -> None:
         raise typer.Exit
 
 
+VERSIONS = "Print the versions of hasslefree, Python, torch and transformers."
+
+
 @app.callback(
     epilog="`hasslefree demo` shows a compression in minutes, and `hasslefree COMMAND --help` lists all options."
 )
 def root(
     versions: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            callback=print_versions,
-            is_eager=True,
-            show_default=False,
-            help="Print the versions of hasslefree, Python, torch and transformers.",
-        ),
+        bool, typer.Option("--version", callback=print_versions, is_eager=True, show_default=False, help=VERSIONS)
     ] = False,
 ) -> None:
     """Make a language model smaller: every linear layer of its blocks becomes sparse plus low-rank."""
@@ -89,7 +79,7 @@ def leave_standard_output(as_json: bool) -> bool:
 
 
 def check_output_file(output: Path | None) -> Path | None:
-    """The file of --output. Raises an OutputError where it cannot be a file."""
+    """The file of --output. Raises an OutputError if it cannot be a file."""
     if output is not None and output.is_dir():
         raise OutputError(f"--output {output} is a folder; give the path of a file")
     if output is not None and not output.resolve().parent.is_dir():
@@ -97,28 +87,15 @@ def check_output_file(output: Path | None) -> Path | None:
     return output
 
 
-DEVICE = typer.Option(help="cpu, cuda, cuda:1, … (default: the GPU if there is one).", rich_help_panel=RUN)
-TRUST = typer.Option(
-    "--trust-remote-code", help="Run Python code that comes with the model (default: off).", rich_help_panel=RUN
-)
-Quiet = Annotated[
-    bool,
-    typer.Option(
-        "--quiet", "-q", callback=set_quiet, show_default=False, rich_help_panel=OUTPUT,
-        help="Print errors only (and the JSON of --json).",
-    ),
-]  # fmt: skip
-Json = Annotated[
-    bool,
-    typer.Option(
-        "--json", callback=leave_standard_output, show_default=False, rich_help_panel=OUTPUT,
-        help="Print the results as JSON on standard output, and everything else on standard error.",
-    ),
-]  # fmt: skip
-Output = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", callback=check_output_file, rich_help_panel=OUTPUT, help="Write that JSON to FILE."),
-]
+DEVICE = option(RUN, "cpu, cuda, cuda:1, … (default: the GPU if there is one).")
+TRUST = option(RUN, "Run Python code that comes with the model (default: off).", "--trust-remote-code")
+ONLY_ERRORS = "Print errors only (and the JSON of --json)."
+AS_JSON = "Print the results as JSON on standard output, and everything else on standard error."
+Device = Annotated[str | None, DEVICE]
+Trust = Annotated[bool, TRUST]
+Quiet = Annotated[bool, option(OUTPUT, ONLY_ERRORS, "--quiet", "-q", callback=set_quiet, show_default=False)]
+Json = Annotated[bool, option(OUTPUT, AS_JSON, "--json", callback=leave_standard_output, show_default=False)]
+Output = Annotated[Path | None, option(OUTPUT, "Write that JSON to FILE.", metavar="FILE", callback=check_output_file)]
 
 
 def show(results: dict[str, Any], output: Path | None, as_json: bool, *tables: RenderableType) -> None:

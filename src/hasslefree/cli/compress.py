@@ -1,9 +1,10 @@
-"""The commands `compress` and `plan`."""
+"""The commands that lead to a compression: `compress`, `plan`, `methods` and `demo`."""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,32 +13,33 @@ import typer
 from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import (
     COMPRESS,
-    DEVICE,
     OUTPUT,
     QUIET_PROCESS,
     RUN,
-    TRUST,
+    TRY,
+    Device,
     Json,
     Output,
     Quiet,
+    Trust,
     app,
-    before_writing,
     console,
+    option,
     say,
     show,
 )
 from hasslefree.errors import with_flags
 from hasslefree.recipe.options import with_recipe
 
+RESUME = "Resume an interrupted run from its last finished block (default: off)."
+OVERWRITE = "Replace OUT if it is not empty, and start from the first block (default: off)."
 ADVISE = (
     "Instead of a plan, list the patterns and ranks that lose least within BYTES of weights, such as 150MB or 1.5GB; "
     "this reads the model and the calibration text."
 )
-ACTIVATIONS = typer.Option(
-    help="Where hidden states are kept between blocks: device, cpu (in RAM) or disk.", rich_help_panel=RUN
-)
+PROCESSES = "Number of processes under torchrun; figures are for each."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model: a hub name or a local folder.")]
-Trust = Annotated[bool, TRUST]
+Activations = Annotated[str, option(RUN, "Where hidden states are kept between blocks: device, cpu (in RAM) or disk.")]
 
 
 @app.command(rich_help_panel=COMPRESS, epilog="Example: hasslefree compress MODEL OUT --pattern 2:4 --rank 64")
@@ -46,34 +48,22 @@ def compress(
     model: Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     recipe: Any,
-    device: Annotated[str | None, DEVICE] = None,
-    activations: Annotated[str, ACTIVATIONS] = "device",
+    device: Device = None,
+    activations: Activations = "device",
     trust_remote_code: Trust = False,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Resume an interrupted run from its last finished block (default: off).",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = False,
-    overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite",
-            help="Replace OUT if it is not empty, and start from the first block (default: off).",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = False,
+    resume: Annotated[bool, option(OUTPUT, RESUME, "--resume")] = False,
+    overwrite: Annotated[bool, option(OUTPUT, OVERWRITE, "--overwrite")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Compress MODEL into the folder OUT, which transformers loads."""
-    with before_writing():
+    try:
         from hasslefree.folder.journal import kept
         from hasslefree.folder.record import summary_table
         from hasslefree.report.content import write_seconds
         from hasslefree.run.compress import compress as compress_model
         from hasslefree.run.tables import phase_table
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("Interrupted before anything was written.") from None
 
     try:
         with phase_bars() as progress:
@@ -102,14 +92,11 @@ def compress(
 def plan(
     model: Model,
     recipe: Any,
-    device: Annotated[str | None, DEVICE] = None,
-    activations: Annotated[str, ACTIVATIONS] = "device",
-    processes: Annotated[
-        int,
-        typer.Option(help="Number of processes under torchrun; figures are for each.", min=1, rich_help_panel=RUN),
-    ] = 1,
+    device: Device = None,
+    activations: Activations = "device",
+    processes: Annotated[int, option(RUN, PROCESSES, min=1)] = 1,
     trust_remote_code: Trust = False,
-    advise: Annotated[str | None, typer.Option(help=ADVISE, metavar="BYTES", rich_help_panel=OUTPUT)] = None,
+    advise: Annotated[str | None, option(OUTPUT, ADVISE, metavar="BYTES")] = None,
     as_json: Json = False,
     output: Output = None,
     quiet: Quiet = False,
@@ -120,44 +107,61 @@ def plan(
     """
     from hasslefree.models.load import resolve_device
 
-    if advise is not None:
-        show_advice(model, advise, recipe, device, activations, trust_remote_code, output, as_json)
+    if advise is None:
+        from hasslefree.run.estimate import estimate_model, to_dict
+        from hasslefree.run.memory import as_run
+        from hasslefree.run.tables import estimate_table
+
+        target = resolve_device(device)
+        estimate = as_run(estimate_model(model, recipe, target, activations, processes, trust_remote_code), target)
+        show(to_dict(estimate), output, as_json, estimate_table(estimate, target))
         return
-    from hasslefree.run.estimate import estimate_model, to_dict
-    from hasslefree.run.memory import as_run
-    from hasslefree.run.tables import estimate_table
 
-    target = resolve_device(device)
-    found = as_run(estimate_model(model, recipe, target, activations, processes, trust_remote_code), target)
-    show(to_dict(found), output, as_json, estimate_table(found, target))
-
-
-def show_advice(
-    model: str,
-    budget: str,
-    recipe: Any,
-    device: str | None,
-    activations: str,
-    trust: bool,
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    """Patterns and ranks within a budget of bytes, as a table, the best one first; and the command for that."""
     from hasslefree.folder.repeat import compress_command
     from hasslefree.run.advise import advise as advise_on
     from hasslefree.run.tables import advice_table
     from hasslefree.units import bytes_of
 
+    options: dict[str, Any] = {"device": device, "activations": activations, "trust_remote_code": trust_remote_code}
     with phase_bars() as progress:
-        found = advise_on(
-            model,
-            bytes_of(budget),
-            recipe,
-            device=device,
-            activations=activations,
-            trust_remote_code=trust,
-            progress=progress,
-        )
-    show({"advice": [dataclasses.asdict(each) for each in found]}, output, as_json, advice_table(found))
-    chosen = dataclasses.replace(recipe, pattern=found[0].pattern, rank=found[0].rank)
-    say(shlex.join(compress_command(model, "OUT", chosen)))
+        advice = advise_on(model, bytes_of(advise), recipe, progress=progress, **options)
+    show({"advice": [dataclasses.asdict(row) for row in advice]}, output, as_json, advice_table(advice))
+    best = dataclasses.replace(recipe, pattern=advice[0].pattern, rank=advice[0].rank)
+    say(shlex.join(compress_command(model, "OUT", best)))
+
+
+@app.command(rich_help_panel=COMPRESS)
+def methods(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="List the settings of this method, pruner or low-rank solver instead."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List methods, pruners, low-rank solvers, patterns and efforts."""
+    from hasslefree.recipe import listing
+
+    results, text = listing.overview() if name is None else listing.settings_of(name)
+    show(results, None, as_json, text)
+
+
+@app.command(rich_help_panel=TRY)
+def demo(
+    out: Annotated[
+        Path | None, option(OUTPUT, "Folder for the compressed models (default: they are not kept).")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds of hassle-free; the paper takes 80.", min=1)] = 20,
+    quiet: Quiet = False,
+) -> None:
+    """Compress a small model that ships with the package, in minutes.
+
+    Several methods are compared by perplexity; then the dense and the last compressed model continue a prompt.
+    """
+    from hasslefree.demo.run import demo_table, run_demo, sample_table
+
+    start = time.perf_counter()
+    with phase_bars() as progress:
+        result = run_demo(out, rounds, progress)
+    console.print(demo_table(result.rows))
+    console.print(sample_table(result.samples))
+    say(f"Finished in {time.perf_counter() - start:.0f} seconds.")

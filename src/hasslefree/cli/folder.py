@@ -1,4 +1,4 @@
-"""The commands that read a compressed folder: `inspect`, `report` and `export`."""
+"""The commands that use a compressed folder: `inspect`, `report`, `export` and `run`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from hasslefree.cli.common import (
     app,
     check_output_file,
     console,
+    option,
     say,
     show,
 )
@@ -28,15 +29,19 @@ from hasslefree.errors import OutputError, PromptError
 SAMPLES = "Samples of text"
 
 
+LAYERS = "List every layer, not only every kind of layer (default: off)."
+FORMATS = (
+    "dense (plain weights), peft (sparse weights and a LoRA adapter) or narrow (without the heads and neurons that are "
+    "zero)."
+)
+OVERWRITE = "Replace DEST if it is not empty (default: off)."
+Folder = Annotated[Path, typer.Argument(metavar="OUT", help="A folder that `hasslefree compress` wrote.")]
+
+
 @app.command(rich_help_panel=MEASURE)
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that `hasslefree compress` wrote.")],
-    layers: Annotated[
-        bool,
-        typer.Option(
-            "--layers", help="List every layer, not only every kind of layer (default: off).", rich_help_panel=OUTPUT
-        ),
-    ] = False,
+    folder: Folder,
+    layers: Annotated[bool, option(OUTPUT, LAYERS, "--layers")] = False,
     as_json: Json = False,
     output: Output = None,
     quiet: Quiet = False,
@@ -48,8 +53,8 @@ def inspect(
     from hasslefree.folder.inspect import inspect_folder
     from hasslefree.folder.listing import kind_table, layer_table
 
-    found = inspect_folder(folder)
-    show(found.to_dict(), output, as_json, layer_table(found) if layers else kind_table(found))
+    sizes = inspect_folder(folder)
+    show(sizes.to_dict(), output, as_json, layer_table(sizes) if layers else kind_table(sizes))
 
 
 @app.command(name="report", rich_help_panel=MEASURE)
@@ -119,23 +124,11 @@ def report_page(
 
 @app.command(rich_help_panel=ELSEWHERE)
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that `hasslefree compress` wrote.")],
+    folder: Folder,
     destination: Annotated[Path, typer.Argument(metavar="DEST", help="The folder to write.")],
-    to: Annotated[
-        str,
-        typer.Option(
-            help="dense (plain weights), peft (sparse weights and a LoRA adapter) or narrow (without the heads and "
-            "neurons that are zero).",
-            rich_help_panel=OUTPUT,
-        ),
-    ],
-    max_shard_size: Annotated[
-        str, typer.Option(help="Size of the largest weight file.", rich_help_panel=OUTPUT)
-    ] = "5GB",
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Replace DEST if it is not empty (default: off).", rich_help_panel=OUTPUT),
-    ] = False,
+    to: Annotated[str, option(OUTPUT, FORMATS)],
+    max_shard_size: Annotated[str, option(OUTPUT, "Size of the largest weight file.")] = "5GB",
+    overwrite: Annotated[bool, option(OUTPUT, OVERWRITE, "--overwrite")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a compressed model for programs without hasslefree."""
@@ -144,3 +137,22 @@ def export(
     with phase_bars() as progress:
         export_model(folder, destination, to, overwrite=overwrite, max_shard_size=max_shard_size, progress=progress)
     say(f"Written to {destination}.")
+
+
+# What follows PROGRAM belongs to that program, whatever it looks like.
+@app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=ELSEWHERE)
+def run(
+    program: Annotated[
+        str, typer.Argument(metavar="PROGRAM", help="A console script, a module that `python -m` runs, or a .py file.")
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the program.")] = None,
+) -> None:
+    """Run a Python program that can load compressed folders.
+
+    The program, and the Python processes that it starts, load them through transformers as any other model.
+
+    For example: hasslefree run lm_eval --model hf --model_args pretrained=OUT --tasks piqa
+    """
+    from hasslefree.launch.program import run_program
+
+    run_program(program, arguments or [])

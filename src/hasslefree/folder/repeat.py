@@ -38,7 +38,7 @@ def command_of(report: Record, out: str = "OUT", trust_remote_code: bool = False
     if report.own_segments:
         return None
     given = {name: value for name, value in report.recipe.items() if value is not None and name not in FORMER_FIELDS}
-    recipe = Recipe.from_dict(given | {"seqlen": report.seqlen})
+    recipe = Recipe(**given | {"seqlen": report.seqlen})
     words = compress_command(report.model, out, recipe)
     if report.device != "cuda":
         words += ["--device", report.device]

@@ -21,128 +21,88 @@ TEXT, LEVERS = "Calibration", "Beyond the layer"
 GROUPS = (BUDGET, METHOD, GRID, TEXT, LEVERS)
 
 Allocate = Literal["uniform", "owl", "error"]
+CONFIG = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
 
 
-def declared(default: Any, group: str, help: str, **options: Any) -> Any:
+def declared(default: Any, group: str, **options: Any) -> Any:
     """A field. options: limits of pydantic, such as ge=0; `flags` if the flags are not --name and --no-name."""
-    return dataclasses.field(default=default, metadata={"group": group, "description": help, **options})
+    return dataclasses.field(default=default, metadata={"group": group, **options})
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=CONFIG)
 class Fields:
-    """The fields of a `Recipe`."""
+    """The fields of a `Recipe`. The text below a field is its help on the command line and in the documentation."""
 
-    pattern: str | None = declared(
-        None,
-        BUDGET,
-        "Which entries of S may be non-zero: N:M (such as 2:4), unstructured, row, structured (whole input channels) "
-        "or dense (default: 2:4; dense for methods with a grid).",
-    )
-    rank: int | None = declared(
-        None, BUDGET, "Rank of L; 0 for a sparse matrix alone (no default: give a rank or a ratio)."
-    )
-    sparsity: float | None = declared(
-        None, BUDGET, "Share of zeros in S, for the patterns unstructured, row and structured (no default)."
-    )
-    ratio: float | None = declared(
-        None, BUDGET, "Share of the parameters to remove from each layer; it determines the rank (no default)."
-    )
-    rank_share: float | None = declared(
-        None,
-        BUDGET,
-        "Share of the kept parameters that L gets; needed with a ratio and a pattern other than N:M (no default).",
-    )
-    method: str = declared("joint", METHOD, "How each layer is decomposed; `hasslefree methods` lists the methods.")
-    effort: Literal["fast", "balanced", "best"] | None = declared(
-        None,
-        LEVERS,
-        "What is done besides decomposing single layers: fast (nothing), balanced (train the kept values of the whole "
-        "model) or best (also train each block, and move rank between layers) (default: balanced for joint, fast for "
-        "other methods).",
-    )
-    allocate: Allocate | None = declared(
-        None,
-        LEVERS,
-        "Share of each layer in the rank and the non-zeros: uniform (the same for every layer), error (more for layers "
-        "whose pruning hurts predictions most) or owl (more for blocks with more outliers) (default: the effort's).",
-    )
-    pruner: str | None = declared(
-        None,
-        METHOD,
-        "Pruner of an alternating method such as hassle-free; `hasslefree methods` lists the pruners (default: the "
-        "method's).",
-    )
-    low_rank: str | None = declared(
-        None,
-        METHOD,
-        "Low-rank solver of an alternating method such as hassle-free; `hasslefree methods` lists the solvers "
-        "(default: the method's).",
-    )
-    rounds: int | None = declared(
-        None,
-        METHOD,
-        "Iterations of the method: more take longer and fit better (default: the effort's for joint, and the method's "
-        "own otherwise).",
-    )
-    damping: float | None = declared(
-        None,
-        METHOD,
-        "Ridge on the diagonal of H, the second moment of a layer's inputs, as a multiple of its mean (default: the "
-        "method's).",
-        ge=0,
-        allow_inf_nan=False,
-    )
-    refit: bool = declared(False, METHOD, "After pruning, fit the kept entries again by least squares.")
-    bits: int | None = declared(None, GRID, "Bits of an entry of S, 4 or 8, for methods with a grid (default: 4).")
-    group_size: int | None = declared(
-        None, GRID, "Consecutive inputs that share a scale; 0 for a whole row (default: 64).", ge=0
-    )
-    symmetric: bool | None = declared(
-        None,
-        GRID,
-        "A grid that is symmetric around zero, or one from the smallest to the largest entry (default: asymmetric).",
-        flags=("--symmetric/--asymmetric",),
-    )
-    factor_bits: int | None = declared(None, GRID, "8 to store both factors of L as int8 (default: the model's dtype).")
-    calibration: str = declared(
-        "c4", TEXT, "Text on which the layers are fitted: c4, wikitext2, ptb, or a .txt or .jsonl file."
-    )
-    samples: int = declared(128, TEXT, "Number of calibration segments.", ge=1)
-    seqlen: int | None = declared(
-        None, TEXT, "Tokens in a segment (default: 2048, or the model's limit if that is less).", ge=2
-    )
-    sequential: Literal["layer", "block"] = declared(
-        "layer",
-        TEXT,
-        "When the inputs of layers are collected again: layer (after each group of layers; slower, better) or block "
-        "(once per block).",
-    )
-    match_predictions: int | None = declared(
-        None,
-        LEVERS,
-        "Tokens of new calibration text on which the kept values of the whole model are trained to predict what the "
-        "dense model predicts; 0 for none (default: the effort's).",
-        ge=0,
-    )
-    rotate: bool = declared(
-        False,
-        LEVERS,
-        "First rotate the residual stream and the values of attention heads, where neighbouring weights can absorb the "
-        "rotation, so that pruning removes less.",
-    )
-    leave_dense: tuple[str, ...] = declared(
-        (),
-        BUDGET,
-        "Globs over names of layers or parameters that stay as they are, such as '*.0.*' (default: none).",
-        strict=False,  # a list becomes a tuple
-    )
-    dtype: Dtype = declared(
-        "auto", BUDGET, "Dtype of the compressed model: auto (the checkpoint's), float32, bfloat16 or float16."
-    )
-    seed: int = declared(0, TEXT, "Seed of all random numbers.", ge=0, lt=2**63)
+    pattern: str | None = declared(None, BUDGET)
+    """Which entries of S may be non-zero: N:M (such as 2:4), unstructured, row, structured (whole input channels) or
+    dense (default: 2:4; dense for methods with a grid)."""
+    rank: int | None = declared(None, BUDGET)
+    """Rank of L; 0 for a sparse matrix alone (no default: give a rank or a ratio)."""
+    sparsity: float | None = declared(None, BUDGET)
+    """Share of zeros in S, for the patterns unstructured, row and structured (no default)."""
+    ratio: float | None = declared(None, BUDGET)
+    """Share of the parameters to remove from each layer; it determines the rank (no default)."""
+    rank_share: float | None = declared(None, BUDGET)
+    """Share of the kept parameters that L gets; needed with a ratio and a pattern other than N:M (no default)."""
+    method: str = declared("joint", METHOD)
+    """How each layer is decomposed; `hasslefree methods` lists the methods."""
+    effort: Literal["fast", "balanced", "best"] | None = declared(None, LEVERS)
+    """What is done besides decomposing single layers: fast (nothing), balanced (train the kept values of all layers) or
+    best (train longer, and move rank between layers) (default: balanced for joint, fast for other methods)."""
+    allocate: Allocate | None = declared(None, LEVERS)
+    """Share of each layer in the rank and the non-zeros: uniform (the same for every layer), error (more for layers
+    whose pruning hurts predictions most) or owl (more for blocks with more outliers) (default: the effort's)."""
+    pruner: str | None = declared(None, METHOD)
+    """Pruner of an alternating method such as hassle-free; `hasslefree methods` lists the pruners (default: the
+    method's)."""
+    low_rank: str | None = declared(None, METHOD)
+    """Low-rank solver of an alternating method such as hassle-free; `hasslefree methods` lists the solvers (default:
+    the method's)."""
+    rounds: int | None = declared(None, METHOD)
+    """Iterations of the method: more take longer and fit better (default: the effort's for joint, and the method's own
+    otherwise)."""
+    damping: float | None = declared(None, METHOD, ge=0, allow_inf_nan=False)
+    """Ridge on the diagonal of H, the second moment of a layer's inputs, as a multiple of its mean (default: the
+    method's)."""
+    refit: bool = declared(False, METHOD)
+    """After pruning, fit the kept entries again by least squares."""
+    bits: int | None = declared(None, GRID)
+    """Bits of an entry of S, 4 or 8, for methods with a grid (default: 4)."""
+    group_size: int | None = declared(None, GRID, ge=0)
+    """Consecutive inputs that share a scale; 0 for a whole row (default: 64)."""
+    symmetric: bool | None = declared(None, GRID, flags=("--symmetric/--asymmetric",))
+    """A grid that is symmetric around zero, or one from the smallest to the largest entry (default: asymmetric)."""
+    factor_bits: int | None = declared(None, GRID)
+    """8 to store both factors of L as int8 (default: the model's dtype)."""
+    calibration: str = declared("c4", TEXT)
+    """Text on which the layers are fitted: c4, wikitext2, ptb, or a .txt or .jsonl file."""
+    samples: int = declared(128, TEXT, ge=1)
+    """Number of calibration segments."""
+    seqlen: int | None = declared(None, TEXT, ge=2)
+    """Tokens in a segment (default: 2048, or the model's limit if that is less)."""
+    sequential: Literal["layer", "block"] = declared("layer", TEXT)
+    """When the inputs of layers are collected again: layer (after each group of layers; slower, better) or block (once
+    per block)."""
+    match_predictions: int | None = declared(None, LEVERS, ge=0)
+    """Tokens of new calibration text on which the kept values of the whole model are trained to predict what the dense
+    model predicts; 0 for none (default: the effort's)."""
+    rotate: bool = declared(False, LEVERS)
+    """First rotate the residual stream and the values of attention heads, where neighbouring weights can absorb the
+    rotation, so that pruning removes less."""
+    leave_dense: tuple[str, ...] = declared((), BUDGET, strict=False)
+    """Globs over names of layers or parameters that stay as they are, such as '*.0.*' (default: none)."""
+    dtype: Dtype = declared("auto", BUDGET)
+    """Dtype of the compressed model: auto (the checkpoint's), float32, bfloat16 or float16."""
+    seed: int = declared(0, TEXT, ge=0, lt=2**63)
+    """Seed of all random numbers."""
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Fields))
+
+
+def help_of(name: str) -> str:
+    """The help of a field, in one line."""
+    return " ".join(Fields.__pydantic_fields__[name].description.split())  # type: ignore[attr-defined]
 
 
 def problems_of(error: ValidationError) -> list[Problem]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -29,7 +29,7 @@ NOTES = (
 ABOUT_EFFORTS = {
     "fast": About("decomposes single layers, and nothing more", "docs: levers"),
     "balanced": About("also trains the kept values of the model", "docs: levers"),
-    "best": About("also trains each block, and moves rank", "docs: levers"),
+    "best": About("trains longer, and moves rank between layers", "docs: levers"),
 }
 # What each option takes.
 TABLES: dict[str, dict[str, About]] = {
@@ -44,16 +44,8 @@ OPTIONS = ("--method", "--method or --pruner", "--low-rank", "--pattern", "--eff
 GRID_FIELDS = {"grid.bits": "bits", "grid.group": "group_size", "grid.symmetric": "symmetric"}
 
 
-def to_dict() -> dict[str, Any]:
-    """All tables as JSON has them."""
-    return {
-        heading: {name: dataclasses.asdict(about) for name, about in entries.items()}
-        for heading, entries in TABLES.items()
-    }
-
-
-def listing() -> Group:
-    """All tables as text: a line for each entry. A pruner, which is a method too, is listed once."""
+def overview() -> tuple[dict[str, Any], Group]:
+    """All tables as JSON, and as text with a line for each entry; there a pruner, which is a method too, is once."""
     parts: list[RenderableType] = []
     for (heading, entries), option in zip(TABLES.items(), OPTIONS, strict=True):
         rows = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
@@ -63,7 +55,8 @@ def listing() -> Group:
             if heading != "methods" or name not in pruners.ABOUT:
                 rows.add_row(name, about.line, about.reference)
         parts += [Text(f"{heading} ({option})", style="bold"), rows, Text()]
-    return Group(*parts, Text(NOTES))
+    content = {heading: {name: asdict(about) for name, about in entries.items()} for heading, entries in TABLES.items()}
+    return content, Group(*parts, Text(NOTES))
 
 
 def plug_in(name: str) -> tuple[Any, About]:
@@ -79,35 +72,26 @@ def plug_in(name: str) -> tuple[Any, About]:
 
 def settings(part: Any, prefix: str = "") -> Iterator[tuple[str, Any, str | None]]:
     """Each setting of a plug-in, its default and its option; those of its parts follow them, as pruner.block."""
-    names: dict[Any, str] = {
-        plug_in: name for name, plug_in in {**pruners.PRUNERS, **low_rank.LOW_RANK_SOLVERS}.items()
-    }
-    for field in dataclasses.fields(part):
+    names: dict[Any, str] = {value: name for name, value in (pruners.PRUNERS | low_rank.LOW_RANK_SOLVERS).items()}
+    for field in fields(part):
         value, setting = getattr(part, field.name), prefix + field.name
         option = next((name for end, name in GRID_FIELDS.items() if setting.endswith(end)), setting)
         flag = f"--{option.replace('_', '-')}" if option in NAMES else None
-        if not dataclasses.is_dataclass(value):
+        if not is_dataclass(value):
             yield setting, value, flag
             continue
         yield setting, str(value) if isinstance(value, Grid) else names.get(value, type(value).__name__), flag
         yield from settings(value, f"{setting}.")
 
 
-def settings_dict(name: str) -> dict[str, Any]:
-    """A plug-in and its settings as JSON has them."""
+def settings_of(name: str) -> tuple[dict[str, Any], Group]:
+    """A plug-in and its settings as JSON, and as text."""
     part, about = plug_in(name)
-    rows = {setting: {"default": value, "option": flag} for setting, value, flag in settings(part)}
-    return {"name": name, **dataclasses.asdict(about), "settings": rows}
-
-
-def settings_listing(name: str) -> Group:
-    """A plug-in, its settings, and where they are explained."""
-    part, about = plug_in(name)
-    title = f"{name}: {about.line} ({about.reference})"
-    if not dataclasses.fields(part):
-        return Group(Text(title), Text("It has no settings."))
-    rows = table(("setting", "default", "option"), title=title)
+    content, kind = {"name": name, **asdict(about), "settings": {}}, type(part)
+    rows = table(("setting", "default", "option"), title=f"{name}: {about.line} ({about.reference})")
     for setting, value, flag in settings(part):
         rows.add_row(setting, str(value), flag or "Python only")
-    kind = type(part)
-    return Group(rows, Text(f"`python -m pydoc {kind.__module__}.{kind.__qualname__}` explains them."))
+        content["settings"][setting] = {"default": value, "option": flag}
+    if not content["settings"]:
+        return content, Group(Text(f"{name}: {about.line} ({about.reference})"), Text("It has no settings."))
+    return content, Group(rows, Text(f"`python -m pydoc {kind.__module__}.{kind.__qualname__}` explains them."))

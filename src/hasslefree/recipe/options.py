@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hasslefree.recipe.fields import BUDGET, GROUPS, NAMES, Fields
+from hasslefree.recipe.fields import BUDGET, GROUPS, NAMES, Fields, help_of
 from hasslefree.recipe.recipe import Recipe
 
 
@@ -20,7 +20,7 @@ def options() -> Iterator[Parameter]:
     """An option for each field, group by group, which is None if it is not given."""
     types = typing.get_type_hints(Fields)
     for field in sorted(dataclasses.fields(Fields), key=lambda field: GROUPS.index(field.metadata["group"])):
-        text, group = field.metadata["description"], field.metadata["group"]
+        text, group = help_of(field.name), field.metadata["group"]
         if field.default not in (None, ()):
             default = "off" if field.default is False else field.default
             text = f"{text.rstrip('.')} (default: {default})."

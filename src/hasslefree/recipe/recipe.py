@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,11 +73,7 @@ class Recipe(Fields):
         # A field that is wrong by itself is not reported again as missing.
         single = {name for problem in wrong for name in problem.fields}
         wrong += [problem for problem in problems(recipe) if single.isdisjoint(problem.fields)]
-        if wrong:
-            raise RecipeError.of(problem.at(places, path) for problem in wrong)
-        return recipe
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Recipe:
-        """A recipe from plain values, such as those of JSON. Raises RecipeError with every problem of a field."""
-        return cls(**content)
+        if not wrong:
+            return recipe
+        files = [", ".join(dict.fromkeys(str(places[n]) for n in problem.fields if n in places)) for problem in wrong]
+        raise RecipeError.of(replace(p, where=file or str(path)) for p, file in zip(wrong, files, strict=True))

@@ -108,7 +108,6 @@ def test_a_recipe_s_refit_reaches_every_layer(tmp_path):
     reports = {}
     for refit in (False, True):
         recipe = Recipe(method="wanda", refit=refit)
-        assert Recipe.from_dict({"method": "wanda", "refit": refit}) == recipe
         reports[refit] = hasslefree.compress(build("llama"), tmp_path / str(refit), recipe, segments=segments())
     pairs = zip(reports[True].layers, reports[False].layers, strict=True)
     assert all(mine.relative_error < plain.relative_error for mine, plain in pairs)
