@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hasslefree.distributed import joined
+from hasslefree.distributed import process_group
 
 
 def free_port():
@@ -32,5 +32,5 @@ def in_processes(size, work):
 
 def _one(rank, size, port, folder, work):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with joined(torch.device("cpu")) as world:
+    with process_group(torch.device("cpu")) as world:
         torch.save(work(world), Path(folder) / str(rank))

@@ -81,20 +81,20 @@ class World:
         From the largest job on, those that cost more than 1/size of what is left. (Jobs of one cost are all of them
         shared, or none.)
         """
-        left, found = sum(costs), [False] * len(costs)
+        left, flags = sum(costs), [False] * len(costs)
         for job in sorted(range(len(costs)), key=lambda job: -costs[job]):
             if costs[job] * self.size <= left:
                 break
-            found[job] = True
+            flags[job] = True
             left -= costs[job]
-        return found
+        return flags
 
 
 ALONE = World()
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[World]:
+def process_group(device: torch.device) -> Iterator[World]:
     """The processes that `torchrun` started, or this one alone. device: NCCL is used for GPUs, gloo for CPUs."""
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if dist.is_initialized():

@@ -6,7 +6,7 @@ from harness.fake_cuda import fake_cuda
 
 from hasslefree.core.linalg import orthonormal
 from hasslefree.models import moments
-from hasslefree.models.moments import Sums
+from hasslefree.models.moments import MomentSums
 
 
 def inputs(tokens, width, seed=0):
@@ -18,7 +18,7 @@ def test_products_of_bfloat16_are_summed_in_float32(gpu, monkeypatch):
     """More inputs than a panel, in batches of unequal length."""
     monkeypatch.setitem(moments.PANEL, "cuda", 16)
     rows = inputs(700, 40)
-    sums = Sums(256)
+    sums = MomentSums(256)
     for part in rows.cuda().split(500):
         sums.take(part)
     gram = sums.gram(lambda tensor: None)

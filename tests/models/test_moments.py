@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hasslefree.models.activations import Activations
-from hasslefree.models.moments import PANEL, Sums, takes_batches
+from hasslefree.models.moments import PANEL, MomentSums, takes_batches
 
 
 def test_the_gram_of_bfloat16_inputs_is_that_of_their_values():
@@ -12,7 +12,7 @@ def test_the_gram_of_bfloat16_inputs_is_that_of_their_values():
     generator = torch.Generator().manual_seed(0)
     width = PANEL["cpu"] + 40
     rows = (torch.randn(600, width, generator=generator) * torch.logspace(-3, 3, width)).bfloat16()
-    sums = Sums(256)
+    sums = MomentSums(256)
     sums.take(rows[:512])
     sums.take(rows[512:])
     gram = sums.gram(lambda tensor: None)

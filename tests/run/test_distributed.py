@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
-from hasslefree.distributed import World, joined
+from hasslefree.distributed import World, process_group
 from hasslefree.errors import CalibrationError
 from hasslefree.run.inputs import check_segments
 from tests.listeners import by_layer
@@ -47,7 +47,7 @@ def test_every_process_is_bound_to_its_own_gpu(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     device = torch.device("cuda:1")
-    with joined(device) as world:
+    with process_group(device) as world:
         assert world == World(1, 2)
     [(_, bound), (args, options)] = calls
     assert bound == device

@@ -70,8 +70,8 @@ def rank_gains(residual: Tensor, gram: Gram, count: int) -> tuple[Tensor, float]
             values = torch.linalg.eigvalsh((wide.double() @ matrix.double()) @ wide.double().T)
         else:
             # The same but for zeros: of FᵀRᵀRF, with H = F Fᵀ.
-            found, vectors = torch.linalg.eigh(matrix.double())
-            factor = wide.double() @ (vectors * found.clamp_min(0).sqrt())
+            squares, vectors = torch.linalg.eigh(matrix.double())
+            factor = wide.double() @ (vectors * squares.clamp_min(0).sqrt())
             values = torch.linalg.eigvalsh(factor.T @ factor)
         return values.flip(0).clamp_min(0)[:count], total
     start = torch.randn(len(wide), count + SPARE, generator=torch.Generator().manual_seed(0)).to(wide)

@@ -30,7 +30,7 @@ from hasslefree.models.activations import Activations
 from hasslefree.models.calls import hooks
 from hasslefree.models.experts import every_expert_called
 from hasslefree.models.logits import logits_of
-from hasslefree.models.moments import Sums, checked, groups_by_input, probes, widest_dtype
+from hasslefree.models.moments import MomentSums, checked, groups_by_input, probes, widest_dtype
 from hasslefree.models.precision import as_multiplied, computing, only_trained
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
@@ -217,7 +217,7 @@ def probed_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World
     sites, tokens = visit.sites(list(plans)), round(world.total(reverse.tokens, states.device))
     for group in groups:
         rows = inputs[group[0]]
-        sums = Sums(states.states.shape[1])
+        sums = MomentSums(states.states.shape[1])
         sums.take(rows)
         gram = checked(sums.gram(world.add), f"{visit.prefix}.{group[0]}")
         owners = world.assign([plans[name].spec.dense_parameters for name in group])

@@ -59,8 +59,8 @@ class Activations:
 
     def __getitem__(self, index: int | slice) -> Tensor:
         """(segments, tokens, width), on the device. Raises an IndexError past the end, where a loop stops."""
-        found = self.states[index]
-        return (found if isinstance(index, slice) else found.unsqueeze(0)).to(self.device)
+        states = self.states[index]
+        return (states if isinstance(index, slice) else states.unsqueeze(0)).to(self.device)
 
     def __setitem__(self, index: int | slice, states: Tensor) -> None:
         """states: (segments, tokens, width)."""

@@ -63,10 +63,10 @@ def find_blocks(model: nn.Module) -> Blocks:
         large = [name for name, size in sizes.items() if size >= LARGE * max(sizes.values())]
         name = min(large, key=lambda name: (name.count("."), -sizes[name]))
         tied = getattr(model, "all_tied_weights_keys", {}).items()
-        pairs = (pair for pair in tied if all(each.startswith(f"{name}.") for each in pair))
+        pairs = (pair for pair in tied if all(parameter.startswith(f"{name}.") for parameter in pair))
         block_of = len(name.split("."))
-        apart = (pair for pair in pairs if len({each.split(".")[block_of] for each in pair}) > 1)
-        shared = {each for pair in apart for each in pair}
+        apart = (pair for pair in pairs if len({parameter.split(".")[block_of] for parameter in pair}) > 1)
+        shared = {parameter for pair in apart for parameter in pair}
         return Blocks(name, tuple(lists[name]), frozenset(shared))
     raise ModelError(
         f"{type(model).__name__} has no list of blocks with linear layers; hasslefree compresses causal language models"
@@ -86,7 +86,7 @@ def around(model: Any) -> list[str]:
 
 def towers(model: Any, blocks: Blocks) -> list[str]:
     """The names of the modules, beside those that hold the blocks, that process other inputs than text."""
-    found = []
+    names = []
     inner = next(prefix for prefix in around(model) if f"{blocks.name}.".startswith(f"{prefix}." if prefix else ""))
     parts = inner.split(".") if inner else []
     head = model.get_output_embeddings()
@@ -96,8 +96,8 @@ def towers(model: Any, blocks: Blocks) -> list[str]:
             full = f"{prefix}.{name}" if prefix else name
             inside = any(module is head for module in child.modules()) or blocks.name.startswith(f"{full}.")
             if not inside and any(True for _ in child.parameters()):
-                found.append(full)
-    return found
+                names.append(full)
+    return names
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> Selection:
 
 def by_kind(names: Iterable[str]) -> list[str]:
     """Names of layers or parameters in words: without the numbers in them, and how many there are of each."""
-    found = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
-    return [f"{name} ({count})" for name, count in found.items()]
+    counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
+    return [f"{name} ({count})" for name, count in counts.items()]
 
 
 def routers(block: nn.Module, sites: Mapping[str, Site]) -> set[str]:

@@ -49,16 +49,16 @@ def stored(halves: list[Tensor], share: Share) -> Tensor:
     return rows.mT if share.transposed else rows
 
 
-def shares(fused: Any) -> dict[str, dict[str, Share]]:
+def expert_shares(fused: Any) -> dict[str, dict[str, Share]]:
     """For each matrix of an expert, by the name of its layer, where `weight` and `bias` are."""
     first = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
     matrices = (first if fused.has_gate else {"up_proj": ("up_proj", None)}) | {"down_proj": ("down_proj", None)}
-    found = {}
+    layers = {}
     for layer, (source, half) in matrices.items():
-        found[layer] = {"weight": Share(source, half, fused.is_concatenated, fused.is_transposed)}
+        layers[layer] = {"weight": Share(source, half, fused.is_concatenated, fused.is_transposed)}
         if fused.has_bias:
-            found[layer]["bias"] = Share(f"{source}_bias", half, fused.is_concatenated, False)
-    return found
+            layers[layer]["bias"] = Share(f"{source}_bias", half, fused.is_concatenated, False)
+    return layers
 
 
 class SplitExperts(nn.Module):
@@ -82,7 +82,7 @@ class SplitExperts(nn.Module):
             self.add_module(name, child)
         self.__dict__["layout"] = self.layout_of(fused)
         self.calls_every_expert = False
-        self.shares = shares(self.layout)
+        self.shares = expert_shares(self.layout)
         tensors = dict(fused.named_parameters(recurse=False))
         # By name, the shapes of the fused tensors.
         self.sources = {name: tensor.shape for name, tensor in tensors.items()}
@@ -95,9 +95,9 @@ class SplitExperts(nn.Module):
         self.chosen = next((number for number in known if isinstance(number, int)), self.count)
         for index in range(self.count):
             layers = {}
-            for name, each in self.shares.items():
-                out, width = each["weight"].of(tensors[each["weight"].source][index]).shape
-                layers[name] = nn.Linear(width, out, bias="bias" in each, device="meta")
+            for name, tensors_of in self.shares.items():
+                out, width = tensors_of["weight"].of(tensors[tensors_of["weight"].source][index]).shape
+                layers[name] = nn.Linear(width, out, bias="bias" in tensors_of, device="meta")
             self.add_module(str(index), nn.ModuleDict(layers))
         for name, tensor in tensors.items():
             self.fill(name, tensor.detach(), tensor.requires_grad)
@@ -114,8 +114,8 @@ class SplitExperts(nn.Module):
 
     def fill(self, source: str, fused: Tensor, requires_grad: bool = False) -> None:
         """Give the linear layers that are still there, and not compressed, their share of a fused tensor, as views."""
-        for layer, each in self.shares.items():
-            for leaf, share in each.items():
+        for layer, tensors in self.shares.items():
+            for leaf, share in tensors.items():
                 if share.source != source:
                     continue
                 for index, expert in enumerate(self.experts()):
@@ -125,7 +125,7 @@ class SplitExperts(nn.Module):
     def together(self) -> Any:
         """The module of transformers with the weights of the experts in it again."""
         for source in self.sources:
-            layers = {layer: (leaf, share) for layer, each in self.shares.items() for leaf, share in each.items()
+            layers = {layer: (leaf, share) for layer, tensors in self.shares.items() for leaf, share in tensors.items()
                       if share.source == source}  # fmt: skip
             share = next(share for _, share in layers.values())
             parts = (
@@ -166,8 +166,8 @@ class SplitExperts(nn.Module):
             inner = self.layout._apply_gate(joined)
         else:
             inner = self.fused.act_fn(expert.up_proj(x))
-        found: Tensor = expert.down_proj(inner)
-        return self.fused.post_expert_norm(found) if self.layout.has_post_expert_norm else found
+        output: Tensor = expert.down_proj(inner)
+        return self.fused.post_expert_norm(output) if self.layout.has_post_expert_norm else output
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def is_fused(module: Any) -> bool:
     """
     if not all(hasattr(module, name) for name in INTERFACE):
         return False
-    sources = {share.source for each in shares(module).values() for share in each.values()}
+    sources = {share.source for tensors in expert_shares(module).values() for share in tensors.values()}
     own = {name for name, _ in module.named_parameters(recurse=False)}
     return own == sources and not any(True for _ in module.buffers(recurse=False))
 
@@ -277,5 +277,5 @@ def experts_of(root: nn.Module, name: str) -> tuple[SplitExperts, int] | None:
 
 def share_of_tokens(root: nn.Module, name: str) -> float:
     """The share of all tokens that a layer sees, on average over the experts where it belongs to one."""
-    found = experts_of(root, name)
-    return min(found[0].chosen / found[0].count, 1.0) if found else 1.0
+    expert = experts_of(root, name)
+    return min(expert[0].chosen / expert[0].count, 1.0) if expert else 1.0

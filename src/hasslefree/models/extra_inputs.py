@@ -73,8 +73,8 @@ class Column:
         """The tensor, from states (segments, tokens, width). Integers below 2²⁴ are exact in float32."""
         rest = [side for axis, side in enumerate(self.shape, 1) if axis != self.axis]
         part = states[..., self.first : self.first + self.size].reshape(*states.shape[:2], *rest)
-        found = part.movedim(1, self.axis)
-        return found if self.dtype.is_floating_point else found.detach().round().to(self.dtype)
+        tensor = part.movedim(1, self.axis)
+        return tensor if self.dtype.is_floating_point else tensor.detach().round().to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ class ExtraInputs:
 
     def of_text(self, arguments: Arguments) -> Iterator[tuple[Column, Tensor]]:
         """The columns that this block reads and no block writes, with their rows (segments, tokens, size)."""
-        found = dict(leaves(arguments))
+        tensors = dict(leaves(arguments))
         for path, key in self.reads.items():
             if key[0] == "text":
-                yield self.columns[key], self.columns[key].rows(found[path])
+                yield self.columns[key], self.columns[key].rows(tensors[path])
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
@@ -134,22 +134,22 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from leaves(each, (*path, key))
+        for key, item in value.items():
+            yield from leaves(item, (*path, key))
     elif isinstance(value, tuple | list):
-        for index, each in enumerate(value):
-            yield from leaves(each, (*path, index))
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, index))
 
 
 def rebuilt(value: Any, put: Callable[[Path, Any], Any] = lambda path, leaf: leaf, path: Path = ()) -> Any:
     """The same in new containers, with `put` of each thing in them that is none."""
     if isinstance(value, MutableMapping):
-        found = copy.copy(value)
-        for key, each in value.items():
-            found[key] = rebuilt(each, put, (*path, key))
-        return found
+        copied = copy.copy(value)
+        for key, item in value.items():
+            copied[key] = rebuilt(item, put, (*path, key))
+        return copied
     if type(value) in (tuple, list):
-        return type(value)(rebuilt(each, put, (*path, index)) for index, each in enumerate(value))
+        return type(value)(rebuilt(item, put, (*path, index)) for index, item in enumerate(value))
     return put(path, value)
 
 
@@ -166,7 +166,7 @@ def learn(
     """
     made: dict[int, Key] = {}  # by the identity of the tensor, which `first` keeps
     text: dict[int, Key] = {}
-    found: list[tuple[dict[Path, Key], dict[Path, Tensor], dict[int, Tensor]]] = []
+    roles: list[tuple[dict[Path, Key], dict[Path, Tensor], dict[int, Tensor]]] = []
     columns: dict[Key, Column] = {}
     next_column = width
     for name, one, other in zip(names, first, second, strict=True):
@@ -192,13 +192,13 @@ def learn(
         yielded = {number: value for number, value in enumerate(one.outputs) if isinstance(value, Tensor)}
         made |= {id(value): ("entry", *path) for path, value in written.items()}
         made |= {id(value): ("output", number) for number, value in yielded.items()}
-        found.append((reads, written, yielded))
+        roles.append((reads, written, yielded))
 
     def kept(values: Mapping[Any, Tensor]) -> dict[Any, Key]:
         """Those that a block reads."""
         return {place: made[id(value)] for place, value in values.items() if made[id(value)] in columns}
 
-    return [ExtraInputs(width, columns, reads, kept(written), kept(yielded)) for reads, written, yielded in found]
+    return [ExtraInputs(width, columns, reads, kept(written), kept(yielded)) for reads, written, yielded in roles]
 
 
 def depends(name: str, path: Path) -> ModelError:

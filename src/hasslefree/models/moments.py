@@ -49,15 +49,15 @@ def first_hidden_states(
 
     storage, folder: as for `Activations`. calls: as for `entering`.
     """
-    found: Activations | None = None
+    hidden: Activations | None = None
     for index, segment in enumerate(segments):
         states = entering(model, blocks, calls, segment[None])
-        if found is None:
+        if hidden is None:
             shape = (len(segments), states.shape[1], states.shape[2])
-            found = Activations(shape, states.dtype, states.device, storage, folder)
-        found[index] = states
-    assert found is not None
-    return found
+            hidden = Activations(shape, states.dtype, states.device, storage, folder)
+        hidden[index] = states
+    assert hidden is not None
+    return hidden
 
 
 def run_block(block: nn.Module, call: BlockCall, hidden: Activations) -> None:
@@ -118,7 +118,7 @@ def groups_by_input(block: nn.Module, call: BlockCall, states: Tensor, names: It
     return list(groups.values())
 
 
-class Sums:
+class MomentSums:
     """Sums over tokens for the moments of inputs.
 
     Products are float32, of the tokens of one segment, at most `CHUNK`; where the inputs are bfloat16, by the
@@ -191,7 +191,7 @@ def gather(
     Raises:
         NonFiniteError: an activation is NaN or Inf.
     """
-    names, sums = [group[0] for group in groups], [Sums(hidden.states.shape[1]) for _ in groups]
+    names, sums = [group[0] for group in groups], [MomentSums(hidden.states.shape[1]) for _ in groups]
     with computing(block), torch.no_grad():
         for batch in hidden.batches(BATCH if call.batched else 0):
             inputs = inputs_of(block, call, hidden[batch], names)

@@ -103,7 +103,7 @@ def converted(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple | list) and type(value) in (tuple, list):
-        return type(value)(converted(each, dtype) for each in value)
+        return type(value)(converted(item, dtype) for item in value)
     if type(value) is dict:
-        return {name: converted(each, dtype) for name, each in value.items()}
+        return {name: converted(item, dtype) for name, item in value.items()}
     return value

@@ -76,9 +76,9 @@ class Prefetcher:
         """
         if source.name not in self._reads:
             return source.read()
-        found = self._reads[source.name].result()
+        read = self._reads[source.name].result()
         del self._reads[source.name]
-        return found
+        return read
 
     def drop(self) -> None:
         """Drop tensors that were not taken. Afterwards no reads are running."""
@@ -90,8 +90,8 @@ class Prefetcher:
 
 def in_memory(source: Source, device: torch.device) -> Tensor:
     """The tensor of a source with its bytes read: in pinned memory for a GPU, else where it is, page by page."""
-    found = source.read()
+    tensor = source.read()
     if device.type == "cuda":
-        return found.pin_memory()
-    found.reshape(-1).view(torch.uint8).numpy()[:: mmap.PAGESIZE].sum()
-    return found
+        return tensor.pin_memory()
+    tensor.reshape(-1).view(torch.uint8).numpy()[:: mmap.PAGESIZE].sum()
+    return tensor

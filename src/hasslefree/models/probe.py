@@ -103,15 +103,21 @@ def probe(
         ModelError: not all blocks run, or the model changes the hidden states between them.
         NonFiniteError: a block outputs NaN or Inf.
     """
-    found = _Pass(blocks, weights, look, passed)
-    with hooks(found.handles()), found.here, weights.present(outside(model, blocks)), torch.no_grad(), suppress(Stop):
+    recorded = _Pass(blocks, weights, look, passed)
+    with (
+        hooks(recorded.handles()),
+        recorded.here,
+        weights.present(outside(model, blocks)),
+        torch.no_grad(),
+        suppress(Stop),
+    ):
         model(input_ids=segment, use_cache=False)
-    if found.output is None or len(found.calls) != len(blocks.modules):
+    if recorded.output is None or len(recorded.calls) != len(blocks.modules):
         raise ModelError(
-            f"the model called blocks {len(found.calls)} times in one forward pass, but {blocks.name} has "
+            f"the model called blocks {len(recorded.calls)} times in one forward pass, but {blocks.name} has "
             f"{len(blocks.modules)} blocks; only models that call each block once are supported"
         )
-    return Probe(found.calls, found.seen, found.output)
+    return Probe(recorded.calls, recorded.seen, recorded.output)
 
 
 def sees_later_tokens(before: Tensor, after: Tensor, dtype: torch.dtype) -> bool:
@@ -188,17 +194,17 @@ def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segme
     Args:
         calls: of the blocks; none if there are no extra inputs.
     """
-    found: list[Tensor] = []
+    entered: list[Tensor] = []
     last = max((i for i, call in enumerate(calls) if call.extra and _reads_text(call.extra)), default=0)
 
     def put_out(index: int, *args: Any, **kwargs: Any) -> Any:
         hidden, call = split_call(args, kwargs)
         states = shaped(call, hidden).as_rows(hidden.to(working_dtype(hidden)))
-        if not found:
-            found.append(F.pad(states, (0, calls[0].extra.size if calls and calls[0].extra else 0)))
+        if not entered:
+            entered.append(F.pad(states, (0, calls[0].extra.size if calls and calls[0].extra else 0)))
         if calls and (extra := calls[index].extra):
             for column, rows in extra.of_text(call.arguments):
-                found[0][..., column.first : column.first + column.size] = rows
+                entered[0][..., column.first : column.first + column.size] = rows
         if index == last:
             raise Stop
         return replace(calls[index], extra=None).as_output(states)
@@ -207,7 +213,7 @@ def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segme
         for index, block in enumerate(blocks.modules):
             changes.enter_context(replaced(block, "forward", partial(put_out, index)))
         model(input_ids=segment, use_cache=False)
-    return found[0]
+    return entered[0]
 
 
 def _reads_text(extra: ExtraInputs) -> bool:

@@ -162,8 +162,8 @@ KINDS: list[type[Site]] = [LinearSite, Conv1DSite]
 
 def find_sites(root: nn.Module) -> dict[str, Site]:
     """The sites under a block or a model by their name, in the order of its modules."""
-    found = (site for name, module in root.named_modules() for kind in KINDS for site in kind.at(root, name, module))
-    return {site.name: site for site in found}
+    sites = (site for name, module in root.named_modules() for kind in KINDS for site in kind.at(root, name, module))
+    return {site.name: site for site in sites}
 
 
 class Forward:

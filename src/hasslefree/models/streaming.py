@@ -130,11 +130,11 @@ class Weights:
         for (module, name), (other, its_name) in self._tied.items():
             if id(module) not in inside:
                 continue
-            found = other.get_parameter(its_name)
-            if found.is_meta:  # it is in another block
-                _put(module, name, self._read(other, its_name, found.shape))
+            parameter = other.get_parameter(its_name)
+            if parameter.is_meta:  # it is in another block
+                _put(module, name, self._read(other, its_name, parameter.shape))
             else:
-                module.register_parameter(name, found)
+                module.register_parameter(name, parameter)
 
     def change(self, model: PreTrainedModel, changes: Mapping[str, Change]) -> None:
         """Apply changes to parameters: to those in files whenever they are read, to the others now, in place.
@@ -161,14 +161,14 @@ class Weights:
     def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
         """The value of a parameter, on the device; raises as `present`."""
         source, change = self._source(module, name), self._changes.get((module, name))
-        found = self._prefetcher.take(source)
-        if found.shape != shape:
+        tensor = self._prefetcher.take(source)
+        if tensor.shape != shape:
             raise ModelError(
-                f"{source.name} has the shape {list(found.shape)} in the checkpoint, but {list(shape)} in the model "
+                f"{source.name} has the shape {list(tensor.shape)} in the checkpoint, but {list(shape)} in the model "
                 "that its config.json describes; download or copy the checkpoint again"
             )
-        found = found.to(self.device, non_blocking=self.device.type == "cuda")  # the order of its stream will do
-        return found if change is None else changed(found.clone(), change)
+        tensor = tensor.to(self.device, non_blocking=self.device.type == "cuda")  # the order of its stream will do
+        return tensor if change is None else changed(tensor.clone(), change)
 
 
 def changed(stored: Tensor, change: Change) -> Tensor:

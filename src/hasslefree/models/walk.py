@@ -37,8 +37,8 @@ class Visit:
 
     def sites(self, names: Sequence[str]) -> dict[str, Site]:
         """The sites of these names in the block, as it is now."""
-        found = find_sites(self.block)
-        return {name: found[name] for name in names}
+        sites = find_sites(self.block)
+        return {name: sites[name] for name in names}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from hasslefree.models.activations import Activations
 from hasslefree.models.calls import hooks
 from hasslefree.models.experts import every_expert_called, experts_of
 from hasslefree.models.moments import (
-    Sums,
+    MomentSums,
     checked,
     gather,
     groups_by_input,
@@ -190,7 +190,7 @@ def compress_in_one_pass(task: Task, hidden: Activations, groups: list[list[str]
 
     def arrived(group: list[str], x: Tensor) -> Tensor:
         """Compress the layers of a group, given their input; the output of the first."""
-        sums = Sums(hidden.states.shape[1])
+        sums = MomentSums(hidden.states.shape[1])
         with solving(x.device):
             sums.take(as_multiplied(x.reshape(-1, x.shape[-1])))
             gram = checked(sums.gram(task.world.add), f"{task.visit.prefix}.{group[0]}")

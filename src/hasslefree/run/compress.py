@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hasslefree.distributed import World, joined, local_device
+from hasslefree.distributed import World, local_device, process_group
 from hasslefree.folder.journal import Unfinished, fingerprint, unfinished
 from hasslefree.folder.output import check_output
 from hasslefree.folder.record import PredictionRecord, Record, RotationRecord
@@ -93,7 +93,7 @@ def compress(
     target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device or local_device())
     with (
         memory_reused(),
-        joined(target) as world,
+        process_group(target) as world,
         workplace(folder, overwrite, resume, world) as work,
     ):
         phases = Phases(progress, log=world.writes)
@@ -101,7 +101,7 @@ def compress(
             name, loaded, tokenizer = open_model(
                 model, recipe.dtype, work.scratch / str(world.rank), tokenizer, trust_remote_code
             )
-        blocks, plan, left = chosen(loaded, resolved)
+        blocks, plan, left = plan_model(loaded, resolved)
         if world.writes and (remark := undivided(resolved.method, plan, world.size)):
             logger.info(remark)
         # Blocks whose predictions were matched are written before those that they replace are removed.
@@ -172,7 +172,7 @@ def compress_dense(
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Preparation:
     """What was learned from the dense model before its first block is compressed.
 
     Args:
@@ -189,7 +189,7 @@ class Prepared:
     rotation: RotationRecord | None
 
 
-def prepare(walk: Walk, dense: Dense, resolved: Resolved, work: Unfinished, world: World) -> Prepared:
+def prepare(walk: Walk, dense: Dense, resolved: Resolved, work: Unfinished, world: World) -> Preparation:
     """Rotate the model, keep its predictions, and allocate budgets, as far as the recipe asks for it."""
     local, plan, recipe = world.share(dense.segments).to(walk.weights.device), dense.plan, resolved.recipe
     rotation = rotate(walk, plan, local, world) if recipe.rotate else None
@@ -197,7 +197,7 @@ def prepare(walk: Walk, dense: Dense, resolved: Resolved, work: Unfinished, worl
     tokenizer = None if dense.own_segments else dense.tokenizer
     reference = None if trained else dense_reference(walk, resolved, tokenizer, dense.segments, world)
     allocation = world.broadcast(allocated(walk, plan, resolved, local, world))
-    return Prepared(local, allocation.plan, allocation.sensitivities, reference, trained, rotation)
+    return Preparation(local, allocation.plan, allocation.sensitivities, reference, trained, rotation)
 
 
 def open_walk(
@@ -245,7 +245,7 @@ def writing_files(phases: Phases, resolved: Resolved, work: Unfinished, blocks: 
         yield writing
 
 
-def chosen(model: PreTrainedModel, resolved: Resolved) -> tuple[Blocks, Plan, dict[str, Any]]:
+def plan_model(model: PreTrainedModel, resolved: Resolved) -> tuple[Blocks, Plan, dict[str, Any]]:
     """The blocks, the plans of their layers, and what stays dense, as in `Record`."""
     blocks = find_blocks(model)
     plan, dense = make_plan(blocks, resolved), select_sites(blocks, resolved.recipe.leave_dense).dense

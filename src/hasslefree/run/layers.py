@@ -67,13 +67,13 @@ def compress_groups(task: Task, groups: list[list[str]], grams: Sequence[Gram]) 
     plans = {name: task.plans[name] for group in groups for name in group}
     shared = shared_layers(task.resolved.method, plans, world.size)
     owners = dealt(plans, shared, world.size)
-    found: dict[str, Done] = {}
+    solved: dict[str, Done] = {}
     for group, gram in zip(groups, grams, strict=True):
         # First those that are shared: what the method caches for this Gram is then the same in all processes.
         names = sorted(group, key=lambda name: name not in shared)
         share = {name: plans[name] for name in names if owners[name] in (None, world.rank)}
-        found |= compress_group(task, share, shared, gram) if share else {}
-    done = [install_layer(task, name, owner, found.get(name)) for name, owner in owners.items()]
+        solved |= compress_group(task, share, shared, gram) if share else {}
+    done = [install_layer(task, name, owner, solved.get(name)) for name, owner in owners.items()]
     trim()
     return done
 

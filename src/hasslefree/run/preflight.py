@@ -71,10 +71,10 @@ def noting(reached: set[str], name: str) -> Callable[[Tensor], None]:
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """CRC-32 of the bytes of tensors, one after the other."""
-    found = 0
+    crc = 0
     for tensor in tensors.values():
-        found = crc32(tensor, found)
-    return f"{found:08x}"
+        crc = crc32(tensor, crc)
+    return f"{crc:08x}"
 
 
 def block_tensors(block: nn.Module, prefix: str, tied: Container[str] = ()) -> dict[str, Tensor]:
