@@ -35,7 +35,7 @@ from harness.models import MODEL
 from harness.record import RESULTS, ROOT, machine, write
 
 import hasslefree
-from hasslefree.folder.entries import QUANT_METHOD
+from hasslefree.folder.read import QUANT_METHOD
 from hasslefree.models.load import load_model, load_tokenizer
 
 HARNESS = ROOT / "benchmarks" / "harness"

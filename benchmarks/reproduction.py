@@ -31,13 +31,13 @@ from harness.record import RESULTS, ROOT, machine, mean, write
 from rich.table import Table
 from rich.text import Text
 
+from hasslefree.checkpoint import read_json
 from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import console, say
 from hasslefree.errors import HasslefreeError, UnknownNameError, with_flags
 from hasslefree.evaluation.harness import default_cache
 from hasslefree.evaluation.run import evaluate
 from hasslefree.evaluation.tasks import check_harness
-from hasslefree.folder.headers import read_json
 from hasslefree.folder.record import Record
 from hasslefree.models.load import resolve_device
 from hasslefree.phases import Listener

@@ -21,9 +21,8 @@ from hasslefree import Recipe
 from hasslefree.cli import app
 from hasslefree.cli.evaluate import result_tables
 from hasslefree.demo.run import CALIBRATION, MODEL
-from hasslefree.folder.entries import LayerSpec
-from hasslefree.folder.inspect import FolderSize, LayerSize
-from hasslefree.folder.listing import kind_table, layer_table
+from hasslefree.folder.inspect import FolderSize, LayerSize, kind_table, layer_table
+from hasslefree.folder.read import LayerSpec
 from hasslefree.recipe import listing
 from hasslefree.recipe.fields import GROUPS, Fields
 from hasslefree.recipe.resolved import EFFORTS

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hasslefree import Decomposition, LowRank, SemiStructured, SparseLowRankLinear
-from hasslefree.folder.entries import entry_of
 from hasslefree.folder.plugin import HasslefreeConfig
+from hasslefree.folder.read import entry_of
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
 from hasslefree.packed.kernels import Case

@@ -133,8 +133,8 @@ class OutputError(HasslefreeError):
     """An output folder that is in use, not writable, or on a disk that is too small."""
 
 
-class CheckpointError(HasslefreeError):
-    """A compressed model folder that is damaged or inconsistent."""
+class CheckpointError(ModelError):
+    """A model folder that is damaged or inconsistent."""
 
 
 class MemoryShortError(HasslefreeError):

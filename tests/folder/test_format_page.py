@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Grid, Recipe, SparseLowRankLinear
-from hasslefree.folder.entries import crc32
+from hasslefree.folder.read import crc32
 from hasslefree.packed.layouts import layout_of
 from hasslefree.packed.storage import Storage
 from tests.folder import numpy_reader

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hasslefree.checkpoint import read_json
 from hasslefree.errors import CheckpointError
-from hasslefree.folder.headers import read_json
 from hasslefree.folder.record import LayerRecord, Record
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.phases import PhaseTime

@@ -7,7 +7,7 @@ import torch
 from hasslefree import Grid
 from hasslefree.core.factors import nearest
 from hasslefree.core.grids import Quantised
-from hasslefree.folder.entries import Entry, crc32
+from hasslefree.folder.read import Entry, crc32
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import Storage
 

@@ -50,8 +50,7 @@ def inspect(
 
     Only config.json, compression.json and the headers of the weight files are read, and no weights.
     """
-    from hasslefree.folder.inspect import inspect_folder
-    from hasslefree.folder.listing import kind_table, layer_table
+    from hasslefree.folder.inspect import inspect_folder, kind_table, layer_table
 
     sizes = inspect_folder(folder)
     show(sizes.to_dict(), output, as_json, layer_table(sizes) if layers else kind_table(sizes))

@@ -14,9 +14,9 @@ from hasslefree.exports.narrow import write_narrow
 from hasslefree.exports.peft import write_adapter
 from hasslefree.exports.rotary import write_older_rotary
 from hasslefree.folder.card import export_card
-from hasslefree.folder.entries import QUANT_METHOD
 from hasslefree.folder.output import check_output, check_shard_size, replaced_whole
 from hasslefree.folder.processor import copy_processor
+from hasslefree.folder.read import QUANT_METHOD
 from hasslefree.models.load import auto_class, load_config, load_model, load_tokenizer
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.phases import LOADING, WRITING, Listener, Phases

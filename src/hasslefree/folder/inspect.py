@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
+from hasslefree.checkpoint import map_tensors, read_json, weight_files
 from hasslefree.errors import CheckpointError
-from hasslefree.folder.entries import QUANT_METHOD, Entry, check_version, read_entries
-from hasslefree.folder.headers import ELEMENT_BYTES, Stored, read_headers, read_json, weight_files
+from hasslefree.folder.read import FLOATS, QUANT_METHOD, check_layers, check_version, read_entries
 from hasslefree.folder.record import read_record
-from hasslefree.folder.verify import check_layers
 from hasslefree.packed.spec import LayerSpec
+from hasslefree.tables import span, table
+from hasslefree.units import size
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class LayerSize:
 
     Args:
         dtype: of the values, or of the grid's scales. bytes: of all its tensors. dense_bytes: of the dense layer in the
-            same dtype. relative_error: from compression.json; None where the folder has no such file.
+            same dtype. relative_error: from compression.json; None if the folder has no such file.
     """
 
     name: str
@@ -64,16 +68,8 @@ class FolderSize:
         return self.layer_dense_bytes + self.other_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "folder": self.folder,
-            "version": self.version,
-            "layers": [layer.to_dict() for layer in self.layers],
-            "other_bytes": self.other_bytes,
-            "layer_bytes": self.layer_bytes,
-            "layer_dense_bytes": self.layer_dense_bytes,
-            "bytes": self.bytes,
-            "dense_bytes": self.dense_bytes,
-        }
+        totals = {name: getattr(self, name) for name in ("layer_bytes", "layer_dense_bytes", "bytes", "dense_bytes")}
+        return {**vars(self), "layers": [layer.to_dict() for layer in self.layers], **totals}
 
 
 def inspect_folder(folder: Path) -> FolderSize:
@@ -91,32 +87,70 @@ def inspect_folder(folder: Path) -> FolderSize:
     if not isinstance(config, dict) or config.get("quant_method") != QUANT_METHOD:
         raise CheckpointError(f"{folder} is not a compressed model; give a folder that `hasslefree compress` wrote")
     check_version(config.get("version"), config.get("layout"))
-    entries, stored = read_entries(config.get("modules")), read_headers(weight_files(folder))
-    check_layers(entries, {name for name in entries if f"{name}.bias" in stored}, stored)
-    errors = relative_errors(folder)
-    layers = tuple(
-        _layer_size(name, entries[name], stored, errors.get(name)) for name in sorted(entries, key=_by_number)
-    )
-    other = sum(tensor.size for tensor in stored.values()) - sum(layer.bytes for layer in layers)
-    return FolderSize(str(folder), config["version"], layers, other)
-
-
-def relative_errors(folder: Path) -> dict[str, float]:
-    """The relative error of each layer that compression.json lists; empty where there is no such file."""
-    if not (folder / "compression.json").is_file():
-        return {}
-    return {layer.name: layer.relative_error for layer in read_record(folder).layers}
-
-
-def _layer_size(name: str, entry: Entry, stored: Mapping[str, Stored], relative_error: float | None) -> LayerSize:
-    spec, (out, width), bias = entry.spec, entry.spec.shape, f"{name}.bias" in stored
-    leaves = [*spec.tensors(), *(["bias"] if bias else [])]
-    dtype = stored[f"{name}.{'weight_scale' if spec.grid else 'values'}"].dtype
-    dense = out * (width + bias) * ELEMENT_BYTES[dtype]
-    size = sum(stored[f"{name}.{leaf}"].size for leaf in leaves)
-    return LayerSize(name, spec, dtype, size, dense, relative_error)
+    entries, stored = read_entries(config.get("modules")), map_tensors(weight_files(folder))
+    biased = {name for name in entries if f"{name}.bias" in stored}
+    check_layers(entries, stored, biased, indices=False)
+    records = read_record(folder).layers if (folder / "compression.json").is_file() else ()
+    errors = {record.name: record.relative_error for record in records}
+    layers = []
+    for name in sorted(entries, key=_by_number):
+        spec, (out, width) = entries[name].spec, entries[name].spec.shape
+        dtype = stored[f"{name}.{'weight_scale' if spec.grid else 'values'}"].tensor.dtype
+        leaves = [*spec.tensors(), *(["bias"] if name in biased else [])]
+        stored_bytes = sum(stored[f"{name}.{leaf}"].tensor.nbytes for leaf in leaves)
+        dense_bytes = out * (width + (name in biased)) * dtype.itemsize
+        layers.append(LayerSize(name, spec, FLOATS[dtype], stored_bytes, dense_bytes, errors.get(name)))
+    other = sum(mapped.tensor.nbytes for mapped in stored.values()) - sum(layer.bytes for layer in layers)
+    return FolderSize(str(folder), config["version"], tuple(layers), other)
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
     """A key that puts layers.2 before layers.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def kind_table(folder: FolderSize) -> Table:
+    """A line for each kind of layer (q_proj, down_proj, …), with ranges over its layers, and the totals."""
+    kinds: dict[tuple[str, str], list[LayerSize]] = {}
+    for layer in folder.layers:
+        kinds.setdefault((layer.name.rpartition(".")[2], layer.spec.kind), []).append(layer)
+    lines = _table(folder, "kind", "layers")
+    for (kind, _), layers in kinds.items():
+        lines.add_row(kind, *_pattern(folder, layers), str(len(layers)), *_figures(layers))
+    lines.add_section()
+    gap = [""] * len(_pattern(folder, folder.layers))
+    lines.add_row("compressed", *gap, str(len(folder.layers)), *_figures(folder.layers))
+    other = folder.other_bytes
+    lines.add_row("the rest", *gap, "", "", "", size(other), "100.0%" if other else "")
+    lines.add_row("all", *gap, "", "", "", size(folder.bytes), f"{folder.bytes / folder.dense_bytes:.1%}")
+    return lines
+
+
+def layer_table(folder: FolderSize) -> Table:
+    """A line for each layer. The part that all names begin with is in the heading."""
+    names = [layer.name.split(".") for layer in folder.layers]
+    heads = zip(*(name[:-1] for name in names), strict=False)
+    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, heads)]
+    lines = _table(folder, f"layer of {'.'.join(shared)}" if shared else "layer")
+    for name, layer in zip(names, folder.layers, strict=True):
+        lines.add_row(".".join(name[len(shared) :]), *_pattern(folder, [layer]), *_figures([layer]))
+    return lines
+
+
+def _table(folder: FolderSize, text: str, *numbers: str) -> Table:
+    kinds = {layer.spec.kind for layer in folder.layers}
+    title = f"{folder.folder}: {len(folder.layers)} compressed layers" + (f", {kinds.pop()}" if len(kinds) == 1 else "")
+    pattern = ["pattern"] if _pattern(folder, folder.layers) else []
+    return table([text, *pattern], [*numbers, "rank", "relative error", "bytes", "of dense"], title)
+
+
+def _pattern(folder: FolderSize, layers: Sequence[LayerSize]) -> list[str]:
+    """The cell of the pattern; none if all layers of the folder have the same."""
+    return [layers[0].spec.kind] if len({layer.spec.kind for layer in folder.layers}) > 1 else []
+
+
+def _figures(layers: Sequence[LayerSize]) -> list[str]:
+    errors = [layer.relative_error for layer in layers if layer.relative_error is not None]
+    stored, dense = sum(layer.bytes for layer in layers), sum(layer.dense_bytes for layer in layers)
+    error = span(errors, "{:.2g}") if errors else ""
+    return [span([layer.spec.rank for layer in layers]), error, size(stored), f"{stored / dense:.1%}"]

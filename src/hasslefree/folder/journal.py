@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hasslefree.background import error_of, run_in_background
+from hasslefree.checkpoint import read_json
 from hasslefree.errors import CheckpointError, OutputError, option
-from hasslefree.folder.headers import read_json
 from hasslefree.folder.output import check_output, is_of_the_disk, open_up, put_in_place
 from hasslefree.folder.record import PredictionRecord
 

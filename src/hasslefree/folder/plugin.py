@@ -12,10 +12,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from hasslefree.checkpoint import map_tensors
 from hasslefree.errors import CheckpointError
-from hasslefree.folder.entries import LAYOUT, QUANT_METHOD, VERSION, Entry, check_version, read_entries
-from hasslefree.folder.headers import read_headers
-from hasslefree.folder.verify import check_indices, check_layers
+from hasslefree.folder.read import LAYOUT, QUANT_METHOD, VERSION, Entry, check_layers, check_version, read_entries
 from hasslefree.models.experts import SplitExperts, split_experts
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.packed.kernels.backends import HAS_TRITON
@@ -29,7 +28,7 @@ class HasslefreeConfig(QuantizationConfigMixin):
     """The `quantization_config` entry of config.json.
 
     Args:
-        modules: full layer name → its entry (`entries.Entry`).
+        modules: full layer name → its entry (`read.Entry`).
         layout: how S is stored. version: of this entry.
     """
 
@@ -58,9 +57,7 @@ class HasslefreeQuantizer(HfQuantizer):
             if layer.bias is not None:
                 biased.add(name)
         if checkpoint_files:  # none where the caller brought a state dict
-            stored = read_headers([Path(file) for file in checkpoint_files])
-            check_layers(entries, biased, stored)
-            check_indices(entries, stored)
+            check_layers(entries, map_tensors([Path(file) for file in checkpoint_files]), biased, indices=True)
 
     def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
         """Without those that fuse experts, which are separate layers here."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
+from hasslefree.checkpoint import weight_map
 from hasslefree.errors import HasslefreeError, ModelError, UnknownNameError, option
 from hasslefree.validation import Dtype
 
@@ -160,7 +160,7 @@ def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = 
 
 def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
     auto = auto_class(load_config(name, trust_remote_code))
-    check_index(name)
+    weight_map(Path(name))
     check_format(name)
     try:
         # Pickles are programs: no other format than safetensors.
@@ -180,25 +180,6 @@ def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrain
             f"{', '.join(missing[:6])}; use a checkpoint of this class, or download or copy it again"
         )
     return model.eval()
-
-
-def check_index(name: str) -> None:
-    """Raise a ModelError where the index of a local folder names files that are not in it."""
-    file = Path(name) / "model.safetensors.index.json"
-    if not file.is_file():
-        return
-    try:
-        files = set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise ModelError(f"{file} has no valid weight_map; download or copy it again") from None
-    for named in files:
-        if not isinstance(named, str) or Path(named).name != named:
-            raise ModelError(
-                f"{file} lists {named!r}, which is not the name of a file in the same folder; download or copy {file} "
-                "again"
-            )
-        if not (Path(name) / named).is_file():
-            raise ModelError(f"{file} lists {named}, which is missing; download or copy {named}")
 
 
 def check_format(name: str) -> None:

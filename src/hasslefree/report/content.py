@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from hasslefree.checkpoint import StoredTensor, map_tensors, read_json, weight_files
 from hasslefree.core.factors import CodedRows
 from hasslefree.core.protocols import Method
 from hasslefree.errors import CheckpointError
 from hasslefree.folder.card import trained
-from hasslefree.folder.headers import Stored, read_headers, read_json, weight_files
 from hasslefree.folder.inspect import FolderSize, inspect_folder
 from hasslefree.folder.record import Record, read_record
 from hasslefree.folder.repeat import command_of
@@ -242,7 +241,7 @@ def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
         CheckpointError: a factor holds NaN or Inf.
     """
     ends = {"low_rank_u", "low_rank_v"}
-    stored = {name: tensor for name, tensor in read_headers(weight_files(folder)).items()}
+    stored = map_tensors(weight_files(folder))
     found = {}
     for name in (name for name in stored if name.rpartition(".")[2] in ends):
         layer = name.rpartition(".")[0]
@@ -255,18 +254,10 @@ def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
     return found
 
 
-def _factor(stored: Mapping[str, Stored], name: str) -> Tensor:
-    """A factor, as its codes say where it is stored as such."""
-    factor = _tensor(stored[name].file, name)
-    if (scale := stored.get(f"{name}_scale")) is None:
-        return factor
-    return CodedRows(factor, _tensor(scale.file, f"{name}_scale")).values()
-
-
-def _tensor(file: Path, name: str) -> Tensor:
-    with safe_open(file, "pt") as handle:
-        tensor: Tensor = handle.get_tensor(name)
-    return tensor
+def _factor(stored: Mapping[str, StoredTensor], name: str) -> Tensor:
+    """A factor, decoded if it is stored as codes."""
+    factor, scale = stored[name].tensor, stored.get(f"{name}_scale")
+    return factor if scale is None else CodedRows(factor, scale.tensor).values()
 
 
 def spectrum(u: Tensor, v: Tensor) -> Tensor:

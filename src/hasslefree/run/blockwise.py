@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hasslefree.distributed import World
-from hasslefree.folder.entries import entry_of, read_entries
 from hasslefree.folder.journal import Part, Unfinished
 from hasslefree.folder.plugin import empty_layer
+from hasslefree.folder.read import entry_of, read_entries
 from hasslefree.folder.record import LayerRecord
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import hooks

@@ -20,8 +20,8 @@ from hasslefree.core.protocols import Decomposition, Method
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.distributed import World
 from hasslefree.errors import HasslefreeError, MemoryShortError, OutputError, option
-from hasslefree.folder.entries import entry_of, read_entries
 from hasslefree.folder.plugin import empty_layer
+from hasslefree.folder.read import entry_of, read_entries
 from hasslefree.folder.record import LayerRecord
 from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import trim

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError, NonFiniteError, option
-from hasslefree.folder.entries import crc32
+from hasslefree.folder.read import crc32
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import hooks
 from hasslefree.models.experts import every_expert_called

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.platforms import current_platform
 
 from hasslefree.errors import ServeError
-from hasslefree.folder.entries import QUANT_METHOD, Entry, check_version, read_entries
+from hasslefree.folder.read import QUANT_METHOD, Entry, check_version, read_entries
 from hasslefree.serve.requirements import DENSE, LEAST_CAPABILITY, check_device, check_layers, check_vllm
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear
 
-from hasslefree.folder.entries import Entry
+from hasslefree.folder.read import Entry
 from hasslefree.serve.arrivals import Arrivals
 from hasslefree.serve.parts import Division
 from hasslefree.serve.stacked import StackedLinear

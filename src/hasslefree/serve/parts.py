@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.factors import CodedRows
-from hasslefree.errors import CheckpointError, PatternError, ServeError
-from hasslefree.folder.entries import Entry, crc32
+from hasslefree.errors import ServeError
+from hasslefree.folder.read import Entry, check_index, check_tensors
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.serve.requirements import DENSE
 from hasslefree.serve.shards import Shard, check_groups, shard_of
@@ -59,34 +59,10 @@ class Part:
         return self.entry.spec.tensors() if self.entry else {"weight": (self.shape, None)}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Compare all tensors of the layer with its entry.
-
-        Raises:
-            CheckpointError: a shape or dtype differs, or the index tensor is damaged.
-        """
-        for leaf, (shape, dtype) in self.tensors().items():
-            found = tensors[leaf]
-            if tuple(found.shape) != shape or (found.dtype != dtype if dtype else not found.is_floating_point()):
-                raise CheckpointError(
-                    f"{self.name}.{leaf} is a tensor of {found.dtype} {list(found.shape)}, but config.json says "
-                    f"{dtype or 'floating-point'} {list(shape)}; download or copy the folder again"
-                )
-        if self.entry is None:
-            return
-        spec, layout = self.entry.spec, self.entry.spec.storage.layout
-        index = tensors[layout.index].cpu()
-        if (crc := crc32(index)) != self.entry.crc32:
-            raise CheckpointError(
-                f"{self.name}.{layout.index} is damaged: its CRC-32 is {crc:08x}, but {self.entry.crc32:08x} according "
-                "to config.json; download or copy the folder again"
-            )
-        try:
-            layout.validate(index, spec.shape[1], spec.nonzeros)
-        except PatternError as error:
-            raise CheckpointError(
-                f"{self.name}.{layout.index} was written wrongly: its CRC-32 is right, but {error}. Update "
-                "hasslefree and compress the model again"
-            ) from None
+        """Compare all tensors of the layer with its entry. Raises a CheckpointError, as `folder.read`."""
+        check_tensors(self.name, self.tensors(), tensors)
+        if self.entry is not None:
+            check_index(self.name, self.entry, tensors[self.entry.spec.storage.layout.index])
 
     def factors(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """This rank's u (out, r) and v (r, in). r > 0."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
-from hasslefree.folder.entries import QUANT_METHOD
+from hasslefree.folder.read import QUANT_METHOD
 from hasslefree.serve.config import ServedConfig
 
 
