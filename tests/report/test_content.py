@@ -113,12 +113,12 @@ DAMAGE = {
     "gone": (lambda f: (f / "compression.json").unlink(), "no readable compression.json"),
     "a field": (lambda f: edit(f, lambda c: c.pop("layers")), "'layers' is missing"),
     "a layer's": (lambda f: edit(f, lambda c: c["layers"][0].pop("rank")), "'rank' is missing"),
-    "a type": (lambda f: edit(f, lambda c: c["layers"][0].update(rank="4")), "rank: .*, got '4'"),
+    "a type": (lambda f: edit(f, lambda c: c["layers"][0].update(rank="4")), "rank .*, got '4'"),
     "no list": (lambda f: edit(f, lambda c: c.update(layers=[3])), "is not valid"),
     "no layers": (lambda f: edit(f, lambda c: c.update(layers=[])), "lists no layers"),
     "NaN": (
         lambda f: edit(f, lambda c: c["layers"][0].update(relative_error=float("nan"))),
-        "relative_error: .*, got nan",
+        "relative_error.* got nan",
     ),
     "infinite": (
         lambda f: edit(f, lambda c: c["layers"][0].update(history=[1, float("inf")])),
