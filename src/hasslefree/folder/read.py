@@ -112,8 +112,8 @@ def check_layers(
             if indices:
                 check_index(name, entry, tensors[entry.spec.storage.layout.index].tensor)
         except CheckpointError as error:
-            files = {str(mapped.file) for mapped in (tensors or stored).values()}
-            raise error.under(", ".join(sorted(files))) from None
+            files = sorted({str(mapped.file) for mapped in (tensors or stored).values()})
+            raise CheckpointError(f"{', '.join(files)}: {error.message}") from None
 
 
 def check_tensors(name: str, expected: TensorSpecs, tensors: Mapping[str, Tensor]) -> None:
