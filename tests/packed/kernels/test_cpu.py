@@ -66,8 +66,7 @@ def test_products_of_a_bitmask(out, width, tokens, dtype, share, seed):
     reference.assert_close(y, x, s)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("pattern", [p for p in PATTERNS if p[0]])
+@pytest.mark.parametrize(("pattern", "dtype"), [(p, DTYPES[i % 3]) for i, p in enumerate(p for p in PATTERNS if p[0])])
 def test_rows_are_unpacked_exactly(pattern, dtype):
     """Oracle: the matrix that was packed. An odd number of groups leaves half a byte."""
     for groups in (1, 2, 7, 32):
@@ -78,9 +77,8 @@ def test_rows_are_unpacked_exactly(pattern, dtype):
         assert torch.equal(unpacked(ops.linear_mask, *reference.pack_mask(s), **like), s)
 
 
-@pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("groups", [1, 3, 4, 5, 7, 8, 9, 31, 32, 33, 513])
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)])
+@pytest.mark.parametrize("groups", [1, 4, 7, 8, 9, 33, 513])
 def test_registers_of_2_4_and_what_they_leave(groups, dtype, wide, monkeypatch):
     """Whole registers and every remainder, with and without AVX-512, for one token and more than go at once."""
     from hasslefree.packed.kernels import cpu
@@ -90,14 +88,13 @@ def test_registers_of_2_4_and_what_they_leave(groups, dtype, wide, monkeypatch):
         monkeypatch.setattr(ops, table, {dtype: 100})
     s = reference.sparse(7, groups, 2, 4, dtype, seed=groups)
     packed = reference.pack_groups(s, 2, 4)
-    for tokens in range(1, 10):
+    for tokens in (1, 3, 4, 5, 9):
         x = inputs(tokens, s.shape[1], dtype)
         reference.assert_close(ops.linear_groups(x, *packed, 2, 4), x, s)
 
 
-@pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [4, 12, 16, 20, 28, 32, 36, 100, 132])
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False)])
+@pytest.mark.parametrize("width", [4, 12, 28, 32, 36, 132])
 def test_unpacking_by_registers_and_bit_by_bit(width, dtype, wide, monkeypatch):
     """Oracle: the matrix that was packed; the last row has no values behind it."""
     from hasslefree.packed.kernels import cpu
@@ -142,9 +139,11 @@ def test_a_whole_layer_in_one_call(pattern, out, groups, rank, tokens, wide, dty
     assert ((y.double() - expected).abs() <= epsilon * scale).all()
 
 
-@pytest.mark.parametrize("tiles", [True, False])
-@pytest.mark.parametrize("tokens", [33, 64, 65, 100, 161])
-@pytest.mark.parametrize(("out", "width"), [(1, 64), (15, 64), (16, 128), (70, 64), (150, 192)])
+@pytest.mark.parametrize(
+    ("out", "width", "tokens", "tiles"),
+    [(1, 64, 33, False), (15, 64, 64, False), (16, 128, 65, False), (70, 64, 100, False), (150, 192, 161, False),
+     (150, 192, 161, True)],
+)  # fmt: skip
 def test_many_tokens_by_tables_or_by_tiles(out, width, tokens, tiles, monkeypatch):
     """Whole tiles and blocks of tokens, and what they leave."""
     monkeypatch.setattr(ops, "multiplies_tiles", lambda: tiles)
@@ -269,19 +268,19 @@ import json, sys, torch
 from hasslefree.packed.kernels import ops
 from tests.packed.kernels import reference
 torch.set_num_threads(int(sys.argv[1]))
-found = []
+answers = []
 for n, m in ((2, 4), (2, 8), (4, 8)):
     s = reference.sparse(257, 32, n, m, torch.float32, seed=5)
     x = torch.randn(1, s.shape[1], generator=torch.Generator().manual_seed(6))
     packed = reference.pack_groups(s, n, m)
-    found.append(ops.linear_groups(x, *packed, n, m).view(torch.int32).tolist())
-    found.append(ops.linear_groups(torch.eye(s.shape[1]), *packed, n, m).view(torch.int32).tolist())
-    found.append(ops.linear_mask(x, *reference.pack_mask(s)).view(torch.int32).tolist())
+    answers.append(ops.linear_groups(x, *packed, n, m).view(torch.int32).tolist())
+    answers.append(ops.linear_groups(torch.eye(s.shape[1]), *packed, n, m).view(torch.int32).tolist())
+    answers.append(ops.linear_mask(x, *reference.pack_mask(s)).view(torch.int32).tolist())
 s = reference.sparse(257, 32, 2, 4, torch.bfloat16, seed=5)
 x = torch.randn(200, 128, generator=torch.Generator().manual_seed(6)).bfloat16()
-found.append(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4).view(torch.int16).tolist())
+answers.append(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4).view(torch.int16).tolist())
 import numba
-print(json.dumps([[numba.get_num_threads(), torch.get_num_threads()], found]))
+print(json.dumps([[numba.get_num_threads(), torch.get_num_threads()], answers]))
 """
 
 
@@ -290,9 +289,9 @@ def test_the_number_of_threads_changes_no_bit():
     environment = {**os.environ, "NUMBA_NUM_THREADS": "4", "OMP_NUM_THREADS": "4"}
     root = Path(__file__).parents[3]
     answers = {}
-    for threads in (1, 2, 3, 4):
+    for threads in (1, 3):
         command = [sys.executable, "-c", THREADS, str(threads)]
         done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
         used, answers[threads] = json.loads(done.stdout)
         assert used == [threads, threads], "torch's number of threads is honoured, and left as it was"
-    assert all(found == answers[1] for found in answers.values())
+    assert answers[3] == answers[1]

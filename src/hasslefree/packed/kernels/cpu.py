@@ -5,11 +5,13 @@ float32. A row of the result is computed by one thread in one order, so that the
 Rows run in parallel in Numba's threading layer; where that is `workqueue` (neither OpenMP nor TBB was found), two
 Python threads must not call at once. Caching works by file: everything jitted is in this one.
 
-Where the processor has AVX-512, the loops over whole registers do nearly all; a scalar loop does what they leave, and
-everything where `wide` is false. Other processors compile those loops too, and never enter them.
+Where the processor has AVX-512, loops over whole registers do nearly all the work; a scalar loop does the rest, and
+everything where `wide` is false. Other processors compile these loops too, but never enter them. They are written in
+LLVM's IR because Numba does not generate their instructions: selecting from two registers, expanding by a mask, products
+of bfloat16, and prefetching, without which four tokens take up to 1.6 times as long.
 
-A position beyond its group is taken for the group's last, and bits of a mask beyond the row are not looked at, so that
-no index, however wrong, reaches outside a row.
+A position beyond its group counts as the group's last, and bits of a mask beyond the row are ignored, so that no index,
+however wrong, reaches outside a row.
 """
 
 from __future__ import annotations
@@ -31,16 +33,16 @@ WINDOW = 4
 LANES, SPAN = 16, 32
 # Bytes of values and of codes by which prefetching is ahead of the products; one row would be too near.
 AHEAD, CODES_AHEAD = 8192, 1024
-# A table of 2:4: the tokens and the groups that it is for, whose values fill a cache line; its rows for a group, one
-# for each code from 4, which is (0, 1), to 14, which is (2, 3); and all its rows, with room for what is no code.
+# A table for 2:4 holds TOKENS tokens and GROUPS groups, and has a row for each code of a group, from 4, which is the pair
+# (0, 1), to 14, (2, 3). A group therefore begins every CODES rows; the last rows are for invalid codes.
 TOKENS, GROUPS, CODES = 64, 16, 11
 TABLE_ROWS = GROUPS * CODES + 5
-PAIRS = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
 # Rows of S by which prefetching is ahead of those that are multiplied with a table.
 ROWS_AHEAD = 32
 
 WIDE = {"+avx512f", "+avx512vbmi2", "+avx512bf16"} <= set(get_host_cpu_features().split(","))
-FLOATS, INTEGERS = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32)))
+FLOATS = ir.VectorType(ir.FloatType(), LANES)
 
 row_function = njit(nogil=True, error_model="numpy", inline="always")
 rows_in_parallel = njit(nogil=True, error_model="numpy", parallel=True, cache=True)
@@ -50,16 +52,6 @@ sums_in_parallel = njit(nogil=True, error_model="numpy", parallel=True, cache=Tr
 def use_threads(count: int) -> None:
     """Kernels called from this thread run on `count` threads, or on as many as Numba has."""
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
-
-
-@intrinsic
-def lowest_bit(typing, word):
-    """The number of the lowest set bit of a uint64 that is not zero."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.uint64(types.uint64), generate
 
 
 @intrinsic
@@ -135,9 +127,12 @@ class SumsModel(models.PrimitiveModel):
 
 
 def address(context, builder, kind, array, at, to):
-    """Where array[at] begins, as a pointer to `to`."""
-    memory = context.make_array(kind)(context, builder, array).data
-    return builder.bitcast(builder.gep(memory, [at]), to.as_pointer())
+    """Where array[at] begins, as a pointer to `to`. at: an index of each of its one or two dimensions."""
+    structure = context.make_array(kind)(context, builder, array)
+    offset = at[-1]
+    if len(at) == 2:
+        offset = builder.add(builder.mul(at[0], builder.extract_value(structure.shape, 1)), offset)
+    return builder.bitcast(builder.gep(structure.data, [offset]), to.as_pointer())
 
 
 def native(builder, name, result, arguments):
@@ -146,17 +141,6 @@ def native(builder, name, result, arguments):
         return ir.Constant(result, None)
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
-
-
-def element(context, builder, kind, array, row, column, to):
-    """Where array[row, column] begins; row and column are pairs, a number and a constant to add to it."""
-    (row, i), (column, j) = row, column
-    structure = context.make_array(kind)(context, builder, array)
-    row, column = (builder.add(n, ir.Constant(n.type, more)) for n, more in ((row, i), (column, j)))
-    stride = builder.extract_value(structure.shape, 1)
-    return builder.bitcast(
-        builder.gep(structure.data, [builder.add(builder.mul(row, stride), column)]), to.as_pointer()
-    )
 
 
 def zeros(kind):
@@ -183,9 +167,10 @@ def store_totals(typing, sums, y, t, o):
         reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fadd.v16f32")
         for number in range(signature.args[0].rows * signature.args[0].tokens):
             i, j = divmod(number, signature.args[0].tokens)
-            zero, part = ir.Constant(ir.FloatType(), 0.0), builder.extract_value(sums, number)
-            found = builder.call(reduce, [zero, part], fastmath=("reassoc",))
-            builder.store(found, element(context, builder, signature.args[1], y, (t, j), (o, i), ir.FloatType()))
+            parts = [ir.FloatType()(0.0), builder.extract_value(sums, number)]
+            at = [builder.add(t, t.type(j)), builder.add(o, o.type(i))]
+            place = address(context, builder, signature.args[1], y, at, ir.FloatType())
+            builder.store(builder.call(reduce, parts, fastmath=("reassoc",)), place)
         return context.get_dummy_value()
 
     return types.none(sums, y, types.uint64, types.uint64), generate
@@ -220,20 +205,19 @@ def add_products(typing, sums, values, codes, o, x, t, span):
     """sums += a span, two registers of inputs, of the rows from o on of 2:4 with the tokens from t on."""
 
     def generate(context, builder, signature, arguments):
-        def load(number, row, at, scale, to, shift=0):
-            at = builder.add(builder.mul(at, ir.Constant(at.type, scale)), ir.Constant(at.type, shift))
-            place = element(context, builder, signature.args[number], arguments[number], row, (at, 0), to)
-            return builder.load(place, align=1)
-
         sums, _, _, o, _, t, span = arguments
+
+        def load(number, row, more, scale, to, shift=0):
+            at = [builder.add(row, row.type(more)), builder.add(builder.mul(span, span.type(scale)), span.type(shift))]
+            return builder.load(address(context, builder, signature.args[number], arguments[number], at, to), align=1)
+
         kind, wide = signature.args[0], isinstance(signature.args[1].dtype, types.Float)
         lanes = LANES if wide else 2 * LANES
         stored = FLOATS if wide else ir.VectorType(ir.IntType(16), lanes)
-        ends = 0, lanes
-        inputs = [[load(4, (t, j), span, 2 * lanes, stored, end) for end in ends] for j in range(kind.tokens)]
+        inputs = [[load(4, t, j, 2 * lanes, stored, end) for end in (0, lanes)] for j in range(kind.tokens)]
         for i in range(kind.rows):
-            places = places_of(builder, load(2, (o, i), span, lanes // 4, ir.IntType(2 * lanes)), lanes)
-            factors = load(1, (o, i), span, lanes, stored)
+            places = places_of(builder, load(2, o, i, lanes // 4, ir.IntType(2 * lanes)), lanes)
+            factors = load(1, o, i, lanes, stored)
             for j, (low, high) in enumerate(inputs):
                 number = i * kind.tokens + j
                 more = multiplied(builder, factors, low, places, high, builder.extract_value(sums, number))
@@ -249,8 +233,8 @@ def word(typing, codes, at):
     """Four bytes, wherever they begin."""
 
     def generate(context, builder, signature, arguments):
-        place = address(context, builder, signature.args[0], *arguments, ir.IntType(32))
-        return builder.load(place, align=1)
+        codes, at = arguments
+        return builder.load(address(context, builder, signature.args[0], codes, [at], ir.IntType(32)), align=1)
 
     return types.uint32(codes, types.uint64), generate
 
@@ -265,15 +249,16 @@ def expand(typing, values, at, mask, row, base):
         lanes = 512 // bitwidth
         vector, count = ir.VectorType(ir.IntType(bitwidth), lanes), ir.IntType(lanes)
         for first in range(0, SPAN, lanes):
-            source = builder.load(address(context, builder, signature.args[0], values, at, vector), align=bitwidth // 8)
+            source = address(context, builder, signature.args[0], values, [at], vector)
+            source = builder.load(source, align=bitwidth // 8)
             if WIDE:  # in a register: the instruction that expands from memory is slow on Zen
                 source = builder.asm(ir.FunctionType(vector, [vector]), "", "=v,0", [source], False)
-            part = builder.trunc(builder.lshr(mask, ir.Constant(mask.type, first)), count)
+            part = builder.trunc(builder.lshr(mask, mask.type(first)), count)
             bits = builder.bitcast(part, ir.VectorType(ir.IntType(1), lanes))
             name = f"llvm.x86.avx512.mask.expand.v{lanes}i{bitwidth}"
-            found = native(builder, name, vector, [source, ir.Constant(vector, None), bits])
-            place = builder.add(base, ir.Constant(base.type, first))
-            builder.store(found, address(context, builder, signature.args[3], row, place, vector), align=bitwidth // 8)
+            expanded = native(builder, name, vector, [source, ir.Constant(vector, None), bits])
+            place = address(context, builder, signature.args[3], row, [builder.add(base, base.type(first))], vector)
+            builder.store(expanded, place, align=bitwidth // 8)
             at = builder.add(at, builder.zext(builder.ctpop(part), at.type))
         return context.get_dummy_value()
 
@@ -288,8 +273,9 @@ def prefetch(typing, row, at, ahead):
         pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
         ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        place = address(context, builder, signature.args[0], *arguments[:2], ir.IntType(8))
-        builder.call(ask, [builder.gep(place, [arguments[2]]), number(0), number(3), number(1)])  # to read, near, data
+        array, at, ahead = arguments
+        place = address(context, builder, signature.args[0], array, [at], ir.IntType(8))
+        builder.call(ask, [builder.gep(place, [ahead]), number(0), number(3), number(1)])  # to read, near, data
         return context.get_dummy_value()
 
     return types.none(row, types.uint64, types.int64), generate
@@ -334,7 +320,7 @@ def expand_mask(values, start, mask, row, wide):
         if width - at < u64(8):
             bits &= (u64(1) << (width - at)) - u64(1)
         while bits:
-            row[at + lowest_bit(bits)] = values[k]
+            row[at + popcount((bits & -bits) - u64(1))] = values[k]  # the position of the lowest set bit
             bits &= bits - u64(1)
             k += u64(1)
         at += u64(8)
@@ -522,161 +508,84 @@ def unpack_2_4(values, positions, rows, wide):
         expand_mask(values, o * (rows.shape[1] // 2), mask, rows[o], wide)
 
 
-# 2:4 in bfloat16 with many tokens. The two kept values of a group meet one of six pairs of its inputs: a table holds
-# the pairs of some groups for 64 tokens, and stays in the first level of the cache while rows of S run through it. A
-# code is the row of the table, so that nothing is selected, and half of the products of a dense layer are left.
+# 2:4 in bfloat16 with many tokens. The two kept values of a group are multiplied by one of six pairs of its inputs. A
+# table holds the pairs of some groups for 64 tokens, small enough for the first-level cache, and many rows of S use it.
+# A code is the row of the table, so that no input is selected, and half of the products of a dense layer remain.
 
 
-def shuffled(builder, low, high, places):
-    """The numbers of two registers at the places: those of `high` come after those of `low`."""
-    places = ir.Constant(ir.VectorType(ir.IntType(32), len(places)), list(places))
-    return builder.shuffle_vector(low, high, places)
+@row_function
+def fill_table(x, start, first, columns, table):
+    """The pairs of GROUPS groups of x (tokens, in) from input `first` on, for TOKENS tokens from `start` on.
 
-
-def transposed(builder, rows):
-    """As many registers as each has numbers, by exchanging the two halves of pairs, of fours, …: log₂ steps."""
-    rows, count = list(rows), len(rows)
-    for step in (1 << bit for bit in range(count.bit_length() - 1)):
-        low = [lane if not lane & step else count + (lane ^ step) for lane in range(count)]
-        high = [lane | step if not lane & step else count + lane for lane in range(count)]
-        for i in (i for i in range(count) if not i & step):
-            pair = rows[i], rows[i | step]
-            rows[i], rows[i | step] = shuffled(builder, *pair, low), shuffled(builder, *pair, high)
-    return rows
-
-
-@intrinsic
-def tabulate(typing, x, t, g, table, first, lane):
-    """The rows of `table` for eight groups of x, from g on, which is the table's `first`, and 16 tokens from t on.
-
-    They go to the columns from `lane` on. x: (tokens, in), uint16; table: (TABLE_ROWS, TOKENS), uint32.
+    columns: (inputs of the groups, TOKENS), room for them transposed.
     """
-
-    def generate(context, builder, signature, arguments):
-        x, t, g, table, first, lane = arguments
-        groups, numbers = ir.VectorType(ir.IntType(64), 8), ir.VectorType(ir.IntType(16), 2 * LANES)
-        column, row = builder.mul(g, ir.Constant(g.type, 4)), builder.mul(first, ir.Constant(first.type, CODES))
-        halves = []
-        for half in (0, 8):
-            rows = [(t, half + i) for i in range(8)]
-            places = [element(context, builder, signature.args[0], x, at, (column, 0), groups) for at in rows]
-            loaded = transposed(builder, [builder.load(place, align=2) for place in places])
-            halves.append([builder.bitcast(group, numbers) for group in loaded])
-        for i, (low, high) in enumerate(zip(*halves, strict=True)):
-            for a, b in PAIRS:
-                pairs = shuffled(builder, low, high, [4 * token + place for token in range(LANES) for place in (a, b)])
-                place = (row, i * CODES + a + 4 * b), (lane, 0)
-                builder.store(pairs, element(context, builder, signature.args[3], table, *place, numbers), align=64)
-        return context.get_dummy_value()
-
-    return types.none(x, types.uint64, types.uint64, table, types.uint64, types.uint64), generate
+    for block in range(u64(0), u64(TOKENS), u64(LANES)):
+        for i in range(u64(4 * GROUPS)):
+            for t in range(block, block + u64(LANES)):
+                columns[i, t] = x[start + t, first + i]
+    for group in range(u64(GROUPS)):
+        for low, high in PAIRS:
+            row, base = table[group * u64(CODES) + u64(low + 4 * high)], u64(4) * group
+            for t in range(u64(TOKENS)):
+                row[t] = u32(columns[base + u64(low), t]) | u32(columns[base + u64(high), t]) << u32(16)
 
 
 @intrinsic
-def add_tabulated(typing, values, codes, o, k, table, sums, row):
-    """sums[row] += the row o of S with the k-th table, its groups from GROUPS·k on. sums: (rows, TOKENS), float32."""
+def add_tabulated(typing, values, codes, table, sums):
+    """sums (TOKENS,) += GROUPS groups of a row of S with a table. values: uint16, and codes: uint8, of these groups."""
 
     def generate(context, builder, signature, arguments):
-        _, _, o, k, table, _, row = arguments
-        integers, pairs = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(BFloat(), 2 * LANES)
+        vector = ir.VectorType(BFloat(), 2 * LANES)
+        lanes, rows = ir.IntType(32), ir.ArrayType(vector, TOKENS // LANES)  # a known length spares multiplications
 
-        def place(number, at, column, more, to):
-            return element(context, builder, signature.args[number], arguments[number], (at, 0), (column, more), to)
+        def pointer(number, at, to):
+            return address(context, builder, signature.args[number], arguments[number], [ir.IntType(64)(at)], to)
 
-        zero = ir.Constant(k.type, 0)
-        column, byte = (builder.mul(k, ir.Constant(k.type, step)) for step in (2 * GROUPS, GROUPS // 2))
-        starts = [place(5, row, zero, first, FLOATS) for first in range(0, TOKENS, LANES)]
-        totals = [builder.load(start, align=64) for start in starts]
-        word = builder.load(place(1, o, byte, 0, ir.IntType(64)), align=1)
-        known = ir.ArrayType(pairs, TOKENS // LANES)  # a row of the table: a known length spares multiplications
-        rows = builder.bitcast(context.make_array(signature.args[4])(context, builder, table).data, known.as_pointer())
+        places = [pointer(3, first, FLOATS) for first in range(0, TOKENS, LANES)]
+        totals = [builder.load(place, align=64) for place in places]
+        word = builder.load(pointer(1, 0, ir.IntType(64)), align=1)
         for g in range(GROUPS):
-            code = builder.and_(builder.lshr(word, ir.Constant(word.type, 4 * g)), ir.Constant(word.type, 15))
-            code = builder.add(code, ir.Constant(code.type, g * CODES))
-            both = builder.load(place(0, o, column, 2 * g, ir.IntType(32)), align=2)
-            both = builder.insert_element(ir.Constant(integers, ir.Undefined), both, ir.Constant(ir.IntType(32), 0))
-            both = builder.bitcast(shuffled(builder, both, both, [0] * LANES), pairs)
+            code = builder.and_(builder.lshr(word, word.type(4 * g)), word.type(15))
+            row = builder.gep(pointer(2, 0, rows), [builder.add(code, word.type(g * CODES))])
+            pair = builder.load(pointer(0, 2 * g, lanes), align=2)
+            copies = builder.insert_element(ir.Constant(ir.VectorType(lanes, LANES), ir.Undefined), pair, lanes(0))
+            copies = builder.shuffle_vector(copies, copies, ir.Constant(copies.type, [0] * LANES))
+            factors = builder.bitcast(copies, vector)
             for i, total in enumerate(totals):
-                inputs = builder.load(builder.gep(rows, [code, ir.Constant(ir.IntType(32), i)]), align=64)
-                totals[i] = native(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, both, inputs])
-        for start, total in zip(starts, totals, strict=True):
-            builder.store(total, start, align=64)
+                inputs = builder.load(builder.gep(row, [lanes(0), lanes(i)]), align=64)
+                totals[i] = native(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, factors, inputs])
+        for place, total in zip(places, totals, strict=True):
+            builder.store(total, place, align=64)
         return context.get_dummy_value()
 
-    return types.none(values, codes, types.uint64, types.uint64, table, sums, types.uint64), generate
-
-
-@intrinsic
-def store_rounded(typing, sums, row, lane, y, t, o, tokens):
-    """y[t : t + 16, o : o + 16] = 16 rows of sums from `row` on and 16 tokens from `lane` on, in bfloat16; t < tokens.
-
-    To the nearest, ties to even: a NaN stays one, for the low bits of those that bfloat16 products give are zero.
-    """
-
-    def generate(context, builder, signature, arguments):
-        sums, row, lane, y, t, o, tokens = arguments
-        halves = ir.VectorType(ir.IntType(16), LANES)
-
-        def constant(number):
-            return ir.Constant(INTEGERS, [number] * LANES)
-
-        at = [(row, i) for i in range(LANES)]
-        places = [element(context, builder, signature.args[0], sums, place, (lane, 0), INTEGERS) for place in at]
-        loaded = transposed(builder, [builder.load(place, align=64) for place in places])
-        for i, bits in enumerate(loaded):
-            odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-            rounded = builder.lshr(builder.add(builder.add(bits, odd), constant(0x7FFF)), constant(16))
-            with builder.if_then(builder.icmp_unsigned("<", builder.add(t, ir.Constant(t.type, i)), tokens)):
-                place = element(context, builder, signature.args[3], y, (t, i), (o, 0), halves)
-                builder.store(builder.trunc(rounded, halves), place, align=2)
-        return context.get_dummy_value()
-
-    u64 = types.uint64
-    return types.none(sums, u64, u64, y, u64, u64, u64), generate
-
-
-@row_function
-def multiply_tile(values, codes, x, start, table, sums, first, last):
-    """sums = 64 tokens from `start` on with the rows from `first` to `last` of S."""
-    sums[: last - first] = 0
-    for k in range(u64(codes.shape[1] // (GROUPS // 2))):
-        for g in range(u64(0), u64(GROUPS), u64(8)):
-            for lane in range(u64(0), u64(TOKENS), u64(LANES)):
-                tabulate(x, start + lane, u64(GROUPS) * k + g, table, g, lane)
-        for o in range(first, last):
-            prefetch(values[o], u64(2 * GROUPS) * k, ROWS_AHEAD * values.shape[1] * 2)
-            prefetch(codes[o], u64(GROUPS // 2) * k, ROWS_AHEAD * codes.shape[1])
-            add_tabulated(values, codes, o, k, table, sums, o - first)
-
-
-@row_function
-def store_tile(sums, y, start, tokens, first, last):
-    """y = the sums of a tile, rounded to bfloat16."""
-    rows = last - first
-    whole = rows & ~u64(LANES - 1)
-    for row in range(u64(0), whole, u64(LANES)):
-        for lane in range(u64(0), u64(TOKENS), u64(LANES)):
-            store_rounded(sums, row, lane, y, start + lane, first + row, tokens)
-    for t in range(start, min(start + u64(TOKENS), tokens)):
-        for row in range(whole, rows):
-            bits = sums[row, t - start]
-            y[t, first + row] = (bits + ((bits >> u32(16)) & u32(1)) + u32(0x7FFF)) >> u32(16)
+    return types.none(values, codes, table, sums), generate
 
 
 @rows_in_parallel
 def dot_tables_2_4(values, positions, x, y, memory):
-    """y = x Sᵀ, with AVX-512 only. values: (out, in/2), positions: (out, in/8), x: (tokens in whole 64s, in), uint16.
+    """y = x Sᵀ, with AVX-512 only. values: (out, in/2), positions: (out, in/8), x: (tokens in whole 64s, in).
 
-    y: (tokens, out), of the bits of bfloat16. memory: (parts, TABLE_ROWS + rows of a tile, TOKENS), float32, aligned to
-    64 bytes: a table and sums for each part. A part goes through its share of the tiles of rows and tokens.
+    They are the bits of bfloat16, as is y: (tokens, out). memory: (parts, TABLE_ROWS + rows of a tile,
+    TOKENS), float32, aligned to 64 bytes: a table and sums for each part, which computes its share of the tiles.
     """
     out, tokens, parts = u64(values.shape[0]), u64(y.shape[0]), memory.shape[0]
-    height, blocks = u64(memory.shape[1] - TABLE_ROWS), (tokens + u64(TOKENS - 1)) // u64(TOKENS)
+    height, blocks = u64(memory.shape[1] - TABLE_ROWS), u64(x.shape[0] // TOKENS)
     tiles = (out + height - u64(1)) // height * blocks
     for part in prange(parts):
         table, sums = memory[part, :TABLE_ROWS].view(u32), memory[part, TABLE_ROWS:]
+        columns = np.empty((4 * GROUPS, TOKENS), u16)
         for tile in range(u64(part), tiles, u64(parts)):
             first, start = tile // blocks * height, tile % blocks * u64(TOKENS)
             last = min(first + height, out)
-            multiply_tile(values, positions, x, start, table, sums, first, last)
-            store_tile(sums.view(u32), y, start, tokens, first, last)
+            sums[: last - first] = 0
+            for k in range(u64(positions.shape[1] // (GROUPS // 2))):
+                fill_table(x, start, u64(4 * GROUPS) * k, columns, table)
+                for o in range(first, last):
+                    row, codes = values[o, u64(2 * GROUPS) * k :], positions[o, u64(GROUPS // 2) * k :]
+                    prefetch(row, u64(0), ROWS_AHEAD * values.shape[1] * 2)
+                    prefetch(codes, u64(0), ROWS_AHEAD * positions.shape[1])
+                    add_tabulated(row, codes, table, sums[o - first])
+            for block in range(first, last, u64(LANES)):  # by blocks, whose outputs for a token share a cache line
+                for t in range(start, min(start + u64(TOKENS), tokens)):
+                    for o in range(block, min(block + u64(LANES), last)):
+                        narrow(y, t, o, sums[o - first, t - start])

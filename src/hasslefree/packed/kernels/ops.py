@@ -227,7 +227,7 @@ def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     y = x.new_empty(tokens, out)
     if 0 < left < DIRECT_2_4[x.dtype]:
         tokens -= left
-        y[tokens:] = _direct_groups(x[tokens:], values, positions, 2, 4)
+        y[tokens:] = _direct_sums(x[tokens:], values, positions, 2, 4)
     missing = -tokens % kernels.TOKENS
     inputs = F.pad(x[:tokens], (0, 0, 0, missing)) if missing else x[:tokens].contiguous()
     height = min(out, MOST_ROWS, max(kernels.TOKENS, -(-out * len(inputs) // (parts * kernels.TOKENS))))
