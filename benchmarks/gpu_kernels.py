@@ -35,32 +35,24 @@ WARPS = 4
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Instructions of a loop that only waits, at most.
 WAITING = 16
-# The arguments of the kernels that are one number, and those that are a tuple of one item for each layer.
-SIZES = ("width", "kept", "row_bytes", "tokens", "columns", "parts")
-OF_LAYERS = {
-    "values": "*bf16", "positions": "*u8", "vs": "*bf16", "us": "*bf16", "biases": "*bf16",
-    "outs": "i32", "ranks": "i32", "lengths": "i32",
-}  # fmt: skip
-POINTERS = {"x": "*bf16", "sums": "*fp32", "y": "*bf16"}
+POINTERS = {"positions": "*u8", "sums": "*fp32"} | dict.fromkeys(("x", "values", "v", "u", "bias", "y"), "*bf16")
 # What is not a multiple of 16 in a model, so that loads cannot rely on it.
 ODD = ("tokens", "parts")
 
 
-def compiled(kernel: Any, constants: dict[str, Any], architecture: int, layers: int = 1) -> bytes:
-    """The machine code of a kernel for bfloat16, and so many layers at once.
+def compiled(kernel: Any, constants: dict[str, Any], architecture: int) -> bytes:
+    """The machine code of a kernel for bfloat16.
 
     Args:
         constants: the arguments that are known when it is compiled; an argument that is 1 is one of them, as in Triton.
     """
-    known: dict[str, Any] = POINTERS | dict.fromkeys(SIZES, "i32")
-    known |= {name: (kind,) * layers for name, kind in OF_LAYERS.items()} | dict.fromkeys(constants, "constexpr")
-    signature = {name: known[name] for name in kernel.arg_names}
-    aligned: dict[tuple[int, ...], Any] = {}
-    for place, name in enumerate(signature):
-        if name in OF_LAYERS:
-            aligned |= {(place, layer): [["tt.divisibility", 16]] for layer in range(layers)}
-        elif name not in ODD and name not in constants:
-            aligned[place,] = [["tt.divisibility", 16]]
+    known: dict[str, str] = POINTERS | dict.fromkeys(constants, "constexpr")
+    signature = {name: known.get(name, "i32") for name in kernel.arg_names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(signature)
+        if name not in ODD and name not in constants
+    }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": WARPS}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["cubin"]
@@ -105,13 +97,13 @@ def innermost_loops(cubin: bytes) -> list[int]:
     return [end - start for start, end in inner]
 
 
-def row(architecture: int, tokens: int, layers: int = 1, n: int = 2, m: int = 4) -> dict[str, Any]:
-    """What the two launches of one layer, or of several together, are compiled to. The longest loop is that over S."""
+def row(architecture: int, tokens: int, n: int = 2, m: int = 4) -> dict[str, Any]:
+    """What the two launches of a layer are compiled to. The longest loop is that over S."""
     known = {"tokens": 1} if tokens == 1 else {}
     x = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta")
     constants = multiply_constants(x, n, m)
-    first = compiled(multiply, constants | known, architecture, layers)
-    second = compiled(add_up, add_constants(x, n, m) | known, architecture, layers)
+    first = compiled(multiply, constants | known, architecture)
+    second = compiled(add_up, add_constants(x, n, m) | known, architecture)
     registers, spilled = resources(first)
     values = constants["ROWS"] * constants["STEP"] * (1 if constants["KERNEL"] == "gather" else 4)
     brought = values * (2 + constants["BITS"] / 8) / WARPS

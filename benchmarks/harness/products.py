@@ -15,8 +15,7 @@ from hasslefree.folder.plugin import HasslefreeConfig
 from hasslefree.folder.read import entry_of
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
-from hasslefree.packed.kernels import Case
-from hasslefree.packed.kernels.backends import BACKENDS
+from hasslefree.packed.kernels.backends import BACKENDS, Case
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
 

@@ -5,10 +5,8 @@ import torch
 from hasslefree.packed.layouts import PackedGroups
 
 
-def decoded(x, values, positions, us, vs, biases, n, m):
+def decoded(x, values, positions, us, v, bias, n, m):
     """What the operator `decode_cuda` computes, plainly."""
-    outputs = []
-    for value, index, u, v, bias in zip(values, positions, us, vs, biases, strict=True):
-        y = x @ PackedGroups(n, m).unpack(value, index, x.shape[1]).T + x @ v.T @ u.T
-        outputs.append(y if bias is None else y + bias)
-    return torch.cat([y.flatten() for y in outputs])
+    y = x @ PackedGroups(n, m).unpack(values, positions, x.shape[1]).T
+    y += x @ v.T @ torch.block_diag(*us).to(x.device).T
+    return y if bias is None else y + bias

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from hasslefree.errors import CheckpointError, ServeError
-from hasslefree.serve.arrivals import Arrivals
 from hasslefree.serve.parts import Division
-from hasslefree.serve.stacked import StackedLinear
+from hasslefree.serve.stacked import LoadBuffer, StackedLinear
 from tests.serve.layers import KINDS, dense, layer_of
 
 WIDTH = 64
@@ -17,10 +16,10 @@ WIDTH = 64
 def stack_of(layers, division):
     """A stack with all tensors loaded, part by part."""
     stack = StackedLinear(division.parts({f"layer{i}": layer.entry for i, layer in enumerate(layers)}), torch.float32)
-    arrivals = Arrivals(stack)
+    buffer = LoadBuffer(stack)
     for part, layer in zip(stack.parts, layers, strict=True):
         for leaf, tensor in layer.tensors.items():
-            arrivals.add(leaf, tensor, part.slices.start)
+            buffer.add(leaf, tensor, part.slices.start)
     stack.finish()
     return stack
 
@@ -182,12 +181,12 @@ def test_tensors_may_come_in_any_order_and_their_memory_may_be_used_again():
         {f"l{i}": each.entry for i, each in enumerate(layers)}
     )
     stack = StackedLinear(parts, torch.float32)
-    arrivals = Arrivals(stack)
+    buffer = LoadBuffer(stack)
     for leaf in ("low_rank_v", "values", "low_rank_u", "positions"):
         for name, layer in reversed(list(zip("qkv", layers, strict=True))):
-            buffer = layer.tensors[leaf].clone()
-            arrivals.add(leaf, buffer, name)
-            buffer.zero_()
+            memory = layer.tensors[leaf].clone()
+            buffer.add(leaf, memory, name)
+            memory.zero_()
     stack.finish()
     x = torch.randn(3, WIDTH)
     assert_close(stack(x), torch.cat([x.double() @ layer.matrix.T for layer in layers], 1))

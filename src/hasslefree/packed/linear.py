@@ -14,17 +14,21 @@ from torch.nn import functional as F
 from hasslefree.core.factors import BITS, CodedRows
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError
-from hasslefree.packed.kernels import (
+from hasslefree.packed.kernels.backends import (
+    HAS_NUMBA,
+    HAS_TRITON,
     Case,
     LayerTensors,
+    check_backend,
     choose,
-    layer_products,
+    is_traced,
+    layer_product,
     product,
-    takes_layers,
+    takes_layer,
     wants_numba,
 )
-from hasslefree.packed.kernels.backends import HAS_NUMBA, HAS_TRITON, check_backend
-from hasslefree.packed.kernels.few import Prepared, takes_few
+from hasslefree.packed.kernels.ops import Prepared
+from hasslefree.packed.kernels.ops import takes_layer as takes_few
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import Storage
@@ -43,7 +47,7 @@ class SparseLowRankLinear(nn.Module):
     and the parameter `weight_scale` take the place of the values, and S is unpacked at every call.
     The factors are `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank 0. In eight bits they are int8
     buffers, with the parameters `low_rank_u_scale` (out,) and `low_rank_v_scale` (r,), and unpacked at every call.
-    How x Sᵀ is computed is chosen at every call (`hasslefree.packed.kernels`), or set by `use`.
+    How x Sᵀ is computed is chosen at every call (`hasslefree.packed.kernels.backends`), or set by `use`.
     """
 
     values: nn.Parameter
@@ -66,8 +70,8 @@ class SparseLowRankLinear(nn.Module):
         self.cached_sparse: Tensor | None = None  # S unpacked, for calls without gradients
         self.cache_key: tuple[int, int] | None = None  # what it was made of; None: it is used until it is removed
         self.keeps_unpacked = False  # on a GPU: cache S at the first call for which there is no kernel
-        self.prepared: Prepared | None = None  # the arrays for few tokens
-        self._takes_few = HAS_NUMBA and spec.pattern == "2:4" and not (spec.grid or spec.factor_bits)
+        self.prepared: Prepared | None = None  # the arrays for a few tokens on a CPU
+        self._fuses = isinstance(self.storage.layout, PackedGroups) and not (spec.grid or spec.factor_bits)
         biases: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {"bias": ((self.out_features,), None)}
         for name, (shape, own) in (spec.tensors() | (biases if bias else {})).items():
             if own is None:
@@ -143,10 +147,8 @@ class SparseLowRankLinear(nn.Module):
         """x: (..., in) → (..., out)."""
         if self.merged_weight is not None:
             return F.linear(x, self.merged_weight, self.bias)
-        if (prepared := self._prepared_for(x)) is not None:
-            return prepared(x)
-        if (tensors := self._in_one_call(x)) is not None:
-            return layer_products(x, [tensors])[0]
+        if self._fuses and (y := self._in_one_call(x)) is not None:
+            return y
         factors = self.factors()
         y = self.sparse_product(x)
         if factors is not None:
@@ -158,43 +160,48 @@ class SparseLowRankLinear(nn.Module):
             y = add(hidden, u.T).view(y.shape)
         return y if self.bias is None else y + self.bias
 
-    def _prepared_for(self, x: Tensor) -> Prepared | None:
-        """What computes the whole layer for a few tokens on a CPU, without gradients; None where nothing does."""
-        usual = self._takes_few and self._pinned is None and self.backend in (None, "numba")
-        if not usual or type(x) is not Tensor or x.shape[-1] != self.in_features or torch.compiler.is_compiling():
+    def _in_one_call(self, x: Tensor) -> Tensor | None:
+        """The layer for a few tokens without gradients, by one call of a kernel; None where none does that."""
+        if self._pinned is not None or x.dtype != self.values.dtype:
             return None
-        if not takes_few(x, self.values) or (torch.is_grad_enabled() and self._wants_gradients(x)):
+        if torch.is_grad_enabled() and self._wants_gradients(x):
             return None
+        layout = self.storage.layout
+        assert isinstance(layout, PackedGroups)
+        if self.spec.pattern == "2:4" and HAS_NUMBA and self.backend in (None, "numba") and not is_traced(x):
+            on_cpu = x.device.type == self.values.device.type == "cpu"
+            if on_cpu and x.shape[-1] == self.in_features and takes_few(x, 2, 4) and self._prepare():
+                assert self.prepared is not None
+                return self.prepared(x)
+        backend = choose(self._case(x.numel() // self.in_features, grad=False), self.backend)
+        if not takes_layer(backend, x, layout, self.spec.rank):
+            return None
+        u, v = self.factors() or self._no_factors()
+        return layer_product(backend, x, LayerTensors(layout, self.values, self.index, [u], v, self.bias))
+
+    def _prepare(self) -> bool:
+        """Bring `prepared` up to date; False where the tensors are not contiguous."""
         parameters = self._parameters
         tensors = [parameters["values"], self.index, *(parameters[n] for n in ("low_rank_u", "low_rank_v", "bias"))]
         key = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         if self.prepared is None or self.prepared.key != key:
             if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
-                return None
-            self.prepared = Prepared(key, self.values, self.index, self.factors(), self.bias)
-        return self.prepared
+                return False
+            u, v = self.factors() or self._no_factors()
+            self.prepared = Prepared(key, self.values, self.index, u, v, self.bias)
+        return True
+
+    def _no_factors(self) -> tuple[Tensor, Tensor]:
+        return self.values.new_empty(self.out_features, 0), self.values.new_empty(0, self.in_features)
 
     @property
     def _pinned(self) -> Tensor | None:
         """S unpacked, where the caller has promised that it does not change."""
         return self.cached_sparse if self.cache_key is None else None
 
-    def _in_one_call(self, x: Tensor) -> LayerTensors | None:
-        """What is multiplied, where the sparse and the low-rank product of these inputs and the bias are one call."""
-        layout, coded = self.storage.layout, self.spec.grid is not None or self.spec.factor_bits is not None
-        if self._pinned is not None or coded or not isinstance(layout, PackedGroups):
-            return None
-        if x.dtype != self.weight.dtype or (torch.is_grad_enabled() and self._wants_gradients(x)):
-            return None
-        backend = choose(self._case(x.numel() // self.in_features, grad=False), self.backend)
-        if not takes_layers(backend, x, layout, self.spec.rank):
-            return None
-        none = self.values.new_empty(self.out_features, 0), self.values.new_empty(0, self.in_features)
-        return LayerTensors(layout, self.values, self.index, *(self.factors() or none), self.bias)
-
     def _wants_gradients(self, x: Tensor) -> bool:
         tensors = (x, self.values, self.low_rank_u, self.low_rank_v, self.bias)
-        return any(each is not None and each.requires_grad for each in tensors)
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
     def sparse_product(self, x: Tensor) -> Tensor:
         """x Sᵀ: (..., in) → (..., out)."""

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear
 
 from hasslefree.folder.read import Entry
-from hasslefree.serve.arrivals import Arrivals
 from hasslefree.serve.parts import Division
-from hasslefree.serve.stacked import StackedLinear
+from hasslefree.serve.stacked import LoadBuffer, StackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +50,9 @@ class StackedLinearMethod(LinearMethodBase):
         division = Division(sizes, *local, layer.tp_rank, layer.tp_size)
         parts = division.parts(self.entries)
         layer.compressed = StackedLinear(parts, params_dtype)
-        arrivals = Arrivals(layer.compressed)
+        buffer = LoadBuffer(layer.compressed)
         for leaf, dtype in {leaf: dtype for part in parts for leaf, (_, dtype) in part.tensors().items()}.items():
-            layer.register_parameter(leaf, Landing(leaf, arrivals, dtype or params_dtype))
+            layer.register_parameter(leaf, WeightSlot(leaf, buffer, dtype or params_dtype))
         if layer.compressed.groups is None:
             warn_unpacked(", ".join(dict.fromkeys(part.kind for part in parts)))
 
@@ -64,7 +63,7 @@ class StackedLinearMethod(LinearMethodBase):
             CheckpointError: the weight files lack a tensor of the layer.
         """
         for name, parameter in list(layer.named_parameters(recurse=False)):
-            if isinstance(parameter, Landing):
+            if isinstance(parameter, WeightSlot):
                 delattr(layer, name)
         layer.compressed.finish()
 
@@ -74,24 +73,24 @@ class StackedLinearMethod(LinearMethodBase):
         return y if bias is None else y + bias
 
 
-class Landing(nn.Parameter):
+class WeightSlot(nn.Parameter):
     """A parameter without elements, by whose name vLLM's loaders find where a tensor of the folder goes.
 
     Args:
         leaf: the name. dtype: of the tensors; vLLM warns of another one.
     """
 
-    def __new__(cls, leaf: str, arrivals: Arrivals, dtype: torch.dtype) -> Landing:
+    def __new__(cls, leaf: str, buffer: LoadBuffer, dtype: torch.dtype) -> WeightSlot:
         return super().__new__(cls, torch.empty(0, dtype=dtype), requires_grad=False)
 
-    def __init__(self, leaf: str, arrivals: Arrivals, dtype: torch.dtype):
-        self.leaf, self.arrivals = leaf, arrivals
+    def __init__(self, leaf: str, buffer: LoadBuffer, dtype: torch.dtype):
+        self.leaf, self.buffer = leaf, buffer
 
     def weight_loader(
         self, parameter: nn.Parameter, tensor: Tensor, slices: str | int | tuple[int, ...] | None = None
     ) -> None:
         """What vLLM calls for every tensor. slices: of a fused layer, which one the tensor is for."""
-        self.arrivals.add(self.leaf, tensor, slices)
+        self.buffer.add(self.leaf, tensor, slices)
 
 
 def slice_sizes(layer: LinearBase, output_size: int) -> list[int]:

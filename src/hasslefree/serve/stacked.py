@@ -1,6 +1,9 @@
 """Compressed layers that read the same inputs, run as one: S stacked by rows, v stacked by rows, u per layer.
 
 y_i = x S_iᵀ + (x v_iᵀ) u_iᵀ        one product with all S_i, one with all v_i, one with each u_i
+
+The product of packed layers is one torch operator, for torch.compile and CUDA graphs: which kernel runs is decided
+within it, so that a compiled graph for any number of tokens has one node.
 """
 
 from __future__ import annotations
@@ -11,11 +14,67 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hasslefree.errors import CheckpointError
+from hasslefree.errors import CheckpointError, ServeError
+from hasslefree.packed.kernels.backends import Case, LayerTensors, choose, layer_product, product, takes_layer
 from hasslefree.packed.layouts import PackedGroups
-from hasslefree.serve.operators import add_low_rank, stacked_linear, stacked_product
 from hasslefree.serve.parts import Part
 from hasslefree.serve.shards import narrowed
+
+# How vLLM names the slices of its fused attention layer; those of other layers have numbers.
+ATTENTION = {"q": 0, "k": 1, "v": 2}
+
+
+def stacked_product(
+    x: Tensor, values: Tensor, positions: Tensor, n: int, m: int,
+    low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int],
+) -> Tensor:  # fmt: skip
+    """x (S + L)ᵀ for layers that read the same inputs.
+
+    Args:
+        x: (tokens, in). values: (Σ out, in/M·N), of x's dtype. positions: (Σ out, bytes), uint8: the codes of the
+            groups. low_rank_u, low_rank_v, outs, ranks: as for `add_low_rank`.
+
+    Returns:
+        (tokens, Σ out), in x's dtype.
+    """
+    layout = PackedGroups(n, m)
+    backend = choose(Case(x.device.type, x.dtype, layout, len(x), grad=False))
+    if takes_layer(backend, x, layout, max(ranks)) and (backend == "triton" or len(outs) == 1):
+        us = factors_of(low_rank_u, outs, ranks)
+        return layer_product(backend, x, LayerTensors(layout, values, positions, us, low_rank_v, None))
+    if backend == "numba":
+        y = product(backend, x, values, positions, layout)
+    else:
+        y = F.linear(x, layout.unpack(values, positions, x.shape[1]))
+    return add_low_rank(y, x, low_rank_u, low_rank_v, outs, ranks)
+
+
+stacked_linear = torch.library.custom_op("hasslefree::stacked_linear", stacked_product, mutates_args=())
+stacked_linear.register_fake(lambda x, values, positions, *_: x.new_empty(x.shape[0], positions.shape[0]))
+
+
+def factors_of(low_rank_u: Tensor, outs: list[int], ranks: list[int]) -> list[Tensor]:
+    """The u (out, r) of each layer, as views of all of them (Σ out·r,)."""
+    parts = low_rank_u.split([out * rank for out, rank in zip(outs, ranks, strict=True)])
+    return [part.view(out, rank) for part, out, rank in zip(parts, outs, ranks, strict=True)]
+
+
+def add_low_rank(
+    y: Tensor, x: Tensor, low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int]
+) -> Tensor:
+    """y with the low-rank part of each layer added in place to its outputs.
+
+    Args:
+        y: (tokens, Σ out). x: (tokens, in). low_rank_v: (Σ r, in), the v of all layers stacked by rows.
+        low_rank_u: (Σ out·r,), the u (out, r) of one layer after the other. outs, ranks: out and r of each layer.
+    """
+    if not len(low_rank_v):
+        return y
+    hidden = F.linear(x, low_rank_v).split(ranks, 1)
+    for part, inner, u in zip(y.split(outs, 1), hidden, factors_of(low_rank_u, outs, ranks), strict=True):
+        if u.shape[1]:
+            part.addmm_(inner, u.T)
+    return y
 
 
 class StackedLinear(nn.Module):
@@ -35,8 +94,8 @@ class StackedLinear(nn.Module):
         self.ranks = [part.rank for part in parts]
         self.missing = set(range(len(parts)))
         rows, width = sum(self.outs), parts[0].shard.shape[1]
-        self.u_sizes = [out * rank for out, rank in zip(self.outs, self.ranks, strict=True)]
-        self.low_rank_u = self._empty((sum(self.u_sizes),), dtype, device)
+        size = sum(out * rank for out, rank in zip(self.outs, self.ranks, strict=True))
+        self.low_rank_u = self._empty((size,), dtype, device)
         self.low_rank_v = self._empty((sum(self.ranks), width), dtype, device)
         self.groups = common_groups(parts, self.low_rank_v.device)
         if self.groups is None:
@@ -63,7 +122,7 @@ class StackedLinear(nn.Module):
         part.check(tensors)
         # Before codes are multiplied by their scales: the product is rounded to the dtype of the scale.
         dtype = self.low_rank_v.dtype
-        tensors = {leaf: each.to(dtype) if each.is_floating_point() else each for leaf, each in tensors.items()}
+        tensors = {leaf: t.to(dtype) if t.is_floating_point() else t for leaf, t in tensors.items()}
         rows = slice(row, row + self.outs[index])
         with torch.no_grad():
             if self.groups is None:
@@ -74,7 +133,7 @@ class StackedLinear(nn.Module):
                     getattr(self, leaf)[rows] = share
             if part.rank:
                 u, v = part.factors(tensors)
-                self.low_rank_u.split(self.u_sizes)[index].copy_(u.flatten())
+                factors_of(self.low_rank_u, self.outs, self.ranks)[index].copy_(u)
                 self.low_rank_v.split(self.ranks)[index].copy_(v)
         self.missing.discard(index)
 
@@ -104,3 +163,51 @@ def common_groups(parts: list[Part], device: torch.device) -> PackedGroups | Non
         return None
     readable = device.type != "cuda" or (0 < first.position_bits <= 8 and not first.is_mask)
     return first if readable else None
+
+
+class LoadBuffer:
+    """Keeps the tensors of a part, which come in any order and from several files, until it is complete and is loaded.
+
+    Args:
+        stack: what they are for.
+    """
+
+    def __init__(self, stack: StackedLinear):
+        self.stack = stack
+        self.waiting: list[dict[str, Tensor]] = [{} for _ in stack.parts]
+
+    def add(self, leaf: str, tensor: Tensor, slices: str | int | tuple[int, ...] | None) -> None:
+        """Take one tensor.
+
+        Args:
+            leaf: its name without that of the layer. tensor: whole.
+            slices: which outputs of vLLM's layer it is for, as vLLM counts them; None for a layer that is not fused.
+
+        Raises:
+            CheckpointError: the part that this completes is damaged. ServeError: there is no such part.
+        """
+        index = self._part(slices)
+        waiting, wanted = self.waiting[index], self.stack.parts[index].tensors()
+        if leaf not in wanted:
+            raise ServeError(
+                f"the weight files contain {self.stack.parts[index].name}.{leaf}, which the layer that config.json "
+                "describes does not have; download or copy the folder again"
+            )
+        waiting[leaf] = tensor.detach().clone()  # some of vLLM's loaders read the next tensor into the same memory
+        if waiting.keys() == wanted.keys():
+            self.stack.load(index, waiting)
+            waiting.clear()
+
+    def _part(self, slices: str | int | tuple[int, ...] | None) -> int:
+        if slices is None and len(self.stack.parts) == 1:
+            return 0
+        number = slices[0] if isinstance(slices, tuple) else slices
+        first = ATTENTION.get(number) if isinstance(number, str) else number
+        for index, part in enumerate(self.stack.parts):
+            if first in part.slices:
+                return index
+        names = ", ".join(part.name for part in self.stack.parts)
+        raise ServeError(
+            f"vLLM loads part {slices!r} of a fused layer of {names}, a part that this version of hasslefree does not "
+            "know; update hasslefree"
+        )

@@ -20,14 +20,14 @@ def inputs(tokens, width, dtype):
 
 
 def decoded(x, layers, n=2, m=4, parts=None):
-    """The outputs of layers (s, u, v, bias), one by one."""
-    packed = [reference.pack_groups(s, n, m) for s, *_ in layers]
-    values, positions = zip(*packed, strict=True)
-    _, us, vs, biases = zip(*layers, strict=True)
-    y = triton.decode(x, values, positions, us, vs, biases, n, m, parts)
+    """The outputs of layers (s, u, v, bias) that are stacked by rows, one by one."""
+    sparse, us, vs, biases = zip(*layers, strict=True)
+    packed = [reference.pack_groups(s, n, m) for s in sparse]
+    values, positions = (torch.cat(tensors) for tensors in zip(*packed, strict=True))
+    bias = None if biases[0] is None else torch.cat(biases)
+    y = triton.decode(x, values, positions, us, torch.cat(vs), bias, n, m, parts)
     assert y.dtype == x.dtype
-    flat = y.split([len(x) * len(s) for s, *_ in layers])
-    return [each.view(len(x), len(s)) for each, (s, *_) in zip(flat, layers, strict=True)]
+    return y.split([len(s) for s in sparse], 1)
 
 
 def sparse_alone(s):
@@ -62,14 +62,10 @@ def any_pattern_and_any_number_of_tokens():
                 assert_close(y, x, *sparse_alone(s))
 
 
-def layers_of_any_heights_and_ranks_in_two_launches():
-    """More parts than steps, more rows than a block, a layer without a low-rank part, and one without a bias."""
+def layers_of_any_heights_and_ranks():
+    """More parts than steps, more rows than a block, a layer without a low-rank part, with and without a bias."""
     for dtype, tokens, parts in ((torch.bfloat16, 1, 3), (torch.float16, 5, 9), (torch.float32, 2, 2)):
-        layers = [
-            layer(70, 288, 5, dtype, 1, True),
-            layer(6, 288, 0, dtype, 2, True),
-            layer(9, 288, 66, dtype, 3, False),
-        ]
+        layers = [layer(out, 288, rank, dtype, out, tokens != 2) for out, rank in ((70, 5), (6, 0), (9, 66))]
         x = inputs(tokens, 1152, dtype)
         for y, each in zip(decoded(x, layers, parts=parts), layers, strict=True):
             assert_close(y, x, *each)
@@ -107,7 +103,7 @@ def tensors_at_any_address():
 
 if __name__ == "__main__":
     any_pattern_and_any_number_of_tokens()
-    layers_of_any_heights_and_ranks_in_two_launches()
+    layers_of_any_heights_and_ranks()
     inputs_that_no_value_reads_may_hold_anything()
     tensors_at_any_address()
     print("done")

@@ -1,16 +1,13 @@
 """Which way is taken, and what a way that is not possible says."""
 
-import importlib
-
 import pytest
 import torch
 
 from hasslefree.errors import KernelError, ShapeError, UnknownNameError
-from hasslefree.packed.kernels import BACKENDS, Case, choose, ops, product
+from hasslefree.packed.kernels import backends, ops
+from hasslefree.packed.kernels.backends import BACKENDS, Case, choose, product
 from hasslefree.packed.layouts import Bitmask, Columns, PackedGroups
 from tests.packed.kernels import reference
-
-choosing = importlib.import_module("hasslefree.packed.kernels.backends")  # the package has a function of that name
 
 
 def case(**changes):
@@ -21,8 +18,8 @@ def case(**changes):
 @pytest.fixture
 def everything(monkeypatch):
     """A machine with Numba and Triton."""
-    monkeypatch.setattr(choosing, "HAS_NUMBA", True)
-    monkeypatch.setattr(choosing, "HAS_TRITON", True)
+    monkeypatch.setattr(backends, "HAS_NUMBA", True)
+    monkeypatch.setattr(backends, "HAS_TRITON", True)
 
 
 @pytest.mark.parametrize(
@@ -46,12 +43,12 @@ def test_the_rule(everything, changes, expected):
 
 
 def test_on_a_gpu_without_triton_s_is_unpacked_once(everything, monkeypatch):
-    monkeypatch.setattr(choosing, "HAS_TRITON", False)
+    monkeypatch.setattr(backends, "HAS_TRITON", False)
     assert choose(case(device="cuda")) == "unpacked"
 
 
 def test_without_numba_the_rule_is_dense_and_the_wish_an_error_that_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(choosing, "HAS_NUMBA", False)
+    monkeypatch.setattr(backends, "HAS_NUMBA", False)
     assert choose(case()) == "dense"
     with pytest.raises(KernelError, match=r'pip install "hasslefree\[fast\]"'):
         choose(case(), "numba")
@@ -88,7 +85,7 @@ def test_a_long_prompt_goes_the_dense_way_where_triton_takes_few_tokens(everythi
 
 
 def test_a_missing_triton_is_an_error_that_says_what_to_install(everything, monkeypatch):
-    monkeypatch.setattr(choosing, "HAS_TRITON", False)
+    monkeypatch.setattr(backends, "HAS_TRITON", False)
     with pytest.raises(KernelError, match="pip install triton"):
         choose(case(device="cuda", dtype=torch.float16), "triton")
 
@@ -120,7 +117,7 @@ def test_triton_refuses_masks_instead_of_reading_them_as_positions():
     values, positions = reference.pack_groups(s, 4, 8)
     factors = s.new_empty(8, 0), s.new_empty(0, 32)
     with pytest.raises(KernelError, match="4:8, which is stored as masks; use dense"):
-        ops.decode_cuda._init_fn(x, [values], [positions], *([each] for each in factors), [None], 4, 8)
+        ops.decode_cuda._init_fn(x, values, positions, [factors[0]], factors[1], None, 4, 8)
 
 
 def test_triton_refuses_tensors_that_do_not_go_together():
@@ -130,7 +127,7 @@ def test_triton_refuses_tensors_that_do_not_go_together():
     values, positions = reference.pack_groups(s, 2, 4)
 
     def call(x=x, values=values, u=u, v=v, bias=None):
-        return ops.decode_cuda._init_fn(x, [values], [positions], [u], [v], [bias], 2, 4)
+        return ops.decode_cuda._init_fn(x, values, positions, [u], v, bias, 2, 4)
 
     with pytest.raises(KernelError, match="takes 16 tokens at most, got 17"):
         call(x=torch.randn(17, 16))

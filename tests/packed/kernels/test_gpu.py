@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hasslefree.packed.kernels import product
+from hasslefree.packed.kernels.backends import product
 from hasslefree.packed.layouts import PackedGroups
 from tests.packed.kernels import reference
 

@@ -99,11 +99,10 @@ def wants_numba(case: Case) -> bool:
 
 def product(backend: str, x: Tensor, values: Tensor, index: Tensor, layout: Any) -> Tensor:
     """x Sᵀ, by `numba` or `triton`. x: (..., in) → (..., out); values and index as `layout` stores S."""
-    flat = x.reshape(-1, x.shape[-1])
-    traced = _traced(x)
     if backend == "triton":
         u, v = values.new_empty(len(values), 0), values.new_empty(0, x.shape[-1])
-        return layer_products(x, [LayerTensors(layout, values, index, u, v, None)])[0]
+        return layer_product(backend, x, LayerTensors(layout, values, index, [u], v, None))
+    flat, traced = x.reshape(-1, x.shape[-1]), is_traced(x)
     if isinstance(layout, PackedGroups):
         groups = ops.linear_groups if traced else ops.groups_product
         y = groups(flat, values, index, layout.n, layout.m)
@@ -112,53 +111,40 @@ def product(backend: str, x: Tensor, values: Tensor, index: Tensor, layout: Any)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _traced(x: Tensor) -> bool:
+def is_traced(x: Tensor) -> bool:
     """Whether the call is traced, which needs operators: for a small layer, these cost as much as the product."""
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
 class LayerTensors(NamedTuple):
-    """What a layer multiplies: S as its layout stores it, u: (out, r), v: (r, in), and the bias: (out,) or None."""
+    """What is multiplied: S as its layout stores it, u: [(out, r)], v: (r, in), and the bias: (out,) or None.
+
+    For `triton`, several layers may be stacked by rows: S, v, the bias, and u of each.
+    """
 
     layout: PackedGroups
     values: Tensor
     positions: Tensor
-    u: Tensor
+    us: Sequence[Tensor]
     v: Tensor
     bias: Tensor | None
 
 
-def takes_layers(backend: str, x: Tensor, layout: PackedGroups, rank: int) -> bool:
+def takes_layer(backend: str, x: Tensor, layout: PackedGroups, rank: int) -> bool:
     """Whether the backend that `choose` named computes a whole layer in one call, for inputs (..., in)."""
-    return backend == "triton" or (backend == "numba" and rank > 0 and ops.takes_layers(x, layout.n, layout.m))
+    return backend == "triton" or (backend == "numba" and rank > 0 and ops.takes_layer(x, layout.n, layout.m))
 
 
-def layer_products(x: Tensor, layers: Sequence[LayerTensors]) -> list[Tensor]:
-    """x Sᵀ + x vᵀ uᵀ + b of layers of one layout that read the same inputs, where `takes_layers`.
-
-    On CUDA, two launches of Triton's kernels are for all layers; on a CPU, Numba's kernel is called for each.
-
-    Args:
-        x: (..., in).
-
-    Returns:
-        (..., out) for each layer.
-    """
-    flat, layout = x.reshape(-1, x.shape[-1]), layers[0].layout
-    if x.device.type == "cuda":
-        _, *tensors = map(list, zip(*layers, strict=True))
-        products = ops.decode_cuda(flat, *tensors, layout.n, layout.m).split(
-            [len(flat) * len(layer.values) for layer in layers]
-        )
+def layer_product(backend: str, x: Tensor, layer: LayerTensors) -> Tensor:
+    """x Sᵀ + x vᵀ uᵀ + b where `takes_layer`. x: (..., in) → (..., out)."""
+    layout, *tensors = layer
+    flat, groups = x.reshape(-1, x.shape[-1]), (layout.n, layout.m)
+    if backend == "triton":
+        y = ops.decode_cuda(flat, *tensors, *groups)
     else:
-        products = [_numba_layer(flat, layer) for layer in layers]
-    return [y.view(*x.shape[:-1], len(layer.values)) for y, layer in zip(products, layers, strict=True)]
-
-
-def _numba_layer(x: Tensor, layer: LayerTensors) -> Tensor:
-    product = ops.linear_layer if _traced(x) else ops.layer_product
-    y = product(x, layer.values, layer.positions, layer.layout.n, layer.layout.m, layer.u, layer.v)
-    return y if layer.bias is None else y + layer.bias
+        whole = ops.linear_layer if is_traced(x) else ops.layer_product
+        y = whole(flat, layer.values, layer.positions, *groups, layer.us[0], layer.v, layer.bias)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _dense(case: Case) -> str | None:

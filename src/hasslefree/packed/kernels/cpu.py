@@ -7,8 +7,8 @@ Python threads must not call at once. Caching works by file: everything jitted i
 
 Where the processor has AVX-512, loops over whole registers do nearly all the work; a scalar loop does the rest, and
 everything where `wide` is false. Other processors compile these loops too, but never enter them. They are written in
-LLVM's IR because Numba does not generate their instructions: selecting from two registers, expanding by a mask, products
-of bfloat16, and prefetching, without which four tokens take up to 1.6 times as long.
+LLVM's IR because Numba does not generate their instructions: selecting from two registers, expanding by a mask,
+products of bfloat16, and prefetching, without which four tokens take up to 1.6 times as long.
 
 A position beyond its group counts as the group's last, and bits of a mask beyond the row are ignored, so that no index,
 however wrong, reaches outside a row.
@@ -33,8 +33,8 @@ WINDOW = 4
 LANES, SPAN = 16, 32
 # Bytes of values and of codes by which prefetching is ahead of the products; one row would be too near.
 AHEAD, CODES_AHEAD = 8192, 1024
-# A table for 2:4 holds TOKENS tokens and GROUPS groups, and has a row for each code of a group, from 4, which is the pair
-# (0, 1), to 14, (2, 3). A group therefore begins every CODES rows; the last rows are for invalid codes.
+# A table for 2:4 holds TOKENS tokens and GROUPS groups, and has a row for each code of a group, from 4, which is the
+# pair (0, 1), to 14, (2, 3). A group therefore begins every CODES rows; the last rows are for invalid codes.
 TOKENS, GROUPS, CODES = 64, 16, 11
 TABLE_ROWS = GROUPS * CODES + 5
 PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))

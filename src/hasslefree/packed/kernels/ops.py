@@ -63,7 +63,7 @@ def groups_product(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int)
     if bits is None:
         return mask_product(x, values.reshape(-1), positions)
     if len(x) < _direct(n, m).get(x.dtype, 0):
-        return _direct_groups(x, values, positions, n, m)
+        return _direct_sums(x, values, positions, n, m).to(x.dtype)
     if (n, m) == (2, 4) and _fits_tables(x):
         return _by_tables(x, values, positions)
     return _by_tiles(x, len(values), _groups_unpacker(values, positions, n, m, bits))
@@ -77,26 +77,63 @@ def _direct(n: int, m: int) -> Mapping[torch.dtype, float]:
     return DIRECT_2_4_TILES if multiplies_tiles() else DIRECT_2_4
 
 
-def layer_product(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, u: Tensor, v: Tensor) -> Tensor:
-    """x Sᵀ + x vᵀ uᵀ for S with the pattern N:M and at most `FEW` tokens: three calls cost more than the products.
+def layer_product(
+    x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, u: Tensor, v: Tensor, bias: Tensor | None
+) -> Tensor:
+    """x Sᵀ + x vᵀ uᵀ + b for S with the pattern N:M and at most `FEW` tokens: three calls cost more than the products.
 
     Args:
-        x, values, positions: as for `groups_product`. u: (out, r) and v: (r, in), of x's dtype.
+        x, values, positions: as for `groups_product`. u: (out, r) and v: (r, in), of x's dtype. bias: (out,) or None.
 
     Returns:
         (tokens, out), in x's dtype; sums are float32.
     """
     _check_groups(x, values, positions, n, m)
+    if (n, m) == (2, 4):
+        values, positions, u, v = (tensor.contiguous() for tensor in (values, positions, u, v))
+        return Prepared((), values, positions, u, v, None if bias is None else bias.contiguous())(x)
     direct = len(x) < _direct(n, m).get(x.dtype, 0)
     y = _direct_sums(x, values, positions, n, m) if direct else groups_product(x, values, positions, n, m).float()
     inputs, hidden = x.float().contiguous().numpy(), torch.empty(len(x), len(v))
     factors = (numbers_of(factor.contiguous()) for factor in (v, u))
     numba_kernels().add_low_rank(inputs, *factors, hidden.numpy(), y.numpy())
-    return y.to(x.dtype)
+    rounded = y.to(x.dtype)
+    return rounded if bias is None else rounded + bias
 
 
-def takes_layers(x: Tensor, n: int, m: int) -> bool:
-    """Whether `layer_product` does it. x: (..., in)."""
+class Prepared:
+    """`layer_product` for 2:4 with the arrays of a layer ready for Numba, for any leading dimensions of x.
+
+    For few tokens the product is so short that Python's overhead counts. The arrays share the memory of the tensors:
+    changes in place take effect here.
+
+    Args:
+        key: of the tensors, by which the caller recognises that they were replaced.
+        values, positions, u, v, bias: contiguous; all but the positions in one dtype, float32 or bfloat16.
+    """
+
+    def __init__(
+        self, key: tuple[int, ...], values: Tensor, positions: Tensor, u: Tensor, v: Tensor, bias: Tensor | None
+    ):
+        self.key, self.out = key, len(values)
+        numbers = [numbers_of(each) for each in (u, v, values.new_empty(0) if bias is None else bias)]
+        self.arrays = (numbers_of(values), positions.numpy(), *numbers)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (..., in) → (..., out)."""
+        y = torch.empty(*x.shape[:-1], self.out, dtype=x.dtype)
+        arrays = (numbers_of(each).reshape(-1, each.shape[-1]) for each in (x.contiguous(), y))
+        kernels = numba_kernels()
+        kernels.layer_2_4(*self.arrays, *arrays, kernels.WIDE)
+        return y
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of a layer prepares its own arrays."""
+        return type(None), ()
+
+
+def takes_layer(x: Tensor, n: int, m: int) -> bool:
+    """Whether `layer_product` supports these inputs (..., in) and this pattern."""
     few = x.numel() <= FEW * x.shape[-1] and x.dtype in (torch.float32, torch.bfloat16)
     return few and position_bits(n, m) is not None
 
@@ -125,32 +162,25 @@ def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     return _by_tiles(x, len(mask), unpack)
 
 
-linear_groups = torch.library.custom_op(
-    "hasslefree::linear_groups", groups_product, mutates_args=(), device_types="cpu"
-)
-linear_layer = torch.library.custom_op("hasslefree::linear_layer", layer_product, mutates_args=(), device_types="cpu")
-linear_mask = torch.library.custom_op("hasslefree::linear_mask", mask_product, mutates_args=(), device_types="cpu")
-
-
 @torch.library.custom_op("hasslefree::decode_cuda", mutates_args=(), device_types="cuda")
 def decode_cuda(
     x: Tensor,
-    values: Sequence[Tensor],
-    positions: Sequence[Tensor],
+    values: Tensor,
+    positions: Tensor,
     us: Sequence[Tensor],
-    vs: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    v: Tensor,
+    bias: Tensor | None,
     n: int,
     m: int,
 ) -> Tensor:
-    """x Sᵀ + x vᵀ uᵀ + b of layers that read the same inputs, on CUDA, by Triton, for at most 16 tokens.
+    """x Sᵀ + x vᵀ uᵀ + b of one layer or of several stacked by rows, on CUDA, by Triton, for at most 16 tokens.
 
     Args:
-        x: (tokens, in). values, positions: of each layer, as for `groups_product`, for N:M stored as positions.
-        us, vs: (out, r) and (r, in), of x's dtype; r may be 0. biases: (out,) or None.
+        x, values, positions: as for `groups_product`, for N:M stored as positions.
+        us: (out, r) of each layer, in x's dtype; r may be 0. v: (Σ r, in), in x's dtype. bias: (out,) or None.
 
     Returns:
-        (tokens · the sum of out,), in x's dtype: the outputs (tokens, out) of each layer in turn; sums are float32.
+        (tokens, out), in x's dtype; sums are float32.
     """
     from hasslefree.packed.kernels import triton
 
@@ -158,43 +188,20 @@ def decode_cuda(
         raise KernelError(f"the backend triton does not support pattern {n}:{m}, which is stored as masks; use dense")
     if len(x) > triton.MOST_TOKENS:
         raise KernelError(f"the backend triton takes {triton.MOST_TOKENS} tokens at most, got {len(x)}; use dense")
-    for each in zip(values, positions, us, vs, biases, strict=True):
-        _check_groups(x, *each[:2], n, m)
-        _check_factors(x, len(each[0]), *each[2:])
-    return triton.decode(x, values, positions, us, vs, biases, n, m)
+    _check_groups(x, values, positions, n, m)
+    _check_factors(x, len(values), us, v, bias)
+    return triton.decode(x, values, positions, us, v, bias, n, m)
 
 
-@decode_cuda.register_fake
-def _(
-    x: Tensor,
-    values: Sequence[Tensor],
-    positions: Sequence[Tensor],
-    us: Sequence[Tensor],
-    vs: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    n: int,
-    m: int,
-) -> Tensor:
-    return x.new_empty(x.shape[0] * sum(each.shape[0] for each in values))
+def _operator(name: str, product: Callable[..., Tensor]) -> Any:
+    return torch.library.custom_op(f"hasslefree::{name}", product, mutates_args=(), device_types="cpu")
 
 
-@linear_groups.register_fake
-def _(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
-    return x.new_empty(x.shape[0], positions.shape[0])
-
-
-@linear_layer.register_fake
-def _(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, u: Tensor, v: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], positions.shape[0])
-
-
-@linear_mask.register_fake
-def _(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], mask.shape[0])
-
-
-def _direct_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
-    return _direct_sums(x, values, positions, n, m).to(x.dtype)
+linear_groups = _operator("linear_groups", groups_product)
+linear_layer = _operator("linear_layer", layer_product)
+linear_mask = _operator("linear_mask", mask_product)
+for operator in (linear_groups, linear_layer, linear_mask, decode_cuda):
+    operator.register_fake(lambda x, values, index, *_: x.new_empty(x.shape[0], index.shape[0]))
 
 
 def _direct_sums(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
@@ -320,11 +327,12 @@ def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) 
         )
 
 
-def _check_factors(x: Tensor, out: int, u: Tensor, v: Tensor, bias: Tensor | None) -> None:
-    if u.dtype != x.dtype or v.dtype != x.dtype or u.shape != (out, len(v)) or v.shape != (len(v), x.shape[1]):
+def _check_factors(x: Tensor, out: int, us: Sequence[Tensor], v: Tensor, bias: Tensor | None) -> None:
+    rows, rank, dtypes = sum(map(len, us)), sum(u.shape[1] for u in us), {x.dtype, v.dtype, *(u.dtype for u in us)}
+    if len(dtypes) > 1 or (rows, rank) != (out, len(v)) or v.shape[1] != x.shape[1]:
         raise ShapeError(
             f"the factors must have the shapes ({out}, r) and (r, {x.shape[1]}) and the dtype {x.dtype}, got "
-            f"{tuple(u.shape)} of {u.dtype} and {tuple(v.shape)} of {v.dtype}"
+            f"{(rows, rank)} of {us[0].dtype} and {tuple(v.shape)} of {v.dtype}"
         )
     if bias is not None and bias.shape != (out,):
         raise ShapeError(f"the bias must have the shape ({out},), got {tuple(bias.shape)}")

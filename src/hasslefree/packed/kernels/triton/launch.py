@@ -1,8 +1,8 @@
-"""A layer x Sᵀ + (x vᵀ) uᵀ + b in two launches, and several layers that read the same inputs as well.
+"""A layer x Sᵀ + (x vᵀ) uᵀ + b in two launches; each further layer that is stacked on it takes one more.
 
-The first launch multiplies what reads x. Each program takes some rows of one S or v, and one part of the inputs, and
-writes its float32 sums for all tokens to a buffer (parts, tokens, columns); the columns are the rows of all S, then the
-rows of all v. The second launch adds the parts, u times the sums of v, and the bias.
+The first launch multiplies what reads x. Each program takes some rows of S or v, and one part of the inputs, and
+writes its float32 sums for all tokens to a buffer (parts, tokens, columns); the columns are the rows of S, then those
+of v. The second launch adds the parts, u times the sums of v, and the bias.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hasslefree.packed.kernels.triton.factors import factor_dot, factor_sums
-from hasslefree.packed.kernels.triton.groups import gathered_sums
-from hasslefree.packed.kernels.triton.pairs import dot_sums, selected_sums
+from hasslefree.packed.kernels.triton.tiles import dot_sums, factor_dot, factor_sums, gathered_sums, selected_sums
 
 MOST_TOKENS = 16
 # Programs for each processor of the GPU: where a layer has fewer blocks of rows, its rows are split.
@@ -61,38 +59,34 @@ class Tile:
 
 @triton.jit
 def multiply(
-    x, values, positions, vs, sums, outs, ranks, width, kept, row_bytes, tokens, columns,
+    x, values, positions, v, sums, out, rank, width, kept, row_bytes, tokens, columns,
     KERNEL: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The first launch: a grid of blocks of rows, by parts. values, positions, vs, outs and ranks have one per layer.
+    """The first launch: a grid of blocks of rows, of S and then of v, by parts.
 
     x: (tokens, in), or with "gather" (in, TOKENS); values: (out, kept); positions: (out, row_bytes); v: (rank, width);
     sums: (parts, tokens, columns).
     """
-    block, blocks = tl.program_id(0), _blocks(outs, ROWS)
+    block, blocks = tl.program_id(0), tl.cdiv(out, ROWS)
     sums += tl.program_id(1) * tokens * columns
-    if block < blocks:
-        layer, first, above = _layer_of(block, outs, ROWS)
-        value, position, out = _of(layer, values), _of(layer, positions), _of(layer, outs)
-        row = (block - first) * ROWS + tl.arange(0, ROWS)
+    if block >= blocks:
+        row = (block - blocks) * ROWS + tl.arange(0, ROWS)
+        _factor(
+            x, v, sums + out, row, rank, width, tokens, columns, KERNEL == "dot", ROWS, COLUMNS, TOKENS,
+        )  # fmt: skip
+    else:
+        row = block * ROWS + tl.arange(0, ROWS)
         if KERNEL == "gather":
             _gather(
-                x, value, position, sums + above, row, out, kept, row_bytes, tokens, columns,
+                x, values, positions, sums, row, out, kept, row_bytes, tokens, columns,
                 N, M, BITS, ROWS, STEP, TOKENS,
             )  # fmt: skip
         else:
             _pairs(
-                x, value, position, sums + above, row, out, row_bytes, tokens, columns,
+                x, values, positions, sums, row, out, row_bytes, tokens, columns,
                 KERNEL == "dot", ROWS, STEP, TOKENS, DTYPE,
             )  # fmt: skip
-    else:
-        layer, first, above = _layer_of(block - blocks, ranks, ROWS)
-        row = (block - blocks - first) * ROWS + tl.arange(0, ROWS)
-        _factor(
-            x, _of(layer, vs), sums + _total(outs) + above, row, _of(layer, ranks), width, tokens, columns,
-            KERNEL == "dot", ROWS, COLUMNS, TOKENS,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -154,27 +148,24 @@ def _store(sums, total, row, out, tokens, columns, TOKENS: tl.constexpr):
 
 @triton.jit
 def add_up(
-    sums, us, biases, y, outs, ranks, lengths, parts, tokens, columns,
+    sums, u, bias, y, out, rank, length, first, inner, outs, parts, tokens, columns,
     ROWS: tl.constexpr, RANKS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The second launch: a grid of blocks of rows. us, biases, outs, ranks and lengths have one per layer.
+    """The second launch, for one layer of a stack: a grid of blocks of rows.
 
-    sums: (parts, tokens, columns); u: (out, rank); bias: (length,), where the length is out, or 0 without a bias;
-    y: the outputs (tokens, out) of each layer in turn.
+    sums: (parts, tokens, columns), with the layer's rows of S from column `first` on, and those of its v from `inner`.
+    u: (out, rank); bias: (length,), where the length is out, or 0 without a bias; y: (tokens, outs).
     """
-    layer, first, above = _layer_of(tl.program_id(0), outs, ROWS)
-    u, bias, out, rank = _of(layer, us), _of(layer, biases), _of(layer, outs), _of(layer, ranks)
-    row = ((tl.program_id(0) - first) * ROWS + tl.arange(0, ROWS))[:, None]
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     token = tl.arange(0, TOKENS)[None, :]
     exists = (row < out) & (token < tokens)
     total = tl.zeros((ROWS, TOKENS), tl.float32)
-    total += tl.load(bias + row, mask=row < _of(layer, lengths), other=0.0).to(tl.float32)
+    total += tl.load(bias + row, mask=row < length, other=0.0).to(tl.float32)
     for part in range(parts):
-        total += tl.load(sums + (part * tokens + token) * columns + above + row, mask=exists, other=0.0)
-    hidden_column = _total(outs) + _before(layer, ranks)
+        total += tl.load(sums + (part * tokens + token) * columns + first + row, mask=exists, other=0.0)
     for start in range(0, rank, RANKS):
         k = start + tl.arange(0, RANKS)
-        at = token * columns + hidden_column + k[:, None]
+        at = token * columns + inner + k[:, None]
         used = (k[:, None] < rank) & (token < tokens)
         hidden = tl.zeros((RANKS, TOKENS), tl.float32)
         for part in range(parts):
@@ -182,7 +173,7 @@ def add_up(
         inside = (row < out) & (k[None, :] < rank)
         factor = tl.load(u + row.to(tl.int64) * rank + k[None, :], mask=inside, other=0.0).to(tl.float32)
         total += tl.sum(factor[:, :, None] * hidden[None, :, :], axis=1)
-    tl.store(y + tokens * above + token * out + row, total, mask=exists)
+    tl.store(y + token * outs + first + row, total, mask=exists)
 
 
 @triton.jit
@@ -193,95 +184,50 @@ def _share(length, STEP: tl.constexpr):
     return begin, tl.minimum(begin + share, length)
 
 
-@triton.jit
-def _blocks(rows, ROWS: tl.constexpr):
-    """The number of blocks of the matrices with these numbers of rows."""
-    count = 0
-    for i in tl.static_range(len(rows)):
-        count += tl.cdiv(rows[i], ROWS)
-    return count
-
-
-@triton.jit
-def _total(rows):
-    count = 0
-    for i in tl.static_range(len(rows)):
-        count += rows[i]
-    return count
-
-
-@triton.jit
-def _before(layer, rows):
-    """The number of rows of the matrices before this one."""
-    count = 0
-    for i in tl.static_range(len(rows)):
-        if layer > i:
-            count += rows[i]
-    return count
-
-
-@triton.jit
-def _layer_of(block, rows, ROWS: tl.constexpr):
-    """Of the matrix that a block belongs to: its index, its first block, and the number of rows before it."""
-    layer, first, end = 0, 0, 0
-    for i in tl.static_range(len(rows) - 1):
-        end += tl.cdiv(rows[i], ROWS)
-        if block >= end:
-            layer, first = i + 1, end
-    return layer, first, _before(layer, rows)
-
-
-@triton.jit
-def _of(layer, items):
-    """The item of a layer: a tuple cannot be indexed by a number that only the GPU knows."""
-    item = items[0]
-    for i in tl.static_range(1, len(items)):
-        if layer == i:
-            item = items[i]
-    return item
-
-
 def decode(
     x: Tensor,
-    values: Sequence[Tensor],
-    positions: Sequence[Tensor],
+    values: Tensor,
+    positions: Tensor,
     us: Sequence[Tensor],
-    vs: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    v: Tensor,
+    bias: Tensor | None,
     n: int,
     m: int,
     parts: int | None = None,
 ) -> Tensor:
-    """x Sᵀ + (x vᵀ) uᵀ + b of one or several layers, in two launches.
+    """x Sᵀ + (x vᵀ) uᵀ + b of one layer, or of several that are stacked by rows.
 
     Args:
-        x: (tokens, in), at most 16 tokens. values: (out, in/M·N) of each layer, in x's dtype. positions: (out, bytes),
-            uint8. us, vs: (out, r) and (r, in), in x's dtype; r may be 0. biases: (out,), in x's dtype.
+        x: (tokens, in), at most 16 tokens. values: (out, in/M·N), in x's dtype. positions: (out, bytes), uint8.
+        us: (out, r) of each layer, in x's dtype; r may be 0. v: (Σ r, in), in x's dtype. bias: (out,), in x's dtype.
         parts: how many programs share a row; by default as many as keep the GPU busy.
 
     Returns:
-        (tokens · the sum of out,), in x's dtype: the outputs (tokens, out) of each layer in turn. Sums are float32.
+        (tokens, out), in x's dtype. Sums are float32.
     """
-    tokens, width = x.shape
-    outs, ranks = tuple(map(len, values)), tuple(map(len, vs))
-    y = x.new_empty(tokens * sum(outs))
+    (tokens, width), out, rank = x.shape, len(values), len(v)
+    y = x.new_empty(tokens, out)
     if not y.numel():
         return y
-    tile, columns = Tile.of(x, n, m), sum(outs) + sum(ranks)
-    blocks = sum(-(-rows // tile.rows) for rows in (*outs, *ranks))
+    tile, columns = Tile.of(x, n, m), out + rank
+    blocks = triton.cdiv(out, tile.rows) + triton.cdiv(rank, tile.rows)
     parts = parts or _parts(blocks, width // tile.least, x.device)
     sums = torch.empty(parts, tokens, columns, dtype=torch.float32, device=x.device)
     inputs = aligned(x) if tile.kernel != "gather" else _transposed(x, tile.tokens)
-    lengths = tuple(0 if bias is None else len(bias) for bias in biases)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         multiply[blocks, parts](
-            inputs, each_aligned(values), each_aligned(positions), each_aligned(vs), sums, outs, ranks,
-            width, values[0].shape[1], positions[0].shape[1], tokens, columns, **multiply_constants(x, n, m),
+            inputs, aligned(values), positions.contiguous(), v.contiguous(), sums, out, rank,
+            width, values.shape[1], positions.shape[1], tokens, columns, **multiply_constants(x, n, m),
         )  # fmt: skip
-        add_up[(sum(-(-out // SUM_ROWS) for out in outs),)](
-            sums, each_aligned(us), tuple(x if bias is None else bias.contiguous() for bias in biases), y, outs, ranks,
-            lengths, parts, tokens, columns, **add_constants(x, n, m),
-        )  # fmt: skip
+        first, inner = 0, out
+        for u in us:
+            end = first + len(u)
+            shift, length = (x, 0) if bias is None else (bias[first:end].contiguous(), len(u))
+            add_up[triton.cdiv(len(u), SUM_ROWS),](
+                sums, u.contiguous(), shift, y, len(u), u.shape[1], length, first, inner, out, parts, tokens, columns,
+                **add_constants(x, n, m),
+            )  # fmt: skip
+            first, inner = end, inner + u.shape[1]
     return y
 
 
@@ -295,13 +241,13 @@ def multiply_constants(x: Tensor, n: int, m: int) -> dict[str, Any]:
 
 
 def add_constants(x: Tensor, n: int, m: int) -> dict[str, Any]:
-    """The same of `add_up`."""
+    """What `add_up` is compiled for."""
     tokens = Tile.of(x, n, m).tokens
     return {"ROWS": SUM_ROWS, "RANKS": max(32 // tokens, 16), "TOKENS": tokens}
 
 
 def _parts(blocks: int, most: int, device: torch.device) -> int:
-    """How many programs share a row, for so many blocks of rows; not more than `most`, where that is not 0."""
+    """How many programs share a row, at most `most`, but at least 1."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return max(1, min(-(-processors * PROGRAMS // blocks), most))
 
@@ -311,10 +257,6 @@ def _transposed(x: Tensor, tokens: int) -> Tensor:
     wide = x.new_zeros(x.shape[1], tokens)
     wide[:, : len(x)] = x.T
     return wide
-
-
-def each_aligned(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(map(aligned, tensors))
 
 
 def aligned(tensor: Tensor) -> Tensor:
