@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 LOADING = "loading the model"
 TEXT = "reading the text"
 PREFLIGHT = "checking the model"
-BLOCK_ROTATION, STREAM_ROTATION = "rotation within blocks", "rotation of the stream"
 REFERENCE_TEXT, REFERENCE = "reading the text to match on", "dense predictions"
 PROBES = "dense forward pass"
 ALLOCATION = "allocation"

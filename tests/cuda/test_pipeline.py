@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import MemoryShortError
-from hasslefree.levers import rotation
 from hasslefree.packed.kernels import backends
 from hasslefree.packed.layouts import layout_of
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, use_backend
@@ -22,7 +21,6 @@ RECIPES = {
     "fast": Recipe(rank=2),
     "balanced": Recipe(rank=2, effort="balanced"),
     "best": Recipe(rank=2, effort="best"),
-    "rotate": Recipe(rank=2, rotate=True, leave_dense=("*.mlp.*",)),
     "3basil": Recipe(**FEW, method="3basil"),
     "hassle-free": Recipe(**FEW, method="hassle-free", rounds=2),
     "oats": Recipe(**FEW, method="oats", rounds=2),
@@ -45,7 +43,6 @@ def compressed(tmp_path, recipe, device):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_compression_comes_out_as_on_the_cpu(name, gpu, tmp_path, monkeypatch):
     """And it takes no more of the GPU than was estimated."""
-    monkeypatch.setattr(rotation.Learning.__init__, "__defaults__", (4, 0.01))  # steps, learning_rate
     footprints = []
     monkeypatch.setattr(driver, "check_memory", lambda footprint, device: footprints.append(footprint))
     here, _ = compressed(tmp_path, RECIPES[name], "cpu")

@@ -156,18 +156,6 @@ def test_experts_are_compressed_by_several_as_by_one(tmp_path):
 
 
 @forked
-def test_a_model_is_rotated_by_several_as_by_one(tmp_path):
-    """Oracle: one process. Grams are summed in another order, and the steps follow them; in float64, as above."""
-    recipe = Recipe(rank=2, effort="fast", rotate=True)
-    one = hasslefree.compress(build("llama").double(), tmp_path / "one", recipe, segments=segments(6, 32))
-    assert run(2, tmp_path / "many", recipe, dtype=torch.float64) == [0] * 2
-    many = json.loads((tmp_path / "many" / "compression.json").read_text())
-    assert many["rotation"]["stream"] == pytest.approx(one.rotation["stream"], rel=1e-3)
-    assert many["rotation"]["heads"] == pytest.approx(one.rotation["heads"], rel=1e-3)
-    assert many["mean_relative_error"] == pytest.approx(one.mean_relative_error, rel=1e-2)
-
-
-@forked
 @pytest.mark.parametrize("size", [2, 3])
 def test_predictions_are_matched_by_several_as_by_one(size, tmp_path):
     """Oracle: one process. Steps have sums in another order, and one segment judges: some processes have none."""

@@ -8,7 +8,6 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.phases import (
     ALLOCATION,
-    BLOCK_ROTATION,
     INPUTS,
     LOADING,
     PREDICTIONS,
@@ -18,12 +17,11 @@ from hasslefree.phases import (
     REFERENCE,
     RESUMED,
     SOLVING,
-    STREAM_ROTATION,
     WRITING,
 )
 from tests.tiny_models import NO_TOKENIZER, build, segments
 
-RECIPE = Recipe(rank=2, rounds=2, rotate=True, allocate="error", match_predictions=64)
+RECIPE = Recipe(rank=2, rounds=2, allocate="error", match_predictions=64)
 BLOCKS, LAYERS = 2, 14
 
 
@@ -64,7 +62,7 @@ def test_every_phase_counts_up_to_its_end(run):
     """Oracle: the blocks and layers of the model, and the files of the folder."""
     files = len(list((run.folder / "out").glob("*.safetensors")))
     totals = {
-        LOADING: 1, PREFLIGHT: 2 * BLOCKS, BLOCK_ROTATION: BLOCKS, STREAM_ROTATION: 151, REFERENCE: BLOCKS,
+        LOADING: 1, PREFLIGHT: 2 * BLOCKS, REFERENCE: BLOCKS,
         PROBES: BLOCKS, ALLOCATION: BLOCKS, INPUTS: LAYERS, SOLVING: LAYERS,
         READ_BACK: BLOCKS, PREDICTIONS: 1, WRITING: files + BLOCKS + 1,
     }  # fmt: skip

@@ -142,32 +142,17 @@ def trained(report: Record) -> str:
     )
 
 
-def rotated(report: Record) -> str:
-    """What was rotated before the layers were fitted, in sentences; nothing where nothing was."""
-    if report.rotation is None:
-        return ""
-    parts = {
-        "the residual stream": report.rotation["stream"],
-        "the values of the attention heads": report.rotation["heads"],
-    }
-    rotated_parts = [part for part, share in parts.items() if share is not None]
-    return (
-        f"Before the layers were fitted, {' and '.join(rotated_parts)} were rotated. The adjacent weights absorb the "
-        "rotations, so that weights that stayed dense differ from those of the base model too.\n"
-    )
-
-
 def remarks(report: Record) -> str:
     """What a reader has to know of the errors and of what stayed dense, in sentences."""
-    found = trained(report) + rotated(report)
+    text = trained(report)
     if report.dense:
-        found += f"These small matrices, such as routers, stayed dense: {_cell(', '.join(by_kind(report.dense)))}.\n"
+        text += f"These small matrices, such as routers, stayed dense: {_cell(', '.join(by_kind(report.dense)))}.\n"
     if report.towers:
-        found += (
+        text += (
             f"Only the text decoder was compressed, calibrated on text alone. These modules are unchanged: "
             f"{_cell(report.towers)}.\n"
         )
-    return found
+    return text
 
 
 def model_card(

@@ -93,20 +93,6 @@ class PredictionRecord(TypedDict):
     tokens: Count
 
 
-class RotationRecord(TypedDict):
-    """What was rotated.
-
-    Args:
-        stream, heads: the importance that the pattern removes after the rotation of the residual stream, or of the
-            values of the heads, divided by that before it, averaged over the measured layers; None if not rotated.
-        left_out: what could not be rotated and why, one sentence each.
-    """
-
-    stream: Figure | None
-    heads: Figure | None
-    left_out: list[str]
-
-
 @dataclass(frozen=True)
 class Record:
     """A whole compression.
@@ -117,7 +103,6 @@ class Record:
         predictions: what prediction matching did; None without it.
         sensitivities: by the name of each layer, the estimated divergence of the model's predictions, in nats per
             token, when that layer alone is pruned. None where the allocation did not measure it.
-        rotation: what was rotated; None without rotation.
         dense: the full names of what stayed dense automatically, such as routers.
         towers: the names of the modules for other inputs than text, which are unchanged.
         own_segments: whether the calibration tokens were given, not drawn from the text that the recipe names.
@@ -136,7 +121,6 @@ class Record:
     layers: tuple[LayerRecord, ...]
     predictions: PredictionRecord | None = None
     sensitivities: dict[str, Figure] | None = None
-    rotation: RotationRecord | None = None
     dense: tuple[str, ...] = ()
     towers: tuple[str, ...] = ()
     own_segments: bool = False

@@ -9,7 +9,7 @@ from hasslefree.folder.record import Record
 from hasslefree.recipe.recipe import Recipe
 
 # Fields that recipes of earlier versions had.
-FORMER_FIELDS = {"dense_target", "match_blocks", "match_epochs"}
+FORMER_FIELDS = {"dense_target", "match_blocks", "match_epochs", "rotate"}
 
 
 def compress_command(model: str, out: str, recipe: Recipe) -> list[str]:

@@ -177,17 +177,6 @@ class Forward:
         del self.module.forward
 
 
-class PlainLinear(nn.Module):
-    """A linear layer with a given weight (out, in) and bias (out,) or None, without a copy of either."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__()
-        self.weight, self.bias = weight, bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight, self.bias)
-
-
 def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` in the place of the one called `name` under root."""
     parent, _, leaf = name.rpartition(".")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.experts import SplitExperts
@@ -21,8 +20,6 @@ from hasslefree.packed.linear import SparseLowRankLinear
 
 # All modules of a part of a model, as it is when this is called.
 Modules = Callable[[], Iterable[nn.Module]]
-# Maps a parameter to its new value, in the working dtype.
-Change = Callable[[Tensor], Tensor]
 
 
 class Weights:
@@ -51,7 +48,6 @@ class Weights:
         # Tied parameters → the one that they are. A checkpoint stores it under any one of their names, or under both.
         self._tied: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}
         self._other_name: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}
-        self._changes: dict[tuple[nn.Module, str], Change] = {}
         for name, source in list(model.all_tied_weights_keys.items()):
             tied, parameter = _place(model, name), _place(model, source)
             if self._holds(*tied) and self._holds(*parameter):
@@ -136,19 +132,6 @@ class Weights:
             else:
                 module.register_parameter(name, parameter)
 
-    def change(self, model: PreTrainedModel, changes: Mapping[str, Change]) -> None:
-        """Apply changes to parameters: to those in files whenever they are read, to the others now, in place.
-
-        Args:
-            changes: by the name of the parameter in the model; no part of it is `present`.
-        """
-        for name, change in changes.items():
-            module, leaf = _place(model, name)
-            if module in self._stored:
-                self._changes[module, leaf] = change
-            else:
-                changed(module.get_parameter(leaf), change)
-
     def _holds(self, module: nn.Module, name: str) -> bool:
         """Whether the files hold a parameter under its own name."""
         return module in self._stored and f"{self._names[module]}.{name}" in iter(self._stored[module])
@@ -160,21 +143,14 @@ class Weights:
 
     def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
         """The value of a parameter, on the device; raises as `present`."""
-        source, change = self._source(module, name), self._changes.get((module, name))
+        source = self._source(module, name)
         tensor = self._prefetcher.take(source)
         if tensor.shape != shape:
             raise ModelError(
                 f"{source.name} has the shape {list(tensor.shape)} in the checkpoint, but {list(shape)} in the model "
                 "that its config.json describes; download or copy the checkpoint again"
             )
-        tensor = tensor.to(self.device, non_blocking=self.device.type == "cuda")  # the order of its stream will do
-        return tensor if change is None else changed(tensor.clone(), change)
-
-
-def changed(stored: Tensor, change: Change) -> Tensor:
-    """The tensor, overwritten by its changed value, which is computed in the working dtype."""
-    with torch.no_grad():
-        return stored.copy_(change(stored.to(working_dtype(stored))))
+        return tensor.to(self.device, non_blocking=self.device.type == "cuda")  # the order of its stream will do
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -86,9 +86,6 @@ class Fields:
     match_predictions: int | None = declared(None, LEVERS, ge=0)
     """Tokens of new calibration text on which the kept values of the whole model are trained to predict what the dense
     model predicts; 0 for none (default: the effort's)."""
-    rotate: bool = declared(False, LEVERS)
-    """First rotate the residual stream and the values of attention heads, where neighbouring weights can absorb the
-    rotation, so that pruning removes less."""
     leave_dense: tuple[str, ...] = declared((), BUDGET, strict=False)
     """Globs over names of layers or parameters that stay as they are, such as '*.0.*' (default: none)."""
     dtype: Dtype = declared("auto", BUDGET)

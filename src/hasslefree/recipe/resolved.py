@@ -129,9 +129,6 @@ def problems(recipe: Fields, with_text: bool = True) -> Iterator[Problem]:
     if recipe.match_predictions and recipe.factor_bits is not None:
         message = "match_predictions trains the factors of L, which factor_bits quantises: leave out one of them"
         yield Problem(("match_predictions", "factor_bits"), message)
-    if recipe.rotate and pattern == "dense":
-        message = "rotate makes a pattern remove less, and pattern dense removes nothing: leave out rotate, or give "
-        yield Problem(("rotate", "pattern"), f"{message}another pattern")
     if recipe.allocate == "error" and not movable(recipe):
         remedy = "leave out allocate" if pattern == "dense" else "give a rank, or leave out allocate"
         message = f"allocate error moves rank between layers, and here there is none to move (pattern {pattern}): "

@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 from hasslefree.distributed import World, local_device, process_group
 from hasslefree.folder.journal import Unfinished, fingerprint, unfinished
 from hasslefree.folder.output import check_output
-from hasslefree.folder.record import PredictionRecord, Record, RotationRecord
+from hasslefree.folder.record import PredictionRecord, Record
 from hasslefree.levers.allocation import allocated
-from hasslefree.levers.rotation import rotate
 from hasslefree.levers.train import Reference
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
@@ -155,7 +154,7 @@ def compress_dense(
     work.beside = walk.weights.prefetch
     prepared = prepare(walk, dense, resolved, work, world)
     about = described(dense.name, model, resolved, segments) | dense.left
-    about |= {"device": device.type, "own_segments": dense.own_segments, "rotation": prepared.rotation}
+    about |= {"device": device.type, "own_segments": dense.own_segments}
     if world.writes:
         work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(prepared.plan)})
     with writing_files(phases, resolved, work, len(plan)) as writing:
@@ -178,7 +177,7 @@ class Preparation:
     Args:
         segments: of this process. plan: as allocated. sensitivities: of an `Allocation`.
         reference: what the model is trained on; None if it is not trained, or was trained already.
-        predictions: the record of a training by an earlier run. rotation: that of the rotation.
+        predictions: the record of a training by an earlier run.
     """
 
     segments: Tensor
@@ -186,18 +185,16 @@ class Preparation:
     sensitivities: dict[str, float] | None
     reference: Reference | None
     predictions: PredictionRecord | None
-    rotation: RotationRecord | None
 
 
 def prepare(walk: Walk, dense: Dense, resolved: Resolved, work: Unfinished, world: World) -> Preparation:
-    """Rotate the model, keep its predictions, and allocate budgets, as far as the recipe asks for it."""
-    local, plan, recipe = world.share(dense.segments).to(walk.weights.device), dense.plan, resolved.recipe
-    rotation = rotate(walk, plan, local, world) if recipe.rotate else None
+    """Keep the predictions of the dense model, and allocate budgets, as far as the recipe asks for it."""
+    local = world.share(dense.segments).to(walk.weights.device)
     trained = world.broadcast(work.predictions)
     tokenizer = None if dense.own_segments else dense.tokenizer
     reference = None if trained else dense_reference(walk, resolved, tokenizer, dense.segments, world)
-    allocation = world.broadcast(allocated(walk, plan, resolved, local, world))
-    return Preparation(local, allocation.plan, allocation.sensitivities, reference, trained, rotation)
+    allocation = world.broadcast(allocated(walk, dense.plan, resolved, local, world))
+    return Preparation(local, allocation.plan, allocation.sensitivities, reference, trained)
 
 
 def open_walk(

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from hasslefree.core.cost import FLOAT, workspace
-from hasslefree.levers.rotation import rotation_bytes
 from hasslefree.levers.train import Training, segments_for
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
@@ -173,7 +172,6 @@ def estimate(
         solving=max(
             max(_solving(plans, resolved, device.type, processes) for plans in plan)
             + _passing(blocks, plan, resolved, seqlen, device, numbers if at_once else None),
-            rotation_bytes(plan, embedding) if resolved.recipe.rotate else 0,
         ),
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
         beside=_beside(blocks, plan, device),
@@ -203,8 +201,6 @@ MOVED = {
 
 def levers_of(resolved: Resolved) -> Iterator[str]:
     """A sentence for each lever beyond single layers: what it does, and what it costs."""
-    if resolved.recipe.rotate:
-        yield "rotation: a forward pass of the dense model on a few segments, and 150 steps on a few of its blocks"
     if resolved.allocate in MOVED:
         yield f"allocation {resolved.allocate}: {MOVED[resolved.allocate]}"
     if resolved.match_predictions:

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from hasslefree.levers.rotation import rotation_flops
 from hasslefree.levers.train import TRAINING_PER_VALIDATION, Training, segments_for
 from hasslefree.models.blocks import Blocks, by_kind
 from hasslefree.models.experts import share_of_tokens
@@ -19,7 +18,6 @@ from hasslefree.phases import (
     PROBES,
     REFERENCE,
     SOLVING,
-    STREAM_ROTATION,
 )
 from hasslefree.recipe.plan import Plan
 from hasslefree.recipe.resolved import Resolved
@@ -53,7 +51,6 @@ def flops_by_phase(
     alone = 2.0 if resolved.recipe.sequential == "block" else by_group
     found = {
         PREFLIGHT: 2 * 2 * seqlen * inside,
-        STREAM_ROTATION: rotation_flops(plan, width) if resolved.recipe.rotate else 0,
         REFERENCE: reference,
         **probing_flops(plan, resolved, text, processes, inside + head),
         INPUTS: grams + (1.0 if at_once else alone) * a_pass,
