@@ -169,10 +169,8 @@ def estimate(
             _running(block, device) + _compressed(plans, resolved)
             for block, plans in zip(blocks.modules, plan, strict=True)
         ),
-        solving=max(
-            max(_solving(plans, resolved, device.type, processes) for plans in plan)
-            + _passing(blocks, plan, resolved, seqlen, device, numbers if at_once else None),
-        ),
+        solving=max(_solving(plans, resolved, device.type, processes) for plans in plan)
+        + _passing(blocks, plan, resolved, seqlen, device, numbers if at_once else None),
         resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
         beside=_beside(blocks, plan, device),
         streams=samples * seqlen * width * FLOAT,
