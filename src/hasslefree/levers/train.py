@@ -459,8 +459,8 @@ def input_scales(
 
     watching = hooks(layer.register_forward_pre_hook(add_squares) for layer in layers)
     with computing(block), unpacked_once(block), watching, torch.no_grad():
-        for states in hidden:
-            call.run(block, states)
+        for index in range(len(hidden)):
+            call.run(block, hidden[index])
     for total in squares.values():
         world.add(total)
         total.div_(total.mean().clamp_min(torch.finfo(total.dtype).tiny)).sqrt_().clamp_min_(LEAST_SCALE)
