@@ -24,7 +24,7 @@ from hasslefree.models.streaming import Weights
 from hasslefree.recipe.plan import make_plan
 from hasslefree.run.preflight import preflight
 from hasslefree.solve.decompose import approximation
-from hasslefree.solve.methods.joint import PRUNING_LOOK
+from hasslefree.solve.methods.joint import QUICK_PRUNING
 from tests.tiny_models import build, logits, segments
 
 RECIPE = Recipe(rank=2, allocate="error").resolve(with_text=False)
@@ -98,7 +98,7 @@ def test_a_layer_is_pruned_nearly_as_well_as_by_the_whole_method(pattern):
     weight, gram = torch.randn(64, 96), hasslefree.Gram.from_activations(x + 2 * torch.randn(400, 96))
     n, m = map(int, pattern.split(":"))
     parsed = SemiStructured(n, m)
-    found = approximation(PRUNING_LOOK, weight, gram, PRUNING_LOOK.prepare(gram), parsed, 0, 0).sparse
+    found = approximation(QUICK_PRUNING, weight, gram, QUICK_PRUNING.prepare(gram), parsed, 0, 0).sparse
     assert torch.equal(found != 0, parsed.mask(found.abs()))
     whole, magnitude = (hasslefree.decompose(weight, gram, pattern, 0, method=name) for name in ("joint", "magnitude"))
     error = gram.relative_error(weight - found, weight)

@@ -1,7 +1,5 @@
 """What the user grants a layer: a pattern, and a rank or a compression ratio (arXiv 2502.00899, section 4)."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -52,61 +50,58 @@ class Budget:
 
     def problems(self) -> list[Problem]:
         """Everything that is wrong before any shape is known."""
-        found = []
-        for name in ("sparsity", "ratio", "rank_share"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                found.append(Problem((name,), f"{name} must be between 0 and 1, got {value}"))
+        shares = {name: getattr(self, name) for name in ("sparsity", "ratio", "rank_share")}
+        problems = [
+            Problem((name,), f"{name} must be between 0 and 1, got {value}")
+            for name, value in shares.items()
+            if value is not None and not 0 <= value <= 1
+        ]
         if self.rank is not None and self.rank < 0:
-            found.append(Problem(("rank",), f"rank must not be negative, got {self.rank}"))
+            problems.append(Problem(("rank",), f"rank must not be negative, got {self.rank}"))
         if self.rank is not None and self.ratio is not None:
-            found.append(Problem(("rank", "ratio"), "give rank or ratio, not both: the ratio fixes the rank"))
+            problems.append(Problem(("rank", "ratio"), "give rank or ratio, not both: the ratio fixes the rank"))
         try:
-            found += self._pattern_problems()
+            given = tuple(name for name, value in shares.items() if value is not None)
+            return problems + self._pattern_problems(given)
         except HasslefreeError as error:
-            found.append(Problem(("pattern",), error.message))
-        return found
+            return [*problems, Problem(("pattern",), error.message)]
 
-    def _pattern_problems(self) -> list[Problem]:
-        """Fields that conflict with the pattern. Raises where the pattern itself is wrong."""
+    def _pattern_problems(self, given: tuple[str, ...]) -> list[Problem]:
+        """Fields that conflict with the pattern, of those that were given. Raises where the pattern itself is wrong."""
         if not isinstance(self.pattern, str):
-            loose = tuple(n for n in ("sparsity", "ratio", "rank_share") if getattr(self, n) is not None)
-            names = ", ".join(loose)
-            message = f"leave out {names}: the pattern is an object that already holds its count"
-            return [Problem(loose, message)] if loose else []
+            message = f"leave out {', '.join(given)}: the pattern is an object that already holds its count"
+            return [Problem(given, message)] if given else []
         semi = parse_pattern(self.pattern)
         if semi is None:
             return self._counted_problems()
-        found = []
-        if self.sparsity is not None:
-            message = f"pattern {semi} already fixes the sparsity: leave out sparsity"
-            found.append(Problem(("sparsity", "pattern"), message))
-        if self.rank_share is not None:
-            message = f"pattern {semi} already fixes the rank share: leave out rank_share"
-            found.append(Problem(("rank_share", "pattern"), message))
-        if self.ratio is not None and _exact(self.ratio) > 1 - Fraction(semi.n, semi.m):
-            feasible = float(1 - Fraction(semi.n, semi.m))
+        problems = [
+            Problem((name, "pattern"), f"pattern {semi} already fixes the {name.replace('_', ' ')}: leave out {name}")
+            for name in given
+            if name != "ratio"
+        ]
+        feasible = 1 - Fraction(semi.n, semi.m)
+        if self.ratio is not None and _exact(self.ratio) > feasible:
             message = (
                 f"ratio {self.ratio} is infeasible with {semi}: S alone keeps {semi.n}/{semi.m} of the weights; "
-                f"the largest feasible ratio is {feasible:g} (rank 0)"
+                f"the largest feasible ratio is {float(feasible):g} (rank 0)"
             )
-            found.append(Problem(("ratio", "pattern"), message))
-        return found
+            problems.append(Problem(("ratio", "pattern"), message))
+        return problems
 
     def _counted_problems(self) -> list[Problem]:
-        if self.sparsity is None and self.ratio is None:
-            message = f"pattern {self.pattern} needs a sparsity (with rank) or a ratio (with rank_share)"
-            return [Problem(("pattern", "sparsity", "ratio", "rank"), message)]
-        if self.sparsity is not None and self.ratio is not None:
-            message = "give sparsity (with rank) or ratio (with rank_share), not both"
-            return [Problem(("sparsity", "ratio"), message)]
-        if self.ratio is not None and self.rank_share is None:
-            message = (
-                f"ratio with pattern {self.pattern} needs rank_share, the share of the kept parameters that goes to L"
-            )
-            return [Problem(("ratio", "rank_share"), message)]
-        if self.sparsity is not None and self.rank_share is not None:
-            return [Problem(("rank_share",), "rank_share can only be combined with ratio; with sparsity, give rank")]
+        match self.sparsity is not None, self.ratio is not None, self.rank_share is not None:
+            case False, False, _:
+                message = f"pattern {self.pattern} needs a sparsity (with rank) or a ratio (with rank_share)"
+                return [Problem(("pattern", "sparsity", "ratio", "rank"), message)]
+            case True, True, _:
+                message = "give sparsity (with rank) or ratio (with rank_share), not both"
+                return [Problem(("sparsity", "ratio"), message)]
+            case False, True, False:
+                share = "rank_share, the share of the kept parameters that goes to L"
+                return [Problem(("ratio", "rank_share"), f"ratio with pattern {self.pattern} needs {share}")]
+            case True, False, True:
+                message = "rank_share can only be combined with ratio; with sparsity, give rank"
+                return [Problem(("rank_share",), message)]
         return []
 
     def resolve(self, out: int, width: int, unit: int = 1) -> tuple[Pattern, int]:
@@ -118,8 +113,8 @@ class Budget:
         Raises:
             BudgetError, PatternError: with every problem, or where the weight is too small or does not divide.
         """
-        if found := self.problems():
-            raise BudgetError("; ".join(problem.message for problem in found))
+        if problems := self.problems():
+            raise BudgetError("; ".join(problem.message for problem in problems))
         pattern, rank = self._resolve(out, width)
         if isinstance(pattern, Structured) and unit > 1:
             pattern = Structured(pattern.count // unit * unit, unit)

@@ -7,8 +7,6 @@ its scale. The factors are not unique: L = (u R)(R⁻¹ v) for every invertible 
 a least squares problem. `quantised` uses both; docs/results/quality.md says what each is worth.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -74,8 +72,8 @@ def factor_tensors(
     """The tensors that hold the factors, with their shapes and dtypes, None for the model's; none for rank 0."""
     if not rank:
         return {}
-    own = None if bits is None else torch.int8
-    factors = {"low_rank_u": ((out, rank), own), "low_rank_v": ((rank, width), own)}
+    dtype = torch.int8 if bits else None
+    factors = {"low_rank_u": ((out, rank), dtype), "low_rank_v": ((rank, width), dtype)}
     scales = {"low_rank_u_scale": ((out,), None), "low_rank_v_scale": ((rank,), None)}
     return {**factors, **(scales if bits else {})}
 
@@ -129,7 +127,7 @@ def row_scale(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     At least the smallest scale that the dtype holds with eight bits: rows of tiny entries lose precision. 1 for zeros.
     """
     largest = matrix.abs().amax(1)
-    least = max(128 * torch.finfo(each).tiny * torch.finfo(each).eps for each in (dtype, torch.bfloat16))
+    least = max(128 * torch.finfo(kind).tiny * torch.finfo(kind).eps for kind in (dtype, torch.bfloat16))
     scale = (largest / TOP).clamp_min(least).bfloat16()
     return torch.where(largest > 0, scale, 1.0).to(dtype)
 

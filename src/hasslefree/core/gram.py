@@ -104,12 +104,12 @@ class Gram:
 
     def remarks(self) -> tuple[str, ...]:
         """Unusual properties of the inputs, one sentence each, for the report of a layer."""
-        width, found = len(self.matrix), []
+        width, remarks = len(self.matrix), []
         if dead := width - int(torch.count_nonzero(self.alive)):
-            found.append(f"{dead} of {width} inputs are always zero: they get no weight")
+            remarks.append(f"{dead} of {width} inputs are always zero: they get no weight")
         if 0 < self.tokens < width:
-            found.append(f"more inputs ({width}) than tokens ({self.tokens}): H has rank at most {self.tokens}")
-        return tuple(found)
+            remarks.append(f"more inputs ({width}) than tokens ({self.tokens}): H has rank at most {self.tokens}")
+        return tuple(remarks)
 
     def loss(self, residual: Tensor, rows: Rows = WHOLE) -> float:
         """f = tr(R H Rᵀ), the mean squared output error per token, of residual R: (out, in).

@@ -105,11 +105,11 @@ class Grid:
         least = self._squared_error(entries, scale, zero)
         for step in range(1, self.ranges):
             share = 1 - NARROWER * step
-            other, its_zero = self._spanning(low * share, high * share)
-            error = self._squared_error(entries, other, its_zero)
+            narrower, its_zero = self._spanning(low * share, high * share)
+            error = self._squared_error(entries, narrower, its_zero)
             better = error < least
             least = torch.where(better, error, least)
-            scale, zero = torch.where(better, other, scale), torch.where(better, its_zero, zero)
+            scale, zero = torch.where(better, narrower, scale), torch.where(better, its_zero, zero)
         return scale, zero
 
     def _spanning(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

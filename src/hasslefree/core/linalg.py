@@ -3,8 +3,6 @@
 Factors of a damped Gram are computed in float64 and cast once: they are ill-conditioned and rare.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -80,8 +78,8 @@ def inverse_(matrix: Tensor) -> Tensor:
     factorisation fails, the inverse is computed in float64; the result is in the dtype of `matrix`.
     """
     with matmul_precision(matrix.device):
-        found = _inverse_by_blocks(matrix)
-    return matrix.copy_(torch.cholesky_inverse(lower_cholesky(matrix)) if found is None else found)
+        inverse = _inverse_by_blocks(matrix)
+    return matrix.copy_(torch.cholesky_inverse(lower_cholesky(matrix)) if inverse is None else inverse)
 
 
 def _inverse_by_blocks(matrix: Tensor) -> Tensor | None:
@@ -101,12 +99,12 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor | None:
     tail = _inverse_by_blocks(matrix[rest, rest] - matrix[rest, first] @ across)
     if tail is None:
         return None
-    found = torch.empty_like(matrix)
-    found[rest, rest] = tail
-    found[first, rest] = (across @ tail).neg_()
-    found[rest, first] = found[first, rest].T
-    found[first, first] = torch.addmm(head, found[first, rest], across.T, alpha=-1)
-    return found
+    inverse = torch.empty_like(matrix)
+    inverse[rest, rest] = tail
+    inverse[first, rest] = (across @ tail).neg_()
+    inverse[rest, first] = inverse[first, rest].T
+    inverse[first, first] = torch.addmm(head, inverse[first, rest], across.T, alpha=-1)
+    return inverse
 
 
 def orthonormal(matrix: Tensor, rows: Rows = WHOLE) -> Tensor:

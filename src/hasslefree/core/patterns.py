@@ -6,8 +6,9 @@ A score (out, in) is the loss that removing an entry costs, so that `Structured`
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,32 +22,42 @@ PAIRWISE = 8
 SAMPLES = 1 << 11
 
 
-class Pattern(Protocol):
+class Pattern(ABC):
     """What a pruner may keep of a weight of one shape.
 
     Where processes share the rows of a weight, `mask` gets the scores of the rows of a process (`of_rows`); all shapes
     are those of the whole weight.
     """
 
+    name: ClassVar[str]
+
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def group(self) -> int | None:
         """How many consecutive inputs are decided together; None for a pattern without groups."""
+        return None
 
+    @abstractmethod
     def check(self, shape: tuple[int, int]) -> None:
         """Raise PatternError where a weight (out, in) cannot have this pattern."""
 
+    @abstractmethod
     def kept(self, shape: tuple[int, int]) -> int:
         """The number of kept entries of a weight (out, in)."""
 
+    @abstractmethod
     def mask(self, score: Tensor) -> Tensor:
         """The entries to keep, bool (out, in), of the largest scores (out, in)."""
 
+    @abstractmethod
     def restricted(self, start: int, stop: int, width: int) -> Pattern:
         """The share of the pattern of a weight with `width` inputs that falls to inputs start … stop − 1."""
 
 
 @dataclass(frozen=True)
-class SemiStructured:
+class SemiStructured(Pattern):
     """N:M: at most n non-zeros in each m consecutive inputs of a row. 1:1 keeps everything, and is called dense."""
 
     n: int
@@ -84,18 +95,12 @@ class SemiStructured:
 
 
 @dataclass(frozen=True)
-class Unstructured:
+class Unstructured(Pattern):
     """The `count` largest entries over the whole matrix, also where processes share its `rows`."""
 
+    name: ClassVar[str] = "unstructured"
     count: int
     rows: Rows = field(default=WHOLE, repr=False, compare=False)
-
-    def __str__(self) -> str:
-        return "unstructured"
-
-    @property
-    def group(self) -> int | None:
-        return None
 
     def check(self, shape: tuple[int, int]) -> None:
         _check_count(self, self.count, shape[0] * shape[1], "entries")
@@ -114,17 +119,11 @@ class Unstructured:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Pattern):
     """The `count` largest entries of each row (output)."""
 
+    name: ClassVar[str] = "row"
     count: int
-
-    def __str__(self) -> str:
-        return "row"
-
-    @property
-    def group(self) -> int | None:
-        return None
 
     def check(self, shape: tuple[int, int]) -> None:
         _check_count(self, self.count, shape[1], "entries of a row")
@@ -141,7 +140,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Structured:
+class Structured(Pattern):
     """`count` whole input channels (columns of the weight) of the largest total score.
 
     Args:
@@ -149,16 +148,10 @@ class Structured:
         rows: the rows of this process, where several share the weight.
     """
 
+    name: ClassVar[str] = "structured"
     count: int
     unit: int = 1
     rows: Rows = field(default=WHOLE, repr=False, compare=False)
-
-    def __str__(self) -> str:
-        return "structured"
-
-    @property
-    def group(self) -> int | None:
-        return None
 
     def check(self, shape: tuple[int, int]) -> None:
         _check_count(self, self.count, shape[1], "input channels")
@@ -182,17 +175,11 @@ class Structured:
 
 
 @dataclass(frozen=True)
-class KnownSupport:
+class KnownSupport(Pattern):
     """A support that is already known: the entries that are set in `known`, bool (out, in)."""
 
+    name: ClassVar[str] = "known support"
     known: Tensor
-
-    def __str__(self) -> str:
-        return "known support"
-
-    @property
-    def group(self) -> int | None:
-        return None
 
     def check(self, shape: tuple[int, int]) -> None:
         if tuple(self.known.shape) != tuple(shape):

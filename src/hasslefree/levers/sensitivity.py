@@ -37,7 +37,7 @@ from hasslefree.models.walk import Visit, Walk
 from hasslefree.phases import ALLOCATION, PROBES
 from hasslefree.recipe.plan import LayerPlan, Plan
 from hasslefree.solve.decompose import approximation
-from hasslefree.solve.methods.joint import LOOK, PRUNING_LOOK, Joint
+from hasslefree.solve.methods.joint import QUICK, QUICK_PRUNING, Joint
 
 T = TypeVar("T")
 # Computes something for a pruned layer, from its weight, the pruned weight, H and its plan.
@@ -161,7 +161,7 @@ class ProbedLayer:
 
     Args:
         name: in its block; full: in the model. weight: (out, in). gram: of its inputs.
-        prepared: of `LOOK` and `PRUNING_LOOK`, in the process that owns the layer.
+        prepared: of `QUICK` and `QUICK_PRUNING`, in the process that owns the layer.
         inputs: (rows, in). gradients: of the labels' log-likelihood, with respect to its outputs, (rows, out). The rows
             are the tokens of this process's probes; of an expert's layer, those that it saw.
         tokens: of all probes.
@@ -178,7 +178,7 @@ class ProbedLayer:
     owner: int
     world: World
 
-    def solved(self, pattern: Pattern, rank: int, seed: int = 0, method: Joint = LOOK) -> Tensor:
+    def solved(self, pattern: Pattern, rank: int, seed: int = 0, method: Joint = QUICK) -> Tensor:
         """S + L of a few rounds of `joint`: (out, in), in the working dtype, the same in all processes."""
         kept = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
         if self.owner == self.world.rank:
@@ -221,7 +221,7 @@ def probed_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World
         sums.take(rows)
         gram = checked(sums.gram(world.add), f"{visit.prefix}.{group[0]}")
         owners = world.assign([plans[name].spec.dense_parameters for name in group])
-        prepared = LOOK.prepare(gram) if world.rank in owners else None
+        prepared = QUICK.prepare(gram) if world.rank in owners else None
         for name, owner in zip(group, owners, strict=True):
             full, weight = f"{visit.prefix}.{name}", sites[name].weight()
             yield ProbedLayer(name, full, weight, gram, prepared, rows, outer[name], tokens, owner, world)
@@ -238,7 +238,7 @@ def block_sensitivities(
     divergences: dict[str, float] = {}
     for layer in probed_layers(reverse, plans, world):
         plan = plans[layer.name]
-        sparse = layer.solved(plan.pattern, 0, method=PRUNING_LOOK)
+        sparse = layer.solved(plan.pattern, 0, method=QUICK_PRUNING)
         inspected[layer.name] = inspect(layer.weight, sparse, layer.gram, plan)
         if layer.gradients is not None:
             divergences[layer.name] = layer.divergence(sparse)

@@ -25,7 +25,7 @@ from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.flops import flops_by_phase
 from hasslefree.run.machine import in_one_pass, room_for_sums
 from hasslefree.run.sharing import cost_of, shared_layers
-from hasslefree.solve.methods.joint import PRUNING_LOOK
+from hasslefree.solve.methods.joint import QUICK_PRUNING
 
 # What Python and the libraries take, on a CPU and of a GPU.
 LIBRARIES = 600_000_000
@@ -297,7 +297,7 @@ def _solving(plans: dict[str, LayerPlan], resolved: Resolved, device: str, proce
     shared = shared_layers(resolved.method, plans, processes)
     uses = [(resolved.method, layer, processes if name in shared else 1) for name, layer in plans.items()]
     if resolved.allocate == "error":
-        uses += [(PRUNING_LOOK, layer, 1) for layer in plans.values()]
+        uses += [(QUICK_PRUNING, layer, 1) for layer in plans.values()]
     solvers = []
     for method, layer, sharing in uses:
         (out, width), rank = layer.spec.shape, layer.spec.rank

@@ -22,7 +22,7 @@ from hasslefree.phases import (
 from hasslefree.recipe.plan import Plan
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.sharing import solving_flops
-from hasslefree.solve.methods.joint import PRUNING_LOOK
+from hasslefree.solve.methods.joint import QUICK_PRUNING
 
 
 def flops_by_phase(
@@ -94,7 +94,7 @@ def probing_flops(
     # A forward and a backward pass of the blocks and the output head.
     forward = 2 * -(-probes(*text) // processes) * text[1] * numbers
     layers = [layer.spec for plans in plan for layer in plans.values()]
-    first_look = sum(PRUNING_LOOK.cost(*layer.shape, 0).flops for layer in layers) / processes
+    first_look = sum(QUICK_PRUNING.cost(*layer.shape, 0).flops for layer in layers) / processes
     return {PROBES: forward, ALLOCATION: 2 * forward + first_look}
 
 

@@ -1,7 +1,5 @@
 """One layer: a weight and the Gram of its inputs become S + L."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -83,8 +81,8 @@ def decompose(
     check_factor_bits(factor_bits, exact_rank)
     if grid := solver.grid:
         grid.check((weight.shape[0], weight.shape[1]), exact_pattern.group)
-    found = solve_layer(weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed, factor_bits)
-    return dataclasses.replace(found, remarks=(DATA_FREE, *found.remarks)) if data_free else found
+    result = solve_layer(weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed, factor_bits)
+    return dataclasses.replace(result, remarks=(DATA_FREE, *result.remarks)) if data_free else result
 
 
 def solve_layer(
@@ -159,29 +157,34 @@ def approximation(
     """S and L of a weight in the working dtype, without a measurement of their error; arguments as for `solve_layer`.
 
     Raises:
-        FactorizationError: as from `solve`.
+        FactorizationError: a factorisation in the method failed; the message names the remedy.
     """
     alive, weight = gram.alive, live(weight, gram)
-    found = None if method.grid else unchanged(weight, pattern, rank, rows)
-    found = found or solve(method, weight, prepared, pattern, rank, seed, rows)
-    low_rank = LowRank(found.low_rank.u, found.low_rank.v * alive)
-    return dataclasses.replace(found, sparse=found.sparse * alive, low_rank=low_rank)
+    solution = None if method.grid else unchanged(weight, pattern, rank, rows)
+    if solution is None:
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            solution = method.solve(weight, prepared, pattern, rank, generator, rows)
+        except LinAlgError as error:
+            remedy = f"raise the damping ({option('damping', 0.01)})"
+            raise FactorizationError(f"a factorisation failed: {error}; {remedy}") from None
+    low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * alive)
+    return dataclasses.replace(solution, sparse=solution.sparse * alive, low_rank=low_rank)
 
 
-def gathered(found: Decomposition, rows: Rows) -> Decomposition:
+def gathered(shared: Decomposition, rows: Rows) -> Decomposition:
     """The decomposition of all rows of a layer, the same in every process, from the rows of each process."""
-    low_rank, codes, factors = found.low_rank, found.quantised, found.factors
+    low_rank = LowRank(rows.gather(shared.low_rank.u), rows.broadcast(shared.low_rank.v, 0))
+    codes, factors = shared.quantised, shared.factors
     if codes:
-        placed = codes.scaling
-        placed = Scaling(placed.grid, rows.gather(placed.scale), rows.gather(placed.zero))
-        codes = Quantised(rows.gather(codes.codes), placed)
+        scaling = Scaling(codes.scaling.grid, rows.gather(codes.scaling.scale), rows.gather(codes.scaling.zero))
+        codes = Quantised(rows.gather(codes.codes), scaling)
     if factors:
         u = CodedRows(rows.gather(factors.u.codes), rows.gather(factors.u.scale))
         v = CodedRows(rows.broadcast(factors.v.codes, 0), rows.broadcast(factors.v.scale, 0))
         factors = CodedFactors(u, v)
-    low_rank = LowRank(rows.gather(low_rank.u), rows.broadcast(low_rank.v, 0))
-    sparse = rows.gather(found.sparse)
-    return dataclasses.replace(found, sparse=sparse, low_rank=low_rank, quantised=codes, factors=factors)
+    sparse = rows.gather(shared.sparse)
+    return dataclasses.replace(shared, sparse=sparse, low_rank=low_rank, quantised=codes, factors=factors)
 
 
 def checked_norm(weight: Tensor, gram: Gram, rows: Rows = WHOLE) -> float:
@@ -222,22 +225,6 @@ def unchanged(weight: Tensor, pattern: Pattern, rank: int, rows: Rows = WHOLE) -
     nothing = LowRank(weight.new_zeros(len(weight), rank), weight.new_zeros(rank, weight.shape[1]))
     remarks = () if kept == math.prod(shape) else ("the pattern keeps every non-zero of the weight: S = W, L = 0",)
     return Solution(weight, nothing, (), remarks)
-
-
-def solve(
-    method: Method, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, seed: int, rows: Rows = WHOLE
-) -> Solution:
-    """The solution of the method; an error of LAPACK becomes a FactorizationError that names the remedy.
-
-    rows: those of the weight, where processes share them and `method.shares_rows`.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    try:
-        return method.solve(weight, prepared, pattern, rank, generator, rows)
-    except LinAlgError as error:
-        raise FactorizationError(
-            f"a factorisation failed: {error}; raise the damping ({option('damping', 0.01)})"
-        ) from None
 
 
 def _remarks_on(after: float, before: float, rounding: str) -> Iterator[str]:

@@ -1,7 +1,5 @@
 """The paper's low-rank step: Adam on the two factors (arXiv 2502.00899, Algorithm 1)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

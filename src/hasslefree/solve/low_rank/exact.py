@@ -1,7 +1,5 @@
 """The optimum for the full H, in closed form: generalised Eckart–Young by whitening."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The optimum for the full H by warm-started subspace iteration: a fraction of the cost of an SVD."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Truncated SVD: optimal for H = I (Eckart–Young); its randomised form; and the optimum for a diagonal H."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

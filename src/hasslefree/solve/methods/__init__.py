@@ -1,7 +1,5 @@
 """Methods by name, and their composition from a pruner and a low-rank solver."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

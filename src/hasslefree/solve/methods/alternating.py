@@ -1,7 +1,5 @@
 """Alternating minimisation: any pruner with any low-rank solver (arXiv 2502.00899, Algorithm 2)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -79,22 +77,22 @@ class AlternatingMinimization(Method):
             alone = self.pruner.prune(weight, for_pruner, pattern)
             error = relative(gram.loss(weight - alone.sparse, rows), norm)
             return Solution(alone.sparse, low_rank, (error,), scaling=alone.scaling)
-        found = Pruned(torch.zeros_like(weight))
-        best: tuple[Pruned, LowRank] = found, low_rank
+        pruned = Pruned(torch.zeros_like(weight))
+        best: tuple[Pruned, LowRank] = pruned, low_rank
         least = float("inf")
         history: list[float] = []
         remarks: list[str] = []
         for t in range(self.rounds):
             if self.low_rank_first:
-                low_rank = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, t, rows)
-                found = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
+                low_rank = self.low_rank.fit(weight - pruned.sparse, for_solver, low_rank, t, rows)
+                pruned = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
             else:
-                found = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
+                pruned = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
                 if t == 0:
                     # The pruner alone is the first candidate: Adam's steps have a fixed size, and can overshoot.
-                    best, least = (found, low_rank), relative(gram.loss(weight - found.sparse, rows), norm)
-                low_rank = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, t, rows)
-            error = relative(gram.loss(low_rank.residual(weight, found.sparse), rows), norm)
+                    best, least = (pruned, low_rank), relative(gram.loss(weight - pruned.sparse, rows), norm)
+                low_rank = self.low_rank.fit(weight - pruned.sparse, for_solver, low_rank, t, rows)
+            error = relative(gram.loss(low_rank.residual(weight, pruned.sparse), rows), norm)
             if not math.isfinite(error):
                 if math.isinf(least) or not self.keep_best:
                     raise NonFiniteError(f"NaN or Inf appeared in round {t + 1}; {REMEDY}")
@@ -105,15 +103,15 @@ class AlternatingMinimization(Method):
                 break
             history.append(error)
             if error < least or not self.keep_best:
-                best, least = (found, low_rank), error
-        found, low_rank = best
+                best, least = (pruned, low_rank), error
+        pruned, low_rank = best
         if self.last_fit:
-            last = self.low_rank.fit(weight - found.sparse, for_solver, low_rank, len(history), rows)
-            error = relative(gram.loss(last.residual(weight, found.sparse), rows), norm)
+            last = self.low_rank.fit(weight - pruned.sparse, for_solver, low_rank, len(history), rows)
+            error = relative(gram.loss(last.residual(weight, pruned.sparse), rows), norm)
             low_rank, history = (last, [*history, error]) if error < least else (low_rank, history)
         if least and not low_rank.v.any():
             remarks.append("no round was better than the pruner alone: L is zero")
-        return Solution(found.sparse, low_rank, tuple(history), tuple(remarks), found.scaling)
+        return Solution(pruned.sparse, low_rank, tuple(history), tuple(remarks), pruned.scaling)
 
     def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
         prune, fit = self.pruner.cost(out, width), self.low_rank.cost(out, width, rank)

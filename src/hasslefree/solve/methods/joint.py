@@ -1,7 +1,5 @@
 """joint: ADMM on the support that follows the best low-rank part in each step; docs/explanation/joint.md derives it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -166,9 +164,9 @@ class Joint(Method):
         relief = math.exp(-RANK_RELIEF * rank * (out + width) / (out * width))
         power = self.first_power(density, relief)
         with matmul_precision(weight.device, tf32=self.precision in ("auto", "tf32")):
-            found = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief, rows)
+            searched = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief, rows)
         with matmul_precision(weight.device):
-            return self._polish(scaled, prepared, *found, rows)
+            return self._polish(scaled, prepared, *searched, rows)
 
     def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
         """The scale and about eight kernels; a product and a subspace step a round; the polish.
@@ -328,7 +326,7 @@ def refit_scale(matrix: Tensor) -> Tensor:
 
 
 # A quick estimate of what a pattern and a rank cost a layer: few rounds.
-LOOK = Joint(rounds=10)
+QUICK = Joint(rounds=10)
 # The same of a pattern alone, where layers are compared: without the polish, which gains nearly the same in every layer
 # unless inputs nearly repeat each other.
-PRUNING_LOOK = Joint(rounds=10, sweeps=0)
+QUICK_PRUNING = Joint(rounds=10, sweeps=0)

@@ -1,7 +1,5 @@
 """`joint` for a support and a grid at once: its support and its low-rank part, and S on the grid there."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,15 +62,15 @@ class JointOnGrid(Method):
             support, low_rank = torch.ones_like(weight, dtype=torch.bool), _fitted(weight, for_fit, rank)
             sparse = weight - low_rank.product()
         else:
-            found = self._joint().solve(weight, for_joint, pattern, rank, generator)
-            sparse, low_rank, support = found.sparse, found.low_rank, found.sparse != 0
+            free = self._joint().solve(weight, for_joint, pattern, rank, generator)
+            sparse, low_rank, support = free.sparse, free.low_rank, free.sparse != 0
         best: tuple[Tensor, LowRank, Scaling | None] = (sparse, low_rank, None)
         history: list[float] = []
         norm = gram.loss(weight)
         for _ in range(self.turns if rank else 1):
             target = weight - low_rank.product()
-            free = target if support.all() else masked_cg(gram.matrix, target, sparse, support, CG_STEPS)
-            swept = SparseGPT(grid=self.grid).prune(free, for_sweep, KnownSupport(support))
+            fitted = target if support.all() else masked_cg(gram.matrix, target, sparse, support, CG_STEPS)
+            swept = SparseGPT(grid=self.grid).prune(fitted, for_sweep, KnownSupport(support))
             sparse = swept.sparse
             low_rank = _fitted(weight - sparse, for_fit, rank)
             error = relative(gram.loss(low_rank.residual(weight, sparse)), norm)

@@ -1,7 +1,5 @@
 """A pruner alone: W ≈ S."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +51,10 @@ class Prune(Method):
         self, weight: Tensor, prepared: Prepared, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
     ) -> Solution:
         gram, for_pruner = prepared
-        found = self.pruner.prune(weight, for_pruner, pattern)
+        pruned = self.pruner.prune(weight, for_pruner, pattern)
         nothing = LowRank(weight.new_zeros(len(weight), 0), weight.new_zeros(0, weight.shape[1]))
-        error = gram.relative_error(weight - found.sparse, weight, rows)
-        return Solution(found.sparse, nothing, (error,), scaling=found.scaling)
+        error = gram.relative_error(weight - pruned.sparse, weight, rows)
+        return Solution(pruned.sparse, nothing, (error,), scaling=pruned.scaling)
 
     def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
         found = self.pruner.cost(out, width)

@@ -9,8 +9,6 @@ is exactly sparse plus low-rank (theorem 1.1 there). A layer is not, and its bud
 that L has the rank of the budget, and S is then cut to the pattern.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -59,10 +57,10 @@ class PrincipalComponentPursuit(Method):
         least, most, power = -4.0, 4.0, 0.0
         best: tuple[Tensor, LowRank] | None = None
         for _ in range(self.searches if rank else 1):
-            found = self.pursue(weight, 2.0**power / max(weight.shape) ** 0.5)
-            least, most = (least, power) if found.rank > rank else (power, most)
+            pursued = self.pursue(weight, 2.0**power / max(weight.shape) ** 0.5)
+            least, most = (least, power) if pursued.rank > rank else (power, most)
             power = (least + most) / 2
-            residual = weight - truncated(found, rank).product()
+            residual = weight - LowRank(pursued.u[:, :rank], pursued.v[:rank]).product()
             sparse = residual * pattern.mask(residual.square())
             low_rank = truncated_svd(weight - sparse, rank)
             history.append(low_rank.residual(weight, sparse).square().sum(dtype=torch.float64).item() / norm)
@@ -95,12 +93,7 @@ class PrincipalComponentPursuit(Method):
 
 
 def shrunk_svd(matrix: Tensor, threshold: Tensor) -> LowRank:
-    """The singular values less a threshold, those that are left: the proximal map of threshold·‖·‖_*."""
+    """The singular values less a threshold, where they exceed it: the proximal map of threshold·‖·‖_*."""
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     rank = int(torch.count_nonzero(s > threshold))
     return LowRank(u[:, :rank] * (s[:rank] - threshold), vh[:rank])
-
-
-def truncated(low_rank: LowRank, rank: int) -> LowRank:
-    """The first columns of a factorisation by falling singular values."""
-    return LowRank(low_rank.u[:, :rank], low_rank.v[:rank])

@@ -1,7 +1,5 @@
 """3BASiL: ADMM over three blocks, Z, S and L (Makni, Meng, Mazumder, arXiv 2603.01376)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """ALPS: ADMM on the support, then conjugate gradients on it (Meng et al., arXiv 2406.07831)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """DSNoT: entries are swapped in and out until the expected error stops falling (Zhang et al., arXiv 2310.08915)."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

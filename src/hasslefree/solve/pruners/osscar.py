@@ -33,6 +33,7 @@ class OSSCAR(Pruner):
             ones: those whose return alone would lower the loss most.
     """
 
+    whole_channels = True
     steps: int = 256
     swaps: int = 100
     candidates: int = 16
@@ -41,10 +42,6 @@ class OSSCAR(Pruner):
         for name, least in {"steps": 1, "swaps": 0, "candidates": 1}.items():
             if getattr(self, name) < least:
                 raise BudgetError(f"{name} must be at least {least}, got {getattr(self, name)}")
-
-    @property
-    def whole_channels(self) -> bool:
-        return True
 
     def prepare(self, gram: Gram) -> Tensor:
         return torch.cholesky_inverse(lower_cholesky(gram.matrix))
@@ -76,12 +73,11 @@ class OSSCAR(Pruner):
 
     def _exchanges(self, state: Swept) -> list[tuple[float, int, int]]:
         """The gain of each exchange, the unit that returns, and the best unit to remove for it."""
-        gains = state.gains()
-        found = []
+        gains, exchanges = state.gains(), []
         for back in gains.topk(min(self.candidates, int(state.gone.sum()))).indices.tolist():
             least, out = state.losses_with(back).min(0)
-            found.append((gains[back].item() - least.item(), back, int(out)))
-        return found
+            exchanges.append((gains[back].item() - least.item(), back, int(out)))
+        return exchanges
 
 
 class Swept:

@@ -1,7 +1,5 @@
 """Refit: the values that are best on the support that another pruner chose (CHITA, arXiv 2302.14623, section 3)."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """SparseGPT and GPTQ: one sweep of optimal-brain-surgeon updates over columns, which prunes, rounds, or both."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
