@@ -1,6 +1,6 @@
 """Every method on layers that are hard to compute with: a finite, feasible, honest result, or an error with a remedy.
 
-200 cases, the same every time; `make nightly` draws 2,000 new ones.
+100 cases, the same every time; `make nightly` draws 2,000 new ones.
 """
 
 import os
@@ -27,7 +27,7 @@ NIGHTLY = int(os.environ.get("HASSLEFREE_FUZZ", "0"))
 
 
 @settings(
-    max_examples=NIGHTLY or 200,
+    max_examples=NIGHTLY or 100,
     derandomize=not NIGHTLY,
     database=None,
     suppress_health_check=list(HealthCheck),
@@ -123,7 +123,7 @@ def assert_remarked(result, case, weight, gram):
     text = "; ".join(result.remarks)
     dead = int((gram.diagonal == 0).sum())
     assert (f"{dead} of {case.width} inputs are always zero" in text) == (dead > 0)
-    assert (f"tokens ({case.tokens})" in text) == (case.tokens < case.width)
+    assert (f"tokens ({case.tokens})" in text) == (0 < case.tokens < case.width)
     assert ("a layer of zeros would be closer" in text) == (result.relative_error > 1)
     kept = case.pattern.kept((case.out, case.width))
     seen = weight * (gram.diagonal != 0)

@@ -5,6 +5,8 @@ float32 or float64: in bfloat16 a last digit decides how a number is rounded, an
 """
 
 import sys
+from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
@@ -13,18 +15,20 @@ from hypothesis import strategies as st
 
 from hasslefree import Gram, Row, SemiStructured, Structured, Unstructured
 from hasslefree.core.linalg import orthonormal
-from hasslefree.core.patterns import KnownSupport, largest, of_rows
+from hasslefree.core.patterns import KnownSupport, Pattern, largest, of_rows
+from hasslefree.core.protocols import Method
 from hasslefree.core.rows import WHOLE, Rows, largest_of_rows
 from hasslefree.distributed import World
+from hasslefree.solve.admm import SupportPenalty
 from hasslefree.solve.decompose import gathered, solve_layer
 from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.methods.joint import Joint
+from hasslefree.solve.methods.three_block import ThreeBlock
 from tests import oracles
 from tests.sharing import in_processes
 
 forked = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 HALF = SemiStructured(2, 4)
-GRID = {"rounds": 3, "group_size": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -36,37 +40,73 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def problem(out, width=32, dtype=torch.float32):
+def problem(out, width=32, dtype=torch.float64):
     weight, h = oracles.problem(out, width, dtype=dtype)
     return weight, Gram(h, 1000, oracles.mean_of(h))
 
 
-def of_one(weight, gram, method, pattern, rank, bits=None):
-    return solve_layer(weight, gram, method, method.prepare(gram), pattern, rank, 0, bits)
+@dataclass(frozen=True)
+class Case:
+    """A layer of `out` rows that `size` processes share."""
+
+    size: int
+    out: int
+    method: Method
+    pattern: Pattern
+    rank: int
+    dtype: torch.dtype = torch.float64
+    bits: int | None = None
+
+    def solve(self, rows=WHOLE):
+        """What one process has at the end."""
+        weight, gram = problem(self.out, dtype=self.dtype)
+        prepared, pattern = self.method.prepare(gram), of_rows(self.pattern, rows)
+        local = rows.local(weight)
+        result = solve_layer(local, gram, self.method, prepared, pattern, self.rank, 0, self.bits, rows)
+        return gathered(result, rows)
 
 
-def of_several(size, weight, gram, method, pattern, rank, bits=None):
-    """What each of the processes has at the end."""
+def joint(**changes):
+    return Joint(rounds=25, precision="float32", **changes)
+
+
+def named(name, **changes):
+    return build_method(name, rounds=None if name in ("dsnot", "sparsegpt") else 3, **changes)
+
+
+SHORT = ThreeBlock(SupportPenalty(0.1, every=10, most=100, growth=(1.1, 1.05, 1.02), settled=100))
+# 19 rows are shares of 9 and 10, or of 6, 6 and 7. With 7 and 3, no process has as many rows as the rank.
+CASES = {
+    "joint 2:4": Case(3, 19, joint(), HALF, 3, torch.float32),
+    "joint row": Case(2, 19, joint(), Row(13), 3, torch.float32),
+    "joint unstructured": Case(3, 19, joint(), Unstructured(250), 3, torch.float32),
+    "joint structured": Case(2, 19, joint(), Structured(16, 4), 3, torch.float32),
+    "joint without L": Case(2, 19, joint(), HALF, 0),
+    "joint few rows": Case(2, 7, joint(), HALF, 6),
+    "joint one row each": Case(3, 3, joint(), HALF, 2),
+    "joint full rank": Case(3, 16, joint(), HALF, 16),
+    "joint bits": Case(2, 19, Joint(rounds=5), HALF, 3, bits=8),
+    "3basil": Case(2, 13, SHORT, HALF, 3),
+    "3basil unstructured": Case(3, 13, SHORT, Unstructured(170), 3),
+    "hassle-free": Case(3, 13, named("hassle-free"), HALF, 3),
+    "hassle-free unstructured": Case(3, 13, named("hassle-free"), Unstructured(170), 3),
+    "subspace, refit": Case(3, 13, named("hassle-free", low_rank="subspace", refit=True), HALF, 3),
+    "randomized-svd": Case(3, 13, named("oats", low_rank="randomized-svd"), Row(13), 3),
+    "lq-lora": Case(3, 13, named("lq-lora", group_size=8), SemiStructured(1, 1), 3),
+    "caldera": Case(3, 13, named("caldera", low_rank="subspace", group_size=8), HALF, 3),
+    "dsnot": Case(3, 13, named("dsnot"), HALF, 0),
+    "sparsegpt": Case(3, 13, named("sparsegpt"), Structured(16), 0),
+}
+
+
+@cache
+def of_several(size):
+    """The results of all cases of this size, of each of the processes."""
 
     def work(world):
-        rows = Rows(world, len(weight))
-        prepared, mine = method.prepare(gram), of_rows(pattern, rows)
-        return gathered(solve_layer(rows.local(weight), gram, method, prepared, mine, rank, 0, bits, rows), rows)
+        return {name: case.solve(Rows(world, case.out)) for name, case in CASES.items() if case.size == size}
 
     return in_processes(size, work)
-
-
-def assert_alike(one, several, weight, gram):
-    """The same support, and the same error but for rounding, which is that of the whole layer; nothing else differs."""
-    for each in several:
-        assert torch.equal(each.sparse != 0, one.sparse != 0)
-        assert each.relative_error == pytest.approx(one.relative_error, rel=1e-4)
-        assert each.history == pytest.approx(one.history, rel=1e-3)
-        assert each.remarks == one.remarks
-        assert torch.equal(each.sparse, several[0].sparse)
-        assert torch.equal(each.low_rank.u, several[0].low_rank.u)
-        assert torch.equal(each.low_rank.v, several[0].low_rank.v)
-    assert several[0].relative_error == pytest.approx(true_error(several[0], weight, gram), rel=1e-3)
 
 
 def true_error(found, weight, gram):
@@ -76,97 +116,62 @@ def true_error(found, weight, gram):
 
 
 @forked
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("pattern", [HALF, Row(13), Unstructured(250), Structured(16, 4)], ids=str)
-def test_joint_shares_rows_for_every_pattern(pattern, size):
-    """19 rows: shares of 9 and 10, or of 6, 6 and 7."""
-    weight, gram = problem(19)
-    method = Joint(rounds=25, precision="float32")
-    several = of_several(size, weight, gram, method, pattern, 3)
-    assert_alike(of_one(weight, gram, method, pattern, 3), several, weight, gram)
+@pytest.mark.parametrize("name", CASES)
+def test_processes_find_what_one_process_finds(name):
+    """The same support, and the same error but for rounding, which is that of the whole layer; nothing else differs."""
+    case = CASES[name]
+    assert case.method.shares_rows(case.pattern)
+    one, several = case.solve(), [results[name] for results in of_several(case.size)]
+    # A last digit decides how codes are rounded.
+    rounding = 1e-2 if case.bits else 1e-4
+    for result in several:
+        assert torch.equal(result.sparse != 0, one.sparse != 0)
+        assert result.relative_error == pytest.approx(one.relative_error, rel=rounding)
+        assert result.history == pytest.approx(one.history, rel=1e-3)
+        assert result.remarks == one.remarks
+        assert torch.equal(result.sparse, several[0].sparse)
+        assert torch.equal(result.low_rank.u, several[0].low_rank.u)
+        assert torch.equal(result.low_rank.v, several[0].low_rank.v)
+        if one.quantised:
+            assert torch.equal(result.quantised.codes, one.quantised.codes)
+            assert torch.equal(result.quantised.values(), result.sparse)
+        if case.bits:
+            assert result.factors.u.codes.shape == (case.out, case.rank)
+            assert torch.equal(result.factors.values().u, result.low_rank.u)
+            assert torch.equal(result.factors.v.codes, several[0].factors.v.codes)
+    expected = true_error(several[0], *problem(case.out, dtype=case.dtype))
+    assert several[0].relative_error == pytest.approx(expected, rel=1e-3)
 
 
 @forked
-@pytest.mark.parametrize(("out", "rank"), [(19, 0), (7, 6), (3, 2), (16, 16)])
-@pytest.mark.parametrize("size", [2, 3])
-def test_joint_shares_rows_at_every_rank(out, rank, size):
-    """Also where no process has as many rows as the rank."""
-    weight, gram = problem(out, dtype=torch.float64)
-    method = Joint(rounds=10)
-    several = of_several(size, weight, gram, method, HALF, rank)
-    assert_alike(of_one(weight, gram, method, HALF, rank), several, weight, gram)
-
-
-@forked
-@pytest.mark.parametrize(
-    ("name", "settings", "pattern", "rank"),
-    [
-        ("hassle-free", {"rounds": 3}, HALF, 3),
-        ("hassle-free", {"rounds": 3}, Unstructured(170), 3),
-        ("hassle-free", {"rounds": 5, "low_rank": "subspace", "refit": True}, HALF, 3),
-        ("oats", {"rounds": 5, "low_rank": "randomized-svd"}, Row(13), 3),
-        ("lq-lora", GRID, SemiStructured(1, 1), 3),
-        ("caldera", GRID | {"low_rank": "subspace"}, HALF, 3),
-        ("dsnot", {}, HALF, 0),
-        ("sparsegpt", {}, Structured(16), 0),
-    ],
-    ids=str,
-)
-def test_other_methods_share_rows(name, settings, pattern, rank):
-    weight, gram = problem(13, dtype=torch.float64)
-    method = build_method(name, **settings)
-    assert method.shares_rows(pattern)
-    one, several = of_one(weight, gram, method, pattern, rank), of_several(3, weight, gram, method, pattern, rank)
-    assert_alike(one, several, weight, gram)
-    if one.quantised:
-        assert torch.equal(several[0].quantised.codes, one.quantised.codes)
-        assert torch.equal(several[0].quantised.values(), several[0].sparse)
-
-
-@forked
-@pytest.mark.parametrize("pattern", [HALF, Unstructured(170)], ids=str)
-def test_three_blocks_share_rows(pattern):
-    weight, gram = problem(13, dtype=torch.float64)
-    method = METHODS["3basil"]
-    several = of_several(2, weight, gram, method, pattern, 3)
-    assert_alike(of_one(weight, gram, method, pattern, 3), several, weight, gram)
-
-
-@forked
-def test_factors_in_eight_bits_are_those_of_the_whole_layer():
-    """Oracle: one process, up to codes that a last digit rounds otherwise; the codes themselves; and the objective."""
-    weight, gram = problem(19, dtype=torch.float64)
-    method = Joint(rounds=5)
-    one, several = of_one(weight, gram, method, HALF, 3, 8), of_several(2, weight, gram, method, HALF, 3, 8)
-    for each in several:
-        assert each.relative_error == pytest.approx(one.relative_error, rel=1e-2)
-        assert each.factors.u.codes.shape == (19, 3)
-        assert torch.equal(each.factors.values().u, each.low_rank.u)
-        assert torch.equal(each.factors.v.codes, several[0].factors.v.codes)
-        assert each.relative_error == pytest.approx(true_error(each, weight, gram), rel=1e-6)
-
-
-@forked
-def test_the_same_processes_find_the_same_bits():
-    """Determinism, with inputs that are always zero and a layer in bfloat16."""
-    weight, gram = problem(19)
+def test_the_same_processes_find_the_same_bits_and_keep_what_the_pattern_keeps():
+    """Determinism, with inputs that are always zero and a layer in bfloat16. A weight that has the pattern already."""
+    weight, gram = problem(19, dtype=torch.float32)
     gram.matrix[5], gram.matrix[:, 5] = 0.0, 0.0
-    found = [of_several(3, weight.bfloat16(), gram, Joint(rounds=15), Unstructured(250), 3)[0] for _ in range(2)]
-    assert torch.equal(found[0].sparse, found[1].sparse)
-    assert torch.equal(found[0].low_rank.u, found[1].low_rank.u)
-    assert found[0].relative_error == found[1].relative_error
-    assert not found[0].sparse[:, 5].any()
-    assert found[0].sparse.count_nonzero() <= 250
+    feasible = weight * HALF.mask(weight.square()) * gram.alive
+    # As many non-zeros as before, but the process with the last rows alone has a row without the pattern.
+    other = feasible.clone()
+    other[-1], other[0] = weight[-1], 0.0
 
+    def work(world):
+        rows = Rows(world, 19)
 
-@forked
-def test_what_the_pattern_keeps_whole_is_kept():
-    """A weight that has the pattern already; the process with the last rows alone knows otherwise of another."""
-    weight, gram = problem(12)
-    has = weight * HALF.mask(weight.square())
-    assert torch.equal(of_several(2, has, gram, Joint(), HALF, 2)[0].sparse, has)
-    has[-1], has[0] = weight[-1], 0.0  # as many non-zeros as before
-    assert of_several(2, has, gram, Joint(rounds=5), HALF, 2)[1].relative_error > 0
+        def run(weight, pattern):
+            method = Joint(rounds=15)
+            prepared, pattern = method.prepare(gram), of_rows(pattern, rows)
+            return gathered(solve_layer(rows.local(weight), gram, method, prepared, pattern, 3, 0, None, rows), rows)
+
+        narrow = [run(weight.bfloat16(), Unstructured(250)) for _ in range(2)]
+        return *narrow, run(feasible, HALF), run(other, HALF)
+
+    for one, two, kept, changed in in_processes(3, work):
+        assert torch.equal(one.sparse, two.sparse)
+        assert torch.equal(one.low_rank.u, two.low_rank.u)
+        assert one.relative_error == two.relative_error
+        assert not one.sparse[:, 5].any()
+        assert one.sparse.count_nonzero() <= 250
+        assert torch.equal(kept.sparse, feasible)
+        assert changed.relative_error > 0
 
 
 @given(
@@ -184,38 +189,30 @@ def test_the_radix_select_is_the_sorted_choice(scores, share, dtype):
 
 
 @forked
-def test_ties_go_to_the_first_rows_over_all_processes():
-    """Oracle: the choice of one process. Nearly all scores are alike."""
-    score = torch.randint(3, (11, 8), generator=torch.Generator().manual_seed(0)).float()
+def test_ties_go_to_the_first_rows_and_a_basis_is_orthonormal_over_all_processes():
+    """Oracles: the choice of one process, where nearly all scores are alike; and for the basis the identity, and its
+    columns; of columns that others span, what is left is no longer than one."""
+    generator = torch.Generator().manual_seed(0)
+    score = torch.randint(3, (11, 8), generator=generator).float()
+    free = torch.randn(10, 4, generator=generator) * torch.tensor([1e-6, 1.0, 1e6, 1.0])
+    spanned = free.clone()
+    spanned[:, 1], spanned[:, 3] = 2 * free[:, 0], 0.0
 
     def work(world):
-        rows = Rows(world, len(score))
-        return [largest_of_rows(rows.local(score), count, rows) for count in range(0, 89, 8)]
+        rows, tall = Rows(world, len(score)), Rows(world, len(free))
+        masks = [largest_of_rows(rows.local(score), count, rows) for count in range(0, 89, 8)]
+        return masks, *(tall.gather(orthonormal(tall.local(matrix), tall)) for matrix in (free, spanned))
 
     several = in_processes(3, work)
-    for count, *masks in zip(range(0, 89, 8), *several, strict=True):
+    for count, *masks in zip(range(0, 89, 8), *(masks for masks, *_ in several), strict=True):
         assert torch.equal(torch.cat(masks).flatten(), largest(score.flatten(), count))
-
-
-@forked
-@pytest.mark.parametrize("spanned", [False, True])
-def test_a_basis_is_orthonormal_over_all_rows(spanned):
-    """Oracle: the identity, and the columns; of columns that others span, what is left is no longer than one."""
-    matrix = torch.randn(10, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-6, 1.0, 1e6, 1.0])
-    if spanned:
-        matrix[:, 1], matrix[:, 3] = 2 * matrix[:, 0], 0.0
-
-    def work(world):
-        rows = Rows(world, len(matrix))
-        return rows.gather(orthonormal(rows.local(matrix), rows))
-
-    basis = in_processes(3, work)[0].double()
-    products = basis.T @ basis
-    assert torch.linalg.matrix_norm(products, 2) < 1 + 1e-5
-    others = products[::2, ::2] if spanned else products
-    torch.testing.assert_close(others, torch.eye(len(others), dtype=torch.float64), atol=1e-6, rtol=0)
-    wide = matrix.double() / matrix.double().norm(dim=0).clamp_min(1e-30)
-    torch.testing.assert_close(basis @ (basis.T @ wide), wide, atol=1e-5, rtol=0)
+    for matrix, basis, step in zip((free, spanned), several[0][1:], (1, 2), strict=True):
+        products = basis.double().T @ basis.double()
+        assert torch.linalg.matrix_norm(products, 2) < 1 + 1e-5
+        identity = torch.eye(4 // step, dtype=torch.float64)
+        torch.testing.assert_close(products[::step, ::step], identity, atol=1e-6, rtol=0)
+        wide = matrix.double() / matrix.double().norm(dim=0).clamp_min(1e-30)
+        torch.testing.assert_close(basis.double() @ (basis.double().T @ wide), wide, atol=1e-5, rtol=0)
 
 
 @given(out=st.integers(1, 40), size=st.integers(1, 8))

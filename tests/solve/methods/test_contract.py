@@ -91,9 +91,13 @@ def test_full_density_is_the_identity(name):
         assert result.low_rank.rank == rank
 
 
-@pytest.mark.parametrize("pruner", PRUNERS)
-@pytest.mark.parametrize("solver", LOW_RANK_SOLVERS)
-def test_every_pruner_composes_with_every_solver(pruner, solver):
+# Every pruner with two solvers, and every solver with two pruners at least.
+SOLVERS = [*LOW_RANK_SOLVERS]
+PAIRS = [(pruner, SOLVERS[(i + j) % len(SOLVERS)]) for j in (0, 1) for i, pruner in enumerate(PRUNERS)]
+
+
+@pytest.mark.parametrize(("pruner", "solver"), PAIRS)
+def test_pruners_compose_with_solvers(pruner, solver):
     weight, h = oracles.problem(24, 32)
     size, pattern = groups_of(PRUNERS[pruner]), suited(pruner, "2:4", 32)
     method = build_method("hassle-free", pruner=pruner, low_rank=solver, rounds=6, group_size=size)
@@ -132,9 +136,18 @@ def test_3basil_s_svd_is_not_a_part_to_choose():
         build_method("3basil", low_rank="exact")
 
 
-@pytest.mark.parametrize("name", QUANTISED)
-@pytest.mark.parametrize("pattern", ["1:1", "2:4", "3:8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+# Every method with every pattern and every dtype, and every pattern with every dtype.
+@pytest.mark.parametrize(
+    ("name", "pattern", "dtype"),
+    [
+        (name, pattern, DTYPES[(i + j) % 3])
+        for i, name in enumerate(QUANTISED)
+        for j, pattern in enumerate(["1:1", "2:4", "3:8"])
+    ],
+)
 def test_codes_are_those_of_s(name, pattern, dtype):
     """Oracle: the sparse matrix of the result; and the grid's own words for what a code may be."""
     method, rank = short(name)

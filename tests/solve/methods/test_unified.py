@@ -1,5 +1,7 @@
 """The claims of docs/explanation/maths.md: which choices of H and of halves make two methods one."""
 
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -52,7 +54,7 @@ def test_for_a_diagonal_h_the_diagonal_halves_are_the_full_ones(pattern, seed):
     assert oracles.loss(weight - low_rank, gram.matrix) == pytest.approx(bound, rel=1e-9)
 
 
-@settings(max_examples=20)
+@settings(max_examples=6)
 @given(patterns, st.integers(0, 999))
 def test_oats_is_the_alternation_of_full_halves_on_the_diagonal_of_h(pattern, seed):
     """The corollary: OATS on H is hassle-free, exactly solved and low-rank first, on diag H."""
@@ -65,7 +67,7 @@ def test_oats_is_the_alternation_of_full_halves_on_the_diagonal_of_h(pattern, se
     assert torch.equal(oats.product(), halves.product())
 
 
-@settings(max_examples=20)
+@settings(max_examples=6)
 @given(patterns, st.integers(0, 999))
 def test_godec_is_oats_and_hassle_free_without_data(pattern, seed):
     weight, _ = oracles.problem(12, 16, seed=seed, dtype=torch.float64)
@@ -75,11 +77,12 @@ def test_godec_is_oats_and_hassle_free_without_data(pattern, seed):
     assert torch.equal(godec.product(), alternate(Magnitude(), SVD(), weight, Gram.identity(16), pattern, 80).product())
 
 
+@cache
 def godec_fixed_point(seed, pattern, rank=3):
     """W, S and L where GoDec rests, by definition: S = P(W − L), L = C_r(W − S)."""
     weight, _ = oracles.problem(12, 16, seed=seed, dtype=torch.float64)
     sparse = torch.zeros_like(weight)
-    for _ in range(20_000):
+    for _ in range(5_000):
         u, s, vh = torch.linalg.svd(weight - sparse, full_matrices=False)
         low_rank = (u[:, :rank] * s[:rank]) @ vh[:rank]
         before, sparse = sparse, (weight - low_rank) * pattern.mask((weight - low_rank).square())
@@ -105,7 +108,7 @@ def test_joint_with_the_identity_rests_where_godec_rests_once_rho_is_large(patte
     """Oracle: GoDec by definition. With H = I and ρ ≥ max(1, q/(1 − q)), q = σ_(r+1)/σ_r of W − S, each of its fixed
     points is one of joint's: S and L stay as they are through all rounds, in which ρ grows further."""
     tried = 0
-    for seed in range(8):
+    for seed in range(4):
         weight, sparse, low_rank, gap = godec_fixed_point(seed, pattern)
         if gap > 0.97:  # no gap: C_r is not to be told
             continue
@@ -114,40 +117,39 @@ def test_joint_with_the_identity_rests_where_godec_rests_once_rho_is_large(patte
         assert rho >= max(1.0, gap / (1 - gap))
         torch.testing.assert_close(found, sparse, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(fitted, low_rank, rtol=1e-5, atol=1e-6)
-    assert tried >= 4
+    assert tried >= 2
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_below_that_rho_a_fixed_point_of_godec_need_not_be_one_of_joint(pattern):
     """At a small ρ joint is harder to please, and leaves fixed points of GoDec."""
     left = 0
-    for seed in range(8):
+    for seed in range(4):
         weight, sparse, low_rank, _ = godec_fixed_point(seed, pattern)
         found, _, _ = one_run(weight, sparse, low_rank, pattern, 0.2, rounds=200)
         left += int(((found != 0) != (sparse != 0)).any())
-    assert left >= 6
+    assert left >= 3
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_where_joint_rests_with_rho_at_most_one_godec_rests_too(pattern):
-    """Oracle: joint's rounds written out, at ρ = 1 throughout; then one round of GoDec changes nothing."""
-    rho, rested = 1.0, 0
-    for seed in range(6):
-        weight, _ = oracles.problem(12, 16, seed=seed, dtype=torch.float64)
-        sparse = weight * pattern.mask(weight.square())
-        dual = torch.zeros_like(weight)
-        for _ in range(3000):
-            before = sparse
-            low_rank = truncated_svd(weight - sparse + dual, 3).product()
-            dense = sparse - dual + (weight - sparse + dual - low_rank) / (1 + rho)
-            sparse = (dense + dual) * pattern.mask((dense + dual).square())
-            dual = dual + dense - sparse
-            if torch.dist(before, sparse) < 1e-13:
-                break
-        else:
-            continue
-        rested += 1
-        torch.testing.assert_close(low_rank, truncated_svd(weight - sparse, 3).product(), rtol=1e-6, atol=1e-7)
-        rest = weight - low_rank
-        torch.testing.assert_close(sparse, rest * pattern.mask(rest.square()), rtol=1e-6, atol=1e-7)
-    assert rested >= 1
+@pytest.mark.parametrize(("pattern", "seed"), [*zip(PATTERNS, (3, 2, 6), strict=True)], ids=str)
+def test_where_joint_rests_with_rho_at_most_one_godec_rests_too(pattern, seed):
+    """Oracle: joint's rounds written out, at ρ = 1 throughout; then one round of GoDec changes nothing.
+
+    The seeds are of problems where the rounds come to rest.
+    """
+    rho = 1.0
+    weight, _ = oracles.problem(12, 16, seed=seed, dtype=torch.float64)
+    sparse = weight * pattern.mask(weight.square())
+    dual = torch.zeros_like(weight)
+    for _ in range(3000):
+        before = sparse
+        low_rank = truncated_svd(weight - sparse + dual, 3).product()
+        dense = sparse - dual + (weight - sparse + dual - low_rank) / (1 + rho)
+        sparse = (dense + dual) * pattern.mask((dense + dual).square())
+        dual = dual + dense - sparse
+        if torch.dist(before, sparse) < 1e-13:
+            break
+    assert torch.dist(before, sparse) < 1e-13
+    torch.testing.assert_close(low_rank, truncated_svd(weight - sparse, 3).product(), rtol=1e-6, atol=1e-7)
+    rest = weight - low_rank
+    torch.testing.assert_close(sparse, rest * pattern.mask(rest.square()), rtol=1e-6, atol=1e-7)
