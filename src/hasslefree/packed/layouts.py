@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hasslefree.core.budgets import parse_pattern
 from hasslefree.core.patterns import SemiStructured
 from hasslefree.errors import PatternError
-from hasslefree.packed.bits import every_byte, look_up, pack_bits, unpack_bits
 
 # Entries that are packed at a time: torch's selections by a mask need 16 bytes an entry.
 CHUNK = 1 << 24
@@ -25,31 +25,22 @@ class Layout(Protocol):
 
     @property
     def index(self) -> str:
-        """The name of the index tensor, beside `values`."""
+        """The name of the index tensor."""
 
     @property
-    def index_dtype(self) -> torch.dtype:
-        """uint8 or int32."""
+    def index_dtype(self) -> torch.dtype: ...
 
     def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of `values` and of the index tensor. nonzeros: the number of stored values.
-
-        Raises:
-            PatternError: no weight (out, in) with this pattern has this number.
-        """
+        """The shapes of `values` and the index; a PatternError if no S (out, in) has this number of stored values."""
 
     def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
-        """The values and the index of S (out, in).
-
-        Raises:
-            PatternError: S has more entries than the pattern allows.
-        """
+        """The values and the index of S (out, in); a PatternError if S has more entries than the pattern allows."""
 
     def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
         """S: (out, in). Gradients flow to the values. The index is not validated."""
 
     def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
-        """Raise PatternError where an index of the right shape has contents that `pack` never writes."""
+        """Raise PatternError if an index of the right shape has contents that `pack` never writes."""
 
 
 def layout_of(pattern: str) -> Layout:
@@ -74,13 +65,8 @@ class PackedGroups:
     n: int
     m: int
 
-    @property
-    def index(self) -> str:
-        return "positions"
-
-    @property
-    def index_dtype(self) -> torch.dtype:
-        return torch.uint8
+    index = "positions"
+    index_dtype = torch.uint8
 
     @property
     def position_bits(self) -> int:
@@ -132,8 +118,8 @@ class PackedGroups:
     def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
         if self.is_mask or not self.code_bits or 8 % self.code_bits:
             return values.new_zeros(len(index), width).masked_scatter(self.mask(index, width), values)
-        found: Tensor = Placed.apply(values, self._places(index, width), (len(index), width))
-        return found
+        sparse: Tensor = Placed.apply(values, self._places(index, width), (len(index), width))
+        return sparse
 
     def _places(self, index: Tensor, width: int) -> Tensor:
         """The position of each value in S, counted row by row; for codes that do not cross bytes: a table look-up."""
@@ -141,10 +127,10 @@ class PackedGroups:
         dtype = torch.int32 if len(index) * width < 2**31 else torch.int64
         in_byte = torch.arange(codes, dtype=dtype, device=index.device)[:, None] * self.m
         table = (self._positions(unpack_bits(every_byte(index))) + in_byte).flatten(1)
-        found = look_up(table, index).view(len(index), -1, table.shape[1])
-        found += torch.arange(found.shape[1], dtype=dtype, device=index.device)[:, None] * (codes * self.m)
-        found += torch.arange(len(index), dtype=dtype, device=index.device)[:, None, None] * width
-        return found.flatten(1)[:, : width // self.m * self.n].flatten()
+        places = look_up(table, index).view(len(index), -1, table.shape[1])
+        places += torch.arange(places.shape[1], dtype=dtype, device=index.device)[:, None] * (codes * self.m)
+        places += torch.arange(len(index), dtype=dtype, device=index.device)[:, None, None] * width
+        return places.flatten(1)[:, : width // self.m * self.n].flatten()
 
     def mask(self, index: Tensor, width: int) -> Tensor:
         """The entries that have a value, bool (out, in)."""
@@ -206,13 +192,8 @@ class PackedGroups:
 class Bitmask:
     """A bit for each entry, rows padded to whole bytes; the values row by row."""
 
-    @property
-    def index(self) -> str:
-        return "mask"
-
-    @property
-    def index_dtype(self) -> torch.dtype:
-        return torch.uint8
+    index = "mask"
+    index_dtype = torch.uint8
 
     def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
         if not 0 <= nonzeros <= out * width:
@@ -238,13 +219,8 @@ class Bitmask:
 class Columns:
     """Whole input channels: the columns that have an entry, ascending, and their values (out, k)."""
 
-    @property
-    def index(self) -> str:
-        return "columns"
-
-    @property
-    def index_dtype(self) -> torch.dtype:
-        return torch.int32
+    index = "columns"
+    index_dtype = torch.int32
 
     def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
         if nonzeros % out or not 0 <= nonzeros <= out * width:
@@ -278,8 +254,7 @@ class Placed(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
         ctx.save_for_backward(places)
         ctx.shape = values.shape
-        found = values.new_zeros(shape[0] * shape[1])
-        return found.index_copy_(0, places.long(), values.flatten()).view(shape)
+        return values.new_zeros(shape[0] * shape[1]).index_copy_(0, places.long(), values.flatten()).view(shape)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
@@ -303,3 +278,27 @@ def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Values and indices of consecutive rows, put together."""
     values, indices = zip(*parts, strict=True)
     return torch.cat(values), torch.cat(indices)
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """0s and 1s (rows, n) → uint8 (rows, ⌈n / 8⌉)."""
+    rows, n = bits.shape
+    octets = F.pad(bits.to(torch.uint8), (0, -n % 8)).view(rows, -(-n // 8), 8)
+    return (octets << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor) -> Tensor:
+    """uint8 (rows, n) → bool (rows, 8n), by looking up whole bytes."""
+    table = every_byte(packed) >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
+    return look_up(table.bool(), packed)
+
+
+def every_byte(like: Tensor) -> Tensor:
+    """0 … 255, uint8 (256, 1), on the device of `like`."""
+    return torch.arange(256, dtype=torch.uint8, device=like.device)[:, None]
+
+
+def look_up(table: Tensor, packed: Tensor) -> Tensor:
+    """Each byte's row of a table (256, k): uint8 (rows, n) → (rows, n · k)."""
+    rows, n = packed.shape
+    return table.index_select(0, packed.flatten().int()).view(rows, n * table.shape[1])

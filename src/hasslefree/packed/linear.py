@@ -68,18 +68,20 @@ class SparseLowRankLinear(nn.Module):
         self.backend: str | None = None
         self.merged_weight: Tensor | None = None  # S + u v, which replaces all three
         self.cached_sparse: Tensor | None = None  # S unpacked, for calls without gradients
-        self.cache_key: tuple[int, int] | None = None  # what it was made of; None: it is used until it is removed
-        self.keeps_unpacked = False  # on a GPU: cache S at the first call for which there is no kernel
+        self.cache_key: tuple[int, int] | None = None  # the values that it was made of; None: the caller removes it
+        self.keeps_unpacked = False  # on a GPU, cache S at the first call for which there is no kernel
         self.prepared: Prepared | None = None  # the arrays for a few tokens on a CPU
         self._fuses = isinstance(self.storage.layout, PackedGroups) and not (spec.grid or spec.factor_bits)
-        biases: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {"bias": ((self.out_features,), None)}
-        for name, (shape, own) in (spec.tensors() | (biases if bias else {})).items():
-            if own is None:
+        tensors = spec.tensors()
+        if bias:
+            tensors["bias"] = (self.out_features,), None
+        for name, (shape, stored) in tensors.items():
+            if stored is None:
                 self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
             else:
-                self.register_buffer(name, torch.zeros(shape, dtype=own, device=device))
+                self.register_buffer(name, torch.zeros(shape, dtype=stored, device=device))
         for name in ("low_rank_u", "low_rank_v", "bias"):
-            if not hasattr(self, name):
+            if name not in tensors:
                 self.register_parameter(name, None)
 
     @classmethod
@@ -114,8 +116,7 @@ class SparseLowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The values, or the scales of the grid, under the name that model code uses to look up the dtype or device of
-        a linear layer. Not the matrix."""
+        """The values, or the scales of the grid; not the matrix. Model code looks up its dtype and device."""
         return self.values if self.spec.grid is None else self.get_parameter("weight_scale")
 
     def unpacked(self) -> Tensor:
@@ -140,7 +141,7 @@ class SparseLowRankLinear(nn.Module):
 
     @property
     def stored_bytes(self) -> int:
-        """What S and the factors take on the disk."""
+        """Bytes of S and the factors on disk."""
         return sum(t.nbytes for name, t in self.state_dict().items() if name != "bias")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -161,35 +162,38 @@ class SparseLowRankLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def _in_one_call(self, x: Tensor) -> Tensor | None:
-        """The layer for a few tokens without gradients, by one call of a kernel; None where none does that."""
-        if self._pinned is not None or x.dtype != self.values.dtype:
-            return None
-        if torch.is_grad_enabled() and self._wants_gradients(x):
+        """The layer for a few tokens without gradients, by one call of a kernel; None if no kernel does that."""
+        grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *self._tensors()))
+        if self._pinned is not None or x.dtype != self.values.dtype or grad:
             return None
         layout = self.storage.layout
         assert isinstance(layout, PackedGroups)
         if self.spec.pattern == "2:4" and HAS_NUMBA and self.backend in (None, "numba") and not is_traced(x):
             on_cpu = x.device.type == self.values.device.type == "cpu"
-            if on_cpu and x.shape[-1] == self.in_features and takes_few(x, 2, 4) and self._prepare():
-                assert self.prepared is not None
-                return self.prepared(x)
+            few = on_cpu and x.shape[-1] == self.in_features and takes_few(x, 2, 4)
+            if few and (prepared := self._up_to_date()):
+                return prepared(x)
         backend = choose(self._case(x.numel() // self.in_features, grad=False), self.backend)
         if not takes_layer(backend, x, layout, self.spec.rank):
             return None
         u, v = self.factors() or self._no_factors()
         return layer_product(backend, x, LayerTensors(layout, self.values, self.index, [u], v, self.bias))
 
-    def _prepare(self) -> bool:
-        """Bring `prepared` up to date; False where the tensors are not contiguous."""
-        parameters = self._parameters
-        tensors = [parameters["values"], self.index, *(parameters[n] for n in ("low_rank_u", "low_rank_v", "bias"))]
+    def _up_to_date(self) -> Prepared | None:
+        """The arrays of the tensors as they are now; None where a tensor is not contiguous."""
+        tensors = self._tensors()
         key = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         if self.prepared is None or self.prepared.key != key:
             if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
-                return False
+                return None
             u, v = self.factors() or self._no_factors()
             self.prepared = Prepared(key, self.values, self.index, u, v, self.bias)
-        return True
+        return self.prepared
+
+    def _tensors(self) -> list[Tensor | None]:
+        """S that is on no grid, u, v and the bias. Python's overhead counts here: no look-up by the module."""
+        index, parameters = self._buffers[self.storage.layout.index], self._parameters
+        return [parameters["values"], index, *(parameters[name] for name in ("low_rank_u", "low_rank_v", "bias"))]
 
     def _no_factors(self) -> tuple[Tensor, Tensor]:
         return self.values.new_empty(self.out_features, 0), self.values.new_empty(0, self.in_features)
@@ -198,10 +202,6 @@ class SparseLowRankLinear(nn.Module):
     def _pinned(self) -> Tensor | None:
         """S unpacked, where the caller has promised that it does not change."""
         return self.cached_sparse if self.cache_key is None else None
-
-    def _wants_gradients(self, x: Tensor) -> bool:
-        tensors = (x, self.values, self.low_rank_u, self.low_rank_v, self.bias)
-        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
     def sparse_product(self, x: Tensor) -> Tensor:
         """x Sᵀ: (..., in) → (..., out)."""
@@ -246,17 +246,17 @@ class SparseLowRankLinear(nn.Module):
         return Case(self.weight.device.type, self.weight.dtype, self.storage.layout, tokens, grad, quantised)
 
     def extra_repr(self) -> str:
-        spec, shape = self.spec, f"in_features={self.in_features}, out_features={self.out_features}"
-        backend = self.backend or choose(self._case(tokens=1, grad=False))
+        spec, backend = self.spec, self.backend or choose(self._case(tokens=1, grad=False))
         grid = f", grid={spec.grid}" if spec.grid else ""
         factors = f", factors=int{spec.factor_bits}" if spec.factor_bits else ""
-        bias = self.bias is not None
-        return f"{shape}, pattern={spec.pattern}, rank={spec.rank}, bias={bias}, backend={backend}{grid}{factors}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, pattern={spec.pattern}, "
+            f"rank={spec.rank}, bias={self.bias is not None}, backend={backend}{grid}{factors}"
+        )
 
 
 @cache
 def log_without_triton() -> None:
-    """Log once that a GPU multiplies unpacked S because there is no kernel."""
     if not HAS_TRITON:
         logger.info(
             "Triton 3.4 or newer is not installed, so compressed layers on a GPU are unpacked once and take the memory "
@@ -303,10 +303,7 @@ def use_backend(model: nn.Module, backend: str | None) -> None:
 
 
 def keep_unpacked(model: nn.Module) -> None:
-    """Let the layers of a model keep S unpacked on a GPU, after the first call for which there is no kernel.
-
-    Otherwise a layer without a requested backend unpacks S at every call, which is slowest.
-    """
+    """Let layers on a GPU keep S unpacked after the first call for which there is no kernel, not unpack it at each."""
     for layer in compressed_layers(model).values():
         layer.keeps_unpacked = True
 

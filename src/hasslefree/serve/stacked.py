@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from hasslefree.errors import CheckpointError, ServeError
 from hasslefree.packed.kernels.backends import Case, LayerTensors, choose, layer_product, product, takes_layer
 from hasslefree.packed.layouts import PackedGroups
-from hasslefree.serve.parts import Part
-from hasslefree.serve.shards import narrowed
+from hasslefree.serve.parts import Part, narrowed
 
 # How vLLM names the slices of its fused attention layer; those of other layers have numbers.
 ATTENTION = {"q": 0, "k": 1, "v": 2}

@@ -1,11 +1,7 @@
-"""Which backend computes a product x Sᵀ. The rule is that of docs/howto/run.md: measured on a CPU, published on CUDA.
+"""Which backend computes a product x Sᵀ, by the rule of docs/howto/run.md: measured on a CPU, published on CUDA.
 
-| backend | what | where |
-|---|---|---|
-| `dense` | S is unpacked by torch at every call, then `F.linear`; the caller's own | everywhere, with gradients |
-| `unpacked` | S is unpacked once and kept by the caller; it takes the memory of a dense layer | no gradients |
-| `numba` | `packed.kernels.ops`: from the packed tensors | CPU, N:M and bitmask, no grid, no gradients |
-| `triton` | `packed.kernels.triton`; more than 16 tokens go `dense` | CUDA, N:M as positions, no grid, no gradients |
+`dense` and `unpacked` are up to the caller, who unpacks S by torch at every call, or once; `ops` has `numba`, and the
+package `triton` has `triton`.
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ from hasslefree.packed.layouts import Columns, Layout, PackedGroups
 
 
 def _has_triton() -> bool:
-    """Whether Triton is installed, with the tuples of tensors that the kernels take."""
     try:
         return tuple(map(int, metadata.version("triton").split(".")[:2])) >= (3, 4)
     except metadata.PackageNotFoundError:
@@ -35,7 +30,6 @@ def _has_triton() -> bool:
 # Looked up once: torch.compile cannot trace the search.
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 HAS_TRITON = _has_triton()
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 TRITON_TOKENS = 16
 NO_CODES = "S is stored as quantised codes, for which there is no kernel; use dense or unpacked"
 NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
@@ -81,7 +75,6 @@ def choose(case: Case, backend: str | None = None) -> str:
 
 
 def check_backend(name: str) -> None:
-    """Raise an UnknownNameError where there is no backend of this name."""
     if name not in BACKENDS:
         raise UnknownNameError("backend", name, BACKENDS)
 
@@ -147,14 +140,6 @@ def layer_product(backend: str, x: Tensor, layer: LayerTensors) -> Tensor:
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _dense(case: Case) -> str | None:
-    return None
-
-
-def _unpacked(case: Case) -> str | None:
-    return NO_GRADIENTS if case.grad else None
-
-
 def _numba(case: Case) -> str | None:
     if case.quantised:
         return NO_CODES
@@ -166,7 +151,7 @@ def _numba(case: Case) -> str | None:
         return NO_GRADIENTS
     if isinstance(case.layout, Columns):
         return "there is no kernel for pattern structured, which keeps whole columns; use dense"
-    if case.dtype not in (torch.float32, *HALF_DTYPES):
+    if case.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it takes float32, bfloat16 and float16, not {case.dtype}; use dense"
     return None
 
@@ -186,9 +171,10 @@ def _triton(case: Case) -> str | None:
     return None
 
 
+# By name: what says why a backend is not possible in a case, or None.
 BACKENDS: dict[str, Callable[[Case], str | None]] = {
-    "dense": _dense,
-    "unpacked": _unpacked,
+    "dense": lambda case: None,
+    "unpacked": lambda case: NO_GRADIENTS if case.grad else None,
     "numba": _numba,
     "triton": _triton,
 }

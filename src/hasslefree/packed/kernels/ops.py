@@ -64,7 +64,9 @@ def groups_product(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int)
         return mask_product(x, values.reshape(-1), positions)
     if len(x) < _direct(n, m).get(x.dtype, 0):
         return _direct_sums(x, values, positions, n, m).to(x.dtype)
-    if (n, m) == (2, 4) and _fits_tables(x):
+    kernels = numba_kernels()
+    blocks = kernels.WIDE and x.dtype == torch.bfloat16 and x.shape[1] % (4 * kernels.GROUPS) == 0
+    if (n, m) == (2, 4) and blocks and not multiplies_tiles():
         return _by_tables(x, values, positions)
     return _by_tiles(x, len(values), _groups_unpacker(values, positions, n, m, bits))
 
@@ -147,7 +149,12 @@ def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     Returns:
         (tokens, out), in x's dtype.
     """
-    _check_mask(x, values, mask)
+    _check_dtypes(x, values, mask)
+    if mask.shape[1] != math.ceil(x.shape[1] / 8):
+        raise ShapeError(
+            f"the mask must have {math.ceil(x.shape[1] / 8)} bytes per row for inputs of width {x.shape[1]}, got "
+            f"{mask.shape[1]}"
+        )
     starts, kernels, flat, mask_array = _starts(mask, values), numba_kernels(), values.contiguous(), mask.numpy()
     if len(x) < DIRECT.get(x.dtype, 0):
         y = torch.empty(len(x), len(mask))
@@ -164,14 +171,7 @@ def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
 @torch.library.custom_op("hasslefree::decode_cuda", mutates_args=(), device_types="cuda")
 def decode_cuda(
-    x: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    us: Sequence[Tensor],
-    v: Tensor,
-    bias: Tensor | None,
-    n: int,
-    m: int,
+    x: Tensor, values: Tensor, positions: Tensor, us: Sequence[Tensor], v: Tensor, bias: Tensor | None, n: int, m: int
 ) -> Tensor:
     """x Sᵀ + x vᵀ uᵀ + b of one layer or of several stacked by rows, on CUDA, by Triton, for at most 16 tokens.
 
@@ -218,13 +218,6 @@ def _direct_sums(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -
             numbers, codes, array[start : start + TOGETHER], y[start : start + TOGETHER].numpy(), kernels.WIDE
         )
     return y
-
-
-def _fits_tables(x: Tensor) -> bool:
-    kernels = numba_kernels()
-    return bool(
-        kernels.WIDE and not multiplies_tiles() and x.dtype == torch.bfloat16 and x.shape[1] % (4 * kernels.GROUPS) == 0
-    )
 
 
 def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
@@ -317,13 +310,13 @@ def _starts(mask: Tensor, values: Tensor) -> Any:
 
 def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> None:
     width, out = x.shape[1], len(positions)
-    code = PackedGroups(n, m).code_bits
+    wanted = (out, width // m * n), (out, -(-(width // m * PackedGroups(n, m).code_bits) // 8))
     _check_dtypes(x, values, positions)
-    if width % m or values.shape != (out, width // m * n) or positions.shape != (out, math.ceil(width // m * code / 8)):
+    if width % m or (values.shape, positions.shape) != wanted:
         raise ShapeError(
-            f"pattern {n}:{m} and inputs of width {width} need a width divisible by {m}, values of shape "
-            f"{(out, width // m * n)} and positions of shape {(out, math.ceil(width // m * code / 8))}; got values of "
-            f"shape {tuple(values.shape)} and positions of shape {tuple(positions.shape)}"
+            f"pattern {n}:{m} and inputs of width {width} need a width divisible by {m}, values of shape {wanted[0]} and "
+            f"positions of shape {wanted[1]}; got values of shape {tuple(values.shape)} and positions of shape "
+            f"{tuple(positions.shape)}"
         )
 
 
@@ -336,15 +329,6 @@ def _check_factors(x: Tensor, out: int, us: Sequence[Tensor], v: Tensor, bias: T
         )
     if bias is not None and bias.shape != (out,):
         raise ShapeError(f"the bias must have the shape ({out},), got {tuple(bias.shape)}")
-
-
-def _check_mask(x: Tensor, values: Tensor, mask: Tensor) -> None:
-    _check_dtypes(x, values, mask)
-    if mask.shape[1] != math.ceil(x.shape[1] / 8):
-        raise ShapeError(
-            f"the mask must have {math.ceil(x.shape[1] / 8)} bytes per row for inputs of width {x.shape[1]}, got "
-            f"{mask.shape[1]}"
-        )
 
 
 def _check_dtypes(x: Tensor, values: Tensor, index: Tensor) -> None:

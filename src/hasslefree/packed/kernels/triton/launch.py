@@ -72,72 +72,41 @@ def multiply(
     sums += tl.program_id(1) * tokens * columns
     if block >= blocks:
         row = (block - blocks) * ROWS + tl.arange(0, ROWS)
-        _factor(
-            x, v, sums + out, row, rank, width, tokens, columns, KERNEL == "dot", ROWS, COLUMNS, TOKENS,
-        )  # fmt: skip
+        rows = tl.minimum(row, rank - 1).to(tl.int64)[:, None]
+        begin, end = _share(width, COLUMNS)
+        if KERNEL == "dot":
+            total = factor_dot(x, v, rows, begin, end, width, tokens, ROWS, COLUMNS, TOKENS)
+        else:
+            total = factor_sums(x, v, rows, begin, end, width, ROWS, COLUMNS, TOKENS)
+        _store(sums + out, total, row, rank, tokens, columns, TOKENS)
     else:
         row = block * ROWS + tl.arange(0, ROWS)
+        rows = tl.minimum(row, out - 1).to(tl.int64)[:, None]
         if KERNEL == "gather":
-            _gather(
-                x, values, positions, sums, row, out, kept, row_bytes, tokens, columns,
-                N, M, BITS, ROWS, STEP, TOKENS,
-            )  # fmt: skip
-        else:
-            _pairs(
-                x, values, positions, sums, row, out, row_bytes, tokens, columns,
-                KERNEL == "dot", ROWS, STEP, TOKENS, DTYPE,
-            )  # fmt: skip
-
-
-@triton.jit
-def _gather(
-    x, values, positions, sums, row, out, kept, row_bytes, tokens, columns,
-    N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    begin, end = _share(kept, STEP)
-    rows = tl.minimum(row, out - 1).to(tl.int64)[:, None]
-    total = gathered_sums(x, values, positions, rows, begin, end, kept, row_bytes, N, M, BITS, ROWS, STEP, TOKENS)
-    _store(sums, total, row, out, tokens, columns, TOKENS)
-
-
-@triton.jit
-def _pairs(
-    x, values, positions, sums, row, out, row_bytes, tokens, columns,
-    DOT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The tensor cores multiply every input by the zeros of S as well: where a sum is not finite, an input that S does
-    not use may be the reason, and the selected inputs alone are multiplied."""
-    begin, end = _share(row_bytes, STEP)
-    rows = tl.minimum(row, out - 1).to(tl.int64)[:, None]
-    words = values.to(tl.pointer_type(tl.int64))
-    finite = 0
-    if DOT:
-        total = dot_sums(x, words, positions, rows, begin, end, row_bytes, tokens, ROWS, STEP, TOKENS, DTYPE)
-        finite = tl.min((tl.abs(total) < float("inf")).to(tl.int32))
-        if finite != 0:
-            _store(sums, total, row, out, tokens, columns, TOKENS)
-    if finite == 0:
-        inputs = x.to(tl.pointer_type(tl.int64))
-        for token in range(tokens):
-            selected = selected_sums(
-                inputs + token * (2 * row_bytes), words, positions, rows, begin, end, row_bytes, ROWS, STEP, DTYPE
+            begin, end = _share(kept, STEP)
+            total = gathered_sums(
+                x, values, positions, rows, begin, end, kept, row_bytes, N, M, BITS, ROWS, STEP, TOKENS
             )
-            tl.store(sums + token * columns + row, selected, mask=row < out)
-
-
-@triton.jit
-def _factor(
-    x, v, sums, row, rank, width, tokens, columns,
-    DOT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    begin, end = _share(width, COLUMNS)
-    rows = tl.minimum(row, rank - 1).to(tl.int64)[:, None]
-    if DOT:
-        total = factor_dot(x, v, rows, begin, end, width, tokens, ROWS, COLUMNS, TOKENS)
-    else:
-        total = factor_sums(x, v, rows, begin, end, width, ROWS, COLUMNS, TOKENS)
-    _store(sums, total, row, rank, tokens, columns, TOKENS)
+            _store(sums, total, row, out, tokens, columns, TOKENS)
+        else:
+            begin, end = _share(row_bytes, STEP)
+            words = values.to(tl.pointer_type(tl.int64))
+            # The tensor cores multiply every input by the zeros of S as well: where a sum is not finite, an input that
+            # S does not use may be the reason, and the selected inputs alone are multiplied.
+            finite = 0
+            if KERNEL == "dot":
+                total = dot_sums(x, words, positions, rows, begin, end, row_bytes, tokens, ROWS, STEP, TOKENS, DTYPE)
+                finite = tl.min((tl.abs(total) < float("inf")).to(tl.int32))
+                if finite != 0:
+                    _store(sums, total, row, out, tokens, columns, TOKENS)
+            if finite == 0:
+                inputs = x.to(tl.pointer_type(tl.int64))
+                for token in range(tokens):
+                    selected = selected_sums(
+                        inputs + token * (2 * row_bytes), words, positions, rows, begin, end, row_bytes, ROWS, STEP,
+                        DTYPE,
+                    )  # fmt: skip
+                    tl.store(sums + token * columns + row, selected, mask=row < out)
 
 
 @triton.jit

@@ -55,8 +55,8 @@ def dot_sums(
         exists = byte < end
         code = tl.load(positions + rows * row_bytes + byte, mask=exists, other=0).to(tl.int32)
         value = tl.load(values + rows * row_bytes + byte, mask=exists, other=0)
-        low = _placed(value, _shift(code, 0)) | _placed(value >> 16, _shift(code, 1))
-        high = _placed(value >> 32, _shift(code, 2)) | _placed(value >> 48, _shift(code, 3))
+        low = ((value & 0xFFFF) << _shift(code, 0)) | (((value >> 16) & 0xFFFF) << _shift(code, 1))
+        high = (((value >> 32) & 0xFFFF) << _shift(code, 2)) | (((value >> 48) & 0xFFFF) << _shift(code, 3))
         group = tl.join(low, high)
         even = tl.join(_entry(group, DTYPE), _entry(group >> 32, DTYPE))
         odd = tl.join(_entry(group >> 16, DTYPE), _entry(group >> 48, DTYPE))
@@ -72,12 +72,6 @@ def _shift(code, INDEX: tl.constexpr):
     """16 times the position of value 0 to 3 of a byte: int64."""
     doubled = (code << 4) >> (2 * INDEX)
     return (doubled & 0x30).to(tl.int64)
-
-
-@triton.jit
-def _placed(value, shift):
-    """The lowest 16 bits, shifted."""
-    return (value & 0xFFFF) << shift
 
 
 @triton.jit
