@@ -170,4 +170,4 @@ def zero_shot(model: str, tasks: list[str], limit: int | None, task_data: Path, 
 
 def demo_rows(rounds: int) -> list[Row]:
     """The rows of `hasslefree demo`. rounds: of hassle-free."""
-    return [dataclasses.asdict(row) for row in run_demo(None, rounds).rows]
+    return [dataclasses.asdict(row) for row in run_demo(None, rounds)[0]]

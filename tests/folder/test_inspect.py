@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.errors import CheckpointError
+from hasslefree.evaluation.continuation import dense_original
 from hasslefree.folder.inspect import inspect_folder
-from hasslefree.generation.compared import recorded_dense
 from hasslefree.recipe.resolved import filled
 from tests.folder.test_loading import RECIPES
 from tests.tiny_models import build, segments
@@ -70,6 +70,6 @@ def test_a_damaged_record_is_one_message(content, tmp_path):
     """It names the folder and what to do, whoever reads the record."""
     hasslefree.compress(build("llama"), tmp_path / "out", Recipe(effort="fast", rank=2), segments=segments())
     (tmp_path / "out" / "compression.json").write_bytes(content)
-    for read in (inspect_folder, recorded_dense):
+    for read in (inspect_folder, dense_original):
         with pytest.raises(CheckpointError, match="out:? .*compression.json .*; compress the model again"):
             read(tmp_path / "out")

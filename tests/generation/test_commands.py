@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hasslefree import use_backend
 from hasslefree.cli import main
 from hasslefree.demo.run import MODEL
-from hasslefree.generation.compared import load_compared_model
+from hasslefree.evaluation.continuation import Writer
 from hasslefree.units import size
 
 
@@ -52,7 +52,7 @@ def shards(folder):
 
 def test_unpacked_copies_count_as_bytes(out):
     """Oracle: S of every layer, dense and in float32, beside what is packed."""
-    found = load_compared_model("compressed", str(out), device="cpu")
+    found = Writer.load(str(out), device="cpu")
     packed = found.bytes
     use_backend(found.model, "unpacked")
     layers = json.loads((out / "compression.json").read_text())["layers"]

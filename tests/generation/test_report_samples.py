@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from hasslefree.cli.common import app
 from hasslefree.demo.run import MODEL
 from hasslefree.errors import PromptError
-from hasslefree.generation.sample import Continuation
+from hasslefree.evaluation.continuation import Continuation
 from hasslefree.report.content import read_content
 from hasslefree.report.page import render
 from hasslefree.report.samples import Sample, Text, Written, sample, sample_folders
@@ -60,7 +60,7 @@ def test_both_models_continue_each_prompt(out):
 
 
 def test_without_the_dense_model_the_page_says_why(out, monkeypatch):
-    monkeypatch.setattr("hasslefree.generation.compared.at_hand", lambda name: None)
+    monkeypatch.setattr("hasslefree.evaluation.continuation.find_local_model", lambda name: None)
     found = sample_folders([out], ["ab"], max_new_tokens=2, device="cpu")
     assert found[0].samples[0].dense is None
     page = render(read_content([out]), found)

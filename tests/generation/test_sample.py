@@ -6,22 +6,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hasslefree.demo.run import MODEL
 from hasslefree.errors import PromptError, RecipeError
-from hasslefree.generation.sample import Continuation, Sampling, continue_prompt, prompt_ids
+from hasslefree.evaluation.continuation import Continuation, Sampling, Writer
 
 PROMPTS = ["Return the number of items", "class", "A dictionary maps keys\nto values: ü"]
 
 
 @pytest.fixture(scope="module", params=["dense", "compressed"])
-def loaded(request, out):
+def writer(request, out):
     folder = MODEL if request.param == "dense" else out
-    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    return Writer(str(folder), AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_is_that_of_transformers_token_for_token(loaded, prompt):
-    model, tokenizer = loaded
+def test_greedy_is_that_of_transformers_token_for_token(writer, prompt):
+    model, tokenizer = writer.model, writer.tokenizer
     pieces = []
-    found = continue_prompt(model, tokenizer, prompt_ids(tokenizer, prompt), Sampling(32), pieces.append)
+    found = writer.write(prompt, Sampling(32), pieces.append)
     given = tokenizer(prompt, return_tensors="pt")
     whole = model.generate(**given, max_new_tokens=32, do_sample=False)
     expected = whole[0, given["input_ids"].shape[1] :]
@@ -30,22 +30,21 @@ def test_greedy_is_that_of_transformers_token_for_token(loaded, prompt):
     assert len(pieces) > 3, "written in one piece"
 
 
-def test_greedy_whatever_the_generation_config_says(loaded):
-    model, tokenizer = loaded
-    ids = prompt_ids(tokenizer, PROMPTS[0])
-    expected = continue_prompt(model, tokenizer, ids, Sampling(16), len).tokens
+def test_greedy_whatever_the_generation_config_says(writer):
+    model = writer.model
+    expected = writer.write(PROMPTS[0], Sampling(16)).tokens
     kept = model.generation_config
     try:
         model.generation_config = type(kept)(**kept.to_dict() | {"do_sample": True, "temperature": 9.0, "top_p": 0.9})
-        assert continue_prompt(model, tokenizer, ids, Sampling(16), len).tokens == expected
+        assert writer.write(PROMPTS[0], Sampling(16)).tokens == expected
     finally:
         model.generation_config = kept
 
 
-def test_draws_are_those_of_transformers_after_the_same_seed(loaded):
-    model, tokenizer = loaded
-    ids = prompt_ids(tokenizer, PROMPTS[0])
-    found = [continue_prompt(model, tokenizer, ids, Sampling(16, 1.5, seed), len).tokens for seed in (3, 3, 4)]
+def test_draws_are_those_of_transformers_after_the_same_seed(writer):
+    model, tokenizer = writer.model, writer.tokenizer
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
+    found = [writer.write(ids, Sampling(16, 1.5, seed)).tokens for seed in (3, 3, 4)]
     torch.manual_seed(3)
     whole = model.generate(ids, max_new_tokens=16, do_sample=True, temperature=1.5)
     assert found[0] == found[1] == tuple(whole[0, ids.shape[1] :].tolist())
@@ -58,8 +57,7 @@ def test_the_speed_leaves_the_first_token_out():
     assert Continuation("", (1,), 0.0).tokens_per_second is None
 
 
-def test_wrong_prompts_and_options(loaded):
-    model, tokenizer = loaded
+def test_wrong_prompts_and_options(writer):
     for ids, new_tokens, message in [
         (torch.zeros(1, 0, dtype=torch.long), 4, "the prompt is empty"),
         (
@@ -69,7 +67,7 @@ def test_wrong_prompts_and_options(loaded):
         ),
     ]:
         with pytest.raises(PromptError) as error:
-            continue_prompt(model, tokenizer, ids, Sampling(new_tokens), len)
+            writer.write(ids, Sampling(new_tokens))
         assert message in str(error.value)
     for wrong in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}):
         with pytest.raises(RecipeError, match=next(iter(wrong))):

@@ -161,7 +161,7 @@ def demo(
 
     start = time.perf_counter()
     with phase_bars() as progress:
-        result = run_demo(out, rounds, progress)
-    console.print(demo_table(result.rows))
-    console.print(sample_table(result.samples))
+        rows, samples = run_demo(out, rounds, progress)
+    console.print(demo_table(rows))
+    console.print(sample_table(samples))
     say(f"Finished in {time.perf_counter() - start:.0f} seconds.")

@@ -1,17 +1,25 @@
-"""The commands that let a result write: `generate` and `chat`."""
+"""The commands `generate` and `chat`: the compressed and the dense model write text."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from hasslefree.cli.common import DEVICE, RUN, TRUST, TRY, app, console, say
-from hasslefree.errors import PromptError
+from hasslefree.errors import CheckpointError, PromptError, with_flags
+from hasslefree.tables import table
+from hasslefree.units import size
 
 if TYPE_CHECKING:
-    from hasslefree.generation.compared import ComparedModel
+    from hasslefree.evaluation.continuation import Continuation, Sampling, Writer
 
 TEXT = "Text"
 Folder = Annotated[str, typer.Argument(metavar="OUT", help="A folder that `hasslefree compress` wrote.")]
@@ -63,16 +71,26 @@ def generate(
 
     A table compares the memory of their weights, and their speed.
     """
-    if prompt is None and sys.stdin.isatty():
-        raise PromptError("there is no prompt; give it after the model's folder, or through a pipe")
-    from hasslefree.generation.sample import Sampling
-    from hasslefree.generation.terminal import read_prompt, show_generation
-
-    text = read_prompt() if prompt is None else prompt
-    if not text:
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise PromptError("there is no prompt; give it after the model's folder, or through a pipe")
+        replace_undecodable()
+        prompt = sys.stdin.read().removesuffix("\n")
+    if not prompt:
         raise PromptError("the prompt is empty; give some text to continue")
-    compared = loaded(folder, dense, backend, threads, dtype, device, trust_remote_code)
-    show_generation(console, compared, text, Sampling(max_new_tokens, temperature, seed))
+    from hasslefree.evaluation.continuation import Sampling
+
+    sampling = Sampling(max_new_tokens, temperature, seed)
+    writers = load_writers(
+        folder, dense, backend, threads, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+    )
+    texts = []
+    for role, writer in writers.items():
+        console.print(f"[{role}]", style="cyan", markup=False, highlight=False)
+        console.print(prompt, end="", style="bold", markup=False, highlight=False, soft_wrap=True)
+        texts.append(writer.write(prompt, sampling, show))
+        console.print()
+    console.print(writer_table(writers, texts))
 
 
 @app.command(rich_help_panel=TRY)
@@ -92,30 +110,125 @@ def chat(
 
     Ctrl-D or Ctrl-C ends the conversation.
     """
-    from hasslefree.generation.sample import Sampling
-    from hasslefree.generation.terminal import show_chat, size_table
+    from hasslefree.evaluation.continuation import Sampling
 
-    compared = loaded(folder, dense, backend, threads, dtype, device, trust_remote_code)
-    console.print(size_table(compared))
-    show_chat(console, compared, Sampling(max_new_tokens, temperature, seed))
+    sampling = Sampling(max_new_tokens, temperature, seed)
+    writers = load_writers(
+        folder, dense, backend, threads, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+    )
+    console.print(writer_table(writers))
+    if any(writer.tokenizer.chat_template is None for writer in writers.values()):
+        say("The tokenizer has no chat template: each line is continued on its own, without the lines before it.")
+    histories: dict[str, list[dict[str, str]]] = {role: [] for role in writers}
+    for message in messages():
+        for role, writer in writers.items():
+            if len(writers) > 1:
+                console.print(f"[{role}]", style="cyan", markup=False, highlight=False)
+            try:
+                text = answer(writer, histories[role], message, sampling)
+            except PromptError as error:
+                console.print(with_flags(error.message), style="red", markup=False, highlight=False, soft_wrap=True)
+                continue
+            console.print()
+            rate = "" if text.tokens_per_second is None else f", {text.tokens_per_second:.1f} tokens/s"
+            plural = "s" if len(text.tokens) > 1 else ""
+            console.print(f"{len(text.tokens)} token{plural}{rate}", style="dim", highlight=False)
 
 
-def loaded(
-    folder: str,
-    dense: str | None,
-    backend: str | None,
-    threads: int | None,
-    dtype: str,
-    device: str | None,
-    trust_remote_code: bool,
-) -> list[ComparedModel]:
-    """The models; where the dense one is missing, a line says why."""
-    from hasslefree.generation.compared import load_compared_models
+def answer(writer: Writer, history: list[dict[str, str]], message: str, sampling: Sampling) -> Continuation:
+    """The model's answer to a message; both are added to the history, if the tokenizer has a chat template.
 
+    Args:
+        history: in the form of chat templates: {"role", "content"}, alternately of the user and the assistant.
+
+    Raises:
+        PromptError: the conversation is longer than the model's context; the history stays as it was.
+    """
+    if writer.tokenizer.chat_template is None:
+        return writer.write(message, sampling, show)
+    question = {"role": "user", "content": message}
+    prompt: Any = writer.tokenizer.apply_chat_template(
+        [*history, question], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    try:
+        text = writer.write(prompt["input_ids"], sampling, show)
+    except PromptError as error:
+        if not history:
+            raise
+        raise PromptError(
+            f"the conversation has become too long; start `hasslefree chat` again for a new one: {error.message}"
+        ) from None
+    history += [question, {"role": "assistant", "content": text.text}]
+    return text
+
+
+def load_writers(
+    folder: str, dense: str | None, backend: str | None, threads: int | None, **options: Any
+) -> dict[str, Writer]:
+    """The dense model, if it is wanted and on this machine, and the compressed one; a line says why one is missing."""
+    import torch
+
+    from hasslefree.evaluation.continuation import Writer, dense_original
+    from hasslefree.packed.linear import compressed_layers, use_backend
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    remark = None
     with console.status("loading"):
-        found, remark = load_compared_models(
-            folder, dense, backend, threads, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-        )
+        if dense is None:
+            dense, remark = dense_original(Path(folder))
+        compressed = Writer.load(folder, **options)
+        if not compressed_layers(compressed.model):
+            raise CheckpointError(f"{folder} has no compressed layers; give a folder that `hasslefree compress` wrote")
+        use_backend(compressed.model, backend)
+        # Kernels are compiled, or read from their cache, when they are first called.
+        start = torch.zeros(1, 2, dtype=torch.long, device=compressed.model.device)
+        generator: Any = compressed.model.generate
+        generator(start, attention_mask=torch.ones_like(start), min_new_tokens=2, max_new_tokens=2)
+        writers = {} if dense in (None, "none") else {"dense": Writer.load(str(dense), **options)}
     if remark is not None:
         say(remark)
-    return found
+    return writers | {"compressed": compressed}
+
+
+def messages() -> Iterator[str]:
+    """The lines of standard input that are not blank; those of a pipe are printed too."""
+    typed = sys.stdin.isatty()
+    replace_undecodable()
+    if typed:
+        with suppress(ImportError):  # it gives input() a history and keys to edit with; Windows has none
+            import readline  # noqa: F401
+    while True:
+        try:
+            line = input("> " if typed else "")
+        except EOFError:
+            if typed:
+                console.print()
+            return
+        if line.strip():
+            if not typed:
+                say(f"> {line}")
+            yield line
+
+
+def replace_undecodable() -> None:
+    """From now on, bytes on standard input that are not UTF-8 are read as U+FFFD."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+
+
+def show(text: str) -> None:
+    """Print a piece of a text as it is."""
+    console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+
+
+def writer_table(writers: dict[str, Writer], texts: Sequence[Continuation] = ()) -> Table:
+    """The models and the memory of their weights; with texts, the number of tokens and the speed after the first."""
+    made = table(["", "model"], ["weights", *(["tokens", "tokens/s"] if texts else [])])
+    for index, (role, writer) in enumerate(writers.items()):
+        cells: list[str | Text] = [role, Text(writer.name), size(writer.bytes)]
+        if texts:
+            rate = texts[index].tokens_per_second
+            cells += [str(len(texts[index].tokens)), "" if rate is None else f"{rate:.1f}"]
+        made.add_row(*cells)
+    return made

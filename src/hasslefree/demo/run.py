@@ -1,4 +1,4 @@
-"""The demo: a small Llama that ships with the package, compressed in five ways on two CPU cores."""
+"""The demo: a small Llama that ships with the package, compressed in six ways on two CPU cores."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from hasslefree.evaluation.continuation import Sampling, Writer
 from hasslefree.evaluation.run import evaluate
-from hasslefree.generation.sample import Sampling, continue_prompt, prompt_ids
-from hasslefree.models.load import load_model, load_tokenizer
+from hasslefree.models.load import load_model
 from hasslefree.phases import Listener, Phases
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.run.compress import compress
@@ -28,7 +28,7 @@ NEW_TOKENS = 40
 
 
 def recipes(rounds: int) -> dict[str, Recipe]:
-    """What is compared: 2:4 + rank 16, and 2:4 alone for sparsegpt. rounds: of hassle-free alone."""
+    """The recipes to compare: 2:4 + rank 16, and 2:4 alone for sparsegpt. rounds: of hassle-free alone."""
     base = Recipe(rank=16, calibration=str(CALIBRATION), samples=64, seqlen=SEQLEN, dtype="float32")
     return {
         "sparsegpt (rank 0)": dataclasses.replace(base, method="sparsegpt", rank=0),
@@ -51,20 +51,15 @@ class DemoRow:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Demo:
-    """What the demo found. samples: the continuations of PROMPT, by the dense model and by the last compressed one."""
-
-    rows: list[DemoRow]
-    samples: dict[str, str]
-
-
-def run_demo(out: Path | None, rounds: int, progress: Listener | None = None) -> Demo:
-    """Compress, measure perplexity on the held-out text, and continue a prompt; the dense model comes first.
+def run_demo(out: Path | None, rounds: int, progress: Listener | None = None) -> tuple[list[DemoRow], dict[str, str]]:
+    """Compress and measure perplexity on the held-out text; the dense model comes first.
 
     Args:
         out: a folder for the compressed models; None for a temporary one.
         rounds: of hassle-free; the paper takes 80. progress: as for `hasslefree.compress`.
+
+    Returns:
+        The rows, and the continuations of PROMPT by the dense and the last compressed model.
     """
     dense = load_model(str(MODEL)).num_parameters()
     rows = [DemoRow("dense", held_out_perplexity(MODEL, progress), 0.0, dense, 0.0)]
@@ -76,16 +71,14 @@ def run_demo(out: Path | None, rounds: int, progress: Listener | None = None) ->
             target = (out or Path(temporary)) / f"{number}-{recipe.method}"
             report = compress(str(MODEL), target, recipe, overwrite=True, progress=progress)
             stored = dense - report.dense_parameters + report.kept_parameters
-            found = held_out_perplexity(target, progress)
-            rows.append(DemoRow(name, found, report.mean_relative_error, stored, report.seconds))
-        return Demo(rows, {"dense": continued(MODEL), name: continued(target)})
+            perplexity = held_out_perplexity(target, progress)
+            rows.append(DemoRow(name, perplexity, report.mean_relative_error, stored, report.seconds))
+        return rows, {"dense": continuation(MODEL), name: continuation(target)}
 
 
-def continued(model: Path) -> str:
+def continuation(model: Path) -> str:
     """The most probable continuation of PROMPT by a model folder."""
-    loaded, tokenizer = load_model(str(model), dtype="float32"), load_tokenizer(str(model))
-    ids = prompt_ids(tokenizer, PROMPT)
-    return continue_prompt(loaded, tokenizer, ids, Sampling(NEW_TOKENS), write=lambda text: None).text
+    return Writer.load(str(model), dtype="float32").write(PROMPT, Sampling(NEW_TOKENS)).text
 
 
 def demo_table(rows: list[DemoRow]) -> Table:
@@ -111,7 +104,7 @@ def sample_table(samples: dict[str, str]) -> Table:
 
 
 def held_out_perplexity(model: Path, progress: Listener | None = None) -> float:
-    """Perplexity a token of a model folder on the text that the demo model never saw."""
+    """Perplexity of a model folder on text that the demo model was not trained on."""
     results = evaluate(str(model), [str(HELD_OUT)], seqlen=SEQLEN, batch=16, dtype="float32", progress=progress)
     value: float = results["perplexity"][str(HELD_OUT)]["perplexity"]
     return value

@@ -8,8 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from hasslefree.generation.compared import NONE, ComparedModel, load_compared_model, recorded_dense
-from hasslefree.generation.sample import Continuation, Sampling, continue_prompt, prompt_ids
+from hasslefree.evaluation.continuation import Continuation, Sampling, Writer, dense_original
 
 
 @dataclass(frozen=True)
@@ -73,23 +72,21 @@ def sample_folders(
     sampling, by_model = Sampling(max_new_tokens), dict[str, list[Written]]()
     found = []
     for folder in folders:
-        name, remark = recorded_dense(folder) if dense is None else (dense, None)
-        compressed = write(load_compared_model("compressed", str(folder), **how), prompts, sampling)
-        if name is None or name == NONE:
+        name, remark = dense_original(folder) if dense is None else (dense, None)
+        compressed = write(Writer.load(str(folder), **how), prompts, sampling)
+        if name is None or name == "none":
             texts = (Text(each.found.text, "") for each in compressed)
             found.append(Samples(tuple(map(Sample, prompts, texts)), remark))
             continue
         if name not in by_model:
-            by_model[name] = write(load_compared_model("dense", name, **how), prompts, sampling)
+            by_model[name] = write(Writer.load(name, **how), prompts, sampling)
         found.append(Samples(tuple(map(sample, prompts, compressed, by_model[name]))))
     return found
 
 
-def write(compared: ComparedModel, prompts: Iterable[str], sampling: Sampling) -> list[Written]:
+def write(writer: Writer, prompts: Iterable[str], sampling: Sampling) -> list[Written]:
     """What a model writes after each prompt."""
-    ids = [prompt_ids(compared.tokenizer, prompt) for prompt in prompts]
-    found = [continue_prompt(compared.model, compared.tokenizer, each, sampling, lambda text: None) for each in ids]
-    return [Written(each, compared.tokenizer) for each in found]
+    return [Written(writer.write(prompt, sampling), writer.tokenizer) for prompt in prompts]
 
 
 def sample(prompt: str, compressed: Written, dense: Written) -> Sample:

@@ -1,0 +1,166 @@
+"""Let a compressed model and its dense original continue a prompt, and measure how fast they write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import TextStreamer
+
+from hasslefree.errors import CheckpointError, PromptError, RecipeError, option
+from hasslefree.folder.record import read_record
+from hasslefree.models.load import load_model, load_tokenizer, most_positions
+from hasslefree.packed.linear import compressed_layers
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a text is continued.
+
+    Args:
+        max_new_tokens: the maximum length; the model may end the text earlier.
+        temperature: 0 takes the most probable token each time; above 0, tokens are drawn at this temperature, with the
+            model's own top_k and top_p.
+        seed: of the draws.
+
+    Raises:
+        RecipeError: fewer than 1 token, or a negative or infinite temperature.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise RecipeError(f"{option('max_new_tokens')} must be at least 1, got {self.max_new_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise RecipeError(f"{option('temperature')} must be a finite number, 0 or more, got {self.temperature}")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """For `generate` of transformers."""
+        drawn = {"do_sample": True, "temperature": self.temperature}
+        greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        return {"max_new_tokens": self.max_new_tokens, **(drawn if self.temperature else greedy)}
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The text that a model generated. tokens: their ids. seconds: from the first token to the last."""
+
+    text: str
+    tokens: tuple[int, ...]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """After the first token, so that reading the prompt does not count; None for a single token."""
+        return (len(self.tokens) - 1) / self.seconds if len(self.tokens) > 1 else None
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A loaded model and its tokenizer. name: as it was given."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: Any
+
+    @classmethod
+    def load(cls, name: str, **options: Any) -> Writer:
+        """options: the dtype, device and trust_remote_code of `load_model`."""
+        tokenizer = load_tokenizer(name, options.get("trust_remote_code", False))
+        return cls(name, load_model(name, **options), tokenizer)
+
+    @property
+    def bytes(self) -> int:
+        """The memory of the weights, including the copies that backends cache."""
+        copies = [layer.cached_sparse for layer in compressed_layers(self.model).values()]
+        return int(self.model.get_memory_footprint()) + sum(copy.nbytes for copy in copies if copy is not None)
+
+    def write(
+        self, prompt: str | Tensor, sampling: Sampling, show: Callable[[str], None] = lambda text: None
+    ) -> Continuation:
+        """The model's continuation of a prompt.
+
+        Args:
+            prompt: text, or token ids (1, length) on any device.
+            show: called with each piece of text as soon as its words are complete.
+
+        Raises:
+            PromptError: the prompt is empty, or longer, with the new tokens, than the model supports.
+        """
+        if isinstance(prompt, str):
+            prompt = torch.tensor([self.tokenizer(prompt, verbose=False)["input_ids"]], dtype=torch.long)
+        length, limit = prompt.shape[1], most_positions(self.model)
+        if not length:
+            raise PromptError("the prompt is empty; give some text to continue")
+        if limit is not None and length + sampling.max_new_tokens > limit:
+            raise PromptError(
+                f"the prompt has {length} tokens and {sampling.max_new_tokens} new ones may follow, but the model "
+                f"takes at most {limit} in total; shorten the prompt, or lower {option('max_new_tokens')}"
+            )
+        stream, ids = _Stream(self.tokenizer, show), prompt.to(self.model.device)
+        torch.manual_seed(sampling.seed)
+        generate: Any = self.model.generate
+        generate(ids, attention_mask=torch.ones_like(ids), streamer=stream, **sampling.arguments)
+        text = self.tokenizer.decode(stream.tokens, skip_special_tokens=True)
+        return Continuation(text, tuple(stream.tokens), stream.times[-1] - stream.times[0])
+
+
+class _Stream(TextStreamer):
+    """Shows text as soon as its words are complete, and records the tokens and their times."""
+
+    def __init__(self, tokenizer: Any, show: Callable[[str], None]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.show, self.tokens, self.times = show, list[int](), list[float]()
+        self.prompt_passed = False
+
+    def put(self, value: Tensor) -> None:
+        """Takes the prompt (1, length), and then each token (1,)."""
+        if self.prompt_passed:
+            self.times.append(time.perf_counter())
+            self.tokens += value.tolist()
+        self.prompt_passed = True
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.show(text)
+
+
+def dense_original(folder: Path) -> tuple[str | None, str | None]:
+    """The dense model that compression.json names, as a local folder; or None, and a sentence that says why.
+
+    Raises:
+        CheckpointError: compression.json is damaged.
+    """
+    if not (folder / "compression.json").is_file():
+        return None, f"{folder} has no compression.json, which would name the dense model; give that with --dense."
+    try:
+        name = read_record(folder).model
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, or give the dense one with --dense") from None
+    if local := find_local_model(name):
+        return str(local), None
+    remark = f"The dense model {name} was not found from this folder or in the cache of the hub; name it with --dense."
+    return None, remark
+
+
+def find_local_model(name: str) -> Path | None:
+    """The local folder of a model or its folder in the cache of the hub, if it holds weights; nothing is downloaded."""
+    folder = Path(name)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(name, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError):
+            return None
+    return folder if any(folder.glob("*.safetensors")) else None

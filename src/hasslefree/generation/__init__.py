@@ -1,1 +1,0 @@
-"""Text from models: one prompt or a conversation, by the compressed model and by the dense one."""
