@@ -7,6 +7,8 @@ from pathlib import Path
 
 import hasslefree
 from hasslefree import Recipe
+from hasslefree.folder.record import LayerRecord
+from hasslefree.packed.spec import LayerSpec
 from tests.tiny_models import build, segments
 
 
@@ -30,3 +32,8 @@ def edit(folder: Path, change) -> None:
     content = json.loads(file.read_text())
     change(content)
     file.write_text(json.dumps(content))
+
+
+def record(name: str, error: float = 0.1) -> LayerRecord:
+    """A layer of 4 × 8."""
+    return LayerRecord(name, LayerSpec("2:4", (4, 8), 0, 16), error, error, 0.0)

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hasslefree.checkpoint import read_json
 from hasslefree.errors import CheckpointError
-from hasslefree.folder.record import LayerRecord, Record
-from hasslefree.packed.spec import LayerSpec
+from hasslefree.folder.record import Record
 from hasslefree.phases import PhaseTime
 from hasslefree.report.content import (
     distinct_names,
@@ -20,8 +19,8 @@ from hasslefree.report.content import (
     spectrum,
     write_seconds,
 )
-from hasslefree.report.layer_map import error_range, layer_map, place, shade
-from tests.report.folders import compressed, edit, evaluation
+from hasslefree.report.layer_map import error_range, place, places, shade
+from tests.report.folders import compressed, edit, evaluation, record
 
 
 @pytest.fixture(scope="module")
@@ -151,23 +150,15 @@ def test_what_is_no_folder_and_no_result_is_refused(folder, tmp_path):
         read_content([folder, folder / ".." / "out"])
 
 
-def layer(name, error=0.1):
-    return LayerRecord(name, LayerSpec("2:4", (4, 8), 0, 16), error, error, 0.0)
-
-
-def test_the_grid_by_hand():
+def test_the_places_of_layers_by_hand():
     names = ["model.layers.10.self_attn.q_proj", "model.layers.2.self_attn.q_proj", "model.layers.2.mlp.up_proj"]
-    grid = layer_map(map(layer, names))
-    assert (grid.blocks, grid.kinds) == ((2, 10), ("q_proj", "up_proj"))
-    assert {key: cell.name for key, cell in grid.cells.items()} == {
-        (10, "q_proj"): names[0], (2, "q_proj"): names[1], (2, "up_proj"): names[2],
-    }  # fmt: skip
-    assert layer_map([layer("h.0.attn.c_proj"), layer("h.0.mlp.c_proj")]).kinds == ("attn.c_proj", "mlp.c_proj")
+    assert places(names) == dict(zip(names, [(10, "q_proj"), (2, "q_proj"), (2, "up_proj")], strict=True))
+    assert [*places(["h.0.attn.c_proj", "h.0.mlp.c_proj"]).values()] == [(0, "attn.c_proj"), (0, "mlp.c_proj")]
     assert place("m.layers.3.mlp.experts.5.w1") == (3, "mlp.experts.5.w1")
     assert place("lm_head") == (0, "lm_head")
 
 
 def test_shades_by_hand():
     assert [shade(error, 0.01, 1.0) for error in (0.0, 0.01, 0.1, 1.0)] == pytest.approx([0, 0, 0.5, 1])
-    assert error_range([layer("a", 0.0), layer("b", 0.2), layer("c", 0.1)]) == (0.1, 0.2)
-    assert error_range([layer("a", 0.0)]) == (1.0, 1.0)
+    assert error_range([record("a", 0.0), record("b", 0.2), record("c", 0.1)]) == (0.1, 0.2)
+    assert error_range([record("a", 0.0)]) == (1.0, 1.0)

@@ -97,8 +97,8 @@ def report_page(
     The page needs no network. Perplexities and tasks are taken from the files evaluation*.json in each folder, and from
     the JSON files that are named beside the folders, which may be those of the dense model.
     """
+    from hasslefree.report.charts import write_figures
     from hasslefree.report.content import read_content
-    from hasslefree.report.figures import write_figures
     from hasslefree.report.page import render
 
     check_output_file(output)

@@ -1,30 +1,21 @@
-"""The layers of a model as a grid: blocks down, kinds of layer across."""
+"""Where the layers of a model stand: their blocks and their kinds, such as q_proj."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from hasslefree.folder.record import LayerRecord
 
 _BLOCK = re.compile(r"(?:.*?\.)?(\d+)\.(.+)")
-
-
-@dataclass(frozen=True)
-class LayerMap:
-    """blocks: their numbers, ascending. kinds: such as q_proj, in order of appearance. cells: (block, kind) → layer."""
-
-    blocks: tuple[int, ...]
-    kinds: tuple[str, ...]
-    cells: dict[tuple[int, str], LayerRecord]
+_EXPERT = re.compile(r"\.\d+(?=\.)")
 
 
 def place(name: str) -> tuple[int, str]:
     """The block of a layer and its kind: model.layers.3.mlp.up_proj → 3, mlp.up_proj. Without a number, block 0."""
-    found = _BLOCK.fullmatch(name)
-    return (int(found[1]), found[2]) if found else (0, name)
+    match = _BLOCK.fullmatch(name)
+    return (int(match[1]), match[2]) if match else (0, name)
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
@@ -35,25 +26,23 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     return {name: leaf if len(alike) == 1 else name for leaf, alike in leaves.items() for name in alike}
 
 
-def layer_map(layers: Iterable[LayerRecord]) -> LayerMap:
-    """The grid of some layers."""
-    found = [(*place(layer.name), layer) for layer in layers]
-    short = short_names(kind for _, kind, _ in found)
-    cells = {(block, short[kind]): layer for block, kind, layer in found}
-    blocks = tuple(sorted({block for block, _ in cells}))
-    return LayerMap(blocks, tuple(dict.fromkeys(kind for _, kind in cells)), cells)
+def places(names: Iterable[str], merge_experts: bool = False) -> dict[str, tuple[int, str]]:
+    """The block and the shortened kind of each layer.
+
+    Args:
+        merge_experts: mlp.experts.5.w1 becomes mlp.experts.w1, so that all experts of a block are one kind.
+    """
+    long = {name: place(name) for name in names}
+    if merge_experts:
+        long = {name: (block, _EXPERT.sub("", kind)) for name, (block, kind) in long.items()}
+    short = short_names(kind for _, kind in long.values())
+    return {name: (block, short[kind]) for name, (block, kind) in long.items()}
 
 
-def by_kind(values: Mapping[str, float]) -> dict[str, dict[int, float]]:
-    """Figures of layers as kind → block → figure; those of the experts of a mixture are summed."""
-    found = [(*place(name), value) for name, value in values.items()]
-    merged = [(block, re.sub(r"\.\d+(?=\.)", "", kind), value) for block, kind, value in found]
-    short = short_names(kind for _, kind, _ in merged)
-    lines: dict[str, dict[int, float]] = {}
-    for block, kind, value in merged:
-        line = lines.setdefault(short[kind], {})
-        line[block] = line.get(block, 0.0) + value
-    return lines
+def error_range(layers: Iterable[LayerRecord]) -> tuple[float, float]:
+    """The least error above 0 and the most; both 1 where all are 0."""
+    errors = [layer.relative_error for layer in layers if layer.relative_error > 0] or [1.0]
+    return min(errors), max(errors)
 
 
 def shade(error: float, least: float, most: float) -> float:
@@ -61,9 +50,3 @@ def shade(error: float, least: float, most: float) -> float:
     if most <= least or error <= least or least <= 0:
         return 0.0 if error < most else 1.0
     return min(math.log(error / least) / math.log(most / least), 1.0)
-
-
-def error_range(layers: Iterable[LayerRecord]) -> tuple[float, float]:
-    """The least error above 0 and the most; both 1 where all are 0."""
-    errors = [layer.relative_error for layer in layers if layer.relative_error > 0] or [1.0]
-    return min(errors), max(errors)

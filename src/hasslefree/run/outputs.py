@@ -16,7 +16,6 @@ from hasslefree.folder.processor import copy_processor
 from hasslefree.folder.record import LayerRecord, PredictionRecord, Record, versions
 from hasslefree.models.load import auto_class
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.report.figures import heat_map, save
 from hasslefree.units import significant
 
 
@@ -70,7 +69,9 @@ def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list
     if known and report.towers:
         copy_processor(report.model, folder)
     (folder / "compression.json").write_text(report.to_json(), encoding="utf-8")
-    save(heat_map(report), folder / FIGURE)
+    from hasslefree.report.charts import heat_map, png  # loads the charting library
+
+    (folder / FIGURE).write_bytes(png(heat_map(report.layers).svg()))
     licence = base_licence(report.model) if known else {}
     card = model_card(report, licence, auto_class(model.config).__name__, model.is_remote_code())
     (folder / "README.md").write_text(card, encoding="utf-8")

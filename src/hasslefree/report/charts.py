@@ -1,0 +1,421 @@
+"""The charts of a report. Each is defined once, as Vega-Lite, for the page as well as for PNG and SVG files.
+
+Colours are variables of page.css, so that charts on the page follow the reader's colour scheme. Files have the colours
+of the light scheme.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import altair as alt
+import vl_convert
+
+from hasslefree.folder.record import LayerRecord
+from hasslefree.report.content import Content, Run
+from hasslefree.report.layer_map import error_range, place, places, shade
+from hasslefree.units import significant
+
+ASSETS = Path(__file__).parent / "assets"
+
+# The most numbers in the curves of all layers of a report, about seven bytes each on the page.
+POINTS = 12_000
+
+# The most kinds of layers, such as q_proj, in a block whose experts are shown one by one.
+MOST_KINDS = 24
+
+# Below this shade, white text on viridis has a contrast of 4.5 or more, and above it black text.
+WHITE_BELOW = 0.435
+
+ROWS = alt.NamedData("rows")
+WHOLE = alt.Axis(grid=False, tickMinStep=1, labelExpr="datum.value % 1 ? '' : datum.label", format="d")
+HUES = [f"var(--{name})" for name in ("accent", "second", "third", "fourth", "fifth", "sixth", "seventh")]
+SOLID = [9999, 0]
+DASHES = [dash for dash in (SOLID, [6, 3], [2, 2], [8, 3, 2, 3]) for _ in HUES]
+
+_SOFT = {
+    "labelColor": "var(--soft)",
+    "titleColor": "var(--soft)",
+    "titleFontWeight": "normal",
+    "labelFontSize": 11,
+    "titleFontSize": 11,
+}
+CONFIG: dict[str, Any] = {
+    "background": "var(--card)",
+    "font": "sans-serif",
+    "axis": {**_SOFT, "gridColor": "var(--line)", "domainColor": "var(--line)", "tickColor": "var(--line)"},
+    "legend": {**_SOFT, "labelColor": "var(--ink)", "orient": "bottom", "labelLimit": 300},
+    "title": {"color": "var(--ink)", "anchor": "start"},
+    "view": {"stroke": None},
+    "range": {"category": HUES},
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart and its data.
+
+    Args:
+        note: how to read it; empty where the title is enough. rows: the data set that the chart calls "rows".
+    """
+
+    title: str
+    chart: alt.Chart | alt.LayerChart | alt.FacetChart
+    rows: list[dict[str, Any]]
+    note: str = ""
+
+    def on_page(self) -> dict[str, Any]:
+        """Vega-Lite as wide as its place on the page, without `CONFIG`, which the charts of a page share."""
+        return {**self._definition(), "width": "container", "datasets": {"rows": self.rows}}
+
+    def svg(self) -> str:
+        """The chart as a file of its own; the same data give the same text."""
+        light = dict(re.findall(r"--(\w+): (#\w+)", (ASSETS / "page.css").read_text("utf-8").partition("@media")[0]))
+        definition = json.dumps({**self._definition(), "config": CONFIG, "title": self.title})
+        coloured = json.loads(re.sub(r"var\(--(\w+)\)", lambda match: light.get(match[1], match[0]), definition))
+        svg = _vega_svg(json.dumps({**coloured, "datasets": {"rows": self.rows}}))
+        ids: dict[str, int] = {}  # Vega numbers clips and gradients from the start of the process
+        return re.sub(
+            r'(id="|url\(#)((?:clip|gradient_)\d+)',
+            lambda match: f"{match[1]}part{ids.setdefault(match[2], len(ids))}",
+            svg,
+        )
+
+    def _definition(self) -> dict[str, Any]:
+        return {**self.chart.to_dict(), "config": {}, "description": self.title}
+
+
+@functools.cache
+def _engine_process() -> int:
+    """The process in which vl-convert runs JavaScript, in a thread. A forked child has no such thread."""
+    return os.getpid()
+
+
+def png(svg: str) -> bytes:
+    return vl_convert.svg_to_png(svg, scale=2)
+
+
+def _vega_svg(definition: str) -> str:
+    if _engine_process() == os.getpid():
+        return vl_convert.vegalite_to_svg(definition)
+    script = "import sys, vl_convert; sys.stdout.write(vl_convert.vegalite_to_svg(sys.stdin.read()))"
+    command = [sys.executable, "-X", "utf8", "-c", script]
+    return subprocess.run(command, input=definition, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout
+
+
+def write_figures(content: Content, folder: Path) -> list[Path]:
+    """Every chart of a report, as PNG and as SVG, in a folder that is made if need be."""
+    drawings = {file_name(name): drawing for name, drawing in comparisons(content).items()}
+    for run in content.runs:
+        drawings |= {f"{name}-{file_name(run.name)}": drawing for name, drawing in run_charts(run, content).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, drawing in drawings.items():
+        svg = drawing.svg()
+        (folder / f"{name}.svg").write_text(svg, encoding="utf-8")
+        (folder / f"{name}.png").write_bytes(png(svg))
+    return [folder / f"{name}.{suffix}" for name in drawings for suffix in ("png", "svg")]
+
+
+def file_name(text: str) -> str:
+    """A name as a part of a file's name."""
+    return re.sub(r"[^\w.-]+", "-", text)
+
+
+def run_charts(run: Run, content: Content, selected: str = "") -> dict[str, Drawing]:
+    """The charts of one folder by name.
+
+    Args:
+        content: the report, whose folders share one scale of colours.
+        selected: the layer that is marked and whose curves are shown; empty for the curves of all layers.
+    """
+    layers, record = [layer for other in content.runs for layer in other.record.layers], run.record
+    most = max(12, POINTS // (2 * len(layers)))
+    charts = {"relative-error": heat_map(record.layers, error_range(layers), selected)}
+    histories = {layer.name: layer.history for layer in record.layers}
+    if any(len(history) > 1 for history in histories.values()):
+        charts["rounds"] = objectives(histories, run.step, most, selected)
+    if run.spectra:
+        in_order = {layer.name: run.spectra.get(layer.name, ()) for layer in record.layers}
+        charts["spectra"] = spectra(in_order, most, selected)
+    if record.sensitivities:
+        charts["sensitivity"] = sensitivities(record.sensitivities)
+    return charts | {"parameters": parameters(record.layers)}
+
+
+def comparisons(content: Content) -> dict[str, Drawing]:
+    """The charts that compare models, by name."""
+    charts = {f"perplexity-{text}": frontier(text, points) for text, points in frontiers(content).items()}
+    return charts | ({"comparison": block_errors(content.runs)} if len(content.runs) > 1 else {})
+
+
+def heat_map(layers: Sequence[LayerRecord], errors: tuple[float, float] | None = None, selected: str = "") -> Drawing:
+    """The relative error of every layer: blocks down, kinds across.
+
+    Args:
+        errors: the ends of the logarithmic scale of colours; None for those of these layers.
+    """
+    least, most = errors or error_range(layers)
+    most = max(most, 1.01 * least)  # a scale needs a range
+    rows = [
+        {
+            "layer": max(members, key=lambda layer: layer.relative_error).name,
+            "block": block,
+            "kind": kind,
+            "error": (error := fmean(layer.relative_error for layer in members)),
+            "shown": min(max(error, least), most),
+            "percent": percent(error),
+            "dark": shade(error, least, most) < WHITE_BELOW,
+        }
+        for (block, kind), members in _cells(layers).items()
+    ]
+    parameter = alt.param(name="layer", value=selected)
+    cells = alt.Chart(ROWS).encode(
+        alt.X("kind:N", sort=None, title=None, axis=alt.Axis(orient="top", labelAngle=-35, labelLimit=110)),
+        alt.Y("block:O"),
+        tooltip=["layer:N", alt.Tooltip("error:Q", title="relative error", format=".4~g")],
+    )
+    scale = alt.Scale(type="log", scheme="viridis", domain=[least, most])
+    legend = alt.Legend(title="relative error", format=".2~p", gradientLength=200, tickCount=4)
+    ink = alt.condition(alt.datum.dark, alt.value("#fff"), alt.value("#000"))
+    frame = cells.mark_rect(fill=None, stroke="var(--second)", strokeWidth=3)
+    chart = alt.layer(
+        cells.mark_rect(cursor="pointer").encode(color=alt.Color("shown:Q", scale=scale, legend=legend)),
+        cells.mark_text(fontSize=10, cursor="pointer").encode(text="percent:N", color=ink),
+        frame.transform_filter(alt.datum.layer == parameter),
+    ).properties(width=alt.Step(44), height=22 * len({row["block"] for row in rows}))
+    return Drawing("Relative error, in per cent", chart.add_params(parameter), rows)
+
+
+def _cells(layers: Sequence[LayerRecord]) -> dict[tuple[int, str], list[LayerRecord]]:
+    """The layers by block and kind, one in each cell. The experts of a mixture share a cell if they are many."""
+    names = [layer.name for layer in layers]
+    many = len({kind for _, kind in places(names).values()}) > MOST_KINDS
+    cells: dict[tuple[int, str], list[LayerRecord]] = {}
+    for layer, key in zip(layers, places(names, merge_experts=many).values(), strict=True):
+        cells.setdefault(key, []).append(layer)
+    return cells
+
+
+def objectives(histories: Mapping[str, Sequence[float]], step: str, most: int, selected: str = "") -> Drawing:
+    """The method's objective each time that it was measured, a line for each layer. step: between measurements."""
+    values = histories.values() if selected else [[value for history in histories.values() for value in history]]
+    y = _value("relative objective", values)
+    note = "The method's own objective, relative and damped, measured or estimated."
+    return _curves("Error during the run", histories, most, selected, step, y, note)
+
+
+def spectra(values: Mapping[str, Sequence[float]], most: int, selected: str = "") -> Drawing:
+    """The singular values of L over the largest of them, a line for each layer."""
+    x, y = (
+        "singular value, largest first",
+        alt.Y("share:Q", title="share of the largest", scale=alt.Scale(domain=[0, 1])),
+    )
+    return _curves("Singular values of L", values, most, selected, x, y)
+
+
+def _curves(
+    title: str,
+    values: Mapping[str, Sequence[float]],
+    most: int,
+    selected: str,
+    x: str,
+    y: alt.Y,
+    note: str = "",
+) -> Drawing:
+    """A line for each layer, in the colour of its kind."""
+    kinds = places(values, merge_experts=True)
+    rows = [{"layer": name, "kind": kinds[name][1], **thinned(curve, most)} for name, curve in values.items()]
+    longest = max([2, *(len(curve) for curve in values.values())])
+    parameter = alt.param(name="layer", value=selected)
+    lines = alt.Chart(ROWS, width=560, height=240).transform_filter((parameter == "") | (alt.datum.layer == parameter))
+    lines = lines.transform_calculate(largest="datum.value[0]").transform_flatten(["step", "value"])
+    lines = lines.transform_calculate(share="datum.value / datum.largest").transform_filter(alt.datum.value > 0)
+    mark = {"point": {"size": 25}} if selected else {"strokeWidth": 1, "strokeOpacity": 0.6}
+    chart = lines.mark_line(**mark).encode(
+        alt.X("step:Q", title=x, axis=WHOLE, scale=alt.Scale(domain=[1, longest])),
+        y,
+        detail="layer:N",
+        tooltip=["layer:N", alt.Tooltip("step:Q", title=x), alt.Tooltip("value:Q", format=".4~g")],
+        **_series("kind", (kind for _, kind in kinds.values()), legend=not selected),
+    )
+    return Drawing(title, chart.add_params(parameter), rows, note)
+
+
+def thinned(values: Sequence[float], most: int) -> dict[str, list[float]]:
+    """At most this many of the values, evenly spread, with the first and the last; and their steps, from 1."""
+    count = len(values)
+    kept = [index * (count - 1) // (most - 1) for index in range(most)] if count > most else range(count)
+    return {"step": [index + 1 for index in kept], "value": [significant(values[index], 5) for index in kept]}
+
+
+def parameters(layers: Sequence[LayerRecord]) -> Drawing:
+    """What each layer keeps, in per cent of out × in: the non-zeros of S, the factors of L on top, and the rank."""
+    parts, rows = ("non-zeros of S", "factors of L"), []
+    for members in _cells(layers).values():
+        specs = [layer.spec for layer in members]
+        sparse = fmean(spec.nonzeros / spec.dense_parameters for spec in specs)
+        kept = fmean(spec.parameters / spec.dense_parameters for spec in specs)
+        shares = (significant(100 * share) for share in (sparse, kept - sparse))
+        rank = fmean(spec.rank for spec in specs)
+        rows.append({"layer": members[0].name, **dict(zip(parts, shares, strict=True)), "rank": rank})
+    highest = max([1, *(layer.spec.rank for layer in layers)])
+    base = alt.Chart(ROWS).encode(
+        alt.X("layer:N", sort=None, title="layer, in the order of the model", axis=alt.Axis(labels=False, ticks=False)),
+        tooltip=["layer:N", *(f"{part}:Q" for part in parts), "rank:Q"],
+    )
+    bars = base.transform_fold([*parts], ["part", "share"]).mark_bar(cursor="pointer")
+    bars = bars.encode(
+        alt.Y("share:Q", title="% of the dense weight"),
+        color=alt.Color("part:N", sort=[*parts], title=None),
+        order=alt.Order("part:N", sort="descending"),
+    )
+    ranks = base.mark_point(color="var(--ink)", filled=True, size=16, cursor="pointer").encode(
+        alt.Y("rank:Q", title="rank of L (points)", axis=WHOLE, scale=alt.Scale(domain=[0, highest]))
+    )
+    chart = alt.layer(bars, ranks).resolve_scale(y="independent").properties(width=560, height=240)
+    return Drawing("Parameters kept, in per cent of those of the dense weight", chart, rows)
+
+
+def block_errors(runs: Iterable[Run]) -> Drawing:
+    """The mean relative error of each block, a line for each folder."""
+    rows = [
+        {"folder": run.name, "block": block, "value": significant(mean)}
+        for run in runs
+        for block, mean in block_means(run.record.layers).items()
+    ]
+    return _by_block("Mean relative error of each block", rows, "folder", "mean relative error")
+
+
+def block_means(layers: Iterable[LayerRecord]) -> dict[int, float]:
+    """The mean relative error of each block."""
+    errors: dict[int, list[float]] = {}
+    for layer in layers:
+        errors.setdefault(place(layer.name)[0], []).append(layer.relative_error)
+    return {block: fmean(errors[block]) for block in sorted(errors)}
+
+
+def sensitivities(values: Mapping[str, float]) -> Drawing:
+    """The sensitivity of the layers of each block, a line for each kind of layer."""
+    rows = [
+        {"kind": kind, "block": block, "value": significant(value)}
+        for (block, kind), value in summed_by_kind(values).items()
+    ]
+    return _by_block("Sensitivity to pruning, by kind of layer", rows, "kind", "nats per token")
+
+
+def summed_by_kind(values: Mapping[str, float]) -> dict[tuple[int, str], float]:
+    """Values of layers by block and kind; the values of the experts of a block are summed."""
+    sums: dict[tuple[int, str], float] = {}
+    for name, key in places(values, merge_experts=True).items():
+        sums[key] = sums.get(key, 0.0) + values[name]
+    return sums
+
+
+def _by_block(title: str, rows: list[dict[str, Any]], series: str, y: str) -> Drawing:
+    """Lines over the blocks of a model, without values that are 0."""
+    lines = alt.Chart(ROWS, width=560, height=240).transform_filter(alt.datum.value > 0)
+    chart = lines.mark_line(point={"size": 25}).encode(
+        alt.X("block:Q", axis=WHOLE, scale=alt.Scale(nice=False)),
+        _value(y, [[row["value"] for row in rows]]),
+        tooltip=[f"{series}:N", "block:Q", alt.Tooltip("value:Q", title=y, format=".4~g")],
+        **_series(series, (row[series] for row in rows)),
+    )
+    return Drawing(title, chart, rows)
+
+
+def _series(field: str, names: Iterable[str], legend: bool = True) -> dict[str, Any]:
+    """A colour for each line, and dashes where the colours come again."""
+    domain = list(dict.fromkeys(names))
+    shared: dict[str, Any] = {"title": None, "legend": _legend(domain) if legend else None}
+    return {
+        "color": alt.Color(f"{field}:N", scale=alt.Scale(domain=domain), **shared),
+        "strokeDash": alt.StrokeDash(f"{field}:N", scale=alt.Scale(domain=domain, range=DASHES), **shared),
+    }
+
+
+def _legend(names: Iterable[str]) -> alt.Legend:
+    """As many names in a row as fit into 300 pixels, the width of a phone."""
+    return alt.Legend(columns=max(1, 300 // (30 + 6 * max(map(len, names), default=0))))
+
+
+def _value(title: str, curves: Iterable[Iterable[float]], field: str = "value", padding: int = 0) -> alt.Y:
+    """The upward axis: logarithmic where a curve spans more than a decade. A linear one need not begin at 0."""
+    spans = [(min(values), max(values)) for curve in curves if (values := [value for value in curve if value > 0])]
+    if any(most > 10 * least for least, most in spans):
+        scale, axis = alt.Scale(type="log", nice=False, padding=padding), alt.Axis(tickCount=4)
+    else:
+        scale, axis = alt.Scale(zero=False, padding=padding), alt.Axis()
+    return alt.Y(f"{field}:Q", title=title, scale=scale, axis=axis)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model evaluated on a text. bytes: of all its weights, as stored. dense: it is not compressed."""
+
+    model: str
+    bytes: int
+    perplexity: float
+    dense: bool
+
+
+def frontiers(content: Content) -> dict[str, list[Point]]:
+    """The points of every text on which at least two models were evaluated whose bytes are known."""
+    texts: dict[str, list[Point]] = {}
+    for model, evaluation in content.others.items():
+        if (size := dense_bytes(model, content.runs)) is not None:
+            for text, perplexity in evaluation.perplexity.items():
+                name = f"{Path(model).name or model} (dense)"
+                texts.setdefault(text, []).append(Point(name, size, perplexity, True))
+    for run in content.runs:
+        for text, perplexity in run.evaluation.perplexity.items():
+            texts.setdefault(text, []).append(Point(run.name, run.sizes.bytes, perplexity, False))
+    return {text: points for text, points in texts.items() if len(points) > 1}
+
+
+def dense_bytes(model: str, runs: Iterable[Run]) -> int | None:
+    """The bytes of the dense model from which one of the folders was made; None for any other model."""
+    for run in runs:
+        if run.record.model == model or Path(run.record.model).resolve() == Path(model).resolve():
+            return run.sizes.dense_bytes
+    return None
+
+
+def frontier(text: str, points: Sequence[Point]) -> Drawing:
+    """Perplexity on a text against the bytes of the weights, a point for each model."""
+    largest = max(point.bytes for point in points)
+    unit, word = next(pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if largest >= 2 * pair[0])
+    rows = [{"model": p.model, "size": p.bytes / unit, "perplexity": p.perplexity} for p in points]
+    hues, names = iter(HUES * len(points)), [point.model for point in points]
+    colours = ["var(--ink)" if point.dense else next(hues) for point in points]
+    legend = _legend(names)
+    chart = (
+        alt.Chart(ROWS, width=560, height=280)
+        .mark_point(size=120, filled=True, opacity=1)
+        .encode(
+            alt.X("size:Q", title=f"weights, {word}", scale=alt.Scale(zero=False, padding=15)),
+            _value("perplexity", [[point.perplexity for point in points]], "perplexity", padding=15),
+            alt.Color("model:N", title=None, scale=alt.Scale(domain=names, range=colours), legend=legend),
+            alt.Shape("model:N", title=None, scale=alt.Scale(domain=names), legend=legend),
+            tooltip=["model:N", alt.Tooltip("size:Q", title=word, format=".4~g"), "perplexity:Q"],
+        )
+    )
+    note = "Fewer bytes to the left, lower perplexity below: both are better."
+    return Drawing(f"Perplexity on {text} against size", chart, rows, note)
+
+
+def percent(share: float) -> str:
+    """A share in per cent, two digits of it, and no more than two after the point."""
+    value = 100 * share
+    if 0 < value < 0.005:
+        return "<.01"
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 0.995 else f"{value:.2f}"
