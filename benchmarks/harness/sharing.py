@@ -22,7 +22,7 @@ from hasslefree.core.protocols import Method
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.distributed import World
 from hasslefree.recipe.plan import LayerPlan
-from hasslefree.run.sharing import dealt, shared_layers
+from hasslefree.run.sharing import assign_layers, shared_layers
 from hasslefree.solve.decompose import gathered, solve_layer
 
 # GPUs that NVLink connects; bytes a second that an H100 sends over it, and over the network between nodes; and seconds
@@ -74,7 +74,7 @@ def block_seconds(method: Method, groups: list[Mapping[str, LayerPlan]], process
     for plans in groups:
         shared = shared_layers(method, plans, processes)
         loads: list[Counter[str]] = [Counter() for _ in range(processes)]
-        for name, owner in dealt(plans, shared, processes).items():
+        for name, owner in assign_layers(plans, shared, processes).items():
             if owner is not None:
                 loads[owner] += layers_seconds(method, [plans[name]], 1)
         together = layers_seconds(method, [plans[name] for name in sorted(shared)], processes)

@@ -12,7 +12,7 @@ from hasslefree import Recipe, SemiStructured
 from hasslefree.core.cost import workspace
 from hasslefree.distributed import World
 from hasslefree.recipe.plan import LayerPlan
-from hasslefree.run.sharing import cost_of, dealt, shared_layers, solving_flops, undivided
+from hasslefree.run.sharing import assign_layers, cost_of, shared_layers, solving_flops, undivided
 from hasslefree.solve.methods import METHODS
 from tests.tiny_models import build, segments
 
@@ -63,7 +63,7 @@ def test_what_is_dealt_out_is_no_larger_than_an_even_part(costs, size):
 def test_every_process_does_its_part():
     """Oracle: the costs themselves: a shared layer's on all processes, the others' on theirs."""
     plans = plans_of({"q": (8192, 8192), "k": (1024, 8192), "v": (1024, 8192)})
-    assert dealt(plans, frozenset("q"), 2) == {"q": None, "k": 0, "v": 1}
+    assert assign_layers(plans, frozenset("q"), 2) == {"q": None, "k": 0, "v": 1}
     one = JOINT.cost(1024, 8192, 64).flops
     assert solving_flops(JOINT, plans, 2) == JOINT.shared_cost(8192, 8192, 64, 2).flops + one
     assert solving_flops(JOINT, plans, 1) == JOINT.cost(8192, 8192, 64).flops + 2 * one

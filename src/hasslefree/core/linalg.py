@@ -41,11 +41,7 @@ def lower_cholesky(matrix: Tensor) -> Tensor:
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, rising, and eigenvectors of a symmetric matrix (n, n).
-
-    Raises:
-        FactorizationError: LAPACK's iteration does not converge.
-    """
+    """Eigenvalues, rising, and eigenvectors of a symmetric matrix (n, n); FactorizationError if LAPACK fails."""
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except LinAlgError as error:
@@ -216,18 +212,12 @@ def bfloat16_products(device: torch.device) -> Iterator[None]:
 
 
 def matmul_precision(device: torch.device, tf32: bool = False) -> AbstractContextManager[None]:
-    """Run float32 products on CUDA in full, or in TF32; torch's setting is restored at the end.
-
-    On other devices nothing changes.
-    """
+    """Run float32 products on CUDA in full, or in TF32, and restore torch's setting; a no-op on other devices."""
     return _matmul_setting(tf32) if device.type == "cuda" else nullcontext()
 
 
 def narrow_products(device: torch.device) -> AbstractContextManager[None]:
-    """Round the factors of float32 products to what the device multiplies fastest, and sum in float32.
-
-    That is TF32 on CUDA, and `bfloat16_products` elsewhere.
-    """
+    """Round the factors of float32 products to what the device multiplies fastest: TF32 on CUDA, or bfloat16."""
     return matmul_precision(device, tf32=True) if device.type == "cuda" else bfloat16_products(device)
 
 

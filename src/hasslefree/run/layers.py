@@ -30,7 +30,7 @@ from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.phases import Phase
 from hasslefree.recipe.plan import LayerPlan
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.run.sharing import dealt, shared_layers
+from hasslefree.run.sharing import assign_layers, shared_layers
 from hasslefree.solve.decompose import gathered, solve_layer
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def compress_groups(task: Task, groups: list[list[str]], grams: Sequence[Gram]) 
     world = task.world
     plans = {name: task.plans[name] for group in groups for name in group}
     shared = shared_layers(task.resolved.method, plans, world.size)
-    owners = dealt(plans, shared, world.size)
+    owners = assign_layers(plans, shared, world.size)
     solved: dict[str, Done] = {}
     for group, gram in zip(groups, grams, strict=True):
         # First those that are shared: what the method caches for this Gram is then the same in all processes.

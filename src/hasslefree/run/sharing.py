@@ -44,7 +44,7 @@ def weight_of(layer: LayerPlan) -> float:
     return out * width**2
 
 
-def dealt(plans: Plans, shared: frozenset[str], processes: int) -> dict[str, int | None]:
+def assign_layers(plans: Plans, shared: frozenset[str], processes: int) -> dict[str, int | None]:
     """The rank that solves each layer; None for one that is shared."""
     whole = [name for name in plans if name not in shared]
     owners = World(0, processes).assign([weight_of(plans[name]) for name in whole])
@@ -62,7 +62,7 @@ def cost_of(method: Method, layer: LayerPlan, processes: int, device: str = "cpu
 def solving_flops(method: Method, plans: Plans, processes: int) -> float:
     """FLOPs of the process that has most to do, for layers that are solved at the same time."""
     shared, loads = shared_layers(method, plans, processes), [0.0] * processes
-    for name, owner in dealt(plans, shared, processes).items():
+    for name, owner in assign_layers(plans, shared, processes).items():
         cost = cost_of(method, plans[name], processes if owner is None else 1).flops
         for rank in range(processes) if owner is None else (owner,):
             loads[rank] += cost

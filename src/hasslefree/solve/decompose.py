@@ -154,11 +154,7 @@ def approximation(
     seed: int,
     rows: Rows = WHOLE,
 ) -> Solution:
-    """S and L of a weight in the working dtype, without a measurement of their error; arguments as for `solve_layer`.
-
-    Raises:
-        FactorizationError: a factorisation in the method failed; the message names the remedy.
-    """
+    """S and L of a weight in the working dtype, without a measurement of their error; arguments as in `solve_layer`."""
     alive, weight = gram.alive, live(weight, gram)
     solution = None if method.grid else unchanged(weight, pattern, rank, rows)
     if solution is None:
@@ -190,10 +186,7 @@ def gathered(shared: Decomposition, rows: Rows) -> Decomposition:
 def checked_norm(weight: Tensor, gram: Gram, rows: Rows = WHOLE) -> float:
     """tr(W H Wᵀ) of a weight (out, in), by which errors are divided; 0 for a weight of zeros.
 
-    rows: those of the weight, where processes share them.
-
-    Raises:
-        NonFiniteError: it is rounding error, or close to the smallest or the largest number of the dtype.
+    Raises NonFiniteError if it is rounding error, or close to the smallest or the largest number of the dtype.
     """
     norm, limits = gram.loss(weight, rows), torch.finfo(weight.dtype)
     # Its value if the inputs were uncorrelated: where terms cancel, the rounding error is relative to this.

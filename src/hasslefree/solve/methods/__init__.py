@@ -94,7 +94,7 @@ def build_method(
     parts["low_rank"] = None if low_rank is None else look_up("low-rank solver", low_rank, LOW_RANK_SOLVERS, "low_rank")
     chosen = {part: value for part, value in parts.items() if value is not None}
     if missing := [part for part in chosen if part not in settings_of(method)]:
-        having = [other for other, its in METHODS.items() if settings_of(its).issuperset(missing)]
+        having = [usable for usable, candidate in METHODS.items() if settings_of(candidate).issuperset(missing)]
         remedy = f", or use method {' or '.join(having)}" if having else ""
         unused = " and ".join(missing)
         raise BudgetError(f"method {name!r} does not use {unused}: leave out {unused}{remedy}", ("method", *missing))
@@ -108,11 +108,7 @@ def build_method(
 
 
 def refitted(name: str, method: Any) -> Method:
-    """The method with least squares on the support after its pruner.
-
-    Raises:
-        BudgetError: it has no pruner. GridError: its pruner quantises, and a refit would change the quantised values.
-    """
+    """The method with least squares on the support after its pruner."""
     if "pruner" not in settings_of(method):
         raise BudgetError(
             f"refit needs a method with a pruner, and method {name!r} fits S without one; "
@@ -127,7 +123,7 @@ def _with_grid(name: str, method: Any, changes: dict[str, Any]) -> Method:
     """The method with other fields of its grid."""
     grid = method.grid
     if grid is None:
-        having = [other for other, its in METHODS.items() if its.grid]
+        having = [usable for usable, candidate in METHODS.items() if candidate.grid]
         raise GridError(
             f"method {name!r} does not quantise S: leave out bits, group_size and symmetric, or use "
             f"method {', '.join(having)}, or {option('method', 'hassle-free')} with "

@@ -192,22 +192,17 @@ class Joint(Method):
         return dataclasses.replace(each, flops=flops, need=need)
 
     def first_power(self, density: float, relief: float) -> int:
-        """log ρ to the base `growth`, at first, for a layer that keeps this share of its parameters in S.
+        """log ρ to the base `growth`, at first: a whole number, so that layers with the same input meet the same ρ.
 
-        A whole number, so that layers with the same input meet the same ρ.
-
-        Args:
-            relief: e^(−7s), s being the share of the parameters that L holds.
+        density: the share of the parameters that S keeps. relief: e^(−7s), s being the share that L holds.
         """
         odds = max((1 - density) / max(density, 0.02), 1.0)
         return round(math.log(max(self.penalty * odds * relief, 0.01), self.growth))
 
     def moves_too_much(self, mask: Tensor, last: Tensor, done: int, rows: Rows = WHOLE) -> bool:
-        """Whether ρ must grow: too much of the support changed from one round to the next.
+        """Whether ρ must grow: too much of the support, bool (out, in), changed from `last` to `mask` in a round.
 
-        Args:
-            mask, last: the support after this round and after the one before, bool (out, in). done: rounds so far.
-            rows: those of the supports, where processes share them.
+        done: rounds so far.
         """
         if done == self.rounds or done * LOOKS // self.rounds == (done - 1) * LOOKS // self.rounds:
             return False
@@ -234,10 +229,8 @@ class Joint(Method):
     ) -> tuple[Tensor, Tensor, LowRank, list[float]]:
         """S, its support, and L, by ADMM; and `sampled_loss` after every part of the rounds but the last.
 
-        Args:
-            weight: (out, in), scaled. state: (out, in), at first; it is overwritten.
-
-        The state is X = Z + Y, the dense copy of S with the scaled dual: S = project(X) and Y = X − S.
+        The state, which is overwritten, is X = Z + Y, the dense copy of S with the scaled dual: S = project(X) and
+        Y = X − S.
         """
         dtype = self._product_dtype(weight)
         low_rank = LowRank(orthonormal(low_rank.u, rows), low_rank.v)
