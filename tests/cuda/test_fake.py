@@ -6,6 +6,8 @@ from harness.fake_cuda import CudaTensor, fake_cuda
 from harness.watch import watched
 from torch import nn
 
+pytestmark = pytest.mark.nightly
+
 
 def test_it_computes_what_the_cpu_does():
     """Oracle: the CPU, on views, writes through them, indices, autograd and what a module holds."""

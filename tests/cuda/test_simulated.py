@@ -13,6 +13,8 @@ from hasslefree import SemiStructured
 from hasslefree.recipe.plan import LayerPlan
 from hasslefree.solve.methods.joint import Joint
 
+pytestmark = pytest.mark.nightly
+
 
 def seconds(operation):
     """Of an operation on shapes alone."""

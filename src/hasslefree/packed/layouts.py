@@ -44,11 +44,7 @@ class Layout(Protocol):
 
 
 def layout_of(pattern: str) -> Layout:
-    """The layout of a pattern's name, such as "2:4" or "row".
-
-    Raises:
-        PatternError, UnknownNameError: no such pattern.
-    """
+    """The layout of a pattern's name, such as "2:4" or "row"."""
     if semi := parse_pattern(pattern):
         return PackedGroups(semi.n, semi.m)
     return Columns() if pattern == "structured" else Bitmask()

@@ -32,11 +32,7 @@ class Storage:
 
     @classmethod
     def of(cls, pattern: str, grid: Grid | None = None) -> Storage:
-        """Of a pattern's name.
-
-        Raises:
-            PatternError, UnknownNameError: no such pattern.
-        """
+        """Of a pattern's name."""
         return cls(layout_of(pattern), grid)
 
     def dtypes(self) -> dict[str, torch.dtype | None]:
@@ -48,11 +44,7 @@ class Storage:
         return {"weight_packed": torch.int32, "weight_scale": None, **zeros, **index}
 
     def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors. nonzeros: the number of stored values or codes.
-
-        Raises:
-            PatternError: no weight (out, in) has this number. GridError: it cannot have this grid.
-        """
+        """The shapes of the tensors. nonzeros: the number of stored values or codes."""
         shapes = self.layout.shapes(out, width, nonzeros)
         if self.grid is None:
             return shapes
@@ -101,7 +93,6 @@ class Storage:
         return (steps.to(scale.dtype) * scale.unsqueeze(-1)).view(out, width)
 
     def _words(self, codes: int) -> int:
-        """How many int32 words this number of codes takes."""
         return 0 if self.grid is None else -(-codes * self.grid.bits // 32)
 
 

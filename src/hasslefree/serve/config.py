@@ -28,12 +28,7 @@ class ServedConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ServedConfig:
-        """Read the entry of config.json, and refuse what cannot be served before any weight is read.
-
-        Raises:
-            CheckpointError: the entry is malformed, or of another version of the format.
-            ServeError: vLLM has another version, the device has no kernels, or the model is a mixture of experts.
-        """
+        """Read the entry of config.json, and refuse what cannot be served before any weight is read."""
         check_vllm(vllm.__version__)
         capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
         check_device(current_platform.device_name, capability and (capability.major, capability.minor))
@@ -60,18 +55,10 @@ class ServedConfig(QuantizationConfig):
         return []  # config.json has it
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Rename the layers as vLLM's model does."""
         self.entries = hf_to_vllm_mapper.apply_dict(self.entries)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """How vLLM runs a layer; None for one that is not linear.
-
-        Args:
-            prefix: its name in vLLM's model, where `qkv_proj` represents three layers of the folder.
-
-        Raises:
-            ServeError: a layer that is not linear is compressed.
-        """
+        """None for a layer that is not linear. prefix: its name in vLLM, such as `qkv_proj` for three layers."""
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
         from hasslefree.serve.linear import StackedLinearMethod

@@ -38,13 +38,7 @@ class StackedLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register the stack, and for each tensor of the folder a parameter that vLLM's loaders find by its name.
-
-        These parameters have no elements: their `weight_loader` gives the tensors to the stack.
-
-        Raises:
-            ServeError: the layers do not add up to this one, or a rank's share splits a group of N:M.
-        """
+        """Register the stack, and for each tensor of the folder a `WeightSlot` that vLLM's loaders find by its name."""
         sizes = slice_sizes(layer, output_size)
         local = (output_partition_sizes, input_size, input_size_per_partition)
         division = Division(sizes, *local, layer.tp_rank, layer.tp_size)
@@ -57,11 +51,7 @@ class StackedLinearMethod(LinearMethodBase):
             warn_unpacked(", ".join(dict.fromkeys(part.kind for part in parts)))
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Remove the parameters without elements.
-
-        Raises:
-            CheckpointError: the weight files lack a tensor of the layer.
-        """
+        """Remove the slots; a CheckpointError if the weight files lack a tensor of the layer."""
         for name, parameter in list(layer.named_parameters(recurse=False)):
             if isinstance(parameter, WeightSlot):
                 delattr(layer, name)
@@ -74,11 +64,7 @@ class StackedLinearMethod(LinearMethodBase):
 
 
 class WeightSlot(nn.Parameter):
-    """A parameter without elements, by whose name vLLM's loaders find where a tensor of the folder goes.
-
-    Args:
-        leaf: the name. dtype: of the tensors; vLLM warns of another one.
-    """
+    """A parameter without elements, which passes the tensors that vLLM loads to the stack. dtype: of these tensors."""
 
     def __new__(cls, leaf: str, buffer: LoadBuffer, dtype: torch.dtype) -> WeightSlot:
         return super().__new__(cls, torch.empty(0, dtype=dtype), requires_grad=False)
@@ -89,7 +75,7 @@ class WeightSlot(nn.Parameter):
     def weight_loader(
         self, parameter: nn.Parameter, tensor: Tensor, slices: str | int | tuple[int, ...] | None = None
     ) -> None:
-        """What vLLM calls for every tensor. slices: of a fused layer, which one the tensor is for."""
+        """vLLM calls it for every tensor. slices: which part of a fused layer the tensor is for."""
         self.buffer.add(self.leaf, tensor, slices)
 
 

@@ -1,4 +1,4 @@
-"""Checks of vLLM's version, the device and the model, before any weights of a compressed folder are read."""
+"""Checks of vLLM's version, the device and the model, before any weights are read; each raises a ServeError."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ DENSE = "write a dense model with `hasslefree export FOLDER --to dense DEST` and
 
 
 def check_vllm(version: str) -> None:
-    """Raise ServeError where the plugin does not support this version of vLLM."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    found = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
-    if found in VERSIONS:
+    installed = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if installed in VERSIONS:
         return
     known, (major, minor) = " and ".join(f"{major}.{minor}" for major, minor in VERSIONS), max(VERSIONS)
-    update = "update hasslefree, or " if found > max(VERSIONS) else ""
+    update = "update hasslefree, or " if installed > max(VERSIONS) else ""
     raise ServeError(
         f"this version of hasslefree serves compressed folders with vLLM {known}, but vLLM {version} is installed: "
         f'{update}pip install "vllm=={major}.{minor}.*"'
@@ -30,24 +29,19 @@ def check_vllm(version: str) -> None:
 
 
 def check_device(name: str, capability: tuple[int, int] | None) -> None:
-    """Raise ServeError where there are no kernels for the device.
-
-    Args:
-        name: "cpu", "cuda" or another one, as vLLM calls it. capability: (major, minor) of an NVIDIA GPU, else None.
-    """
+    """name: as vLLM calls the device. capability: (major, minor) of an NVIDIA GPU, else None."""
     if name == "cpu":
         return
     if name != "cuda" or capability is None:
         raise ServeError(f"compressed folders are served on a CPU or an NVIDIA GPU, not on {name}: {DENSE}")
     if capability < LEAST_CAPABILITY:
-        least, found = (f"{major}.{minor}" for major, minor in (LEAST_CAPABILITY, capability))
+        least, actual = (f"{major}.{minor}" for major, minor in (LEAST_CAPABILITY, capability))
         raise ServeError(
-            f"compressed folders need a GPU of compute capability {least}, and this one has {found}: {DENSE}"
+            f"compressed folders need a GPU of compute capability {least}, and this one has {actual}: {DENSE}"
         )
 
 
 def check_layers(names: Iterable[str]) -> None:
-    """Raise ServeError where one of these compressed layers belongs to a mixture of experts."""
     if expert := next((name for name in names if EXPERT.search(name)), None):
         raise ServeError(
             f"{expert} belongs to a mixture of experts (MoE), and compressed experts cannot be served: {DENSE}"

@@ -109,14 +109,7 @@ class StackedLinear(nn.Module):
         return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
     def load(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Fill in this rank's share of one part.
-
-        Args:
-            tensors: all of the part's, whole, as the folder holds them.
-
-        Raises:
-            CheckpointError: they do not match the entry, or are damaged.
-        """
+        """Fill in this rank's share of one part from all its tensors; a CheckpointError if they are damaged."""
         part, row = self.parts[index], sum(self.outs[:index])
         part.check(tensors)
         # Before codes are multiplied by their scales: the product is rounded to the dtype of the scale.
@@ -165,25 +158,18 @@ def common_groups(parts: list[Part], device: torch.device) -> PackedGroups | Non
 
 
 class LoadBuffer:
-    """Keeps the tensors of a part, which come in any order and from several files, until it is complete and is loaded.
-
-    Args:
-        stack: what they are for.
-    """
+    """Keeps the tensors of a part, which come in any order and from several files, until it is complete."""
 
     def __init__(self, stack: StackedLinear):
         self.stack = stack
         self.waiting: list[dict[str, Tensor]] = [{} for _ in stack.parts]
 
     def add(self, leaf: str, tensor: Tensor, slices: str | int | tuple[int, ...] | None) -> None:
-        """Take one tensor.
+        """Take one whole tensor, and load the part that it completes.
 
         Args:
-            leaf: its name without that of the layer. tensor: whole.
+            leaf: its name without that of the layer.
             slices: which outputs of vLLM's layer it is for, as vLLM counts them; None for a layer that is not fused.
-
-        Raises:
-            CheckpointError: the part that this completes is damaged. ServeError: there is no such part.
         """
         index = self._part(slices)
         waiting, wanted = self.waiting[index], self.stack.parts[index].tensors()
