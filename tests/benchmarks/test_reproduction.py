@@ -64,7 +64,7 @@ def test_added_methods_are_measured_when_they_are_asked_for():
     assert tuple(resolved) == asked
     for name, changes in wanted.items():
         recipe = Recipe(**shared | changes).resolve().recipe
-        for field in ("method", "allocate", "match_blocks", "match_predictions"):
+        for field in ("method", "allocate", "match_predictions"):
             assert getattr(resolved[name], field) == getattr(recipe, field), (name, field)
 
 

@@ -14,7 +14,7 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import CheckpointError, HasslefreeError, OutputError
 from hasslefree.folder import journal
-from hasslefree.levers.masters import Masters
+from hasslefree.levers.train import Masters
 from hasslefree.run import layers
 from tests.listeners import by_layer
 from tests.tiny_models import build, segments
