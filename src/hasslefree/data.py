@@ -73,11 +73,7 @@ HUB_TEXTS = {
 
 
 def calibration_documents(name: str) -> Sequence[str]:
-    """The documents of a hub name or a local file. Line-based texts (wikitext2, ptb) are one document.
-
-    Raises:
-        CalibrationError, UnknownNameError: see `_local`.
-    """
+    """The documents of a hub name or a local file. Line-based texts (wikitext2, ptb) are one document."""
     if name not in HUB_TEXTS:
         return _local(name)
     source = HUB_TEXTS[name]
@@ -121,9 +117,6 @@ def _from_hub(name: str, arguments: dict[str, Any]) -> Any:
 
 def _local(name: str) -> list[str]:
     """A .txt file is one document; a .jsonl file one a line, in the field `text`; FILE.jsonl[START:STOP] some of them.
-
-    Raises:
-        UnknownNameError: neither a path nor a known name. CalibrationError: missing, empty or malformed.
     """
     match = _SLICE.fullmatch(name)
     path = Path(match["path"] if match else name)
@@ -194,9 +187,6 @@ def draw_segments(
 
     Returns:
         (samples, seqlen) int64.
-
-    Raises:
-        CalibrationError: the documents of at least seqlen tokens hold fewer than samples × seqlen tokens.
     """
     generator = torch.Generator().manual_seed(seed)
 

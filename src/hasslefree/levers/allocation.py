@@ -116,9 +116,6 @@ def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World, seed:
 
     `sensitivities` estimates how each layer, pruned alone by its pattern, changes the predictions. The spectrum of the
     pruned part tells what share of that change each rank would undo, and the scores of Wanda what share each non-zero.
-
-    Raises:
-        ModelError, NonFiniteError: as from `sensitivities`.
     """
     measured = sensitivities(walk, plan, segments, world, choice_of, seed)
     choices = [

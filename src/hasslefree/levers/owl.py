@@ -17,9 +17,6 @@ def outlier_share(layers: Sequence[tuple[Tensor, Tensor]], multiple: float = 5.0
         layers: W, (out, in), and diag H, (in,), of each linear layer of the block; ‖X_j‖² is tokens·H_jj, and the
             number of tokens cancels. The mean is over all entries of all of them.
         multiple: M of the paper, which takes 3, 5, 7 or 10.
-
-    Raises:
-        BudgetError: M is not above 0, or there is no layer.
     """
     if not multiple > 0:
         raise BudgetError(
@@ -44,9 +41,6 @@ def owl_ratios(
     Args:
         shares: `outlier_share` of every block. ratio: ρ, over all blocks. spread: λ; the paper takes 0.08.
         sizes: parameters of every block, by which the average is weighted; None where all are of one size.
-
-    Raises:
-        BudgetError: a ratio would be below 0 or above 1; the message has the largest λ that is possible.
     """
     if not shares:
         raise BudgetError("OWL needs the share of outliers of at least one block, got none")

@@ -74,10 +74,6 @@ def sensitivities(
 
     Args:
         segments: of this process. seed: of the labels.
-
-    Raises:
-        ModelError: the model has no output head, or one that cannot be run on its own.
-        NonFiniteError: the model or its gradient is NaN or Inf.
     """
     measured: list[dict[str, tuple[T, float]]] = [{} for _ in plan]
     for reverse in walk.phases.counted(ALLOCATION, backwards(walk, segments, world, seed), len(plan), "blocks"):
@@ -192,9 +188,6 @@ class ProbedLayer:
         """An estimate of the mean KL(dense ‖ changed) of a token, in nats, with another weight (out, in) in its place.
 
         0 if no gradient reaches the layer.
-
-        Raises:
-            NonFiniteError: the gradient is NaN or Inf.
         """
         if self.gradients is None:
             return 0.0

@@ -123,11 +123,7 @@ def segments_for(tokens: int, seqlen: int) -> int:
 
 
 def reference_of(walk: Walk, segments: Tensor, total: int) -> Reference:
-    """The reference of segments (samples, tokens) of this process. total: segments of all processes.
-
-    Raises:
-        ModelError: the model has no output head, or one that cannot be run on its own.
-    """
+    """The reference of segments (samples, tokens) of this process. total: segments of all processes."""
     hidden = walk.entering(segments)
     check_predictions(walk, segments, hidden)
     for _ in walk.phases.counted(REFERENCE, walk.visits(hidden), len(walk.blocks.modules), "blocks"):
@@ -154,9 +150,6 @@ def train(
 
     Returns:
         What was done; where the model would be worse on the validation segments, it is left as it was.
-
-    Raises:
-        NonFiniteError: the model's predictions are NaN or Inf at first.
     """
     steps = math.ceil(len(reference.training) * reference.seqlen / settings.tokens(reference.seqlen))
     with walk.phases.phase(PREDICTIONS, steps, "steps") as phase:
@@ -240,9 +233,6 @@ class Trainer:
 
         Returns:
             The mean divergence of a token, in nats, before training and at each validation.
-
-        Raises:
-            NonFiniteError: the model's predictions are NaN or Inf at first.
         """
         before = self.validate()
         if not math.isfinite(before):

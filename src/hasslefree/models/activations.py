@@ -29,9 +29,6 @@ class Activations:
         shape: (samples, tokens, width). device: where segments are handed out.
         storage: "device", "cpu" (RAM), or "disk": a file without a name in `folder`, mapped into memory, which is gone
             with the process.
-
-    Raises:
-        OutputError: the disk has no room.
     """
 
     def __init__(

@@ -47,9 +47,6 @@ def find_blocks(model: nn.Module) -> Blocks:
 
     It is searched in the innermost module around the embeddings that holds such lists: multimodal models have further
     lists in their towers. Of these lists, small ones aside, it is the least nested, then the one with most parameters.
-
-    Raises:
-        ModelError: there is none.
     """
     for prefix in around(model):
         lists = {
@@ -119,10 +116,6 @@ def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> Selection:
 
     Args:
         leave_dense: glob patterns of full names (layers or parameters) that the user accepts to stay as they are.
-
-    Raises:
-        ModelError: matrices that are not linear layers, and have more than `LITTLE` of a block's parameters, would stay
-            dense, and the user did not name them; or a glob pattern matches nothing.
     """
     unused = set(leave_dense)
 

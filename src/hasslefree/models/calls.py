@@ -102,11 +102,7 @@ def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, B
 
 
 def shaped(call: BlockCall, hidden: Tensor) -> BlockCall:
-    """The call, for hidden states of one segment as the model has them.
-
-    Raises:
-        ModelError: they do not begin with an axis of segments.
-    """
+    """The call, for hidden states of one segment as the model has them."""
     if hidden.ndim <= 3:
         if len(hidden) > 1:
             raise ModelError(

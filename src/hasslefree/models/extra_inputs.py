@@ -160,9 +160,6 @@ def learn(
 
     Args:
         width: of the hidden states. tokens: of a segment. names: of the blocks.
-
-    Raises:
-        ModelError: an argument depends on the text and is not a tensor with values for each token.
     """
     made: dict[int, Key] = {}  # by the identity of the tensor, which `first` keeps
     text: dict[int, Key] = {}

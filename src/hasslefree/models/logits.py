@@ -27,9 +27,6 @@ def logits_of(
 
     Args:
         calls: how each block is called. segment: token ids (tokens,). states: (1, tokens, width).
-
-    Raises:
-        ModelError: the model has no output head.
     """
     with ExitStack() as changes:
         for name in ASKED:

@@ -187,9 +187,6 @@ def gather(
 
     Args:
         prefix: the name of the block. add: adds to a tensor, in place, its values in other processes.
-
-    Raises:
-        NonFiniteError: an activation is NaN or Inf.
     """
     names, sums = [group[0] for group in groups], [MomentSums(hidden.states.shape[1]) for _ in groups]
     with computing(block), torch.no_grad():

@@ -31,11 +31,7 @@ class Source:
     name: str
 
     def read(self) -> Tensor:
-        """The tensor, on the CPU. What a safetensors file holds is mapped: its bytes are read when they are used.
-
-        Raises:
-            ModelError: the file is gone, damaged, or does not hold the tensor.
-        """
+        """The tensor, on the CPU. What a safetensors file holds is mapped: its bytes are read when they are used."""
         try:
             return self.stored[self.leaf]
         except (OSError, SafetensorError) as error:
@@ -69,11 +65,7 @@ class Prefetcher:
         self._reads = dict(zip(calls, run_in_background("read ahead", *calls.values()), strict=True))
 
     def take(self, source: Source) -> Tensor:
-        """The tensor of a source, on the CPU: what was read ahead of it, or read now.
-
-        Raises:
-            ModelError: as from `Source.read`, whichever thread read it.
-        """
+        """The tensor of a source, on the CPU: what was read ahead of it, or read now."""
         if source.name not in self._reads:
             return source.read()
         read = self._reads[source.name].result()

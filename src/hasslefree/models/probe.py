@@ -98,10 +98,6 @@ def probe(
 
     Args:
         look: called with the index of each block while it is in memory. passed: called after each block.
-
-    Raises:
-        ModelError: not all blocks run, or the model changes the hidden states between them.
-        NonFiniteError: a block outputs NaN or Inf.
     """
     recorded = _Pass(blocks, weights, look, passed)
     with (
@@ -145,9 +141,6 @@ def block_calls(
     A second segment differs in its last token: a causal model gives the same output before it, and the arguments that
     differ are those that depend on the text. segment: (1, tokens). look: as for `probe`, in the first pass. passed: as
     for `probe`, in both.
-
-    Raises:
-        ModelError: one of the two checks fails.
     """
     first = probe(model, blocks, segment, weights, look, passed)
     changed = segment.clone()

@@ -78,9 +78,6 @@ class Weights:
 
         Args:
             then: the next part, which is read in the background if `prefetch`.
-
-        Raises:
-            ModelError: a file cannot be read, or holds a tensor of another shape than the model.
         """
         if not self._missing(part):
             yield

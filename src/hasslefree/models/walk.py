@@ -70,11 +70,7 @@ class Walk:
         look: Look | None = None,
         phases: Phases | None = None,
     ) -> Walk:
-        """Learn from one segment (1, tokens) how the model calls its blocks. look: as for `block_calls`.
-
-        Raises:
-            ModelError, NonFiniteError: as from `block_calls`.
-        """
+        """Learn from one segment (1, tokens) how the model calls its blocks. look: as for `block_calls`."""
         phases = phases or Phases()
         with phases.phase(PREFLIGHT, 2 * len(blocks.modules), "blocks") as phase:
             calls = block_calls(model, blocks, segment, weights, look, phase.advance)

@@ -209,9 +209,6 @@ def open_walk(
 
     Args:
         segment: (1, tokens), on the device that computes. footprint: for a width of `Walk.width`. options: of `Walk`.
-
-    Raises:
-        MemoryShortError: memory does not suffice.
     """
     device = segment.device
     check_memory(footprint(), device)

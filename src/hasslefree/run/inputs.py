@@ -31,9 +31,6 @@ def open_model(
 
     Args:
         scratch: an empty folder, for weights that have to be converted.
-
-    Raises:
-        ModelError: it cannot be loaded, is compressed already, or is loaded in another dtype than the recipe's.
     """
     if isinstance(model, str | Path):
         name = str(model)

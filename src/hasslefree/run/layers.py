@@ -115,9 +115,6 @@ def with_room(compute: Callable[[], T], task: str, device: torch.device, remedy:
 
     Args:
         task: what takes the memory, for the error. remedy: one before the usual ones.
-
-    Raises:
-        MemoryShortError: that does not help.
     """
     for _ in range(attempts):
         try:

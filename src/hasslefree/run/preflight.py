@@ -30,10 +30,6 @@ def preflight(
 
     Returns:
         How to walk through the model; and a checksum of each part of the model by its name.
-
-    Raises:
-        ModelError: the model cannot be run block by block, or a planned layer is never called.
-        NonFiniteError: NaN or Inf in a weight.
     """
     with weights.present(outside(model, blocks)):
         digests = {"outside": checksum(outside_tensors(model, blocks))}

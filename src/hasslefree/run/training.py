@@ -33,9 +33,6 @@ def dense_reference(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Te
     Args:
         segments: of the calibration, of all processes. tokenizer: None where they were given in the place of a text;
             they are then used for this too.
-
-    Raises:
-        CalibrationError: the text is too short.
     """
     if not resolved.match_predictions:
         return None
