@@ -2,11 +2,13 @@
 
     python benchmarks/models.py methods MODEL TEXT… --calibration FILE [--methods …] [--settings 2:4/4 2:8/16]
     python benchmarks/models.py systems MODEL TEXT… --calibration FILE [--rank 16] [--only NAME …]
+    python benchmarks/models.py efforts MODEL TEXT… --calibration FILE [--only NAME …] [--seeds 0 1 2]
     python benchmarks/models.py tasks MODEL --task-data FOLDER --calibration FILE [--limit 500]
     python benchmarks/models.py demo
 
 TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents. Rows that the output
-file already holds are kept. Each of `methods` and `systems` has a process of its own, and so its own peak memory.
+file already holds are kept. Each row of `methods`, `systems` and `efforts` is measured in a separate process, for
+its peak memory.
 
 methods: all on the same segments, with the same budget and seed. The README's table of gaps is of --methods 3basil
 joint with --seed N and --output benchmarks/results/reference_seedN.json.
@@ -15,6 +17,9 @@ systems: each method with a budget of its kind. Bytes are those of the compresse
 dtype of the checkpoint, over their weights; of `osscar`, those of the linear layers of the narrow model that it is
 exported to. `joint` is the layers alone, as the methods of others are; `joint, balanced` is what `compress` does by
 default.
+
+efforts: every effort, and published methods, at three settings: the gap, which is the mean over the texts of
+log(perplexity / dense perplexity), and the CPU seconds of the compression.
 
 tasks: zero-shot accuracy before and after a compression. FOLDER holds the tasks as `hasslefree evaluate --task-data`
 reads them.
@@ -25,8 +30,10 @@ demo: the rows of `hasslefree demo`, and how long it takes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +73,15 @@ ON_GRID = ["rtn", "gptq"]
 PAIRS_ON_GRID = ["loftq", "lq-lora", "caldera", "joint-grid"]
 # What makes the channels that OSSCAR removes.
 MADE = ["q", "k", "v", "gate", "up"]
+EFFORTS: dict[str, dict[str, Any]] = {
+    **{effort: {"effort": effort} for effort in ("fast", "balanced", "best")},
+    **{method: LAYERS_ALONE | {"method": method} for method in ("3basil", "hassle-free")},
+}
+EFFORT_SETTINGS: dict[str, dict[str, Any]] = {
+    "2:4 + rank 4": {"pattern": "2:4", "rank": 4},
+    "2:8 + rank 16": {"pattern": "2:8", "rank": 16},
+    "70 %, rank share 0.3": {"pattern": "unstructured", "ratio": 0.7, "rank_share": 0.3},
+}
 TASK_RECIPES: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "2:4 + rank 4": {"pattern": "2:4", "rank": 4},
@@ -134,6 +150,26 @@ def run_systems(args: argparse.Namespace) -> None:
     plots.by_bytes(content, args.plot)
 
 
+def effort_row(measurement: Measurement, dense: dict[str, float], fields: dict[str, Any]) -> dict[str, Any]:
+    """One row of `efforts`."""
+    found = models.compressed(measurement, measurement.recipe(dtype="float32", **fields))
+    figures = {field: found[field] for field in ("perplexity", "cpu_seconds", "peak_mb")}
+    return {"gap": models.gap(found["perplexity"], dense), **figures}
+
+
+def run_efforts(args: argparse.Namespace) -> None:
+    measurement = Measurement.of(args)
+    header = {name: getattr(args, name) for name in ("samples", "seqlen", "max_tokens")}
+    content = resumed(args.output, header | {"model": Path(args.model).name}, "results")
+    if "dense" not in content:
+        content["dense"] = measurement.dense()
+    jobs = {
+        (setting, name, str(seed)): (replace(measurement, seed=seed), content["dense"], fields | EFFORTS[name])
+        for seed, (setting, fields), name in itertools.product(args.seeds, EFFORT_SETTINGS.items(), args.only)
+    }
+    models.fill(content, args.output, jobs, effort_row)
+
+
 def task_row(args: argparse.Namespace, changes: dict[str, Any] | None) -> dict[str, Any]:
     """One row of `tasks`."""
     if changes is None:
@@ -180,6 +216,12 @@ def arguments() -> argparse.Namespace:
     by_bytes.add_argument("--only", nargs="+")
     by_bytes.add_argument("--output", type=Path, default=RESULTS / "systems.json")
     by_bytes.add_argument("--plot", type=Path, default=ROOT / "docs" / "results" / "systems.png")
+
+    efforts = commands.add_parser("efforts", parents=[models.options(max_tokens=32768)])
+    efforts.set_defaults(run=run_efforts)
+    efforts.add_argument("--only", nargs="+", default=list(EFFORTS), choices=list(EFFORTS))
+    efforts.add_argument("--seeds", type=int, nargs="+", default=[0])
+    efforts.add_argument("--output", type=Path, default=RESULTS / "efforts.json")
 
     tasks = commands.add_parser("tasks")
     tasks.set_defaults(run=run_tasks)

@@ -2,6 +2,7 @@
 
     python benchmarks/real_model.py rows MODEL TEXT… --calibration FILE [--rows NAME …] [--seeds 0 1 2]
         [--tasks FOLDER [--limit 200]] [--shared]
+    python benchmarks/real_model.py ablations MODEL TEXT… --calibration FILE [--rows NAME …] [--seeds 0 1 2]
     python benchmarks/real_model.py frontier MODEL TEXT… --calibration FILE [--rows NAME …]
     python benchmarks/real_model.py energies MODEL --calibration FILE
     python benchmarks/real_model.py speed MODEL --calibration FILE --against CHECKOUT [--runs 2]
@@ -15,7 +16,11 @@ measured with: a rival is not measured anew for a change of `joint`.
 With --tasks, the zero-shot accuracy of every row on the eight tasks is measured too; FOLDER holds them as
 `hasslefree evaluate --task-data` reads them.
 
-With --shared, the machine does other work beside: no seconds are written.
+With --shared, the machine does other work at the same time: no seconds are written, except those of the processor.
+
+ablations: rows as above, of `--effort best` without one of its parts, in a file of their own. What a part costs is
+given to prediction matching as more tokens, so that the CPU seconds of all rows are about the same. The file also keeps
+rows of options that were deleted; they name the commit that measured them, and cannot be measured again.
 
 frontier: rows as above, of patterns and ranks with `--effort fast`, in a file of their own.
 
@@ -32,12 +37,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import models, plots, streams
+from harness import models, plots
 from harness.models import Measurement
 from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, ROOT, machine, resumed, write
@@ -47,6 +53,7 @@ import hasslefree
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
+from hasslefree.run.inputs import draw
 
 # By name, the fields of each recipe. The setting that decides: 2:4 + rank 16.
 SETTING = {"pattern": "2:4", "rank": 16}
@@ -58,12 +65,9 @@ RIVALS: dict[str, dict[str, Any]] = {
     "oats": SETTING | LAYERS_ALONE | {"method": "oats"},
     "sparsegpt": {"pattern": "2:4", "rank": 0, "method": "sparsegpt"},
 }
-# What each lever does alone, to the layers of `fast`.
-LEVERS: dict[str, dict[str, Any]] = {
-    "fast, rotation": EFFORTS["fast"] | {"rotate": True},
-    "fast, allocation": EFFORTS["fast"] | {"allocate": "error"},
-    "fast, block matching": EFFORTS["fast"] | {"match_blocks": True},
-    "fast, prediction matching": EFFORTS["fast"] | {"match_predictions": 163_840},
+# `best` without allocation, whose seconds go to more tokens of prediction matching.
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "best, no allocation": EFFORTS["best"] | {"allocate": "uniform", "match_predictions": 225_280}
 }
 # What a user chooses from: patterns and ranks, each also with S on a grid of four bits.
 CHOICES = [(pattern, rank) for pattern in ("2:4", "4:8", "5:8", "6:8") for rank in (0, 16, 48, 96)]
@@ -77,7 +81,7 @@ FRONTIER: dict[str, dict[str, Any]] = {
         if r
     },
 }
-ROWS: dict[str, dict[str, Any] | None] = {"dense": None, **EFFORTS, **LEVERS, **RIVALS, **FRONTIER}
+ROWS: dict[str, dict[str, Any] | None] = {"dense": None, **EFFORTS, **ABLATIONS, **RIVALS, **FRONTIER}
 
 
 def source(tree: Path = ROOT) -> str:
@@ -94,9 +98,12 @@ def row(
     with tempfile.TemporaryDirectory() as scratch:
         folder = measurement.model if fields is None else f"{scratch}/out"
         if fields is not None:
+            start = time.process_time()
             report = hasslefree.compress(measurement.model, folder, measurement.recipe(**fields))
             found |= {"seconds": round(report.seconds, 1)} if timed else {}
             found |= {
+                "cpu_seconds": round(time.process_time() - start, 1),
+                "phases": {phase.name: round(phase.seconds, 1) for phase in report.phases},
                 "peak_mb": models.peak_mb(),
                 "bytes_a_weight": report.stored_bytes / report.dense_parameters,
                 "mean_relative_error": report.mean_relative_error,
@@ -138,7 +145,7 @@ def curves(content: dict[str, Any]) -> dict[str, list[tuple[float, float, str]]]
 def run_energies(args: argparse.Namespace) -> None:
     model = models.loaded(args.model)
     recipe = hasslefree.Recipe(calibration=args.calibration, samples=args.samples, seqlen=args.seqlen, seed=args.seed)
-    segments = streams.draw(model, models.load_tokenizer(args.model), recipe)
+    segments = draw(model, models.load_tokenizer(args.model), recipe)
     walk = Walk.open(model, find_blocks(model), Weights(model, model.device), segments[:1])
     hidden, rows = walk.entering(segments), []
     for _ in walk.visits(hidden):
@@ -185,7 +192,8 @@ def arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(required=True)
 
     for command, names, output, plot in (
-        ("rows", ["dense", *EFFORTS, *LEVERS, *RIVALS], "real_model.json", None),
+        ("rows", ["dense", *EFFORTS, *RIVALS], "real_model.json", None),
+        ("ablations", ["dense", "best", *ABLATIONS], "ablations.json", None),
         ("frontier", ["dense", *FRONTIER], "frontier.json", ROOT / "docs" / "results" / "frontier.png"),
     ):
         rows = commands.add_parser(command, parents=[models.options(max_tokens=16 * 1024)])
@@ -207,7 +215,7 @@ def arguments() -> argparse.Namespace:
     energies.add_argument("--seqlen", type=int, default=512)
     energies.add_argument("--seed", type=int, default=0)
     energies.add_argument("--output", type=Path, default=RESULTS / "energies.json")
-    energies.add_argument("--plot", type=Path, default=ROOT / "docs" / "reference" / "energies.png")
+    energies.add_argument("--plot", type=Path, default=ROOT / "docs" / "explanation" / "energies.png")
 
     speed = commands.add_parser("speed")
     speed.set_defaults(run=run_speed)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import models, streams
+from harness import models
 from harness.models import Measurement
 from harness.record import RESULTS, machine, resumed
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 import hasslefree
 from hasslefree.levers.sensitivity import ProbedLayer
 from hasslefree.phases import ALLOCATION, PROBES
+from hasslefree.run.inputs import draw
 
 RECIPE = {"pattern": "2:4", "rank": 16, "effort": "fast"}
 ROWS = {"uniform": RECIPE, "estimate": RECIPE | {"allocate": "error"}, "exact": RECIPE | {"allocate": "error"}}
@@ -54,7 +55,7 @@ def row(measurement: Measurement, name: str, probes: int) -> dict[str, Any]:
     recipe = measurement.recipe(**ROWS[name])
     if name == "exact":
         model = models.loaded(measurement.model)
-        segments = streams.draw(model, models.load_tokenizer(measurement.model), recipe)[:probes]
+        segments = draw(model, models.load_tokenizer(measurement.model), recipe)[:probes]
         ProbedLayer.divergence = exact_divergence(model, segments)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as scratch:
         report = hasslefree.compress(measurement.model, f"{scratch}/out", recipe)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -75,33 +74,6 @@ def by_bytes(content: Content, path: Path) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
     axes.grid(alpha=0.3, which="both")
-    save(figure, path)
-
-
-def by_time(content: Content, settings: Iterable[str], efforts: list[str], path: Path) -> None:
-    """The gap against CPU seconds of the efforts and of what they are measured against; a panel for each setting."""
-    panels = [setting for setting in settings if setting in content["results"]]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), layout="constrained", squeeze=False)
-    for axis, setting in zip(axes[0], panels, strict=True):
-        points = {
-            name: tuple(sum(row[f] for row in rows.values()) / len(rows) for f in ("cpu_seconds", "gap"))
-            for name, rows in content["results"][setting].items()
-        }
-        ours = [points[name] for name in efforts if name in points]
-        axis.plot(*zip(*ours, strict=True), "-", color="C0", zorder=1)
-        for name, place in points.items():
-            axis.scatter(*place, color="C0" if name in efforts else "C3", zorder=2)
-            beside = (4, 4) if name in efforts else (4, -9)  # two near each other stay legible
-            axis.annotate(name, place, textcoords="offset points", xytext=beside, fontsize=7)
-        axis.set(xscale="log", yscale="log", xlabel="CPU seconds", title=setting)
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("{x:g}")
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.xaxis.set_minor_formatter("")
-        axis.set_xticks([20, 50, 100, 200, 500])
-        axis.margins(0.3, 0.15)
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("log(perplexity / dense perplexity)")
     save(figure, path)
 
 

@@ -40,9 +40,8 @@ FREE = {"empty", "empty_like", "new_empty", "empty_strided", "detach", "alias", 
 
 # The kind of work, by the first of these files that any running function is in.
 KINDS = {
-    "levers/predictions.py": "prediction matching",
-    "run/predictions.py": "prediction matching",
-    "levers/matching.py": "block matching",
+    "levers/train.py": "prediction matching",
+    "run/training.py": "prediction matching",
     "levers/": "allocation",
     "solve/": "solving",
     "packed/": "packing and writing",

@@ -144,7 +144,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             "python benchmarks/layers.py curves",
             (
                 ("budget: system", "{name}"),
-                ("bytes a weight", "{bytes_a_weight:.3f}"),
+                ("bytes per weight", "{bytes_a_weight:.3f}"),
                 ("relative error", "{relative_error:.5f}"),
                 ("seconds", "{seconds:.3f}"),
             ),
@@ -157,7 +157,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
         Table(
             "growth",
             "python benchmarks/layers.py growth",
-            (("size", "{size}²"), ("seconds", "{seconds:.2f}"), ("GFLOPs a second", "{rate:.0f}")),
+            (("size", "{size}²"), ("seconds", "{seconds:.2f}"), ("GFLOPs per second", "{rate:.0f}")),
             lambda content: [row | {"rate": row["flops"] / row["seconds"] / 1e9} for row in content["rows"]],
             note="The exponent of a power law is {exponent:.2f}, on {where}.",
         ),

@@ -1,4 +1,4 @@
-"""The tables of whole models: the demo, every method, levers and efforts, systems by bytes, learning rates."""
+"""The tables of whole models: the demo, every method, systems by bytes, efforts."""
 
 from __future__ import annotations
 
@@ -74,26 +74,6 @@ def over_seeds(seeds: dict[str, Row], field: str) -> float:
     return mean(row[field] for row in seeds.values())
 
 
-def levers(content: Content) -> Iterable[Row]:
-    """One table for each setting: what every lever wins, and what it costs; means over seeds."""
-    blank = dict.fromkeys(["gap", "over_joint", "cpu_seconds", "peak_mb"])
-    for setting, variants in content["results"].items():
-        yield {"setting": setting, "name": "dense", "perplexity": named(content["dense"]), "spread": "", **blank}
-        base = over_seeds(variants["joint"], "gap")
-        for name, seeds in variants.items():
-            gaps = [row["gap"] for row in seeds.values()]
-            texts = {text: mean(row["perplexity"][text] for row in seeds.values()) for text in content["dense"]}
-            yield {
-                "setting": setting,
-                "name": name,
-                "perplexity": named(texts),
-                "gap": mean(gaps),
-                "spread": f" ({min(gaps):.4f} to {max(gaps):.4f})" if len(gaps) > 1 else "",
-                "over_joint": mean(gaps) / base,
-                **{field: over_seeds(seeds, field) for field in ("cpu_seconds", "peak_mb")},
-            }
-
-
 def efforts(content: Content) -> Iterable[Row]:
     """The gap, and time, of the three efforts and of published methods; and the ratios."""
     for setting, variants in content["results"].items():
@@ -110,29 +90,9 @@ def systems(content: Content) -> Iterable[Row]:
     yield {"name": "dense", "bytes_a_weight": 2.0, "perplexity": named(content["dense"]), **blank}
 
 
-def learning_rates(content: Content) -> Iterable[Row]:
-    """What is left of the error of blocks by the learning rate of matching, on every model."""
-    models = content["models"]
-    for rate in next(iter(models.values()))["ratios"]:
-        left = {f"{name}, {model['blocks']} blocks": model["ratios"][rate]["mean"] for name, model in models.items()}
-        yield {"rate": rate, "left": left}
-
-
-LEVERS = (
-    ("{setting}", "{name}"),
-    ("*", "{perplexity[*]:.1f}"),
-    ("gap", "{gap:.4f}{spread}"),
-    ("gap / joint's", "{over_joint:.2f}"),
-    ("CPU seconds", "{cpu_seconds:.0f}"),
-    ("peak MB", "{peak_mb:.0f}"),
-)
-LEVERS_NOTE = (
-    "Calibrated on {samples} × {seqlen} tokens, perplexity on {max_tokens} tokens a text. Rows with a range in "
-    "brackets: means over seeds 0, 1 and 2, with the least and the most; rows without: seed 0. On {where}."
-)
 EFFORTS = (("gap", "{setting}"), ("*", "{gap[*]:.4f} ({seconds[*]:.0f})"), ("best / *", "{ratio[*]:.2f}"))
 EFFORTS_NOTE = (
-    "Calibrated on {samples} × {seqlen} tokens, perplexity on {max_tokens} tokens a text, in brackets the CPU seconds; "
+    "Calibrated on {samples} × {seqlen} tokens, perplexity on {max_tokens} tokens per text, CPU seconds in brackets; "
     "seed 0, on {where}."
 )
 
@@ -186,38 +146,14 @@ TABLES: dict[str, tuple[Table, ...]] = {
             facts=lambda content: {"seeds": len(seed_files())},
         ),
     ),
-    "levers": (
-        Table(
-            "levers", f"python benchmarks/levers.py variants {MODEL}", LEVERS, levers, split="setting", note=LEVERS_NOTE
-        ),
-    ),
-    "levers_demo": (
-        Table(
-            "levers_demo",
-            f"python benchmarks/levers.py variants {MODEL} --output benchmarks/results/levers_demo.json",
-            LEVERS,
-            levers,
-            split="setting",
-            note=LEVERS_NOTE,
-        ),
-    ),
-    "efforts": (Table("efforts", f"python benchmarks/levers.py efforts {MODEL}", EFFORTS, efforts, note=EFFORTS_NOTE),),
+    "efforts": (Table("efforts", f"python benchmarks/models.py efforts {MODEL}", EFFORTS, efforts, note=EFFORTS_NOTE),),
     "efforts_demo": (
         Table(
             "efforts_demo",
-            f"python benchmarks/levers.py efforts {MODEL} --output benchmarks/results/efforts_demo.json",
+            f"python benchmarks/models.py efforts {MODEL} --output benchmarks/results/efforts_demo.json",
             EFFORTS,
             efforts,
             note=EFFORTS_NOTE,
-        ),
-    ),
-    "learning_rates": (
-        Table(
-            "learning_rates",
-            "python benchmarks/levers.py rates",
-            (("learning rate", "{rate}"), ("*", "{left[*]:.3f}")),
-            learning_rates,
-            note="Calibrated on {samples} × {seqlen} tokens, an eighth of them judging; seed {seed}, on {where}.",
         ),
     ),
     "systems": (
@@ -226,13 +162,13 @@ TABLES: dict[str, tuple[Table, ...]] = {
             f"python benchmarks/models.py systems {MODEL}",
             (
                 ("", "{name}"),
-                ("bytes a weight", "{bytes_a_weight:.3f}"),
+                ("bytes per weight", "{bytes_a_weight:.3f}"),
                 ("*", "{perplexity[*]:.1f}"),
                 ("gap", "{gap:.4f}"),
                 ("relative error", "{mean_relative_error:.4f}"),
             ),
             systems,
-            note="Calibrated on {samples} × {seqlen} tokens, perplexity on {max_tokens} tokens a text, seed {seed}, "
+            note="Calibrated on {samples} × {seqlen} tokens, perplexity on {max_tokens} tokens per text, seed {seed}, "
             "on {where}.",
         ),
     ),

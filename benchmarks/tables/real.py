@@ -43,9 +43,12 @@ def real_model(content: Content) -> Iterable[Row]:
     return measured(content, (name for name in content["results"] if not name.startswith("fast, ")))
 
 
-def real_levers(content: Content) -> Iterable[Row]:
-    """What each lever does to the layers of `fast`."""
-    return measured(content, (name for name in content["results"] if name.startswith("fast")))
+def ablations(content: Content) -> Iterable[Row]:
+    """Rows of about equal CPU seconds, without and with a part of `best`."""
+    for row in measured(content, content["results"]):
+        seeds = content["results"][row["name"]]
+        seconds = None if row["name"] == "dense" else over_seeds(seeds, "cpu_seconds")
+        yield row | {"cpu_seconds": seconds}
 
 
 def allocations(content: Content) -> Iterable[Row]:
@@ -86,10 +89,10 @@ SIDE_BY_SIDE = {
     "fast": "2:4 + rank 16, `--effort fast`",
     "best": "2:4 + rank 16, `--effort best`",
     "2:4 + rank 0": "2:4 alone, `--effort fast`",
-    "sparsegpt": "2:4 alone, by SparseGPT",
+    "sparsegpt": "2:4 alone, SparseGPT",
     "6:8 + rank 48, 4 bits": "6:8 on 4 bits + rank 48, `--effort fast`",
     "4 bits + rank 16": "4 bits + rank 16, `--effort fast`",
-    "4 bits": "4 bits alone, by GPTQ",
+    "4 bits": "4 bits alone, GPTQ",
     "2:4 + rank 16, 4 bits": "2:4 on 4 bits + rank 16, `--effort fast`",
 }
 
@@ -100,6 +103,31 @@ def choices(content: Content) -> Iterable[Row]:
     wanted = {row["name"]: row for row in (*others, *frontier(content))}
     for name, words in SIDE_BY_SIDE.items():
         yield wanted[name] | {"name": words, "bytes": wanted[name]["bytes"] or 2.0}
+
+
+# What a reader of the results may be after, the row of the frontier or of the real model for it, and its name.
+GOALS = (
+    ("", "dense", "dense, bfloat16"),
+    ("almost no loss, bfloat16", "6:8 + rank 16", "6:8 + rank 16, `fast`"),
+    ("half of the entries zero", "4:8 + rank 16", "4:8 + rank 16, `fast`"),
+    ("2:4 kernels, least loss", "best", "2:4 + rank 16, `best`"),
+    ("2:4 kernels, the default", "balanced", "2:4 + rank 16, `balanced`"),
+    ("2:4 kernels, no training", "fast", "2:4 + rank 16, `fast`"),
+    ("almost no loss, fewer bytes", "6:8 + rank 96, 4 bits", "6:8 on 4 bits + rank 96, `fast`"),
+    ("little loss, fewer bytes", "6:8 + rank 48, 4 bits", "6:8 on 4 bits + rank 48, `fast`"),
+    ("a correction for 4 bits", "4 bits + rank 16", "4 bits + rank 16, `fast`"),
+    ("fewest bytes", "4 bits", "4 bits alone, GPTQ"),
+)
+
+
+def goals(content: Content) -> Iterable[Row]:
+    """What to choose, by goal."""
+    efforts = measured(load("real_model"), ("balanced", "best", "fast"))
+    rows = {row["name"]: row for row in (*frontier(content), *efforts)}
+    for goal, name, words in GOALS:
+        row = rows[name]
+        minutes = row["seconds"] and row["seconds"] / 60
+        yield row | {"goal": goal, "words": words, "bytes": row["bytes"] or 2.0, "minutes": minutes}
 
 
 def headline(content: Content) -> Row:
@@ -134,20 +162,10 @@ def zero_shot(content: Content) -> Iterable[Row]:
         }
 
 
-def mixture_grams(content: Content) -> Iterable[Row]:
-    """A trained mixture by the tokens that the Grams of its experts are summed over."""
-    for name, row in mixture(content):
-        if "segments" in name:
-            pattern, segments, wanted = name.split(", ")
-            named = {"0": "its own", "inf": "all"}.get(wanted, f"at least {wanted} an input")
-            yield row | {"pattern": pattern, "segments": segments.split()[0], "wanted": named}
-
-
 def mixture_methods(content: Content) -> Iterable[Row]:
     """A trained mixture by the method."""
     for name, row in mixture(content):
-        if "segments" not in name:
-            yield row | {"name": name}
+        yield row | {"name": name}
 
 
 def mixture(content: Content) -> Iterable[tuple[str, Row]]:
@@ -177,12 +195,18 @@ def experts(content: Content) -> Iterable[Row]:
 ENCODERS = ("is not a decoder", "when it reads text")
 
 
+# An outcome in families.json, and on the page.
+OUTCOMES = {"compresses": "compresses", "not built": "not tested", "refused": "rejected"}
+
+
 def families(content: Content) -> Iterable[Row]:
     """By what becomes of them: how many families, and which."""
     found: dict[str, list[str]] = {}
     for name, row in content["results"].items():
         encodes = any(words in row.get("error", "") for words in ENCODERS)
-        kind = "refused: an encoder, or the decoder of one" if encodes else row["outcome"]
+        kind = (
+            "rejected: an encoder, or the decoder of one" if encodes else OUTCOMES.get(row["outcome"], row["outcome"])
+        )
         found.setdefault(kind, []).append(name)
     for outcome, names in sorted(found.items(), key=lambda item: -len(item[1])):
         yield {"outcome": outcome, "count": len(names), "names": ", ".join(names)}
@@ -192,21 +216,21 @@ def family_counts(content: Content) -> Row:
     """How many families there are, how many of them compress, and how many are refused as encoders."""
     outcomes = [row["outcome"] for row in content["results"].values()]
     counts = {words: outcomes.count(kind) for words, kind in (("compress", "compresses"), ("unbuilt", "not built"))}
-    refused, others = outcomes.count("refused"), (row for row in families(content) if row["outcome"] == "refused")
+    refused, others = outcomes.count("refused"), (row for row in families(content) if row["outcome"] == "rejected")
     return counts | {"total": len(outcomes), "refused": refused, "encoders": refused - next(others)["count"]}
 
 
 REAL_NOTE = (
     "{model}, calibrated on {samples} × {seqlen} tokens of C4; perplexity in windows of {window} tokens, {max_tokens} "
-    "tokens a text; on {where}."
+    "tokens per text; on {where}."
 )
 
-MIXTURE_NOTE = "Means over three seeds, with the least and the most; segments of {seqlen} tokens, on {where}."
+MIXTURE_NOTE = "Means over three seeds, with the smallest and the largest gap; segments of {seqlen} tokens, on {where}."
 MIXTURE = (
     ("perplexity", "{perplexity:.2f}"),
     ("gap", "{gap:.4f}"),
-    ("least", "{least:.4f}"),
-    ("most", "{most:.4f}"),
+    ("min gap", "{least:.4f}"),
+    ("max gap", "{most:.4f}"),
 )
 
 TABLES: dict[str, tuple[Table, ...]] = {
@@ -214,7 +238,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
         Table(
             "real_model",
             f"python benchmarks/real_model.py rows {MODEL}",
-            note="**SmolLM2-135M-Instruct at 2:4 + rank 16: the compressed layers take {best[bytes]:.2f} bytes a "
+            note="**SmolLM2-135M-Instruct at 2:4 + rank 16: the compressed layers take {best[bytes]:.2f} bytes per "
             "weight instead of 2.00 (bfloat16), and the perplexity on WikiText-2 rises from {dense:.1f} to "
             "{best[perplexity][wikitext2]:.1f}, after {minutes:.0f} minutes on two CPU threads** (`--effort best`, "
             "mean over {best[seeds]} draws of {samples} × {seqlen} tokens of C4; the first {max_tokens:,} tokens of "
@@ -228,11 +252,28 @@ TABLES: dict[str, tuple[Table, ...]] = {
             f"python benchmarks/real_model.py frontier {MODEL}",
             (
                 ("SmolLM2-135M-Instruct", "{name}"),
-                ("bytes a compressed weight", "{bytes:.3f}"),
+                ("bytes per weight", "{bytes:.3f}"),
                 ("perplexity, WikiText-2", "{perplexity[wikitext2]:.1f}"),
                 ("gap", "{gap:.3f}"),
             ),
             choices,
+        ),
+    ),
+    "goals": (
+        Table(
+            "frontier",
+            f"python benchmarks/real_model.py frontier {MODEL}",
+            (
+                ("if you want", "{goal}"),
+                ("", "{words}"),
+                ("bytes per weight", "{bytes:.2f}"),
+                ("perplexity, WikiText-2", "{perplexity[wikitext2]:.1f}"),
+                ("gap", "{gap:.3f}"),
+                ("minutes", "{minutes:.1f}"),
+            ),
+            goals,
+            note="SmolLM2-135M-Instruct (a copy that had been stored in 4 bits, the dense row too), {samples} × "
+            "{seqlen} calibration tokens of C4; minutes on two CPU threads, measured for 2:4 only.",
         ),
     ),
     "durations": (
@@ -257,26 +298,27 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("2:4 + rank 16", "{name}"),
                 ("*", "{perplexity[*]:.2f}"),
                 ("gap", "{gap:.3f}{spread}"),
-                ("bytes a weight", "{bytes:.3f}"),
+                ("bytes per weight", "{bytes:.3f}"),
                 ("seconds", "{seconds:.0f}"),
-                ("seconds / those of fast", "{over_fast:.1f}"),
+                ("seconds / `fast`", "{over_fast:.1f}"),
             ),
             real_model,
             note=REAL_NOTE,
         ),
     ),
-    "real_levers": (
+    "ablations": (
         Table(
-            "real_model",
-            f"python benchmarks/real_model.py rows {MODEL}",
+            "ablations",
+            f"python benchmarks/real_model.py ablations {MODEL}",
             (
                 ("2:4 + rank 16", "{name}"),
+                ("CPU seconds", "{cpu_seconds:.0f}"),
                 ("*", "{perplexity[*]:.2f}"),
                 ("gap", "{gap:.3f}{spread}"),
-                ("seconds / those of fast", "{over_fast:.1f}"),
             ),
-            real_levers,
-            note=REAL_NOTE,
+            ablations,
+            note="SmolLM2-135M-Instruct, calibrated on {samples} × {seqlen} tokens of C4; perplexity in windows of "
+            "{window} tokens, {max_tokens} tokens per text; on {where}.",
         ),
     ),
     "allocations": (
@@ -287,11 +329,12 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("allocation", "{name}"),
                 ("*", "{perplexity[*]:.2f}"),
                 ("gap", "{gap:.3f}"),
-                ("seconds of the allocation / those of fast", "{cost:.2f}"),
+                ("seconds of the allocation / `fast`", "{cost:.2f}"),
             ),
             allocations,
-            note="The estimate over the exact divergence, {layers} layers: {ratio:.2f} in the geometric mean, between "
-            "{low:.2f} and {high:.2f} for four fifths of them. Exact on {probed} tokens. " + REAL_NOTE,
+            note="Estimate divided by the exact divergence, over {layers} layers: geometric mean {ratio:.2f}; for four "
+            "fifths of the layers between {low:.2f} and {high:.2f}. The exact divergence is that of {probed} tokens. "
+            + REAL_NOTE,
             facts=estimates,
         ),
     ),
@@ -300,10 +343,10 @@ TABLES: dict[str, tuple[Table, ...]] = {
             "families",
             "python benchmarks/families.py",
             note="Of the {total} families that transformers {machine[transformers]} lists for causal language models, "
-            "{compress} were tested with success: a tiny model with random weights was compressed, loaded again, and "
-            "gave the same output as before it was saved. {refused} are refused, {encoders} of them as encoders, and "
-            "{unbuilt} were not tested, because the script cannot build them tiny "
-            "([the list](docs/results/quality.md#families-of-models)).",
+            "{compress} passed this test: a tiny model with random weights was compressed, saved and loaded again, and "
+            "gave the same output as before. {refused} are rejected ({encoders} are encoders), and {unbuilt} were not "
+            "tested, because the test script cannot build a small version of them "
+            "([the list](docs/results/appendix.md#families-of-models)).",
             facts=family_counts,
         ),
     ),
@@ -322,7 +365,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             f"python benchmarks/real_model.py frontier {MODEL}",
             (
                 ("", "{name}"),
-                ("bytes a weight", "{bytes:.3f}"),
+                ("bytes per weight", "{bytes:.3f}"),
                 ("*", "{perplexity[*]:.2f}"),
                 ("gap", "{gap:.3f}"),
             ),
@@ -342,7 +385,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("lost", "{lost:.1f}"),
             ),
             zero_shot,
-            note="Per cent of the first 200 questions of each task, zero-shot, by lm-evaluation-harness; on {where}.",
+            note="Per cent correct of the first 200 questions of each task, zero-shot, with lm-evaluation-harness; on "
+            "{where}.",
         ),
     ),
     "experts": (
@@ -355,23 +399,14 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("packed / eager", "{over_eager:.2f}"),
             ),
             experts,
-            note="Milliseconds of {experts} experts, {chosen} a token, in bfloat16, 2:4 + rank 64; on {where}.",
-        ),
-    ),
-    "mixture_grams": (
-        Table(
-            "mixture",
-            f"python benchmarks/mixture.py {MODEL} --parts grams",
-            (("", "{pattern}"), ("segments", "{segments}"), ("tokens of an expert", "{wanted}"), *MIXTURE),
-            mixture_grams,
-            note=MIXTURE_NOTE,
+            note="Milliseconds of {experts} experts, {chosen} per token, in bfloat16, 2:4 + rank 64; on {where}.",
         ),
     ),
     "mixture_methods": (
         Table(
             "mixture",
-            f"python benchmarks/mixture.py {MODEL} --parts methods",
-            (("128 segments", "{name}"), *MIXTURE),
+            f"python benchmarks/mixture.py {MODEL}",
+            (("", "{name}"), *MIXTURE),
             mixture_methods,
             note=MIXTURE_NOTE,
         ),

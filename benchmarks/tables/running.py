@@ -100,10 +100,10 @@ def writing(file: str) -> Table:
         f"{INFERENCE} generate --output benchmarks/results/{file}.json",
         (
             ("{model}", "{way}"),
-            ("tokens a second", "{tokens_a_second:.1f}"),
-            ("speed / dense model's", "{tokens_over_dense:.2f}"),
+            ("tokens per second", "{tokens_a_second:.1f}"),
+            ("decode speed vs dense", "{tokens_over_dense:.2f}"),
             ("seconds for a prompt", "{prompt_seconds:.2f}"),
-            ("speed / dense model's", "{prompt_over_dense:.2f}"),
+            ("prompt speed vs dense", "{prompt_over_dense:.2f}"),
             ("MB loaded", "{megabytes:.0f}"),
         ),
         generation,
@@ -141,7 +141,7 @@ def simulated(content: Content) -> Iterable[Row]:
     for effort, found in content["results"].items():
         minutes = {work: sum(kinds.values()) / 60 for work, kinds in found["seconds"].items()}
         rest = sum(minutes.get(work, 0.0) for work in ("forward passes", "packing and writing", "first look"))
-        named = ("Grams", "solving", "allocation", "block matching", "prediction matching")
+        named = ("Grams", "solving", "allocation", "prediction matching")
         works = {"forward passes": rest} | {work: minutes.get(work, 0.0) for work in named}
         yield {"effort": effort, "minutes": found["minutes"], "works": works, "peak": found["peak_over_estimate"]}
 
@@ -212,7 +212,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("tokens", "{tokens}"),
                 ("registers", "{registers}"),
                 ("spilled bytes", "{spilled_bytes}"),
-                ("packed bytes an instruction", "{bytes_an_instruction:.2f}"),
+                ("packed bytes per instruction", "{bytes_an_instruction:.2f}"),
             ),
             note="Triton {triton}; compiled, not run.",
         ),
@@ -265,9 +265,9 @@ TABLES: dict[str, tuple[Table, ...]] = {
             (
                 ("model, order", "{size}, {order}"),
                 ("GPUs", "{processes}"),
-                ("GB a GPU", "{gpu_gb:.0f}"),
+                ("GB per GPU", "{gpu_gb:.0f}"),
                 ("GB of RAM", "{ram_gb:.0f}"),
-                ("GB sent a block", "{network_gb_a_block:.1f}"),
+                ("GB sent per block", "{network_gb_a_block:.1f}"),
                 ("hours: solving, 20 rounds", "{hours[solving]:.2f}"),
                 ("solving, simulated", "{simulated}"),
                 ("solving, 100 rounds", "{solving_longer:.2f}"),
@@ -306,9 +306,9 @@ TABLES: dict[str, tuple[Table, ...]] = {
         Table(
             "generation",
             f"{INFERENCE} generate --output benchmarks/results/generation.json",
-            note="SmolLM2-135M at 2:4 + rank 16 writes {tokens_over_dense:.2f} times as many tokens a second as the "
-            "dense model, reads a prompt at {prompt_over_dense:.2f} of its speed, and takes {megabytes:.0f} MB instead "
-            "of {dense:.0f} (bfloat16, {where}).",
+            note="SmolLM2-135M at 2:4 + rank 16 generates {tokens_over_dense:.2f} times as many tokens per second "
+            "as the dense model, processes prompts at {prompt_over_dense:.2f} times its speed, and uses "
+            "{megabytes:.0f} MB of memory instead of {dense:.0f} MB (bfloat16, {where}).",
             facts=written_faster,
         ),
     ),
@@ -319,7 +319,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             f"{INFERENCE} models",
             (
                 ("the demo model, one text at a time", "{name}"),
-                ("tokens a second", "{tokens_a_second:.0f}"),
+                ("tokens per second", "{tokens_a_second:.0f}"),
                 ("time / dense model's", "{time_over_dense:.2f}"),
             ),
             backends,
@@ -355,7 +355,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("type", "{type}"),
                 ("MB", "{megabytes:.0f}"),
                 ("perplexity", "{perplexity:.2f}"),
-                ("loss over BF16, nats a token", "{more}"),
+                ("loss over BF16, nats per token", "{more}"),
                 ("same likeliest token as BF16", "{same:.1%}"),
             ),
             gguf,
@@ -385,7 +385,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("folder, tensor-parallel size, dtype", "{name}"),
                 ("prompts with the same tokens", "{same} of {prompts}"),
                 ("other tokens", "{other_tokens} of {tokens}"),
-                ("largest gap", "{largest_gap:.2g}"),
+                ("largest logit deficit", "{largest_gap:.2g}"),
             ),
             serving,
             note="{prompt_tokens} tokens a prompt, {new_tokens} new ones; vLLM {versions[vllm]} with transformers "
