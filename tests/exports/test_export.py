@@ -287,7 +287,7 @@ def test_the_destination_is_replaced_whole_or_not_at_all(folders, tmp_path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "copy_rest", full)
-        with pytest.raises(OutputError, match="Its previous content is unchanged"):
+        with pytest.raises(OutputError, match="its previous content is unchanged"):
             hasslefree.export(folders / "llama" / "packed", out, to, overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     assert contents(out) == {(out / "old").relative_to(out): b"old"}

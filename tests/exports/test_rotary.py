@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from hasslefree.exports.rotary import write_older_rotary
+from hasslefree.exports.export import write_older_rotary
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

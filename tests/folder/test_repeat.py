@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from hasslefree import Recipe, cli
 from hasslefree.errors import RecipeError
-from hasslefree.folder.record import Record
-from hasslefree.folder.repeat import command_of
+from hasslefree.folder.record import Record, command_of
 
 
 def report_of(recipe, **changes):

@@ -57,7 +57,7 @@ def compress(
 ) -> None:
     """Compress MODEL into the folder OUT, which transformers loads."""
     try:
-        from hasslefree.folder.journal import kept
+        from hasslefree.folder.journal import describe_progress
         from hasslefree.folder.record import summary_table
         from hasslefree.report.content import write_seconds
         from hasslefree.run.compress import compress as compress_model
@@ -79,7 +79,7 @@ def compress(
                 progress=progress,
             )
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"Interrupted; {with_flags(kept(out))}.") from None
+        raise KeyboardInterrupt(f"Interrupted; {with_flags(describe_progress(out))}.") from None
     if not QUIET_PROCESS:
         write_seconds(out, report)
     console.print(summary_table(report))
@@ -117,7 +117,7 @@ def plan(
         show(to_dict(estimate), output, as_json, estimate_table(estimate, target))
         return
 
-    from hasslefree.folder.repeat import compress_command
+    from hasslefree.folder.record import compress_command
     from hasslefree.run.advise import advise as advise_on
     from hasslefree.run.tables import advice_table
     from hasslefree.units import bytes_of

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from hasslefree.errors import ModelError, OutputError, UnknownNameError
+from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
 from hasslefree.exports.dense import write_dense
 from hasslefree.exports.narrow import write_narrow
 from hasslefree.exports.peft import write_adapter
-from hasslefree.exports.rotary import write_older_rotary
-from hasslefree.folder.card import export_card
-from hasslefree.folder.output import check_output, check_shard_size, replaced_whole
-from hasslefree.folder.processor import copy_processor
+from hasslefree.folder.card import copy_processor, export_card
+from hasslefree.folder.output import check_output, replaced_whole
 from hasslefree.folder.read import QUANT_METHOD
 from hasslefree.models.load import auto_class, load_config, load_model, load_tokenizer
 from hasslefree.packed.linear import compressed_layers
@@ -51,7 +52,10 @@ def export(
     if to not in EXPORTS:
         raise UnknownNameError("export format", to, EXPORTS)
     source, target = Path(folder).resolve(), Path(destination).resolve()
-    check_shard_size(max_shard_size)
+    if not re.fullmatch(r"\d+(\.\d+)?\s?[KMGT]B", max_shard_size, re.IGNORECASE):
+        raise OutputError(
+            f"{option('max_shard_size')} must be a number with a unit, such as 5GB or 500MB, got {max_shard_size!r}"
+        )
     check_folders(source, target, overwrite)
     phases = Phases(progress)
     with phases.phase(LOADING):
@@ -66,7 +70,7 @@ def export(
 
 
 def check_folders(source: Path, target: Path, overwrite: bool) -> None:
-    """Raise where the source is no compressed folder, or writing the target would touch it. Both are resolved."""
+    """Raise an error if the source is not a compressed folder, or if one of the folders contains the other."""
     if not source.is_dir():
         raise ModelError(f"the model folder {source} does not exist; export takes a folder that compress wrote")
     if (getattr(load_config(str(source)), "quantization_config", None) or {}).get("quant_method") != QUANT_METHOD:
@@ -81,20 +85,15 @@ def check_folders(source: Path, target: Path, overwrite: bool) -> None:
 
 def bytes_needed(model: PreTrainedModel) -> int:
     """The size of either export: S with its zeros, the factors, all else as it is, and room for the tokenizer."""
-    layers = compressed_layers(model).values()
-    inside = {id(p) for layer in layers for p in layer.parameters()}
-    entries = sum(p.numel() for p in model.parameters() if id(p) not in inside)
-    for layer in layers:
-        spec = layer.spec
-        entries += spec.dense_parameters + spec.rank * sum(spec.shape) + (0 if layer.bias is None else spec.shape[0])
+    entries = sum(parameter.numel() for parameter in model.parameters())
+    for layer in compressed_layers(model).values():
+        stored = sum(parameter.numel() for name, parameter in layer.named_parameters() if name != "bias")
+        entries += layer.spec.dense_parameters + layer.spec.rank * sum(layer.spec.shape) - stored
     return entries * model.dtype.itemsize + 50_000_000
 
 
 def copy_rest(source: Path, part: Path, folders: dict[str, Path], auto: str) -> None:
-    """Beside the weights: the tokenizer, a model card for every folder, and the record of the compression.
-
-    auto: the name of the class that loads the model.
-    """
+    """Write the tokenizer, the model cards and the record. auto: the name of the class that loads the model."""
     tokenizer = load_tokenizer(str(source)) if (source / "tokenizer_config.json").exists() else None
     recorded = (source / "compression.json").exists()
     if recorded:
@@ -106,3 +105,25 @@ def copy_rest(source: Path, part: Path, folders: dict[str, Path], auto: str) -> 
         if (folder / "config.json").exists():  # an adapter has none
             write_older_rotary(folder / "config.json")
         (folder / "README.md").write_text(export_card(kind, source.name, recorded, auto), encoding="utf-8")
+
+
+def write_older_rotary(file: Path) -> None:
+    """Add `rope_theta`, `rope_scaling` and `partial_rotary_factor` to a config.json that has `rope_parameters`.
+
+    Transformers 5 writes `rope_parameters` alone. A reader of the older entries would take its default for the base,
+    10000 in most models, and compute another model without an error. Transformers 5 reads the same from both.
+    """
+    config = json.loads(file.read_text(encoding="utf-8"))
+    for part in (config, config.get("text_config")):
+        if part is not None:
+            part.update({name: value for name, value in older_entries(part).items() if name not in part})
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def older_entries(config: dict[str, Any]) -> dict[str, Any]:
+    """What older readers take for `rope_parameters`; nothing where these differ from layer to layer."""
+    rest = dict(config.get("rope_parameters") or {})
+    if "rope_theta" not in rest:
+        return {}
+    entries = {name: rest.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rest}
+    return entries if rest.get("rope_type", "default") == "default" else entries | {"rope_scaling": rest}

@@ -16,7 +16,7 @@ from hasslefree.exports.dense import make_plain, summed
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.heads import head_unit
 
-# What reads heads or neurons → what makes them, by the names that Llama and its kin give.
+# The layer that reads heads or neurons → the layers that compute them, by their names in Llama and similar models.
 MAKERS = {"self_attn.o_proj": ("q_proj", "k_proj", "v_proj"), "mlp.down_proj": ("gate_proj", "up_proj")}
 
 
@@ -34,10 +34,10 @@ def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_sha
     make_plain(model, summed)
     blocks = find_blocks(model)
     kept = {reader: [units_kept(block, reader) for block in blocks.modules] for reader in MAKERS}
-    counts = {reader: common_count(reader, found) for reader, found in kept.items()}
+    counts = {reader: common_count(reader, masks) for reader, masks in kept.items()}
     heads, config = kept["self_attn.o_proj"], model.config
     counts["self_attn.o_proj"] = accepted_count(config, len(heads[0]), counts["self_attn.o_proj"])
-    if all(counts[reader] == len(found[0]) for reader, found in kept.items()):
+    if all(counts[reader] == len(masks[0]) for reader, masks in kept.items()):
         raise ModelError(
             "this model cannot be made narrower: the compressed layers use every neuron, and every attention head or "
             f"as many as transformers accepts; compress with {option('method', 'osscar')} "
@@ -77,7 +77,7 @@ def units_kept(block: nn.Module, reader: str) -> Tensor:
 
 def common_count(reader: str, kept: list[Tensor]) -> int:
     """How many units each block keeps."""
-    counts = [int(torch.count_nonzero(found)) for found in kept]
+    counts = [int(torch.count_nonzero(mask)) for mask in kept]
     if len(set(counts)) > 1 or not counts[0]:
         raise ModelError(
             f"the blocks keep {', '.join(map(str, counts))} heads or neurons in {reader}, and a plain transformers "
@@ -87,17 +87,15 @@ def common_count(reader: str, kept: list[Tensor]) -> int:
 
 
 def set_heads(config: Any, groups: int, count: int) -> None:
-    """Let a configuration have `count` key heads, with the query heads of each, in the place of `groups`."""
+    """Set the number of key heads to `count` instead of `groups`; each keeps its number of query heads."""
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     config.num_attention_heads = config.num_attention_heads // groups * count
     config.num_key_value_heads = count
 
 
 def accepted_count(config: Any, groups: int, least: int) -> int:
-    """The least number of key heads, from `least` to `groups`, with which transformers takes the configuration.
-
-    Llama's must divide the hidden size, though with an explicit head_dim nothing depends on that.
-    """
+    """The least number of key heads, from `least` to `groups`, that transformers accepts: Llama's must divide the
+    hidden size, though nothing depends on that if head_dim is given."""
     for count in range(least, groups):
         tried = copy.deepcopy(config)
         set_heads(tried, groups, count)
@@ -116,7 +114,7 @@ def filled_up(kept: Tensor, count: int) -> Tensor:
 
 
 def narrow(block: nn.Module, reader: str, kept: Tensor) -> None:
-    """Take the units that are not kept out of the layer that reads them, and of those that make them."""
+    """Remove the units that are not kept from the layer that reads them, and from the layers that compute them."""
     parent, _, _ = reader.rpartition(".")
     layer: Any = block.get_submodule(reader)
     columns = kept.repeat_interleave(layer.in_features // len(kept))

@@ -38,11 +38,11 @@ def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_sha
     factors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for name, layer in compressed_layers(model).items():
-        if (found := layer.factors()) is not None:
+        if (pair := layer.factors()) is not None:
             ranks[name] = layer.spec.rank
             # PEFT adds x Aᵀ Bᵀ · lora_alpha / r, with A: (r, in) and B: (out, r).
-            factors[f"base_model.model.{name}.lora_A.weight"] = found[1].detach().contiguous()
-            factors[f"base_model.model.{name}.lora_B.weight"] = found[0].detach().contiguous()
+            factors[f"base_model.model.{name}.lora_A.weight"] = pair[1].detach().contiguous()
+            factors[f"base_model.model.{name}.lora_B.weight"] = pair[0].detach().contiguous()
     if not ranks:
         raise ModelError(
             f"no layer has a low-rank part (rank 0), so there is nothing to write as an adapter; use "

@@ -1,7 +1,8 @@
-"""README.md of the folders that are written, in the Hub's format."""
+"""README.md of the folders that are written, in the Hub's format, and the files that come from the base model."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,22 @@ from huggingface_hub import ModelCardData, metadata_load
 from transformers.utils.hub import cached_file
 from yaml import YAMLError
 
-from hasslefree.folder.record import Record
-from hasslefree.folder.repeat import command_of
+from hasslefree.folder.record import Record, command_of
 from hasslefree.models.blocks import by_kind
 
 # The picture in the card of a compressed folder.
 FIGURE = "relative_error.png"
 
-# What the card of a base model says of its licence, in the Hub's format.
 LICENCE_FIELDS = ("license", "license_name", "license_link")
+
+# The files that prepare images and sound for a model. They belong to a folder as its tokenizer does.
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "audio_preprocessor_config.json",
+    "chat_template.json",
+)
 
 _LOAD = """```python
 from transformers import {auto}
@@ -48,30 +56,15 @@ model = PeftModel.from_pretrained(base, "path/to/this/folder")  # is_trainable=T
 The model in `base` alone lacks the low-rank matrices.
 """
 
-_WHAT = {
-    "dense": (
-        "transformers",
-        "Every compressed layer holds the sum of its sparse and its low-rank matrix as an ordinary weight. The model "
-        "is as large as before the compression, and loads without hasslefree.",
-        _LOAD,
-    ),
-    "narrow": (
-        "transformers",
-        "A plain model with fewer attention heads and fewer neurons than the base model: those that no compressed "
-        "layer reads were removed. It loads without hasslefree.",
-        _LOAD,
-    ),
-    "peft": (
-        "peft",
-        "A PEFT adapter that holds the low-rank matrices, and in `base` a model whose weights are the sparse matrices.",
-        _LOAD_ADAPTER,
-    ),
-    "base": (
-        "transformers",
-        "A plain model whose weights are the sparse matrices alone. It is not the whole compressed model: the low-rank "
-        "matrices are in the adapter in the parent folder.",
-        _LOAD,
-    ),
+_EXPORTS = {
+    "dense": "Every compressed layer holds the sum of its sparse and its low-rank matrix as an ordinary weight. The "
+    "model is as large as before the compression, and loads without hasslefree.",
+    "narrow": "A plain model with fewer attention heads and fewer neurons than the base model: those that no "
+    "compressed layer reads were removed. It loads without hasslefree.",
+    "peft": "A PEFT adapter that holds the low-rank matrices, and in `base` a model whose weights are the sparse "
+    "matrices.",
+    "base": "A plain model whose weights are the sparse matrices alone. It is not the whole compressed model: the "
+    "low-rank matrices are in the adapter in the parent folder.",
 }
 
 
@@ -83,7 +76,7 @@ def export_card(kind: str, source: str, recorded: bool, auto: str = "AutoModelFo
         source: the name of the compressed folder.
         recorded: compression.json lies in the exported folder. auto: the name of the class that loads the model.
     """
-    library, what, load = _WHAT[kind]
+    library, load = ("peft", _LOAD_ADAPTER) if kind == "peft" else ("transformers", _LOAD)
     front = ModelCardData(
         library_name=library, pipeline_tag="text-generation", tags=["hasslefree", "sparse", "low-rank"]
     )
@@ -97,36 +90,38 @@ def export_card(kind: str, source: str, recorded: bool, auto: str = "AutoModelFo
 
 hasslefree exported this model from `{source}`, whose layers are sums of a sparse and a low-rank matrix.{record}
 
-{what}
+{_EXPORTS[kind]}
 
 ## Load it
 
 {load.format(auto=auto)}"""
 
 
-def hub_file(model: str, name: str) -> Path | None:
-    """A file of a local folder or of the hub; None where there is none, or no network."""
-    lenient = {
-        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")
-    }
+def _hub_file(model: str, name: str) -> Path | None:
+    """A file of a local folder or of the hub; None if there is none, or no network."""
+    errors = ("missing_entries", "connection_errors", "gated_repo")
     try:
-        file = cached_file(model, name, **lenient)
+        file = cached_file(model, name, **{f"_raise_exceptions_for_{error}": False for error in errors})
     except OSError:
         return None
     return Path(file) if file else None
 
 
-def base_licence(model: str) -> dict[str, str]:
-    """What the model card of a local folder or of the hub says of the licence; empty where it says nothing.
+def copy_processor(model: str, folder: Path) -> None:
+    """Copy the processor files of a model, a folder or a hub name, that the folder lacks."""
+    for name in PROCESSOR_FILES:
+        if not (folder / name).exists() and (file := _hub_file(model, name)):
+            shutil.copyfile(file, folder / name)
 
-    No network and no card are no reason to lose a compression.
-    """
+
+def base_licence(model: str) -> dict[str, str]:
+    """The licence fields in the card of a model, a folder or a hub name; empty without a card or a network."""
     try:
-        file = hub_file(model, "README.md")
-        found = metadata_load(file) if file else None
+        file = _hub_file(model, "README.md")
+        front = metadata_load(file) if file else None
     except (OSError, ValueError, YAMLError):
         return {}
-    given = found if isinstance(found, dict) else {}
+    given = front if isinstance(front, dict) else {}
     return {name: given[name] for name in LICENCE_FIELDS if isinstance(given.get(name), str)}
 
 
@@ -142,14 +137,14 @@ def trained(report: Record) -> str:
     )
 
 
-def remarks(report: Record) -> str:
-    """What a reader has to know of the errors and of what stayed dense, in sentences."""
+def _remarks(report: Record) -> str:
+    """What a reader has to know about the errors and about what stayed dense, in sentences."""
     text = trained(report)
     if report.dense:
         text += f"These small matrices, such as routers, stayed dense: {_cell(', '.join(by_kind(report.dense)))}.\n"
     if report.towers:
         text += (
-            f"Only the text decoder was compressed, calibrated on text alone. These modules are unchanged: "
+            "Only the text decoder was compressed, calibrated on text alone. These modules are unchanged: "
             f"{_cell(report.towers)}.\n"
         )
     return text
@@ -164,6 +159,9 @@ def model_card(
         licence: of the base model, as from `base_licence`. auto: the name of the class that loads the model.
     """
     left = report.recipe.get("leave_dense")
+    worst = max(report.layers, key=lambda layer: layer.relative_error)
+    kept = f"{report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%})"
+    stored = f"{report.stored_bytes:,} of {report.dense_bytes:,} ({report.stored_bytes / report.dense_bytes:.1%})"
     name = report.model.rstrip("/").rpartition("/")[2]
     return f"""---
 {_front(report, licence, auto).to_yaml()}
@@ -175,13 +173,21 @@ hasslefree replaced every linear layer in the blocks{f" (but for {_cell(left)})"
 the sum of a sparse matrix S and a low-rank matrix L, fitted on calibration texts. It builds on [the paper HASSLE-free].
 Embeddings, norms and the output head were not compressed.
 
-{_figures(report)}
+| | |
+|---|---|
+| compressed layers | {len(report.layers)} |
+| parameters that they keep | {kept} |
+| bytes of their weights | {stored} |
+| mean relative error | {report.mean_relative_error:.5f} |
+| largest relative error | {worst.relative_error:.5f} ({worst.name}) |
+| calibration text | {report.tokens:,} tokens, in segments of {report.seqlen} |
+| dtype | {report.dtype} |
 
 ![Relative error of every layer, block by block]({FIGURE})
 
 The relative error of a layer is the share of its output that is lost on the calibration text:
 tr(R H Rᵀ) / tr(W H Wᵀ), where W is the dense weight, R = W − S − L, and H is the second moment of the layer's inputs.
-{remarks(report)}`compression.json` lists all layers; `hasslefree report` shows them on an HTML page.
+{_remarks(report)}`compression.json` lists all layers; `hasslefree report` shows them on an HTML page.
 
 ## Licence
 
@@ -192,22 +198,6 @@ tr(R H Rᵀ) / tr(W H Wᵀ), where W is the dense weight, R = W − S − L, and
 
 [the paper HASSLE-free]: https://arxiv.org/abs/2502.00899
 """
-
-
-def _figures(report: Record) -> str:
-    """The table of sizes and errors."""
-    worst = max(report.layers, key=lambda layer: layer.relative_error)
-    kept = f"{report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%})"
-    stored = f"{report.stored_bytes:,} of {report.dense_bytes:,} ({report.stored_bytes / report.dense_bytes:.1%})"
-    return f"""| | |
-|---|---|
-| compressed layers | {len(report.layers)} |
-| parameters that they keep | {kept} |
-| bytes of their weights | {stored} |
-| mean relative error | {report.mean_relative_error:.5f} |
-| largest relative error | {worst.relative_error:.5f} ({worst.name}) |
-| calibration text | {report.tokens:,} tokens, in segments of {report.seqlen} |
-| dtype | {report.dtype} |"""
 
 
 def _front(report: Record, licence: dict[str, str], auto: str) -> ModelCardData:

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hasslefree.background import error_of, run_in_background
-from hasslefree.checkpoint import read_json
+from hasslefree.checkpoint import INDEX, read_json
 from hasslefree.errors import CheckpointError, OutputError, option
-from hasslefree.folder.output import check_output, is_of_the_disk, open_up, put_in_place
+from hasslefree.folder.output import check_output, disk_errors, put_in_place, set_permissions
 from hasslefree.folder.record import PredictionRecord
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Part:
 
     Args:
         file: its name. sha256: of its bytes. tensors: their names and sizes in bytes.
-        entries: those of config.json for its compressed layers. layers: their reports.
+        entries: those of config.json for its compressed layers. layers: their records.
     """
 
     file: str
@@ -51,10 +51,12 @@ class Part:
 class Unfinished:
     """`OUT.unfinished`, next to OUT: a lock, a journal, and in `model/` the content of OUT.
 
-    No file is ever incomplete: files are written under another name, synced, and renamed. `predictions` is the record
-    of prediction matching, once all blocks have the matched values.
+    No file is ever incomplete: files are written under a temporary name, synced, and renamed. With `background_writes`,
+    a thread writes a part while the next one is computed, which takes the memory of one more part.
 
-    If `beside`, a thread writes a part while the next one is computed, which takes the memory of one more part.
+    Args:
+        identity: everything that the result depends on, as JSON. predictions: the record of prediction matching, once
+            all blocks have the matched values.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Unfinished:
         self.out, self.identity, self.parts, self.predictions = out, identity, parts, predictions
         self.folder = unfinished_folder(out)
         self.model, self.scratch = self.folder / "model", self.folder / "scratch"
-        self.beside = True
+        self.background_writes = True
         self._writing: Future[None] | None = None
 
     @property
@@ -76,72 +78,59 @@ class Unfinished:
         return sum(size for part in self.parts for size in part.tensors.values())
 
     def begin(self, identity: dict[str, Any]) -> None:
-        """Record the settings of this run; where parts are finished already, their settings must be the same.
-
-        Args:
-            identity: everything that the result depends on, as JSON.
-
-        Raises:
-            OutputError: with every setting that differs.
-        """
-        if self.identity is not None and (found := list(differences(self.identity, identity))):
+        """Record the settings of this run. Raises an OutputError if they differ from those of the finished parts."""
+        if self.identity is not None and (changes := list(differences(self.identity, identity))):
             raise OutputError(
-                f"cannot resume {self.folder}: the settings differ: {'; '.join(found)}. Give the same settings, or "
+                f"cannot resume {self.folder}: the settings differ: {'; '.join(changes)}. Give the same settings, or "
                 f"{option('overwrite', True)} to start again"
             )
         self.identity = identity
 
     def add(self, file: str, tensors: dict[str, Tensor], **rest: Any) -> None:
-        """Write one more part, after the part before it; once it is on the disk, `parts` and the journal list it.
+        """Write one more part, after the part before it; once it is on the disk, the journal lists it.
 
         Args:
-            tensors: by their names; they stay as they are until `wait` has returned.
-            rest: `entries` and `layers` of `Part`.
+            tensors: by their names; they must not change until `wait` has returned. rest: `entries` and `layers`.
 
         Raises:
-            OutputError: the part before this one could not be written; or this one, where nothing runs beside.
+            OutputError: the part before this one could not be written; without `background_writes`, this one.
         """
         self.wait()
-        held = {name: tensor.detach().cpu() for name, tensor in tensors.items()}  # a GPU's memory is for the next part
-        [self._writing] = run_in_background("write", partial(self._write_part, file, held, rest))
-        if not self.beside:
+        on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}  # frees GPU memory for the next part
+        [self._writing] = run_in_background("write", partial(self._write_part, file, on_cpu, rest))
+        if not self.background_writes:
             self.wait()
 
     def check(self) -> None:
-        """Raise the error of the last `add`, if it has failed by now; without waiting."""
+        """Raise the error of the last `add` if it has failed already; do not wait for it."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until all parts are written.
-
-        Raises:
-            OutputError: the last one could not be written.
-        """
+        """Wait until all parts are written. Raises an OutputError if the last one could not be."""
         error = self._writing.exception() if self._writing is not None else None
-        self._writing = None
+        self._writing = None  # not before: if the wait is interrupted, `close` waits
         if error is not None:
             raise error
 
     def close(self) -> None:
-        """Wait for the last write, where a run ends with an error; an error of that write is only logged."""
+        """Wait for the last write after an error of the run; an error of that write is only logged."""
         if self._writing is not None and (error := error_of(self._writing)) is not None:
             logger.error("%s", error)
 
     def _write_part(self, file: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
-        with room_errors(self.model / file):
+        with resumable(self.model / file):
             digest = self._save(file, tensors)
-            sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-            self.parts.append(Part(file, digest, sizes, **rest))
+            self.parts.append(Part(file, digest, {name: tensor.nbytes for name, tensor in tensors.items()}, **rest))
             self._write_journal()
 
     def _save(self, file: str, tensors: dict[str, Tensor]) -> str:
         """Write a file of the model, and return the SHA-256 of its bytes."""
-        beside = self.model / f".{file}"
-        kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        save_file(kept, beside, metadata={"format": "pt"})
-        digest = sha256(beside)
-        settle(beside, self.model / file)
+        temporary = self.model / f".{file}"
+        contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, temporary, metadata={"format": "pt"})
+        digest = sha256(temporary)
+        fsync_and_rename(temporary, self.model / file)
         return digest
 
     def rewrite(self, files: Iterable[tuple[str, dict[str, Tensor]]], predictions: PredictionRecord) -> None:
@@ -151,7 +140,7 @@ class Unfinished:
             files: for each block the name of its new file, and its tensors. predictions: the record of the matching.
         """
         outside, blocks = self.parts[0], self.parts[1:]
-        with room_errors(self.folder):
+        with resumable(self.folder):
             new = [outside]
             for part, (file, tensors) in zip(blocks, files, strict=True):
                 new.append(dataclasses.replace(part, file=file, sha256=self._save(file, tensors)))
@@ -166,10 +155,12 @@ class Unfinished:
 
     def finish(self, fill: Callable[[Path], None]) -> None:
         """Replace OUT by the folder. fill: writes the files that are still missing."""
-        with room_errors(self.folder):
+        with resumable(self.folder):
             fill(self.model)
-            write_index(self.model, self.parts)
-            open_up(self.model)
+            files = {name: part.file for part in self.parts for name in part.tensors}
+            index = {"metadata": {"total_size": self.bytes_done}, "weight_map": dict(sorted(files.items()))}
+            (self.model / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            set_permissions(self.model)
             for path in self.model.iterdir():
                 sync(path)
             put_in_place(self.model, self.out, self.folder / BEFORE)
@@ -177,9 +168,20 @@ class Unfinished:
     def _write_journal(self) -> None:
         parts = [dataclasses.asdict(part) for part in self.parts]
         content = {"identity": self.identity, "parts": parts, "predictions": self.predictions}
-        beside = self.folder / f".{JOURNAL}"
-        beside.write_text(json.dumps(content), encoding="utf-8")
-        settle(beside, self.folder / JOURNAL)
+        temporary = self.folder / f".{JOURNAL}"
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+        fsync_and_rename(temporary, self.folder / JOURNAL)
+
+    def sweep(self) -> None:
+        """Remove everything that the journal does not list, such as files that a killed process left incomplete."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.mkdir()
+        self.model.mkdir(exist_ok=True)
+        for path in self.model.iterdir():
+            if path.name not in {part.file for part in self.parts}:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if not self.parts:
+            (self.folder / JOURNAL).unlink(missing_ok=True)
 
 
 def unfinished_folder(out: Path) -> Path:
@@ -198,41 +200,10 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
         CheckpointError: a finished part is damaged.
     """
     folder = unfinished_folder(out)
-    with room_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with claimed(folder):
-        if (folder / BEFORE).exists() and not out.exists():  # killed between two renames
-            (folder / BEFORE).rename(out)
-        check_output(out, overwrite)
-        identity, parts, predictions = _read_journal(folder)
-        if parts and not resume and not overwrite:
-            raise OutputError(
-                f"{folder} holds an unfinished compression with {_blocks(parts)}; continue it with "
-                f"{option('resume', True)}, or start again with {option('overwrite', True)}"
-            )
-        if not resume:
-            identity, parts, predictions = None, [], None
-        found = Unfinished(out, identity, parts, predictions)
-        _sweep(found)
-        try:
-            yield found
-        finally:
-            found.close()
-            shutil.rmtree(found.scratch, ignore_errors=True)
-            if not found.parts or not found.model.exists():
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Within it, no other process may write to the folder.
-
-    Raises:
-        OutputError: another process is writing to it.
-    """
     lock, owner = FileLock(folder / "lock"), folder / "owner"
     try:
-        with room_errors(folder):
+        with resumable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
     except Timeout:
         process = owner.read_text(encoding="utf-8") if owner.exists() else "unknown"
@@ -240,9 +211,28 @@ def claimed(folder: Path) -> Iterator[None]:
             f"another compression (process {process}) is writing to {folder}; wait for it, or give another folder"
         ) from None
     try:
-        with room_errors(folder):
+        with resumable(folder):
             owner.write_text(str(os.getpid()), encoding="utf-8")
-        yield
+        if (folder / BEFORE).exists() and not out.exists():  # killed between two renames
+            (folder / BEFORE).rename(out)
+        check_output(out, overwrite)
+        work = Unfinished(out, *_read_journal(folder))
+        if work.parts and not resume and not overwrite:
+            raise OutputError(
+                f"{folder} holds an unfinished compression with {_blocks(work.parts)}; continue it with "
+                f"{option('resume', True)}, or start again with {option('overwrite', True)}"
+            )
+        if not resume:
+            work = Unfinished(out, None, [])
+        with resumable(folder):
+            work.sweep()
+        try:
+            yield work
+        finally:
+            work.close()
+            shutil.rmtree(work.scratch, ignore_errors=True)
+            if not work.parts or not work.model.exists():
+                shutil.rmtree(folder, ignore_errors=True)
     finally:
         lock.release()
 
@@ -274,21 +264,7 @@ def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], Pred
     return content["identity"], parts, predictions
 
 
-def _sweep(found: Unfinished) -> None:
-    """Remove what a killed process left unfinished, and everything that the journal does not list."""
-    known = {part.file for part in found.parts}
-    with room_errors(found.folder):
-        shutil.rmtree(found.scratch, ignore_errors=True)
-        found.scratch.mkdir()
-        found.model.mkdir(exist_ok=True)
-        for path in found.model.iterdir():
-            if path.name not in known:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if not found.parts:
-            (found.folder / JOURNAL).unlink(missing_ok=True)
-
-
-def kept(out: Path) -> str:
+def describe_progress(out: Path) -> str:
     """Which finished blocks an interrupted compression to OUT has left, in words."""
     folder = unfinished_folder(out.resolve())
     if not (folder / JOURNAL).exists():
@@ -302,7 +278,7 @@ def _blocks(parts: list[Any]) -> str:
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """Where two JSON values differ: the name of each field, with both values.
+    """The fields in which two JSON values differ, with both values.
 
     A field that only one of them has was added in a later version: a missing one equals null, false and empty.
     """
@@ -315,24 +291,16 @@ def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
         yield f"{name} was {before!r} and is {now!r}"
 
 
-def write_index(folder: Path, parts: list[Part]) -> None:
-    """model.safetensors.index.json: which file holds which tensor."""
-    where = {name: part.file for part in parts for name in part.tensors}
-    total = sum(size for part in parts for size in part.tensors.values())
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 def sha256(file: Path) -> str:
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def settle(beside: Path, place: Path) -> None:
+def fsync_and_rename(temporary: Path, file: Path) -> None:
     """Rename a file to its final name once its bytes are on the disk."""
-    sync(beside)
-    beside.rename(place)
-    sync(place.parent)
+    sync(temporary)
+    temporary.rename(file)
+    sync(file.parent)
 
 
 def sync(path: Path) -> None:
@@ -344,20 +312,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def room_errors(place: Path) -> Iterator[None]:
-    """Errors of the disk as an OutputError. place: the folder or file that is written."""
-    try:
-        yield
-    except (OutputError, Timeout):
-        raise
-    except Exception as error:
-        if is_of_the_disk(error):
-            raise OutputError(
-                f"{place} cannot be written: {error}; finished blocks are kept. Correct the cause, and continue with "
-                f"{option('resume', True)}"
-            ) from error
-        raise
+def resumable(path: Path) -> AbstractContextManager[None]:
+    """`disk_errors` for the unfinished folder."""
+    resume = option("resume", True)
+    return disk_errors(path, f"finished blocks are kept. Correct the cause, and continue with {resume}")
 
 
 def fingerprint(tokens: Tensor) -> str:

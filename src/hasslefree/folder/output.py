@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import Timeout
 from safetensors import SafetensorError
 
 from hasslefree.errors import OutputError, option
 
 
 def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0) -> None:
-    """Raise an OutputError where the folder is in use, cannot be written, or the disk is too small.
+    """Raise an OutputError if a folder is in use, cannot be written, or is on a disk with fewer free bytes.
 
     Args:
         folder: resolved.
-        bytes_needed: the size of what will be written.
     """
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"the output {folder} is a file; give a folder")
@@ -32,9 +31,7 @@ def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0) -> None:
             f"the output folder {folder} is the current folder or a mount point, which cannot be replaced; give a "
             f"folder in it, such as {folder}/out"
         )
-    parent = folder.parent
-    while not parent.exists():
-        parent = parent.parent
+    parent = next(parent for parent in folder.parents if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise OutputError(
             f"the output folder {folder} cannot be created: {parent} is not writable; give another folder"
@@ -46,39 +43,36 @@ def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0) -> None:
         )
 
 
-def check_shard_size(size: str) -> None:
-    """Raise an OutputError where the size is not of the form that transformers reads, such as 5GB."""
-    if not re.fullmatch(r"\d+(\.\d+)?\s?[KMGT]B", size, re.IGNORECASE):
-        raise OutputError(
-            f"{option('max_shard_size')} must be a number with a unit, such as 5GB or 500MB, got {size!r}"
-        )
-
-
 @contextmanager
 def replaced_whole(folder: Path) -> Iterator[Path]:
     """A new folder next to `folder` that replaces it at the end; on an error only the new one is removed."""
     part, old = (folder.with_name(f".{folder.name}.{kind}-{os.getpid()}") for kind in ("part", "old"))
+    with disk_errors(folder, "its previous content is unchanged. Correct the cause and try again"):
+        try:
+            part.mkdir(parents=True)
+            yield part
+            set_permissions(part)
+            put_in_place(part, folder, old)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def disk_errors(path: Path, remedy: str) -> Iterator[None]:
+    """Turn errors of the disk into an OutputError. path: the file or folder that is written."""
     try:
-        part.mkdir(parents=True)
-        yield part
-        open_up(part)
-        put_in_place(part, folder, old)
-    except BaseException as error:
-        shutil.rmtree(part, ignore_errors=True)
-        if is_of_the_disk(error):
-            raise OutputError(
-                f"{folder} could not be written: {error}. Its previous content is unchanged; correct the cause and try "
-                "again"
-            ) from error
+        yield
+    except (OutputError, Timeout):
+        raise
+    except Exception as error:
+        # safetensors and tokenizers report a full disk as exceptions of their own.
+        if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
+            raise OutputError(f"{path} cannot be written: {error}; {remedy}") from error
         raise
 
 
-def is_of_the_disk(error: BaseException) -> bool:
-    """Whether a write failed: safetensors and tokenizers report a full disk as exceptions of their own."""
-    return isinstance(error, OSError | SafetensorError) or "os error" in str(error)
-
-
-def open_up(folder: Path) -> None:
+def set_permissions(folder: Path) -> None:
     """Set permissions by the user's umask: safetensors writes files that only their owner can read."""
     umask = os.umask(0)
     os.umask(umask)

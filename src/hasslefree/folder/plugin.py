@@ -62,8 +62,8 @@ class HasslefreeQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
         """Without those that fuse experts, which are separate layers here."""
         fused = {source for module in model.modules() if isinstance(module, SplitExperts) for source in module.sources}
-        kept = [each for each in weight_conversions if not fuses(each, fused)]
-        return super().update_weight_conversions(kept, model)
+        unfused = [conversion for conversion in weight_conversions if not fuses(conversion, fused)]
+        return super().update_weight_conversions(unfused, model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         # For transformers this forbids .half(), .float() and training; here the values are floats like any others.

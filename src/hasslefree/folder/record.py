@@ -1,4 +1,4 @@
-"""The record of a compression: per layer and in total, as JSON and as a table."""
+"""The record of a compression: per layer and in total, as JSON, as a table, and as the command that repeats it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 import importlib.metadata
 import json
 import math
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,12 @@ from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import CheckpointError
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.phases import PhaseTime
+from hasslefree.recipe.recipe import Recipe
 from hasslefree.tables import span, table
 from hasslefree.validation import Count, Figure, validated
+
+# Fields that recipes of earlier versions had.
+FORMER_FIELDS = {"dense_target", "match_blocks", "match_epochs", "rotate"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class LayerRecord:
 
     @classmethod
     def of(cls, name: str, spec: LayerSpec, result: Decomposition, seconds: float, stored: int) -> LayerRecord:
-        """The report of a decomposition. spec: of the stored layer. stored: the bytes that it takes."""
+        """The record of a decomposition. spec: of the stored layer. stored: its size in bytes."""
         return cls(
             name=name,
             spec=dataclasses.replace(spec, nonzeros=int(result.sparse.count_nonzero())),
@@ -61,18 +67,14 @@ class LayerRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the fields of the spec are among the others, its shape as `out` and `width`."""
-        rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        name, spec = rest.pop("name"), rest.pop("spec").to_dict()
+        spec = self.spec.to_dict()
         out, width = spec.pop("shape")
-        return {"name": name, "out": out, "width": width, **spec, **rest}
+        rest = {name: value for name, value in vars(self).items() if name not in ("name", "spec")}
+        return {"name": self.name, "out": out, "width": width, **spec, **rest}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> LayerRecord:
-        """Read back what `to_dict` returned; seconds are 0 where it has none.
-
-        Raises:
-            InvalidError: a field is missing or of another type. KeyError: the shape is missing.
-        """
+        """Read back what `to_dict` returned; seconds are 0 if it has none. Raises InvalidError or KeyError."""
         spec = content | {"shape": [content["out"], content["width"]]}
         return validated(cls, {"seconds": 0.0, **content, "spec": spec})
 
@@ -152,14 +154,9 @@ class Record:
 
     def to_json(self) -> str:
         """compression.json: all but the seconds, so that the same recipe, model and machine give the same bytes."""
-        content = dataclasses.asdict(dataclasses.replace(self, layers=())) | {
-            "layers": [layer.to_dict() for layer in self.layers],
-            "mean_relative_error": self.mean_relative_error,
-            "dense_parameters": self.dense_parameters,
-            "kept_parameters": self.kept_parameters,
-            "stored_bytes": self.stored_bytes,
-            "dense_bytes": self.dense_bytes,
-        }
+        totals = ("mean_relative_error", "dense_parameters", "kept_parameters", "stored_bytes", "dense_bytes")
+        content = vars(self) | {"layers": [layer.to_dict() for layer in self.layers]}
+        content |= {name: getattr(self, name) for name in totals}
         del content["phases"]
         for timed in (content, *content["layers"]):
             del timed["seconds"]
@@ -175,7 +172,7 @@ class Record:
         try:
             content = json.loads(text)
             layers = tuple(LayerRecord.from_dict(layer) for layer in content["layers"])
-            found = validated(cls, content | {"seconds": 0.0, "layers": []})
+            record = validated(cls, content | {"seconds": 0.0, "layers": []})
             if wrong := [layer.name for layer in layers if not all(map(math.isfinite, layer.history))]:
                 raise ValueError(f"the errors by round of {wrong[0]} contain NaN or Inf")
         except (ValueError, TypeError, KeyError) as error:
@@ -183,15 +180,11 @@ class Record:
             raise CheckpointError(f"compression.json is not valid for this version of hasslefree ({cause})") from None
         if not layers:
             raise CheckpointError("compression.json lists no layers")
-        return dataclasses.replace(found, layers=layers)
+        return dataclasses.replace(record, layers=layers)
 
 
 def read_record(folder: Path) -> Record:
-    """The record in a folder's compression.json.
-
-    Raises:
-        CheckpointError: with the folder, where the file is missing, unreadable or damaged.
-    """
+    """The record in a folder's compression.json. Raises a CheckpointError if it is missing or damaged."""
     try:
         return Record.from_json((folder / "compression.json").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -210,24 +203,51 @@ def versions() -> dict[str, str]:
 def summary_table(report: Record) -> Table:
     """One line for each kind of layer (q_proj, down_proj, …): how many, the mean and the worst error, seconds."""
     title = f"{report.model}: {len(report.layers)} layers, {report.kept_share:.1%} of their parameters kept"
-    made = table(["kind"], ["layers", "rank", "mean relative error", "worst", "seconds"], title)
+    lines = table(["kind"], ["layers", "rank", "mean relative error", "worst", "seconds"], title)
+
+    def add_row(name: str, layers: Sequence[LayerRecord], rank: str) -> None:
+        errors = [layer.relative_error for layer in layers]
+        mean, worst = f"{sum(errors) / len(errors):.5f}", f"{max(errors):.5f}"
+        lines.add_row(name, str(len(layers)), rank, mean, worst, f"{sum(layer.seconds for layer in layers):.1f}")
+
     kinds: dict[str, list[LayerRecord]] = {}
     for layer in report.layers:
         kinds.setdefault(layer.name.rpartition(".")[2], []).append(layer)
     for kind, layers in kinds.items():
-        errors = [layer.relative_error for layer in layers]
-        made.add_row(
-            kind,
-            str(len(layers)),
-            span([layer.spec.rank for layer in layers]),
-            f"{sum(errors) / len(errors):.5f}",
-            f"{max(errors):.5f}",
-            f"{sum(layer.seconds for layer in layers):.1f}",
-        )
-    made.add_section()
-    seconds = sum(layer.seconds for layer in report.layers)
-    worst = max(layer.relative_error for layer in report.layers)
-    made.add_row(
-        "all", str(len(report.layers)), "", f"{report.mean_relative_error:.5f}", f"{worst:.5f}", f"{seconds:.1f}"
-    )
-    return made
+        add_row(kind, layers, span([layer.spec.rank for layer in layers]))
+    lines.add_section()
+    add_row("all", report.layers, "")
+    return lines
+
+
+def compress_command(model: str, out: str, recipe: Recipe) -> list[str]:
+    """The words of the command that compresses a model by a recipe, without the defaults of this version."""
+    words = ["hasslefree", "compress", model, out, "--pattern", str(recipe.pattern), "--method", recipe.method]
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        if field.name in ("pattern", "method") or value == field.default:
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
+    return words
+
+
+def command_of(report: Record, out: str = "OUT", trust_remote_code: bool = False) -> str | None:
+    """The command line that makes the same folder again; None if the calibration tokens were given from Python.
+
+    It lists what differs from the defaults of this version, and seqlen, whose default depends on the model.
+
+    Raises:
+        RecipeError: a recipe that this version does not know.
+    """
+    if report.own_segments:
+        return None
+    given = {name: value for name, value in report.recipe.items() if value is not None and name not in FORMER_FIELDS}
+    recipe = Recipe(**given | {"seqlen": report.seqlen})
+    words = compress_command(report.model, out, recipe)
+    if report.device != "cuda":
+        words += ["--device", report.device]
+    return shlex.join(words + ["--trust-remote-code"] * trust_remote_code)

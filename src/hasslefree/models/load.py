@@ -51,7 +51,7 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def check_name(name: str) -> None:
-    """Raise a ModelError for a GGUF file, and for a path that does not exist."""
+    """Raise a ModelError if a model is a GGUF file, or a path that does not exist."""
     if name.endswith(".gguf"):
         file = Path(name)
         raise ModelError(
@@ -64,7 +64,7 @@ def check_name(name: str) -> None:
 
 
 def no_model(name: str, error: Exception) -> ModelError:
-    """The error for a name under which transformers finds no model."""
+    """The error for a name that transformers does not know."""
     if Path(name).is_dir():
         return ModelError(f"no model at {name!r}: {_first_line(error)}; give a folder with config.json and weights")
     return ModelError(
@@ -74,17 +74,18 @@ def no_model(name: str, error: Exception) -> ModelError:
 
 
 def check_reads_text(name: str, config: Any) -> None:
-    """Raise a ModelError where the class of a model does not run on token ids alone."""
+    """Raise a ModelError if the class of a model does not run on token ids alone."""
     kind = auto_class(config)._model_mapping.get(type(config), None)
     if kind is None:  # transformers says so itself when the model is made
         return
     forward = inspect.signature(kind.forward).parameters if "forward" in dir(kind) else {}
-    needed = [
-        each.name
-        for each in forward.values()
-        if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    ]
-    if "input_ids" not in forward or set(needed) - {"self", "input_ids"}:
+    needed = {
+        name
+        for name, parameter in forward.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    if "input_ids" not in forward or needed - {"self", "input_ids"}:
         raise ModelError(
             f"{name} is a {kind.__name__}, which needs more inputs than text; "
             "hasslefree compresses causal language models"
@@ -97,7 +98,7 @@ def has_encoder(config: Any) -> bool:
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that makes a model of a configuration: with its towers, where it names such a model."""
+    """The Auto class of transformers for a configuration: the multimodal one if the configuration names such a model."""
     multimodal = MULTIMODAL.get(config.model_type)
     named = (getattr(config, "architectures", None) or [None])[0]
     if multimodal and (config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or named == multimodal):
@@ -106,7 +107,7 @@ def auto_class(config: Any) -> Any:
 
 
 def refuse_compressed(config: Any, name: str) -> None:
-    """Raise a ModelError where a model's configuration says that it is quantised or compressed already."""
+    """Raise a ModelError if a model is quantised or compressed already."""
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{name} is already quantised or compressed; start from the original checkpoint")
 
@@ -164,7 +165,7 @@ def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrain
     check_format(name)
     try:
         # Pickles are programs: no other format than safetensors.
-        found: Any = auto.from_pretrained(
+        model, info = auto.from_pretrained(
             name, output_loading_info=True, use_safetensors=True, trust_remote_code=trust_remote_code, **how
         )
     except HasslefreeError:
@@ -173,7 +174,6 @@ def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrain
         damaged = isinstance(error, RuntimeError | SafetensorError)
         remedy = "; if one of its files is damaged or truncated, download or copy it again" if damaged else ""
         raise ModelError(f"the model {name!r} could not be loaded: {_first_line(error)}{remedy}") from error
-    model, info = found
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"the checkpoint {name!r} lacks {len(missing)} tensors of a {type(model).__name__}: "
@@ -183,7 +183,7 @@ def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrain
 
 
 def check_format(name: str) -> None:
-    """Raise a ModelError where a local folder holds weights only as pickles, which can run code."""
+    """Raise a ModelError if a local folder holds weights only as pickles, which can run code."""
     folder = Path(name)
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and any(folder.glob("pytorch_model*.bin")):
         raise ModelError(
@@ -210,31 +210,28 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
 def resolve_device(device: str | None) -> torch.device:
     """The device of this name; None means the first GPU if there is one."""
     try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        resolved = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         raise ModelError(f"unknown device {device!r}; use, for example, cpu, cuda or cuda:1") from None
     try:
-        torch.zeros(1, device=chosen).item()
+        torch.zeros(1, device=resolved).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ModelError(
             f"device {device!r} cannot be used: {_first_line(error)}; use {option('device', 'cpu')}"
         ) from None
-    return chosen
+    return resolved
 
 
 def most_positions(model: nn.Module) -> int | None:
-    """The tokens that a model takes at once; None where there is no limit."""
+    """The tokens that a model takes at once; None if there is no limit."""
     config: Any = model.config
-    most: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return None if most is not None and most < 1 else most  # less than 1 is XLNet's way to say that there is no limit
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return most if most is not None and most >= 1 else None  # XLNet has -1: no limit
 
 
 def resolve_seqlen(model: nn.Module, asked: int | None) -> int:
-    """The segment length: the given one, or 2048, or the model's limit if that is less.
-
-    Raises:
-        ModelError: it is more than the positions of the model.
-    """
+    """The segment length: the given one, or 2048, or the model's limit if that is less. Raises a ModelError if it is
+    more than the positions of the model."""
     most = most_positions(model)
     if most is not None and asked is not None and asked > most:
         raise ModelError(

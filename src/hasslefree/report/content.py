@@ -18,8 +18,7 @@ from hasslefree.core.protocols import Method
 from hasslefree.errors import CheckpointError
 from hasslefree.folder.card import trained
 from hasslefree.folder.inspect import FolderSize, inspect_folder
-from hasslefree.folder.record import Record, read_record
-from hasslefree.folder.repeat import command_of
+from hasslefree.folder.record import Record, command_of, read_record
 from hasslefree.phases import PhaseTime
 from hasslefree.solve.methods import METHODS
 from hasslefree.validation import Count, Figure, InvalidError, validated

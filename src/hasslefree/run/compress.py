@@ -151,7 +151,7 @@ def compress_dense(
     footprint = partial(estimate, model, dense.blocks, plan, resolved, shape, device, activations, world.size)
     options = {"storage": activations, "folder": work.folder, "phases": phases}
     walk, digests = open_walk(model, dense.blocks, plan, segments[:1].to(device), footprint, options)
-    work.beside = walk.weights.prefetch
+    work.background_writes = walk.weights.prefetch
     prepared = prepare(walk, dense, resolved, work, world)
     about = described(dense.name, model, resolved, segments) | dense.left
     about |= {"device": device.type, "own_segments": dense.own_segments}

@@ -9,10 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from hasslefree.folder.card import FIGURE, base_licence, model_card
+from hasslefree.folder.card import FIGURE, base_licence, copy_processor, model_card
 from hasslefree.folder.journal import Part
 from hasslefree.folder.plugin import HasslefreeConfig
-from hasslefree.folder.processor import copy_processor
 from hasslefree.folder.record import LayerRecord, PredictionRecord, Record, versions
 from hasslefree.models.load import auto_class
 from hasslefree.recipe.resolved import Resolved
