@@ -82,8 +82,7 @@ def check_reads_text(name: str, config: Any) -> None:
     needed = {
         name
         for name, parameter in forward.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is inspect.Parameter.empty and not parameter.kind.name.startswith("VAR_")
     }
     if "input_ids" not in forward or needed - {"self", "input_ids"}:
         raise ModelError(
@@ -98,7 +97,7 @@ def has_encoder(config: Any) -> bool:
 
 
 def auto_class(config: Any) -> Any:
-    """The Auto class of transformers for a configuration: the multimodal one if the configuration names such a model."""
+    """The Auto class of transformers for a configuration: multimodal if it names such a model."""
     multimodal = MULTIMODAL.get(config.model_type)
     named = (getattr(config, "architectures", None) or [None])[0]
     if multimodal and (config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or named == multimodal):
