@@ -125,14 +125,14 @@ def unfinished(tmp_path, monkeypatch) -> dict:
     """
     entries = json.loads((FIXTURES / OUT / "config.json").read_text())["quantization_config"]["modules"]
 
-    def allocated(walk, plan, *rest):
+    def allocate(walk, plan, *rest):
         for index, plans in enumerate(plan):
             for name, layer in plans.items():
                 rank = entries[f"{walk.blocks.prefix(index)}.{name}"]["rank"]
                 plans[name] = dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, rank=rank))
         return Allocation(plan)
 
-    monkeypatch.setattr("hasslefree.run.compress.allocated", allocated)
+    monkeypatch.setattr("hasslefree.run.compress.allocate", allocate)
     shutil.copytree(FIXTURES / "dense", tmp_path / "dense")
     shutil.copytree(FIXTURES / f"{OUT}.unfinished", tmp_path / f"{OUT}.unfinished")
     shutil.copy(FIXTURES / "calibration.txt", tmp_path)

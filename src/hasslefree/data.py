@@ -116,8 +116,7 @@ def _from_hub(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _local(name: str) -> list[str]:
-    """A .txt file is one document; a .jsonl file one a line, in the field `text`; FILE.jsonl[START:STOP] some of them.
-    """
+    """A .txt file is one document; a .jsonl file one per line, in the field `text`; FILE.jsonl[START:STOP]: some."""
     match = _SLICE.fullmatch(name)
     path = Path(match["path"] if match else name)
     if path.suffix not in (".txt", ".jsonl", ".raw"):

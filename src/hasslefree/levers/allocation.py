@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from hasslefree.core.budgets import Budget
 from hasslefree.core.gram import Gram
 from hasslefree.core.patterns import Unstructured
+from hasslefree.core.protocols import Method
 from hasslefree.distributed import World
 from hasslefree.levers.gains import GainCurve, greedy_allocate, rank_gains
 from hasslefree.levers.owl import outlier_share, owl_ratios
@@ -21,7 +23,6 @@ from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.phases import ALLOCATION
 from hasslefree.recipe.plan import LayerPlan, Plan, plan_block
-from hasslefree.recipe.resolved import Resolved
 
 # A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
 LEAST, MOST = 0.5, 2.0
@@ -72,34 +73,25 @@ class Allocation:
     sensitivities: dict[str, float] | None = None
 
 
-def allocated(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Allocation:
-    """The plan that the recipe's `allocate` asks for, from the dense model on the calibration text.
+def by_outliers(
+    walk: Walk, plan: Plan, budget: Budget, method: Method, factor_bits: int | None, segments: Tensor, world: World
+) -> Allocation:
+    """OWL (arXiv 2310.05175): each block gets its own ratio, or sparsity, around that of the budget.
 
     Args:
-        plan: the uniform one. segments: of this process.
+        plan: the uniform one, for this budget, method and factors. segments: of this process.
     """
-    if resolved.allocate == "uniform":
-        return Allocation(plan)
-    if resolved.allocate == "owl":
-        return Allocation(by_outliers(walk, plan, resolved, segments, world))
-    return by_sensitivity(walk, plan, segments, world, resolved.recipe.seed)
-
-
-def by_outliers(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Plan:
-    """OWL (arXiv 2310.05175): each block gets its own ratio, or sparsity, around the recipe's."""
     hidden = walk.entering(segments)
     visits = walk.phases.counted(ALLOCATION, walk.visits(hidden), len(plan), "blocks")
     shares = [outliers_of(visit, plan[visit.index], hidden, world) for visit in visits]
     sizes = [sum(layer.spec.dense_parameters for layer in plans.values()) for plans in plan]
-    budget = resolved.budget
     field = "sparsity" if budget.ratio is None else "ratio"
-    moved: list[dict[str, Any]] = [{field: ratio} for ratio in owl_ratios(shares, getattr(budget, field), sizes=sizes)]
-    planned = []
-    for index, (plans, change) in enumerate(zip(plan, moved, strict=True)):
-        sites = find_sites(walk.blocks.modules[index])
-        chosen = {name: sites[name] for name in plans}
-        planned.append(plan_block(walk.blocks, index, chosen, resolved, dataclasses.replace(budget, **change)))
-    return planned
+    moved: Plan = []
+    for index, share in enumerate(owl_ratios(shares, getattr(budget, field), sizes=sizes)):
+        sites = {name: site for name, site in find_sites(walk.blocks.modules[index]).items() if name in plan[index]}
+        change: dict[str, Any] = {field: share}
+        moved.append(plan_block(walk.blocks, index, sites, dataclasses.replace(budget, **change), method, factor_bits))
+    return Allocation(moved)
 
 
 def outliers_of(visit: Visit, plans: Mapping[str, LayerPlan], hidden: Activations, world: World) -> float:

@@ -12,6 +12,7 @@ from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Method
 from hasslefree.errors import BudgetError, HasslefreeError
 from hasslefree.models.blocks import Blocks, select_sites
 from hasslefree.models.heads import head_unit
@@ -67,9 +68,9 @@ def make_plan(blocks: Blocks, resolved: Resolved) -> Plan:
     """
     selected = select_sites(blocks, resolved.recipe.leave_dense).sites
     check_rank(blocks, selected, resolved.budget.rank or 0)
-    plan = [plan_block(blocks, index, sites, resolved, resolved.budget) for index, sites in enumerate(selected)]
-    ranks = [layer.spec.rank for plans in plan for layer in plans.values()]
-    check_factor_bits(resolved.recipe.factor_bits, max(ranks, default=None))
+    bits = resolved.recipe.factor_bits
+    plan = [plan_block(blocks, i, sites, resolved.budget, resolved.method, bits) for i, sites in enumerate(selected)]
+    check_factor_bits(bits, max((layer.spec.rank for plans in plan for layer in plans.values()), default=None))
     return plan
 
 
@@ -86,10 +87,10 @@ def check_rank(blocks: Blocks, selected: Sequence[Mapping[str, Site]], rank: int
 
 
 def plan_block(
-    blocks: Blocks, index: int, sites: Mapping[str, Site], resolved: Resolved, budget: Budget
+    blocks: Blocks, index: int, sites: Mapping[str, Site], budget: Budget, method: Method, factor_bits: int | None
 ) -> dict[str, LayerPlan]:
     """The plans of the sites of one block, by their names in it. budget: of each layer. Raises as `make_plan`."""
-    method, plans = resolved.method, {}
+    plans = {}
     for name, site in sites.items():
         try:
             unit = head_unit(blocks.modules[index], name) if method.whole_channels else 1
@@ -100,9 +101,7 @@ def plan_block(
                 method.grid.check(site.shape, pattern.group)
         except HasslefreeError as error:
             raise error.within(f"{blocks.prefix(index)}.{name}") from None
-        plans[name] = LayerPlan.of(
-            site.shape, pattern, rank, site.parameter.dtype, method.grid, resolved.recipe.factor_bits
-        )
+        plans[name] = LayerPlan.of(site.shape, pattern, rank, site.parameter.dtype, method.grid, factor_bits)
     return plans
 
 

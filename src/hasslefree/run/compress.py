@@ -20,7 +20,7 @@ from hasslefree.distributed import World, local_device, process_group
 from hasslefree.folder.journal import Unfinished, fingerprint, unfinished
 from hasslefree.folder.output import check_output
 from hasslefree.folder.record import PredictionRecord, Record
-from hasslefree.levers.allocation import allocated
+from hasslefree.levers.allocation import Allocation, by_outliers, by_sensitivity
 from hasslefree.levers.train import Reference
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
@@ -193,8 +193,18 @@ def prepare(walk: Walk, dense: Dense, resolved: Resolved, work: Unfinished, worl
     trained = world.broadcast(work.predictions)
     tokenizer = None if dense.own_segments else dense.tokenizer
     reference = None if trained else dense_reference(walk, resolved, tokenizer, dense.segments, world)
-    allocation = world.broadcast(allocated(walk, dense.plan, resolved, local, world))
+    allocation = world.broadcast(allocate(walk, dense.plan, resolved, local, world))
     return Preparation(local, allocation.plan, allocation.sensitivities, reference, trained)
+
+
+def allocate(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Allocation:
+    """The plan that the recipe's `allocate` asks for. plan: the uniform one. segments: of this process."""
+    if resolved.allocate == "owl":
+        method, bits = resolved.method, resolved.recipe.factor_bits
+        return by_outliers(walk, plan, resolved.budget, method, bits, segments, world)
+    if resolved.allocate == "error":
+        return by_sensitivity(walk, plan, segments, world, resolved.recipe.seed)
+    return Allocation(plan)
 
 
 def open_walk(
