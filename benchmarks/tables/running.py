@@ -146,6 +146,14 @@ def simulated(content: Content) -> Iterable[Row]:
         yield {"effort": effort, "minutes": found["minutes"], "works": works, "peak": found["peak_over_estimate"]}
 
 
+def dropped(content: Content) -> Row:
+    """What a simulated effort contains that is no longer part of it."""
+    seconds = {effort: found["seconds"].get("block matching", {}) for effort, found in content["results"].items()}
+    gone = {effort: sum(kinds.values()) / 60 for effort, kinds in seconds.items() if kinds}
+    words = " `{}` includes {:.1f} minutes of block matching, which is no longer part of it."
+    return {"dropped": "".join(words.format(*item) for item in gone.items())}
+
+
 def elsewhere(content: Content) -> Iterable[Row]:
     """What every engine made of an export, or why it could not."""
     for row in content["rows"]:
@@ -199,7 +207,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("peak memory / that of `plan`", "{peak:.2f}"),
             ),
             simulated,
-            note="Simulated, by torch {machine[torch]}; nothing ran on a GPU.",
+            note="Simulated with torch {machine[torch]}; nothing ran on a GPU.{dropped}",
+            facts=dropped,
         ),
     ),
     "gpu_kernels": (
