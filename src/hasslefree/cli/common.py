@@ -93,6 +93,7 @@ ONLY_ERRORS = "Print errors only (and the JSON of --json)."
 AS_JSON = "Print the results as JSON on standard output, and everything else on standard error."
 Device = Annotated[str | None, DEVICE]
 Trust = Annotated[bool, TRUST]
+Dtype = Annotated[str, option(RUN, "Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.")]
 Quiet = Annotated[bool, option(OUTPUT, ONLY_ERRORS, "--quiet", "-q", callback=set_quiet, show_default=False)]
 Json = Annotated[bool, option(OUTPUT, AS_JSON, "--json", callback=leave_standard_output, show_default=False)]
 Output = Annotated[Path | None, option(OUTPUT, "Write that JSON to FILE.", metavar="FILE", callback=check_output_file)]

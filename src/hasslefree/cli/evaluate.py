@@ -10,74 +10,36 @@ from rich.table import Table
 from rich.text import Text
 
 from hasslefree.cli.bars import phase_bars
-from hasslefree.cli.common import DEVICE, MEASURE, RUN, TRUST, Json, Output, Quiet, app, show, write_file
+from hasslefree.cli.common import MEASURE, RUN, Device, Dtype, Json, Output, Quiet, Trust, app, option, show, write_file
 from hasslefree.errors import RecipeError
 from hasslefree.tables import table
 
 TEXTS, TASKS = "Perplexity", "Zero-shot tasks"
+TEXT_NAMES = "Texts: wikitext2, ptb, c4, or .txt and .jsonl files."
+SEQLEN = "Tokens in a window (default: 2048, or the model's limit if that is less)."
+MAX_TOKENS = "Use only the first tokens of each text (default: all)."
+TASK_NAMES = "Tasks: piqa, hellaswag, arc_easy, arc_challenge, winogrande, rte, openbookqa, boolq."
+LIMIT = "Use only the first rows of each task (default: all)."
+TASK_DATA = "Folder with a file TASK.jsonl for each task (default: rows come from the hub)."
+CACHE = "Folder in which answers to tasks are kept (default: ~/.cache/hasslefree)."
+BATCH = "Windows or task sequences in a batch; auto is 1, and for tasks on a GPU what fits."
+EXAMPLE = "Example: hasslefree evaluate OUT --perplexity wikitext2 --tasks piqa winogrande"
 
 
-@app.command(
-    rich_help_panel=MEASURE, epilog="Example: hasslefree evaluate OUT --perplexity wikitext2 --tasks piqa winogrande"
-)
+@app.command(rich_help_panel=MEASURE, epilog=EXAMPLE)
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub name or a local folder, dense or compressed.")],
-    perplexity: Annotated[
-        list[str] | None,
-        typer.Option(help="Texts: wikitext2, ptb, c4, or .txt and .jsonl files.", rich_help_panel=TEXTS),
-    ] = None,
-    seqlen: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens in a window (default: 2048, or the model's limit if that is less).",
-            min=2,
-            rich_help_panel=TEXTS,
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(help="Use only the first tokens of each text (default: all).", min=2, rich_help_panel=TEXTS),
-    ] = None,
-    tasks: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Tasks: piqa, hellaswag, arc_easy, arc_challenge, winogrande, rte, openbookqa, boolq.",
-            rich_help_panel=TASKS,
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(help="Use only the first rows of each task (default: all).", min=1, rich_help_panel=TASKS),
-    ] = None,
-    task_data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder with a file TASK.jsonl for each task (default: rows come from the hub).", rich_help_panel=TASKS
-        ),
-    ] = None,
-    cache: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder in which answers to tasks are kept (default: ~/.cache/hasslefree).", rich_help_panel=TASKS
-        ),
-    ] = None,
-    batch_size: Annotated[
-        str,
-        typer.Option(
-            help="Windows or task sequences in a batch; auto is 1, and for tasks on a GPU what fits.",
-            rich_help_panel=RUN,
-        ),
-    ] = "auto",
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16 (default: auto).",
-            show_default=False,
-            rich_help_panel=RUN,
-        ),
-    ] = "auto",
-    device: Annotated[str | None, DEVICE] = None,
-    trust_remote_code: Annotated[bool, TRUST] = False,
+    perplexity: Annotated[list[str] | None, option(TEXTS, TEXT_NAMES)] = None,
+    seqlen: Annotated[int | None, option(TEXTS, SEQLEN, min=2)] = None,
+    max_tokens: Annotated[int | None, option(TEXTS, MAX_TOKENS, min=2)] = None,
+    tasks: Annotated[list[str] | None, option(TASKS, TASK_NAMES)] = None,
+    limit: Annotated[int | None, option(TASKS, LIMIT, min=1)] = None,
+    task_data: Annotated[Path | None, option(TASKS, TASK_DATA)] = None,
+    cache: Annotated[Path | None, option(TASKS, CACHE)] = None,
+    batch_size: Annotated[str, option(RUN, BATCH)] = "auto",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    trust_remote_code: Trust = False,
     as_json: Json = False,
     output: Output = None,
     quiet: Quiet = False,

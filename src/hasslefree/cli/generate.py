@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from hasslefree.cli.common import DEVICE, RUN, TRUST, TRY, app, console, say
+from hasslefree.cli.common import RUN, TRY, Device, Dtype, Trust, app, console, option, say
 from hasslefree.errors import CheckpointError, PromptError, with_flags
 from hasslefree.tables import table
 from hasslefree.units import size
@@ -22,33 +22,17 @@ if TYPE_CHECKING:
     from hasslefree.evaluation.continuation import Continuation, Sampling, Writer
 
 TEXT = "Text"
+ORIGINAL = "Dense model to compare with; none for none (default: the one that was compressed to OUT)."
+TEMPERATURE = "0 takes the most probable token each time, more draws tokens."
+BACKEND = "How sparse weights are multiplied: dense, unpacked, numba or triton (default: chosen for each layer)."
+
 Folder = Annotated[str, typer.Argument(metavar="OUT", help="A folder that `hasslefree compress` wrote.")]
-Dense = Annotated[
-    str | None,
-    typer.Option(help="Dense model to compare with; none for none (default: the one that was compressed to OUT)."),
-]
-NewTokens = Annotated[int, typer.Option(help="Most tokens of a text.", min=1, rich_help_panel=TEXT)]
-Temperature = Annotated[
-    float,
-    typer.Option(help="0 takes the most probable token each time, more draws tokens.", min=0, rich_help_panel=TEXT),
-]
-Seed = Annotated[int, typer.Option(help="Seed of the draws.", rich_help_panel=TEXT)]
-Threads = Annotated[int | None, typer.Option(help="Threads of the CPU (default: torch's).", min=1, rich_help_panel=RUN)]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=RUN
-    ),
-]
-Device = Annotated[str | None, DEVICE]
-Backend = Annotated[
-    str | None,
-    typer.Option(
-        help="How sparse weights are multiplied: dense, unpacked, numba or triton (default: chosen for each layer).",
-        rich_help_panel=RUN,
-    ),
-]
-Trust = Annotated[bool, TRUST]
+Dense = Annotated[str | None, typer.Option(help=ORIGINAL)]
+NewTokens = Annotated[int, option(TEXT, "Most tokens of a text.", min=1)]
+Temperature = Annotated[float, option(TEXT, TEMPERATURE, min=0)]
+Seed = Annotated[int, option(TEXT, "Seed of the draws.")]
+Threads = Annotated[int | None, option(RUN, "Threads of the CPU (default: torch's).", min=1)]
+Backend = Annotated[str | None, option(RUN, BACKEND)]
 
 
 @app.command(rich_help_panel=TRY)
