@@ -87,12 +87,11 @@ def check_output_file(output: Path | None) -> Path | None:
     return output
 
 
-DEVICE = option(RUN, "cpu, cuda, cuda:1, … (default: the GPU if there is one).")
-TRUST = option(RUN, "Run Python code that comes with the model (default: off).", "--trust-remote-code")
+REMOTE_CODE = "Run Python code that comes with the model (default: off)."
 ONLY_ERRORS = "Print errors only (and the JSON of --json)."
 AS_JSON = "Print the results as JSON on standard output, and everything else on standard error."
-Device = Annotated[str | None, DEVICE]
-Trust = Annotated[bool, TRUST]
+Device = Annotated[str | None, option(RUN, "cpu, cuda, cuda:1, … (default: the GPU if there is one).")]
+Trust = Annotated[bool, option(RUN, REMOTE_CODE, "--trust-remote-code")]
 Dtype = Annotated[str, option(RUN, "Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.")]
 Quiet = Annotated[bool, option(OUTPUT, ONLY_ERRORS, "--quiet", "-q", callback=set_quiet, show_default=False)]
 Json = Annotated[bool, option(OUTPUT, AS_JSON, "--json", callback=leave_standard_output, show_default=False)]

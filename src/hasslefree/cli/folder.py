@@ -9,14 +9,14 @@ import typer
 
 from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import (
-    DEVICE,
     ELSEWHERE,
     MEASURE,
     OUTPUT,
-    TRUST,
+    Device,
     Json,
     Output,
     Quiet,
+    Trust,
     app,
     check_output_file,
     console,
@@ -88,8 +88,8 @@ def report_page(
     max_new_tokens: Annotated[
         int, typer.Option(help="Most tokens that continue a prompt.", min=1, rich_help_panel=SAMPLES)
     ] = 64,
-    device: Annotated[str | None, DEVICE] = None,
-    trust_remote_code: Annotated[bool, TRUST] = False,
+    device: Device = None,
+    trust_remote_code: Trust = False,
     quiet: Quiet = False,
 ) -> None:
     """Write an HTML page about compressed folders, side by side.
