@@ -11,7 +11,7 @@ from hasslefree.phases import PhaseTime
 from hasslefree.report.content import Content, Evaluation, read_content, seconds_file, write_seconds
 from hasslefree.report.page import render
 from hasslefree.report.samples import Sample, Samples, Text
-from tests.report.folders import compressed, edit, evaluation
+from tests.report.folders import compressed, edit, evaluation, record
 from tests.tiny_models import build, tensors_of
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -206,7 +206,7 @@ def test_sensitivities_are_those_of_the_record(opened, file):
     """Oracle: compression.json, layer by layer; a folder without sensitivities shows no section."""
     stored = json.loads((file.parent / "one/compression.json").read_text())["sensitivities"]
     page = opened()
-    rows = drawn(page, "sensitivity-0", "block", "kind", "value")
+    rows = drawn(page, "sensitivity-0", "block", "line", "value")
     assert len(rows) == len(stored) == 14
     assert {(block, kind): pytest.approx(value, rel=1e-3) for block, kind, value in rows} == {
         (int(name.split(".")[2]), name.split(".")[-1]): value for name, value in stored.items()
@@ -216,15 +216,36 @@ def test_sensitivities_are_those_of_the_record(opened, file):
     assert page.get_by_role("heading", name="Sensitivity by block and layer").count() == 0
 
 
+def test_experts_share_a_cell_and_their_sensitivities_are_summed(opened, file):
+    """Oracle: by hand, from three experts in each of two blocks."""
+    (run,) = read_content([file.parent / "one"]).runs
+    names = [f"m.layers.{b}.mlp.experts.{e}.w1" for b in range(2) for e in range(3)]
+    errors = {name: 0.01 * 2**i for i, name in enumerate(names)}
+    layers = tuple(record(name, error) for name, error in errors.items())
+    other = dataclasses.replace(run.record, layers=layers, sensitivities=errors)
+    run = dataclasses.replace(run, record=other, spectra={})
+    path = file.with_name("experts.html")
+    path.write_text(render(Content((run, dataclasses.replace(run, name="again")), {})), encoding="utf-8")
+    page = opened()
+    page.goto(path.as_uri())
+    cells = drawn(page, "relative-error-0", "block", "kind", "error", "layer")
+    assert cells == [(0, "w1", pytest.approx(0.07 / 3), names[2]), (1, "w1", pytest.approx(0.56 / 3), names[5])]
+    summed = [(0, "w1", pytest.approx(0.07)), (1, "w1", pytest.approx(0.56))]
+    assert drawn(page, "sensitivity-0", "block", "line", "value") == summed
+    means = [(0, pytest.approx(0.07 / 3)), (1, pytest.approx(0.56 / 3))]
+    assert drawn(page, "comparison", "block", "value") == means + means
+    assert drawn(page, "parameters-0", "block", "rank") == [(0, 0), (1, 0)]
+
+
 def test_every_model_is_a_point_of_perplexity_and_bytes(opened, file):
     """Oracles: the tensors of the folders, the evaluations; the dense model has two blocks' weights whole."""
     size = {name: sum(tensor.nbytes for tensor in tensors_of(file.parent / name).values()) for name in FOLDERS}
     whole = sum(parameter.numel() * 4 for parameter in build("llama").parameters())
     rows = opened().evaluate(DRAWN, ["perplexity-held_out.txt", "rows"])
-    assert {row["model"]: (row["size"], row["perplexity"]) for row in rows} == {
-        "dense (dense)": (pytest.approx(whole / 1e3), 30.0),
-        FOLDERS[0]: (pytest.approx(size[FOLDERS[0]] / 1e3), 33.0),
-        FOLDERS[1]: (pytest.approx(size[FOLDERS[1]] / 1e3), 44.0),
+    assert {row["model"]: (row["bytes"], row["perplexity"]) for row in rows} == {
+        "dense (dense)": (whole, 30.0),
+        FOLDERS[0]: (size[FOLDERS[0]], 33.0),
+        FOLDERS[1]: (size[FOLDERS[1]], 44.0),
     }
 
 

@@ -19,8 +19,8 @@ from hasslefree.report.content import (
     spectrum,
     write_seconds,
 )
-from hasslefree.report.layer_map import error_range, place, places, shade
-from tests.report.folders import compressed, edit, evaluation, record
+from hasslefree.report.layer_map import error_range, place, places
+from tests.report.folders import compressed, edit, evaluation
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +156,13 @@ def test_the_places_of_layers_by_hand():
     assert [*places(["h.0.attn.c_proj", "h.0.mlp.c_proj"]).values()] == [(0, "attn.c_proj"), (0, "mlp.c_proj")]
     assert place("m.layers.3.mlp.experts.5.w1") == (3, "mlp.experts.5.w1")
     assert place("lm_head") == (0, "lm_head")
+    experts = ["m.layers.0.mlp.experts.1.w1", "m.layers.0.mlp.experts.2.w1"]
+    assert [*places(experts, merge_experts=True).values()] == 2 * [(0, "w1")]
+    assert [*places([*experts, "m.layers.0.mlp.shared.w1"], merge_experts=True).values()] == [
+        (0, "mlp.experts.w1"), (0, "mlp.experts.w1"), (0, "mlp.shared.w1"),
+    ]  # fmt: skip
 
 
-def test_shades_by_hand():
-    assert [shade(error, 0.01, 1.0) for error in (0.0, 0.01, 0.1, 1.0)] == pytest.approx([0, 0, 0.5, 1])
-    assert error_range([record("a", 0.0), record("b", 0.2), record("c", 0.1)]) == (0.1, 0.2)
-    assert error_range([record("a", 0.0)]) == (1.0, 1.0)
+def test_the_range_of_errors_by_hand():
+    assert error_range([0.0, 0.2, 0.1]) == (0.1, 0.2)
+    assert error_range([0.0]) == (1.0, 1.0)

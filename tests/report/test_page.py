@@ -12,18 +12,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hasslefree.report.charts import (
-    block_means,
-    frontier,
-    frontiers,
-    heat_map,
-    percent,
-    summed_by_kind,
-    thinned,
-    write_figures,
-)
+from hasslefree.report.charts import frontiers, heat_map, thinned, write_figures
 from hasslefree.report.content import read_content
-from hasslefree.report.page import leading, render
+from hasslefree.report.page import leading, percent, render
 from tests.report.folders import compressed, edit, evaluation, record
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\" onmouseover='alert(3)' {{ 7*7 }} $x_{"
@@ -161,27 +152,9 @@ def test_allocation_and_perplexities_have_figures(made, tmp_path):
     assert {
         f"{stem}.{kind}" for stem in ("sensitivity-one", "perplexity-held_out.txt") for kind in ("png", "svg")
     } <= drawn
-    sizes = [run.sizes.to_dict()["bytes"] / 1e3 for run in content.runs]
-    points = frontier("t", frontiers(content)["held_out.txt"]).rows
-    assert [(point["size"], point["perplexity"]) for point in points] == [*zip(sizes, (3.0, 4.0), strict=True)]
-
-
-def test_sensitivities_by_kind_by_hand():
-    """The experts of a block are one kind, and their values are summed."""
-    experts = {f"m.layers.{b}.mlp.experts.{e}.up_proj": 2.0**e + b for b in range(2) for e in range(3)}
-    sums = summed_by_kind({"m.layers.0.self_attn.q_proj": 0.5} | experts)
-    assert sums == {(0, "q_proj"): 0.5, (0, "up_proj"): 7.0, (1, "up_proj"): 10.0}
-    sums = summed_by_kind(experts | {"m.layers.0.mlp.shared.up_proj": 0.25})
-    assert sums == {(0, "mlp.experts.up_proj"): 7.0, (1, "mlp.experts.up_proj"): 10.0, (0, "mlp.shared.up_proj"): 0.25}
-
-
-def test_many_experts_share_a_cell_of_the_map():
-    """Oracle: by hand. Of 30 experts with errors of 1 to 30 per cent, the mean is 15.5 and the worst the last."""
-    few, many = ([record(f"m.layers.0.mlp.experts.{e}.w1", (e + 1) / 100) for e in range(count)] for count in (3, 30))
-    assert [row["error"] for row in heat_map(few).rows] == [0.01, 0.02, 0.03]
-    (row,) = heat_map(many).rows
-    assert row["error"] == pytest.approx(0.155)
-    assert (row["layer"], row["kind"]) == ("m.layers.0.mlp.experts.29.w1", "w1")
+    sizes = [run.sizes.to_dict()["bytes"] for run in content.runs]
+    points = frontiers(content)["held_out.txt"].rows
+    assert [(point["bytes"], point["perplexity"]) for point in points] == [*zip(sizes, (3.0, 4.0), strict=True)]
 
 
 def draw(error):
@@ -194,9 +167,3 @@ def test_a_forked_process_draws_the_same():
     expected = draw(0.5)
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply_async(draw, (0.5,)).get(timeout=60) == expected
-
-
-def test_block_means_by_hand(made):
-    (run,) = read_content(made[:1]).runs
-    errors = [layer.relative_error for layer in run.record.layers]
-    assert block_means(run.record.layers) == pytest.approx({0: sum(errors[:7]) / 7, 1: sum(errors[7:]) / 7})

@@ -14,8 +14,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import altair as alt
@@ -23,7 +23,7 @@ import vl_convert
 
 from hasslefree.folder.record import LayerRecord
 from hasslefree.report.content import Content, Run
-from hasslefree.report.layer_map import error_range, place, places, shade
+from hasslefree.report.layer_map import error_range, place, places
 from hasslefree.units import significant
 
 ASSETS = Path(__file__).parent / "assets"
@@ -31,31 +31,22 @@ ASSETS = Path(__file__).parent / "assets"
 # The most numbers in the curves of all layers of a report, about seven bytes each on the page.
 POINTS = 12_000
 
-# The most kinds of layers, such as q_proj, in a block whose experts are shown one by one.
-MOST_KINDS = 24
-
-# Below this shade, white text on viridis has a contrast of 4.5 or more, and above it black text.
-WHITE_BELOW = 0.435
+# Up to this share of the scale, white text on viridis has a contrast of 4.5 or more; from there on black text has.
+WHITE_UP_TO = 0.435
 
 ROWS = alt.NamedData("rows")
 WHOLE = alt.Axis(grid=False, tickMinStep=1, labelExpr="datum.value % 1 ? '' : datum.label", format="d")
+INK, SOFT, LINE, CARD = (f"var(--{name})" for name in ("ink", "soft", "line", "card"))
 HUES = [f"var(--{name})" for name in ("accent", "second", "third", "fourth", "fifth", "sixth", "seventh")]
-SOLID = [9999, 0]
-DASHES = [dash for dash in (SOLID, [6, 3], [2, 2], [8, 3, 2, 3]) for _ in HUES]
+DASHES = [dash for dash in ([9999, 0], [6, 3], [2, 2], [8, 3, 2, 3]) for _ in HUES]
 
-_SOFT = {
-    "labelColor": "var(--soft)",
-    "titleColor": "var(--soft)",
-    "titleFontWeight": "normal",
-    "labelFontSize": 11,
-    "titleFontSize": 11,
-}
+_TEXT = {"labelColor": SOFT, "titleColor": SOFT, "titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 11}
 CONFIG: dict[str, Any] = {
-    "background": "var(--card)",
+    "background": CARD,
     "font": "sans-serif",
-    "axis": {**_SOFT, "gridColor": "var(--line)", "domainColor": "var(--line)", "tickColor": "var(--line)"},
-    "legend": {**_SOFT, "labelColor": "var(--ink)", "orient": "bottom", "labelLimit": 300},
-    "title": {"color": "var(--ink)", "anchor": "start"},
+    "axis": {**_TEXT, "gridColor": LINE, "domainColor": LINE, "tickColor": LINE},
+    "legend": {**_TEXT, "labelColor": INK, "orient": "bottom", "labelLimit": 300},
+    "title": {"color": INK, "anchor": "start"},
     "view": {"stroke": None},
     "range": {"category": HUES},
 }
@@ -140,7 +131,8 @@ def run_charts(run: Run, content: Content, selected: str = "") -> dict[str, Draw
     """
     layers, record = [layer for other in content.runs for layer in other.record.layers], run.record
     most = max(12, POINTS // (2 * len(layers)))
-    charts = {"relative-error": heat_map(record.layers, error_range(layers), selected)}
+    errors = error_range([layer.relative_error for layer in layers])
+    charts = {"relative-error": heat_map(record.layers, errors, selected)}
     histories = {layer.name: layer.history for layer in record.layers}
     if any(len(history) > 1 for history in histories.values()):
         charts["rounds"] = objectives(histories, run.step, most, selected)
@@ -154,56 +146,63 @@ def run_charts(run: Run, content: Content, selected: str = "") -> dict[str, Draw
 
 def comparisons(content: Content) -> dict[str, Drawing]:
     """The charts that compare models, by name."""
-    charts = {f"perplexity-{text}": frontier(text, points) for text, points in frontiers(content).items()}
+    charts = {f"perplexity-{text}": drawing for text, drawing in frontiers(content).items()}
     return charts | ({"comparison": block_errors(content.runs)} if len(content.runs) > 1 else {})
 
 
-def heat_map(layers: Sequence[LayerRecord], errors: tuple[float, float] | None = None, selected: str = "") -> Drawing:
+def heat_map(layers: Iterable[LayerRecord], errors: tuple[float, float] | None = None, selected: str = "") -> Drawing:
     """The relative error of every layer: blocks down, kinds across.
 
     Args:
         errors: the ends of the logarithmic scale of colours; None for those of these layers.
     """
-    least, most = errors or error_range(layers)
+    rows = layer_rows(layers)
+    least, most = errors or error_range([row["error"] for row in rows])
     most = max(most, 1.01 * least)  # a scale needs a range
-    rows = [
-        {
-            "layer": max(members, key=lambda layer: layer.relative_error).name,
-            "block": block,
-            "kind": kind,
-            "error": (error := fmean(layer.relative_error for layer in members)),
-            "shown": min(max(error, least), most),
-            "percent": percent(error),
-            "dark": shade(error, least, most) < WHITE_BELOW,
-        }
-        for (block, kind), members in _cells(layers).items()
-    ]
     parameter = alt.param(name="layer", value=selected)
-    cells = alt.Chart(ROWS).encode(
+    cells = _cells(error="mean(error)").encode(
         alt.X("kind:N", sort=None, title=None, axis=alt.Axis(orient="top", labelAngle=-35, labelLimit=110)),
         alt.Y("block:O"),
         tooltip=["layer:N", alt.Tooltip("error:Q", title="relative error", format=".4~g")],
     )
-    scale = alt.Scale(type="log", scheme="viridis", domain=[least, most])
+    scale = alt.Scale(type="log", scheme="viridis", domain=[least, most], clamp=True)
     legend = alt.Legend(title="relative error", format=".2~p", gradientLength=200, tickCount=4)
-    ink = alt.condition(alt.datum.dark, alt.value("#fff"), alt.value("#000"))
-    frame = cells.mark_rect(fill=None, stroke="var(--second)", strokeWidth=3)
+    dark = alt.datum.error < least * (most / least) ** WHITE_UP_TO
+    text = alt.Text("error:Q", format=".2~p")
+    colour = alt.condition(dark, alt.value("#fff"), alt.value("#000"))
+    shown = cells.transform_calculate(shown=f"max(datum.error, {least})").mark_rect(cursor="pointer")
+    frame = cells.mark_rect(fill=None, stroke=HUES[1], strokeWidth=3).transform_filter(alt.datum.layer == parameter)
     chart = alt.layer(
-        cells.mark_rect(cursor="pointer").encode(color=alt.Color("shown:Q", scale=scale, legend=legend)),
-        cells.mark_text(fontSize=10, cursor="pointer").encode(text="percent:N", color=ink),
-        frame.transform_filter(alt.datum.layer == parameter),
+        shown.encode(color=alt.Color("shown:Q", scale=scale, legend=legend)),
+        cells.mark_text(fontSize=10, cursor="pointer").encode(text=text, color=colour),
+        frame,
     ).properties(width=alt.Step(44), height=22 * len({row["block"] for row in rows}))
-    return Drawing("Relative error, in per cent", chart.add_params(parameter), rows)
+    return Drawing("Relative error", chart.add_params(parameter), rows)
 
 
-def _cells(layers: Sequence[LayerRecord]) -> dict[tuple[int, str], list[LayerRecord]]:
-    """The layers by block and kind, one in each cell. The experts of a mixture share a cell if they are many."""
-    names = [layer.name for layer in layers]
-    many = len({kind for _, kind in places(names).values()}) > MOST_KINDS
-    cells: dict[tuple[int, str], list[LayerRecord]] = {}
-    for layer, key in zip(layers, places(names, merge_experts=many).values(), strict=True):
-        cells.setdefault(key, []).append(layer)
-    return cells
+def layer_rows(layers: Iterable[LayerRecord]) -> list[dict[str, Any]]:
+    """What the charts show of each layer; the parameters in per cent of out × in."""
+    records = {layer.name: layer for layer in layers}
+    return [
+        {
+            "layer": name,
+            "block": block,
+            "kind": kind,
+            "error": records[name].relative_error,
+            "non-zeros of S": significant(100 * spec.nonzeros / spec.dense_parameters),
+            "factors of L": significant(100 * (spec.parameters - spec.nonzeros) / spec.dense_parameters),
+            "rank": spec.rank,
+        }
+        for name, (block, kind) in places(records, merge_experts=True).items()
+        if (spec := records[name].spec)
+    ]
+
+
+def _cells(**means: str) -> alt.Chart:
+    """A row for each block and kind. The experts of a block share one, which leads to the worst of them."""
+    worst = alt.AggregatedFieldDef(op="argmax", field="error", **{"as": "worst"})
+    cells = alt.Chart(ROWS).transform_aggregate([worst], groupby=["block", "kind"], **means)
+    return cells.transform_calculate(layer="datum.worst.layer")
 
 
 def objectives(histories: Mapping[str, Sequence[float]], step: str, most: int, selected: str = "") -> Drawing:
@@ -216,21 +215,12 @@ def objectives(histories: Mapping[str, Sequence[float]], step: str, most: int, s
 
 def spectra(values: Mapping[str, Sequence[float]], most: int, selected: str = "") -> Drawing:
     """The singular values of L over the largest of them, a line for each layer."""
-    x, y = (
-        "singular value, largest first",
-        alt.Y("share:Q", title="share of the largest", scale=alt.Scale(domain=[0, 1])),
-    )
-    return _curves("Singular values of L", values, most, selected, x, y)
+    y = alt.Y("share:Q", title="share of the largest", scale=alt.Scale(domain=[0, 1]))
+    return _curves("Singular values of L", values, most, selected, "singular value, largest first", y)
 
 
 def _curves(
-    title: str,
-    values: Mapping[str, Sequence[float]],
-    most: int,
-    selected: str,
-    x: str,
-    y: alt.Y,
-    note: str = "",
+    title: str, values: Mapping[str, Sequence[float]], most: int, selected: str, x: str, y: alt.Y, note: str = ""
 ) -> Drawing:
     """A line for each layer, in the colour of its kind."""
     kinds = places(values, merge_experts=True)
@@ -258,77 +248,53 @@ def thinned(values: Sequence[float], most: int) -> dict[str, list[float]]:
     return {"step": [index + 1 for index in kept], "value": [significant(values[index], 5) for index in kept]}
 
 
-def parameters(layers: Sequence[LayerRecord]) -> Drawing:
-    """What each layer keeps, in per cent of out × in: the non-zeros of S, the factors of L on top, and the rank."""
-    parts, rows = ("non-zeros of S", "factors of L"), []
-    for members in _cells(layers).values():
-        specs = [layer.spec for layer in members]
-        sparse = fmean(spec.nonzeros / spec.dense_parameters for spec in specs)
-        kept = fmean(spec.parameters / spec.dense_parameters for spec in specs)
-        shares = (significant(100 * share) for share in (sparse, kept - sparse))
-        rank = fmean(spec.rank for spec in specs)
-        rows.append({"layer": members[0].name, **dict(zip(parts, shares, strict=True)), "rank": rank})
-    highest = max([1, *(layer.spec.rank for layer in layers)])
-    base = alt.Chart(ROWS).encode(
+def parameters(layers: Iterable[LayerRecord]) -> Drawing:
+    """What each layer keeps: the non-zeros of S, the factors of L on top, and the rank."""
+    rows, shares = layer_rows(layers), ["non-zeros of S", "factors of L"]
+    ranks = alt.Scale(domain=[0, max([1, *(row["rank"] for row in rows)])])
+    cells = _cells(**{name: f"mean({name})" for name in (*shares, "rank")}).encode(
         alt.X("layer:N", sort=None, title="layer, in the order of the model", axis=alt.Axis(labels=False, ticks=False)),
-        tooltip=["layer:N", *(f"{part}:Q" for part in parts), "rank:Q"],
+        tooltip=["layer:N", *(f"{share}:Q" for share in shares), "rank:Q"],
     )
-    bars = base.transform_fold([*parts], ["part", "share"]).mark_bar(cursor="pointer")
+    bars = cells.transform_fold([*shares], ["part", "share"]).mark_bar(cursor="pointer")
     bars = bars.encode(
         alt.Y("share:Q", title="% of the dense weight"),
-        color=alt.Color("part:N", sort=[*parts], title=None),
-        order=alt.Order("part:N", sort="descending"),
+        alt.Color("part:N", sort=[*shares], title=None),
+        alt.Order("part:N", sort="descending"),
     )
-    ranks = base.mark_point(color="var(--ink)", filled=True, size=16, cursor="pointer").encode(
-        alt.Y("rank:Q", title="rank of L (points)", axis=WHOLE, scale=alt.Scale(domain=[0, highest]))
-    )
-    chart = alt.layer(bars, ranks).resolve_scale(y="independent").properties(width=560, height=240)
+    points = cells.mark_point(color=INK, filled=True, size=16, cursor="pointer")
+    points = points.encode(alt.Y("rank:Q", title="rank of L (points)", axis=WHOLE, scale=ranks))
+    chart = alt.layer(bars, points).resolve_scale(y="independent").properties(width=560, height=240)
     return Drawing("Parameters kept, in per cent of those of the dense weight", chart, rows)
 
 
 def block_errors(runs: Iterable[Run]) -> Drawing:
     """The mean relative error of each block, a line for each folder."""
-    rows = [
-        {"folder": run.name, "block": block, "value": significant(mean)}
-        for run in runs
-        for block, mean in block_means(run.record.layers).items()
-    ]
-    return _by_block("Mean relative error of each block", rows, "folder", "mean relative error")
-
-
-def block_means(layers: Iterable[LayerRecord]) -> dict[int, float]:
-    """The mean relative error of each block."""
-    errors: dict[int, list[float]] = {}
-    for layer in layers:
-        errors.setdefault(place(layer.name)[0], []).append(layer.relative_error)
-    return {block: fmean(errors[block]) for block in sorted(errors)}
+    values = [(run.name, place(layer.name)[0], layer.relative_error) for run in runs for layer in run.record.layers]
+    return _by_block("Mean relative error of each block", "mean", "mean relative error", values)
 
 
 def sensitivities(values: Mapping[str, float]) -> Drawing:
-    """The sensitivity of the layers of each block, a line for each kind of layer."""
-    rows = [
-        {"kind": kind, "block": block, "value": significant(value)}
-        for (block, kind), value in summed_by_kind(values).items()
-    ]
-    return _by_block("Sensitivity to pruning, by kind of layer", rows, "kind", "nats per token")
+    """The sensitivity of the layers of each block, a line for each kind of layer; those of experts are summed."""
+    kinds = [(kind, block, values[name]) for name, (block, kind) in places(values, merge_experts=True).items()]
+    return _by_block("Sensitivity to pruning, by kind of layer", "sum", "nats per token", kinds)
 
 
-def summed_by_kind(values: Mapping[str, float]) -> dict[tuple[int, str], float]:
-    """Values of layers by block and kind; the values of the experts of a block are summed."""
-    sums: dict[tuple[int, str], float] = {}
-    for name, key in places(values, merge_experts=True).items():
-        sums[key] = sums.get(key, 0.0) + values[name]
-    return sums
-
-
-def _by_block(title: str, rows: list[dict[str, Any]], series: str, y: str) -> Drawing:
-    """Lines over the blocks of a model, without values that are 0."""
-    lines = alt.Chart(ROWS, width=560, height=240).transform_filter(alt.datum.value > 0)
-    chart = lines.mark_line(point={"size": 25}).encode(
-        alt.X("block:Q", axis=WHOLE, scale=alt.Scale(nice=False)),
-        _value(y, [[row["value"] for row in rows]]),
-        tooltip=[f"{series}:N", "block:Q", alt.Tooltip("value:Q", title=y, format=".4~g")],
-        **_series(series, (row[series] for row in rows)),
+def _by_block(title: str, total: str, y: str, values: Iterable[tuple[str, int, float]]) -> Drawing:
+    """Lines over the blocks. total: of the values of a line in a block; values: the line, the block and the value."""
+    rows = [{"line": line, "block": block, "value": significant(value)} for line, block, value in values]
+    lines = alt.Chart(ROWS, width=560, height=240).transform_aggregate(
+        value=f"{total}(value)", groupby=["line", "block"]
+    )
+    chart = (
+        lines.transform_filter(alt.datum.value > 0)
+        .mark_line(point={"size": 25})
+        .encode(
+            alt.X("block:Q", axis=WHOLE, scale=alt.Scale(nice=False)),
+            _value(y, [[row["value"] for row in rows]]),
+            tooltip=["line:N", "block:Q", alt.Tooltip("value:Q", title=y, format=".4~g")],
+            **_series("line", (row["line"] for row in rows)),
+        )
     )
     return Drawing(title, chart, rows)
 
@@ -358,28 +324,20 @@ def _value(title: str, curves: Iterable[Iterable[float]], field: str = "value", 
     return alt.Y(f"{field}:Q", title=title, scale=scale, axis=axis)
 
 
-@dataclass(frozen=True)
-class Point:
-    """A model evaluated on a text. bytes: of all its weights, as stored. dense: it is not compressed."""
-
-    model: str
-    bytes: int
-    perplexity: float
-    dense: bool
-
-
-def frontiers(content: Content) -> dict[str, list[Point]]:
-    """The points of every text on which at least two models were evaluated whose bytes are known."""
-    texts: dict[str, list[Point]] = {}
-    for model, evaluation in content.others.items():
-        if (size := dense_bytes(model, content.runs)) is not None:
+def frontiers(content: Content) -> dict[str, Drawing]:
+    """A chart for each text on which at least two models were evaluated whose bytes are known."""
+    models = [
+        (f"{Path(model).name or model} (dense)", dense_bytes(model, content.runs), INK, evaluation)
+        for model, evaluation in content.others.items()
+    ]
+    models += [(run.name, run.sizes.bytes, hue, run.evaluation) for run, hue in zip(content.runs, cycle(HUES))]
+    texts: dict[str, list[dict[str, Any]]] = {}
+    for name, size, colour, evaluation in models:
+        if size is not None:
             for text, perplexity in evaluation.perplexity.items():
-                name = f"{Path(model).name or model} (dense)"
-                texts.setdefault(text, []).append(Point(name, size, perplexity, True))
-    for run in content.runs:
-        for text, perplexity in run.evaluation.perplexity.items():
-            texts.setdefault(text, []).append(Point(run.name, run.sizes.bytes, perplexity, False))
-    return {text: points for text, points in texts.items() if len(points) > 1}
+                point = {"model": name, "bytes": size, "perplexity": perplexity, "colour": colour}
+                texts.setdefault(text, []).append(point)
+    return {text: _frontier(text, points) for text, points in texts.items() if len(points) > 1}
 
 
 def dense_bytes(model: str, runs: Iterable[Run]) -> int | None:
@@ -390,32 +348,18 @@ def dense_bytes(model: str, runs: Iterable[Run]) -> int | None:
     return None
 
 
-def frontier(text: str, points: Sequence[Point]) -> Drawing:
-    """Perplexity on a text against the bytes of the weights, a point for each model."""
-    largest = max(point.bytes for point in points)
-    unit, word = next(pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if largest >= 2 * pair[0])
-    rows = [{"model": p.model, "size": p.bytes / unit, "perplexity": p.perplexity} for p in points]
-    hues, names = iter(HUES * len(points)), [point.model for point in points]
-    colours = ["var(--ink)" if point.dense else next(hues) for point in points]
-    legend = _legend(names)
-    chart = (
-        alt.Chart(ROWS, width=560, height=280)
-        .mark_point(size=120, filled=True, opacity=1)
-        .encode(
-            alt.X("size:Q", title=f"weights, {word}", scale=alt.Scale(zero=False, padding=15)),
-            _value("perplexity", [[point.perplexity for point in points]], "perplexity", padding=15),
-            alt.Color("model:N", title=None, scale=alt.Scale(domain=names, range=colours), legend=legend),
-            alt.Shape("model:N", title=None, scale=alt.Scale(domain=names), legend=legend),
-            tooltip=["model:N", alt.Tooltip("size:Q", title=word, format=".4~g"), "perplexity:Q"],
-        )
+def _frontier(text: str, points: list[dict[str, Any]]) -> Drawing:
+    """Perplexity on a text against the bytes of the weights."""
+    names, colours = ([point[field] for point in points] for field in ("model", "colour"))
+    shared: dict[str, Any] = {"title": None, "legend": _legend(names)}
+    wide = alt.Scale(zero=False, padding=15)
+    chart = alt.Chart(ROWS, width=560, height=280).mark_point(size=120, filled=True, opacity=1)
+    chart = chart.encode(
+        alt.X("bytes:Q", title="bytes of the weights", axis=alt.Axis(format="~s"), scale=wide),
+        _value("perplexity", [[point["perplexity"] for point in points]], "perplexity", padding=15),
+        alt.Color("model:N", scale=alt.Scale(domain=names, range=colours), **shared),
+        alt.Shape("model:N", scale=alt.Scale(domain=names), **shared),
+        tooltip=["model:N", alt.Tooltip("bytes:Q", format=","), "perplexity:Q"],
     )
     note = "Fewer bytes to the left, lower perplexity below: both are better."
-    return Drawing(f"Perplexity on {text} against size", chart, rows, note)
-
-
-def percent(share: float) -> str:
-    """A share in per cent, two digits of it, and no more than two after the point."""
-    value = 100 * share
-    if 0 < value < 0.005:
-        return "<.01"
-    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 0.995 else f"{value:.2f}"
+    return Drawing(f"Perplexity on {text} against size", chart, points, note)

@@ -16,34 +16,30 @@ from hasslefree.checkpoint import StoredTensor, map_tensors, read_json, weight_f
 from hasslefree.core.factors import CodedRows
 from hasslefree.core.protocols import Method
 from hasslefree.errors import CheckpointError
-from hasslefree.folder.card import trained
 from hasslefree.folder.inspect import FolderSize, inspect_folder
 from hasslefree.folder.record import Record, command_of, read_record
 from hasslefree.phases import PhaseTime
 from hasslefree.solve.methods import METHODS
 from hasslefree.validation import Count, Figure, InvalidError, validated
 
-# What `evaluate` writes is looked for under these names in a folder.
-EVALUATIONS = "evaluation*.json"
-
 
 @dataclass(frozen=True)
-class TextResult:
+class _Perplexity:
     perplexity: Figure
 
 
 @dataclass(frozen=True)
-class TaskResult:
+class _Accuracy:
     value: Figure
 
 
 @dataclass(frozen=True)
-class Results:
+class _Results:
     """What is read of a file that `evaluate` wrote."""
 
     model: str
-    perplexity: dict[str, TextResult] = field(default_factory=dict)
-    tasks: dict[str, TaskResult] = field(default_factory=dict)
+    perplexity: dict[str, _Perplexity] = field(default_factory=dict)
+    tasks: dict[str, _Accuracy] = field(default_factory=dict)
     average: Figure | None = None
     limit: Count | None = None
 
@@ -77,7 +73,7 @@ class Evaluation:
     limit: int | None = None
 
     def __or__(self, other: Evaluation) -> Evaluation:
-        """Both; where both have a figure, that of `other`."""
+        """Both; where both have a result, that of `other`."""
         texts = self.perplexity | other.perplexity
         return dataclasses.replace(other if other.tasks else self, perplexity=texts)
 
@@ -87,9 +83,10 @@ class Run:
     """A compressed folder.
 
     Args:
-        name: unlike that of any other run. spectra: by layer the singular values of L, the largest first.
-        command: that repeats it; None where there is none. seconds: of the whole compression, where they are known.
-        The seconds of its layers and phases are in the record.
+        name: unlike that of any other run. record: with the seconds of its layers and phases, where they are known.
+        spectra: by layer the singular values of L, the largest first.
+        command: repeats the compression; None where its text was given from Python.
+        seconds: of the whole compression; None where they are unknown.
     """
 
     name: str
@@ -102,14 +99,9 @@ class Run:
 
     @property
     def step(self) -> str:
-        """After what the objective was measured."""
+        """After what the objective was measured, such as a round."""
         method = METHODS.get(self.record.recipe.get("method", ""))
         return Method.step if method is None else method.step
-
-    @property
-    def trained(self) -> str:
-        """What was trained after the errors were measured, in words."""
-        return trained(self.record)
 
 
 @dataclass(frozen=True)
@@ -124,31 +116,28 @@ def read_content(paths: Sequence[Path]) -> Content:
     """Folders that `compress` wrote, and JSON files that `evaluate` wrote, of these folders or of other models.
 
     Raises:
-        CheckpointError: one that is neither, or is not as it should be; no folder at all; or one named twice.
+        CheckpointError: a path is neither, or its content is damaged; there is no folder, or one is named twice.
     """
     if missing := [str(path) for path in paths if not path.exists()]:
         raise CheckpointError(f"{', '.join(missing)} does not exist; name a folder that `hasslefree compress` wrote")
-    folders = [path for path in paths if path.is_dir()]
-    files = [path for path in paths if not path.is_dir()]
+    folders: dict[Path, Path] = {}
+    for path in filter(Path.is_dir, paths):
+        if path.resolve() in folders:
+            raise CheckpointError(f"the folder {path} is named twice; once is enough")
+        folders[path.resolve()] = path
     if not folders:
         raise CheckpointError("a report needs at least one folder that `hasslefree compress` wrote")
-    places = [folder.resolve() for folder in folders]
-    if twice := [folder for folder in folders if places.count(folder.resolve()) > 1]:
-        raise CheckpointError(f"the folder {twice[0]} is named twice; once is enough")
-    about: dict[Path, Evaluation] = {}
-    others: dict[str, Evaluation] = {}
-    for file in files:
-        model, found = read_evaluation(file)
-        home = Path(model).resolve()
-        if home in places:
-            about[home] = about.get(home, Evaluation()) | found
-        else:
-            others[model] = others.get(model, Evaluation()) | found
+    evaluations: dict[Path | str, Evaluation] = {}
+    for file in (path for path in paths if not path.is_dir()):
+        model, evaluation = read_evaluation(file)
+        key = Path(model).resolve() if Path(model).resolve() in folders else model
+        evaluations[key] = evaluations.get(key, Evaluation()) | evaluation
+    names = distinct_names([*folders])
     runs = [
-        read_run(folder, name, about.get(folder.resolve(), Evaluation()))
-        for folder, name in zip(folders, distinct_names(folders), strict=True)
+        read_run(folder, name, evaluations.pop(resolved, Evaluation()))
+        for (resolved, folder), name in zip(folders.items(), names, strict=True)
     ]
-    return Content(tuple(runs), others)
+    return Content(tuple(runs), {str(model): evaluation for model, evaluation in evaluations.items()})
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
@@ -162,25 +151,17 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str, evaluation: Evaluation) -> Run:
-    """All that a folder and the files beside it tell. Weights are read for the spectra alone."""
-    sizes = inspect_folder(folder)
-    record = read_record(folder)
-    for file in sorted(folder.glob(EVALUATIONS)):
+    """Load a folder's record, sizes, spectra and evaluations. evaluation: takes precedence over those in the folder."""
+    sizes, record = inspect_folder(folder), read_record(folder)
+    for file in sorted(folder.glob("evaluation*.json")):
         evaluation = read_evaluation(file)[1] | evaluation
-    own_code = "auto_map" in read_json(folder / "config.json")
+    command = command_of(record, trust_remote_code="auto_map" in read_json(folder / "config.json"))
     seconds = read_seconds(folder, (folder / "compression.json").read_text(encoding="utf-8"))
     if seconds is not None:
         layers = (dataclasses.replace(layer, seconds=seconds.layers.get(layer.name, 0.0)) for layer in record.layers)
         record = dataclasses.replace(record, layers=tuple(layers), phases=seconds.phases)
-    return Run(
-        name=name,
-        record=record,
-        sizes=sizes,
-        spectra=read_spectra(folder),
-        evaluation=evaluation,
-        command=command_of(record, trust_remote_code=own_code),
-        seconds=None if seconds is None else seconds.seconds,
-    )
+    total = None if seconds is None else seconds.seconds
+    return Run(name, record, sizes, read_spectra(folder), evaluation, command, total)
 
 
 def seconds_file(folder: Path) -> Path:
@@ -198,59 +179,47 @@ def write_seconds(folder: Path, report: Record) -> None:
 
 
 def read_seconds(folder: Path, compression: str) -> Seconds | None:
-    """What `write_seconds` wrote; None where there is nothing, or it is of another compression.
+    """What `write_seconds` wrote; None if there is nothing, or it is of another compression.
 
     Args:
         compression: the content of compression.json.
     """
-    file = seconds_file(folder)
+    file, remedy = seconds_file(folder), "it holds only the seconds of the run; delete it"
     if not file.is_file():
         return None
-    content = read_json(file, "it holds only the seconds of the run; delete it")
+    content = read_json(file, remedy)
     if content.get("compression") != hashlib.sha256(compression.encode()).hexdigest():
         return None
     try:
         return validated(Seconds, content)
     except InvalidError as error:
-        raise CheckpointError(f"{file} is damaged ({error}). It holds only the seconds of the run; delete it") from None
+        raise CheckpointError(f"{file} is damaged ({error}); {remedy}") from None
 
 
 def read_evaluation(file: Path) -> tuple[str, Evaluation]:
-    """The model and the figures in a file that `evaluate` wrote.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
+    """The model and the results in a file that `evaluate` wrote."""
     try:
-        found = validated(Results, read_json(file))
+        results = validated(_Results, read_json(file))
     except InvalidError as error:
         raise CheckpointError(f"{file} holds no results of `hasslefree evaluate` ({error})") from None
-    if not found.perplexity and not found.tasks:
+    if not results.perplexity and not results.tasks:
         raise CheckpointError(f"{file} holds no results of `hasslefree evaluate`: neither of texts nor of tasks")
-    if found.tasks and found.average is None:
+    if results.tasks and results.average is None:
         raise CheckpointError(f"{file} has results of tasks without their average; run `hasslefree evaluate` again")
-    texts = {Path(text).name: row.perplexity for text, row in found.perplexity.items()}
-    return found.model, Evaluation(texts, {n: row.value for n, row in found.tasks.items()}, found.average, found.limit)
+    texts = {Path(text).name: row.perplexity for text, row in results.perplexity.items()}
+    tasks = {name: row.value for name, row in results.tasks.items()}
+    return results.model, Evaluation(texts, tasks, results.average, results.limit)
 
 
 def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
-    """The singular values of every L in a folder whose headers were checked, by the layer's name.
-
-    Raises:
-        CheckpointError: a factor holds NaN or Inf.
-    """
-    ends = {"low_rank_u", "low_rank_v"}
-    stored = map_tensors(weight_files(folder))
-    found = {}
-    for name in (name for name in stored if name.rpartition(".")[2] in ends):
-        layer = name.rpartition(".")[0]
-        if layer in found:
-            continue
-        u, v = (_factor(stored, f"{layer}.{leaf}") for leaf in sorted(ends))
+    """The singular values of every L in a folder that was checked, by the layer's name."""
+    stored, spectra = map_tensors(weight_files(folder)), {}
+    for layer in [name.removesuffix(".low_rank_u") for name in stored if name.endswith(".low_rank_u")]:
+        u, v = (_factor(stored, f"{layer}.low_rank_{side}") for side in "uv")
         if not (torch.isfinite(u).all() and torch.isfinite(v).all()):
             raise CheckpointError(f"the factors of {layer} in {folder} contain NaN or Inf; compress the model again")
-        found[layer] = tuple(spectrum(u, v).tolist())
-    return found
+        spectra[layer] = tuple(spectrum(u, v).tolist())
+    return spectra
 
 
 def _factor(stored: Mapping[str, StoredTensor], name: str) -> Tensor:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
-
-from hasslefree.folder.record import LayerRecord
 
 _BLOCK = re.compile(r"(?:.*?\.)?(\d+)\.(.+)")
 _EXPERT = re.compile(r"\.\d+(?=\.)")
@@ -39,14 +36,7 @@ def places(names: Iterable[str], merge_experts: bool = False) -> dict[str, tuple
     return {name: (block, short[kind]) for name, (block, kind) in long.items()}
 
 
-def error_range(layers: Iterable[LayerRecord]) -> tuple[float, float]:
+def error_range(errors: Iterable[float]) -> tuple[float, float]:
     """The least error above 0 and the most; both 1 where all are 0."""
-    errors = [layer.relative_error for layer in layers if layer.relative_error > 0] or [1.0]
-    return min(errors), max(errors)
-
-
-def shade(error: float, least: float, most: float) -> float:
-    """Where an error lies between the least and the most, from 0 to 1, on a logarithmic scale."""
-    if most <= least or error <= least or least <= 0:
-        return 0.0 if error < most else 1.0
-    return min(math.log(error / least) / math.log(most / least), 1.0)
+    positive = [error for error in errors if error > 0] or [1.0]
+    return min(positive), max(positive)

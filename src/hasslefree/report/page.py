@@ -8,11 +8,13 @@ import hashlib
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import vl_convert
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hasslefree.report.charts import ASSETS, CONFIG, comparisons, dense_bytes, percent, run_charts
+from hasslefree.folder.card import trained
+from hasslefree.report.charts import ASSETS, CONFIG, comparisons, dense_bytes, run_charts
 from hasslefree.report.content import Content
 from hasslefree.report.layer_map import place
 from hasslefree.report.samples import Samples
@@ -25,13 +27,8 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
     Args:
         samples: of each run, in their order; empty for a page without samples.
     """
-    environment = Environment(
-        loader=FileSystemLoader(ASSETS),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=FileSystemLoader(ASSETS), undefined=StrictUndefined, **options)
     environment.filters |= {
         "percent": percent,
         "error": error_text,
@@ -39,6 +36,7 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
         "duration": duration,
         "precise": lambda seconds: f"{seconds:.1f} s" if seconds < 9.95 else duration(seconds),
         "leading": leading,
+        "trained": trained,
         "layer": layer_text,
         "leaf": lambda path: Path(path).name or path,
     }
@@ -94,3 +92,11 @@ def layer_text(name: str) -> str:
     """A layer by its block and the last part of its name."""
     block, kind = place(name)
     return f"block {block}, {kind.rpartition('.')[2]}"
+
+
+def percent(share: float) -> str:
+    """A share in per cent, two digits of it, and no more than two after the point."""
+    value = 100 * share
+    if 0 < value < 0.005:
+        return "<.01"
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 0.995 else f"{value:.2f}"

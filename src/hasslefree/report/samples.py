@@ -44,54 +44,53 @@ class Samples:
 
 @dataclass(frozen=True)
 class Written:
-    """What one model wrote after one prompt, with the tokenizer that says so."""
+    """What one model wrote after one prompt."""
 
-    found: Continuation
+    continuation: Continuation
     tokenizer: Any
 
     def split(self, tokens: int) -> Text:
         """The text in two parts, the first of so many tokens."""
-        start = self.tokenizer.decode(self.found.tokens[:tokens], skip_special_tokens=True)
+        text = self.continuation.text
+        start = self.tokenizer.decode(self.continuation.tokens[:tokens], skip_special_tokens=True)
         # A character may be of several tokens: without the last of them, it is decoded as another one.
-        same = shared(start, self.found.text)
-        return Text(self.found.text[:same], self.found.text[same:])
+        same = shared(start, text)
+        return Text(text[:same], text[same:])
 
 
 def sample_folders(
     folders: Iterable[Path], prompts: Sequence[str], dense: str | None = None, max_new_tokens: int = 64, **how: Any
 ) -> list[Samples]:
-    """For each folder what its model and the dense one write after each prompt. One model is in memory at a time.
+    """Let the model of each folder and its dense model continue the prompts. One model is in memory at a time.
 
     Args:
-        dense: the dense model of all folders; None for the one that each folder names, where it is on this machine;
+        dense: the dense model of all folders; None for the one that each folder names, if it is on this machine;
             "none" for none. how: the device and trust_remote_code of `load_model`.
 
     Raises:
         HasslefreeError: a model cannot be loaded; a prompt is empty, or too long for a model.
     """
-    sampling, by_model = Sampling(max_new_tokens), dict[str, list[Written]]()
-    found = []
+    sampling, by_model, samples = Sampling(max_new_tokens), dict[str, list[Written]](), []
     for folder in folders:
         name, remark = dense_original(folder) if dense is None else (dense, None)
         compressed = write(Writer.load(str(folder), **how), prompts, sampling)
         if name is None or name == "none":
-            texts = (Text(each.found.text, "") for each in compressed)
-            found.append(Samples(tuple(map(Sample, prompts, texts)), remark))
+            texts = (Text(written.continuation.text, "") for written in compressed)
+            samples.append(Samples(tuple(map(Sample, prompts, texts)), remark))
             continue
         if name not in by_model:
             by_model[name] = write(Writer.load(name, **how), prompts, sampling)
-        found.append(Samples(tuple(map(sample, prompts, compressed, by_model[name]))))
-    return found
+        samples.append(Samples(tuple(map(sample, prompts, compressed, by_model[name]))))
+    return samples
 
 
 def write(writer: Writer, prompts: Iterable[str], sampling: Sampling) -> list[Written]:
-    """What a model writes after each prompt."""
     return [Written(writer.write(prompt, sampling), writer.tokenizer) for prompt in prompts]
 
 
 def sample(prompt: str, compressed: Written, dense: Written) -> Sample:
     """Both texts, parted at the first token that differs."""
-    tokens = shared(compressed.found.tokens, dense.found.tokens)
+    tokens = shared(compressed.continuation.tokens, dense.continuation.tokens)
     return Sample(prompt, compressed.split(tokens), dense.split(tokens), tokens)
 
 
