@@ -282,7 +282,9 @@ def sensitivities(values: Mapping[str, float]) -> Drawing:
 
 def _by_block(title: str, total: str, y: str, values: Iterable[tuple[str, int, float]]) -> Drawing:
     """Lines over the blocks. total: of the values of a line in a block; values: the line, the block and the value."""
-    rows = [{"line": line, "block": block, "value": significant(value)} for line, block, value in values]
+    rows: list[dict[str, Any]] = [
+        {"line": line, "block": block, "value": significant(value)} for line, block, value in values
+    ]
     lines = alt.Chart(ROWS, width=560, height=240).transform_aggregate(
         value=f"{total}(value)", groupby=["line", "block"]
     )
