@@ -194,6 +194,7 @@ def compress_in_one_pass(task: Task, hidden: Activations, groups: list[list[str]
         with solving(x.device):
             sums.take(as_multiplied(x.reshape(-1, x.shape[-1])))
             gram = checked(sums.gram(task.world.add), f"{task.visit.prefix}.{group[0]}")
+            del sums  # float64: twice the Gram matrix, while the layers are solved
             task.collecting.advance(len(group))
             with task.solving.running():
                 done.extend(compress_groups(task, [group], [gram]))
