@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hasslefree
 from hasslefree.run import compress as driver
-from hasslefree.run.estimate import LIBRARIES, Footprint
+from hasslefree.run.estimate import LIBRARIES, Setup, estimate
 
 BLOCKS = 32
 SHAPES = {
@@ -56,19 +56,19 @@ def model(gpu: FakeGpu, blocks: int) -> LlamaForCausalLM:
 
 def simulated(effort: str, blocks: int) -> dict[str, Any]:
     """Seconds of a compression by kind of work, its launches, and its peak of memory over the estimate."""
-    footprints: list[Footprint] = []
+    setups: list[Setup] = []
     recipe = hasslefree.Recipe(pattern="2:4", rank=64, effort=effort)
     with (
         fake_cuda("meta", capability=(9, 0)) as gpu,
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(driver, "check_memory", lambda footprint, device: footprints.append(footprint)),
+        mock.patch.object(driver, "check_memory", lambda setup: setups.append(setup) or setup),
     ):
         gpu.instead |= Guesses().operations()
         roofline = Roofline()
         gpu.listeners.append(roofline)
         tokens = torch.zeros(SEGMENTS, dtype=torch.int64)
         hasslefree.compress(model(gpu, blocks), f"{folder}/out", recipe, segments=tokens)
-        peak = gpu.peak / (footprints[-1].device_peak - LIBRARIES)
+        peak = gpu.peak / (estimate(setups[-1]).device_peak - LIBRARIES)
     kinds = {work: dict(kinds) for work, kinds in roofline.seconds.items()}
     return {"seconds": kinds, "launches": roofline.launches, "peak_over_estimate": round(peak, 3)}
 

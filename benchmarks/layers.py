@@ -103,7 +103,7 @@ def growth(args: argparse.Namespace) -> None:
         start = time.perf_counter()
         hasslefree.decompose(weight, gram, "2:4", size // 16, method=method)
         seconds = time.perf_counter() - start
-        rows.append({"size": size, "seconds": round(seconds, 3), "flops": flops(method, size, size, size // 16)})
+        rows.append({"size": size, "seconds": round(seconds, 3), "flops": flops(method, size, size)})
         print(rows[-1], flush=True)
     # Least squares of log seconds on log size.
     x = torch.tensor([math.log(row["size"]) for row in rows])

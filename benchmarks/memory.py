@@ -103,6 +103,8 @@ def layer(args: argparse.Namespace) -> None:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
         row = {"method": name, "out": out, "in": width, "pattern": pattern, "rank": rank}
         content["rows"][key] = {**row, **json.loads(done.stdout.splitlines()[-1])}
+        bound = short(name, args.rounds).cost.bytes(out, width, rank, args.device)
+        content["rows"][key]["bound_over_peak"] = round(bound / content["rows"][key]["peak"], 2)
         print(content["rows"][key], flush=True)
         write(args.output, content)
 
@@ -146,8 +148,9 @@ def compression(args: argparse.Namespace) -> None:
                 command = compress_command(model, Path(scratch) / f"out{blocks}-{processes}", processes, args.rounds)
                 found = command_peak(command, threads=1)
                 recipe = Recipe(rank=64, effort="fast", rounds=args.rounds, samples=8, seqlen=128)
-                planned = {"planned_mb": planned_mb(model, recipe, processes)}
-                content["rows"].append({"blocks": blocks, "processes": processes, **found, **planned})
+                planned = planned_mb(model, recipe, processes)
+                ratio = {"planned_mb": planned, "planned_over_peak": round(planned / found["peak_mb"], 2)}
+                content["rows"].append({"blocks": blocks, "processes": processes, **found, **ratio})
                 print(content["rows"][-1], flush=True)
                 write(args.output, content)
 

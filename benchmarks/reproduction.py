@@ -43,8 +43,9 @@ from hasslefree.models.load import resolve_device
 from hasslefree.phases import Listener
 from hasslefree.report.content import read_seconds, seconds_file, write_seconds
 from hasslefree.run.compress import compress
-from hasslefree.run.estimate import Footprint, estimate_model
+from hasslefree.run.estimate import setup_of
 from hasslefree.run.machine import product_rate
+from hasslefree.run.tables import plan_summary
 from hasslefree.tables import table
 from hasslefree.units import duration, size
 
@@ -114,18 +115,18 @@ def reproduce_table(number: int, args: argparse.Namespace, progress: Listener | 
     write(args.output / f"table{number}.json", {"table": number, "rows": rows})
 
 
-def cost(job: Job, device: torch.device) -> Footprint | None:
+def cost(job: Job, device: torch.device) -> dict[str, Any] | None:
     """The estimated cost of the compression of a row; None for a dense model."""
     if job.recipe is None:
         return None
     try:
-        return estimate_model(job.model, job.recipe, device, "device")
+        return plan_summary(setup_of(job.model, job.recipe, device, "device"))
     except HasslefreeError as error:
         raise error.within(job.name) from None
 
 
 def cost_table(
-    costs: Sequence[tuple[Job, Footprint | None]], measured: Collection[str], rate: float, keep: bool
+    costs: Sequence[tuple[Job, dict[str, Any] | None]], measured: Collection[str], rate: float, keep: bool
 ) -> Table:
     """A line for each row with the parameters kept, disk and time of its compression, and a line for their sum.
 
@@ -138,15 +139,15 @@ def cost_table(
     for job, takes in costs:
         cells = []
         if takes is not None:
-            time = "done" if job.key in measured else duration(takes.flops / rate)
-            cells = [f"{takes.kept / takes.dense:.1%}", size(takes.disk), time]
+            time = "done" if job.key in measured else duration(takes["flops"] / rate)
+            cells = [f"{takes['kept'] / takes['dense']:.1%}", size(takes["disk"]), time]
         name = job.model.rstrip("/").rpartition("/")[2]
         made.add_row(Text(name), job.setting or "dense", job.row.method, *cells)
     missing = [takes for job, takes in costs if takes is not None and job.key not in measured]
-    disk = [takes.disk for takes in missing]
+    disk = [takes["disk"] for takes in missing]
     needed = sum(disk) if keep else max(disk, default=0)
     made.add_section()
-    made.add_row("missing rows", "", "", "", size(needed), duration(sum(takes.flops for takes in missing) / rate))
+    made.add_row("missing rows", "", "", "", size(needed), duration(sum(takes["flops"] for takes in missing) / rate))
     made.caption, made.caption_justify = "Compressions alone; evaluations come on top.", "left"
     return made
 

@@ -22,8 +22,8 @@ from hasslefree import Recipe
 from hasslefree.core.protocols import Method
 from hasslefree.models.blocks import find_blocks
 from hasslefree.recipe.plan import LayerPlan, make_plan
-from hasslefree.run.estimate import estimate
-from hasslefree.run.sharing import shared_layers, solving_flops
+from hasslefree.run.estimate import Setup, estimate
+from hasslefree.run.sharing import assign_layers, shared_layers, weight_of
 from hasslefree.solve.methods import build_method
 from hasslefree.solve.methods.joint import FIRST_STEPS, Joint
 
@@ -59,7 +59,7 @@ def row(size: str, processes: int, recipe: Recipe, simulated: Mapping[str, float
     plan = make_plan(blocks, resolved)
     tokens = (recipe.samples, recipe.seqlen or 2048)
     with fake_cuda("meta", memory=MEMORY):
-        found = estimate(model, blocks, plan, resolved, tokens, torch.device("cuda"), "cpu", processes)
+        found = estimate(Setup(model, blocks, plan, resolved, tokens, torch.device("cuda"), "cpu", processes))
     layers = {name.rpartition(".")[2]: layer for name, layer in plan[0].items()}
     # In the order "block" all layers of a block are solved at the same time.
     groups = GROUPS if recipe.sequential == "layer" else (tuple(layers),)
@@ -95,6 +95,15 @@ def row(size: str, processes: int, recipe: Recipe, simulated: Mapping[str, float
         "hours": {name: blocks_of_model * value / 3600 for name, value in seconds.items()},
         "simulated_solving": simulated,
     }
+
+
+def solving_flops(method: Method, plans: Mapping[str, LayerPlan], processes: int) -> float:
+    """FLOPs of the process that has most to do, for layers that are solved at the same time."""
+    shared, loads = shared_layers(method, plans, processes), [0.0] * processes
+    for name, owner in assign_layers(plans, shared, processes).items():
+        for rank in range(processes) if owner is None else (owner,):
+            loads[rank] += weight_of(plans[name]) / (processes if owner is None else 1)
+    return method.cost.flops * max(loads)
 
 
 def shapes_of(size: str) -> PreTrainedModel:

@@ -12,8 +12,6 @@ import torch
 import hasslefree
 from harness.problems import Problem
 from hasslefree import Budget, Decomposition, Gram, LowRank, Prune, RandomizedSVD
-from hasslefree.core.cost import LIBRARIES
-from hasslefree.core.cost import workspace as bytes_beside
 from hasslefree.core.linalg import matmul_precision
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import LowRankSolver, Method
@@ -23,7 +21,7 @@ from hasslefree.recipe.plan import LayerPlan
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.methods import METHODS, build_method, settings_of
 
-__all__ = ["LIBRARIES", "METHODS", "build_method", "matmul_precision"]
+__all__ = ["METHODS", "build_method", "matmul_precision"]
 
 # What has a support of the problem's pattern and a low-rank part of its rank → its numbers of rounds; None where it
 # has none.
@@ -87,14 +85,9 @@ class CountedSVD(LowRankSolver):
         return self.solver.fit(target, prepared, start, round, rows)
 
 
-def flops(method: Method, out: int, width: int, rank: int) -> int:
+def flops(method: Method, out: int, width: int) -> float:
     """FLOPs of a method on a layer (out, in), as the method states them."""
-    return method.cost(out, width, rank).flops
-
-
-def workspace(method: Method, out: int, width: int, rank: int) -> int:
-    """Bytes at most beside W and H, as the method states its arrays."""
-    return bytes_beside(method.cost(out, width, rank), out, width, rank)
+    return method.cost.flops * out * width**2
 
 
 def configured(name: str, rounds: int | None) -> Method:
@@ -162,9 +155,9 @@ def run(problem: Problem, name: str, rounds: int | None, seed: int, clock: str) 
     return row | {"bytes_a_weight": stored / problem.weight.numel()}
 
 
-def row_flops(name: str, rounds: int | None, problem: Problem) -> int:
+def row_flops(name: str, rounds: int | None, problem: Problem) -> float:
     """FLOPs by formula of a row of the curves."""
-    return flops(configured(name, rounds), *problem.weight.shape, problem.rank)
+    return flops(configured(name, rounds), *problem.weight.shape)
 
 
 def possible(problem: Problem, name: str) -> bool:

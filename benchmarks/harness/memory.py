@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hasslefree import Recipe
-from hasslefree.run.estimate import estimate_model
+from hasslefree.run.estimate import estimate, setup_of
 
 
 class Peak:
@@ -68,4 +68,5 @@ def command_peak(command: list[str], threads: int) -> dict[str, Any]:
 
 def planned_mb(model: Path, recipe: Recipe, processes: int) -> int:
     """The peak of RAM that `hasslefree plan` says of a compression on the CPU."""
-    return estimate_model(str(model), recipe, torch.device("cpu"), "device", processes).ram_peak // 2**20
+    setup = setup_of(str(model), recipe, torch.device("cpu"), "device", processes)
+    return estimate(setup).ram_peak // 2**20

@@ -162,11 +162,11 @@ def test_the_cost_of_the_missing_rows():
     jobs = table_jobs(2, SMALL, str(MODEL), None, ("oats",))
     costs = [(job, cost(job, torch.device("cpu"))) for job in jobs]
     missing = [takes for _, takes in costs[2:]]
-    table = cost_table(costs, [jobs[1].key], sum(takes.flops for takes in missing) / 30, keep=True)
+    table = cost_table(costs, [jobs[1].key], sum(takes["flops"] for takes in missing) / 30, keep=True)
     assert "1 of them measured already" in table.title
     cells = [list(column.cells)[-1] for column in table.columns]
     assert cells[-1] == "30 s"
-    assert cells[-2] == f"{sum(takes.disk for takes in missing) / 1e6:.1f} MB"
+    assert cells[-2] == f"{sum(takes['disk'] for takes in missing) / 1e6:.1f} MB"
 
 
 def test_figure_1_is_each_layer_on_the_gram_of_the_dense_model():

@@ -11,7 +11,7 @@ from hasslefree.packed.kernels import backends
 from hasslefree.packed.layouts import layout_of
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, use_backend
 from hasslefree.run import compress as driver
-from hasslefree.run.estimate import LIBRARIES
+from hasslefree.run.estimate import LIBRARIES, estimate
 from tests.cuda.plain import decoded
 from tests.tiny_models import NO_TOKENIZER, build, logits, segments
 
@@ -35,14 +35,14 @@ def compressed(tmp_path, recipe, device):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_compression_comes_out_as_on_the_cpu(name, gpu, tmp_path, monkeypatch):
     """And it takes no more of the GPU than was estimated."""
-    footprints = []
-    monkeypatch.setattr(driver, "check_memory", lambda footprint, device: footprints.append(footprint))
+    setups = []
+    monkeypatch.setattr(driver, "check_memory", lambda setup: setups.append(setup) or setup)
     here, _ = compressed(tmp_path, RECIPES[name], "cpu")
     there, out = compressed(tmp_path, RECIPES[name], "cuda")
     assert there.device == "cuda"
     assert there.mean_relative_error == pytest.approx(here.mean_relative_error, rel=0.1)
     if gpu:
-        assert gpu.peak <= footprints[-1].device_peak - LIBRARIES
+        assert gpu.peak <= estimate(setups[-1]).device_peak - LIBRARIES
     tokens = segments()
     loaded = AutoModelForCausalLM.from_pretrained(out)
     plain = logits(loaded, tokens)

@@ -46,7 +46,7 @@ def whole(tmp_path_factory):
     """The bytes of a run that writes each block before it goes on."""
     out = tmp_path_factory.mktemp("whole") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hasslefree.run.compress.runs_beside", lambda *args: False)
+        patch.setattr("hasslefree.run.estimate.fits", lambda setup: not setup.prefetch)
         compress(out)
     return contents(out)
 
@@ -86,7 +86,7 @@ def test_a_block_is_written_while_the_next_one_is_compressed_and_no_two_at_once(
 def test_where_memory_is_short_a_block_is_written_before_the_next_one_begins(saving, tmp_path, monkeypatch):
     begun, seen = [], []
     saving["before"] = begun.append
-    monkeypatch.setattr("hasslefree.run.compress.runs_beside", lambda *args: False)
+    monkeypatch.setattr("hasslefree.run.estimate.fits", lambda setup: not setup.prefetch)
 
     def progress(layer, done, total):
         folder = tmp_path / "out.unfinished"

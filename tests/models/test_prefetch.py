@@ -79,7 +79,7 @@ def test_the_bytes_are_those_of_one_step_after_the_other(name, reads, tmp_path, 
     build(name if name == "mixtral" else "llama", num_hidden_layers=3).save_pretrained(tmp_path / "dense")
     for beside in (True, False):
         reads.clear()
-        monkeypatch.setattr("hasslefree.run.compress.runs_beside", lambda *args, beside=beside: beside)
+        monkeypatch.setattr("hasslefree.run.estimate.fits", lambda setup, beside=beside: beside or not setup.prefetch)
         hasslefree.compress(
             tmp_path / "dense", tmp_path / str(beside), RECIPES[name], tokenizer=NO_TOKENIZER, segments=segments(),
             device="cpu",

@@ -108,13 +108,12 @@ def plan(
     from hasslefree.models.load import resolve_device
 
     if advise is None:
-        from hasslefree.run.estimate import estimate_model, to_dict
-        from hasslefree.run.memory import as_run
-        from hasslefree.run.tables import estimate_table
+        from hasslefree.run.estimate import setup_of, without_prefetch_if_tight
+        from hasslefree.run.tables import plan_summary, plan_table
 
-        target = resolve_device(device)
-        estimate = as_run(estimate_model(model, recipe, target, activations, processes, trust_remote_code), target)
-        show(to_dict(estimate), output, as_json, estimate_table(estimate, target))
+        setup = setup_of(model, recipe, resolve_device(device), activations, processes, trust_remote_code)
+        setup = without_prefetch_if_tight(setup)
+        show(plan_summary(setup), output, as_json, plan_table(setup))
         return
 
     from hasslefree.folder.record import compress_command

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Generator, Tensor
 
-from hasslefree.core.cost import Cost, unstated_method, unstated_pruner, unstated_solver
+from hasslefree.core.cost import Cost
 from hasslefree.core.factors import CodedFactors
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Quantised, Scaling
@@ -99,9 +99,10 @@ class Pruner(Sparsifier, ABC):
     def prune(self, target: Tensor, prepared: Any, pattern: Pattern) -> Pruned:
         """S: (out, in) with this pattern, for a target (out, in). The target is not changed."""
 
-    def cost(self, out: int, width: int) -> Cost:
-        """The cost of `prepare` and of each call of `prune`; `unstated_pruner` unless overridden."""
-        return unstated_pruner(type(self).__name__, out, width)
+    @property
+    def cost(self) -> Cost:
+        """The cost of a call of `prune`, with `prepare`; unless overridden, that of the most expensive pruner here."""
+        return Cost(831, squares=10.3, arrays=10.5, unstated=(type(self).__name__,))
 
 
 class LowRankSolver(ABC):
@@ -125,9 +126,10 @@ class LowRankSolver(ABC):
         """Whether processes can share the rows of one layer; otherwise `rows` is always `WHOLE`."""
         return False
 
-    def cost(self, out: int, width: int, rank: int) -> Cost:
-        """The cost of each call of `fit`; `unstated_solver` unless overridden."""
-        return unstated_solver(type(self).__name__, out, width, rank)
+    @property
+    def cost(self) -> Cost:
+        """The cost of a call of `fit`, with `prepare`; unless overridden, that of the most expensive solver here."""
+        return Cost(28, squares=6, arrays=10.8, unstated=(type(self).__name__,))
 
 
 @dataclass(frozen=True)
@@ -169,17 +171,10 @@ class Method(Sparsifier, ABC):
                 `rows.sum`, so that every process decides alike.
         """
 
-    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
-        """The cost of a layer, including all that depends on H; `unstated_method` unless overridden.
-
-        Args:
-            device: its kind, such as "cuda".
-        """
-        return unstated_method(type(self).__name__, out, width, rank)
-
-    def shared_cost(self, out: int, width: int, rank: int, processes: int, device: str = "cpu") -> Cost:
-        """The cost for each of the processes that share the rows of a layer: that of `cost`, with fewer rows."""
-        return self.cost(-(-out // processes), width, rank, device)
+    @property
+    def cost(self) -> Cost:
+        """The cost of a layer; unless overridden, at least that of the most expensive method here."""
+        return Cost(23_000, squares=11, arrays=21, cached=7, unstated=(type(self).__name__,))
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,9 @@ from hasslefree.recipe.plan import Plan, bytes_on_disk, digest, make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.blockwise import compress_blocks
-from hasslefree.run.estimate import Footprint, estimate
+from hasslefree.run.estimate import Setup, check_memory
 from hasslefree.run.inputs import check_segments, draw, open_model
 from hasslefree.run.machine import memory_reused
-from hasslefree.run.memory import check_memory, runs_beside
 from hasslefree.run.outputs import described, recorded, write_rest
 from hasslefree.run.preflight import preflight
 from hasslefree.run.sharing import undivided
@@ -148,9 +146,9 @@ def compress_dense(
     """Compress a model and write it. activations: where they are, as for `compress`."""
     model, plan, segments = dense.model, dense.plan, dense.segments
     start, shape = time.perf_counter(), (segments.shape[0], segments.shape[1])
-    footprint = partial(estimate, model, dense.blocks, plan, resolved, shape, device, activations, world.size)
+    setup = Setup(model, dense.blocks, plan, resolved, shape, device, activations, world.size)
     options = {"storage": activations, "folder": work.folder, "phases": phases}
-    walk, digests = open_walk(model, dense.blocks, plan, segments[:1].to(device), footprint, options)
+    walk, digests = open_walk(setup, segments[:1].to(device), options)
     work.background_writes = walk.weights.prefetch
     prepared = prepare(walk, dense, resolved, work, world)
     about = described(dense.name, model, resolved, segments) | dense.left
@@ -207,30 +205,20 @@ def allocate(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world
     return Allocation(plan)
 
 
-def open_walk(
-    model: PreTrainedModel,
-    blocks: Blocks,
-    plan: Plan,
-    segment: Tensor,
-    footprint: Callable[..., Footprint],
-    options: dict[str, Any],
-) -> tuple[Walk, dict[str, str]]:
+def open_walk(setup: Setup, segment: Tensor, options: dict[str, Any]) -> tuple[Walk, dict[str, str]]:
     """`preflight` a model if memory suffices for its compression.
 
     Args:
-        segment: (1, tokens), on the device that computes. footprint: for a width of `Walk.width`. options: of `Walk`.
+        segment: (1, tokens), on the device that computes. options: of `Walk`.
     """
-    device = segment.device
-    check_memory(footprint(), device)
-    weights = Weights(model, device, prefetch=runs_beside(footprint(), device))
-    walk, digests = preflight(model, blocks, weights, plan, segment, options)
+    weights = Weights(setup.model, setup.device, prefetch=check_memory(setup).prefetch)
+    walk, digests = preflight(setup.model, setup.blocks, weights, setup.plan, segment, options)
     if walk.width is not None:
         logger.info(
             "the blocks take other tensors besides hidden states, %d values per token in all: only memory is affected",
             walk.width,
         )
-        check_memory(footprint(walk.width), device)
-        weights.prefetch = runs_beside(footprint(walk.width), device)
+        weights.prefetch = check_memory(dataclasses.replace(setup, width=walk.width)).prefetch
     return walk, digests
 
 

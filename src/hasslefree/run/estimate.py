@@ -1,217 +1,129 @@
-"""An estimate of a compression before it runs: memory on each device, bytes on the disk, time."""
+"""An estimate of a compression before it runs: memory of the device and RAM, time, and options that need less memory.
+
+Memory is the largest of three moments, each a sum of a few terms (`Footprint`): what is outside the blocks is read and
+written; a block is run and solved; all compressed blocks are trained together. Time is products of float32 matrices:
+2 · tokens · parameters for a forward pass and twice that for a backward pass, and `Cost.flops` for each layer.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from hasslefree.core.cost import FLOAT, workspace
+from hasslefree.core.cost import FLOAT
+from hasslefree.errors import MemoryShortError, option
 from hasslefree.levers.train import Training, segments_for
-from hasslefree.models.activations import check_storage
-from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
-from hasslefree.models.experts import experts_of, split_experts
+from hasslefree.models.activations import STORAGES, check_storage
+from hasslefree.models.blocks import Blocks, by_kind, find_blocks
+from hasslefree.models.experts import share_of_tokens, split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
-from hasslefree.models.moments import BATCH, pass_bytes, probes, sums_bytes, traffic
+from hasslefree.models.moments import BATCH, probes, sums_bytes, traffic
 from hasslefree.models.precision import product_dtype
+from hasslefree.phases import ALLOCATION, INPUTS, PREDICTIONS, PROBES, SOLVING
 from hasslefree.recipe.plan import LayerPlan, Plan, bytes_on_disk, make_plan
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.run.flops import flops_by_phase
-from hasslefree.run.machine import in_one_pass, room_for_sums
-from hasslefree.run.sharing import cost_of, shared_layers
+from hasslefree.run.machine import free_memory, in_one_pass, room_for_sums
+from hasslefree.run.sharing import shared_layers, weight_of
 from hasslefree.solve.methods.joint import QUICK_PRUNING
+from hasslefree.units import size
 
-# What Python and the libraries take, on a CPU and of a GPU.
+logger = logging.getLogger(__name__)
+
+# Bytes that Python and the libraries take, in RAM and of a GPU.
 LIBRARIES = 600_000_000
-# Arrays (tokens, width of the widest layer) that a forward pass holds at a time.
-FORWARD = 6
-# Arrays (tokens, vocabulary) held at a time where labels are drawn from predictions.
+# Matrices (tokens, width of the widest layer) that a forward pass holds at a time.
+FORWARD = 5
+# On a CPU, the memory of a solver over that of its matrices: the C library keeps some of what was freed.
+HEAP = 1.2
+# Matrices (tokens, vocabulary) held at a time when labels are drawn from predictions.
 LOGITS = 5
-# What Adam holds of a kept value, in numbers: the master, its unit and two moments.
-MASTER = 4
+# Numbers for each kept value in training: the master, its unit and the two moments of Adam.
+MASTERS = 4
+RAM = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """What a compression takes at most, on one of its processes. Sizes are in bytes.
-
-    Args:
-        layers: kind of layer (q_proj, …), its plan and how many there are. kept, dense: parameters of all layers.
-        outside: what is outside the blocks. logits: of one segment, where the backward pass draws labels from them.
-        block, solving: of the largest block: its weights before and after, and the Grams and the solver's arrays of its
-            largest layer. resident: the rest of a model that is loaded already.
-        beside: in RAM, the blocks that are read and written while another one is solved; 0 where none are.
-        streams: hidden states of all segments. probes: those before each block that the backward pass keeps.
-        reference, whole, masters: where predictions are matched, the dense model's last hidden states, all compressed
-            blocks with what a step keeps of them, and what Adam holds for them; else 0.
-        device: where it computes. storage: where the activations are. disk: the size of the folder.
-        by_itself: what stays dense without being named, by kind.
-        phases: the floating-point operations of each phase. levers: what is done beyond the layer, in words.
-        unstated: plug-ins that state no cost, and are counted as the most expensive ones of this package.
-    """
-
-    blocks: int
-    layers: tuple[tuple[str, LayerPlan, int], ...]
-    kept: int
-    dense: int
-    outside: int
-    logits: int
-    block: int
-    solving: int
-    resident: int
-    beside: int
-    streams: int
-    probes: int
-    reference: int
-    whole: int
-    masters: int
-    device: str
-    storage: str
-    disk: int
-    phases: Mapping[str, float]
-    levers: tuple[str, ...] = ()
-    by_itself: tuple[str, ...] = ()
-    unstated: tuple[str, ...] = ()
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.device == "cpu"
-
-    @property
-    def flops(self) -> float:
-        """The floating-point operations of all phases."""
-        return sum(self.phases.values())
-
-    def seconds(self, rate: float) -> dict[str, float]:
-        """How long each phase takes at so many floating-point operations a second."""
-        return {name: flops / rate for name, flops in self.phases.items()}
-
-    @property
-    def unpacked(self) -> int:
-        """Bytes of S of all layers where a GPU runs the result and S is unpacked."""
-        return sum(layer.dense_bytes * count for _, layer, count in self.layers)
-
-    @property
-    def activations(self) -> int:
-        """Bytes of hidden states at a time."""
-        return self.reference + max(self.streams, self.probes)
-
-    @property
-    def device_peak(self) -> int:
-        """Bytes of the device's memory."""
-        here = self.storage == "device" or (self.storage == "cpu" and self.on_cpu)
-        head = 2 * self.outside + self.logits
-        blockwise = self.resident + max(head, self.block + self.solving + (self.beside if self.on_cpu else 0))
-        together = self.whole + max(head, self.block) + (self.masters if here or self.on_cpu else 0)
-        work = max(blockwise, together) if self.whole else blockwise
-        return LIBRARIES + work + (self.activations if here else 0)
-
-    @property
-    def ram_peak(self) -> int:
-        """Bytes of RAM; where the device is the CPU, that is all of it."""
-        if self.on_cpu:
-            return self.device_peak
-        held = 2 * max(self.outside, self.block) + (self.activations if self.storage == "cpu" else 0)
-        return 2 * LIBRARIES + held + self.beside + (self.masters if self.storage != "device" else 0)
-
-
-def estimate(
-    model: nn.Module,
-    blocks: Blocks,
-    plan: Plan,
-    resolved: Resolved,
-    tokens: tuple[int, int],
-    device: torch.device,
-    storage: str,
-    processes: int = 1,
-    width: int | None = None,
-) -> Footprint:
-    """The footprint of a compression on one of its processes, from shapes alone.
+class Setup:
+    """A compression, on one of its processes.
 
     Args:
         tokens: calibration segments, and tokens in each.
-        width: numbers that each token hands from block to block; None for the width of the embeddings. Blocks that
-            are given more than hidden states are known only once the model has run.
+        width: numbers per token between blocks; None for the width of the embeddings. Blocks that take more than
+            hidden states are known only once the model has run.
+        prefetch: whether blocks are read and written in the background.
+        by_name: whether weights are read from the disk even if the model is loaded.
+        probed: tokens of probes, if there are any; None for the number that allocation takes.
     """
-    method = resolved.method
-    samples, seqlen = -(-tokens[0] // processes), tokens[1]
-    inside = {id(p) for block in blocks.modules for p in block.parameters()}
-    outside = {id(p): p for p in model.parameters() if id(p) not in inside}.values()
-    embedding: int = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
-    width = width or embedding
-    layers = [layer for plans in plan for layer in plans.values()]
-    loaded = _bytes(p for p in model.parameters() if not p.is_meta)
-    vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    probed, logits = 0, 0
-    if resolved.allocate == "error":
-        probed = -(-probes(*tokens) // processes)
-    if probed or resolved.match_predictions:
-        logits = LOGITS * FLOAT * seqlen * vocabulary
-    # At most: a short text has fewer.
-    matched = -(-segments_for(resolved.match_predictions, seqlen) // processes)
-    numbers = max(traffic_of(blocks, plan, samples * seqlen))
-    at_once = resolved.recipe.sequential == "layer" and in_one_pass(numbers, device)
-    kept = sum(layer.spec.parameters for layer in layers)
-    return Footprint(
-        blocks=len(blocks.modules),
-        layers=tuple(kinds(plan)),
-        kept=kept,
-        dense=sum(layer.spec.dense_parameters for layer in layers),
-        outside=_bytes(outside),
-        logits=logits,
-        block=max(
-            _running(block, device) + _compressed(plans, resolved)
-            for block, plans in zip(blocks.modules, plan, strict=True)
-        ),
-        solving=max(_solving(plans, resolved, device.type, processes) for plans in plan)
-        + _passing(blocks, plan, resolved, seqlen, device, numbers if at_once else None),
-        resident=max(loaded - max(_bytes(block.parameters()) for block in blocks.modules), 0),
-        beside=_beside(blocks, plan, device),
-        streams=samples * seqlen * width * FLOAT,
-        probes=(2 + len(plan)) * probed * seqlen * width * FLOAT,
-        reference=matched * seqlen * width * FLOAT,
-        whole=_together(blocks, plan, Training().tokens(seqlen), width, device) if matched else 0,
-        # In RAM, those of all processes.
-        masters=MASTER * FLOAT * kept * (1 if storage == "device" else processes) if matched else 0,
-        device=device.type,
-        storage=storage,
-        disk=bytes_on_disk(model, plan),
-        phases=flops_by_phase(model, blocks, plan, resolved, tokens, processes, at_once),
-        levers=tuple(levers_of(resolved)),
-        by_itself=(*by_kind(select_sites(blocks, resolved.recipe.leave_dense).dense), *towers(model, blocks)),
-        unstated=method.cost(*layers[0].spec.shape, layers[0].spec.rank).unstated,
-    )
+
+    model: PreTrainedModel
+    blocks: Blocks
+    plan: Plan
+    resolved: Resolved
+    tokens: tuple[int, int]
+    device: torch.device
+    storage: str
+    processes: int = 1
+    width: int | None = None
+    prefetch: bool = True
+    by_name: bool = False
+    probed: int | None = None
+
+    @property
+    def layers(self) -> list[LayerPlan]:
+        return [layer for plans in self.plan for layer in plans.values()]
+
+    @property
+    def loaded(self) -> int:
+        """Bytes of the weights that are in memory before the compression."""
+        return 0 if self.by_name else bytes_of(p for p in self.model.parameters() if not p.is_meta)
+
+    @property
+    def embeddings(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    @property
+    def text_tokens(self) -> int:
+        """Calibration tokens of a process."""
+        return -(-self.tokens[0] // self.processes) * self.tokens[1]
+
+    @property
+    def probe_tokens(self) -> int:
+        """Tokens of a process that run through the dense model, with gradients; 0 if none do."""
+        if self.resolved.allocate != "error":
+            return 0
+        return -(-probes(*self.tokens, self.probed) // self.processes) * self.tokens[1]
+
+    @property
+    def matched_tokens(self) -> int:
+        """Tokens of a process on which predictions are matched, at most; 0 if they are not."""
+        return -(-segments_for(self.resolved.match_predictions, self.tokens[1]) // self.processes) * self.tokens[1]
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all segments run through a block at once, and its layers are solved meanwhile."""
+        in_order = self.resolved.recipe.sequential == "layer"
+        return in_order and in_one_pass(max(self.traffic(self.text_tokens)), self.device)
+
+    def traffic(self, tokens: int) -> list[float]:
+        """The `traffic` of the planned layers of each block."""
+        shapes = ({name: layer.spec.shape for name, layer in plans.items()} for plans in self.plan)
+        return [traffic(block, each, tokens) for block, each in zip(self.blocks.modules, shapes, strict=True)]
 
 
-# What each allocation does, and its cost beyond one pass.
-MOVED = {
-    "owl": "budgets differ by block; one more pass of the dense model",
-    "error": "ranks and non-zeros move between layers; on a few segments a forward and a backward pass of the dense "
-    "model, and a first look at every layer",
-}
-
-
-def levers_of(resolved: Resolved) -> Iterator[str]:
-    """A sentence for each lever beyond single layers: what it does, and what it costs."""
-    if resolved.allocate in MOVED:
-        yield f"allocation {resolved.allocate}: {MOVED[resolved.allocate]}"
-    if resolved.match_predictions:
-        yield (
-            f"prediction matching: forward and backward passes of the whole model over {resolved.match_predictions:,} "
-            "tokens at most, and 16 bytes for each value that is kept"
-        )
-
-
-def estimate_model(
+def setup_of(
     name: str, recipe: Recipe, device: torch.device, storage: str, processes: int = 1, trust_remote_code: bool = False
-) -> Footprint:
-    """The footprint of a compression of a model by name, from its configuration.
+) -> Setup:
+    """The compression of a model by name, from its configuration alone.
 
     Raises:
         HasslefreeError: a wrong recipe, a model that cannot be compressed, or layers that cannot meet the budget.
@@ -223,128 +135,211 @@ def estimate_model(
     split_experts(model)
     blocks = find_blocks(model)
     tokens = recipe.samples, resolve_seqlen(model, recipe.seqlen)
-    return estimate(model, blocks, make_plan(blocks, resolved), resolved, tokens, device, storage, processes)
+    return Setup(model, blocks, make_plan(blocks, resolved), resolved, tokens, device, storage, processes)
 
 
-def _bytes(parameters: Iterable[nn.Parameter]) -> int:
+@dataclass(frozen=True)
+class Footprint:
+    """What a compression takes on one process, at most. Sizes are in bytes.
+
+    Args:
+        device, ram: by what takes them, at the peak; the same where the device is the CPU.
+        activations: hidden states, wherever they are. disk: the folder.
+    """
+
+    device: dict[str, int]
+    ram: dict[str, int]
+    activations: int
+    disk: int
+
+    @property
+    def device_peak(self) -> int:
+        return total(self.device)
+
+    @property
+    def ram_peak(self) -> int:
+        return total(self.ram)
+
+
+def estimate(setup: Setup) -> Footprint:
+    """The footprint of a compression, from shapes alone."""
+    on_cpu, inside = setup.device.type == "cpu", [bytes_of(block.parameters()) for block in setup.blocks.modules]
+    outside = bytes_of(setup.model.parameters()) - sum(inside)
+    head = {"embeddings and head": 2 * outside}
+    if setup.probe_tokens or setup.matched_tokens:
+        head["logits"] = LOGITS * FLOAT * setup.tokens[1] * setup.embeddings.num_embeddings
+    block = {"block": max(map(block_bytes, repeat(setup), setup.blocks.modules, setup.plan))}
+    moments: list[dict[str, int]] = [head, block | solving(setup)]
+    if setup.matched_tokens:
+        moments.append(in_training(setup) | max(head, block, key=total))
+    peak = max(moments, key=total)
+    device = {"libraries": LIBRARIES, "loaded model": max(setup.loaded - max(inside), 0)} | peak
+    ram = device if on_cpu else {"libraries": 2 * LIBRARIES, "weights": 2 * max(outside, total(block))}
+    if setup.matched_tokens and not on_cpu and setup.storage != "device":
+        ram["masters"] = setup.processes * masters(setup)
+    if setup.prefetch and len(setup.plan) > 1:  # on CUDA, pinned memory comes in powers of two; writing takes a copy
+        read = 0 if setup.loaded else max(inside) * (1 if on_cpu else 2)
+        ram["prefetch"] = read + 2 * max(sum(layer.bytes for layer in plans.values()) for plans in setup.plan)
+    states = setup.matched_tokens + max(setup.text_tokens, (2 + len(setup.plan)) * setup.probe_tokens)
+    activations = FLOAT * (setup.width or setup.embeddings.embedding_dim) * states
+    if setup.storage != "disk":
+        (device if setup.storage == "device" else ram)["hidden states"] = activations
+    return Footprint(device, ram, activations, bytes_on_disk(setup.model, setup.plan))
+
+
+def total(terms: dict[str, int]) -> int:
+    return sum(terms.values())
+
+
+def bytes_of(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
-def _running(block: nn.Module, device: torch.device) -> int:
-    """A dense block; and once more in float32, where its products are not in its own dtype."""
-    parameters = list(block.parameters())
-    wide = [p for p in parameters if p.element_size() < FLOAT and product_dtype(p.dtype, device) is None]
-    return _bytes(parameters) + FLOAT * sum(p.numel() for p in wide)
+def block_bytes(setup: Setup, block: nn.Module, plans: dict[str, LayerPlan]) -> int:
+    """A dense block, in float32 too if its products are, and its compressed layers."""
+    wide = [p for p in block.parameters() if p.element_size() < FLOAT and not product_dtype(p.dtype, setup.device)]
+    compressed = sum(layer.bytes for layer in plans.values())
+    return bytes_of(block.parameters()) + FLOAT * sum(p.numel() for p in wide) + compressed
 
 
-def _beside(blocks: Blocks, plan: Plan, device: torch.device) -> int:
-    """The next block, unless it is loaded, and the one before as it is written.
+def solving(setup: Setup) -> dict[str, int]:
+    """A forward pass through a block that sums Gram matrices, and the solver: one after the other, or at once."""
+    device, widest = setup.device, max(max(layer.spec.shape) for layer in setup.layers)
+    tokens = setup.text_tokens if setup.at_once else min(setup.text_tokens, max(setup.tokens[1], BATCH))
+    forward = FORWARD * FLOAT * widest * tokens
+    if setup.probe_tokens:  # the inputs of all layers of a block, and the gradients of their outputs
+        forward = max(forward, 2 * FLOAT * round(max(setup.traffic(setup.probe_tokens))))
+    sums, solver = Counter[tuple[int, str]](), 0
+    for index, plans in enumerate(setup.plan):
+        shared = shared_layers(setup.resolved.method, plans, setup.processes)
+        for name, layer in plans.items():
+            (out, width), rank = layer.spec.shape, layer.spec.rank
+            rows = -(-out // setup.processes) if name in shared else out
+            needs = [setup.resolved.method.cost.bytes(rows, width, rank, device.type)]
+            if setup.probe_tokens:
+                needs.append(QUICK_PRUNING.cost.bytes(out, width, 0, device.type))
+            solver = max(solver, FLOAT * out * width + max(needs))
+            # One pass sums for all layers of a block, or for one; layers of the same name are experts of a mixture.
+            kind = name.rpartition(".")[2] if setup.resolved.recipe.sequential == "layer" else ""
+            sums[index, kind] += sums_bytes(width)
+    most = min(max(sums.values()), max(room_for_sums(device), sums_bytes(widest)))
+    solver = round((most // 3 + solver) * (HEAP if device.type == "cpu" else 1))
+    if setup.at_once:
+        return {"forward pass": forward, "Gram matrices and solver": max(most, solver)}
+    return {"Gram matrices and solver": max(forward + most, solver)}
 
-    Pinned memory comes in powers of two. What is written may be there twice: some versions of safetensors copy it.
+
+def masters(setup: Setup) -> int:
+    return MASTERS * FLOAT * sum(layer.spec.parameters for layer in setup.layers)
+
+
+def in_training(setup: Setup) -> dict[str, int]:
+    """All compressed blocks, what enters each, what a step keeps of all or, if tight, of one, and Adam's numbers."""
+    tokens = Training().tokens(setup.tokens[1])
+    states = len(setup.plan) * tokens * FLOAT * (setup.width or setup.embeddings.embedding_dim)
+    numbers = setup.traffic(tokens)
+    if in_one_pass(sum(numbers), setup.device):
+        copies = sum(layer.spec.dense_parameters + 2 * layer.spec.parameters for layer in setup.layers)
+        step = FLOAT * (sum(numbers) + copies)
+    else:
+        step = 2 * FLOAT * max(numbers)
+    on_device = setup.device.type == "cpu" or setup.storage == "device"
+    return {
+        "compressed blocks": sum(layer.bytes for layer in setup.layers),
+        "training step": states + round(step),
+        "masters": masters(setup) if on_device else 0,
+    }
+
+
+def flops_by_phase(setup: Setup) -> dict[str, float]:
+    """The floating-point operations of one process in each phase; phases without any are left out."""
+    resolved, tokens, head = setup.resolved, setup.text_tokens, setup.embeddings.weight.numel()
+    parameters = squares = 0.0
+    for block, plans in zip(setup.blocks.modules, setup.plan, strict=True):
+        for name, parameter in block.named_parameters():
+            parameters += share_of_tokens(block, name.rpartition(".")[0]) * parameter.numel()
+        squares += sum(share_of_tokens(block, name) * layer.spec.shape[1] ** 2 for name, layer in plans.items())
+    forward, grams = 2 * tokens * parameters, 2 * tokens * squares
+    # A pass for each group of layers with the same input, about one for two kinds, and one that moves on.
+    by_layer = 1 + len(by_kind(setup.plan[0])) / 2
+    passes = 1 if setup.at_once else 2 if resolved.recipe.sequential == "block" else by_layer
+    volume = sum(map(weight_of, setup.layers)) / setup.processes
+    probing = 2 * setup.probe_tokens * (parameters + head)
+    allocation = {
+        "uniform": 0.0,
+        "owl": grams + by_layer * forward,
+        "error": 2 * probing + QUICK_PRUNING.cost.flops * volume,
+    }
+    phases = {
+        PROBES: probing,
+        ALLOCATION: allocation[resolved.allocate],
+        INPUTS: grams + passes * forward,
+        SOLVING: resolved.method.cost.flops * volume,
+        # The dense model once, and a step of training; predictions of both models, and a backward pass of the head.
+        PREDICTIONS: 2 * setup.matched_tokens * (5 * parameters + 3 * head),
+    }
+    return {name: float(flops) for name, flops in phases.items() if flops}
+
+
+def fits(setup: Setup) -> bool:
+    footprint = estimate(setup)
+    return footprint.ram_peak <= free_memory(RAM) and footprint.device_peak <= free_memory(setup.device)
+
+
+def without_prefetch_if_tight(setup: Setup) -> Setup:
+    """The compression as it runs here: blocks are read and written in the background only if there is memory."""
+    return setup if fits(setup) else dataclasses.replace(setup, prefetch=False)
+
+
+def check_memory(setup: Setup) -> Setup:
+    """The compression as it runs here.
+
+    Raises:
+        MemoryShortError: not enough memory; with the terms of the estimate, and an option that makes it fit.
     """
-    if len(blocks.modules) == 1:
-        return 0
-    pinned = 2 if device.type == "cuda" else 1
-    read = max(_bytes(p for p in block.parameters() if p.is_meta) for block in blocks.modules)
-    written = max(
-        _bytes(block.parameters()) + sum(layer.bytes - layer.dense_bytes for layer in plans.values())
-        for block, plans in zip(blocks.modules, plan, strict=True)
-    )
-    return pinned * read + 2 * written
+    lean = dataclasses.replace(setup, prefetch=False)
+    if not fits(lean):
+        advice = next((f"it fits with {advice}" for other, advice in remedies(lean) if fits(other)), None)
+        lines = [f"not enough memory; {advice or 'it needs a machine with more memory'}"]
+        raise MemoryShortError("\n".join([*lines, *map(": ".join, peaks(lean).items())]))
+    if setup.prefetch and not fits(setup):
+        logger.info(
+            "not enough memory to read and write blocks in the background: each block is read, compressed and written "
+            "in turn, which takes longer"
+        )
+        return lean
+    return setup
 
 
-def _compressed(plans: dict[str, LayerPlan], resolved: Resolved) -> int:
-    """The compressed layers of a block; where it is matched, with S unpacked, its gradient, and what Adam holds."""
-    held = sum(layer.bytes for layer in plans.values())
-    return held
+def peaks(setup: Setup) -> dict[str, str]:
+    """The peak of each memory, with its terms, and what is available, in words."""
+    footprint = estimate(setup)
+    memories = {"peak of RAM": (footprint.ram, RAM)}
+    if setup.device.type != "cpu":
+        memories = {f"peak of {setup.device}": (footprint.device, setup.device)} | memories
+    return {
+        name: f"{size(total(terms))}, of {size(free_memory(device))} available: "
+        + ", ".join(f"{term} {size(value)}" for term, value in terms.items() if value)
+        for name, (terms, device) in memories.items()
+    }
 
 
-def _passing(
-    blocks: Blocks, plan: Plan, resolved: Resolved, seqlen: int, device: torch.device, at_once: float | None
-) -> int:
-    """A forward pass that collects Grams, and the sums for those of experts.
-
-    Args:
-        at_once: the `traffic` of all segments, where they run at once; else None.
-    """
-    widest = max(max(layer.spec.shape) for plans in plan for layer in plans.values())
-    passing = FORWARD * max(seqlen, BATCH) * widest * FLOAT
-    if at_once is not None:
-        return max(passing, pass_bytes(at_once))
-    return passing + max(map(_sums_of_experts, blocks.modules, plan, itertools.repeat(device)))
-
-
-def _sums_of_experts(block: nn.Module, plans: dict[str, LayerPlan], device: torch.device) -> int:
-    """The sums for the experts of a block, which one pass gathers together as far as there is room."""
-    sizes: dict[str, int] = {}
-    for name, layer in plans.items():
-        if experts_of(block, name) is not None:
-            kind = name.rpartition(".")[2]
-            sizes[kind] = sizes.get(kind, 0) + sums_bytes(layer.spec.shape[1])
-    return min(max(sizes.values(), default=0), room_for_sums(device))
-
-
-def _solving(plans: dict[str, LayerPlan], resolved: Resolved, device: str, processes: int) -> int:
-    """Grams in float32 and the arrays of a solver, or sums in float64 and a product, whichever is more.
-
-    Of a layer that processes share, those for its rows. Groups of layers are not known from shapes; a layer that is
-    shared among all of the block is shared among those of its group. Where targets lead to the dense model, the drift
-    is there beside each Gram, and its correction in float64.
-    """
-    squares = [layer.spec.shape[1] ** 2 * 4 for layer in plans.values()]
-    most = max(squares, default=0)
-    grams = sum(squares) if resolved.recipe.sequential == "block" else most
-    shared = shared_layers(resolved.method, plans, processes)
-    uses = [(resolved.method, layer, processes if name in shared else 1) for name, layer in plans.items()]
-    if resolved.allocate == "error":
-        uses += [(QUICK_PRUNING, layer, 1) for layer in plans.values()]
-    solvers = []
-    for method, layer, sharing in uses:
-        (out, width), rank = layer.spec.shape, layer.spec.rank
-        needed = workspace(cost_of(method, layer, sharing, device), -(-out // sharing), width, rank)
-        solvers.append(needed + 4 * layer.spec.dense_parameters)
-    return max(2 * grams + most, grams + max(solvers, default=0))
-
-
-def kinds(plan: Plan) -> Iterator[tuple[str, LayerPlan, int]]:
-    """Each kind of layer (the last part of the name) of each shape: a plan, and how many there are."""
-    found: dict[tuple[str, LayerPlan], int] = {}
-    for name, layer in ((name, layer) for plans in plan for name, layer in plans.items()):
-        kind = name.rpartition(".")[2], layer
-        found[kind] = found.get(kind, 0) + 1
-    yield from ((name, layer, count) for (name, layer), count in found.items())
-
-
-def traffic_of(blocks: Blocks, plan: Plan, tokens: int) -> list[float]:
-    """The `traffic` of the planned layers of each block."""
-    shapes = ({name: layer.spec.shape for name, layer in plans.items()} for plans in plan)
-    return [traffic(block, each, tokens) for block, each in zip(blocks.modules, shapes, strict=True)]
-
-
-def _together(blocks: Blocks, plan: Plan, tokens: int, width: int, device: torch.device) -> int:
-    """All compressed blocks, and what a step of `tokens` tokens keeps of them.
-
-    Where the activations of all blocks fit, these, and of every layer S + u v, the places of S and float32 copies; else
-    what enters each block, and the activations of one.
-    """
-    layers = [layer for plans in plan for layer in plans.values()]
-    whole = sum(_bytes(block.parameters()) for block in blocks.modules)
-    whole += sum(layer.bytes - layer.dense_bytes for layer in layers)
-    numbers = traffic_of(blocks, plan, tokens)
-    entering = len(blocks.modules) * tokens * width * FLOAT
-    if not in_one_pass(sum(numbers), device):
-        return whole + entering + pass_bytes(max(numbers))
-    copies = sum(FLOAT * layer.spec.dense_parameters + 2 * FLOAT * layer.spec.parameters for layer in layers)
-    return whole + entering + pass_bytes(sum(numbers)) + copies
-
-
-def to_dict(found: Footprint) -> dict[str, Any]:
-    """A footprint for JSON."""
-    layers = [
-        {"kind": n, "shape": list(p.shape), "pattern": p.kind, "rank": p.rank, "count": c}
-        for n, p, c in ((name, plan.spec, count) for name, plan, count in found.layers)
-    ]
-    peaks = {name: getattr(found, name) for name in ("activations", "device_peak", "ram_peak", "flops")}
-    fields = dataclasses.asdict(dataclasses.replace(found, layers=())) | {"place": found.storage}
-    del fields["storage"]
-    return fields | {"layers": layers} | peaks
+def remedies(setup: Setup) -> Iterator[tuple[Setup, str]]:
+    """Options that need less memory, each as the compression with it: first those that change the result least."""
+    change, resolved, disk = dataclasses.replace, setup.resolved, option("activations", "disk")
+    for storage in STORAGES[STORAGES.index(setup.storage) + 1 :]:
+        yield change(setup, storage=storage), option("activations", storage)
+    loaded = setup.loaded > 0
+    if loaded:
+        by_name = f"{disk} and the model's name or folder in the place of the loaded model"
+        yield change(setup, storage="disk", by_name=True), by_name
+    blockwise = change(setup, resolved=change(resolved, match_predictions=0))
+    if resolved.match_predictions:
+        yield blockwise, f"{option('match_predictions', 0)}, which keeps one block in memory"
+        yield change(blockwise, storage="disk"), f"{option('match_predictions', 0)} {disk}"
+    if setup.probe_tokens:
+        fast = change(resolved, allocate="uniform", match_predictions=0)
+        yield change(setup, resolved=fast), f"{option('effort', 'fast')}, which runs no probes"
+    if not loaded and setup.device.type != "cpu":
+        yield change(setup, device=RAM), option("device", "cpu")
+        yield change(setup, device=RAM, storage="disk"), f"{option('device', 'cpu')} {disk}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.protocols import Method
 from hasslefree.distributed import World
 from hasslefree.recipe.plan import LayerPlan, Plan
@@ -49,21 +48,3 @@ def assign_layers(plans: Plans, shared: frozenset[str], processes: int) -> dict[
     whole = [name for name in plans if name not in shared]
     owners = World(0, processes).assign([weight_of(plans[name]) for name in whole])
     return dict.fromkeys(plans) | dict(zip(whole, owners, strict=True))
-
-
-def cost_of(method: Method, layer: LayerPlan, processes: int, device: str = "cpu") -> Cost:
-    """What a layer takes of each of the processes that share it; of one where `processes` is 1."""
-    out, width = layer.spec.shape
-    if processes > 1:
-        return method.shared_cost(out, width, layer.spec.rank, processes, device)
-    return method.cost(out, width, layer.spec.rank, device)
-
-
-def solving_flops(method: Method, plans: Plans, processes: int) -> float:
-    """FLOPs of the process that has most to do, for layers that are solved at the same time."""
-    shared, loads = shared_layers(method, plans, processes), [0.0] * processes
-    for name, owner in assign_layers(plans, shared, processes).items():
-        cost = cost_of(method, plans[name], processes if owner is None else 1).flops
-        for rank in range(processes) if owner is None else (owner,):
-            loads[rank] += cost
-    return max(loads)

@@ -1,67 +1,116 @@
-"""A footprint, advice, and the times of a run as tables for the terminal."""
+"""A plan as JSON and as a table for the terminal; tables of advice and of the seconds of a run."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-import torch
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from hasslefree.folder.record import Record
-from hasslefree.levers.advice import Advice
+from hasslefree.models.blocks import by_kind, select_sites, towers
 from hasslefree.recipe.plan import ROOM
-from hasslefree.run.estimate import Footprint
-from hasslefree.run.machine import free_memory, product_rate
+from hasslefree.recipe.resolved import Resolved
+from hasslefree.run.advise import Advice
+from hasslefree.run.estimate import Setup, estimate, flops_by_phase, peaks
+from hasslefree.run.machine import product_rate
 from hasslefree.tables import table
 from hasslefree.units import duration, size
 
-
-def estimate_table(found: Footprint, device: torch.device) -> Group:
-    """The plan of each kind of layer, and the memory, disk and time that it takes."""
-    title = f"{found.blocks} blocks, {sum(count for *_, count in found.layers)} layers"
-    kinds = table(["kind", "pattern"], ["layers", "out×in", "rank", "kept"], title)
-    for name, layer, count in found.layers:
-        spec, (out, width) = layer.spec, layer.spec.shape
-        share = spec.parameters / spec.dense_parameters
-        kinds.add_row(name, spec.kind, str(count), f"{out}×{width}", str(spec.rank), f"{share:.1%}")
-    takes = Table.grid(padding=(0, 3, 0, 1), pad_edge=True)
-    for name, value in totals(found, device).items():
-        takes.add_row(name, value)
-    return Group(kinds, takes)
+# What each allocation does, and its cost beyond one pass.
+ALLOCATIONS = {
+    "owl": "budgets differ by block; one more pass of the dense model",
+    "error": "ranks and non-zeros move between layers; on a few segments a forward and a backward pass of the dense "
+    "model, and a first look at every layer",
+}
 
 
-def totals(found: Footprint, device: torch.device) -> dict[str, str]:
-    """The figures of a footprint, in words."""
-
-    def against(peak: int, where: torch.device) -> str:
-        return f"{size(peak)}, of {size(free_memory(where))} available"
-
-    here = found.device if found.storage == "device" else found.storage
-    memory = {} if found.on_cpu else {f"peak of {device}": against(found.device_peak, device)}
+def plan_summary(setup: Setup) -> dict[str, Any]:
+    """What a compression does and takes, for JSON. Sizes are in bytes; `phases` has floating-point operations."""
+    footprint, flops = estimate(setup), flops_by_phase(setup)
+    sites = select_sites(setup.blocks, setup.resolved.recipe.leave_dense)
+    kinds = Counter((name.rpartition(".")[2], layer) for plans in setup.plan for name, layer in plans.items())
     return {
-        "parameters kept": f"{found.kept / 1e6:,.1f} M of {found.dense / 1e6:,.1f} M ({found.kept / found.dense:.1%})",
-        "weights of OUT": f"{size(found.disk - ROOM)}; {size(found.disk)} of free disk space are needed",
-        "to run on a GPU": f"{size(found.unpacked)} more, for unpacked weights (none with backend dense)",
-        **memory,
-        "peak of RAM": against(found.ram_peak, torch.device("cpu")),
-        "activations": f"{size(found.activations)}, on {here}",
-        **({"kept dense automatically": "\n".join(found.by_itself)} if found.by_itself else {}),
-        **({"beyond the layer": "\n".join(found.levers)} if found.levers else {}),
-        **({"counted by rule": unstated_note(found.unstated)} if found.unstated else {}),
-        "time": "\n".join(times(found, product_rate(device))),
+        "blocks": len(setup.plan),
+        "layers": [
+            {
+                "kind": kind,
+                "shape": list(layer.spec.shape),
+                "pattern": layer.spec.kind,
+                "rank": layer.spec.rank,
+                "count": count,
+                "kept": layer.spec.parameters / layer.spec.dense_parameters,
+            }
+            for (kind, layer), count in kinds.items()
+        ],
+        "kept": sum(layer.spec.parameters for layer in setup.layers),
+        "dense": sum(layer.spec.dense_parameters for layer in setup.layers),
+        "disk": footprint.disk,
+        "unpacked": sum(layer.dense_bytes for layer in setup.layers),
+        "device": setup.device.type,
+        "storage": setup.storage,
+        "activations": footprint.activations,
+        "device_peak": footprint.device_peak,
+        "ram_peak": footprint.ram_peak,
+        "memory": {"device": footprint.device, "ram": footprint.ram},
+        "dense_by_default": [*by_kind(sites.dense), *towers(setup.model, setup.blocks)],
+        "levers": list(levers_of(setup.resolved)),
+        "unstated": list(setup.resolved.method.cost.unstated),
+        "phases": flops,
+        "flops": sum(flops.values()),
     }
 
 
-def times(found: Footprint, rate: float) -> Iterator[str]:
-    """How long it all takes, and each phase. rate: of the device, in FLOPs a second."""
-    yield f"about {duration(found.flops / rate)}"
-    for name, seconds in found.seconds(rate).items():
-        yield f"{name} {duration(seconds)}"
+def plan_table(setup: Setup) -> Group:
+    """The plan of each kind of layer, and the memory, disk and time that it takes."""
+    plan, rate = plan_summary(setup), product_rate(setup.device)
+    layers = table(
+        ["kind", "pattern"],
+        ["layers", "out×in", "rank", "kept"],
+        f"{plan['blocks']} blocks, {len(setup.layers)} layers",
+    )
+    for kind in plan["layers"]:
+        shape = "×".join(map(str, kind["shape"]))
+        layers.add_row(
+            kind["kind"], kind["pattern"], str(kind["count"]), shape, str(kind["rank"]), f"{kind['kept']:.1%}"
+        )
+    totals = Table.grid(padding=(0, 3, 0, 1), pad_edge=True)
+    kept, dense = plan["kept"], plan["dense"]
+    totals.add_row("parameters kept", f"{kept / 1e6:,.1f} M of {dense / 1e6:,.1f} M ({kept / dense:.1%})")
+    totals.add_row("weights of OUT", f"{size(plan['disk'] - ROOM)}; {size(plan['disk'])} of free disk space are needed")
+    totals.add_row("to run on a GPU", f"{size(plan['unpacked'])} more, for unpacked weights (none with backend dense)")
+    for name, peak in peaks(setup).items():
+        totals.add_row(name, peak)
+    if plan["dense_by_default"]:
+        totals.add_row("kept dense automatically", "\n".join(plan["dense_by_default"]))
+    if plan["levers"]:
+        totals.add_row("beyond the layer", "\n".join(plan["levers"]))
+    if plan["unstated"]:
+        totals.add_row("counted by rule", unstated_note(plan["unstated"]))
+    phases = (f"{name} {duration(flops / rate)}" for name, flops in plan["phases"].items())
+    totals.add_row("time", "\n".join([f"about {duration(plan['flops'] / rate)}", *phases]))
+    return Group(layers, totals)
+
+
+def levers_of(resolved: Resolved) -> Iterator[str]:
+    """A sentence for each lever beyond single layers: what it does, and what it costs."""
+    if resolved.allocate in ALLOCATIONS:
+        yield f"allocation {resolved.allocate}: {ALLOCATIONS[resolved.allocate]}"
+    if resolved.match_predictions:
+        yield (
+            f"prediction matching: forward and backward passes of the whole model over {resolved.match_predictions:,} "
+            "tokens at most, and 16 bytes for each value that is kept"
+        )
+
+
+def unstated_note(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} states no cost: memory and time are those of the most expensive plug-in of its kind"
 
 
 def phase_table(report: Record) -> Table:
-    """One line for each phase of a compression: how long it took."""
+    """The seconds of each phase of a compression."""
     phases = table(["phase"], ["seconds"])
     for phase in report.phases:
         phases.add_row(phase.name, f"{phase.seconds:.1f}")
@@ -71,22 +120,10 @@ def phase_table(report: Record) -> Table:
     return phases
 
 
-def advice_table(found: Sequence[Advice]) -> Table:
+def advice_table(advice: Sequence[Advice]) -> Table:
     """One line for each pattern and rank, in the given order."""
     headings = ("rank", "weights", "estimated KL, nats a token")
-    made = table(["pattern"], headings, "patterns and ranks within the budget, the best one first")
-    for each in found:
-        made.add_row(each.pattern, str(each.rank), size(each.bytes), f"{each.divergence:.4f}")
-    return made
-
-
-def unstated_note(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names)} states no cost: memory and time are those of the most expensive plug-in of its kind"
-
-
-def as_text(shown: Group) -> str:
-    """The table as plain text."""
-    console = Console(width=100, no_color=True)
-    with console.capture() as captured:
-        console.print(shown)
-    return captured.get()
+    choices = table(["pattern"], headings, "patterns and ranks within the budget, the best one first")
+    for choice in advice:
+        choices.add_row(choice.pattern, str(choice.rank), size(choice.bytes), f"{choice.divergence:.4f}")
+    return choices

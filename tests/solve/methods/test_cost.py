@@ -14,65 +14,54 @@ from hasslefree import (
     ThreeBlock,
     Wanda,
 )
-from hasslefree.core.cost import workspace as bytes_beside
+from hasslefree.core.cost import Cost
 from hasslefree.core.protocols import LowRankSolver, Method, Pruner
 from hasslefree.solve.admm import SupportPenalty
 from hasslefree.solve.methods import METHODS
 from tests import oracles
 
-SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (64, 4096)]
-
-
-def flops(method, out, width, rank):
-    return method.cost(out, width, rank).flops
-
-
-def workspace(method, out, width, rank):
-    return bytes_beside(method.cost(out, width, rank), out, width, rank)
-
 
 class OwnPruner(Pruner):
+    def prepare(self, gram): ...
+
     def prune(self, target, prepared, pattern): ...
 
 
 class OwnSolver(LowRankSolver):
-    def fit(self, target, prepared, start, round, rows): ...
+    def prepare(self, gram): ...
+
+    def fit(self, target, prepared, start, round): ...
 
 
 class OwnMethod(Method):
-    def solve(self, weight, prepared, pattern, rank, generator, rows): ...
+    def prepare(self, gram): ...
+
+    def solve(self, weight, prepared, pattern, rank, generator): ...
 
 
-@pytest.mark.parametrize(("out", "width"), SHAPES)
-def test_plug_ins_that_state_no_cost_count_as_the_most_expensive(out, width):
-    for count in (workspace, flops):
-        most = count(OwnMethod(), out, width, 64)
-        for method in (*METHODS.values(), AlternatingMinimization(OwnPruner(), OwnSolver()), Prune(OwnPruner())):
-            rank = 0 if isinstance(method, Prune) else 64
-            if count is workspace and not isinstance(method, Joint | JointOnGrid):
-                assert count(method, out, width, rank) <= most, method
-        assert count(Prune(OwnPruner()), out, width, 0) == count(METHODS["alps"], out, width, 0)
-        assert count(AlternatingMinimization(low_rank=OwnSolver()), out, width, 8) == count(
-            AlternatingMinimization(low_rank=METHODS["eora"].low_rank), out, width, 8
-        )
-    assert OwnMethod().cost(out, width, 8).unstated == ("OwnMethod",)
-    own = AlternatingMinimization(OwnPruner(), OwnSolver())
-    assert own.cost(out, width, 8).unstated == ("OwnPruner", "OwnSolver")
-    assert not any(method.cost(out, width, 0).unstated for method in METHODS.values())
+def test_the_bytes_of_a_cost_by_hand():
+    """Oracle: matrices (2, 3) and (3, 3) of float32, 8 · (2 + 3) · 7 numbers at rank 7, and four cached matrices."""
+    cost = Cost(squares=2, arrays=10, cached=4)
+    assert cost.bytes(2, 3, 0) == 4 * (2 * 9 + 10 * 6 + 4 * 9)
+    assert cost.bytes(2, 3, 7) - cost.bytes(2, 3, 0) == 4 * 8 * 5 * 7
+    wide = [cost.bytes(1, 2**14, 0, device) - 4 * (2 * 2**28 + 10 * 2**14) for device in ("cpu", "cuda", "xpu")]
+    assert wide == [1 << 27, 1 << 31, 1 << 27]
 
 
-@pytest.mark.parametrize("rank", [0, 8, 64])
-@pytest.mark.parametrize(("out", "width"), SHAPES)
-def test_more_of_anything_costs_no_less(out, width, rank):
-    for method in METHODS.values():
-        r = 0 if isinstance(method, Prune) else rank
-        for count in (flops, workspace):
-            here = count(method, out, width, r)
-            assert isinstance(here, int)
-            assert here <= min(count(method, out + 64, width, r), count(method, out, width + 64, r))
+def test_plug_ins_that_state_no_cost_count_as_the_most_expensive():
+    most = OwnMethod().cost
+    for method in (*METHODS.values(), AlternatingMinimization(OwnPruner(), OwnSolver(), rounds=1), Prune(OwnPruner())):
+        cost = method.cost
+        assert cost.flops <= most.flops, method
+        if not isinstance(method, Joint | JointOnGrid):  # which cache more
+            assert cost.bytes(4096, 4096, 64) <= most.bytes(4096, 4096, 64), method
+    assert Prune(OwnPruner()).cost.flops == METHODS["alps"].cost.flops
+    assert most.unstated == ("OwnMethod",)
+    assert AlternatingMinimization(OwnPruner(), OwnSolver()).cost.unstated == ("OwnPruner", "OwnSolver")
+    assert not any(method.cost.unstated for method in METHODS.values())
 
 
-@pytest.mark.parametrize(("out", "width", "rank"), [(96, 64, 4), (64, 96, 4), (64, 64, 0)])
+@pytest.mark.parametrize(("out", "width", "rank"), [(96, 64, 1), (64, 64, 0)])
 @pytest.mark.parametrize(
     "method",
     [
@@ -84,11 +73,11 @@ def test_more_of_anything_costs_no_less(out, width, rank):
     ],
     ids=lambda method: type(method).__name__,
 )
-def test_flops_are_those_of_the_products_that_run_and_of_the_factorisations(method, out, width, rank):
+def test_flops_are_at_least_nearly_those_of_the_products_that_run(method, out, width, rank):
     """Oracle: torch's count of the products; it does not see factorisations and SparseGPT's single columns."""
     weight, h = oracles.problem(out, width)
     rank = 0 if isinstance(method, Prune) else rank
     with FlopCounterMode(display=False) as counter:
         prepared = method.prepare(Gram(h, 999))
         method.solve(weight, prepared, SemiStructured(2, 4), rank, torch.Generator().manual_seed(0))
-    assert counter.get_total_flops() <= 1.1 * flops(method, out, width, rank)
+    assert counter.get_total_flops() <= 1.5 * method.cost.flops * out * width**2

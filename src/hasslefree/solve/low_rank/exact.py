@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.core.cost import WHITENED, Cost, whitened_svd_flops
+from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.low_rank import LowRank, truncated_svd
@@ -21,6 +21,8 @@ class Exact(LowRankSolver):
     eigendecomposition of H in the place of the Cholesky factor.
     """
 
+    cost = Cost(flops=28, squares=6)
+
     def prepare(self, gram: Gram) -> Tensor:
         return lower_cholesky(gram.matrix).to(gram.matrix.dtype)
 
@@ -28,6 +30,3 @@ class Exact(LowRankSolver):
         white = truncated_svd(target @ prepared, start.rank)
         v = torch.linalg.solve_triangular(prepared, white.v, upper=False, left=False)
         return LowRank(white.u, v)
-
-    def cost(self, out: int, width: int, rank: int) -> Cost:
-        return Cost(whitened_svd_flops(out, width, rank), need=WHITENED)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hasslefree.core.cost import Cost, Need
+from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import orthonormal
 from hasslefree.core.low_rank import LowRank, subspace_steps
@@ -24,6 +24,8 @@ class Subspace(LowRankSolver):
     steps: int = 1
     first_steps: int = 4
 
+    cost = Cost(flops=1)
+
     def prepare(self, gram: Gram) -> Tensor:
         return gram.matrix
 
@@ -31,7 +33,3 @@ class Subspace(LowRankSolver):
         if round == 0:
             return subspace_steps(target, prepared, orthonormal(start.u, rows), self.first_steps, rows)
         return subspace_steps(target, prepared, start.u, self.steps, rows)
-
-    def cost(self, out: int, width: int, rank: int) -> Cost:
-        flops = 2 * width**2 * rank + 6 * out * width * rank + 4 * out * rank**2
-        return Cost(flops, need=Need(large=1, thin=6))

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor
 
-from hasslefree.core.cost import Cost, objective_flops
+from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram, relative
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
@@ -113,12 +113,8 @@ class AlternatingMinimization(Method):
             remarks.append("no round was better than the pruner alone: L is zero")
         return Solution(pruned.sparse, low_rank, tuple(history), tuple(remarks), pruned.scaling)
 
-    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
-        prune, fit = self.pruner.cost(out, width), self.low_rank.cost(out, width, rank)
-        a_round, rounds = prune.flops + objective_flops(out, width), self.rounds if rank else 1
-        if rank:
-            a_round += fit.flops + 4 * out * width * rank
-        need = prune.need.joined(fit.need).around(1, 3)
-        unstated = prune.unstated + fit.unstated
-        flops = prune.once + objective_flops(out, width) + rounds * a_round
-        return Cost(flops, need=need, unstated=unstated)
+    @property
+    def cost(self) -> Cost:
+        """Each round runs both parts and measures the objective."""
+        prune, fit = self.pruner.cost, self.low_rank.cost
+        return prune.joined(fit, self.rounds * (prune.flops + fit.flops + 2))

@@ -1,6 +1,5 @@
 """joint: ADMM on the support that follows the best low-rank part in each step; docs/explanation/joint.md derives it."""
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Generator, Tensor
 
-from hasslefree.core.cost import FLOAT, Cost, Need
+from hasslefree.core.cost import Cost, cache_bytes
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import (
     inverse_,
@@ -27,9 +26,6 @@ from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError
 from hasslefree.solve.project import project_step
 
-# Kernels are kept for the next layer with the same input as long as they take no more than this: on a CPU a little,
-# for the widest layers, whose kernels are the largest, often have an input of their own.
-KERNEL_BYTES = {"cpu": 1 << 27, "cuda": 1 << 31}
 # How fast ρ and S at first fall with the share of the parameters that L holds: the more L takes, the less is left to S.
 RANK_RELIEF = 7.0
 # Steps of orthogonal iteration for L in the first round, which begins with noise; one is enough in the others.
@@ -86,15 +82,10 @@ class ScaledProblem:
                     ahead = self.kernel(growth ** (power + rows.rank), dtype)
                 kernel = ahead if power - first == rows.rank else torch.empty_like(ahead)
                 kernel = rows.broadcast(kernel, power - first)
-                if (len(self.kernels) + 1) * kernel.nbytes <= kernel_bytes(kernel.device.type):
+                if (len(self.kernels) + 1) * kernel.nbytes <= cache_bytes(kernel.device.type):
                     self.kernels[growth**power] = kernel
             yield kernel
             del kernel
-
-
-def kernel_bytes(device: str) -> int:
-    """What kept kernels may take on a kind of device."""
-    return KERNEL_BYTES.get(device, KERNEL_BYTES["cpu"])
 
 
 @dataclass(frozen=True)
@@ -168,28 +159,11 @@ class Joint(Method):
         with matmul_precision(weight.device):
             return self._polish(scaled, prepared, *searched, rows)
 
-    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
-        """The scale and about eight kernels; a product and a subspace step a round; the polish.
-
-        A subspace step is K vᵀ, T (K vᵀ), BᵀT twice and a QR; L = B v is multiplied out once more.
-        """
-        large, thin = 2 * out * width**2, 2 * out * width * rank
-        subspace = 2 * width**2 * rank + 3 * thin + 4 * out * rank**2
-        rounds = (1 + min(self.rounds, 8)) * width**3 + self.rounds * (large + subspace + thin)
-        course = max(min(PARTS, self.rounds // 5) - 1, 0) * large // SAMPLED
-        polish = self.sweeps * ((CG_STEPS + 1) * large + thin) + (self.sweeps + 1) * (subspace + thin)
-        flops = rounds + course + (FIRST_STEPS - 1) * subspace + polish + (self.sweeps + 2) * large
-        # ρ may grow at every look, but after the last round. One kernel is there even where there is no room for it.
-        kernel = width**2 * FLOAT
-        kernels = max(min(kernel_bytes(device), min(self.rounds, LOOKS) * kernel), kernel)
-        return Cost(flops, need=Need(prepare=4.5, kept=1, large=7.5, square=3, thin=8), kernels=kernels)
-
-    def shared_cost(self, out: int, width: int, rank: int, processes: int, device: str = "cpu") -> Cost:
-        """Of the eight kernels each process computes its part, and holds one ahead."""
-        each, kernels = super().shared_cost(out, width, rank, processes, device), min(self.rounds, 8)
-        need = dataclasses.replace(each.need, square=each.need.square + 1)
-        flops = each.flops - (kernels - -(-kernels // processes)) * width**3
-        return dataclasses.replace(each, flops=flops, need=need)
+    @property
+    def cost(self) -> Cost:
+        """A product a round, the kernels, and the polish. Several kernels are cached, of which one is always there."""
+        flops = 2 * self.rounds + 2 * (CG_STEPS + 2) * self.sweeps + 20
+        return Cost(flops, squares=4.1, arrays=11, cached=min(self.rounds, LOOKS) - 1)
 
     def first_power(self, density: float, relief: float) -> int:
         """log ρ to the base `growth`, at first: a whole number, so that layers with the same input meet the same ρ.

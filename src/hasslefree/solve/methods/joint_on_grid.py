@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from hasslefree.core.cost import Cost, objective_flops
+from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram, relative
 from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.linalg import masked_cg
@@ -79,12 +79,12 @@ class JointOnGrid(Method):
             history.append(error)
         return Solution(best[0], best[1], tuple(history), scaling=best[2])
 
-    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
-        joint, sweep = self._joint().cost(out, width, rank, device), SparseGPT().cost(out, width)
-        fit = Exact().cost(out, width, rank)
-        turn = sweep.flops + fit.flops * (rank > 0) + (CG_STEPS + 1) * 2 * out * width**2 + objective_flops(out, width)
-        flops = joint.flops + 2 * width**3 + objective_flops(out, width) + (self.turns if rank else 1) * turn
-        return Cost(flops, need=joint.need.joined(sweep.need).joined(fit.need).around(1, 3), kernels=joint.kernels)
+    @property
+    def cost(self) -> Cost:
+        """That of `joint`, and in each turn a sweep, conjugate gradients and an exact fit."""
+        joint, sweep, fit = self._joint().cost, SparseGPT().cost, Exact().cost
+        flops = joint.flops + self.turns * (sweep.flops + fit.flops + 2 * (CG_STEPS + 2))
+        return Cost(flops, squares=10, arrays=12, cached=joint.cached)
 
     def _joint(self) -> Joint:
         return Joint(rounds=self.rounds, damping=self.damping)

@@ -1,11 +1,12 @@
 """A pruner alone: W ≈ S."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Generator, Tensor
 
-from hasslefree.core.cost import Cost, objective_flops
+from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
@@ -56,7 +57,7 @@ class Prune(Method):
         error = gram.relative_error(weight - pruned.sparse, weight, rows)
         return Solution(pruned.sparse, nothing, (error,), scaling=pruned.scaling)
 
-    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
-        found = self.pruner.cost(out, width)
-        flops = found.once + found.flops + 2 * objective_flops(out, width)
-        return Cost(flops, need=found.need.around(1, 0), unstated=found.unstated)
+    @property
+    def cost(self) -> Cost:
+        """Besides the pruner, the objective of S and that of the weight."""
+        return dataclasses.replace(self.pruner.cost, flops=self.pruner.cost.flops + 4)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from hasslefree.core.cost import Cost, Need, svd_flops
+from hasslefree.core.cost import Cost
 from hasslefree.core.low_rank import LowRank, truncated_svd
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Solution
@@ -69,9 +69,10 @@ class PrincipalComponentPursuit(Method):
         assert best is not None
         return Solution(*best, tuple(history))
 
-    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
-        a_round = svd_flops(out, width) + 2 * out * width * min(out, width)
-        return Cost(self.searches * (self.rounds + 1) * a_round, need=Need(large=10, svd=True))
+    @property
+    def cost(self) -> Cost:
+        """Each round has an SVD and a product."""
+        return Cost(flops=self.searches * (self.rounds + 1) * 28, squares=0, arrays=21)
 
     def pursue(self, weight: Tensor, balance: float) -> LowRank:
         """The L of the pursuit, with the rank that it takes; S is W − L. balance: λ."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Generator, Tensor
 
-from hasslefree.core.cost import SPECTRAL, Cost, Need, admm_flops
+from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.low_rank import LowRank
@@ -67,8 +67,8 @@ class ThreeBlock(Method):
         error = gram.relative_error(low_rank.residual(weight, sparse), weight, rows)
         return Solution(sparse, low_rank, (error,))
 
-    def cost(self, out: int, width: int, rank: int, device: str = "cpu") -> Cost:
-        """The rounds at most: two products each and the randomised SVD."""
-        fit = self.svd.cost(out, width, rank).flops + 2 * out * width**2 + rank * width**2 + 2 * out * width * rank
-        flops = 9 * width**3 + admm_flops(out, width, self.penalty.most, self.penalty.every, fit)
-        return Cost(flops, need=SPECTRAL.joined(Need(prepare=5, kept=1, thin=8)).around(1, 1))
+    @property
+    def cost(self) -> Cost:
+        """The rounds at most: two products each, and the randomised SVD."""
+        checks = self.penalty.most // self.penalty.every
+        return Cost(flops=4.5 * self.penalty.most + 2 * checks + 9, squares=10.6, arrays=10.5)

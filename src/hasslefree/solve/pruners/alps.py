@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.core.cost import SPECTRAL, Cost, admm_flops
+from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import masked_cg
 from hasslefree.core.patterns import Pattern
@@ -37,7 +37,8 @@ class ALPS(Pruner):
         refitted = masked_cg(prepared.matrix, weight, dense * mask, mask, self.cg_steps)
         return Pruned(refitted / prepared.scale)
 
-    def cost(self, out: int, width: int) -> Cost:
-        """The rounds at most, a product each; then those of the refit."""
-        rounds = admm_flops(out, width, self.penalty.most, self.penalty.every)
-        return Cost(rounds + (self.cg_steps + 1) * 2 * out * width**2, 9 * width**3, SPECTRAL)
+    @property
+    def cost(self) -> Cost:
+        """The rounds at most, each with a product, and those of the refit."""
+        checks = self.penalty.most // self.penalty.every
+        return Cost(flops=2 * (self.penalty.most + checks + self.cg_steps + 1) + 9, squares=10.3, arrays=10.5)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hasslefree.core.cost import SCORED, Cost
+from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
@@ -18,11 +18,10 @@ class Magnitude(Pruner):
 
     row_wise: ClassVar[bool] = True
 
+    cost = Cost()
+
     def prune(self, target: Tensor, prepared: None, pattern: Pattern) -> Pruned:
         return Pruned(target * pattern.mask(target.square()))
-
-    def cost(self, out: int, width: int) -> Cost:
-        return Cost(0, need=SCORED)
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,13 @@ class Wanda(Pruner):
 
     row_wise: ClassVar[bool] = True
 
+    cost = Cost()
+
     def prepare(self, gram: Gram) -> Tensor:
         return gram.diagonal
 
     def prune(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Pruned:
         return Pruned(target * pattern.mask(target.square() * prepared))
-
-    def cost(self, out: int, width: int) -> Cost:
-        return Cost(0, need=SCORED)
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,8 @@ class RoundToNearest(Pruner):
     grid: Grid = Grid()
     weighted: bool = False
 
+    cost = Cost()
+
     def prepare(self, gram: Gram) -> Tensor | None:
         return gram.diagonal if self.weighted else None
 
@@ -64,6 +64,3 @@ class RoundToNearest(Pruner):
         rounded = scaling.nearest(target)
         gain = target.square() - (target - rounded).square()
         return Pruned(rounded.mul_(pattern.mask(gain if prepared is None else gain * prepared)), scaling)
-
-    def cost(self, out: int, width: int) -> Cost:
-        return Cost(0, need=SCORED)

@@ -1,13 +1,12 @@
 """DSNoT: entries are swapped in and out until the expected error stops falling (Zhang et al., arXiv 2310.08915)."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hasslefree.core.cost import Cost, Need
+from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.patterns import Pattern, Structured
 from hasslefree.core.protocols import Pruned, Pruner
@@ -58,10 +57,9 @@ class DSNoT(Pruner):
         mask = self._swapped(shaped, kept.any(0, keepdim=True) if together else kept, prepared, pattern.group)
         return Pruned(target * mask)
 
-    def cost(self, out: int, width: int) -> Cost:
-        """All entries are scored twice a cycle."""
-        start = self.start.cost(out, width)
-        return dataclasses.replace(start, flops=start.flops + self.cycles * 4 * out * width, need=Need(large=8))
+    @property
+    def cost(self) -> Cost:
+        return self.start.cost
 
     def _swapped(self, target: Tensor, mask: Tensor, moments: Moments, group: int | None) -> Tensor:
         """The support, bool (b, in), after the swaps from one. target: (b, o, in): b problems with o outputs each."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.core.cost import Cost, Need
+from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.patterns import Pattern, Structured
@@ -38,6 +38,8 @@ class OSSCAR(Pruner):
     swaps: int = 100
     candidates: int = 16
 
+    cost = Cost(flops=7, squares=6, arrays=7.5)
+
     def __post_init__(self) -> None:
         for name, least in {"steps": 1, "swaps": 0, "candidates": 1}.items():
             if getattr(self, name) < least:
@@ -65,11 +67,6 @@ class OSSCAR(Pruner):
             state.exchange(torch.tensor([out], device=target.device))
         kept = ~state.gone.repeat_interleave(pattern.unit)
         return Pruned((state.target * kept).to(target.dtype))
-
-    def cost(self, out: int, width: int) -> Cost:
-        tried = self.swaps * min(self.candidates, width) * 4 * out * width
-        need = Need(prepare=10, kept=2, large=8, square=6)
-        return Cost(2 * (out + width) * width**2 + tried, width**3, need)
 
     def _exchanges(self, state: Swept) -> list[tuple[float, int, int]]:
         """The gain of each exchange, the unit that returns, and the best unit to remove for it."""

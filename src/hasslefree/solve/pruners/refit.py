@@ -1,12 +1,11 @@
 """Refit: the values that are best on the support that another pruner chose (CHITA, arXiv 2302.14623, section 3)."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from hasslefree.core.cost import Cost, Need
+from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import masked_cg
 from hasslefree.core.patterns import Pattern
@@ -63,8 +62,7 @@ class Refit(Pruner):
         start = self.pruner.prune(target, for_pruner, pattern).sparse
         return Pruned(masked_cg(matrix, target, start, start != 0, self.steps, self.tolerance))
 
-    def cost(self, out: int, width: int) -> Cost:
-        """That of the pruner, and all the steps."""
-        found = self.pruner.cost(out, width)
-        need = found.need.joined(Need(prepare=1, kept=1, large=4))
-        return dataclasses.replace(found, flops=found.flops + (self.steps + 1) * 2 * out * width**2, need=need)
+    @property
+    def cost(self) -> Cost:
+        cost = self.pruner.cost
+        return cost.joined(Cost(), cost.flops + 2 * (self.steps + 1))

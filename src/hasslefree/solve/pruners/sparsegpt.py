@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hasslefree.core.cost import INVERTED, Cost
+from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.linalg import inverse_factor
@@ -53,10 +53,11 @@ class SparseGPT(Pruner):
             columns[stop:].addmm_(prepared[start:stop, stop:].T, errors, alpha=-1)
         return Pruned(columns.T.contiguous(), scaling)
 
-    def cost(self, out: int, width: int) -> Cost:
-        """Columns each update those to their right. Where whole rows share a grid, there may be two sweeps."""
+    @property
+    def cost(self) -> Cost:
+        """Where whole rows share a grid, there may be two sweeps."""
         twice = self.grid is not None and self.grid.group is None
-        return Cost((1 + twice) * out * width**2, width**3, INVERTED)
+        return Cost(flops=3 if twice else 2, squares=8.3, arrays=7)
 
     def _scaling(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Scaling | None:
         """The scaling to begin with: of whole rows for good, of smaller groups to be written by the sweep."""

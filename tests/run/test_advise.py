@@ -10,14 +10,13 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.core.patterns import SemiStructured
 from hasslefree.errors import BudgetError, HasslefreeError, RecipeError
-from hasslefree.levers.advice import PATTERNS, STEP, candidates, costs
 from hasslefree.levers.sensitivity import ProbedLayer
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calls import hooks
 from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import Weights
 from hasslefree.recipe.plan import weights_on_disk
-from hasslefree.run.advise import advise
+from hasslefree.run.advise import PATTERNS, STEP, advise, candidates, costs
 from hasslefree.run.preflight import preflight
 from hasslefree.units import bytes_of
 from tests.tiny_models import build, segments, tensors_of
