@@ -52,7 +52,12 @@ class HasslefreeQuantizer(HfQuantizer):
         biased = set()
         sites = find_sites(model)
         for name, entry in entries.items():
-            layer = empty_layer(site_named(model, sites, name), name, entry)
+            if name not in sites:
+                raise CheckpointError(
+                    f"config.json lists {name}, but {type(model).__name__} has no linear layer of that name; download "
+                    "or copy config.json again, or use the version of transformers that compression.json names"
+                )
+            layer = empty_layer(sites[name], name, entry)
             sites[name].replace(layer)
             if layer.bias is not None:
                 biased.add(name)
@@ -62,8 +67,12 @@ class HasslefreeQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
         """Without those that fuse experts, which are separate layers here."""
         fused = {source for module in model.modules() if isinstance(module, SplitExperts) for source in module.sources}
-        unfused = [conversion for conversion in weight_conversions if not fuses(conversion, fused)]
-        return super().update_weight_conversions(unfused, model)
+
+        def unfused(conversion: Any) -> bool:
+            targets = conversion.target_patterns if isinstance(conversion, WeightConverter) else []
+            return not any(target.rpartition(".")[2] in fused for target in targets)
+
+        return super().update_weight_conversions(list(filter(unfused, weight_conversions)), model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         # For transformers this forbids .half(), .float() and training; here the values are floats like any others.
@@ -93,29 +102,6 @@ class HasslefreeQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
-
-
-def fuses(conversion: Any, names: set[str]) -> bool:
-    """Whether a conversion of transformers makes a tensor whose name ends with one of these."""
-    targets = conversion.target_patterns if isinstance(conversion, WeightConverter) else []
-    return any(target.rpartition(".")[2] in names for target in targets)
-
-
-def site_named(model: nn.Module, sites: dict[str, Site], name: str) -> Site:
-    """The site that an entry of config.json names. Raises a CheckpointError where there is none."""
-    if name in sites:
-        return sites[name]
-    try:
-        module = model.get_submodule(name)
-    except AttributeError:
-        raise CheckpointError(
-            f"config.json lists {name}, which {type(model).__name__} does not have; download or copy config.json "
-            "again, or use the version of transformers that compression.json names"
-        ) from None
-    raise CheckpointError(
-        f"config.json lists {name} as compressed, but it is a {type(module).__name__}, not a linear layer; download or "
-        "copy config.json again, or use the version of transformers that compression.json names"
-    )
 
 
 def empty_layer(site: Site, name: str, entry: Entry) -> SparseLowRankLinear:

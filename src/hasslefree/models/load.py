@@ -40,7 +40,10 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
         raise no_model(name, error) from error
     known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.model_type in MULTIMODAL
     own = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if has_encoder(config) or not (known or own):
+    has_encoder = any(
+        getattr(part, "is_encoder_decoder", False) for part in (config, config.get_text_config(decoder=True))
+    )
+    if has_encoder or not (known or own):
         raise ModelError(
             f"{name} is a {config.model_type} model, which is not a decoder; "
             "hasslefree compresses causal language models"
@@ -89,11 +92,6 @@ def check_reads_text(name: str, config: Any) -> None:
             f"{name} is a {kind.__name__}, which needs more inputs than text; "
             "hasslefree compresses causal language models"
         )
-
-
-def has_encoder(config: Any) -> bool:
-    """Whether a configuration is of an encoder–decoder, or its text model is one."""
-    return any(getattr(each, "is_encoder_decoder", False) for each in (config, config.get_text_config(decoder=True)))
 
 
 def auto_class(config: Any) -> Any:
