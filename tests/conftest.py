@@ -7,7 +7,6 @@ import torch
 from hypothesis import settings
 
 import hasslefree
-from hasslefree import Recipe
 from tests.tiny_models import build, segments
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -22,16 +21,16 @@ def same_draws():
 
 @pytest.fixture(scope="session")
 def compressed_once(tmp_path_factory):
-    """A function of a family, a dtype and fields of a recipe: the folder, compressed at the first call. Do not write to
-    it; `compressed_copy` gives a folder that a test may change.
+    """A function of a recipe, a family and a dtype: the folder, compressed at the first call. Do not write to it;
+    `compressed_copy` gives a folder that a test may change.
     """
     root, folders = tmp_path_factory.mktemp("compressed"), {}
 
-    def compressed(family="llama", dtype=torch.float32, **recipe):
-        key = repr((family, dtype, sorted(recipe.items())))
+    def compressed(recipe, family="llama", dtype=torch.float32):
+        key = repr((recipe, family, dtype))
         if key not in folders:
             target = root / str(len(folders))
-            hasslefree.compress(build(family, dtype), target, Recipe(**recipe), segments=segments())
+            hasslefree.compress(build(family, dtype), target, recipe, segments=segments())
             folders[key] = target
         return folders[key]
 
@@ -41,4 +40,4 @@ def compressed_once(tmp_path_factory):
 @pytest.fixture
 def compressed_copy(compressed_once, tmp_path):
     """As `compressed_once`, but a copy at `tmp_path / "out"`."""
-    return lambda *args, **recipe: shutil.copytree(compressed_once(*args, **recipe), tmp_path / "out")
+    return lambda *arguments: shutil.copytree(compressed_once(*arguments), tmp_path / "out")

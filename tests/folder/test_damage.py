@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hasslefree import Recipe
 from hasslefree.errors import CheckpointError
 from hasslefree.folder.inspect import inspect_folder
 from tests.tiny_models import in_one_file
@@ -18,12 +19,12 @@ NAME = "model.layers.1.mlp.up_proj"
 ENTRY = {"pattern": "2:4", "shape": [48, 32], "rank": 2, "nonzeros": 768, "crc32": "00000000"}
 
 
-EORA = {"rank": 2, "method": "eora"}
+EORA = Recipe(rank=2, method="eora")
 
 
 @pytest.fixture
 def folder(compressed_copy):
-    return in_one_file(compressed_copy(**EORA))
+    return in_one_file(compressed_copy(EORA))
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +157,7 @@ GRID_TROUBLES = {
 
 @pytest.mark.parametrize(("grid", "message"), GRID_TROUBLES.values(), ids=GRID_TROUBLES)
 def test_a_grid_that_is_not_that_of_the_tensors(grid, message, compressed_copy, no_weight_is_read):
-    folder = in_one_file(compressed_copy(method="gptq", pattern="2:4", group_size=16))
+    folder = in_one_file(compressed_copy(Recipe(method="gptq", pattern="2:4", group_size=16)))
     change_config(folder, lambda c: c["modules"][NAME].update(grid=grid))
     assert_refused(folder, message, no_weight_is_read)
     change_config(folder, lambda c: c["modules"][NAME].update(grid={"bits": 4, "group": 16, "symmetric": False}))
@@ -176,7 +177,7 @@ FACTOR_TROUBLES = {
 
 @pytest.mark.parametrize(("bits", "message"), FACTOR_TROUBLES.values(), ids=FACTOR_TROUBLES)
 def test_factors_that_are_not_those_of_the_tensors(bits, message, compressed_copy, no_weight_is_read):
-    folder = in_one_file(compressed_copy(**EORA, factor_bits=8))
+    folder = in_one_file(compressed_copy(Recipe(rank=2, method="eora", factor_bits=8)))
     change_config(folder, lambda c: c["modules"][NAME].update(factor_bits=bits))
     assert_refused(folder, message, no_weight_is_read)
     change_config(folder, lambda c: c["modules"][NAME].update(factor_bits=8, rank=0))
@@ -195,7 +196,7 @@ def test_codes_where_config_json_says_floats(folder, no_weight_is_read):
 
 
 def test_a_bias_that_the_model_has_and_the_file_does_not(compressed_copy, no_weight_is_read):
-    folder = in_one_file(compressed_copy("opt", **EORA))
+    folder = in_one_file(compressed_copy(EORA, "opt"))
     change_tensors(folder, lambda t: t.pop("model.decoder.layers.1.fc1.bias"))
     message = r"model\.decoder\.layers\.1\.fc1\.bias not found"
     assert_refused(folder, message, no_weight_is_read, by_inspect=False)
@@ -203,7 +204,7 @@ def test_a_bias_that_the_model_has_and_the_file_does_not(compressed_copy, no_wei
 
 def test_a_shard_cut_short_is_named(compressed_copy, no_weight_is_read):
     """At every place where something new is cut: in the length, in the header, in a tensor, by one byte."""
-    folder = compressed_copy(**EORA)
+    folder = compressed_copy(EORA)
     shard = sorted(folder.glob("*.safetensors"))[1]
     whole = shard.read_bytes()
     header = 8 + struct.unpack("<Q", whole[:8])[0]
@@ -217,7 +218,7 @@ def test_a_shard_cut_short_is_named(compressed_copy, no_weight_is_read):
 
 def test_a_shard_that_lacks_what_the_index_lists(compressed_copy, no_weight_is_read):
     """Also a tensor of which the compressed layers know nothing."""
-    folder = compressed_copy(**EORA)
+    folder = compressed_copy(EORA)
     shard = next(file for file in folder.glob("*.safetensors") if "model.norm.weight" in load_file(file))
     tensors = load_file(shard)
     del tensors["model.norm.weight"]
@@ -233,7 +234,7 @@ def test_a_shard_that_lacks_what_the_index_lists(compressed_copy, no_weight_is_r
 
 
 def of_pattern(pattern):
-    return EORA if pattern == "2:4" else EORA | {"pattern": pattern, "sparsity": None if ":" in pattern else 0.5}
+    return Recipe(rank=2, method="eora", pattern=pattern, sparsity=None if ":" in pattern else 0.5)
 
 
 def place(folder, leaf):
@@ -249,7 +250,7 @@ def place(folder, leaf):
                                                       ("row", "mask", 401), ("structured", "columns", 41)])  # fmt: skip
 def test_a_flipped_bit_of_an_index_is_found(pattern, leaf, step, compressed_copy, no_weight_is_read):
     """A sample of the bits, and the first and the last; CRC-32 finds any one."""
-    folder = in_one_file(compressed_copy(**of_pattern(pattern)))
+    folder = in_one_file(compressed_copy(of_pattern(pattern)))
     file, start, stop = place(folder, leaf)
     whole, bits = file.read_bytes(), 8 * (stop - start)
     for bit in {0, bits - 1, *range(0, bits, step)}:
@@ -268,7 +269,7 @@ def test_codes_that_no_pattern_has_are_found_though_their_crc_is_right(
     pattern, leaf, byte, compressed_copy, no_weight_is_read
 ):
     """A kernel that trusts them would read beyond the row."""
-    folder = in_one_file(compressed_copy(**of_pattern(pattern)))
+    folder = in_one_file(compressed_copy(of_pattern(pattern)))
     file, start, stop = place(folder, leaf)
     data = bytearray(file.read_bytes())
     data[stop - 1] = byte

@@ -18,13 +18,12 @@ from tests.tiny_models import build, segments
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_the_sizes_are_those_of_the_tensors(recipe, tmp_path):
+def test_the_sizes_are_those_of_the_tensors(recipe, compressed_once):
     """Oracle: the loaded model's tensors, and those of the model before. Tied weights count once."""
-    dense = build("gpt2", torch.bfloat16)
-    before = {name: parameter.nbytes for name, parameter in dense.named_parameters()}
-    hasslefree.compress(dense, tmp_path / "out", recipe, segments=segments())
-    found = inspect_folder(tmp_path / "out")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    before = {name: parameter.nbytes for name, parameter in build("gpt2", torch.bfloat16).named_parameters()}
+    folder = compressed_once(recipe, "gpt2", torch.bfloat16)
+    found = inspect_folder(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLowRankLinear)}
     assert {layer.name for layer in found.layers} == layers.keys()
     for layer in found.layers:
@@ -38,7 +37,7 @@ def test_the_sizes_are_those_of_the_tensors(recipe, tmp_path):
         assert layer.spec.factor_bits == recipe.factor_bits
         assert ("factors in int8" in layer.spec.kind) == (recipe.factor_bits == 8)
     totals = found.to_dict()
-    files = [load_file(file) for file in (tmp_path / "out").glob("*.safetensors")]
+    files = [load_file(file) for file in folder.glob("*.safetensors")]
     assert totals["bytes"] == sum(tensor.nbytes for file in files for tensor in file.values())
     assert totals["dense_bytes"] == sum(before.values())
     assert totals["layer_bytes"] == sum(layer.bytes for layer in found.layers)
@@ -66,10 +65,10 @@ def test_what_is_no_compressed_folder(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"{}", b'{"layers": "\xff"}'], ids=["no layers", "no text"])
-def test_a_damaged_record_is_one_message(content, tmp_path):
+def test_a_damaged_record_is_one_message(content, compressed_copy):
     """It names the folder and what to do, whoever reads the record."""
-    hasslefree.compress(build("llama"), tmp_path / "out", Recipe(effort="fast", rank=2), segments=segments())
-    (tmp_path / "out" / "compression.json").write_bytes(content)
+    folder = compressed_copy(RECIPES["2:4"])
+    (folder / "compression.json").write_bytes(content)
     for read in (inspect_folder, dense_original):
         with pytest.raises(CheckpointError, match="out:? .*compression.json .*; compress the model again"):
-            read(tmp_path / "out")
+            read(folder)

@@ -170,8 +170,10 @@ def die_at(out, point, resume):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
-def test_a_kill_at_any_moment_of_writing_loses_nothing(whole, tmp_path):
-    """Oracle: the folder of an uninterrupted run; all moments, one after the other, going on from each."""
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_kill_at_any_moment_of_writing_loses_nothing(step, whole, tmp_path):
+    """Oracle: the folder of an uninterrupted run. A part is written in seven moments, so that every fifth moment is
+    each of them once; a run is resumed after each."""
     context = multiprocessing.get_context("fork")
 
     def run(*arguments):
@@ -181,9 +183,9 @@ def test_a_kill_at_any_moment_of_writing_loses_nothing(whole, tmp_path):
         return process.exitcode
 
     torch.set_num_threads(1)  # forked processes have no threads of OpenMP
-    point = 0
+    point = 1 - step
     while True:
-        point += 1
+        point += step
         out = tmp_path / f"{point}"
         code = run(out, point, False)
         if code == 0:

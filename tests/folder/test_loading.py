@@ -37,9 +37,8 @@ RECIPES = {
 
 
 @pytest.fixture
-def folder(tmp_path):
-    hasslefree.compress(build("llama"), tmp_path / "out", RECIPES["2:4"], segments=segments())
-    return tmp_path / "out"
+def folder(compressed_copy):
+    return compressed_copy(RECIPES["2:4"])
 
 
 def test_a_fresh_process_needs_one_import(folder):
@@ -63,12 +62,12 @@ def test_a_fresh_process_needs_one_import(folder):
 @pytest.mark.parametrize(
     ("numba", "pattern", "warnings"), [(False, "2:4", 1), (True, "2:4", 0), (False, "structured", 0)]
 )
-def test_a_missing_numba_is_said_once_at_load(numba, pattern, warnings, tmp_path, monkeypatch, caplog):
+def test_a_missing_numba_is_said_once_at_load(numba, pattern, warnings, compressed_once, monkeypatch, caplog):
     """And neither with Numba nor for the pattern that has no kernel."""
-    hasslefree.compress(build("llama"), tmp_path / "out", RECIPES[pattern], segments=segments())
+    folder = compressed_once(RECIPES[pattern])
     monkeypatch.setattr(importlib.import_module("hasslefree.packed.kernels.backends"), "HAS_NUMBA", numba)
     caplog.clear()
-    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    AutoModelForCausalLM.from_pretrained(folder)
     found = [record.getMessage() for record in caplog.records if "Numba" in record.getMessage()]
     assert len(found) == warnings
     assert all('pip install "hasslefree[fast]"' in text and "14 layers" in text for text in found)
@@ -146,9 +145,8 @@ def test_config_json_describes_every_layer(folder):
     assert entry == {"pattern": "2:4", "shape": [32, 48], "rank": 2, "nonzeros": 32 * 24}
 
 
-def test_config_json_describes_the_grid(tmp_path):
-    hasslefree.compress(build("llama"), tmp_path / "out", RECIPES["2:4 int4"], segments=segments())
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+def test_config_json_describes_the_grid(compressed_once):
+    config = json.loads((compressed_once(RECIPES["2:4 int4"]) / "config.json").read_text())["quantization_config"]
     entry = config["modules"]["model.layers.1.mlp.down_proj"]
     assert len(entry.pop("crc32")) == 8
     grid = {"bits": 4, "group": 8, "symmetric": False}
@@ -194,15 +192,14 @@ def test_without_pruning_the_tensors_are_those_of_pack_quantized(tmp_path):
     assert torch.equal(values.view(32, 48), model.get_submodule(name).unpacked())
 
 
-def test_without_the_import_the_layers_are_missing_not_taken_for_s_alone(folder):
+def test_without_the_import_the_layers_are_missing_not_taken_for_s_alone(folder, compressed_once):
     """S alone gives plausible text: it must not be found under the name of the dense weight."""
     stored, layers = set(tensors_of(folder)), json.loads((folder / "config.json").read_text())
     names = layers["quantization_config"]["modules"]
     assert names
     assert not {f"{name}.weight" for name in names} & stored
     assert {f"{name}.values" for name in names} <= stored
-    hasslefree.compress(build("llama"), folder / "grid", RECIPES["int4"], segments=segments())
-    assert not {f"{name}.weight" for name in names} & set(tensors_of(folder / "grid"))
+    assert not {f"{name}.weight" for name in names} & set(tensors_of(compressed_once(RECIPES["int4"])))
 
 
 def test_every_file_can_be_read_by_whom_the_umask_lets(folder):
