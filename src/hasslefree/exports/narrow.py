@@ -45,7 +45,7 @@ def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_sha
         )
     for index, block in enumerate(blocks.modules):
         for reader in MAKERS:
-            narrow(block, reader, filled_up(kept[reader][index], counts[reader]))
+            remove_units(block, reader, filled_up(kept[reader][index], counts[reader]))
     set_heads(config, len(heads[0]), counts["self_attn.o_proj"])
     config.intermediate_size = counts["mlp.down_proj"]
     model.save_pretrained(part, max_shard_size=max_shard_size)
@@ -113,7 +113,7 @@ def filled_up(kept: Tensor, count: int) -> Tensor:
     return kept.index_fill(0, others[: count - int(kept.sum())], True)
 
 
-def narrow(block: nn.Module, reader: str, kept: Tensor) -> None:
+def remove_units(block: nn.Module, reader: str, kept: Tensor) -> None:
     """Remove the units that are not kept from the layer that reads them, and from the layers that compute them."""
     parent, _, _ = reader.rpartition(".")
     layer: Any = block.get_submodule(reader)

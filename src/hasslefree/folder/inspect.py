@@ -12,7 +12,7 @@ from rich.table import Table
 
 from hasslefree.checkpoint import map_tensors, read_json, weight_files
 from hasslefree.errors import CheckpointError
-from hasslefree.folder.read import FLOATS, QUANT_METHOD, check_layers, check_version, read_entries
+from hasslefree.folder.read import FLOATS, QUANT_METHOD, check_format_version, check_stored, read_entries
 from hasslefree.folder.record import read_record
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.tables import span, table
@@ -86,10 +86,10 @@ def inspect_folder(folder: Path) -> FolderSize:
     config = read_json(folder / "config.json").get("quantization_config")
     if not isinstance(config, dict) or config.get("quant_method") != QUANT_METHOD:
         raise CheckpointError(f"{folder} is not a compressed model; give a folder that `hasslefree compress` wrote")
-    check_version(config.get("version"), config.get("layout"))
+    check_format_version(config.get("version"), config.get("layout"))
     entries, stored = read_entries(config.get("modules")), map_tensors(weight_files(folder))
     biased = {name for name in entries if f"{name}.bias" in stored}
-    check_layers(entries, stored, biased, indices=False)
+    check_stored(entries, stored, biased, indices=False)
     records = read_record(folder).layers if (folder / "compression.json").is_file() else ()
     errors = {record.name: record.relative_error for record in records}
     layers = []

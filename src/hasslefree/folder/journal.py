@@ -33,7 +33,7 @@ JOURNAL, BEFORE = "progress.json", "before"
 
 
 @dataclass(frozen=True)
-class Part:
+class FinishedPart:
     """A finished part of the model: the tensors outside the blocks, or one block.
 
     Args:
@@ -63,7 +63,7 @@ class Unfinished:
         self,
         out: Path,
         identity: dict[str, Any] | None,
-        parts: list[Part],
+        parts: list[FinishedPart],
         predictions: PredictionRecord | None = None,
     ):
         self.out, self.identity, self.parts, self.predictions = out, identity, parts, predictions
@@ -121,7 +121,9 @@ class Unfinished:
     def _write_part(self, file: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
         with resumable(self.model / file):
             digest = self._save(file, tensors)
-            self.parts.append(Part(file, digest, {name: tensor.nbytes for name, tensor in tensors.items()}, **rest))
+            self.parts.append(
+                FinishedPart(file, digest, {name: tensor.nbytes for name, tensor in tensors.items()}, **rest)
+            )
             self._write_journal()
 
     def _save(self, file: str, tensors: dict[str, Tensor]) -> str:
@@ -149,7 +151,7 @@ class Unfinished:
             for part in blocks:
                 (self.model / part.file).unlink()
 
-    def read(self, part: Part) -> dict[str, Tensor]:
+    def read(self, part: FinishedPart) -> dict[str, Tensor]:
         """The tensors of a part, on the CPU."""
         return load_file(self.model / part.file)
 
@@ -237,7 +239,7 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
         lock.release()
 
 
-def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], PredictionRecord | None]:
+def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[FinishedPart], PredictionRecord | None]:
     """The identity, finished parts and matching record of the journal, up to the first part whose file is missing.
 
     Prediction matching trains all blocks together: if the file of one is missing, all are dropped.
@@ -248,7 +250,7 @@ def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[Part], Pred
     parts = []
     for entry in content["parts"]:
         entry.pop("matching", None)  # of earlier versions
-        part = Part(**entry)
+        part = FinishedPart(**entry)
         file = folder / "model" / part.file
         if not file.exists():
             break

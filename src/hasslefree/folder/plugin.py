@@ -14,7 +14,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hasslefree.checkpoint import map_tensors
 from hasslefree.errors import CheckpointError
-from hasslefree.folder.read import LAYOUT, QUANT_METHOD, VERSION, Entry, check_layers, check_version, read_entries
+from hasslefree.folder.read import (
+    LAYOUT,
+    QUANT_METHOD,
+    VERSION,
+    Entry,
+    check_format_version,
+    check_stored,
+    read_entries,
+)
 from hasslefree.models.experts import SplitExperts, split_experts
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.packed.kernels.backends import HAS_TRITON
@@ -33,7 +41,7 @@ class HasslefreeConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, modules: Any = None, layout: str = LAYOUT, version: int = VERSION, **_: Any):
-        check_version(version, layout)
+        check_format_version(version, layout)
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.modules, self.layout, self.version = modules, layout, version
 
@@ -62,7 +70,7 @@ class HasslefreeQuantizer(HfQuantizer):
             if layer.bias is not None:
                 biased.add(name)
         if checkpoint_files:  # none where the caller brought a state dict
-            check_layers(entries, map_tensors([Path(file) for file in checkpoint_files]), biased, indices=True)
+            check_stored(entries, map_tensors([Path(file) for file in checkpoint_files]), biased, indices=True)
 
     def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
         """Without those that fuse experts, which are separate layers here."""

@@ -48,7 +48,7 @@ def crc32(tensor: Tensor, start: int = 0) -> int:
     return zlib.crc32(flat.view(torch.uint8).numpy().data, start)
 
 
-def check_version(version: Any, layout: Any) -> None:
+def check_format_version(version: Any, layout: Any) -> None:
     """Raise a CheckpointError if this version of hasslefree does not read this version of the format."""
     if (version, layout) == (VERSION, LAYOUT):
         return
@@ -89,7 +89,7 @@ def _read_entry(name: str, content: Any) -> Entry:
     return Entry(spec, int(crc, 16))
 
 
-def check_layers(
+def check_stored(
     entries: Mapping[str, Entry], stored: Mapping[str, StoredTensor], biased: Container[str], indices: bool
 ) -> None:
     """Compare the tensors of every compressed layer with its entry.

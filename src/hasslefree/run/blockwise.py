@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.distributed import World
-from hasslefree.folder.journal import Part, Unfinished
+from hasslefree.folder.journal import FinishedPart, Unfinished
 from hasslefree.folder.plugin import empty_layer
 from hasslefree.folder.read import entry_of, read_entries
 from hasslefree.folder.record import LayerRecord
@@ -115,7 +115,7 @@ def put_back(walk: Walk, visits: Iterator[Visit], work: Unfinished, collecting: 
             solving.skip(1, LayerRecord.from_dict(layer))
 
 
-def put_block_back(visit: Visit, work: Unfinished, part: Part, tied: Container[str]) -> None:
+def put_block_back(visit: Visit, work: Unfinished, part: FinishedPart, tied: Container[str]) -> None:
     """Put the compressed layers of a finished block in place, as they were written. tied: as for `block_tensors`."""
     prefix = f"{visit.prefix}."
     sites = find_sites(visit.block)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from hasslefree.folder.card import FIGURE, base_licence, copy_processor, model_card
-from hasslefree.folder.journal import Part
+from hasslefree.folder.journal import FinishedPart
 from hasslefree.folder.plugin import HasslefreeConfig
 from hasslefree.folder.record import LayerRecord, PredictionRecord, Record, versions
 from hasslefree.models.load import auto_class
@@ -33,7 +33,7 @@ def described(name: str, model: PreTrainedModel, resolved: Resolved, segments: T
 
 def recorded(
     about: dict[str, Any],
-    parts: list[Part],
+    parts: list[FinishedPart],
     predictions: PredictionRecord | None,
     sensitivities: dict[str, float] | None,
     seconds: float,
@@ -51,7 +51,7 @@ def recorded(
     return Record(**rest, seconds=seconds, layers=layers)
 
 
-def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list[Part], report: Record) -> None:
+def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list[FinishedPart], report: Record) -> None:
     """All of the output folder but the weights: configuration, tokenizer, compression.json and the model card."""
     entries = {name: entry for part in parts for name, entry in part.entries.items()}
     model.config.quantization_config = HasslefreeConfig(entries)

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.platforms import current_platform
 
 from hasslefree.errors import ServeError
-from hasslefree.folder.read import QUANT_METHOD, Entry, check_version, read_entries
+from hasslefree.folder.read import QUANT_METHOD, Entry, check_format_version, read_entries
 from hasslefree.serve.requirements import DENSE, LEAST_CAPABILITY, check_device, check_layers, check_vllm
 
 
@@ -32,7 +32,7 @@ class ServedConfig(QuantizationConfig):
         check_vllm(vllm.__version__)
         capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
         check_device(current_platform.device_name, capability and (capability.major, capability.minor))
-        check_version(config.get("version"), config.get("layout"))
+        check_format_version(config.get("version"), config.get("layout"))
         entries = read_entries(config.get("modules"))
         check_layers(entries)
         return cls(entries)
