@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from hasslefree import Recipe
 from hasslefree.cli import app
-from hasslefree.cli.evaluate import result_tables
+from hasslefree.cli.folder import result_tables
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.folder.inspect import FolderSize, LayerSize, kind_table, layer_table
 from hasslefree.folder.read import LayerSpec

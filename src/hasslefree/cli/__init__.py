@@ -8,7 +8,7 @@ from typing import Any
 from wrapt import register_post_import_hook
 
 # Each module adds its commands to the application; within a heading, the help lists them in this order.
-from hasslefree.cli import compress, evaluate, folder, generate  # noqa: F401
+from hasslefree.cli import compress, folder, generate  # noqa: F401
 from hasslefree.cli.common import app, errors
 from hasslefree.errors import HasslefreeError, with_flags
 
@@ -17,10 +17,7 @@ _LISTS = ("--perplexity", "--tasks", "--leave-dense")
 
 
 def spread_lists(arguments: list[str]) -> list[str]:
-    """Repeat a list flag before each of its values: --perplexity a b → --perplexity a --perplexity b.
-
-    The arguments of `run` are another program's, and stay as they are.
-    """
+    """Repeat a list flag before each of its values, but not for `run`, whose arguments are another program's."""
     if arguments[:1] == ["run"]:
         return arguments
     spread: list[str] = []
@@ -36,7 +33,7 @@ def spread_lists(arguments: list[str]) -> list[str]:
 
 def main() -> None:
     """Run the command line; a HasslefreeError becomes a message and exit code 2, an interruption exit code 130."""
-    quiet_libraries()
+    register_post_import_hook(_quiet, "transformers.utils.logging")
     try:
         app(args=spread_lists(sys.argv[1:]), prog_name="hasslefree")
     except HasslefreeError as error:
@@ -44,11 +41,7 @@ def main() -> None:
         sys.exit(2)
 
 
-def quiet_libraries() -> None:
-    """One bar is enough: transformers' own bars and notices are off once it is imported. Its errors are not."""
-
-    def quiet(logging: Any) -> None:
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
-
-    register_post_import_hook(quiet, "transformers.utils.logging")
+def _quiet(logging: Any) -> None:
+    """Leave progress to the package's own bars: of transformers, only errors are shown."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()

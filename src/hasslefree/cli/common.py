@@ -40,7 +40,7 @@ class Commands(TyperGroup):
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
+def flag(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
     """An option under a heading of the help."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
@@ -52,17 +52,20 @@ def print_versions(wanted: bool) -> None:
         raise typer.Exit
 
 
-VERSIONS = "Print the versions of hasslefree, Python, torch and transformers."
+VERSIONS = flag(
+    None,
+    "Print the versions of hasslefree, Python, torch and transformers.",
+    "--version",
+    callback=print_versions,
+    is_eager=True,
+    show_default=False,
+)
 
 
 @app.callback(
     epilog="`hasslefree demo` shows a compression in minutes, and `hasslefree COMMAND --help` lists all options."
 )
-def root(
-    versions: Annotated[
-        bool, typer.Option("--version", callback=print_versions, is_eager=True, show_default=False, help=VERSIONS)
-    ] = False,
-) -> None:
+def root(versions: Annotated[bool, VERSIONS] = False) -> None:
     """Make a language model smaller: every linear layer of its blocks becomes sparse plus low-rank."""
     console.quiet, console.stderr = QUIET_PROCESS, False
 
@@ -79,7 +82,7 @@ def leave_standard_output(as_json: bool) -> bool:
 
 
 def check_output_file(output: Path | None) -> Path | None:
-    """The file of --output. Raises an OutputError if it cannot be a file."""
+    """Raise an OutputError if --output cannot be a file."""
     if output is not None and output.is_dir():
         raise OutputError(f"--output {output} is a folder; give the path of a file")
     if output is not None and not output.resolve().parent.is_dir():
@@ -87,15 +90,15 @@ def check_output_file(output: Path | None) -> Path | None:
     return output
 
 
-REMOTE_CODE = "Run Python code that comes with the model (default: off)."
 ONLY_ERRORS = "Print errors only (and the JSON of --json)."
 AS_JSON = "Print the results as JSON on standard output, and everything else on standard error."
-Device = Annotated[str | None, option(RUN, "cpu, cuda, cuda:1, … (default: the GPU if there is one).")]
-Trust = Annotated[bool, option(RUN, REMOTE_CODE, "--trust-remote-code")]
-Dtype = Annotated[str, option(RUN, "Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.")]
-Quiet = Annotated[bool, option(OUTPUT, ONLY_ERRORS, "--quiet", "-q", callback=set_quiet, show_default=False)]
-Json = Annotated[bool, option(OUTPUT, AS_JSON, "--json", callback=leave_standard_output, show_default=False)]
-Output = Annotated[Path | None, option(OUTPUT, "Write that JSON to FILE.", metavar="FILE", callback=check_output_file)]
+Folder = Annotated[Path, typer.Argument(metavar="OUT", help="A folder that `hasslefree compress` wrote.")]
+Device = Annotated[str | None, flag(RUN, "cpu, cuda, cuda:1, … (default: the GPU if there is one).")]
+Trust = Annotated[bool, flag(RUN, "Run Python code that comes with the model (default: off).", "--trust-remote-code")]
+Dtype = Annotated[str, flag(RUN, "Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.")]
+Quiet = Annotated[bool, flag(OUTPUT, ONLY_ERRORS, "--quiet", "-q", callback=set_quiet, show_default=False)]
+Json = Annotated[bool, flag(OUTPUT, AS_JSON, "--json", callback=leave_standard_output, show_default=False)]
+Output = Annotated[Path | None, flag(OUTPUT, "Write that JSON to FILE.", metavar="FILE", callback=check_output_file)]
 
 
 def show(results: dict[str, Any], output: Path | None, as_json: bool, *tables: RenderableType) -> None:
@@ -114,6 +117,6 @@ def write_file(results: dict[str, Any], output: Path) -> None:
     output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def say(message: str) -> None:
-    """Print a line as it is: paths may hold what rich would take for markup."""
-    console.print(message, markup=False, highlight=False, soft_wrap=True)
+def say(text: str, **settings: Any) -> None:
+    """Print a text as it is: paths may hold what rich would take for markup."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True, **settings)

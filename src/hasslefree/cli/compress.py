@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 import time
+import typing
+from collections.abc import Callable, Iterator
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from hasslefree.cli import common
 from hasslefree.cli.bars import phase_bars
-from hasslefree.cli.common import (
-    COMPRESS,
-    OUTPUT,
-    QUIET_PROCESS,
-    RUN,
-    TRY,
-    Device,
-    Json,
-    Output,
-    Quiet,
-    Trust,
-    app,
-    console,
-    option,
-    say,
-    show,
-)
+from hasslefree.cli.common import COMPRESS, OUTPUT, RUN, Device, Json, Output, Quiet, Trust, app, console, flag, say
 from hasslefree.errors import with_flags
-from hasslefree.recipe.options import with_recipe
+from hasslefree.recipe.fields import BUDGET, GROUPS, NAMES, Fields, help_of
+from hasslefree.recipe.recipe import Recipe
 
 RESUME = "Resume an interrupted run from its last finished block (default: off)."
 OVERWRITE = "Replace OUT if it is not empty, and start from the first block (default: off)."
@@ -37,22 +27,63 @@ ADVISE = (
     "Instead of a plan, list the patterns and ranks that lose least within BYTES of weights, such as 150MB or 1.5GB; "
     "this reads the model and the calibration text."
 )
+SETTINGS = "List the settings of this method, pruner or low-rank solver instead."
+EXAMPLE = "Example: hasslefree compress MODEL OUT --pattern 2:4 --rank 64"
 PROCESSES = "Number of processes under torchrun; figures are for each."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model: a hub name or a local folder.")]
-Activations = Annotated[str, option(RUN, "Where hidden states are kept between blocks: device, cpu (in RAM) or disk.")]
+Activations = Annotated[str, flag(RUN, "Where hidden states are kept between blocks: device, cpu (in RAM) or disk.")]
 
 
-@app.command(rich_help_panel=COMPRESS, epilog="Example: hasslefree compress MODEL OUT --pattern 2:4 --rank 64")
+def recipe_options() -> Iterator[Parameter]:
+    """An option for each field, group by group, which is None if it is not given."""
+    types = typing.get_type_hints(Fields)
+    for field in sorted(dataclasses.fields(Fields), key=lambda field: GROUPS.index(field.metadata["group"])):
+        text, group = help_of(field.name), field.metadata["group"]
+        if field.default not in (None, ()):
+            default = "off" if field.default is False else field.default
+            text = f"{text.rstrip('.')} (default: {default})."
+        option = flag(group, text, *field.metadata.get("flags", ()))
+        annotation: Any = Annotated[flag_type(types[field.name]) | None, option]
+        yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def flag_type(hint: Any) -> Any:
+    """The type of a value on the command line: int for int | None, list[str] for tuple[str, …], str for a Literal."""
+    if typing.get_origin(hint) is tuple:
+        return list[str]
+    return next((kind for kind in (bool, int, float) if kind in (hint, *typing.get_args(hint))), str)
+
+
+def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of a recipe, and `--recipe`; the command gets the resulting recipe as `recipe`."""
+
+    @functools.wraps(command)
+    def wrapped(recipe: Path | None, **values: Any) -> None:
+        given = {name: value for name in NAMES if (value := values.pop(name)) not in (None, [])}
+        command(recipe=Recipe.from_yaml(recipe, **given) if recipe else Recipe(**given), **values)
+
+    text = "YAML file with any of the following options; those on the command line win over it (default: none)."
+    file = Annotated[Path | None, flag(BUDGET, text, metavar="FILE")]
+    parameters = [Parameter("recipe", Parameter.KEYWORD_ONLY, default=None, annotation=file), *recipe_options()]
+    for name, parameter in signature(command, eval_str=True).parameters.items():
+        if name != "recipe":
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+    wrapped.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapped
+
+
+@app.command("compress", rich_help_panel=COMPRESS, epilog=EXAMPLE)
 @with_recipe
-def compress(
+def call_compress(
     model: Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     recipe: Any,
     device: Device = None,
     activations: Activations = "device",
     trust_remote_code: Trust = False,
-    resume: Annotated[bool, option(OUTPUT, RESUME, "--resume")] = False,
-    overwrite: Annotated[bool, option(OUTPUT, OVERWRITE, "--overwrite")] = False,
+    resume: Annotated[bool, flag(OUTPUT, RESUME, "--resume")] = False,
+    overwrite: Annotated[bool, flag(OUTPUT, OVERWRITE, "--overwrite")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Compress MODEL into the folder OUT, which transformers loads."""
@@ -60,27 +91,18 @@ def compress(
         from hasslefree.folder.journal import describe_progress
         from hasslefree.folder.record import summary_table
         from hasslefree.report.content import write_seconds
-        from hasslefree.run.compress import compress as compress_model
+        from hasslefree.run.compress import compress
         from hasslefree.run.tables import phase_table
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Interrupted before anything was written.") from None
 
+    options: dict[str, Any] = {"device": device, "activations": activations, "trust_remote_code": trust_remote_code}
     try:
         with phase_bars() as progress:
-            report = compress_model(
-                model,
-                out,
-                recipe,
-                device=device,
-                activations=activations,
-                resume=resume,
-                overwrite=overwrite,
-                trust_remote_code=trust_remote_code,
-                progress=progress,
-            )
+            report = compress(model, out, recipe, resume=resume, overwrite=overwrite, progress=progress, **options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted; {with_flags(describe_progress(out))}.") from None
-    if not QUIET_PROCESS:
+    if not common.QUIET_PROCESS:
         write_seconds(out, report)
     console.print(summary_table(report))
     console.print(phase_table(report))
@@ -94,9 +116,9 @@ def plan(
     recipe: Any,
     device: Device = None,
     activations: Activations = "device",
-    processes: Annotated[int, option(RUN, PROCESSES, min=1)] = 1,
+    processes: Annotated[int, flag(RUN, PROCESSES, min=1)] = 1,
     trust_remote_code: Trust = False,
-    advise: Annotated[str | None, option(OUTPUT, ADVISE, metavar="BYTES")] = None,
+    advise: Annotated[str | None, flag(OUTPUT, ADVISE, metavar="BYTES")] = None,
     as_json: Json = False,
     output: Output = None,
     quiet: Quiet = False,
@@ -113,43 +135,38 @@ def plan(
 
         setup = setup_of(model, recipe, resolve_device(device), activations, processes, trust_remote_code)
         setup = without_prefetch_if_tight(setup)
-        show(plan_summary(setup), output, as_json, plan_table(setup))
+        common.show(plan_summary(setup), output, as_json, plan_table(setup))
         return
 
     from hasslefree.folder.record import compress_command
-    from hasslefree.run.advise import advise as advise_on
+    from hasslefree.run.advise import advise as find_settings
     from hasslefree.run.tables import advice_table
     from hasslefree.units import bytes_of
 
     options: dict[str, Any] = {"device": device, "activations": activations, "trust_remote_code": trust_remote_code}
     with phase_bars() as progress:
-        advice = advise_on(model, bytes_of(advise), recipe, progress=progress, **options)
-    show({"advice": [dataclasses.asdict(row) for row in advice]}, output, as_json, advice_table(advice))
+        advice = find_settings(model, bytes_of(advise), recipe, progress=progress, **options)
+    common.show({"advice": [dataclasses.asdict(row) for row in advice]}, output, as_json, advice_table(advice))
     best = dataclasses.replace(recipe, pattern=advice[0].pattern, rank=advice[0].rank)
     say(shlex.join(compress_command(model, "OUT", best)))
 
 
 @app.command(rich_help_panel=COMPRESS)
 def methods(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="[NAME]", help="List the settings of this method, pruner or low-rank solver instead."),
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help=SETTINGS)] = None,
     as_json: Json = False,
 ) -> None:
     """List methods, pruners, low-rank solvers, patterns and efforts."""
     from hasslefree.recipe import listing
 
-    results, text = listing.overview() if name is None else listing.settings_of(name)
-    show(results, None, as_json, text)
+    results, text = listing.overview() if name is None else listing.describe_plug_in(name)
+    common.show(results, None, as_json, text)
 
 
-@app.command(rich_help_panel=TRY)
+@app.command(rich_help_panel=common.TRY)
 def demo(
-    out: Annotated[
-        Path | None, option(OUTPUT, "Folder for the compressed models (default: they are not kept).")
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds of hassle-free; the paper takes 80.", min=1)] = 20,
+    out: Annotated[Path | None, flag(OUTPUT, "Folder for the compressed models (default: they are not kept).")] = None,
+    rounds: Annotated[int, flag(None, "Rounds of hassle-free; the paper takes 80.", min=1)] = 20,
     quiet: Quiet = False,
 ) -> None:
     """Compress a small model that ships with the package, in minutes.

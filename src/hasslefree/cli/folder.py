@@ -1,47 +1,118 @@
-"""The commands that use a compressed folder: `inspect`, `report`, `export` and `run`."""
+"""The commands that measure and use a model: `evaluate`, `inspect`, `report`, `export` and `run`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
+from hasslefree.cli import common
 from hasslefree.cli.bars import phase_bars
-from hasslefree.cli.common import (
-    ELSEWHERE,
-    MEASURE,
-    OUTPUT,
-    Device,
-    Json,
-    Output,
-    Quiet,
-    Trust,
-    app,
-    check_output_file,
-    console,
-    option,
-    say,
-    show,
-)
-from hasslefree.errors import OutputError, PromptError
+from hasslefree.cli.common import OUTPUT, RUN, Device, Dtype, Folder, Json, Output, Quiet, Trust, app, flag
+from hasslefree.errors import OutputError, PromptError, RecipeError
+from hasslefree.tables import table
 
-SAMPLES = "Samples of text"
+# Headings of the help of `evaluate` and `report`.
+TEXTS, TASKS, SAMPLES = "Perplexity", "Zero-shot tasks", "Samples of text"
 
-
+SEQLEN = "Tokens in a window (default: 2048, or the model's limit if that is less)."
+MAX_TOKENS = "Use only the first tokens of each text (default: all)."
+TASK_NAMES = "Tasks: piqa, hellaswag, arc_easy, arc_challenge, winogrande, rte, openbookqa, boolq."
+TASK_DATA = "Folder with a file TASK.jsonl for each task (default: rows come from the hub)."
+CACHE = "Folder in which answers to tasks are kept (default: ~/.cache/hasslefree)."
+BATCH = "Windows or task sequences in a batch; auto is 1, and for tasks on a GPU what fits."
 LAYERS = "List every layer, not only every kind of layer (default: off)."
+SOURCES = "Folders that compress wrote, and JSON files that evaluate wrote."
+FIGURES = "Folder for the figures as PNG and SVG (default: they are on the page alone)."
+PROMPT = "Text that the compressed and the dense model continue on the page; repeatable (default: none)."
+DENSE = "Dense model that continues the prompts, or none (default: the one from which OUT was made)."
+EXAMPLE = "Example: hasslefree evaluate OUT --perplexity wikitext2 --tasks piqa winogrande"
 FORMATS = (
     "dense (plain weights), peft (sparse weights and a LoRA adapter) or narrow (without the heads and neurons that are "
     "zero)."
 )
 OVERWRITE = "Replace DEST if it is not empty (default: off)."
-Folder = Annotated[Path, typer.Argument(metavar="OUT", help="A folder that `hasslefree compress` wrote.")]
+PROGRAM = "A console script, a module that `python -m` runs, or a .py file."
 
 
-@app.command(rich_help_panel=MEASURE)
+@app.command("evaluate", rich_help_panel=common.MEASURE, epilog=EXAMPLE)
+def call_evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub name or a local folder, dense or compressed.")],
+    perplexity: Annotated[list[str] | None, flag(TEXTS, "Texts: wikitext2, ptb, c4, or .txt and .jsonl files.")] = None,
+    seqlen: Annotated[int | None, flag(TEXTS, SEQLEN, min=2)] = None,
+    max_tokens: Annotated[int | None, flag(TEXTS, MAX_TOKENS, min=2)] = None,
+    tasks: Annotated[list[str] | None, flag(TASKS, TASK_NAMES)] = None,
+    limit: Annotated[int | None, flag(TASKS, "Use only the first rows of each task (default: all).", min=1)] = None,
+    task_data: Annotated[Path | None, flag(TASKS, TASK_DATA)] = None,
+    cache: Annotated[Path | None, flag(TASKS, CACHE)] = None,
+    batch_size: Annotated[str, flag(RUN, BATCH)] = "auto",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+    output: Output = None,
+    quiet: Quiet = False,
+) -> None:
+    """Measure perplexity on texts and accuracy on zero-shot tasks."""
+    from hasslefree.evaluation.harness import default_cache
+    from hasslefree.evaluation.run import evaluate
+
+    if not perplexity and not tasks:
+        raise RecipeError("name at least one text or task, such as --perplexity wikitext2 or --tasks piqa")
+    if batch_size != "auto" and (not batch_size.isdecimal() or int(batch_size) < 1):
+        raise RecipeError(f"--batch-size must be auto or a whole number of at least 1, got {batch_size!r}")
+    with phase_bars() as progress:
+        results = evaluate(
+            model,
+            perplexity or [],
+            tasks or [],
+            seqlen=seqlen,
+            max_tokens=max_tokens,
+            batch=None if batch_size == "auto" else int(batch_size),
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            limit=limit,
+            task_data=task_data,
+            cache=cache or default_cache(),
+            keep=lambda results: None if output is None else common.write_file(results, output),
+            progress=progress,
+        )
+    common.show(results, output, as_json, *result_tables(results))
+
+
+def result_tables(results: dict[str, Any]) -> list[Table]:
+    """A table for the texts and one for the tasks, with accuracies in per cent, if the results have them."""
+    tables = []
+    if "perplexity" in results:
+        texts = table(["text"], ["perplexity", "tokens", "window"], results["model"])
+        for text, row in results["perplexity"].items():
+            texts.add_row(Text(text), f"{row['perplexity']:.3f}", f"{row['tokens']:,}", str(row["window"]))
+        tables.append(texts)
+    if "tasks" in results:
+        tasks = table(["task", "metric"], ["accuracy", "±", "rows"], results["model"])
+        tasks.caption, tasks.caption_justify = "zero-shot, per cent", "left"
+        if results["limit"] is not None:
+            tasks.caption += f"; only the first {results['limit']} rows of each task"
+        if truncated := sum(row["truncated"] for row in results["tasks"].values()):
+            tasks.caption += f"; longer than the model's window, and cut at their beginning: {truncated}"
+        for task, row in results["tasks"].items():
+            error = row[f"{row['metric']}_stderr"]
+            spread = "" if error is None else f"{100 * error:.2f}"
+            tasks.add_row(task, row["metric"], f"{100 * row['value']:.2f}", spread, f"{row['rows']:,}")
+        tasks.add_section()
+        tasks.add_row("average", "", f"{100 * results['average']:.2f}", "", "")
+        tables.append(tasks)
+    return tables
+
+
+@app.command(rich_help_panel=common.MEASURE)
 def inspect(
     folder: Folder,
-    layers: Annotated[bool, option(OUTPUT, LAYERS, "--layers")] = False,
+    layers: Annotated[bool, flag(OUTPUT, LAYERS, "--layers")] = False,
     as_json: Json = False,
     output: Output = None,
     quiet: Quiet = False,
@@ -53,41 +124,17 @@ def inspect(
     from hasslefree.folder.inspect import inspect_folder, kind_table, layer_table
 
     sizes = inspect_folder(folder)
-    show(sizes.to_dict(), output, as_json, layer_table(sizes) if layers else kind_table(sizes))
+    common.show(sizes.to_dict(), output, as_json, layer_table(sizes) if layers else kind_table(sizes))
 
 
-@app.command(name="report", rich_help_panel=MEASURE)
-def report_page(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(metavar="OUT...", help="Folders that compress wrote, and JSON files that evaluate wrote."),
-    ],
-    output: Annotated[Path, typer.Option(help="The page to write.", metavar="FILE", rich_help_panel=OUTPUT)] = Path(
-        "report.html"
-    ),
-    figures: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the figures as PNG and SVG (default: they are on the page alone).", rich_help_panel=OUTPUT
-        ),
-    ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text that the compressed and the dense model continue on the page; repeatable (default: none).",
-            rich_help_panel=SAMPLES,
-        ),
-    ] = None,
-    dense: Annotated[
-        str | None,
-        typer.Option(
-            help="Dense model that continues the prompts, or none (default: the one from which OUT was made).",
-            rich_help_panel=SAMPLES,
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(help="Most tokens that continue a prompt.", min=1, rich_help_panel=SAMPLES)
-    ] = 64,
+@app.command("report", rich_help_panel=common.MEASURE)
+def write_report(
+    sources: Annotated[list[Path], typer.Argument(metavar="OUT...", help=SOURCES)],
+    output: Annotated[Path, flag(OUTPUT, "The page to write.", metavar="FILE")] = Path("report.html"),
+    figures: Annotated[Path | None, flag(OUTPUT, FIGURES)] = None,
+    prompt: Annotated[list[str] | None, flag(SAMPLES, PROMPT)] = None,
+    dense: Annotated[str | None, flag(SAMPLES, DENSE)] = None,
+    max_new_tokens: Annotated[int, flag(SAMPLES, "Most tokens that continue a prompt.", min=1)] = 64,
     device: Device = None,
     trust_remote_code: Trust = False,
     quiet: Quiet = False,
@@ -101,7 +148,7 @@ def report_page(
     from hasslefree.report.content import read_content
     from hasslefree.report.page import render
 
-    check_output_file(output)
+    common.check_output_file(output)
     if figures is not None and figures.exists() and not figures.is_dir():
         raise OutputError(f"--figures {figures} is a file; give a folder")
     if "" in (prompts := prompt or []):
@@ -113,37 +160,35 @@ def report_page(
 
         folders = [Path(run.sizes.folder) for run in content.runs]
         how = {"device": device, "trust_remote_code": trust_remote_code}
-        with console.status("continuing the prompts"):
+        with common.console.status("continuing the prompts"):
             samples = sample_folders(folders, prompts, dense, max_new_tokens, **how)
     output.write_text(render(content, samples), encoding="utf-8")
-    say(f"Written to {output}.")
+    common.say(f"Written to {output}.")
     if figures is not None:
-        say(f"{len(write_figures(content, figures))} figures written to {figures}.")
+        common.say(f"{len(write_figures(content, figures))} figures written to {figures}.")
 
 
-@app.command(rich_help_panel=ELSEWHERE)
-def export(
+@app.command("export", rich_help_panel=common.ELSEWHERE)
+def call_export(
     folder: Folder,
     destination: Annotated[Path, typer.Argument(metavar="DEST", help="The folder to write.")],
-    to: Annotated[str, option(OUTPUT, FORMATS)],
-    max_shard_size: Annotated[str, option(OUTPUT, "Size of the largest weight file.")] = "5GB",
-    overwrite: Annotated[bool, option(OUTPUT, OVERWRITE, "--overwrite")] = False,
+    to: Annotated[str, flag(OUTPUT, FORMATS)],
+    max_shard_size: Annotated[str, flag(OUTPUT, "Size of the largest weight file.")] = "5GB",
+    overwrite: Annotated[bool, flag(OUTPUT, OVERWRITE, "--overwrite")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a compressed model for programs without hasslefree."""
-    from hasslefree.exports.export import export as export_model
+    from hasslefree.exports.export import export
 
     with phase_bars() as progress:
-        export_model(folder, destination, to, overwrite=overwrite, max_shard_size=max_shard_size, progress=progress)
-    say(f"Written to {destination}.")
+        export(folder, destination, to, overwrite=overwrite, max_shard_size=max_shard_size, progress=progress)
+    common.say(f"Written to {destination}.")
 
 
 # What follows PROGRAM belongs to that program, whatever it looks like.
-@app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=ELSEWHERE)
+@app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=common.ELSEWHERE)
 def run(
-    program: Annotated[
-        str, typer.Argument(metavar="PROGRAM", help="A console script, a module that `python -m` runs, or a .py file.")
-    ],
+    program: Annotated[str, typer.Argument(metavar="PROGRAM", help=PROGRAM)],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the program.")] = None,
 ) -> None:
     """Run a Python program that can load compressed folders.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from hasslefree.cli.common import RUN, TRY, Device, Dtype, Trust, app, console, option, say
+from hasslefree.cli.common import RUN, TRY, Device, Dtype, Folder, Trust, app, console, flag, say
 from hasslefree.errors import CheckpointError, PromptError, with_flags
 from hasslefree.tables import table
 from hasslefree.units import size
@@ -22,17 +23,17 @@ if TYPE_CHECKING:
     from hasslefree.evaluation.continuation import Continuation, Sampling, Writer
 
 TEXT = "Text"
-ORIGINAL = "Dense model to compare with; none for none (default: the one that was compressed to OUT)."
+DENSE = "Dense model to compare with; none for none (default: the one that was compressed to OUT)."
 TEMPERATURE = "0 takes the most probable token each time, more draws tokens."
 BACKEND = "How sparse weights are multiplied: dense, unpacked, numba or triton (default: chosen for each layer)."
+Dense = Annotated[str | None, flag(None, DENSE)]
+NewTokens = Annotated[int, flag(TEXT, "Most tokens of a text.", min=1)]
+Temperature = Annotated[float, flag(TEXT, TEMPERATURE, min=0)]
+Seed = Annotated[int, flag(TEXT, "Seed of the draws.")]
+Threads = Annotated[int | None, flag(RUN, "Threads of the CPU (default: torch's).", min=1)]
+Backend = Annotated[str | None, flag(RUN, BACKEND)]
 
-Folder = Annotated[str, typer.Argument(metavar="OUT", help="A folder that `hasslefree compress` wrote.")]
-Dense = Annotated[str | None, typer.Option(help=ORIGINAL)]
-NewTokens = Annotated[int, option(TEXT, "Most tokens of a text.", min=1)]
-Temperature = Annotated[float, option(TEXT, TEMPERATURE, min=0)]
-Seed = Annotated[int, option(TEXT, "Seed of the draws.")]
-Threads = Annotated[int | None, option(RUN, "Threads of the CPU (default: torch's).", min=1)]
-Backend = Annotated[str | None, option(RUN, BACKEND)]
+say_piece = partial(say, end="")
 
 
 @app.command(rich_help_panel=TRY)
@@ -70,9 +71,9 @@ def generate(
     )
     texts = []
     for role, writer in writers.items():
-        console.print(f"[{role}]", style="cyan", markup=False, highlight=False)
-        console.print(prompt, end="", style="bold", markup=False, highlight=False, soft_wrap=True)
-        texts.append(writer.write(prompt, sampling, show))
+        say(f"[{role}]", style="cyan")
+        say(prompt, end="", style="bold")
+        texts.append(writer.write(prompt, sampling, say_piece))
         console.print()
     console.print(writer_table(writers, texts))
 
@@ -107,11 +108,11 @@ def chat(
     for message in messages():
         for role, writer in writers.items():
             if len(writers) > 1:
-                console.print(f"[{role}]", style="cyan", markup=False, highlight=False)
+                say(f"[{role}]", style="cyan")
             try:
                 text = answer(writer, histories[role], message, sampling)
             except PromptError as error:
-                console.print(with_flags(error.message), style="red", markup=False, highlight=False, soft_wrap=True)
+                say(with_flags(error.message), style="red")
                 continue
             console.print()
             rate = "" if text.tokens_per_second is None else f", {text.tokens_per_second:.1f} tokens/s"
@@ -120,22 +121,15 @@ def chat(
 
 
 def answer(writer: Writer, history: list[dict[str, str]], message: str, sampling: Sampling) -> Continuation:
-    """The model's answer to a message; both are added to the history, if the tokenizer has a chat template.
-
-    Args:
-        history: in the form of chat templates: {"role", "content"}, alternately of the user and the assistant.
-
-    Raises:
-        PromptError: the conversation is longer than the model's context; the history stays as it was.
-    """
+    """The model's answer to a message; both join the history in the form of chat templates, if there is a template."""
     if writer.tokenizer.chat_template is None:
-        return writer.write(message, sampling, show)
+        return writer.write(message, sampling, say_piece)
     question = {"role": "user", "content": message}
     prompt: Any = writer.tokenizer.apply_chat_template(
         [*history, question], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     try:
-        text = writer.write(prompt["input_ids"], sampling, show)
+        text = writer.write(prompt["input_ids"], sampling, say_piece)
     except PromptError as error:
         if not history:
             raise
@@ -147,7 +141,7 @@ def answer(writer: Writer, history: list[dict[str, str]], message: str, sampling
 
 
 def load_writers(
-    folder: str, dense: str | None, backend: str | None, threads: int | None, **options: Any
+    folder: Path, dense: str | None, backend: str | None, threads: int | None, **options: Any
 ) -> dict[str, Writer]:
     """The dense model, if it is wanted and on this machine, and the compressed one; a line says why one is missing."""
     import torch
@@ -160,8 +154,8 @@ def load_writers(
     remark = None
     with console.status("loading"):
         if dense is None:
-            dense, remark = dense_original(Path(folder))
-        compressed = Writer.load(folder, **options)
+            dense, remark = dense_original(folder)
+        compressed = Writer.load(str(folder), **options)
         if not compressed_layers(compressed.model):
             raise CheckpointError(f"{folder} has no compressed layers; give a folder that `hasslefree compress` wrote")
         use_backend(compressed.model, backend)
@@ -196,23 +190,18 @@ def messages() -> Iterator[str]:
 
 
 def replace_undecodable() -> None:
-    """From now on, bytes on standard input that are not UTF-8 are read as U+FFFD."""
+    """From now on, read bytes on standard input that are not UTF-8 as U+FFFD."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
 
 
-def show(text: str) -> None:
-    """Print a piece of a text as it is."""
-    console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
-
-
 def writer_table(writers: dict[str, Writer], texts: Sequence[Continuation] = ()) -> Table:
     """The models and the memory of their weights; with texts, the number of tokens and the speed after the first."""
-    made = table(["", "model"], ["weights", *(["tokens", "tokens/s"] if texts else [])])
+    comparison = table(["", "model"], ["weights", *(["tokens", "tokens/s"] if texts else [])])
     for index, (role, writer) in enumerate(writers.items()):
         cells: list[str | Text] = [role, Text(writer.name), size(writer.bytes)]
         if texts:
             rate = texts[index].tokens_per_second
             cells += [str(len(texts[index].tokens)), "" if rate is None else f"{rate:.1f}"]
-        made.add_row(*cells)
-    return made
+        comparison.add_row(*cells)
+    return comparison

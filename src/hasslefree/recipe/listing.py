@@ -84,7 +84,7 @@ def settings(part: Any, prefix: str = "") -> Iterator[tuple[str, Any, str | None
         yield from settings(value, f"{setting}.")
 
 
-def settings_of(name: str) -> tuple[dict[str, Any], Group]:
+def describe_plug_in(name: str) -> tuple[dict[str, Any], Group]:
     """A plug-in and its settings as JSON, and as text."""
     part, about = plug_in(name)
     content, kind = {"name": name, **asdict(about), "settings": {}}, type(part)
