@@ -1,12 +1,11 @@
-"""The files of a model folder: its index, and its tensors, whose bytes are read only when they are used."""
-
-from __future__ import annotations
+"""The files of a model folder: its index, its tensors, and threads that read or write them beside the computation."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -14,6 +13,8 @@ from torch import Tensor
 from hasslefree.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,3 +85,14 @@ def map_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
         if file in files and (name not in stored or stored[name].file != file):
             raise CheckpointError(f"{file} does not contain {name}, which {INDEX} lists; download or copy it again")
     return stored
+
+
+def run_in_background(name: str, *calls: Callable[[], T]) -> list[Future[T]]:
+    """Run calls one after the other in one new thread, which ends after the last one; a future for each.
+
+    Reads, writes and checksums of large arrays release Python's lock for other threads. name: of the thread.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+    futures = [pool.submit(call) for call in calls]
+    pool.shutdown(wait=False)
+    return futures

@@ -11,7 +11,7 @@ from hasslefree.errors import ModelError
 from hasslefree.levers.sensitivity import sensitivities
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.extra_inputs import Column, leaves, rebuilt
-from hasslefree.models.moments import first_hidden_states, run_block, takes_batches
+from hasslefree.models.moments import first_hidden_states, run_block, with_batching
 from hasslefree.models.probe import block_calls
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
@@ -31,7 +31,7 @@ def test_block_by_block_is_the_whole_model_on_other_texts(family):
     assert calls[0].extra is not None
     hidden = first_hidden_states(model, blocks, tokens, calls=calls)
     for block, call in zip(blocks.modules, calls, strict=True):
-        assert takes_batches(block, call, hidden)
+        assert with_batching(block, call, hidden).batched
         run_block(block, call, hidden)
     expected = []
     handle = blocks.modules[-1].register_forward_hook(

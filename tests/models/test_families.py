@@ -51,8 +51,7 @@ def test_streamed_grams_are_those_of_the_whole_model(family):
     seen = set()
     for index, block in enumerate(blocks.modules):
         groups = groups_by_input(block, calls[index], hidden[0], find_sites(block))
-        found = gather(block, blocks.prefix(index), calls[index], hidden, groups)
-        grams = [moments.gram for moments in found]
+        grams = gather(block, blocks.prefix(index), calls[index], hidden, groups)
         for group, gram in zip(groups, grams, strict=True):
             for name in (f"{blocks.prefix(index)}.{n}" for n in group):
                 assert gram.tokens == tokens.numel()

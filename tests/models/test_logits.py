@@ -7,8 +7,7 @@ from torch.nn import functional as F
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calls import BlockCall, hooks
-from hasslefree.models.logits import logits_of
-from hasslefree.models.probe import block_calls
+from hasslefree.models.probe import block_calls, logits_of
 from hasslefree.models.streaming import Weights
 from tests.tiny_models import FAMILIES, build, logits, segments
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hasslefree.models.activations import Activations
-from hasslefree.models.moments import PANEL, MomentSums, takes_batches
+from hasslefree.models.moments import PANEL, MomentSums, with_batching
 
 
 def test_the_gram_of_bfloat16_inputs_is_that_of_their_values():
@@ -43,4 +43,4 @@ def test_a_block_takes_batches_where_segments_do_not_change_each_other(column, o
             output[..., column] += offset * (len(states) if self.batched else 1)
             return output
 
-    assert takes_batches(torch.nn.Linear(4, 4), Call(), hidden) == (offset == 0)
+    assert with_batching(torch.nn.Linear(4, 4), Call(), hidden).batched == (offset == 0)

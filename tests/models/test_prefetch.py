@@ -16,8 +16,7 @@ from hasslefree import Recipe
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_on_disk
-from hasslefree.models.prefetch import Prefetcher, Source, in_memory
-from hasslefree.models.streaming import Weights
+from hasslefree.models.streaming import Prefetcher, Source, Weights, in_memory
 from tests.listeners import by_layer
 from tests.tiny_models import NO_TOKENIZER, build, segments
 

@@ -13,7 +13,8 @@ import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.folder.inspect import inspect_folder
 from hasslefree.models import sites
-from hasslefree.models.sites import Forward, Site, find_sites
+from hasslefree.models.calls import replaced
+from hasslefree.models.sites import Site, find_sites
 from tests.listeners import by_layer
 from tests.tiny_models import build, gram_of, logits, segments, tensors_of
 
@@ -62,7 +63,7 @@ class ProductSite(Site):
         return self.module.register_forward_hook(lambda module, args, output: see(output))
 
     def on_call(self, compute):
-        return Forward(self.module, compute)
+        return replaced(self.module, "forward", compute)
 
     def wrapped(self, layer):
         return Holder(layer)

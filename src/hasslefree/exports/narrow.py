@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError, option
 from hasslefree.exports.dense import make_plain, summed
-from hasslefree.models.blocks import find_blocks
-from hasslefree.models.heads import head_unit
+from hasslefree.models.blocks import find_blocks, head_unit
 
 # The layer that reads heads or neurons → the layers that compute them, by their names in Llama and similar models.
 MAKERS = {"self_attn.o_proj": ("q_proj", "k_proj", "v_proj"), "mlp.down_proj": ("gate_proj", "up_proj")}

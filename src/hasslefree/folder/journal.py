@@ -21,8 +21,7 @@ from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hasslefree.background import error_of, run_in_background
-from hasslefree.checkpoint import INDEX, read_json
+from hasslefree.checkpoint import INDEX, read_json, run_in_background
 from hasslefree.errors import CheckpointError, OutputError, option
 from hasslefree.folder.output import check_output, disk_errors, put_in_place, set_permissions
 from hasslefree.folder.record import PredictionRecord
@@ -324,3 +323,12 @@ def fingerprint(tokens: Tensor) -> str:
     """SHA-256 of token ids, with their shape."""
     data = tokens.to("cpu", torch.int64).contiguous().numpy().tobytes()
     return hashlib.sha256(f"{tuple(tokens.shape)}".encode() + data).hexdigest()
+
+
+def error_of(future: Future[None]) -> BaseException | None:
+    """The error of a call, or None, once the call has ended; Ctrl-C does not interrupt the wait."""
+    while True:
+        try:
+            return future.exception()
+        except KeyboardInterrupt:
+            continue

@@ -29,9 +29,9 @@ from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, optio
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import hooks
 from hasslefree.models.experts import every_expert_called
-from hasslefree.models.logits import logits_of
 from hasslefree.models.moments import MomentSums, checked, groups_by_input, probes, widest_dtype
 from hasslefree.models.precision import as_multiplied, computing, only_trained
+from hasslefree.models.probe import logits_of
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.phases import ALLOCATION, PROBES

@@ -36,9 +36,9 @@ from hasslefree.folder.record import PredictionRecord
 from hasslefree.levers.sensitivity import check_predictions
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import BlockCall, hooks
-from hasslefree.models.logits import logits_of
-from hasslefree.models.moments import BATCH, run_block, takes_batches
+from hasslefree.models.moments import BATCH, run_block, with_batching
 from hasslefree.models.precision import computing, only_trained
+from hasslefree.models.probe import logits_of
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, unpacked_once
 from hasslefree.phases import PREDICTIONS, REFERENCE
@@ -218,7 +218,7 @@ class Trainer:
         self.blocks, self.calls, self.masters = walk.blocks.modules, list[BlockCall](), list[Masters]()
         hidden = walk.entering(reference.segments[:MEASURED])
         for block, call in zip(self.blocks, walk.calls, strict=True):
-            call = replace(call, batched=takes_batches(block, call, hidden))
+            call = with_batching(block, call, hidden)
             scales = input_scales(block, call, hidden, world)
             self.calls.append(call)
             self.masters.append(Masters(block, scales, settings, world, optimizer_device))

@@ -1,7 +1,5 @@
 """The hidden states between two blocks, for all calibration segments: on the device, in RAM or in a file."""
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile
@@ -40,16 +38,11 @@ class Activations:
         else:
             self.states = torch.empty(shape, dtype=dtype, device=device if storage == "device" else "cpu")
 
-    def first(self, count: int) -> Activations:
-        """The states of the first `count` segments, in storage of their own, of the same kind."""
-        shape = (count, self.states.shape[1], self.states.shape[2])
+    def copy(self) -> "Activations":
+        shape = (len(self), self.states.shape[1], self.states.shape[2])
         other = Activations(shape, self.states.dtype, self.device, self.storage, self.folder)
-        other.states.copy_(self.states[:count])
+        other.states.copy_(self.states)
         return other
-
-    def copy(self) -> Activations:
-        """All states, in storage of their own, of the same kind."""
-        return self.first(len(self))
 
     def __len__(self) -> int:
         return len(self.states)
@@ -74,8 +67,10 @@ def _in_file(shape: tuple[int, int, int], dtype: torch.dtype, folder: Path) -> T
     size = math.prod(shape) * dtype.itemsize
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
-            # Blocks are taken now: a full disk would be a SIGBUS later.
-            _reserve(file.fileno(), size)
+            if hasattr(os, "posix_fallocate"):  # disk blocks are taken now: a full disk would be a SIGBUS later
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:  # macOS
+                os.truncate(file.fileno(), size)
             # Mapped, it needs neither its name nor a descriptor, of which a process has few.
             return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
     except OSError as error:
@@ -83,10 +78,3 @@ def _in_file(shape: tuple[int, int, int], dtype: torch.dtype, folder: Path) -> T
             f"no room for {size / 1e6:,.0f} MB of activations in {folder}: {error}; "
             f"make room, or use {option('activations', 'cpu')}"
         ) from error
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
-    else:  # macOS
-        os.truncate(descriptor, size)

@@ -1,7 +1,5 @@
 """Find the decoder blocks of a model and the matrices in them, with no code for any one family."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hasslefree.errors import ModelError, option
 from hasslefree.models.experts import SplitExperts
@@ -19,6 +17,8 @@ from hasslefree.models.sites import Site, find_sites
 LITTLE = 0.02
 # A list of blocks has at least this share of the parameters of the largest list.
 LARGE = 0.1
+# How many weights an error lists.
+SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> Selection:
         inside = {id(site.parameter) for site in sites.values()}
         total = sum(parameter.numel() for parameter in block.parameters())
         for name, parameter in block.named_parameters():
-            if id(parameter) in inside or not _is_matrix(parameter) or excused(f"{prefix}.{name}"):
+            if id(parameter) in inside or sum(side > 1 for side in parameter.shape) < 2 or excused(f"{prefix}.{name}"):
                 continue
             short = isinstance(block.get_submodule(name.rpartition(".")[0]), nn.Conv1d) and parameter.shape[1] == 1
             if short or parameter.numel() <= LITTLE * total:
@@ -143,8 +143,9 @@ def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> Selection:
         dense += [f"{prefix}.{name}" for name in sites if name in staying and not excused(f"{prefix}.{name}")]
         chosen.append({n: site for n, site in sites.items() if n not in staying and not excused(f"{prefix}.{n}")})
     if left:
+        more = f", … ({len(left) - SHOWN} more)" if len(left) > SHOWN else ""
         raise ModelError(
-            f"{len(left)} weights are not linear layers and would stay dense: {_shortened(left)}. "
+            f"{len(left)} weights are not linear layers and would stay dense: {', '.join(left[:SHOWN])}{more}. "
             f"To accept that, list them with {option('leave_dense')} (globs, such as '*.experts.*')"
         )
     if unused:
@@ -182,9 +183,16 @@ def read_by_kernels(block: nn.Module, sites: Mapping[str, Site]) -> set[str]:
     }
 
 
-def _is_matrix(parameter: Tensor) -> bool:
-    return sum(side > 1 for side in parameter.shape) >= 2
+def head_unit(block: nn.Module, name: str) -> int:
+    """How many consecutive inputs of a layer belong together: 1, but where the layer reads the heads of attention.
 
-
-def _shortened(names: list[str], most: int = 12) -> str:
-    return ", ".join(names[:most]) + (f", … ({len(names) - most} more)" if len(names) > most else "")
+    There it is the channels of all query heads that share a key head, of which a model cannot leave out one alone.
+    Attention is recognised by the names of Llama. name: of the layer in the block.
+    """
+    parent, _, leaf = name.rpartition(".")
+    attention: Any = block.get_submodule(parent)
+    if leaf != "o_proj" or not hasattr(attention, "head_dim") or not hasattr(attention, "k_proj"):
+        return 1
+    key_heads: int = attention.k_proj.out_features // attention.head_dim
+    width: int = attention.o_proj.in_features
+    return width // key_heads

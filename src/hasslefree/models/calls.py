@@ -1,7 +1,5 @@
 """How a model calls its blocks, and whether it can be run block by block."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -49,8 +47,7 @@ class BlockCall:
     def run(self, block: nn.Module, states: Tensor) -> Tensor:
         """The block's output for hidden states (segments, tokens, width), in their dtype, with gradients if enabled.
 
-        All segments run together if `batched`, else one by one. Where the dtype of the states is not the block's, it is
-        to be called within `precision.computing`.
+        If the dtype of the states is not the block's, call it within `precision.computing`.
         """
         parts = [self._run(block, part) for part in states.split(len(states) if self.batched else 1)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -69,7 +66,7 @@ class BlockCall:
     @property
     def arguments(self) -> dict[int | str, Any]:
         """By number and by name."""
-        return numbered(self.args, self.kwargs)
+        return dict(enumerate(self.args)) | self.kwargs
 
     def as_called(self, states: Tensor) -> Tensor:
         """The hidden states as the block takes them."""
@@ -86,11 +83,6 @@ class BlockCall:
         """What the block would return with these hidden states, and None for its other outputs."""
         hidden = self.as_called(states)
         return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
-
-
-def numbered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
-    """Arguments by their number and name."""
-    return dict(enumerate(args)) | kwargs
 
 
 def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, BlockCall]:
@@ -117,24 +109,24 @@ def shaped(call: BlockCall, hidden: Tensor) -> BlockCall:
 @contextmanager
 def hooks(handles: Iterable[Any]) -> Iterator[None]:
     """Remove the hooks at the end, whatever happens in between."""
-    held = list(handles)
+    registered = list(handles)
     try:
         yield
     finally:
-        for handle in held:
+        for handle in registered:
             handle.remove()
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within it, an object has another attribute; afterwards its own, or that of its class."""
-    own = name in vars(owner) or isinstance(getattr(type(owner), name, None), property)
+    """Set an attribute of an object within the context, and restore or delete it afterwards."""
+    instance_has_it = name in vars(owner) or isinstance(getattr(type(owner), name, None), property)
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own:
+        if instance_has_it:
             setattr(owner, name, before)
         else:
             delattr(owner, name)

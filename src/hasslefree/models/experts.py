@@ -6,8 +6,6 @@ layers like all others: they are found, calibrated, solved, stored and trained i
 the expert.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 
 # What `use_experts_implementation` says of the experts of a module.
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "_apply_gate")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,13 @@ class Share:
     """Where a weight (out, in) or bias (out,) of an expert is in a fused tensor.
 
     Args:
-        source: the name of the tensor. half: 0 or 1 for the gate or what it gates, where both are in it; None for all.
-        apart: whether the halves follow each other, and are not row by row in turn. transposed: as it is stored.
+        source: the name of the tensor. half: 0 for the gate, 1 for what it multiplies, None if the tensor is not split.
+        concatenated: whether one half follows the other; else their rows alternate. transposed: stored as (in, out).
     """
 
     source: str
     half: int | None
-    apart: bool
+    concatenated: bool
     transposed: bool
 
     def of(self, stored: Tensor) -> Tensor:
@@ -40,12 +39,12 @@ class Share:
         rows = stored.mT if self.transposed else stored
         if self.half is None:
             return rows
-        return rows.chunk(2)[self.half] if self.apart else rows[self.half :: 2]
+        return rows.chunk(2)[self.half] if self.concatenated else rows[self.half :: 2]
 
 
 def stored(halves: list[Tensor], share: Share) -> Tensor:
-    """The part of a fused tensor that belongs to one expert, from its halves (gate and gated part) or as a whole."""
-    rows = torch.cat(halves) if share.apart or len(halves) == 1 else torch.stack(halves, 1).flatten(0, 1)
+    """The inverse of `Share.of`: an expert's part of a fused tensor, from its halves or as a whole."""
+    rows = torch.cat(halves) if share.concatenated or len(halves) == 1 else torch.stack(halves, 1).flatten(0, 1)
     return rows.mT if share.transposed else rows
 
 
@@ -80,19 +79,16 @@ class SplitExperts(nn.Module):
         self.__dict__["fused"] = fused  # not a child: its children are this module's own
         for name, child in list(fused.named_children()):
             self.add_module(name, child)
-        self.__dict__["layout"] = self.layout_of(fused)
+        self.__dict__["layout"] = fused if is_fused(fused) else BatchedLayout(fused.act_fn)
         self.calls_every_expert = False
         self.shares = expert_shares(self.layout)
         tensors = dict(fused.named_parameters(recurse=False))
         # By name, the shapes of the fused tensors.
         self.sources = {name: tensor.shape for name, tensor in tensors.items()}
         self.count = len(tensors["down_proj"])
-        # Of each token, as far as the configuration says; else as many as there are.
-        known = (
-            getattr(getattr(fused, "config", config), name, None)
-            for name in ("num_experts_per_tok", "moe_topk", "moe_top_k")
-        )
-        self.chosen = next((number for number in known if isinstance(number, int)), self.count)
+        # Experts per token, if the configuration has their number; else all.
+        counts = (getattr(getattr(fused, "config", config), name, None) for name in EXPERTS_PER_TOKEN)
+        self.chosen = next((count for count in counts if isinstance(count, int)), self.count)
         for index in range(self.count):
             layers = {}
             for name, tensors_of in self.shares.items():
@@ -102,11 +98,6 @@ class SplitExperts(nn.Module):
         for name, tensor in tensors.items():
             self.fill(name, tensor.detach(), tensor.requires_grad)
             del fused._parameters[name]
-
-    @classmethod
-    def layout_of(cls, fused: Any) -> Any:
-        """What says how the experts of a module are laid out, by the names of `INTERFACE`."""
-        return fused
 
     def experts(self) -> Iterator[Any]:
         """The experts in order."""
@@ -125,14 +116,13 @@ class SplitExperts(nn.Module):
     def together(self) -> Any:
         """The module of transformers with the weights of the experts in it again."""
         for source in self.sources:
-            layers = {layer: (leaf, share) for layer, tensors in self.shares.items() for leaf, share in tensors.items()
-                      if share.source == source}  # fmt: skip
-            share = next(share for _, share in layers.values())
+            leaf = "bias" if source.endswith("_bias") else "weight"
+            shares = {layer: t[leaf] for layer, t in self.shares.items() if leaf in t and t[leaf].source == source}
+            share = next(iter(shares.values()))
             parts = (
-                [getattr(getattr(expert, layer), leaf) for layer, (leaf, _) in layers.items()]
-                for expert in self.experts()
+                [getattr(expert, layer).get_parameter(leaf).detach() for layer in shares] for expert in self.experts()
             )
-            fused = torch.stack([stored([half.detach() for half in halves], share) for halves in parts])
+            fused = torch.stack([stored(halves, share) for halves in parts])
             self.fused.register_parameter(source, nn.Parameter(fused, requires_grad=False))
         return self.fused
 
@@ -172,7 +162,7 @@ class SplitExperts(nn.Module):
 
 @dataclass(frozen=True)
 class BatchedLayout:
-    """What the interface of transformers would say of `BatchedExperts`. act_fn: of the gate."""
+    """`INTERFACE` for `BatchedExperts`, which transformers does not describe. act_fn: of the gate."""
 
     act_fn: Callable[[Tensor], Tensor]
     has_gate: bool = True
@@ -189,13 +179,8 @@ class BatchedLayout:
 class BatchedExperts(SplitExperts):
     """Experts that each get a row for every token, of zeros where the token is not routed to them, as in Llama 4.
 
-    No interface says how they are laid out; their weights are (experts, in, out), and the gate's halves follow each
-    other.
+    Their weights are (experts, in, out), and the gate's rows precede those that it multiplies.
     """
-
-    @classmethod
-    def layout_of(cls, fused: Any) -> Any:
-        return BatchedLayout(fused.act_fn)
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """Rows (experts · tokens, width) after the expert that they belong to."""
@@ -211,23 +196,20 @@ class BatchedExperts(SplitExperts):
 
 
 def is_fused(module: Any) -> bool:
-    """Whether a module holds experts behind the interface of transformers, and no other tensors.
-
-    Other modules are not split: their weights are of an unknown kind.
-    """
+    """Whether a module holds experts behind the interface of transformers, and no other tensors."""
     if not all(hasattr(module, name) for name in INTERFACE):
         return False
     sources = {share.source for tensors in expert_shares(module).values() for share in tensors.values()}
-    own = {name for name, _ in module.named_parameters(recurse=False)}
-    return own == sources and not any(True for _ in module.buffers(recurse=False))
+    parameters = {name for name, _ in module.named_parameters(recurse=False)}
+    return parameters == sources and not any(True for _ in module.buffers(recurse=False))
 
 
 def is_batched(module: Any) -> bool:
     """Whether a module holds experts as `BatchedExperts` takes them."""
-    own = dict(module.named_parameters(recurse=False))
-    if own.keys() != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn") or is_fused(module):
+    parameters = dict(module.named_parameters(recurse=False))
+    if parameters.keys() != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn") or is_fused(module):
         return False
-    first, second = (own[name].shape for name in ("gate_up_proj", "down_proj"))
+    first, second = parameters["gate_up_proj"].shape, parameters["down_proj"].shape
     fits = len(first) == len(second) == 3 and first == (second[0], second[2], 2 * second[1])
     return fits and len(inspect.signature(module.forward).parameters) == 1
 

@@ -67,25 +67,26 @@ def run_block(block: nn.Module, call: BlockCall, hidden: Activations) -> None:
             hidden[batch] = call.run(block, hidden[batch])
 
 
-def takes_batches(block: nn.Module, call: BlockCall, hidden: Activations) -> bool:
-    """Whether a block gives the same outputs for two segments together as for each alone.
+def with_batching(block: nn.Module, call: BlockCall, hidden: Activations) -> BlockCall:
+    """The call, `batched` if the block gives the same outputs for two segments together as for each alone.
 
-    That is so where the other arguments are the same for all segments, and the block broadcasts them.
+    It does if the other arguments are the same for all segments, and the block broadcasts them.
     """
+    singly, batched = replace(call, batched=False), replace(call, batched=True)
     if len(hidden) < 2:
-        return False
+        return singly
     with computing(block), torch.no_grad():
-        apart = replace(call, batched=False).run(block, hidden[:2])
+        expected = singly.run(block, hidden[:2])
         try:
-            together = replace(call, batched=True).run(block, hidden[:2])
+            output = batched.run(block, hidden[:2])
         except (RuntimeError, ValueError, IndexError, TypeError):
-            return False
-    if together.shape != apart.shape:
-        return False
-    one, other = call.hidden(together), call.hidden(apart)
-    alike = bool(((one - other).norm(dim=-1) <= ALIKE * other.norm(dim=-1)).all())
-    width = one.shape[-1]
-    return alike and torch.allclose(together[..., width:], apart[..., width:], rtol=ALIKE, atol=ALIKE)
+            return singly
+    if output.shape != expected.shape:
+        return singly
+    difference, norms = call.hidden(output - expected).norm(dim=-1), call.hidden(expected).norm(dim=-1)
+    width = call.hidden(output).shape[-1]
+    same_columns = torch.allclose(output[..., width:], expected[..., width:], rtol=ALIKE, atol=ALIKE)
+    return batched if same_columns and bool((difference <= ALIKE * norms).all()) else singly
 
 
 def traffic(block: nn.Module, shapes: Mapping[str, tuple[int, int]], tokens: int) -> float:

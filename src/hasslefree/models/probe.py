@@ -1,10 +1,8 @@
-"""What one segment shows of a model: how it calls its blocks, and that it can be run block by block."""
-
-from __future__ import annotations
+"""How a model calls its blocks, learnt from forward passes of one segment; and the parts of a pass outside them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,43 +10,59 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError, NonFiniteError, option
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, Stop, hooks, replaced, shaped, split_call
-from hasslefree.models.extra_inputs import BlockTrace, ExtraInputs, depends, learn, leaves, rebuilt, same
+from hasslefree.models.extra_inputs import BlockTrace, depends, learn, leaves, rebuilt, same
 from hasslefree.models.streaming import Weights, outside
 
-# Called with the index of a block.
-Look = Callable[[int], None]
-# Called after a block.
-Passed = Callable[[], None]
+# Options of a configuration for further outputs, which would have to come from the blocks.
+OUTPUT_OPTIONS = ("output_router_logits", "output_attentions", "output_hidden_states")
 
 
-@dataclass(frozen=True)
 class Probe:
-    """The result of a forward pass of one segment: how the blocks are called, and what the last one returns.
+    """A forward pass of a segment (1, tokens) up to the last block, with one block in memory at a time.
 
     Args:
-        seen: of each call, the arguments that may be extra inputs.
+        inspect: called with the index of each block while it is in memory. advance: called after each block.
+
+    Attributes:
+        calls: how each block is called. traces: of each, the arguments that may be extra inputs.
+        output: what the last block returns.
     """
 
-    calls: list[BlockCall]
-    seen: list[BlockTrace]
     output: Tensor
 
-
-class _Pass:
-    """A forward pass of one segment: what the blocks that ran were given and returned, and the hooks that note it."""
-
-    def __init__(self, blocks: Blocks, weights: Weights, look: Look | None, passed: Passed | None) -> None:
-        self.blocks, self.weights, self.look, self.passed = blocks, weights, look, passed
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        segment: Tensor,
+        weights: Weights,
+        inspect: Callable[[int], None],
+        advance: Callable[[], None],
+    ) -> None:
+        self.blocks, self.weights, self.inspect, self.advance = blocks, weights, inspect, advance
         self.calls: list[BlockCall] = []
-        self.seen: list[BlockTrace] = []
-        self.output: Tensor | None = None
+        self.traces: list[BlockTrace] = []
         # Holds the weights of the block that runs.
-        self.here = ExitStack()
+        self.block_in_memory = ExitStack()
+        here = weights.present(outside(model, blocks))
+        with hooks(self.handles()), self.block_in_memory, here, torch.no_grad(), suppress(Stop):
+            model(input_ids=segment, use_cache=False)
+        if not self.calls or len(self.calls) != len(blocks.modules):
+            raise ModelError(
+                f"the model called blocks {len(self.calls)} times in one forward pass, but {blocks.name} has "
+                f"{len(blocks.modules)} blocks; only models that call each block once are supported"
+            )
+
+    @property
+    def states(self) -> Tensor:
+        """The hidden states after the last block: (1, tokens, width)."""
+        return self.calls[-1].as_rows(self.output)
 
     def handles(self) -> Iterator[RemovableHandle]:
         for index, block in enumerate(self.blocks.modules):
@@ -56,64 +70,31 @@ class _Pass:
             yield block.register_forward_hook(partial(self.leave, index))
 
     def enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.here.enter_context(self.weights.present(module.modules, self.blocks.part(index + 1)))
+        self.block_in_memory.enter_context(self.weights.present(module.modules, self.blocks.part(index + 1)))
         states, call = split_call(args, kwargs)
-        if self.output is not None and not torch.equal(self.output.to(states), states):
+        if self.calls and not torch.equal(self.output.to(states), states):
             raise ModelError(
                 f"the model changes the hidden states outside its blocks, before {self.blocks.prefix(index)}; models "
                 "of this kind are not supported"
             )
         self.calls.append(shaped(call, states))
-        self.seen.append(BlockTrace(rebuilt(call.arguments), call.arguments, ()))
-        if self.look is not None:
-            self.look(index)
+        self.traces.append(BlockTrace(rebuilt(call.arguments), call.arguments, ()))
+        self.inspect(index)
 
     def leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        self.here.close()
+        self.block_in_memory.close()
         several = isinstance(output, tuple | list)
-        states, *others = output if several else (output,)
+        self.output, *others = output if several else (output,)
         self.calls[-1] = replace(self.calls[-1], outputs=len(output) if several else 0)
-        self.seen[-1] = replace(self.seen[-1], after=rebuilt(self.seen[-1].after), outputs=tuple(others))
-        self.output = states
-        if not torch.isfinite(states).all():
+        self.traces[-1] = replace(self.traces[-1], after=rebuilt(self.traces[-1].after), outputs=tuple(others))
+        if not torch.isfinite(self.output).all():
             raise NonFiniteError(
                 f"the output of {self.blocks.prefix(index)} contains NaN or Inf; try another dtype "
                 f"({option('dtype', 'float32')})"
             )
-        if self.passed is not None:
-            self.passed()
+        self.advance()
         if index == len(self.blocks.modules) - 1:
             raise Stop
-
-
-def probe(
-    model: nn.Module,
-    blocks: Blocks,
-    segment: Tensor,
-    weights: Weights,
-    look: Look | None = None,
-    passed: Passed | None = None,
-) -> Probe:
-    """A forward pass of a segment (1, tokens) up to the last block, with one block in memory at a time.
-
-    Args:
-        look: called with the index of each block while it is in memory. passed: called after each block.
-    """
-    recorded = _Pass(blocks, weights, look, passed)
-    with (
-        hooks(recorded.handles()),
-        recorded.here,
-        weights.present(outside(model, blocks)),
-        torch.no_grad(),
-        suppress(Stop),
-    ):
-        model(input_ids=segment, use_cache=False)
-    if recorded.output is None or len(recorded.calls) != len(blocks.modules):
-        raise ModelError(
-            f"the model called blocks {len(recorded.calls)} times in one forward pass, but {blocks.name} has "
-            f"{len(blocks.modules)} blocks; only models that call each block once are supported"
-        )
-    return Probe(recorded.calls, recorded.seen, recorded.output)
 
 
 def sees_later_tokens(before: Tensor, after: Tensor, dtype: torch.dtype) -> bool:
@@ -133,50 +114,40 @@ def block_calls(
     blocks: Blocks,
     segment: Tensor,
     weights: Weights,
-    look: Look | None = None,
-    passed: Passed | None = None,
+    inspect: Callable[[int], None] = lambda index: None,
+    advance: Callable[[], None] = lambda: None,
 ) -> list[BlockCall]:
     """How a model calls each block, after a check that it can be run block by block and is a decoder.
 
     A second segment differs in its last token: a causal model gives the same output before it, and the arguments that
-    differ are those that depend on the text. segment: (1, tokens). look: as for `probe`, in the first pass. passed: as
-    for `probe`, in both.
+    differ are those that depend on the text. segment: (1, tokens). inspect: as for `Probe`, in the first pass.
+    advance: as for `Probe`, in both.
     """
-    first = probe(model, blocks, segment, weights, look, passed)
+    first = Probe(model, blocks, segment, weights, inspect, advance)
     changed = segment.clone()
     changed[0, -1] = (changed[0, -1] + 1) % model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    second = probe(model, blocks, changed, weights, passed=passed)
-    before, after = (each.calls[-1].as_rows(each.output)[0, :-1].float() for each in (first, second))
+    second = Probe(model, blocks, changed, weights, lambda index: None, advance)
+    before, after = (probe.states[0, :-1].float() for probe in (first, second))
     if before.numel() and sees_later_tokens(before, after, first.output.dtype):
         raise ModelError(
             f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens after it; "
             "hasslefree compresses causal language models"
         )
     names = [blocks.prefix(index) for index in range(len(blocks.modules))]
-    extra = learn(first.calls[-1].as_rows(first.output).shape[-1], segment.shape[1], names, first.seen, second.seen)
-    if not extra[0].columns:
+    extras = learn(first.states.shape[-1], segment.shape[1], names, first.traces, second.traces)
+    if not extras[0].columns:
         return first.calls
-    calls = [replace(call, extra=each) for call, each in zip(first.calls, extra, strict=True)]
+    calls = [replace(call, extra=extra) for call, extra in zip(first.calls, extras, strict=True)]
     with weights.present(outside(model, blocks)):
         states = entering(model, blocks, calls, changed)
-    check_arguments(calls, names, second.seen, states)
-    return calls
-
-
-def check_arguments(
-    calls: Sequence[BlockCall], names: Sequence[str], traces: Sequence[BlockTrace], states: Tensor
-) -> None:
-    """Raise a ModelError where the columns do not reproduce the arguments of the blocks in a forward pass.
-
-    states: what enters the first block.
-    """
-    for call, name, one in zip(calls, names, traces, strict=True):
-        extra: Any = call.extra
-        given = dict(leaves(extra.arguments(call.arguments, states)))
-        for path, value in leaves(one.before):
-            if not same(value.float(), given[path].float()):
+    # The columns must reproduce the arguments of the blocks in the second pass.
+    for call, extra, name, trace in zip(calls, extras, names, second.traces, strict=True):
+        arguments = dict(leaves(extra.arguments(call.arguments, states)))
+        for path, value in leaves(trace.before):
+            if not same(value.float(), arguments[path].float()):
                 raise depends(name, path)
-        states = extra.after(states, call.hidden(states), one.outputs, one.after)
+        states = extra.after(states, call.hidden(states), trace.outputs, trace.after)
+    return calls
 
 
 def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor) -> Tensor:
@@ -188,9 +159,12 @@ def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segme
         calls: of the blocks; none if there are no extra inputs.
     """
     entered: list[Tensor] = []
-    last = max((i for i, call in enumerate(calls) if call.extra and _reads_text(call.extra)), default=0)
+    readers = (
+        i for i, call in enumerate(calls) if call.extra and any(k[0] == "text" for k in call.extra.reads.values())
+    )
+    last = max(readers, default=0)
 
-    def put_out(index: int, *args: Any, **kwargs: Any) -> Any:
+    def record(index: int, *args: Any, **kwargs: Any) -> Any:
         hidden, call = split_call(args, kwargs)
         states = shaped(call, hidden).as_rows(hidden.to(working_dtype(hidden)))
         if not entered:
@@ -204,10 +178,33 @@ def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segme
 
     with ExitStack() as changes, torch.no_grad(), suppress(Stop):
         for index, block in enumerate(blocks.modules):
-            changes.enter_context(replaced(block, "forward", partial(put_out, index)))
+            changes.enter_context(replaced(block, "forward", partial(record, index)))
         model(input_ids=segment, use_cache=False)
     return entered[0]
 
 
-def _reads_text(extra: ExtraInputs) -> bool:
-    return any(key[0] == "text" for key in extra.reads.values())
+def logits_of(
+    model: PreTrainedModel, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor, states: Tensor
+) -> Tensor:
+    """The logits (tokens, vocabulary) for `states` as the output of the last block; the blocks do not run.
+
+    Gradients flow to the states if they require them.
+
+    Args:
+        calls: how each block is called. segment: token ids (tokens,). states: (1, tokens, width).
+    """
+    with ExitStack() as changes:
+        for name in OUTPUT_OPTIONS:
+            if getattr(model.config, name, False):
+                changes.enter_context(replaced(model.config, name, False))
+        for block, call in zip(blocks.modules, calls, strict=True):
+            output = call.as_output(states)
+            changes.enter_context(replaced(block, "forward", lambda *args, output=output, **kwargs: output))
+        result = model(input_ids=segment[None], use_cache=False)
+    if not isinstance(getattr(result, "logits", None), Tensor):
+        raise ModelError(
+            f"{type(model).__name__} has no output head, and {option('allocate', 'error')} and prediction matching "
+            "need the model's predictions; load it as a causal language model (AutoModelForCausalLM), or use "
+            f"{option('effort', 'fast')}"
+        )
+    return result.logits[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -15,6 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+
+from hasslefree.models.calls import replaced
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ class Site(ABC):
         """Call `see` with the outputs (…, out) whenever the matrix is multiplied. The result has `remove()`."""
 
     @abstractmethod
-    def on_call(self, compute: Callable[[Tensor], Tensor]) -> Any:
-        """Let `compute`, (…, in) → (…, out) with the bias, take the place of the product. The result has `remove()`."""
+    def on_call(self, compute: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+        """Within it, `compute`, (…, in) → (…, out) with the bias, takes the place of the product."""
 
     def wrapped(self, layer: nn.Module) -> nn.Module:
         """The module that replaces `module` once `layer` computes the product."""
@@ -137,8 +140,8 @@ class LinearSite(Site):
     def on_output(self, see: Callable[[Tensor], None]) -> Any:
         return self.module.register_forward_hook(lambda module, args, output: see(output))
 
-    def on_call(self, compute: Callable[[Tensor], Tensor]) -> Any:
-        return Forward(self.module, compute)
+    def on_call(self, compute: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+        return replaced(self.module, "forward", compute)
 
     def set_weight(self, weight: Tensor, bias: Tensor | None) -> None:
         self.module.weight = nn.Parameter(weight.T.contiguous() if self.transposed else weight)
@@ -164,17 +167,6 @@ def find_sites(root: nn.Module) -> dict[str, Site]:
     """The sites under a block or a model by their name, in the order of its modules."""
     sites = (site for name, module in root.named_modules() for kind in KINDS for site in kind.at(root, name, module))
     return {site.name: site for site in sites}
-
-
-class Forward:
-    """Another `forward` of one module, until it is removed."""
-
-    def __init__(self, module: nn.Module, compute: Callable[..., Any]):
-        self.module = module
-        module.forward = compute
-
-    def remove(self) -> None:
-        del self.module.forward
 
 
 def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:

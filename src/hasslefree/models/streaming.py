@@ -1,25 +1,91 @@
 """A model of which one part is in memory at a time: the rest stays in its files until it is needed."""
 
-from __future__ import annotations
-
 import ctypes
+import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hasslefree.checkpoint import run_in_background
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.experts import SplitExperts
-from hasslefree.models.prefetch import Prefetcher, Source
 from hasslefree.packed.linear import SparseLowRankLinear
 
 # All modules of a part of a model, as it is when this is called.
 Modules = Callable[[], Iterable[nn.Module]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of a checkpoint: `name` in the model, `leaf` in `stored`, the files as accelerate maps them."""
+
+    stored: Mapping[str, Tensor]
+    leaf: str
+    name: str
+
+    def read(self) -> Tensor:
+        """The tensor, on the CPU. What a safetensors file holds is mapped: its bytes are read when they are used."""
+        try:
+            return self.stored[self.leaf]
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"{self.name} cannot be read from {self.file()}: {error}; download or copy the file again"
+            ) from error
+
+    def file(self) -> str:
+        """The path of its file: a checkpoint's, or one of the scratch folder with the tensor in another dtype."""
+        files: Any = self.stored
+        name = f"{files.prefix}{self.leaf}"
+        return files.dataset.index[name].get("safetensors_file") or f"{files.dataset.save_folder}/{name}.dat"
+
+
+class Prefetcher:
+    """Reads tensors in a thread before they are needed. device: where they will be."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._reads: dict[str, Future[Tensor]] = {}
+
+    def start(self, sources: Iterable[Source]) -> None:
+        """Start to read these tensors, and drop those of an earlier start."""
+        self.drop()
+        calls = {source.name: partial(in_memory, source, self.device) for source in sources}
+        self._reads = dict(zip(calls, run_in_background("read ahead", *calls.values()), strict=True))
+
+    def take(self, source: Source) -> Tensor:
+        """The tensor on the CPU, read before or now."""
+        if source.name not in self._reads:
+            return source.read()
+        tensor = self._reads[source.name].result()
+        del self._reads[source.name]  # after an error `drop` still sees it
+        return tensor
+
+    def drop(self) -> None:
+        """Drop tensors that were not taken, and wait for reads that are running."""
+        for read in self._reads.values():
+            read.cancel()
+        wait(self._reads.values())
+        self._reads.clear()
+
+
+def in_memory(source: Source, device: torch.device) -> Tensor:
+    """The tensor with its bytes read: into pinned memory for a GPU, which copies it faster, else where it is mapped."""
+    tensor = source.read()
+    if device.type == "cuda":
+        return tensor.pin_memory()
+    tensor.reshape(-1).view(torch.uint8).numpy()[:: mmap.PAGESIZE].sum()
+    return tensor
 
 
 class Weights:
@@ -40,7 +106,7 @@ class Weights:
         # Weak: a layer that was replaced takes its weight along.
         self._stored: WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = WeakKeyDictionary()
         for path, module in model.named_modules():
-            # The file of each parameter is in a hook; accelerate has no other place for it.
+            # accelerate keeps the file of each parameter in a hook.
             holder = module.fused if isinstance(module, SplitExperts) else module
             stored = getattr(getattr(holder, "_hf_hook", None), "weights_map", None)
             if stored is not None:

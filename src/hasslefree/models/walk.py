@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -14,26 +14,26 @@ from transformers import PreTrainedModel
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall
-from hasslefree.models.moments import first_hidden_states, run_block, takes_batches
-from hasslefree.models.probe import Look, block_calls
+from hasslefree.models.moments import first_hidden_states, run_block, with_batching
+from hasslefree.models.probe import block_calls
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights, outside
 from hasslefree.phases import PREFLIGHT, Phases
 
 
-@dataclass(frozen=True)
+@dataclass
 class Visit:
     """A block while it is in memory.
 
     Args:
-        prefix: its name in the model. call: how it is called. passed: the streams that have passed it already.
+        prefix: its name in the model. call: how it is called. has_run: whether its inputs were replaced by its outputs.
     """
 
     index: int
     prefix: str
     block: nn.Module
     call: BlockCall
-    passed: list[Activations] = field(default_factory=list)
+    has_run: bool = False
 
     def sites(self, names: Sequence[str]) -> dict[str, Site]:
         """The sites of these names in the block, as it is now."""
@@ -67,13 +67,13 @@ class Walk:
         segment: Tensor,
         storage: str = "device",
         folder: Path = Path(),
-        look: Look | None = None,
+        inspect: Callable[[int], None] = lambda index: None,
         phases: Phases | None = None,
     ) -> Walk:
-        """Learn from one segment (1, tokens) how the model calls its blocks. look: as for `block_calls`."""
+        """Learn from one segment (1, tokens) how the model calls its blocks. inspect: as for `block_calls`."""
         phases = phases or Phases()
         with phases.phase(PREFLIGHT, 2 * len(blocks.modules), "blocks") as phase:
-            calls = block_calls(model, blocks, segment, weights, look, phase.advance)
+            calls = block_calls(model, blocks, segment, weights, inspect, phase.advance)
         return cls(model, blocks, weights, calls, storage, folder, phases)
 
     @property
@@ -97,23 +97,19 @@ class Walk:
         with self.outside():
             return first_hidden_states(self.model, self.blocks, segments, self.storage, self.folder, self.calls)
 
-    def visits(self, *streams: Activations, to_end: bool = True) -> Iterator[Visit]:
-        """The blocks in order, one in memory at a time, with `streams` as their inputs.
+    def visits(self, hidden: Activations, to_end: bool = True) -> Iterator[Visit]:
+        """The blocks in order, one in memory at a time, with `hidden` as their inputs.
 
-        After each visit the streams that are not in `Visit.passed` run through the block as it is then. to_end: through
-        the last block too.
+        After each visit `hidden` runs through the block as it is then, unless it `has_run`. to_end: through the last
+        block too.
         """
         for index, block in enumerate(self.blocks.modules):
             with self.weights.present(block.modules, self.blocks.part(index + 1)):
-                call = self.calls[index]
-                if streams:
-                    call = replace(call, batched=takes_batches(block, call, streams[0]))
+                call = with_batching(block, self.calls[index], hidden)
                 visit = Visit(index, self.blocks.prefix(index), block, call)
                 yield visit
-                if to_end or index + 1 < len(self.blocks.modules):
-                    for states in streams:
-                        if not any(states is passed for passed in visit.passed):
-                            run_block(block, call, states)
+                if not visit.has_run and (to_end or index + 1 < len(self.blocks.modules)):
+                    run_block(block, call, hidden)
 
     def backwards(self) -> Iterator[Visit]:
         """The blocks from the last to the first, one in memory at a time."""

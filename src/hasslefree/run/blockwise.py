@@ -17,7 +17,6 @@ from hasslefree.folder.plugin import empty_layer
 from hasslefree.folder.read import entry_of, read_entries
 from hasslefree.folder.record import LayerRecord
 from hasslefree.models.activations import Activations
-from hasslefree.models.calls import hooks
 from hasslefree.models.experts import every_expert_called, experts_of
 from hasslefree.models.moments import (
     MomentSums,
@@ -131,7 +130,7 @@ def compress_block(task: Task, hidden: Activations) -> list[Done]:
     """Decompose and replace the planned layers of one block, each process its share; returns them with their records.
 
     Args:
-        hidden: the inputs of the block; afterwards its outputs, if `Visit.passed` lists them.
+        hidden: the inputs of the block; afterwards its outputs, if the visit `has_run`.
     """
     visit, resolved = task.visit, task.resolved
     block, call, done = visit.block, visit.call, list[Done]()
@@ -140,7 +139,7 @@ def compress_block(task: Task, hidden: Activations) -> list[Done]:
         if resolved.recipe.sequential == "layer" and runs_at_once(task, hidden):
             done, output = compress_in_one_pass(task, hidden, groups)
             hidden[:] = output
-            visit.passed.append(hidden)
+            visit.has_run = True
             return done
         for together in [groups] if resolved.recipe.sequential == "block" else passes(task, groups, hidden.device):
             grams = gather(block, visit.prefix, call, hidden, together, task.world.add)
@@ -202,6 +201,7 @@ def compress_in_one_pass(task: Task, hidden: Activations, groups: list[list[str]
             ready.enter_context(computing(layer))
         return done[-len(group)][0](x)
 
-    calls = (sites[group[0]].on_call(partial(arrived, group)) for group in groups)
-    with torch.no_grad(), computing(block), ExitStack() as ready, hooks(calls):
+    with torch.no_grad(), computing(block), ExitStack() as ready:
+        for group in groups:
+            ready.enter_context(sites[group[0]].on_call(partial(arrived, group)))
         return done, call.run(block, hidden[:])

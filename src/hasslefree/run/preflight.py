@@ -39,7 +39,7 @@ def preflight(
         sites = find_sites(block)
         handles += [sites[name].on_input(noting(reached, f"{blocks.prefix(index)}.{name}")) for name in plans]
 
-    def look(index: int) -> None:
+    def inspect(index: int) -> None:
         tensors = block_tensors(blocks.modules[index], blocks.prefix(index))
         digests[blocks.prefix(index)] = checksum(tensors)
         for name, tensor in tensors.items():
@@ -49,7 +49,7 @@ def preflight(
                 )
 
     with hooks(handles), every_expert_called(model):
-        walk = Walk.open(model, blocks, weights, segment, look=look, **walk_options)
+        walk = Walk.open(model, blocks, weights, segment, inspect=inspect, **walk_options)
     planned = [f"{blocks.prefix(index)}.{name}" for index, plans in enumerate(plan) for name in plans]
     if silent := [name for name in planned if name not in reached]:
         more = f" and {len(silent) - 1} more layers" if len(silent) > 1 else ""
