@@ -102,10 +102,10 @@ def model_layers(
     hidden, last = walk.entering(segments), len(blocks.modules) - 1
     for visit in walk.visits(hidden):
         if visit.index in (0, last // 2, last):
-            found = gather(visit.block, visit.prefix, visit.call, hidden, [[name] for name in LAYERS])
+            grams = gather(visit.block, visit.prefix, visit.call, hidden, [[name] for name in LAYERS])
             sites = visit.sites(LAYERS)
-            for name, moments in zip(LAYERS, found, strict=True):
-                yield visit.index, name, sites[name].weight(), moments.gram
+            for name, gram in zip(LAYERS, grams, strict=True):
+                yield visit.index, name, sites[name].weight(), gram
 
 
 def few_problems() -> list[Problem]:
