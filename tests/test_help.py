@@ -24,7 +24,7 @@ from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.folder.inspect import FolderSize, LayerSize, kind_table, layer_table
 from hasslefree.folder.read import LayerSpec
 from hasslefree.recipe import listing
-from hasslefree.recipe.fields import GROUPS, Fields
+from hasslefree.recipe.recipe import GROUPS, Fields
 from hasslefree.recipe.resolved import EFFORTS
 from hasslefree.solve import low_rank, methods, pruners
 

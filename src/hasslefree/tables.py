@@ -12,14 +12,14 @@ from rich.text import Text
 def table(text: Sequence[str], numbers: Sequence[str] = (), title: str = "") -> Table:
     """A table without rows. text, numbers: headings of the columns on the left, and of those on the right."""
     # As wide as the title, which is wrapped to the width of the table.
-    found = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, min_width=len(title) or None)
+    rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, min_width=len(title) or None)
     if title:
-        found.title, found.title_justify = Text(title), "left"
+        rows.title, rows.title_justify = Text(title), "left"
     for heading in text:
-        found.add_column(heading, overflow="fold")
+        rows.add_column(heading, overflow="fold")
     for heading in numbers:
-        found.add_column(heading, overflow="fold", justify="right")
-    return found
+        rows.add_column(heading, overflow="fold", justify="right")
+    return rows
 
 
 def span(values: Sequence[float], form: str = "{}") -> str:

@@ -13,18 +13,14 @@ _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def bytes_of(text: str) -> int:
-    """The bytes of a size such as 150MB, 1.5 GB or 2000000; a kB is a thousand bytes.
-
-    Raises:
-        BudgetError: the text is not a size.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    """The bytes of a size such as 150MB, 1.5 GB or 2000000, or a BudgetError; a kB is a thousand bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
         raise BudgetError(
             f"{text!r} is not a size; give a number of bytes or a number with a unit, such as "
             f"{option('advise', '150MB')}, 1.5GB or 2000000"
         )
-    return int(float(found[1]) * _PREFIXES[found[2].lower()])
+    return int(float(match[1]) * _PREFIXES[match[2].lower()])
 
 
 def duration(seconds: float) -> str:

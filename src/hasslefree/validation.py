@@ -22,36 +22,26 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class InvalidError(ValueError):
-    """A value that is not of its type.
+    """A value that is not of its type. field: empty for the whole. cause: what is wrong with it, in words."""
 
-    Args:
-        field: the name of the field; empty for the whole. cause: what is wrong with it, in words.
-        refused: `__post_init__` of the dataclass says so, and not the type of the field.
-    """
-
-    def __init__(self, field: str, cause: str, refused: bool = False):
+    def __init__(self, field: str, cause: str):
         super().__init__(with_arguments(cause))
-        self.field, self.message, self.refused = field, cause, refused
+        self.field, self.message = field, cause
 
 
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_adapter = functools.cache(TypeAdapter)
 
 
 def validated(kind: type[T], content: Any) -> T:
-    """An instance of `kind`, a dataclass or another annotation, from what `json.loads` gave.
+    """An instance of a dataclass or another annotation from what `json.loads` gave, without unknown fields.
 
-    Fields that `kind` does not have are left out.
-
-    Raises:
-        InvalidError: the first value that is missing, not of its type, or refused by `__post_init__`.
+    Raises an InvalidError about the first value that is missing, not of its type, or rejected by `__post_init__`.
     """
     try:
-        return _adapter(kind).validate_json(json.dumps(content), strict=True)  # type: ignore[arg-type]
+        instance: T = _adapter(kind).validate_json(json.dumps(content), strict=True)  # type: ignore[arg-type]
     except ValidationError as error:
-        details = error.errors(include_url=False)[0]
-    raise InvalidError(*describe(details), refused=details["type"] == "value_error")
+        raise InvalidError(*describe(error.errors(include_url=False)[0])) from None
+    return instance
 
 
 def describe(error: ErrorDetails) -> tuple[str, str]:

@@ -52,14 +52,8 @@ def print_versions(wanted: bool) -> None:
         raise typer.Exit
 
 
-VERSIONS = flag(
-    None,
-    "Print the versions of hasslefree, Python, torch and transformers.",
-    "--version",
-    callback=print_versions,
-    is_eager=True,
-    show_default=False,
-)
+ABOUT = "Print the versions of hasslefree, Python, torch and transformers."
+VERSIONS = flag(None, ABOUT, "--version", callback=print_versions, is_eager=True, show_default=False)
 
 
 @app.callback(

@@ -18,8 +18,7 @@ from hasslefree.cli import common
 from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import COMPRESS, OUTPUT, RUN, Device, Json, Output, Quiet, Trust, app, console, flag, say
 from hasslefree.errors import with_flags
-from hasslefree.recipe.fields import BUDGET, GROUPS, NAMES, Fields, help_of
-from hasslefree.recipe.recipe import Recipe
+from hasslefree.recipe.recipe import BUDGET, GROUPS, NAMES, Fields, Recipe, help_of
 
 RESUME = "Resume an interrupted run from its last finished block (default: off)."
 OVERWRITE = "Replace OUT if it is not empty, and start from the first block (default: off)."

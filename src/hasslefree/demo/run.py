@@ -52,21 +52,15 @@ class DemoRow:
 
 
 def run_demo(out: Path | None, rounds: int, progress: Listener | None = None) -> tuple[list[DemoRow], dict[str, str]]:
-    """Compress and measure perplexity on the held-out text; the dense model comes first.
+    """The rows, with the dense model first, and the continuations of PROMPT by the dense and the last model.
 
-    Args:
-        out: a folder for the compressed models; None for a temporary one.
-        rounds: of hassle-free; the paper takes 80. progress: as for `hasslefree.compress`.
-
-    Returns:
-        The rows, and the continuations of PROMPT by the dense and the last compressed model.
+    out: a folder for the compressed models; None for a temporary one. rounds: of hassle-free; the paper takes 80.
     """
     dense = load_model(str(MODEL)).num_parameters()
     rows = [DemoRow("dense", held_out_perplexity(MODEL, progress), 0.0, dense, 0.0)]
     compared = recipes(rounds)
-    phases = Phases(progress)
     with tempfile.TemporaryDirectory() as temporary:
-        models = phases.counted("comparison", compared.items(), len(compared), "models")
+        models = Phases(progress).counted("comparison", compared.items(), len(compared), "models")
         for number, (name, recipe) in enumerate(models, 1):
             target = (out or Path(temporary)) / f"{number}-{recipe.method}"
             report = compress(str(MODEL), target, recipe, overwrite=True, progress=progress)
@@ -84,23 +78,23 @@ def continuation(model: Path) -> str:
 def demo_table(rows: list[DemoRow]) -> Table:
     """The rows as a table for the terminal."""
     title = "2:4 + rank 16 on a Llama of 2 M parameters trained on Python's documentation"
-    made = table(["method"], ["perplexity", "relative error", "non-zeros", "seconds"], title)
+    lines = table(["method"], ["perplexity", "relative error", "non-zeros", "seconds"], title)
     for row in rows:
-        made.add_row(
+        lines.add_row(
             row.method,
             f"{row.perplexity:.2f}",
             f"{row.relative_error:.4f}" if row.seconds else "",
             f"{row.parameters / 1e6:.2f} M",
             f"{row.seconds:.0f}" if row.seconds else "",
         )
-    return made
+    return lines
 
 
 def sample_table(samples: dict[str, str]) -> Table:
     """The continuations side by side."""
-    made = table(list(samples), title=f"{PROMPT!r}, continued")
-    made.add_row(*(Text(PROMPT + text) for text in samples.values()))
-    return made
+    lines = table(list(samples), title=f"{PROMPT!r}, continued")
+    lines.add_row(*(Text(PROMPT + text) for text in samples.values()))
+    return lines
 
 
 def held_out_perplexity(model: Path, progress: Listener | None = None) -> float:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -24,27 +24,16 @@ EXTRAS = {"lm_eval": "eval", "lm-eval": "eval", "vllm": "vllm"}
 
 
 def run_program(name: str, arguments: Sequence[str]) -> None:
-    """Replace this process by a program of this environment; its exit code becomes that of this process.
-
-    Args:
-        name: a console script, a module that `python -m` runs, or a .py file.
-        arguments: what the program finds in sys.argv[1:].
-
-    Raises:
-        ProgramError: no such program.
-    """
-    command, environment = [*program_command(name), *arguments], registering(os.environ)
+    """Replace this process by a console script, a module or a .py file, with these arguments and its exit code."""
+    path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command, environment = [*program_command(name), *arguments], {**os.environ, "PYTHONPATH": path}
     if os.name == "nt":  # exec on Windows returns to the shell before the program ends
         sys.exit(subprocess.call(command, env=environment))
     os.execve(command[0], command, environment)
 
 
 def program_command(name: str) -> list[str]:
-    """The words that start a program: the path of its script, or this interpreter with a file or a module.
-
-    Raises:
-        ProgramError: no such program; the message says where it was looked for.
-    """
+    """The words that start a program: the path of its script, or this interpreter with a file or a module."""
     if name.endswith(".py"):
         if not Path(name).is_file():
             raise ProgramError(f"there is no file {name}; give the path of a Python script")
@@ -66,18 +55,10 @@ def is_runnable(module: str) -> bool:
     """Whether `python -m` runs a module of this name: a plain module, or a package with __main__."""
     sys.path.insert(0, os.getcwd())  # as `python -m` looks there first
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return False
     finally:
         del sys.path[0]
-    if found is None:
-        return False
-    inside = found.submodule_search_locations
-    return inside is None or PathFinder.find_spec(f"{module}.__main__", inside) is not None
-
-
-def registering(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which every Python process imports hasslefree when it starts."""
-    path = [str(SITE), *filter(None, [environment.get("PYTHONPATH")])]
-    return {**environment, "PYTHONPATH": os.pathsep.join(path)}
+    inside = None if spec is None else spec.submodule_search_locations
+    return spec is not None and (inside is None or PathFinder.find_spec(f"{module}.__main__", inside) is not None)

@@ -1,1 +1,1 @@
-"""Recipes as given (`recipe`) and resolved (`resolved`), and their forms as YAML and command-line options."""
+"""Recipes as given (`recipe`) and resolved (`resolved`), and YAML files with recipes."""

@@ -14,14 +14,11 @@ from hasslefree.core import budgets
 from hasslefree.core.grids import Grid
 from hasslefree.core.protocols import About
 from hasslefree.errors import UnknownNameError
-from hasslefree.recipe.fields import NAMES
-from hasslefree.recipe.recipe import Recipe
+from hasslefree.recipe.recipe import NAMES, Recipe
 from hasslefree.recipe.resolved import filled, method_of
 from hasslefree.solve import low_rank, methods, pruners
 from hasslefree.tables import table
 
-# Widths of a name, a line and a reference: 80 columns in all.
-COLUMNS = (14, 45, 17)
 NOTES = (
     "S is the sparse part, L the low-rank part, and H the second moment of a layer's inputs. `docs: NAME` is the page "
     "docs/explanation/NAME.md. `hasslefree methods NAME` lists the settings of a method, pruner or low-rank solver."
@@ -49,7 +46,7 @@ def overview() -> tuple[dict[str, Any], Group]:
     parts: list[RenderableType] = []
     for (heading, entries), option in zip(TABLES.items(), OPTIONS, strict=True):
         rows = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-        for width in COLUMNS:
+        for width in (14, 45, 17):  # of a name, a line and a reference: 80 columns in all
             rows.add_column(min_width=width, overflow="fold")
         for name, about in entries.items():
             if heading != "methods" or name not in pruners.ABOUT:

@@ -1,18 +1,117 @@
-"""A recipe as the user gives it, from Python or from a YAML file."""
+"""A recipe as the user gives it: each field is declared once, with its type, limits, default, help and heading.
+
+The command line, YAML files, the documentation and the record of a compression follow from the declarations. This
+module imports nothing heavy, so that `hasslefree --help` starts at once. How fields combine is in `recipe.resolved`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ValidationError
+import pydantic
+from pydantic import ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
-from hasslefree.errors import Problem, RecipeError
-from hasslefree.recipe.fields import Fields, problems_of
+from hasslefree.errors import Problem, RecipeError, UnknownNameError
+from hasslefree.validation import Dtype, describe
 
 if TYPE_CHECKING:
     from hasslefree.recipe.resolved import Resolved
+
+# The headings of the help, in its order.
+BUDGET, METHOD, GRID = "What to compress to", "Method", "Quantisation"
+TEXT, LEVERS = "Calibration", "Beyond the layer"
+GROUPS = (BUDGET, METHOD, GRID, TEXT, LEVERS)
+
+Allocate = Literal["uniform", "owl", "error"]
+CONFIG = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def declared(default: Any, group: str, **options: Any) -> Any:
+    """A field. options: limits of pydantic, such as ge=0; `flags` if the flags are not --name and --no-name."""
+    return dataclasses.field(default=default, metadata={"group": group, **options})
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=CONFIG)
+class Fields:
+    """The fields of a `Recipe`. The text below a field is its help on the command line and in the documentation."""
+
+    pattern: str | None = declared(None, BUDGET)
+    """Which entries of S may be non-zero: N:M (such as 2:4), unstructured, row, structured (whole input channels) or
+    dense (default: 2:4; dense for methods with a grid)."""
+    rank: int | None = declared(None, BUDGET)
+    """Rank of L; 0 for a sparse matrix alone (no default: give a rank or a ratio)."""
+    sparsity: float | None = declared(None, BUDGET)
+    """Share of zeros in S, for the patterns unstructured, row and structured (no default)."""
+    ratio: float | None = declared(None, BUDGET)
+    """Share of the parameters to remove from each layer; it determines the rank (no default)."""
+    rank_share: float | None = declared(None, BUDGET)
+    """Share of the kept parameters that L gets; needed with a ratio and a pattern other than N:M (no default)."""
+    method: str = declared("joint", METHOD)
+    """How each layer is decomposed; `hasslefree methods` lists the methods."""
+    effort: Literal["fast", "balanced", "best"] | None = declared(None, LEVERS)
+    """What is done besides decomposing single layers: fast (nothing), balanced (train the kept values of all layers) or
+    best (train longer, and move rank between layers) (default: balanced for joint, fast for other methods)."""
+    allocate: Allocate | None = declared(None, LEVERS)
+    """Share of each layer in the rank and the non-zeros: uniform (the same for every layer), error (more for layers
+    whose pruning hurts predictions most) or owl (more for blocks with more outliers) (default: the effort's)."""
+    pruner: str | None = declared(None, METHOD)
+    """Pruner of an alternating method such as hassle-free; `hasslefree methods` lists the pruners (default: the
+    method's)."""
+    low_rank: str | None = declared(None, METHOD)
+    """Low-rank solver of an alternating method such as hassle-free; `hasslefree methods` lists the solvers (default:
+    the method's)."""
+    rounds: int | None = declared(None, METHOD)
+    """Iterations of the method: more take longer and fit better (default: the effort's for joint, and the method's own
+    otherwise)."""
+    damping: float | None = declared(None, METHOD, ge=0, allow_inf_nan=False)
+    """Ridge on the diagonal of H, the second moment of a layer's inputs, as a multiple of its mean (default: the
+    method's)."""
+    refit: bool = declared(False, METHOD)
+    """After pruning, fit the kept entries again by least squares."""
+    bits: int | None = declared(None, GRID)
+    """Bits of an entry of S, 4 or 8, for methods with a grid (default: 4)."""
+    group_size: int | None = declared(None, GRID, ge=0)
+    """Consecutive inputs that share a scale; 0 for a whole row (default: 64)."""
+    symmetric: bool | None = declared(None, GRID, flags=("--symmetric/--asymmetric",))
+    """A grid that is symmetric around zero, or one from the smallest to the largest entry (default: asymmetric)."""
+    factor_bits: int | None = declared(None, GRID)
+    """8 to store both factors of L as int8 (default: the model's dtype)."""
+    calibration: str = declared("c4", TEXT)
+    """Text on which the layers are fitted: c4, wikitext2, ptb, or a .txt or .jsonl file."""
+    samples: int = declared(128, TEXT, ge=1)
+    """Number of calibration segments."""
+    seqlen: int | None = declared(None, TEXT, ge=2)
+    """Tokens in a segment (default: 2048, or the model's limit if that is less)."""
+    sequential: Literal["layer", "block"] = declared("layer", TEXT)
+    """When the inputs of layers are collected again: layer (after each group of layers; slower, better) or block (once
+    per block)."""
+    match_predictions: int | None = declared(None, LEVERS, ge=0)
+    """Tokens of new calibration text on which the kept values of the whole model are trained to predict what the dense
+    model predicts; 0 for none (default: the effort's)."""
+    leave_dense: tuple[str, ...] = declared((), BUDGET, strict=False)
+    """Globs over names of layers or parameters that stay as they are, such as '*.0.*' (default: none)."""
+    dtype: Dtype = declared("auto", BUDGET)
+    """Dtype of the compressed model: auto (the checkpoint's), float32, bfloat16 or float16."""
+    seed: int = declared(0, TEXT, ge=0, lt=2**63)
+    """Seed of all random numbers."""
+
+
+NAMES = tuple(field.name for field in dataclasses.fields(Fields))
+
+
+def help_of(name: str) -> str:
+    """The help of a field, in one line."""
+    return " ".join(Fields.__pydantic_fields__[name].description.split())  # type: ignore[attr-defined]
+
+
+def _problem(details: ErrorDetails) -> Problem:
+    """What pydantic reports about a single field."""
+    name, cause = describe(details)
+    unknown = details["type"] == "unexpected_keyword_argument"
+    return Problem((name,), UnknownNameError("field", name, NAMES).message if unknown else cause)
 
 
 class Recipe(Fields):
@@ -36,13 +135,10 @@ class Recipe(Fields):
             try:
                 super().__init__(**plain)
             except ValidationError as error:
-                raise RecipeError.of(problems_of(error)) from None
+                raise RecipeError.of(map(_problem, error.errors(include_url=False))) from None
 
     def resolve(self, with_text: bool = True) -> Resolved:
-        """The recipe with every default filled in and every part built.
-
-        Args:
-            with_text: check the calibration text too.
+        """The recipe with every default filled in and every part built. with_text: check the calibration text too.
 
         Raises:
             RecipeError: with every problem that can be seen without the model.
@@ -76,4 +172,6 @@ class Recipe(Fields):
         if not wrong:
             return recipe
         files = [", ".join(dict.fromkeys(str(places[n]) for n in problem.fields if n in places)) for problem in wrong]
-        raise RecipeError.of(replace(p, where=file or str(path)) for p, file in zip(wrong, files, strict=True))
+        raise RecipeError.of(
+            dataclasses.replace(p, where=file or str(path)) for p, file in zip(wrong, files, strict=True)
+        )

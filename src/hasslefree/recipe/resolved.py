@@ -12,7 +12,7 @@ from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.protocols import Method
 from hasslefree.data import check_text
 from hasslefree.errors import HasslefreeError, Problem, RecipeError
-from hasslefree.recipe.fields import Allocate, Fields
+from hasslefree.recipe.recipe import Allocate, Fields
 from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.methods.prune import Prune
 from hasslefree.solve.pruners import PRUNERS
@@ -53,14 +53,7 @@ class Resolved(Levers):
 
 
 def resolve(recipe: Fields, with_text: bool = True) -> Resolved:
-    """The recipe with every default filled in and every part built.
-
-    Args:
-        with_text: check the calibration text too.
-
-    Raises:
-        RecipeError: with every problem that can be seen without the model.
-    """
+    """See `Recipe.resolve`."""
     if wrong := list(problems(recipe, with_text)):
         raise RecipeError.of(wrong)
     recipe = filled(recipe)
@@ -69,10 +62,7 @@ def resolve(recipe: Fields, with_text: bool = True) -> Resolved:
 
 
 def filled(recipe: Fields) -> Fields:
-    """The same recipe with every field filled in that depends on others: the pattern, and the settings of the effort.
-
-    Without an effort, `joint` is balanced, and other methods run as published.
-    """
+    """The recipe with its pattern and its effort's settings; without an effort, `joint` is balanced."""
     quantised = has_grid(recipe)
     recipe = dataclasses.replace(recipe, pattern=recipe.pattern or ("dense" if quantised else "2:4"))
     effort = recipe.effort or ("balanced" if recipe.method == "joint" else None)

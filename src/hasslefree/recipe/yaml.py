@@ -10,7 +10,6 @@ import yaml
 
 from hasslefree.errors import RecipeError
 
-BASE = "base"
 _INT = "tag:yaml.org,2002:int"
 
 
@@ -26,9 +25,8 @@ class _Loader(yaml.SafeLoader):
         names = [key.value for key, _ in node.value]
         for number, (key, _) in enumerate(node.value):
             if key.value in names[:number]:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"{key.value} is given twice", problem_mark=key.start_mark
-                )
+                twice = f"{key.value} is given twice"
+                raise yaml.constructor.ConstructorError(problem=twice, problem_mark=key.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -36,14 +34,7 @@ _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?[0-9]+$"), [*"-+0123456789
 
 
 def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a YAML file over those of its base, which it names by a path relative to itself; and their files.
-
-    Args:
-        above: the files that led here, for cycles.
-
-    Raises:
-        RecipeError: a file that cannot be read, is not YAML or holds no fields; a base that is missing or circular.
-    """
+    """The values of a YAML file over those of its base, and the files they are from. above: those that led here."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -55,7 +46,7 @@ def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any
     if not isinstance(content, dict):
         raise RecipeError(f"the recipe {path} must contain fields, such as 'pattern: 2:4'")
     values = {str(name): value for name, value in content.items()}
-    base, files = values.pop(BASE, None), dict.fromkeys(values, path)
+    base, files = values.pop("base", None), dict.fromkeys(values, path)
     if base is None:
         return values, files
     if not isinstance(base, str):

@@ -21,7 +21,7 @@ from hasslefree.models.load import (
     resolve_seqlen,
 )
 from hasslefree.phases import TEXT, Phases
-from hasslefree.recipe.fields import Fields
+from hasslefree.recipe.recipe import Fields
 
 
 def open_model(
