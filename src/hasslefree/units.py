@@ -6,13 +6,13 @@ from rich.filesize import decimal as size
 
 from hasslefree.errors import BudgetError, option
 
-__all__ = ["bytes_of", "duration", "significant", "size"]
+__all__ = ["duration", "parse_size", "significant", "size"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", re.IGNORECASE)
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
-def bytes_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """The bytes of a size such as 150MB, 1.5 GB or 2000000, or a BudgetError; a kB is a thousand bytes."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:

@@ -18,7 +18,7 @@ from hasslefree.models.streaming import Weights
 from hasslefree.recipe.plan import weights_on_disk
 from hasslefree.run.advise import PATTERNS, STEP, advise, candidates, costs
 from hasslefree.run.preflight import preflight
-from hasslefree.units import bytes_of
+from hasslefree.units import parse_size
 from tests.tiny_models import build, segments, tensors_of
 
 RESOLVED = Recipe(rank=0, effort="fast").resolve(with_text=False)
@@ -127,10 +127,10 @@ def test_what_is_to_be_found_is_not_to_be_given(fields):
 
 @pytest.mark.parametrize(("text", "size"), [("150MB", 150 * 10**6), ("1.5 gb", 15 * 10**8), ("20000", 20000)])
 def test_sizes(text, size):
-    assert bytes_of(text) == size
+    assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "much", "-3MB", "1.5.2", "3 MiB"])
 def test_what_is_no_size(text):
     with pytest.raises(BudgetError, match="such as advise='150MB'"):
-        bytes_of(text)
+        parse_size(text)

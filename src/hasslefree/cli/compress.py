@@ -64,9 +64,8 @@ def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
     text = "YAML file with any of the following options; those on the command line win over it (default: none)."
     file = Annotated[Path | None, flag(BUDGET, text, metavar="FILE")]
     parameters = [Parameter("recipe", Parameter.KEYWORD_ONLY, default=None, annotation=file), *recipe_options()]
-    for name, parameter in signature(command, eval_str=True).parameters.items():
-        if name != "recipe":
-            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+    others = (parameter for name, parameter in signature(command, eval_str=True).parameters.items() if name != "recipe")
+    parameters += [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in others]
     wrapped.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapped
@@ -140,11 +139,11 @@ def plan(
     from hasslefree.folder.record import compress_command
     from hasslefree.run.advise import advise as find_settings
     from hasslefree.run.tables import advice_table
-    from hasslefree.units import bytes_of
+    from hasslefree.units import parse_size
 
     options: dict[str, Any] = {"device": device, "activations": activations, "trust_remote_code": trust_remote_code}
     with phase_bars() as progress:
-        advice = find_settings(model, bytes_of(advise), recipe, progress=progress, **options)
+        advice = find_settings(model, parse_size(advise), recipe, progress=progress, **options)
     common.show({"advice": [dataclasses.asdict(row) for row in advice]}, output, as_json, advice_table(advice))
     best = dataclasses.replace(recipe, pattern=advice[0].pattern, rank=advice[0].rank)
     say(shlex.join(compress_command(model, "OUT", best)))

@@ -42,7 +42,7 @@ def recipes(rounds: int) -> dict[str, Recipe]:
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One line of the demo. parameters: of the whole model that are not zero; seconds: of the compression."""
+    """One line of the demo. parameters: non-zeros of the whole model. seconds: of the compression."""
 
     method: str
     perplexity: float
@@ -92,13 +92,12 @@ def demo_table(rows: list[DemoRow]) -> Table:
 
 def sample_table(samples: dict[str, str]) -> Table:
     """The continuations side by side."""
-    lines = table(list(samples), title=f"{PROMPT!r}, continued")
-    lines.add_row(*(Text(PROMPT + text) for text in samples.values()))
-    return lines
+    columns = table(list(samples), title=f"{PROMPT!r}, continued")
+    columns.add_row(*(Text(PROMPT + text) for text in samples.values()))
+    return columns
 
 
 def held_out_perplexity(model: Path, progress: Listener | None = None) -> float:
     """Perplexity of a model folder on text that the demo model was not trained on."""
     results = evaluate(str(model), [str(HELD_OUT)], seqlen=SEQLEN, batch=16, dtype="float32", progress=progress)
-    value: float = results["perplexity"][str(HELD_OUT)]["perplexity"]
-    return value
+    return float(results["perplexity"][str(HELD_OUT)]["perplexity"])

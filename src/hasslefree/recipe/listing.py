@@ -85,10 +85,11 @@ def describe_plug_in(name: str) -> tuple[dict[str, Any], Group]:
     """A plug-in and its settings as JSON, and as text."""
     part, about = plug_in(name)
     content, kind = {"name": name, **asdict(about), "settings": {}}, type(part)
-    rows = table(("setting", "default", "option"), title=f"{name}: {about.line} ({about.reference})")
+    title = f"{name}: {about.line} ({about.reference})"
+    rows = table(("setting", "default", "option"), title=title)
     for setting, value, flag in settings(part):
         rows.add_row(setting, str(value), flag or "Python only")
         content["settings"][setting] = {"default": value, "option": flag}
     if not content["settings"]:
-        return content, Group(Text(f"{name}: {about.line} ({about.reference})"), Text("It has no settings."))
+        return content, Group(Text(title), Text(f"{name} has no settings."))
     return content, Group(rows, Text(f"`python -m pydoc {kind.__module__}.{kind.__qualname__}` explains them."))
