@@ -35,9 +35,8 @@ from hasslefree.checkpoint import read_json
 from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import console, say
 from hasslefree.errors import HasslefreeError, UnknownNameError, with_flags
-from hasslefree.evaluation.harness import default_cache
+from hasslefree.evaluation.harness import check_harness, default_cache
 from hasslefree.evaluation.run import evaluate
-from hasslefree.evaluation.tasks import check_harness
 from hasslefree.folder.record import Record
 from hasslefree.models.load import resolve_device
 from hasslefree.phases import Listener

@@ -21,9 +21,8 @@ import hasslefree
 from harness.record import mean, write
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL, run_demo
-from hasslefree.evaluation.harness import evaluate_tasks
+from hasslefree.evaluation.harness import TASKS, check_tasks, evaluate_tasks
 from hasslefree.evaluation.run import text_perplexity
-from hasslefree.evaluation.tasks import TASKS, check_tasks
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model, load_tokenizer
 from hasslefree.models.sites import find_sites

@@ -10,7 +10,7 @@ from .core.patterns import Structured as Structured
 from .core.patterns import Unstructured as Unstructured
 from .core.protocols import Decomposition as Decomposition
 from .errors import HasslefreeError as HasslefreeError
-from .evaluation.perplexity import perplexity as perplexity
+from .evaluation.run import perplexity as perplexity
 from .exports.export import export as export
 from .packed.linear import SparseLowRankLinear as SparseLowRankLinear
 from .packed.linear import use_backend as use_backend

@@ -12,9 +12,8 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.errors import OutputError, TaskError, UnknownNameError
-from hasslefree.evaluation.harness import cache_name
+from hasslefree.evaluation.harness import TASKS, cache_name, check_harness, check_tasks, harness_tasks
 from hasslefree.evaluation.run import evaluate
-from hasslefree.evaluation.tasks import TASKS, check_harness, check_tasks, harness_tasks
 from hasslefree.phases import SCORING
 from tests.evaluation.task_rows import ROWS, questions, write_rows
 

@@ -21,7 +21,7 @@ from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.errors import ModelError, OutputError, UnknownNameError
 from hasslefree.exports import export as module
-from hasslefree.exports.peft import adapter_config
+from hasslefree.exports.formats import adapter_config
 from hasslefree.packed.linear import compressed_layers
 from tests.tiny_models import FAMILIES, build, logits, segments
 

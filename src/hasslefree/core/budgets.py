@@ -143,11 +143,7 @@ class Budget:
 
 
 def parse_pattern(name: str) -> SemiStructured | None:
-    """The N:M pattern of this name (dense is 1:1); None for a pattern that needs a count to be complete.
-
-    Raises:
-        PatternError: N > M. UnknownNameError: no such pattern.
-    """
+    """The N:M pattern of this name (dense is 1:1); None for a pattern that needs a count to be complete."""
     if name == "dense":
         return SemiStructured(1, 1)
     if match := _N_OF_M.fullmatch(name):

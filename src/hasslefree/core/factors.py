@@ -80,11 +80,7 @@ def quantised(
     """Factors in eight bits with tr((T − L) H (T − L)ᵀ) small, T = W − S, from a good L in floating point.
 
     The balanced factors are mixed, so that all components have similar sizes. v is rounded to nearest, u is refitted to
-    the rounded v, and the columns of u are rounded from the last to the first, each compensating the errors before it.
-
-    Args:
-        weight, sparse: W and S, (out, in), in the working dtype. dtype: of the scales, the model's.
-        rows: those of W, S and u, where processes share them.
+    the rounded v, and the columns of u are rounded in turn. dtype: of the scales, the model's.
     """
     balanced, mixing = low_rank.balanced(rows), hartley(low_rank.u)
     v = nearest(mixing @ balanced.v.double(), dtype)
@@ -98,10 +94,7 @@ def quantised(
 
 
 def hartley(like: Tensor) -> Tensor:
-    """The matrix of the discrete Hartley transform, (cos + sin)(2πjk / r) / √r: (r, r), float64, for u: (out, r).
-
-    It is symmetric and its own inverse (Bracewell, 1983), and every entry of a product with it is a sum over all.
-    """
+    """The discrete Hartley transform, (cos + sin)(2πjk / r) / √r: (r, r), its own inverse (Bracewell, 1983)."""
     rank = like.shape[1]
     steps = torch.arange(rank, device=like.device)
     angle = (torch.outer(steps, steps) % rank).double() * (2 * math.pi / rank)
@@ -118,10 +111,7 @@ def positive_definite(norm: Tensor) -> Tensor:
 
 
 def row_scale(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale of each row of a matrix (m, n) with which its largest entry has the largest code: (m,), in `dtype`.
-
-    At least the smallest scale that the dtype holds with eight bits: rows of tiny entries lose precision. 1 for zeros.
-    """
+    """The scale of each row, (m,), that gives its largest entry the largest code; 1 for zeros, and never subnormal."""
     largest = matrix.abs().amax(1)
     least = max(128 * torch.finfo(kind).tiny * torch.finfo(kind).eps for kind in (dtype, torch.bfloat16))
     scale = (largest / TOP).clamp_min(least).bfloat16()
@@ -137,9 +127,8 @@ def nearest(matrix: Tensor, dtype: torch.dtype) -> CodedRows:
 def swept(u: Tensor, norm: Tensor, dtype: torch.dtype) -> CodedRows:
     """The codes of u (out, r), float64, with tr((u − û) G (u − û)ᵀ) small, for a positive definite G (r, r).
 
-    With G = C Cᵀ, C lower triangular, column k of (u − û) C depends on û_k and the columns after it alone: from the
-    last to the first, each is rounded to what makes that column small. It is the sweep of GPTQ (arXiv 2210.17323) in
-    another order. A row for which rounding to nearest is better, because codes were clipped, takes that.
+    With G = C Cᵀ, C lower triangular, column k of (u − û) C depends on û_k and the columns after it alone: the sweep of
+    GPTQ (arXiv 2210.17323), from the last to the first. A row for which nearest rounding is better takes that.
     """
     plain = nearest(u, dtype)
     wide, factor = plain.scale.to(u.dtype), torch.linalg.cholesky(norm)

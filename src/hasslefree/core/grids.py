@@ -149,21 +149,14 @@ class Grid:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The scale and the zero of each group of a matrix (out, in).
-
-    Args:
-        scale, zero: (out, groups), floating; zero holds whole numbers.
-    """
+    """The scale and the zero, a whole number, of each group of a matrix (out, in): (out, groups), floating."""
 
     grid: Grid
     scale: Tensor
     zero: Tensor
 
     def codes(self, matrix: Tensor) -> Tensor:
-        """The codes of the values nearest to a matrix (out, in): uint8. For a matrix on the grid they are its own.
-
-        Unless it was rounded since: bfloat16 cannot distinguish neighbouring values that are 128 steps from zero.
-        """
+        """The codes, uint8, of the values nearest to a matrix (out, in); exact for one on the grid in float32."""
         parts = matrix.unflatten(1, (self.scale.shape[1], -1))
         return self.grid.codes(parts, self.scale.unsqueeze(-1), self.zero.unsqueeze(-1)).flatten(1).to(torch.uint8)
 
@@ -192,11 +185,7 @@ class Quantised:
 
     @classmethod
     def of(cls, matrix: Tensor, scaling: Scaling, dtype: torch.dtype) -> Quantised:
-        """The codes of a matrix on the grid, (out, in) in the working dtype, with scales for values of another dtype.
-
-        Raises:
-            GridError: that dtype does not hold a scale exactly.
-        """
+        """The codes of a matrix on the grid, with scales in another dtype; GridError if they do not fit it exactly."""
         scale = scaling.scale.to(dtype)
         if not torch.equal(scale.to(scaling.scale.dtype), scaling.scale):
             name = str(dtype).removeprefix("torch.")

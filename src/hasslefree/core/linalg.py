@@ -23,11 +23,8 @@ LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-
 def lower_cholesky(matrix: Tensor) -> Tensor:
     """C with matrix = C Cᵀ: (n, n), lower triangular, in float64.
 
-    C_jj² / H_jj is the share of input j that the inputs before it do not explain. Where that share is rounding error,
-    everything computed with C would be rounding error too.
-
-    Raises:
-        FactorizationError: the matrix is not positive definite, or not by more than the rounding of its entries.
+    C_jj² / H_jj is the share of input j that the inputs before it do not explain; a FactorizationError if that share is
+    rounding error, as everything computed with C would then be.
     """
     factor, info = torch.linalg.cholesky_ex(matrix.double())
     rounding = max(torch.finfo(matrix.dtype).eps, len(matrix) * torch.finfo(torch.float64).eps)
@@ -52,11 +49,7 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_factor(matrix: Tensor) -> Tensor:
-    """The upper U with matrix⁻¹ = UᵀU: (n, n), in the dtype of `matrix`.
-
-    It is the inverse of a triangle: matrix = A Aᵀ with A upper (a Cholesky factor of the flipped matrix),
-    so that matrix⁻¹ = A⁻ᵀA⁻¹ and U = A⁻¹. The inverse of `matrix` is never formed.
-    """
+    """The upper U with matrix⁻¹ = UᵀU, in the dtype of `matrix`: U = A⁻¹ for matrix = A Aᵀ with A upper."""
     upper = lower_cholesky(matrix.flip(0, 1)).flip(0, 1)
     identity = torch.eye(len(matrix), dtype=upper.dtype, device=upper.device)
     return torch.linalg.solve_triangular(upper, identity, upper=True).to(matrix.dtype)
@@ -68,22 +61,14 @@ def unit_diagonal_scale(diagonal: Tensor) -> Tensor:
 
 
 def inverse_(matrix: Tensor) -> Tensor:
-    """Overwrite a positive definite matrix (n, n) that is not ill-conditioned by its inverse.
-
-    The dtype of `matrix` is enough as long as the least eigenvalue is well above the rounding of the largest. Where a
-    factorisation fails, the inverse is computed in float64; the result is in the dtype of `matrix`.
-    """
+    """Overwrite a well-conditioned positive definite matrix (n, n) by its inverse; in float64 where factoring fails."""
     with matmul_precision(matrix.device):
         inverse = _inverse_by_blocks(matrix)
     return matrix.copy_(torch.cholesky_inverse(lower_cholesky(matrix)) if inverse is None else inverse)
 
 
 def _inverse_by_blocks(matrix: Tensor) -> Tensor | None:
-    """The inverse by halves: of the upper left block, then of its Schur complement; None where a factorisation fails.
-
-    Nearly all the work is matrix products; only blocks of at most `BLOCK` are factored. The Schur complement of a
-    positive definite matrix is no worse conditioned than the matrix.
-    """
+    """The inverse by halves, mostly products: of the upper left block, then of its Schur complement; or None."""
     if len(matrix) <= BLOCK.get(matrix.device.type, BLOCK["cpu"]):
         factor, info = torch.linalg.cholesky_ex(matrix)
         return torch.cholesky_inverse(factor) if info.item() == 0 else None
@@ -104,12 +89,11 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor | None:
 
 
 def orthonormal(matrix: Tensor, rows: Rows = WHOLE) -> Tensor:
-    """A basis of the columns of a matrix (n, r): (n, r), orthonormal; by a QR factorisation.
+    """An orthonormal basis of the columns of a matrix (n, r), by a QR factorisation.
 
-    On CUDA, where a QR factorisation runs column by column, and where processes share the rows, by three Cholesky
-    factorisations of the columns' products with each other, (r, r) (CholeskyQR3: Fukaya et al., arXiv 1809.11085), each
-    shifted by its rounding. Columns in the span of others are left with a norm below one; in the last factorisation,
-    only these are shifted, so that the others are orthonormal up to rounding.
+    On CUDA, where QR runs column by column, and where processes share the rows, by three Cholesky factorisations of the
+    columns' products, (r, r) (CholeskyQR3: Fukaya et al., arXiv 1809.11085), each shifted by its rounding; the last
+    shifts only columns in the span of others.
     """
     if not matrix.shape[1] or (matrix.device.type != "cuda" and rows.size == 1):
         return torch.linalg.qr(matrix).Q
@@ -138,17 +122,14 @@ def masked_cg(
 ) -> Tensor:
     """S on a support with tr((T − S) H (T − S)ᵀ) small, by conjugate gradients on every row, Jacobi-preconditioned.
 
+    No step raises the loss. Where H is singular, no step is taken along a direction d with d H dᵀ at the level of
+    rounding.
+
     Args:
         matrix: H, (in, in), positive semi-definite with a positive diagonal.
-        target: T, (out, in). start: the initial S, zero off the mask. mask: the support, bool (out, in).
-        steps: the maximum. tolerance: stop when in every row g diag(H)⁻¹ gᵀ ≤ tolerance²·Σ t²·H_jj, with g the gradient
-            on the support; 0 takes all steps.
-        rounded: compute the products of directions with H as `narrow_products`; the first one, of the residual, is
-            always computed in full.
-
-    Each step minimises the loss of a row along a direction of descent, so that no step raises it. A row whose gradient
-    is zero does not move. Where H is singular, no step is taken along a direction d with d H dᵀ at the level of
-    rounding: the step length would be rounding error too.
+        target: T, (out, in). start: the initial S, zero off the support `mask`, bool (out, in).
+        tolerance: stop when in every row g diag(H)⁻¹ gᵀ ≤ tolerance²·Σ t²·H_jj, with g the gradient on the support.
+        rounded: compute the products of directions with H as `narrow_products`, but not the first one, of the residual.
     """
     sparse = start.clone()
     inverse_diagonal = 1 / matrix.diagonal()
@@ -177,10 +158,7 @@ def masked_cg(
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether products of bfloat16 are known to be faster than float32's: on x86 with instructions for them.
-
-    CUDA is left out: its narrow products are TF32, which need no cast (`narrow_products`).
-    """
+    """Whether products of bfloat16 are known to be faster than float32's: on x86 with instructions for them."""
     return device.type == "cpu" and any(map(_capable, ("avx512_bf16", "amx_bf16")))
 
 
@@ -198,11 +176,7 @@ def _capable(instructions: str) -> bool:
 
 @contextmanager
 def bfloat16_products(device: torch.device) -> Iterator[None]:
-    """Round the factors of float32 products to bfloat16, and sum in float32, where `multiplies_bfloat16`.
-
-    Products of numbers that are bfloat16 already are exact. oneDNN may still multiply in float32, as it does on some
-    processors without AMX. On other devices nothing changes.
-    """
+    """Round the factors of float32 products to bfloat16 where `multiplies_bfloat16`, and sum in float32."""
     settings = getattr(torch.backends.mkldnn, "matmul", None)
     if not multiplies_bfloat16(device) or not hasattr(settings, "fp32_precision"):
         yield

@@ -63,13 +63,8 @@ def subspace_steps(target: Tensor, norm: Tensor, basis: Tensor, steps: int, rows
     """L = B BᵀT after steps B ← qr(T H (BᵀT)ᵀ) of orthogonal iteration, from an orthonormal basis B: (out, r).
 
     For every orthonormal B the best L with that column space is B BᵀT, whatever H is; at the fixed point B spans the
-    leading eigenvectors of T H Tᵀ, and L is the best of its rank (orthogonal iteration: Golub & Van Loan, section
-    8.2). No step raises tr((T − L) H (T − L)ᵀ) (docs/explanation/maths.md).
-
-    Args:
-        target: T, (out, in). norm: H, (in, in), positive semi-definite. Products with it run in its dtype, which may
-            be narrower than T's.
-        rows: those of T and B, where processes share them: they exchange (r, in) and thrice (r, r) a step.
+    leading eigenvectors of T H Tᵀ (Golub & Van Loan, section 8.2). No step raises tr((T − L) H (T − L)ᵀ). Products with
+    `norm`, H, run in its dtype. Of rows shared by processes, (r, in) and thrice (r, r) are exchanged per step.
     """
     v = rows.sum(basis.T @ target)
     for _ in range(steps):

@@ -205,10 +205,7 @@ def of_rows(pattern: Pattern, rows: Rows) -> Pattern:
 
 
 def largest(score: Tensor, count: int) -> Tensor:
-    """The `count` largest along the last dimension, as a bool mask; equal scores are kept from the left.
-
-    The choice is by count and never by a threshold alone, so that the count is exact. score: (..., n), finite.
-    """
+    """The `count` largest along the last dimension of finite scores, as a bool mask; ties are kept from the left."""
     if count == 0 or count == score.shape[-1]:
         return torch.full_like(score, count > 0, dtype=torch.bool)
     if score.ndim == 1 and len(score) > 32 * SAMPLES:
@@ -227,8 +224,7 @@ def largest(score: Tensor, count: int) -> Tensor:
 def least_of_largest(score: Tensor, count: int) -> Tensor:
     """The `count`-th largest of a long row (n,), as (1,): exact, without sorting more than a few of its entries.
 
-    Evenly spaced samples give two values that nearly always bracket it; then only the entries between the two are
-    sorted, and otherwise all (Floyd & Rivest 1975).
+    Evenly spaced samples give two values that nearly always bracket it (Floyd & Rivest 1975).
     """
     # An odd step does not keep to the same columns of a matrix whose width is a power of two.
     samples = score[:: len(score) // SAMPLES | 1].sort(descending=True).values
@@ -245,10 +241,7 @@ def least_of_largest(score: Tensor, count: int) -> Tensor:
 
 
 def largest_by_pairs(score: Tensor, count: int) -> Tensor:
-    """`largest` for short rows, without sorting: an entry is kept if fewer than `count` others come before it.
-
-    Each of the m(m − 1)/2 pairs of columns is compared once, over all rows: no sort, no gather. score: (groups, m).
-    """
+    """`largest` for short rows (groups, m), without sorting: each pair of columns is compared once, over all rows."""
     columns = score.T
     m = len(columns)
     before = torch.empty(columns.shape, dtype=torch.int8, device=score.device)

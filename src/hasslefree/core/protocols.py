@@ -26,12 +26,7 @@ from hasslefree.errors import PatternError
 
 @dataclass(frozen=True)
 class About:
-    """An entry of a table of `hasslefree methods`, for a reader who looks for its name.
-
-    Args:
-        line: what it does, in a few words. reference: "arXiv 2502.00899", another publication, or "docs: joint" for
-            docs/explanation/joint.md.
-    """
+    """A row of `hasslefree methods`: what an entry does, and its source, as "arXiv 2502.00899" or "docs: joint"."""
 
     line: str
     reference: str

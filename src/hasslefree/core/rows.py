@@ -16,13 +16,9 @@ DIGIT = 16
 
 
 class Rows:
-    """The consecutive rows of a weight that this process holds; all processes hold equally many, to within one.
+    """The consecutive rows of a weight, of `out` in all, that this process holds; all hold equally many, to within one.
 
     Every process must make the same calls in the same order; the results are equal, bit for bit, in every process.
-
-    Args:
-        world: the processes. out: rows of the weight in all, at least as many as there are processes; one process
-            alone has no use for it.
     """
 
     def __init__(self, world: World = ALONE, out: int = 0):
@@ -69,9 +65,6 @@ def largest_of_rows(score: Tensor, count: int, rows: Rows) -> Tensor:
 
     A radix select: floating-point numbers are read as whole numbers of the same order. In each pass all processes add
     up how often every value of the next 16 bits occurs among the entries that agree with the threshold so far.
-
-    Args:
-        score: the rows of this process, (…, in), float32 or float64, finite. count: from 0 to all entries.
     """
     if not count:
         return torch.zeros_like(score, dtype=torch.bool)

@@ -23,16 +23,11 @@ from hasslefree.packed.linear import compressed_layers
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a text is continued.
+    """How a text is continued; RecipeError for less than one token, or a negative or infinite temperature.
 
     Args:
         max_new_tokens: the maximum length; the model may end the text earlier.
-        temperature: 0 takes the most probable token each time; above 0, tokens are drawn at this temperature, with the
-            model's own top_k and top_p.
-        seed: of the draws.
-
-    Raises:
-        RecipeError: fewer than 1 token, or a negative or infinite temperature.
+        temperature: 0 takes the most probable token each time; above 0, the model's own top_k and top_p apply too.
     """
 
     max_new_tokens: int = 64
@@ -90,15 +85,7 @@ class Writer:
     def write(
         self, prompt: str | Tensor, sampling: Sampling, show: Callable[[str], None] = lambda text: None
     ) -> Continuation:
-        """The model's continuation of a prompt.
-
-        Args:
-            prompt: text, or token ids (1, length) on any device.
-            show: called with each piece of text as soon as its words are complete.
-
-        Raises:
-            PromptError: the prompt is empty, or longer, with the new tokens, than the model supports.
-        """
+        """The continuation of a text or of token ids (1, length); `show` gets each piece as its words are complete."""
         if isinstance(prompt, str):
             prompt = torch.tensor([self.tokenizer(prompt, verbose=False)["input_ids"]], dtype=torch.long)
         length, limit = prompt.shape[1], most_positions(self.model)
@@ -138,11 +125,7 @@ class _Stream(TextStreamer):
 
 
 def dense_original(folder: Path) -> tuple[str | None, str | None]:
-    """The dense model that compression.json names, as a local folder; or None, and a sentence that says why.
-
-    Raises:
-        CheckpointError: compression.json is damaged.
-    """
+    """The dense model that compression.json names, as a local folder; or None, and a sentence that says why."""
     if not (folder / "compression.json").is_file():
         return None, f"{folder} has no compression.json, which would name the dense model; give that with --dense."
     try:

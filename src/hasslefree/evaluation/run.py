@@ -1,24 +1,95 @@
-"""Evaluate a model, dense or compressed: perplexity on texts and accuracy on tasks."""
+"""Evaluate a model, dense or compressed: perplexity on texts and accuracy on tasks.
+
+Perplexity is that of a fixed-length model (https://huggingface.co/docs/transformers/perplexity): the text is cut into
+windows that do not overlap; the first token of a window has no context and is not scored.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hasslefree.data import check_text, evaluation_protocol, evaluation_text
-from hasslefree.errors import ModelError
-from hasslefree.evaluation.harness import evaluate_tasks
-from hasslefree.evaluation.perplexity import perplexity
-from hasslefree.evaluation.tasks import check_harness, check_tasks
+from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
+from hasslefree.evaluation.harness import check_harness, check_tasks, evaluate_tasks
 from hasslefree.folder.record import versions
 from hasslefree.models.load import load_model, load_tokenizer, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
 from hasslefree.phases import LOADING, Listener, Phases
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """exp of the mean negative log-likelihood, in nats, over the `scored` ones of the `tokens` tokens in windows."""
+
+    perplexity: float
+    tokens: int
+    scored: int
+    window: int
+
+
+@torch.no_grad()
+def perplexity(
+    model: nn.Module,
+    tokens: Tensor,
+    window: int,
+    batch: int = 1,
+    *,
+    windows: int | None = None,
+    remainder: bool = True,
+    phases: Phases | None = None,
+    name: str = "perplexity",
+) -> Perplexity:
+    """The perplexity of a causal language model on tokens: (n,), in windows of `window` tokens, `batch` at a time.
+
+    Args:
+        windows: score only this number of windows, the first ones. remainder: also score a shorter last window.
+        phases, name: the run, and its phase in which the windows are counted.
+
+    Raises:
+        CalibrationError: fewer than two tokens, in the text or in a window. NonFiniteError: the model gives NaN.
+    """
+    if windows is not None:
+        tokens = tokens[: windows * window]
+    if not remainder:
+        if len(tokens) < window:
+            raise CalibrationError(
+                f"{len(tokens)} tokens do not fill one window of {window}, and only full windows are scored; "
+                f"use a smaller {option('seqlen')} or more tokens"
+            )
+        tokens = tokens[: len(tokens) // window * window]
+    for what, size in {"text": len(tokens), "window": window}.items():
+        if size < 2:
+            raise CalibrationError(f"perplexity needs a {what} of at least 2 tokens, got {size}")
+    full = len(tokens) // window * window
+    batches = list(tokens[:full].view(-1, window).split(batch)) if full else []
+    if len(tokens) - full > 1:
+        batches.append(tokens[full:][None])
+    device = next(model.parameters()).device
+    total, scored = 0.0, 0
+    with (phases or Phases()).phase(name, sum(map(len, batches)), "windows") as phase:
+        for rows in batches:
+            rows = rows.to(device)
+            logits = model(input_ids=rows, use_cache=False).logits[:, :-1].float()
+            losses = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+            total += losses.item()
+            scored += rows[:, 1:].numel()
+            phase.advance(len(rows))
+    if math.isnan(total):
+        raise NonFiniteError(
+            f"the model gives NaN on this text; look for NaN or Inf in its weights, or try {option('dtype', 'float32')}"
+        )
+    mean = torch.tensor(total / scored, dtype=torch.float64)
+    return Perplexity(mean.exp().item(), len(tokens), scored, window)
 
 
 def evaluate(
@@ -41,7 +112,7 @@ def evaluate(
     """The perplexity of a model, dense or compressed, on texts, and its zero-shot accuracy on tasks.
 
     Args:
-        texts: hub names or paths. tasks: names of `evaluation.tasks.TASKS`.
+        texts: hub names or paths. tasks: names of `evaluation.harness.TASKS`.
         seqlen: tokens per window; None for 2048, or the model's limit if that is less.
         max_tokens: only the first tokens of each text.
         batch: windows, or sequences of a task, at a time; None for 1 window, and as for `evaluate_tasks`.

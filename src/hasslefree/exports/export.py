@@ -12,9 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
-from hasslefree.exports.dense import write_dense
-from hasslefree.exports.narrow import write_narrow
-from hasslefree.exports.peft import write_adapter
+from hasslefree.exports.formats import write_adapter, write_dense, write_narrow
 from hasslefree.folder.card import copy_processor, export_card
 from hasslefree.folder.output import check_output, replaced_whole
 from hasslefree.folder.read import QUANT_METHOD
@@ -108,10 +106,9 @@ def copy_rest(source: Path, part: Path, folders: dict[str, Path], auto: str) -> 
 
 
 def write_older_rotary(file: Path) -> None:
-    """Add `rope_theta`, `rope_scaling` and `partial_rotary_factor` to a config.json that has `rope_parameters`.
+    """Add `rope_theta`, `rope_scaling` and `partial_rotary_factor` to a config.json that has `rope_parameters` alone.
 
-    Transformers 5 writes `rope_parameters` alone. A reader of the older entries would take its default for the base,
-    10000 in most models, and compute another model without an error. Transformers 5 reads the same from both.
+    A reader of the older entries would take its default for the base and compute another model without an error.
     """
     config = json.loads(file.read_text(encoding="utf-8"))
     for part in (config, config.get("text_config")):

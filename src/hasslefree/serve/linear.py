@@ -19,11 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class StackedLinearMethod(LinearMethodBase):
-    """How vLLM runs a linear layer that consists of compressed layers.
-
-    Args:
-        entries: of these layers by name, in the order of their outputs; None for one that stayed dense.
-    """
+    """A linear layer made of these compressed layers, in the order of their outputs; None for one that stayed dense."""
 
     def __init__(self, entries: Mapping[str, Entry | None]):
         self.entries = entries

@@ -22,11 +22,7 @@ from hasslefree.serve.requirements import DENSE
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's rows and columns of a weight (out, in).
-
-    Args:
-        rows: ranges (start, stop) of outputs, in the order in which the rank holds them. columns: the range of inputs.
-    """
+    """A rank's rows, ranges (start, stop) in the rank's order, and range of columns of a weight (out, in)."""
 
     rows: tuple[tuple[int, int], ...]
     columns: tuple[int, int]
@@ -48,13 +44,9 @@ class Shard:
 def shard_of(
     sizes: Sequence[int], local_sizes: Sequence[int], width: int, local_width: int, rank: int, ranks: int
 ) -> Shard:
-    """The share of rank `rank` of `ranks`.
+    """The share of rank `rank` of `ranks`, for slices such as q, k and v with these outputs, whole and of one rank.
 
-    Args:
-        sizes: the outputs of the slices that the weight consists of, such as q, k and v in one matrix.
-        local_sizes: how many of each slice a rank holds. Where they are more than 1/ranks of the slice, as of key heads
-            that are fewer than ranks, neighbouring ranks hold the same.
-        width, local_width: the inputs of the weight, and of a rank.
+    Ranks that hold more than 1/ranks of a slice, as of key heads that are fewer than ranks, share it with neighbours.
     """
     rows, first = [], 0
     for size, local in zip(sizes, local_sizes, strict=True):
@@ -75,11 +67,7 @@ def check_groups(name: str, spec: LayerSpec, shard: Shard) -> None:
 
 
 def narrowed(spec: LayerSpec, tensors: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
-    """`values` and `positions` of the share of a weight with the pattern N:M.
-
-    Args:
-        tensors: `values` (out, in/M·N) and `positions` (out, bytes), as the folder stores them.
-    """
+    """`values` and `positions` of the share of a weight with the pattern N:M, from the tensors of the folder."""
     layout = spec.storage.layout
     assert isinstance(layout, PackedGroups)
     first, last = (column // layout.m for column in shard.columns)
@@ -95,15 +83,9 @@ def narrowed(spec: LayerSpec, tensors: Mapping[str, Tensor], shard: Shard) -> di
 
 @dataclass(frozen=True)
 class Part:
-    """One layer of the folder.
+    """One layer of the folder by its name in vLLM's model, and what this rank holds of it.
 
-    Args:
-        name: in vLLM's model. entry: of config.json; None for a layer that stayed dense.
-        shape: (out, in) of the weight. slices: which outputs of vLLM's layer it makes up, by number.
-        shard: what this rank holds.
-
-    Raises:
-        ServeError: the share splits a group of N:M.
+    entry: None for a layer that stayed dense. slices: which outputs of vLLM's layer it makes up, by number.
     """
 
     name: str
@@ -158,12 +140,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Division:
-    """How vLLM divides a linear layer into slices of outputs, such as q, k and v, and among ranks.
-
-    Args:
-        sizes, local_sizes: the outputs of each slice, whole and of one rank. width, local_width: the inputs.
-        rank, ranks: of tensor parallelism.
-    """
+    """How vLLM divides a layer into slices of outputs, such as q, k and v, and among tensor-parallel ranks."""
 
     sizes: Sequence[int]
     local_sizes: Sequence[int]
@@ -175,11 +152,7 @@ class Division:
     def parts(self, entries: Mapping[str, Entry | None]) -> list[Part]:
         """The layers of the folder that make up the layer, each of one slice or of several that follow each other.
 
-        Args:
-            entries: by name, in the order of their outputs; None for a layer that stayed dense, which is one slice.
-
-        Raises:
-            ServeError: their shapes do not add up to the layer, or a share splits a group of N:M.
+        entries: by name, in the order of their outputs; None for a layer that stayed dense, which is one slice.
         """
         parts: list[Part] = []
         first = 0

@@ -5,17 +5,80 @@ A vLLM without the names imported here logs that the plugin cannot be loaded, an
 
 from __future__ import annotations
 
-from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+from typing import Any
 
-from hasslefree.folder.read import QUANT_METHOD
-from hasslefree.serve.config import ServedConfig
+import torch
+import vllm
+from torch import nn
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.platforms import current_platform
+
+from hasslefree.errors import ServeError
+from hasslefree.folder.read import QUANT_METHOD, Entry, check_format_version, read_entries
+from hasslefree.serve.requirements import DENSE, LEAST_CAPABILITY, check_device, check_layers, check_vllm
+
+
+class ServedConfig(QuantizationConfig):
+    """What vLLM asks of a quantisation. entries: of the compressed layers, by their full name."""
+
+    def __init__(self, entries: dict[str, Entry]):
+        super().__init__()
+        self.entries = entries
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ServedConfig:
+        """Read the entry of config.json, and refuse what cannot be served before any weight is read."""
+        check_vllm(vllm.__version__)
+        capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+        check_device(current_platform.device_name, capability and (capability.major, capability.minor))
+        check_format_version(config.get("version"), config.get("layout"))
+        entries = read_entries(config.get("modules"))
+        check_layers(entries)
+        return cls(entries)
+
+    @classmethod
+    def get_name(cls) -> str:
+        return QUANT_METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        major, minor = LEAST_CAPABILITY
+        return 10 * major + minor
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []  # config.json has it
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        self.entries = hf_to_vllm_mapper.apply_dict(self.entries)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """None for a layer that is not linear. prefix: its name in vLLM, such as `qkv_proj` for three layers."""
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+        from hasslefree.serve.linear import StackedLinearMethod
+
+        if not isinstance(layer, LinearBase):
+            if prefix in self.entries:
+                raise ServeError(
+                    f"{prefix} is compressed, but vLLM runs it as a {type(layer).__name__}, which is not a linear "
+                    f"layer: {DENSE}"
+                )
+            return None
+        parent, _, leaf = prefix.rpartition(".")
+        names = [f"{parent}.{name}" if parent else name for name in self.packed_modules_mapping.get(leaf, [leaf])]
+        entries = {name: self.entries.get(name) for name in names}
+        if not any(entries.values()):
+            return UnquantizedLinearMethod()
+        return StackedLinearMethod(entries)
 
 
 def register() -> None:
-    """Make the folders known to vLLM. Calling it again does nothing.
-
-    An unsuitable version of vLLM is an error when a compressed folder is served, and not here: this runs for every
-    model that vLLM serves.
-    """
+    """Make the folders known to vLLM; an unsuitable version is an error only when a compressed folder is served."""
     if QUANT_METHOD not in QUANTIZATION_METHODS:
         register_quantization_config(QUANT_METHOD)(ServedConfig)

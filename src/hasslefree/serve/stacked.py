@@ -27,15 +27,7 @@ def stacked_product(
     x: Tensor, values: Tensor, positions: Tensor, n: int, m: int,
     low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int],
 ) -> Tensor:  # fmt: skip
-    """x (S + L)ᵀ for layers that read the same inputs.
-
-    Args:
-        x: (tokens, in). values: (Σ out, in/M·N), of x's dtype. positions: (Σ out, bytes), uint8: the codes of the
-            groups. low_rank_u, low_rank_v, outs, ranks: as for `add_low_rank`.
-
-    Returns:
-        (tokens, Σ out), in x's dtype.
-    """
+    """x (S + L)ᵀ, (tokens, Σ out), of layers that read the same x (tokens, in); other tensors as in `StackedLinear`."""
     layout = PackedGroups(n, m)
     backend = choose(Case(x.device.type, x.dtype, layout, len(x), grad=False))
     if takes_layer(backend, x, layout, max(ranks)) and (backend == "triton" or len(outs) == 1):
@@ -61,12 +53,7 @@ def factors_of(low_rank_u: Tensor, outs: list[int], ranks: list[int]) -> list[Te
 def add_low_rank(
     y: Tensor, x: Tensor, low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int]
 ) -> Tensor:
-    """y with the low-rank part of each layer added in place to its outputs.
-
-    Args:
-        y: (tokens, Σ out). x: (tokens, in). low_rank_v: (Σ r, in), the v of all layers stacked by rows.
-        low_rank_u: (Σ out·r,), the u (out, r) of one layer after the other. outs, ranks: out and r of each layer.
-    """
+    """y (tokens, Σ out) with the low-rank part of each layer, of this out and rank, added in place to its outputs."""
     if not len(low_rank_v):
         return y
     hidden = F.linear(x, low_rank_v).split(ranks, 1)
@@ -81,9 +68,6 @@ class StackedLinear(nn.Module):
 
     S stays packed where all parts have the same N:M, no grid, and this device has a kernel for it. Otherwise it is
     unpacked when it is loaded, and takes the memory of a dense layer.
-
-    Args:
-        parts: they have the same inputs. dtype, device: of the product; None for torch's defaults.
     """
 
     def __init__(self, parts: list[Part], dtype: torch.dtype | None = None, device: torch.device | str | None = None):
@@ -165,12 +149,7 @@ class LoadBuffer:
         self.waiting: list[dict[str, Tensor]] = [{} for _ in stack.parts]
 
     def add(self, leaf: str, tensor: Tensor, slices: str | int | tuple[int, ...] | None) -> None:
-        """Take one whole tensor, and load the part that it completes.
-
-        Args:
-            leaf: its name without that of the layer.
-            slices: which outputs of vLLM's layer it is for, as vLLM counts them; None for a layer that is not fused.
-        """
+        """Take one whole tensor, for these slices as vLLM counts them, and load the part that it completes."""
         index = self._part(slices)
         waiting, wanted = self.waiting[index], self.stack.parts[index].tensors()
         if leaf not in wanted:

@@ -1,19 +1,60 @@
-"""A model without the heads and neurons that nothing reads any more: plain, dense and smaller."""
+"""What an export writes: a dense model, a narrower dense one, or S with u v as a PEFT adapter of scaling 1 on it."""
 
 from __future__ import annotations
 
 import copy
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError, option
-from hasslefree.exports.dense import make_plain, summed
 from hasslefree.models.blocks import find_blocks, head_unit
+from hasslefree.models.experts import experts_of, fuse_experts, split_experts
+from hasslefree.models.load import auto_class
+from hasslefree.models.sites import find_sites
+from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
+
+
+def summed(layer: SparseLowRankLinear) -> Tensor:
+    """S + u v: (out, in), summed in float32 at least and rounded once to the layer's dtype."""
+    sparse = layer.unpacked().detach()
+    if (factors := layer.factors()) is None:
+        return sparse
+    wide = torch.promote_types(sparse.dtype, torch.float32)
+    u, v = (factor.detach().to(wide) for factor in factors)
+    return torch.addmm(sparse.to(wide), u, v).to(sparse.dtype)
+
+
+def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear], Tensor]) -> None:
+    """Replace every compressed layer one at a time, by one of the original kind with this (out, in) weight."""
+    quantizer: Any = model.hf_quantizer
+    quantizer.remove_quantization_config(model)
+    with torch.device("meta"):
+        original = auto_class(model.config).from_config(model.config)
+    split_experts(original)
+    sites = find_sites(original)
+    for name, layer in compressed_layers(model).items():
+        site = sites[name]
+        site.set_weight(weight_of(layer).detach(), layer.bias)
+        site.module.train(model.training)
+        site.under(model).put_back()
+    fuse_experts(model)
+
+
+def write_dense(model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str) -> dict[str, Path]:
+    """Write the model, which is changed in place, with S + u v as its weights; gives the folder by its kind."""
+    make_plain(model, summed)
+    model.save_pretrained(part, max_shard_size=max_shard_size)
+    return {"dense": part}
+
 
 # The layer that reads heads or neurons → the layers that compute them, by their names in Llama and similar models.
 MAKERS = {"self_attn.o_proj": ("q_proj", "k_proj", "v_proj"), "mlp.down_proj": ("gate_proj", "up_proj")}
@@ -23,12 +64,7 @@ def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_sha
     """Write the model, which is changed in place, without the channels whose weights are all zero.
 
     The input channels of o_proj are removed in units of all query heads of a key head, with the rows of q_proj, k_proj
-    and v_proj that compute them; those of down_proj with the rows of gate_proj and up_proj. The configuration gets the
-    new numbers. Some unused heads stay where transformers does not accept the number of used heads.
-
-    Raises:
-        ModelError: layers of other names; blocks that keep different numbers, which no plain model can have; or
-            nothing to remove.
+    and v_proj that compute them; those of down_proj with the rows of gate_proj and up_proj.
     """
     make_plain(model, summed)
     blocks = find_blocks(model)
@@ -126,3 +162,59 @@ def remove_units(block: nn.Module, reader: str, kept: Tensor) -> None:
         if maker.bias is not None:
             maker.bias = nn.Parameter(maker.bias.detach()[rows].contiguous())
         maker.out_features = int(rows.sum())
+
+
+def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_shard_size: str) -> dict[str, Path]:
+    """Write the adapter into `part`, and the model with S as its weights, changed in place, into part/base.
+
+    destination: the final path of `part`, as the adapter names its base model by an absolute path.
+    """
+    if experts := [name for name in compressed_layers(model) if experts_of(model, name)]:
+        raise ModelError(
+            f"{len(experts)} compressed layers belong to experts, such as {experts[0]}: PEFT adds adapters to linear "
+            f"layers, and the experts of {type(model).__name__} are not such modules; use {option('to', 'dense')}"
+        )
+    factors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for name, layer in compressed_layers(model).items():
+        if (pair := layer.factors()) is not None:
+            ranks[name] = layer.spec.rank
+            # PEFT adds x Aᵀ Bᵀ · lora_alpha / r, with A: (r, in) and B: (out, r).
+            factors[f"base_model.model.{name}.lora_A.weight"] = pair[1].detach().contiguous()
+            factors[f"base_model.model.{name}.lora_B.weight"] = pair[0].detach().contiguous()
+    if not ranks:
+        raise ModelError(
+            f"no layer has a low-rank part (rank 0), so there is nothing to write as an adapter; use "
+            f"{option('to', 'dense')}"
+        )
+    make_plain(model, SparseLowRankLinear.unpacked)
+    sites = find_sites(model)
+    stored_transposed = any(sites[name].transposed for name in ranks)
+    config = adapter_config(ranks, str(destination / "base"), stored_transposed)
+    (part / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    save_file(factors, part / "adapter_model.safetensors", metadata={"format": "pt"})
+    model.save_pretrained(part / "base", max_shard_size=max_shard_size)
+    return {"peft": part, "base": part / "base"}
+
+
+def adapter_config(ranks: dict[str, int], base: str, fan_in_fan_out: bool) -> dict[str, Any]:
+    """adapter_config.json: LoRA with lora_alpha = r in every layer, so that PEFT scales u v by exactly 1."""
+    most = max(ranks.values())
+    # PEFT takes these for regular expressions, which may start in the middle of a name.
+    others = {f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != most}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "target_modules": sorted(ranks),
+        "r": most,
+        "lora_alpha": most,
+        "rank_pattern": others,
+        "alpha_pattern": others,
+        "lora_dropout": 0.0,
+        "use_rslora": False,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": fan_in_fan_out,
+    }
