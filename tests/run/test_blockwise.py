@@ -22,6 +22,18 @@ def test_one_pass_gives_what_a_pass_for_each_group_gives(family, tmp_path, monke
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
 
 
+def test_one_pass_multiplies_in_the_dtype_of_the_model(tmp_path, monkeypatch):
+    """Oracle: a pass for each group, whose Gram matrices are of the inputs as the layers read them, in bfloat16."""
+    monkeypatch.setattr("hasslefree.models.precision.multiplies_bfloat16", lambda device: True)
+    errors = []
+    for at_once in (True, False):
+        monkeypatch.setattr("hasslefree.run.blockwise.in_one_pass", lambda *how, at_once=at_once: at_once)
+        model = build("llama", torch.bfloat16)
+        report = hasslefree.compress(model, tmp_path / f"{at_once}", RECIPE, segments=segments(6))
+        errors.append([layer.relative_error for layer in report.layers])
+    assert errors[0] == pytest.approx(errors[1], rel=1e-6)
+
+
 @pytest.mark.parametrize(("room", "passes"), [(10**9, 4), (2 * 12 * 32**2, 8), (0, 10)])
 def test_experts_are_gathered_together_as_far_as_there_is_room(room, passes, tmp_path, monkeypatch):
     """Oracle: one group of layers at a time. Four experts: q, k, v; o; gates and ups; downs, which are wider."""

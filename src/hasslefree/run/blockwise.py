@@ -190,10 +190,11 @@ def compress_in_one_pass(task: Task, hidden: Activations, groups: list[list[str]
     def arrived(group: list[str], x: Tensor) -> Tensor:
         """Compress the layers of a group, given their input; the output of the first."""
         sums = MomentSums(hidden.states.shape[1])
+        rows = as_multiplied(x.reshape(-1, x.shape[-1]))  # in the dtype of products, which `solving` turns off
         with solving(x.device):
-            sums.take(as_multiplied(x.reshape(-1, x.shape[-1])))
+            sums.take(rows)
             gram = checked(sums.gram(task.world.add), f"{task.visit.prefix}.{group[0]}")
-            del sums  # float64: twice the Gram matrix, while the layers are solved
+            del sums, rows  # not needed while the layers are solved: twice the Gram matrix in float64, and a copy
             task.collecting.advance(len(group))
             with task.solving.running():
                 done.extend(compress_groups(task, [group], [gram]))
