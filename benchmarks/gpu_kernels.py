@@ -26,7 +26,7 @@ from harness.record import RESULTS, machine, write
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hasslefree.packed.kernels.triton.launch import add_constants, add_up, multiply, multiply_constants
+from hasslefree.packed.kernels.triton import add_up, constants, multiply
 
 ARCHITECTURES = (80, 90, 100)
 PATTERNS = ((2, 4), (2, 8))
@@ -101,12 +101,12 @@ def row(architecture: int, tokens: int, n: int = 2, m: int = 4) -> dict[str, Any
     """What the two launches of a layer are compiled to. The longest loop is that over S."""
     known = {"tokens": 1} if tokens == 1 else {}
     x = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta")
-    constants = multiply_constants(x, n, m)
-    first = compiled(multiply, constants | known, architecture)
-    second = compiled(add_up, add_constants(x, n, m) | known, architecture)
+    of_multiply, of_add_up = constants(x, n, m)
+    first = compiled(multiply, of_multiply | known, architecture)
+    second = compiled(add_up, of_add_up | known, architecture)
     registers, spilled = resources(first)
-    values = constants["ROWS"] * constants["STEP"] * (1 if constants["KERNEL"] == "gather" else 4)
-    brought = values * (2 + constants["BITS"] / 8) / WARPS
+    values = of_multiply["ROWS"] * of_multiply["STEP"] * (1 if of_multiply["KERNEL"] == "gather" else 4)
+    brought = values * (2 + of_multiply["BITS"] / 8) / WARPS
     return {
         "architecture": f"sm_{architecture}", "pattern": f"{n}:{m}", "tokens": tokens,
         "registers": registers, "spilled_bytes": spilled + resources(second)[1],

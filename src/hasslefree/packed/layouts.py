@@ -1,12 +1,19 @@
 """How S is stored: its values, and an index tensor with their positions. Packing and unpacking is exact, bit for bit.
 
 An entry is stored if its bits are not all zero: −0.0 is stored, +0.0 is not. Bits go into bytes from the low end.
+
+Every layout of a matrix S (out, in) has the name and the dtype of its index tensor, and these methods:
+
+    shapes    the shapes of `values` and the index; a PatternError if no S has this number of stored values
+    pack      the values and the index of S; a PatternError if S has more entries than the pattern allows
+    unpack    S, with gradients to the values; the index is not validated
+    validate  raises PatternError if an index of the right shape has contents that `pack` never writes
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,36 +25,6 @@ from hasslefree.errors import PatternError
 
 # Entries that are packed at a time: torch's selections by a mask need 16 bytes an entry.
 CHUNK = 1 << 24
-
-
-class Layout(Protocol):
-    """One way to store a sparse matrix (out, in)."""
-
-    @property
-    def index(self) -> str:
-        """The name of the index tensor."""
-
-    @property
-    def index_dtype(self) -> torch.dtype: ...
-
-    def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of `values` and the index; a PatternError if no S (out, in) has this number of stored values."""
-
-    def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
-        """The values and the index of S (out, in); a PatternError if S has more entries than the pattern allows."""
-
-    def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
-        """S: (out, in). Gradients flow to the values. The index is not validated."""
-
-    def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
-        """Raise PatternError if an index of the right shape has contents that `pack` never writes."""
-
-
-def layout_of(pattern: str) -> Layout:
-    """The layout of a pattern's name, such as "2:4" or "row"."""
-    if semi := parse_pattern(pattern):
-        return PackedGroups(semi.n, semi.m)
-    return Columns() if pattern == "structured" else Bitmask()
 
 
 @dataclass(frozen=True)
@@ -113,7 +90,7 @@ class PackedGroups:
 
     def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
         if self.is_mask or not self.code_bits or 8 % self.code_bits:
-            return values.new_zeros(len(index), width).masked_scatter(self.mask(index, width), values)
+            return values.new_zeros(len(index), width).masked_scatter(self._mask(index, width), values)
         sparse: Tensor = Placed.apply(values, self._places(index, width), (len(index), width))
         return sparse
 
@@ -122,21 +99,24 @@ class PackedGroups:
         codes = 8 // self.code_bits
         dtype = torch.int32 if len(index) * width < 2**31 else torch.int64
         in_byte = torch.arange(codes, dtype=dtype, device=index.device)[:, None] * self.m
-        table = (self._positions(unpack_bits(every_byte(index))) + in_byte).flatten(1)
-        places = look_up(table, index).view(len(index), -1, table.shape[1])
+        table = (self._positions(bits_of_bytes(index.device)) + in_byte).flatten(1)
+        places = look_up_bytes(table, index).view(len(index), -1, table.shape[1])
         places += torch.arange(places.shape[1], dtype=dtype, device=index.device)[:, None] * (codes * self.m)
         places += torch.arange(len(index), dtype=dtype, device=index.device)[:, None, None] * width
         return places.flatten(1)[:, : width // self.m * self.n].flatten()
 
-    def mask(self, index: Tensor, width: int) -> Tensor:
+    def _mask(self, index: Tensor, width: int) -> Tensor:
         """The entries that have a value, bool (out, in)."""
         if self.code_bits == 0:  # nothing is kept, or m = 1 and everything
             return torch.full((len(index), width), self.n > 0, device=index.device)
         if self.is_mask:
             return unpack_bits(index)[:, :width]
-        if 8 % self.code_bits == 0:  # a byte holds whole codes: it is looked up at once
-            return look_up(self._decode(unpack_bits(every_byte(index))), index)[:, :width]
-        return self._decode(unpack_bits(index)[:, : width // self.m * self.code_bits])
+        places = self._positions(unpack_bits(index)[:, : width // self.m * self.code_bits])
+        here = torch.arange(self.m, dtype=places.dtype, device=index.device)
+        mask = places[..., :1] == here
+        for k in range(1, self.n):
+            mask = mask | (places[..., k, None] == here)
+        return mask.flatten(1)
 
     def _positions(self, bits: Tensor) -> Tensor:
         """(rows, codes · bits of a code) → (rows, codes, n)."""
@@ -147,21 +127,12 @@ class PackedGroups:
             places = places | fields[..., bit].to(dtype) << bit
         return places
 
-    def _decode(self, bits: Tensor) -> Tensor:
-        """(rows, codes · bits of a code) → bool (rows, codes · m)."""
-        places = self._positions(bits)
-        here = torch.arange(self.m, dtype=places.dtype, device=bits.device)
-        mask = places[..., :1] == here
-        for k in range(1, self.n):
-            mask = mask | (places[..., k, None] == here)
-        return mask.flatten(1)
-
     def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
         used = width // self.m * self.code_bits
         whole = used // 8 if self.code_bits and 8 % self.code_bits == 0 else 0
         if whole:  # as in `mask`; the rest of the row is at most a byte
-            possible = ~self._impossible(unpack_bits(every_byte(index))).any(1, keepdim=True)
-            if not look_up(possible, index[:, :whole]).all():
+            possible = ~self._impossible(bits_of_bytes(index.device)).any(1, keepdim=True)
+            if not look_up_bytes(possible, index[:, :whole]).all():
                 whole = 0
         for first, rows in row_chunks(index):
             bits = unpack_bits(rows[:, whole:])
@@ -206,8 +177,8 @@ class Bitmask:
     def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
         if width % 8 and len(padded := (index[:, -1] >> width % 8).nonzero()):
             raise PatternError(f"a padding bit at the end of row {int(padded[0])} is not 0")
-        ones = unpack_bits(every_byte(index)).sum(1, keepdim=True, dtype=torch.uint8)
-        if (count := sum(int(look_up(ones, rows).sum()) for _, rows in row_chunks(index))) != nonzeros:
+        ones = bits_of_bytes(index.device).sum(1, keepdim=True, dtype=torch.uint8)
+        if (count := sum(int(look_up_bytes(ones, rows).sum()) for _, rows in row_chunks(index))) != nonzeros:
             raise PatternError(f"the mask marks {count} entries, but {nonzeros} values are stored")
 
 
@@ -238,6 +209,16 @@ class Columns:
             raise PatternError(f"a column index is not between 0 and {width - 1}")
         if (index[1:] <= index[:-1]).any():
             raise PatternError("the column indices are not in ascending order")
+
+
+Layout = PackedGroups | Bitmask | Columns
+
+
+def layout_of(pattern: str) -> Layout:
+    """The layout of a pattern's name, such as "2:4" or "row"."""
+    if semi := parse_pattern(pattern):
+        return PackedGroups(semi.n, semi.m)
+    return Columns() if pattern == "structured" else Bitmask()
 
 
 class Placed(torch.autograd.Function):
@@ -285,16 +266,16 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 def unpack_bits(packed: Tensor) -> Tensor:
     """uint8 (rows, n) → bool (rows, 8n), by looking up whole bytes."""
-    table = every_byte(packed) >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
-    return look_up(table.bool(), packed)
+    return look_up_bytes(bits_of_bytes(packed.device), packed)
 
 
-def every_byte(like: Tensor) -> Tensor:
-    """0 … 255, uint8 (256, 1), on the device of `like`."""
-    return torch.arange(256, dtype=torch.uint8, device=like.device)[:, None]
+def bits_of_bytes(device: torch.device) -> Tensor:
+    """The bits of 0 … 255: bool (256, 8)."""
+    numbers = torch.arange(256, dtype=torch.uint8, device=device)[:, None]
+    return (numbers >> torch.arange(8, dtype=torch.uint8, device=device) & 1).bool()
 
 
-def look_up(table: Tensor, packed: Tensor) -> Tensor:
+def look_up_bytes(table: Tensor, packed: Tensor) -> Tensor:
     """Each byte's row of a table (256, k): uint8 (rows, n) → (rows, n · k)."""
     rows, n = packed.shape
     return table.index_select(0, packed.flatten().int()).view(rows, n * table.shape[1])

@@ -18,17 +18,14 @@ from hasslefree.packed.kernels.backends import (
     HAS_NUMBA,
     HAS_TRITON,
     Case,
-    LayerTensors,
     check_backend,
     choose,
     is_traced,
-    layer_product,
     product,
     takes_layer,
     wants_numba,
 )
-from hasslefree.packed.kernels.ops import Prepared
-from hasslefree.packed.kernels.ops import takes_layer as takes_few
+from hasslefree.packed.kernels.ops import Prepared, takes_few
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import Storage
@@ -170,14 +167,14 @@ class SparseLowRankLinear(nn.Module):
         assert isinstance(layout, PackedGroups)
         if self.spec.pattern == "2:4" and HAS_NUMBA and self.backend in (None, "numba") and not is_traced(x):
             on_cpu = x.device.type == self.values.device.type == "cpu"
-            few = on_cpu and x.shape[-1] == self.in_features and takes_few(x, 2, 4)
+            few = on_cpu and x.shape[-1] == self.in_features and takes_few(x)
             if few and (prepared := self._up_to_date()):
                 return prepared(x)
         backend = choose(self._case(x.numel() // self.in_features, grad=False), self.backend)
         if not takes_layer(backend, x, layout, self.spec.rank):
             return None
-        u, v = self.factors() or self._no_factors()
-        return layer_product(backend, x, LayerTensors(layout, self.values, self.index, [u], v, self.bias))
+        us = [] if self.low_rank_u is None else [self.low_rank_u]
+        return product(backend, x, self.values, self.index, layout, us, self.low_rank_v, self.bias)
 
     def _up_to_date(self) -> Prepared | None:
         """The arrays of the tensors as they are now; None where a tensor is not contiguous."""
@@ -186,17 +183,13 @@ class SparseLowRankLinear(nn.Module):
         if self.prepared is None or self.prepared.key != key:
             if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
                 return None
-            u, v = self.factors() or self._no_factors()
-            self.prepared = Prepared(key, self.values, self.index, u, v, self.bias)
+            self.prepared = Prepared(self.values, self.index, self.low_rank_u, self.low_rank_v, self.bias, key)
         return self.prepared
 
     def _tensors(self) -> list[Tensor | None]:
         """S that is on no grid, u, v and the bias. Python's overhead counts here: no look-up by the module."""
         index, parameters = self._buffers[self.storage.layout.index], self._parameters
         return [parameters["values"], index, *(parameters[name] for name in ("low_rank_u", "low_rank_v", "bias"))]
-
-    def _no_factors(self) -> tuple[Tensor, Tensor]:
-        return self.values.new_empty(self.out_features, 0), self.values.new_empty(0, self.in_features)
 
     @property
     def _pinned(self) -> Tensor | None:

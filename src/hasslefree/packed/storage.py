@@ -21,18 +21,13 @@ from hasslefree.packed.layouts import Layout, layout_of
 
 @dataclass(frozen=True)
 class Storage:
-    """How S of one pattern is stored.
-
-    Args:
-        grid: of a quantised S, or None.
-    """
+    """How S of one pattern is stored. grid: of a quantised S, or None."""
 
     layout: Layout
     grid: Grid | None = None
 
     @classmethod
     def of(cls, pattern: str, grid: Grid | None = None) -> Storage:
-        """Of a pattern's name."""
         return cls(layout_of(pattern), grid)
 
     def dtypes(self) -> dict[str, torch.dtype | None]:
@@ -49,9 +44,9 @@ class Storage:
         if self.grid is None:
             return shapes
         self.grid.check((out, width))
-        values, groups = shapes.pop("values"), self.grid.groups(width)
-        words = {"weight_packed": (*values[:-1], self._words(values[-1])), "weight_scale": (out, groups)}
-        zeros = {} if self.grid.symmetric else {"weight_zero_point": (self._words(out), groups)}
+        values, groups, bits = shapes.pop("values"), self.grid.groups(width), self.grid.bits
+        words = {"weight_packed": (*values[:-1], -(-values[-1] * bits // 32)), "weight_scale": (out, groups)}
+        zeros = {} if self.grid.symmetric else {"weight_zero_point": (-(-out * bits // 32), groups)}
         return {**words, **zeros, **shapes}
 
     def pack(self, sparse: Tensor, quantised: Quantised | None = None) -> tuple[dict[str, Tensor], int]:
@@ -91,9 +86,6 @@ class Storage:
             zero = unpack_codes(tensors["weight_zero_point"].T.contiguous(), self.grid.bits, out).T.short()
         steps = torch.where(steps > 0, steps - 1 - zero.unsqueeze(-1), 0)
         return (steps.to(scale.dtype) * scale.unsqueeze(-1)).view(out, width)
-
-    def _words(self, codes: int) -> int:
-        return 0 if self.grid is None else -(-codes * self.grid.bits // 32)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasslefree.errors import CheckpointError, ServeError
-from hasslefree.packed.kernels.backends import Case, LayerTensors, choose, layer_product, product, takes_layer
+from hasslefree.packed.kernels.backends import Case, choose, product, takes_layer
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.serve.parts import Part, narrowed
 
@@ -32,7 +32,7 @@ def stacked_product(
     backend = choose(Case(x.device.type, x.dtype, layout, len(x), grad=False))
     if takes_layer(backend, x, layout, max(ranks)) and (backend == "triton" or len(outs) == 1):
         us = factors_of(low_rank_u, outs, ranks)
-        return layer_product(backend, x, LayerTensors(layout, values, positions, us, low_rank_v, None))
+        return product(backend, x, values, positions, layout, us, low_rank_v)
     if backend == "numba":
         y = product(backend, x, values, positions, layout)
     else:

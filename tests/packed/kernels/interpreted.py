@@ -96,7 +96,7 @@ def tensors_at_any_address():
     x = inputs(1, 33, torch.float16)[:, 1:]
     assert x.is_contiguous()
     assert x.data_ptr() % 8
-    assert triton.launch.aligned(x).data_ptr() % 8 == 0
+    assert triton.aligned(x).data_ptr() % 8 == 0
     [y] = decoded(x, [sparse_alone(s)])
     assert_close(y, x, *sparse_alone(s))
 

@@ -128,10 +128,10 @@ def test_a_whole_layer_in_one_call(pattern, out, groups, rank, tokens, wide, dty
     s = reference.sparse(out, groups, *pattern, dtype, seed)
     u, v = inputs(out, rank, dtype, seed + 1), inputs(rank, s.shape[1], dtype, seed + 2)
     x = inputs(tokens, s.shape[1], dtype, seed)
-    assert ops.takes_layer(x, *pattern)
+    assert ops.takes_few(x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "WIDE", cpu.WIDE and wide)
-        y = ops.layer_product(x, *reference.pack_groups(s, *pattern), *pattern, u, v, None)
+        y = ops.groups_product(x, *reference.pack_groups(s, *pattern), *pattern, u, v, None)
     assert y.dtype == dtype
     expected = x.double() @ (s.double() + u.double() @ v.double()).T
     scale = x.double().abs() @ (s.double().abs() + u.double().abs() @ v.double().abs()).T

@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ def _has_triton() -> bool:
 # Looked up once: torch.compile cannot trace the search.
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 HAS_TRITON = _has_triton()
-TRITON_TOKENS = 16
 NO_CODES = "S is stored as quantised codes, for which there is no kernel; use dense or unpacked"
 NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
 
@@ -51,11 +50,6 @@ class Case:
     grad: bool
     quantised: bool = False
 
-    @property
-    def groups(self) -> tuple[int, int] | None:
-        """N and M; None for other layouts."""
-        return (self.layout.n, self.layout.m) if isinstance(self.layout, PackedGroups) else None
-
 
 def choose(case: Case, backend: str | None = None) -> str:
     """The name of the backend: the requested one, or by the rule of docs/howto/run.md.
@@ -71,7 +65,7 @@ def choose(case: Case, backend: str | None = None) -> str:
     check_backend(backend)
     if obstacle := BACKENDS[backend](case):
         raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
-    return "dense" if backend == "triton" and case.tokens > TRITON_TOKENS else backend
+    return "dense" if backend == "triton" and case.tokens > ops.TRITON_TOKENS else backend
 
 
 def check_backend(name: str) -> None:
@@ -81,7 +75,7 @@ def check_backend(name: str) -> None:
 
 def _automatic(case: Case) -> str:
     if case.device == "cuda" and not case.grad:
-        return "triton" if case.tokens <= TRITON_TOKENS and _triton(case) is None else "unpacked"
+        return "triton" if case.tokens <= ops.TRITON_TOKENS and _triton(case) is None else "unpacked"
     return "dense" if _numba(case) else "numba"
 
 
@@ -90,15 +84,24 @@ def wants_numba(case: Case) -> bool:
     return not HAS_NUMBA and case.device == "cpu" and not isinstance(case.layout, Columns) and not case.quantised
 
 
-def product(backend: str, x: Tensor, values: Tensor, index: Tensor, layout: Any) -> Tensor:
-    """x Sᵀ, by `numba` or `triton`. x: (..., in) → (..., out); values and index as `layout` stores S."""
-    if backend == "triton":
-        u, v = values.new_empty(len(values), 0), values.new_empty(0, x.shape[-1])
-        return layer_product(backend, x, LayerTensors(layout, values, index, [u], v, None))
+def product(
+    backend: str, x: Tensor, values: Tensor, index: Tensor, layout: Any,
+    us: Sequence[Tensor] = (), v: Tensor | None = None, bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x Sᵀ, or where `takes_layer` x Sᵀ + x vᵀ uᵀ + b, by `numba` or `triton`: (..., in) → (..., out).
+
+    Args:
+        values, index: S as `layout` stores it. us: [(out, r)], and v: (r, in); without them there is no bias either.
+            For `triton`, several layers may be stacked by rows: S, v, the bias, and u of each.
+    """
     flat, traced = x.reshape(-1, x.shape[-1]), is_traced(x)
-    if isinstance(layout, PackedGroups):
+    if backend == "triton":
+        us = us or [values.new_empty(len(values), 0)]
+        v = values.new_empty(0, x.shape[-1]) if v is None else v
+        y = ops.decode_cuda(flat, values, index, us, v, bias, layout.n, layout.m)
+    elif isinstance(layout, PackedGroups):
         groups = ops.linear_groups if traced else ops.groups_product
-        y = groups(flat, values, index, layout.n, layout.m)
+        y = groups(flat, values, index, layout.n, layout.m, us[0] if us else None, v, bias)
     else:
         y = (ops.linear_mask if traced else ops.mask_product)(flat, values, index)
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -109,35 +112,9 @@ def is_traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
-class LayerTensors(NamedTuple):
-    """What is multiplied: S as its layout stores it, u: [(out, r)], v: (r, in), and the bias: (out,) or None.
-
-    For `triton`, several layers may be stacked by rows: S, v, the bias, and u of each.
-    """
-
-    layout: PackedGroups
-    values: Tensor
-    positions: Tensor
-    us: Sequence[Tensor]
-    v: Tensor
-    bias: Tensor | None
-
-
 def takes_layer(backend: str, x: Tensor, layout: PackedGroups, rank: int) -> bool:
     """Whether the backend that `choose` named computes a whole layer in one call, for inputs (..., in)."""
-    return backend == "triton" or (backend == "numba" and rank > 0 and ops.takes_layer(x, layout.n, layout.m))
-
-
-def layer_product(backend: str, x: Tensor, layer: LayerTensors) -> Tensor:
-    """x Sᵀ + x vᵀ uᵀ + b where `takes_layer`. x: (..., in) → (..., out)."""
-    layout, *tensors = layer
-    flat, groups = x.reshape(-1, x.shape[-1]), (layout.n, layout.m)
-    if backend == "triton":
-        y = ops.decode_cuda(flat, *tensors, *groups)
-    else:
-        whole = ops.linear_layer if is_traced(x) else ops.layer_product
-        y = whole(flat, layer.values, layer.positions, *groups, layer.us[0], layer.v, layer.bias)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    return backend == "triton" or (backend == "numba" and rank > 0 and not layout.is_mask and ops.takes_few(x))
 
 
 def _numba(case: Case) -> str | None:
@@ -165,8 +142,7 @@ def _triton(case: Case) -> str | None:
         return f"it runs on CUDA, and the layer is on {case.device}; use numba or dense"
     if case.grad:
         return NO_GRADIENTS
-    bits = ops.position_bits(*case.groups) if case.groups else None
-    if bits is None or bits > 8:
+    if not isinstance(case.layout, PackedGroups) or case.layout.is_mask or case.layout.position_bits > 8:
         return "it reads N:M stored as positions of at most 8 bits, such as 2:4; use dense"
     return None
 

@@ -16,7 +16,6 @@ however wrong, reaches outside a row.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
@@ -49,11 +48,6 @@ rows_in_parallel = njit(nogil=True, error_model="numpy", parallel=True, cache=Tr
 sums_in_parallel = njit(nogil=True, error_model="numpy", parallel=True, cache=True, fastmath=SUMS)
 
 
-def use_threads(count: int) -> None:
-    """Kernels called from this thread run on `count` threads, or on as many as Numba has."""
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
-
-
 @intrinsic
 def popcount(typing, bits):
     """The number of set bits of an unsigned integer."""
@@ -75,12 +69,12 @@ def _widen(value):
     return lambda value: u32(u32(value) << u32(16)).view(np.float32)
 
 
-def narrow(y, t, o, value):
+def store_rounded(y, t, o, value):
     """y[t, o] = a float32, rounded to the nearest, and to the even one of two."""
 
 
-@overload(narrow, inline="always")
-def _narrow(y, t, o, value):
+@overload(store_rounded, inline="always")
+def _store_rounded(y, t, o, value):
     if isinstance(y.dtype, types.Float):
 
         def store(y, t, o, value):
@@ -117,13 +111,9 @@ class Sums(types.Type):
         super().__init__(f"Sums({rows}, {tokens})")
 
 
-ONE, BLOCK = Sums(1, 1), Sums(4, 4)
-
-
-@register_model(Sums)
-class SumsModel(models.PrimitiveModel):
-    def __init__(self, manager, kind):
-        super().__init__(manager, kind, ir.ArrayType(FLOATS, kind.rows * kind.tokens))
+register_model(Sums)(
+    lambda manager, kind: models.PrimitiveModel(manager, kind, ir.ArrayType(FLOATS, kind.rows * kind.tokens))
+)
 
 
 def address(context, builder, kind, array, at, to):
@@ -143,18 +133,15 @@ def native(builder, name, result, arguments):
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-def zeros(kind):
-    @intrinsic
-    def empty(typing):
-        def generate(context, builder, signature, arguments):
-            return ir.Constant(context.get_value_type(kind), None)
+@intrinsic(prefer_literal=True)
+def zeros(typing, rows, tokens):
+    """Sums of so many rows and tokens, both literal."""
+    kind = Sums(rows.literal_value, tokens.literal_value)
 
-        return kind(), generate
+    def generate(context, builder, signature, arguments):
+        return ir.Constant(context.get_value_type(kind), None)
 
-    return empty
-
-
-one_zeros, block_zeros = zeros(ONE), zeros(BLOCK)
+    return kind(rows, tokens), generate
 
 
 @intrinsic
@@ -328,15 +315,15 @@ def expand_mask(values, start, mask, row, wide):
 
 @njit(nogil=True, error_model="numpy", fastmath=SUMS)
 def dot(row, x):
-    """Σ row·x of an expanded row: (in,) and (in,) float32."""
+    """Σ row·x of two rows (in,), each float32 or the bits of bfloat16."""
     total = np.float32(0)
     for j in range(row.shape[0]):
-        total += widen(row[j]) * x[j]
+        total += widen(row[j]) * widen(x[j])
     return total
 
 
 @sums_in_parallel
-def add_low_rank(x, v, u, hidden, y):
+def add_factors(x, v, u, hidden, y):
     """y += x vᵀ uᵀ. x: (tokens, in) float32; v: (r, in); u: (out, r); hidden: room for x vᵀ; y: (tokens, out)."""
     for k in prange(v.shape[0]):
         for t in range(x.shape[0]):
@@ -410,7 +397,7 @@ def dot_groups(values, codes, x, first):
 @row_function
 def dot_one(values, codes, o, x, t, y, spans):
     """One row and one token; the values are prefetched earlier than the processor would."""
-    sums, step = one_zeros(), u64(64 // values.itemsize)
+    sums, step = zeros(1, 1), u64(64 // values.itemsize)
     for span in range(spans):
         prefetch(values[o], step * span, AHEAD)
         if span % u64(16) == 0:
@@ -423,7 +410,7 @@ def dot_one(values, codes, o, x, t, y, spans):
 def dot_block(values, codes, o, x, t, y, spans):
     """Four rows and four tokens, which share their reads; the next four rows are prefetched."""
     step = u64(64 // values.itemsize)
-    sums, ahead = block_zeros(), 4 * values.shape[1] * values.itemsize if t == 0 else 0
+    sums, ahead = zeros(4, 4), 4 * values.shape[1] * values.itemsize if t == 0 else 0
     for span in range(spans):
         if ahead:
             for i in range(u64(4)):
@@ -449,27 +436,18 @@ def rows_2_4(values, positions, x, sums, chunk, spans, span):
 
 
 @sums_in_parallel
-def dot_2_4(values, positions, x, y, wide):
-    """y = x Sᵀ. values: (out, in/2); positions: (out, ⌈in/8⌉); x: (tokens, in), of their dtype; y: (tokens, out)."""
-    span = 128 // x.itemsize  # inputs: two registers
-    spans = u64(x.shape[1] // span if wide else 0)
-    for chunk in prange((values.shape[0] + 3) // 4):
-        rows_2_4(values, positions, x, y, chunk, spans, span)
-
-
-@sums_in_parallel
 def layer_2_4(values, positions, u, v, bias, x, y, wide):
     """y = x (S + u v)ᵀ + bias, summed in float32 and rounded once.
 
-    values, positions, x: as for `dot_2_4`. u: (out, r); v: (r, in); bias: (out,), or (0,) for none; y: (tokens, out).
-    All but the positions are float32, or the bits of bfloat16.
+    values: (out, in/2); positions: (out, ⌈in/8⌉); u: (out, r); v: (r, in); bias: (out,), or (0,) for none; x: (tokens,
+    in); y: (tokens, out). All but the positions are float32, or the bits of bfloat16.
     """
-    span = 128 // x.itemsize
+    span = 128 // x.itemsize  # inputs: two registers
     spans = u64(x.shape[1] // span if wide else 0)
     sums, hidden = np.empty(y.shape, np.float32), np.empty((x.shape[0], v.shape[0]), np.float32)
     for k in prange(v.shape[0]):
         for t in range(x.shape[0]):
-            hidden[t, k] = dot_both(v[k], x[t])
+            hidden[t, k] = dot(v[k], x[t])
     for chunk in prange((values.shape[0] + 3) // 4):
         rows_2_4(values, positions, x, sums, chunk, spans, span)
         for o in range(4 * chunk, min(4 * chunk + 4, y.shape[1])):
@@ -477,16 +455,7 @@ def layer_2_4(values, positions, u, v, bias, x, y, wide):
                 total = sums[t, o] + dot(u[o], hidden[t])
                 if bias.shape[0]:
                     total += widen(bias[o])
-                narrow(y, t, o, total)
-
-
-@njit(nogil=True, error_model="numpy", fastmath=SUMS)
-def dot_both(row, x):
-    """Σ row·x of two rows (in,), each float32 or the bits of bfloat16."""
-    total = np.float32(0)
-    for j in range(row.shape[0]):
-        total += widen(row[j]) * widen(x[j])
-    return total
+                store_rounded(y, t, o, total)
 
 
 @row_function
@@ -588,4 +557,4 @@ def dot_tables_2_4(values, positions, x, y, memory):
             for block in range(first, last, u64(LANES)):  # by blocks, whose outputs for a token share a cache line
                 for t in range(start, min(start + u64(TOKENS), tokens)):
                     for o in range(block, min(block + u64(LANES), last)):
-                        narrow(y, t, o, sums[o - first, t - start])
+                        store_rounded(y, t, o, sums[o - first, t - start])

@@ -10,6 +10,7 @@ uses the dense backend for such calls.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +30,10 @@ DIRECT_2_4 = {torch.float32: math.inf, torch.bfloat16: 33}
 DIRECT_2_4_TILES = {torch.float32: math.inf, torch.bfloat16: 13}  # where dense products are of tiles, as on AMX
 DIRECT_2_4_SCALAR = {torch.float32: 2, torch.bfloat16: 2}
 DIRECT = {torch.float32: 6, torch.bfloat16: 6}
-# Tokens for which a layer's products, sparse and low-rank, are one call.
+# Tokens for which a layer's products, sparse and low-rank, are one call: several cost more than the products.
 FEW = 4
+# Tokens that the kernels of Triton take, at most.
+TRITON_TOKENS = 16
 # Tokens that run through the packed rows of 2:4 together: their inputs stay in the second level of the cache.
 TOGETHER = 32
 # A tile that stays in the cache, and the rows that a product needs to be fast.
@@ -40,35 +43,48 @@ MOST_ROWS = 1024
 _KEPT = threading.local()
 # Kept here because vLLM replaces torch's function, in its workers, by one that does nothing.
 set_torch_threads = torch.set_num_threads
-Unpack = Callable[[int, int, Any], None]
 
 
-def position_bits(n: int, m: int) -> int | None:
-    """Bits of one position where N:M is stored as positions; None where it is stored as the mask of the group."""
-    layout = PackedGroups(n, m)
-    return None if layout.is_mask else layout.position_bits
-
-
-def groups_product(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
-    """x Sᵀ for S with the pattern N:M.
+def groups_product(
+    x: Tensor, values: Tensor, positions: Tensor, n: int, m: int,
+    u: Tensor | None = None, v: Tensor | None = None, bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x Sᵀ for S with the pattern N:M, or where `takes_few` the whole layer x Sᵀ + x vᵀ uᵀ + b.
 
     Args:
         x: (tokens, in). values: (out, in/M·N), of x's dtype. positions: (out, bytes), uint8: the codes of the groups.
+        u: (out, r) and v: (r, in), of x's dtype. bias: (out,), only with factors.
 
     Returns:
-        (tokens, out), in x's dtype.
+        (tokens, out), in x's dtype; sums are float32.
     """
     _check_groups(x, values, positions, n, m)
-    bits = position_bits(n, m)
-    if bits is None:
+    layout, kernels = PackedGroups(n, m), numba_kernels()
+    if layout.is_mask:
         return mask_product(x, values.reshape(-1), positions)
-    if len(x) < _direct(n, m).get(x.dtype, 0):
-        return _direct_sums(x, values, positions, n, m).to(x.dtype)
-    kernels = numba_kernels()
-    blocks = kernels.WIDE and x.dtype == torch.bfloat16 and x.shape[1] % (4 * kernels.GROUPS) == 0
-    if (n, m) == (2, 4) and blocks and not multiplies_tiles():
+    values, codes, bits = values.contiguous(), positions.numpy(), layout.position_bits
+    if v is not None or len(x) < _direct(n, m).get(x.dtype, 0):
+        if (n, m) == (2, 4):
+            return _direct_2_4(x, values, positions, u, v, bias)
+        inputs, y = x.float().contiguous().numpy(), torch.empty(len(x), len(values))
+        kernels.dot_positions(as_numpy(values).reshape(-1), codes, n, m, bits, inputs, y.numpy())
+        if u is not None and v is not None:
+            factors, hidden = (as_numpy(factor.contiguous()) for factor in (v, u)), torch.empty(len(x), len(v))
+            kernels.add_factors(inputs, *factors, hidden.numpy(), y.numpy())
+        rounded = y.to(x.dtype)
+        return rounded if bias is None else rounded + bias
+    wide = (n, m) == (2, 4) and kernels.WIDE
+    if wide and x.dtype == torch.bfloat16 and x.shape[1] % (4 * kernels.GROUPS) == 0 and not multiplies_tiles():
         return _by_tables(x, values, positions)
-    return _by_tiles(x, len(values), _groups_unpacker(values, positions, n, m, bits))
+    stored = _bits(values)
+
+    def unpack(a: int, b: int, rows: Any) -> None:
+        if wide:
+            kernels.unpack_2_4(stored[a:b].reshape(-1), codes[a:b], rows, wide)
+        else:
+            kernels.unpack_positions(stored[a:b].reshape(-1), codes[a:b], n, m, bits, rows)
+
+    return _by_tiles(x, len(values), unpack)
 
 
 def _direct(n: int, m: int) -> Mapping[torch.dtype, float]:
@@ -79,52 +95,31 @@ def _direct(n: int, m: int) -> Mapping[torch.dtype, float]:
     return DIRECT_2_4_TILES if multiplies_tiles() else DIRECT_2_4
 
 
-def layer_product(
-    x: Tensor, values: Tensor, positions: Tensor, n: int, m: int, u: Tensor, v: Tensor, bias: Tensor | None
-) -> Tensor:
-    """x Sᵀ + x vᵀ uᵀ + b for S with the pattern N:M and at most `FEW` tokens: three calls cost more than the products.
-
-    Args:
-        x, values, positions: as for `groups_product`. u: (out, r) and v: (r, in), of x's dtype. bias: (out,) or None.
-
-    Returns:
-        (tokens, out), in x's dtype; sums are float32.
-    """
-    _check_groups(x, values, positions, n, m)
-    if (n, m) == (2, 4):
-        values, positions, u, v = (tensor.contiguous() for tensor in (values, positions, u, v))
-        return Prepared((), values, positions, u, v, None if bias is None else bias.contiguous())(x)
-    direct = len(x) < _direct(n, m).get(x.dtype, 0)
-    y = _direct_sums(x, values, positions, n, m) if direct else groups_product(x, values, positions, n, m).float()
-    inputs, hidden = x.float().contiguous().numpy(), torch.empty(len(x), len(v))
-    factors = (numbers_of(factor.contiguous()) for factor in (v, u))
-    numba_kernels().add_low_rank(inputs, *factors, hidden.numpy(), y.numpy())
-    rounded = y.to(x.dtype)
-    return rounded if bias is None else rounded + bias
-
-
 class Prepared:
-    """`layer_product` for 2:4 with the arrays of a layer ready for Numba, for any leading dimensions of x.
+    """`groups_product` for a whole layer of 2:4, with arrays that are ready for Numba, and any leading dimensions of x.
 
     For few tokens the product is so short that Python's overhead counts. The arrays share the memory of the tensors:
     changes in place take effect here.
 
     Args:
-        key: of the tensors, by which the caller recognises that they were replaced.
         values, positions, u, v, bias: contiguous; all but the positions in one dtype, float32 or bfloat16.
+        key: of the tensors, by which the caller recognises that they were replaced.
     """
 
     def __init__(
-        self, key: tuple[int, ...], values: Tensor, positions: Tensor, u: Tensor, v: Tensor, bias: Tensor | None
-    ):
+        self, values: Tensor, positions: Tensor, u: Tensor | None, v: Tensor | None, bias: Tensor | None,
+        key: tuple[int, ...] = (),
+    ):  # fmt: skip
         self.key, self.out = key, len(values)
-        numbers = [numbers_of(each) for each in (u, v, values.new_empty(0) if bias is None else bias)]
-        self.arrays = (numbers_of(values), positions.numpy(), *numbers)
+        u = values.new_empty(self.out, 0) if u is None else u
+        v = values.new_empty(0, 2 * values.shape[1]) if v is None else v
+        bias = values.new_empty(0) if bias is None else bias
+        self.arrays = (as_numpy(values), positions.numpy(), *map(as_numpy, (u, v, bias)))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (..., in) → (..., out)."""
         y = torch.empty(*x.shape[:-1], self.out, dtype=x.dtype)
-        arrays = (numbers_of(each).reshape(-1, each.shape[-1]) for each in (x.contiguous(), y))
+        arrays = (as_numpy(tensor).reshape(-1, tensor.shape[-1]) for tensor in (x.contiguous(), y))
         kernels = numba_kernels()
         kernels.layer_2_4(*self.arrays, *arrays, kernels.WIDE)
         return y
@@ -134,10 +129,9 @@ class Prepared:
         return type(None), ()
 
 
-def takes_layer(x: Tensor, n: int, m: int) -> bool:
-    """Whether `layer_product` supports these inputs (..., in) and this pattern."""
-    few = x.numel() <= FEW * x.shape[-1] and x.dtype in (torch.float32, torch.bfloat16)
-    return few and position_bits(n, m) is not None
+def takes_few(x: Tensor) -> bool:
+    """Whether a whole layer is one call for these inputs (..., in)."""
+    return x.numel() <= FEW * x.shape[-1] and x.dtype in (torch.float32, torch.bfloat16)
 
 
 def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -155,16 +149,23 @@ def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
             f"the mask must have {math.ceil(x.shape[1] / 8)} bytes per row for inputs of width {x.shape[1]}, got "
             f"{mask.shape[1]}"
         )
-    starts, kernels, flat, mask_array = _starts(mask, values), numba_kernels(), values.contiguous(), mask.numpy()
+    kernels, flat, rows_of_mask = numba_kernels(), values.contiguous(), mask.numpy()
+    counts = torch.empty(len(mask), dtype=torch.int64)
+    kernels.count_rows(rows_of_mask, counts.numpy())
+    if (marked := int(counts.sum())) != values.numel():
+        raise PatternError(
+            f"the mask marks {marked} entries, but there are {values.numel()} values; load the model again"
+        )
+    starts = (counts.cumsum(0) - counts).numpy()
     if len(x) < DIRECT.get(x.dtype, 0):
         y = torch.empty(len(x), len(mask))
         inputs = x.float().contiguous().numpy()
-        kernels.dot_mask(numbers_of(flat), starts, mask_array, inputs, y.numpy(), kernels.WIDE)
+        kernels.dot_mask(as_numpy(flat), starts, rows_of_mask, inputs, y.numpy(), kernels.WIDE)
         return y.to(x.dtype)
-    array = _bits(flat)
+    stored = _bits(flat)
 
     def unpack(a: int, b: int, rows: Any) -> None:
-        kernels.unpack_mask(array, starts[a:b], mask_array[a:b], rows, kernels.WIDE)
+        kernels.unpack_mask(stored, starts[a:b], rows_of_mask[a:b], rows, kernels.WIDE)
 
     return _by_tiles(x, len(mask), unpack)
 
@@ -184,40 +185,27 @@ def decode_cuda(
     """
     from hasslefree.packed.kernels import triton
 
-    if position_bits(n, m) is None:
+    if PackedGroups(n, m).is_mask:
         raise KernelError(f"the backend triton does not support pattern {n}:{m}, which is stored as masks; use dense")
-    if len(x) > triton.MOST_TOKENS:
-        raise KernelError(f"the backend triton takes {triton.MOST_TOKENS} tokens at most, got {len(x)}; use dense")
+    if len(x) > TRITON_TOKENS:
+        raise KernelError(f"the backend triton takes {TRITON_TOKENS} tokens at most, got {len(x)}; use dense")
     _check_groups(x, values, positions, n, m)
     _check_factors(x, len(values), us, v, bias)
     return triton.decode(x, values, positions, us, v, bias, n, m)
 
 
-def _operator(name: str, product: Callable[..., Tensor]) -> Any:
-    return torch.library.custom_op(f"hasslefree::{name}", product, mutates_args=(), device_types="cpu")
-
-
-linear_groups = _operator("linear_groups", groups_product)
-linear_layer = _operator("linear_layer", layer_product)
-linear_mask = _operator("linear_mask", mask_product)
-for operator in (linear_groups, linear_layer, linear_mask, decode_cuda):
+as_operator = functools.partial(torch.library.custom_op, mutates_args=(), device_types="cpu")
+linear_groups = as_operator("hasslefree::linear_groups", groups_product)
+linear_mask = as_operator("hasslefree::linear_mask", mask_product)
+for operator in (linear_groups, linear_mask, decode_cuda):
     operator.register_fake(lambda x, values, index, *_: x.new_empty(x.shape[0], index.shape[0]))
 
 
-def _direct_sums(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> Tensor:
-    """x Sᵀ from the packed rows, in float32: (tokens, out)."""
-    kernels, numbers = numba_kernels(), numbers_of(values.contiguous())
-    y, codes = torch.empty(len(x), len(values)), positions.numpy()
-    if (n, m) != (2, 4):
-        array = x.float().contiguous().numpy()
-        kernels.dot_positions(numbers.reshape(-1), codes, n, m, position_bits(n, m), array, y.numpy())
-        return y
-    array = numbers_of(x.contiguous())
-    for start in range(0, len(x), TOGETHER):
-        kernels.dot_2_4(
-            numbers, codes, array[start : start + TOGETHER], y[start : start + TOGETHER].numpy(), kernels.WIDE
-        )
-    return y
+def _direct_2_4(x: Tensor, *tensors: Tensor | None) -> Tensor:
+    """x (S + u v)ᵀ + b from the packed rows of 2:4. tensors: as for `Prepared`, of any strides."""
+    contiguous = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+    product = Prepared(*contiguous)  # type: ignore[arg-type]
+    return product(x) if len(x) <= TOGETHER else torch.cat([product(part) for part in x.split(TOGETHER)])
 
 
 def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
@@ -227,30 +215,17 @@ def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     y = x.new_empty(tokens, out)
     if 0 < left < DIRECT_2_4[x.dtype]:
         tokens -= left
-        y[tokens:] = _direct_sums(x[tokens:], values, positions, 2, 4)
+        y[tokens:] = _direct_2_4(x[tokens:], values, positions, None, None, None)
     missing = -tokens % kernels.TOKENS
     inputs = F.pad(x[:tokens], (0, 0, 0, missing)) if missing else x[:tokens].contiguous()
     height = min(out, MOST_ROWS, max(kernels.TOKENS, -(-out * len(inputs) // (parts * kernels.TOKENS))))
     shape = parts, kernels.TABLE_ROWS + height, kernels.TOKENS
     memory = _workspace(4 * math.prod(shape)).view(torch.float32).view(shape).numpy()
-    arrays = _bits(values.contiguous()), positions.numpy(), _bits(inputs)
-    kernels.dot_tables_2_4(*arrays, _bits(y[:tokens]), memory)
+    kernels.dot_tables_2_4(_bits(values), positions.numpy(), _bits(inputs), _bits(y[:tokens]), memory)
     return y
 
 
-def _groups_unpacker(values: Tensor, positions: Tensor, n: int, m: int, bits: int) -> Unpack:
-    kernels, array, codes = numba_kernels(), _bits(values.contiguous()), positions.numpy()
-
-    def unpack(a: int, b: int, rows: Any) -> None:
-        if (n, m) == (2, 4) and kernels.WIDE:
-            kernels.unpack_2_4(array[a:b].reshape(-1), codes[a:b], rows, kernels.WIDE)
-        else:
-            kernels.unpack_positions(array[a:b].reshape(-1), codes[a:b], n, m, bits, rows)
-
-    return unpack
-
-
-def _by_tiles(x: Tensor, out: int, unpack: Unpack) -> Tensor:
+def _by_tiles(x: Tensor, out: int, unpack: Callable[[int, int, Any], None]) -> Tensor:
     """x Sᵀ. unpack(a, b, rows): the bits of rows a … b − 1 of S into an array (b − a, in)."""
     height = min(out, max(LEAST_ROWS, TILE_BYTES // max(1, x.shape[1] * x.itemsize)))
     tile = _workspace(height * x.shape[1] * x.itemsize).view(x.dtype).view(height, x.shape[1])
@@ -276,10 +251,12 @@ def _workspace(size: int) -> Tensor:
 
 def numba_kernels() -> Any:
     """The module of Numba's kernels, set to torch's number of threads."""
+    import numba
+
     from hasslefree.packed.kernels import cpu
 
     count = torch.get_num_threads()
-    cpu.use_threads(count)
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
     if torch.get_num_threads() != count:  # Numba's first start sets the number of OpenMP threads, which torch shares
         set_torch_threads(count)
     return cpu
@@ -290,22 +267,9 @@ def _bits(tensor: Tensor) -> Any:
     return tensor.detach().view({2: torch.uint16, 4: torch.uint32}[tensor.itemsize]).numpy()
 
 
-def numbers_of(tensor: Tensor) -> Any:
+def as_numpy(tensor: Tensor) -> Any:
     """The memory of a contiguous tensor as a NumPy array: float32, or the bits of bfloat16."""
     return _bits(tensor) if tensor.dtype == torch.bfloat16 else tensor.detach().numpy()
-
-
-def _starts(mask: Tensor, values: Tensor) -> Any:
-    """Where the values of each row begin: (out,) int64; the counts of the mask must add up to the values."""
-    counts = torch.empty(len(mask), dtype=torch.int64)
-    numba_kernels().count_rows(mask.numpy(), counts.numpy())
-    ends = counts.cumsum(0)
-    marked = int(ends[-1]) if len(ends) else 0
-    if marked != values.numel():
-        raise PatternError(
-            f"the mask marks {marked} entries, but there are {values.numel()} values; load the model again"
-        )
-    return (ends - counts).numpy()
 
 
 def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> None:
@@ -314,8 +278,8 @@ def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) 
     _check_dtypes(x, values, positions)
     if width % m or (values.shape, positions.shape) != wanted:
         raise ShapeError(
-            f"pattern {n}:{m} and inputs of width {width} need a width divisible by {m}, values of shape {wanted[0]} and "
-            f"positions of shape {wanted[1]}; got values of shape {tuple(values.shape)} and positions of shape "
+            f"pattern {n}:{m} and inputs of width {width} need a width divisible by {m}, values of shape {wanted[0]} "
+            f"and positions of shape {wanted[1]}; got values of shape {tuple(values.shape)} and positions of shape "
             f"{tuple(positions.shape)}"
         )
 
