@@ -167,24 +167,19 @@ class SparseLowRankLinear(nn.Module):
         assert isinstance(layout, PackedGroups)
         if self.spec.pattern == "2:4" and HAS_NUMBA and self.backend in (None, "numba") and not is_traced(x):
             on_cpu = x.device.type == self.values.device.type == "cpu"
-            few = on_cpu and x.shape[-1] == self.in_features and takes_few(x)
-            if few and (prepared := self._up_to_date()):
-                return prepared(x)
+            if on_cpu and x.shape[-1] == self.in_features and takes_few(x):
+                tensors = self._tensors()
+                key = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+                current = self.prepared is not None and self.prepared.key == key
+                if not current and all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+                    self.prepared = Prepared(self.values, self.index, self.low_rank_u, self.low_rank_v, self.bias, key)
+                if self.prepared is not None and self.prepared.key == key:
+                    return self.prepared(x)
         backend = choose(self._case(x.numel() // self.in_features, grad=False), self.backend)
         if not takes_layer(backend, x, layout, self.spec.rank):
             return None
         us = [] if self.low_rank_u is None else [self.low_rank_u]
         return product(backend, x, self.values, self.index, layout, us, self.low_rank_v, self.bias)
-
-    def _up_to_date(self) -> Prepared | None:
-        """The arrays of the tensors as they are now; None where a tensor is not contiguous."""
-        tensors = self._tensors()
-        key = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        if self.prepared is None or self.prepared.key != key:
-            if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
-                return None
-            self.prepared = Prepared(self.values, self.index, self.low_rank_u, self.low_rank_v, self.bias, key)
-        return self.prepared
 
     def _tensors(self) -> list[Tensor | None]:
         """S that is on no grid, u, v and the bias. Python's overhead counts here: no look-up by the module."""

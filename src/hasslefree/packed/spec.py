@@ -79,7 +79,7 @@ class LayerSpec:
 
     def bytes(self, dtype: torch.dtype) -> int:
         """The size of those tensors in a model of this dtype."""
-        return sum(math.prod(shape) * (own or dtype).itemsize for shape, own in self.tensors().values())
+        return sum(math.prod(shape) * (stored or dtype).itemsize for shape, stored in self.tensors().values())
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
         """The size of the weight before."""

@@ -36,12 +36,7 @@ NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
 
 @dataclass(frozen=True)
 class Case:
-    """The properties of a product by which its backend is chosen.
-
-    Args:
-        device: "cpu" or "cuda". tokens: the rows of x. grad: whether a gradient of x or of the values is needed.
-        quantised: whether S is stored as quantised codes.
-    """
+    """What decides the backend of a product. tokens: the rows of x. grad: whether x or the values need a gradient."""
 
     device: str
     dtype: torch.dtype
@@ -61,7 +56,9 @@ def choose(case: Case, backend: str | None = None) -> str:
         UnknownNameError: no such backend. KernelError: the requested backend is not possible, and why.
     """
     if backend is None:
-        return _automatic(case)
+        if case.device == "cuda" and not case.grad:
+            return "triton" if case.tokens <= ops.TRITON_TOKENS and _triton(case) is None else "unpacked"
+        return "dense" if _numba(case) else "numba"
     check_backend(backend)
     if obstacle := BACKENDS[backend](case):
         raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
@@ -71,12 +68,6 @@ def choose(case: Case, backend: str | None = None) -> str:
 def check_backend(name: str) -> None:
     if name not in BACKENDS:
         raise UnknownNameError("backend", name, BACKENDS)
-
-
-def _automatic(case: Case) -> str:
-    if case.device == "cuda" and not case.grad:
-        return "triton" if case.tokens <= ops.TRITON_TOKENS and _triton(case) is None else "unpacked"
-    return "dense" if _numba(case) else "numba"
 
 
 def wants_numba(case: Case) -> bool:
@@ -90,9 +81,7 @@ def product(
 ) -> Tensor:  # fmt: skip
     """x Sᵀ, or where `takes_layer` x Sᵀ + x vᵀ uᵀ + b, by `numba` or `triton`: (..., in) → (..., out).
 
-    Args:
-        values, index: S as `layout` stores it. us: [(out, r)], and v: (r, in); without them there is no bias either.
-            For `triton`, several layers may be stacked by rows: S, v, the bias, and u of each.
+    us: [(out, r)]; v: (r, in). For `triton`, several layers may be stacked by rows: S, v, the bias, and u of each.
     """
     flat, traced = x.reshape(-1, x.shape[-1]), is_traced(x)
     if backend == "triton":

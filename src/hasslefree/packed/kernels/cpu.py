@@ -272,11 +272,12 @@ def prefetch(typing, row, at, ahead):
 
 
 @row_function
-def expand_positions(values, start, codes, window, n, m, bits, row):
-    """One row of N:M from its positions. values: flat, the row's from `start`; codes: bytes; window: scratch for them.
+def expand_positions(values, start, codes, n, m, bits, row):
+    """One row of N:M from its positions. values: flat, the row's from `start`; codes: bytes.
 
     Unsigned indices, for Numba tests signed ones for being negative.
     """
+    window = np.zeros(codes.shape[0] + WINDOW, u8)
     window[: codes.shape[0]] = codes
     row[:] = 0
     k, bit, mask, last = u64(start), u64(0), u64((1 << bits) - 1), u64(m - 1)
@@ -338,8 +339,8 @@ def dot_positions(values, positions, n, m, bits, x, y):
     """y = x Sᵀ. values: flat; positions: (out, bytes); x: (tokens, in); y: (tokens, out)."""
     kept = x.shape[1] // m * n
     for o in prange(positions.shape[0]):
-        row, window = np.empty(x.shape[1], values.dtype), np.zeros(positions.shape[1] + WINDOW, u8)
-        expand_positions(values, o * kept, positions[o], window, n, m, bits, row)
+        row = np.empty(x.shape[1], values.dtype)
+        expand_positions(values, o * kept, positions[o], n, m, bits, row)
         for t in range(x.shape[0]):
             y[t, o] = dot(row, x[t])
 
@@ -359,8 +360,7 @@ def unpack_positions(values, positions, n, m, bits, rows):
     """rows: (out, in). values: flat bits; positions: (out, bytes)."""
     kept = rows.shape[1] // m * n
     for o in prange(rows.shape[0]):
-        window = np.zeros(positions.shape[1] + WINDOW, u8)
-        expand_positions(values, o * kept, positions[o], window, n, m, bits, rows[o])
+        expand_positions(values, o * kept, positions[o], n, m, bits, rows[o])
 
 
 @rows_in_parallel

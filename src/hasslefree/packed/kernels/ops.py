@@ -49,14 +49,10 @@ def groups_product(
     x: Tensor, values: Tensor, positions: Tensor, n: int, m: int,
     u: Tensor | None = None, v: Tensor | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x Sᵀ for S with the pattern N:M, or where `takes_few` the whole layer x Sᵀ + x vᵀ uᵀ + b.
+    """x Sᵀ for S with the pattern N:M, or where `takes_few` the whole layer x Sᵀ + x vᵀ uᵀ + b, summed in float32.
 
-    Args:
-        x: (tokens, in). values: (out, in/M·N), of x's dtype. positions: (out, bytes), uint8: the codes of the groups.
-        u: (out, r) and v: (r, in), of x's dtype. bias: (out,), only with factors.
-
-    Returns:
-        (tokens, out), in x's dtype; sums are float32.
+    x: (tokens, in). values: (out, in/M·N), of x's dtype. positions: (out, bytes), uint8: the codes of the groups.
+    u: (out, r) and v: (r, in), of x's dtype. bias: (out,), only with factors.
     """
     _check_groups(x, values, positions, n, m)
     layout, kernels = PackedGroups(n, m), numba_kernels()
@@ -99,11 +95,8 @@ class Prepared:
     """`groups_product` for a whole layer of 2:4, with arrays that are ready for Numba, and any leading dimensions of x.
 
     For few tokens the product is so short that Python's overhead counts. The arrays share the memory of the tensors:
-    changes in place take effect here.
-
-    Args:
-        values, positions, u, v, bias: contiguous; all but the positions in one dtype, float32 or bfloat16.
-        key: of the tensors, by which the caller recognises that they were replaced.
+    changes in place take effect here. All are contiguous, and all but the positions of one dtype, float32 or bfloat16.
+    key: of the tensors, by which the caller recognises that they were replaced.
     """
 
     def __init__(
@@ -135,14 +128,7 @@ def takes_few(x: Tensor) -> bool:
 
 
 def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """x Sᵀ for S with any pattern, from its bitmask.
-
-    Args:
-        x: (tokens, in). values: (nonzeros,), row by row, of x's dtype. mask: (out, ⌈in/8⌉), uint8.
-
-    Returns:
-        (tokens, out), in x's dtype.
-    """
+    """x Sᵀ for S with any pattern. values: (nonzeros,), row by row, of x's dtype. mask: (out, ⌈in/8⌉), uint8."""
     _check_dtypes(x, values, mask)
     if mask.shape[1] != math.ceil(x.shape[1] / 8):
         raise ShapeError(
@@ -176,12 +162,8 @@ def decode_cuda(
 ) -> Tensor:
     """x Sᵀ + x vᵀ uᵀ + b of one layer or of several stacked by rows, on CUDA, by Triton, for at most 16 tokens.
 
-    Args:
-        x, values, positions: as for `groups_product`, for N:M stored as positions.
-        us: (out, r) of each layer, in x's dtype; r may be 0. v: (Σ r, in), in x's dtype. bias: (out,) or None.
-
-    Returns:
-        (tokens, out), in x's dtype; sums are float32.
+    x, values, positions: as for `groups_product`, for N:M stored as positions. us: (out, r) of each layer, in x's
+    dtype; r may be 0. v: (Σ r, in), in x's dtype. bias: (out,) or None. Sums are float32.
     """
     from hasslefree.packed.kernels import triton
 
@@ -194,7 +176,7 @@ def decode_cuda(
     return triton.decode(x, values, positions, us, v, bias, n, m)
 
 
-as_operator = functools.partial(torch.library.custom_op, mutates_args=(), device_types="cpu")
+as_operator: Any = functools.partial(torch.library.custom_op, mutates_args=(), device_types="cpu")
 linear_groups = as_operator("hasslefree::linear_groups", groups_product)
 linear_mask = as_operator("hasslefree::linear_mask", mask_product)
 for operator in (linear_groups, linear_mask, decode_cuda):

@@ -37,12 +37,10 @@ NUMBERS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program of the first launch multiplies at a time.
+    """What a program of the first launch multiplies at a time, with the kernel "select", "dot" or "gather".
 
-    Args:
-        kernel: "select", "dot" or "gather". rows: of S or v. step: of a row of S, bytes of positions, or with "gather"
-            kept values. columns: of a row of v. tokens: a power of two, at least as many as x has. least: the inputs
-            of a part of a row, at least.
+    rows: of S or v. step: of a row of S, bytes of positions, or with "gather" kept values. columns: of a row of v.
+    tokens: a power of two, at least as many as x has. least: the inputs of a part of a row, at least.
     """
 
     kernel: str
@@ -86,7 +84,7 @@ def multiply(
         if KERNEL == "dot":
             total = factor_dot(x, v, rows, begin, end, width, tokens, ROWS, COLUMNS, TOKENS)
         else:
-            total = factor_sums(x, v, rows, begin, end, width, ROWS, COLUMNS, TOKENS)
+            total = gathered_sums(x, v, v, rows, begin, end, width, 0, 1, 1, 0, ROWS, COLUMNS, TOKENS)
         _store(sums + out, total, row, rank, tokens, columns, TOKENS)
     else:
         row = block * ROWS + tl.arange(0, ROWS)
@@ -242,7 +240,7 @@ def gathered_sums(
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr, VALUES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """x Sᵀ for these rows and the kept values from begin to end of each: (ROWS, TOKENS) float32.
+    """x Sᵀ for these rows and the kept values from begin to end of each; of a dense v, as 1:1: (ROWS, TOKENS) float32.
 
     x: (in, TOKENS); values: (out, kept); positions: (out, row_bytes), of BITS bits each; rows: (ROWS, 1) int64.
     """
@@ -252,14 +250,15 @@ def gathered_sums(
         k = (first + tl.arange(0, VALUES))[None, :]
         exists = k < end
         value = tl.load(values + rows * kept + k, mask=exists, other=0.0).to(tl.float32)
-        bit = k * BITS
-        byte = bit // 8
-        code = tl.load(positions + rows * row_bytes + byte, mask=exists & (byte < row_bytes), other=0).to(tl.int32)
-        if 8 % max(BITS, 1) != 0:  # a position may lie across two bytes
-            after = exists & (byte + 1 < row_bytes)
-            code |= tl.load(positions + rows * row_bytes + byte + 1, mask=after, other=0).to(tl.int32) << 8
-        position = tl.minimum((code >> (bit % 8)) & ((1 << BITS) - 1), M - 1)
-        column = (k // N) * M + position
+        column = (k // N) * M
+        if BITS > 0:
+            bit = k * BITS
+            byte = bit // 8
+            code = tl.load(positions + rows * row_bytes + byte, mask=exists & (byte < row_bytes), other=0).to(tl.int32)
+            if 8 % BITS != 0:  # a position may lie across two bytes
+                after = exists & (byte + 1 < row_bytes)
+                code |= tl.load(positions + rows * row_bytes + byte + 1, mask=after, other=0).to(tl.int32) << 8
+            column = column + tl.minimum((code >> (bit % 8)) & ((1 << BITS) - 1), M - 1)
         at = column[:, :, None] * TOKENS + tokens[None, None, :]
         inputs = tl.load(x + at, mask=exists[:, :, None], other=0.0).to(tl.float32)
         total += tl.sum(value[:, :, None] * inputs, axis=1)
@@ -267,26 +266,8 @@ def gathered_sums(
 
 
 @triton.jit
-def factor_sums(x, v, rows, begin, end, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr):
-    """x vᵀ for these rows and the columns from begin to end, without tensor cores: (ROWS, TOKENS) float32.
-
-    x: (in, TOKENS); v: (r, in), of width columns; rows: (ROWS, 1) int64.
-    """
-    tokens = tl.arange(0, TOKENS)
-    total = tl.zeros((ROWS, TOKENS), tl.float32)
-    for first in range(begin, end, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        exists = column < end
-        factor = tl.load(v + rows * width + column[None, :], mask=exists[None, :], other=0.0).to(tl.float32)
-        at = column[:, None] * TOKENS + tokens[None, :]
-        inputs = tl.load(x + at, mask=exists[:, None], other=0.0).to(tl.float32)
-        total += tl.sum(factor[:, :, None] * inputs[None, :, :], axis=1)
-    return total
-
-
-@triton.jit
 def factor_dot(x, v, rows, begin, end, width, tokens, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr):
-    """The same by the tensor cores. x: (tokens, in), in 16 bits."""
+    """x vᵀ for these rows and columns, by the tensor cores. x: (tokens, in), in 16 bits: (ROWS, TOKENS) float32."""
     token = tl.minimum(tl.arange(0, TOKENS), tokens - 1)[None, :]
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     for first in range(begin, end, COLUMNS):
