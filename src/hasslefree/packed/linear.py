@@ -83,11 +83,7 @@ class SparseLowRankLinear(nn.Module):
 
     @classmethod
     def from_decomposition(cls, result: Decomposition, bias: Tensor | None, pattern: str) -> SparseLowRankLinear:
-        """The layer of a decomposition, in its dtype and on its device. bias: (out,) of the layer replaced.
-
-        Raises:
-            PatternError: S does not have the pattern.
-        """
+        """The layer of a decomposition, in its dtype and on its device; a PatternError where S lacks the pattern."""
         (out, width), sparse = result.sparse.shape, result.sparse
         grid = result.quantised.scaling.grid if result.quantised else None
         tensors, nonzeros = Storage.of(pattern, grid).pack(sparse, result.quantised)

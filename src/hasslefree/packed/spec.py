@@ -67,11 +67,7 @@ class LayerSpec:
         return math.prod(self.shape)
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """The tensors of S and of the factors, with their shapes and dtypes; None for the model's dtype.
-
-        Raises:
-            PatternError, GridError, UnknownNameError: no weight of this shape has such a pattern, count or grid.
-        """
+        """The tensors of S and of the factors, with their shapes and dtypes; None for the model's dtype."""
         storage, (out, width) = self.storage, self.shape
         shapes = storage.shapes(out, width, self.nonzeros)
         sparse = {name: (shapes[name], dtype) for name, dtype in storage.dtypes().items()}

@@ -50,11 +50,7 @@ class Storage:
         return {**words, **zeros, **shapes}
 
     def pack(self, sparse: Tensor, quantised: Quantised | None = None) -> tuple[dict[str, Tensor], int]:
-        """The tensors of S (out, in), which `quantised` holds as codes where it is on a grid; and how many are stored.
-
-        Raises:
-            PatternError: S does not have the pattern, or has no codes where the storage has a grid.
-        """
+        """The tensors of S (out, in), which `quantised` holds as codes where it is on a grid; and how many are stored."""
         values, index = self.layout.pack(sparse + 0.0)  # −0.0 becomes +0.0, which is not stored
         if self.grid is None:
             return {"values": values, self.layout.index: index}, values.numel()

@@ -50,10 +50,8 @@ def choose(case: Case, backend: str | None = None) -> str:
     """The name of the backend: the requested one, or by the rule of docs/howto/run.md.
 
     By that rule a CPU uses `numba` where possible, and `dense` otherwise. CUDA without gradients uses `triton` where
-    possible, and `unpacked` otherwise: S is never unpacked at every call.
-
-    Raises:
-        UnknownNameError: no such backend. KernelError: the requested backend is not possible, and why.
+    possible, and `unpacked` otherwise: S is never unpacked at every call. A KernelError says why a requested backend is
+    not possible.
     """
     if backend is None:
         if case.device == "cuda" and not case.grad:
