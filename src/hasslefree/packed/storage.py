@@ -50,7 +50,7 @@ class Storage:
         return {**words, **zeros, **shapes}
 
     def pack(self, sparse: Tensor, quantised: Quantised | None = None) -> tuple[dict[str, Tensor], int]:
-        """The tensors of S (out, in), which `quantised` holds as codes where it is on a grid; and how many are stored."""
+        """The tensors of S (out, in), whose codes on a grid are in `quantised`; and how many values are stored."""
         values, index = self.layout.pack(sparse + 0.0)  # −0.0 becomes +0.0, which is not stored
         if self.grid is None:
             return {"values": values, self.layout.index: index}, values.numel()

@@ -177,16 +177,6 @@ def places_of(builder, codes, lanes):
     return builder.or_(builder.and_(shifted, constant([3] * lanes)), constant(4 * (lane // 2) for lane in range(lanes)))
 
 
-def multiplied(builder, factors, low, places, high, sums):
-    """sums + factors · (the inputs at the places), both float32, or bfloat16 in pairs that go to one sum."""
-    if factors.type == FLOATS:
-        chosen = native(builder, "llvm.x86.avx512.vpermi2var.ps.512", FLOATS, [low, places, high])
-        return native(builder, "llvm.fma.v16f32", FLOATS, [factors, chosen, sums])
-    chosen = native(builder, "llvm.x86.avx512.vpermi2var.hi.512", factors.type, [low, places, high])
-    pairs = [builder.bitcast(part, ir.VectorType(BFloat(), 2 * LANES)) for part in (factors, chosen)]
-    return native(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [sums, *pairs])
-
-
 @intrinsic
 def add_products(typing, sums, values, codes, o, x, t, span):
     """sums += a span, two registers of inputs, of the rows from o on of 2:4 with the tokens from t on."""
@@ -207,8 +197,15 @@ def add_products(typing, sums, values, codes, o, x, t, span):
             factors = load(1, o, i, lanes, stored)
             for j, (low, high) in enumerate(inputs):
                 number = i * kind.tokens + j
-                more = multiplied(builder, factors, low, places, high, builder.extract_value(sums, number))
-                sums = builder.insert_value(sums, more, number)
+                total = builder.extract_value(sums, number)
+                select = "llvm.x86.avx512.vpermi2var." + ("ps.512" if wide else "hi.512")
+                chosen = native(builder, select, stored, [low, places, high])
+                if wide:
+                    total = native(builder, "llvm.fma.v16f32", FLOATS, [factors, chosen, total])
+                else:  # products of bfloat16 in pairs, which go to one sum
+                    pairs = [builder.bitcast(part, ir.VectorType(BFloat(), lanes)) for part in (factors, chosen)]
+                    total = native(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, *pairs])
+                sums = builder.insert_value(sums, total, number)
         return sums
 
     u64 = types.uint64
