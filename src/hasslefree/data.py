@@ -1,7 +1,5 @@
 """Texts by hub name or local path, and calibration segments drawn from them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -76,9 +74,8 @@ def calibration_documents(name: str) -> Sequence[str]:
     """The documents of a hub name or a local file. Line-based texts (wikitext2, ptb) are one document."""
     if name not in HUB_TEXTS:
         return _local(name)
-    source = HUB_TEXTS[name]
-    column = _from_hub(name, source.calibration)[source.field]
-    return column if name == "c4" else [source.protocol.joiner.join(column)]
+    column = _from_hub(name, HUB_TEXTS[name].calibration)
+    return column if name == "c4" else [HUB_TEXTS[name].protocol.joiner.join(column)]
 
 
 def evaluation_protocol(name: str) -> Protocol:
@@ -89,11 +86,7 @@ def evaluation_protocol(name: str) -> Protocol:
 def evaluation_text(name: str) -> str:
     """One text to compute the perplexity of: the documents of a hub name or a local file, joined."""
     protocol = evaluation_protocol(name)
-    if name in HUB_TEXTS:
-        source = HUB_TEXTS[name]
-        documents = _from_hub(name, source.evaluation)[source.field]
-    else:
-        documents = _local(name)
+    documents = _from_hub(name, HUB_TEXTS[name].evaluation) if name in HUB_TEXTS else _local(name)
     return protocol.joiner.join(documents[: protocol.documents])
 
 
@@ -103,11 +96,11 @@ def check_text(name: str) -> None:
         _local(name)
 
 
-def _from_hub(name: str, arguments: dict[str, Any]) -> Any:
+def _from_hub(name: str, split: dict[str, Any]) -> Any:
     import datasets
 
     try:
-        return datasets.load_dataset(**arguments)
+        return datasets.load_dataset(**split)[HUB_TEXTS[name].field]
     except Exception as error:  # whatever the network, the hub and the reader of the file may raise
         raise CalibrationError(
             f"the text {name!r} could not be loaded from the hub ({type(error).__name__}: {error}); "

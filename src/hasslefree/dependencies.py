@@ -1,7 +1,5 @@
 """Refuse a torch or transformers that is older than the package needs, in one sentence, when it is imported."""
 
-from __future__ import annotations
-
 import re
 import sys
 from types import ModuleType
@@ -21,5 +19,5 @@ def check_version(library: ModuleType) -> None:
     numbers = re.match(r"(\d+)\.(\d+)", str(library.__version__))
     if numbers is None or (int(numbers[1]), int(numbers[2])) >= (major, minor) or "vllm" in sys.modules:
         return
-    found, needed = f"{library.__name__} {library.__version__}", f"{library.__name__}>={major}.{minor}"
-    raise VersionError(f'{found} is too old for hasslefree, which needs {needed}: pip install "{needed}"')
+    installed, needed = f"{library.__name__} {library.__version__}", f"{library.__name__}>={major}.{minor}"
+    raise VersionError(f'{installed} is too old for hasslefree, which needs {needed}: pip install "{needed}"')

@@ -1,7 +1,5 @@
 """The processes of one compression under `torchrun`: how work is divided and results are combined."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,18 +46,18 @@ class World:
         """The sum of the values of all processes. device: where they exchange tensors."""
         if self.size == 1:
             return value
-        held = torch.tensor(value, dtype=torch.float64, device=device)
-        self.add(held)
-        return held.item()
+        summed = torch.tensor(value, dtype=torch.float64, device=device)
+        self.add(summed)
+        return summed.item()
 
     def broadcast(self, value: Any, owner: int = 0) -> Any:
         """The owner's value, in all processes. Any object that pickle takes."""
         if self.size == 1:
             return value
-        held = [value]
+        values = [value]
         with lost_peers():
-            dist.broadcast_object_list(held, src=owner)
-        return held[0]
+            dist.broadcast_object_list(values, src=owner)
+        return values[0]
 
     def broadcast_(self, tensor: Tensor, owner: int) -> None:
         """Overwrite a tensor by the owner's."""
@@ -76,11 +74,7 @@ class World:
         return owners
 
     def too_large(self, costs: Sequence[float]) -> list[bool]:
-        """Which jobs all ranks must share, because `assign` would leave ranks idle meanwhile.
-
-        From the largest job on, those that cost more than 1/size of what is left. (Jobs of one cost are all of them
-        shared, or none.)
-        """
+        """Which jobs all ranks must share: from the largest on, those that cost more than 1/size of what is left."""
         left, flags = sum(costs), [False] * len(costs)
         for job in sorted(range(len(costs)), key=lambda job: -costs[job]):
             if costs[job] * self.size <= left:
@@ -96,10 +90,9 @@ ALONE = World()
 @contextmanager
 def process_group(device: torch.device) -> Iterator[World]:
     """The processes that `torchrun` started, or this one alone. device: NCCL is used for GPUs, gloo for CPUs."""
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size())
-    elif alone:
+    elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
     else:
         if device.type == "cuda":

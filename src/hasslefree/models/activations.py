@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -38,9 +39,9 @@ class Activations:
         else:
             self.states = torch.empty(shape, dtype=dtype, device=device if storage == "device" else "cpu")
 
-    def copy(self) -> "Activations":
+    def copy(self) -> Self:
         shape = (len(self), self.states.shape[1], self.states.shape[2])
-        other = Activations(shape, self.states.dtype, self.device, self.storage, self.folder)
+        other = type(self)(shape, self.states.dtype, self.device, self.storage, self.folder)
         other.states.copy_(self.states)
         return other
 

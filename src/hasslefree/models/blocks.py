@@ -45,8 +45,8 @@ class Blocks:
 def find_blocks(model: nn.Module) -> Blocks:
     """The module list nearest to the input embeddings that has linear layers in every element.
 
-    It is searched in the innermost module around the embeddings that holds such lists: multimodal models have further
-    lists in their towers. Of these lists, small ones aside, it is the least nested, then the one with most parameters.
+    The innermost module around the embeddings that holds such lists is searched: multimodal models have further lists
+    in their towers. Among large lists the least nested one wins, then the one with most parameters.
     """
     for prefix in around(model):
         lists = {
@@ -61,10 +61,9 @@ def find_blocks(model: nn.Module) -> Blocks:
         name = min(large, key=lambda name: (name.count("."), -sizes[name]))
         tied = getattr(model, "all_tied_weights_keys", {}).items()
         pairs = (pair for pair in tied if all(parameter.startswith(f"{name}.") for parameter in pair))
-        block_of = len(name.split("."))
-        apart = (pair for pair in pairs if len({parameter.split(".")[block_of] for parameter in pair}) > 1)
-        shared = {parameter for pair in apart for parameter in pair}
-        return Blocks(name, tuple(lists[name]), frozenset(shared))
+        depth = len(name.split("."))
+        across = (pair for pair in pairs if len({parameter.split(".")[depth] for parameter in pair}) > 1)
+        return Blocks(name, tuple(lists[name]), frozenset(parameter for pair in across for parameter in pair))
     raise ModelError(
         f"{type(model).__name__} has no list of blocks with linear layers; hasslefree compresses causal language models"
     )
@@ -112,11 +111,7 @@ class Selection:
 
 
 def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> Selection:
-    """The weight matrices of every block to compress.
-
-    Args:
-        leave_dense: glob patterns of full names (layers or parameters) that the user accepts to stay as they are.
-    """
+    """The matrices to compress. leave_dense: globs of full names, of layers or parameters, that the user keeps."""
     unused = set(leave_dense)
 
     def excused(name: str) -> bool:
@@ -158,7 +153,7 @@ def select_sites(blocks: Blocks, leave_dense: tuple[str, ...]) -> Selection:
 
 
 def by_kind(names: Iterable[str]) -> list[str]:
-    """Names of layers or parameters in words: without the numbers in them, and how many there are of each."""
+    """Names of layers or parameters with * for their numbers, each with its count."""
     counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
     return [f"{name} ({count})" for name, count in counts.items()]
 
@@ -170,12 +165,12 @@ def routers(block: nn.Module, sites: Mapping[str, Site]) -> set[str]:
         for name, module in block.named_modules()
         if isinstance(module, SplitExperts)
     }
-    beside = {name: counts.get(name.rpartition(".")[0]) for name in sites}
-    return {name for name, count in beside.items() if count is not None and sites[name].shape[0] in (1, count)}
+    experts = {name: counts.get(name.rpartition(".")[0]) for name in sites}
+    return {name for name, count in experts.items() if count is not None and sites[name].shape[0] in (1, count)}
 
 
 def read_by_kernels(block: nn.Module, sites: Mapping[str, Site]) -> set[str]:
-    """The names of the sites that state-space layers do not call, but whose weight they read: of the time steps."""
+    """The projections of time steps, whose weights the kernels of state-space layers read without a call."""
     return {
         name
         for name in sites

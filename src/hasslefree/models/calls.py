@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hasslefree.errors import ModelError
-from hasslefree.models.extra_inputs import ExtraInputs
-from hasslefree.models.precision import converted
+from hasslefree.models.extra_inputs import ExtraInputs, rebuilt
 
 
 class Stop(Exception):  # noqa: N818 (not an error: it ends a forward pass early)
@@ -56,7 +56,7 @@ class BlockCall:
         arguments = self.arguments
         if self.extra is not None:
             arguments = self.extra.arguments(arguments, states)
-        arguments = {name: converted(value, states.dtype) for name, value in arguments.items()}
+        arguments = rebuilt(arguments, partial(cast, states.dtype))
         args = [arguments[index] for index in range(len(self.args))]
         output = block(self.as_called(states), *args, **{name: arguments[name] for name in self.kwargs})
         hidden, *others = output if isinstance(output, tuple | list) else (output,)
@@ -65,7 +65,6 @@ class BlockCall:
 
     @property
     def arguments(self) -> dict[int | str, Any]:
-        """By number and by name."""
         return dict(enumerate(self.args)) | self.kwargs
 
     def as_called(self, states: Tensor) -> Tensor:
@@ -104,6 +103,11 @@ def shaped(call: BlockCall, hidden: Tensor) -> BlockCall:
         return call
     first = len(hidden) > 1
     return replace(call, shape=tuple((hidden.movedim(0, 2) if first else hidden).shape[2:]), first=first)
+
+
+def cast(dtype: torch.dtype, path: Any, leaf: Any) -> Any:
+    """A leaf of the arguments of a block, in this dtype if it is a floating-point tensor."""
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 @contextmanager

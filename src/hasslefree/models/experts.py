@@ -1,9 +1,8 @@
 """Mixtures of experts: the fused weights of a block's experts, split into a linear layer for each matrix.
 
-transformers keeps all experts of a block in a few tensors (experts, …), behind one interface
-(`integrations.moe.use_experts_implementation`) that says how they are laid out. Split, an expert's matrices are linear
-layers like all others: they are found, calibrated, solved, stored and trained in the same way, on the tokens routed to
-the expert.
+transformers keeps all experts of a block in a few tensors (experts, …), whose layout one interface describes
+(`integrations.moe.use_experts_implementation`). Once split, an expert's matrices are linear layers like all others,
+calibrated and trained on the tokens routed to the expert.
 """
 
 import inspect
@@ -64,11 +63,8 @@ class SplitExperts(nn.Module):
     """The experts of a module of transformers, named 0, 1, …; each has `gate_proj`, or not, `up_proj` and `down_proj`.
 
     Args:
-        fused: the module. It gives up its weights, and keeps what lies between them: gates, activations, norms.
-        config: of the model, where the module has none.
-
-    Each token goes through the experts that it is routed to. Within `every_expert_called`, an expert without tokens is
-    called with none, so that hooks see all experts.
+        fused: the module. It gives up its weights, and keeps gates, activations and norms.
+        config: of the model, if the module has none.
     """
 
     fused: Any
@@ -127,12 +123,7 @@ class SplitExperts(nn.Module):
         return self.fused
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Hidden states (tokens, width) after the experts.
-
-        Args:
-            top_k_index: of the experts of each token, (tokens, k). One that is not of these is none.
-            top_k_weights: (tokens, k).
-        """
+        """Hidden states (tokens, width) after their experts, (tokens, k); an index past the last expert is none."""
         states = hidden_states.flatten(0, -2)
         tokens, chosen = len(states), top_k_index.shape[-1]
         order = top_k_index.flatten().argsort(stable=True)
@@ -215,7 +206,7 @@ def is_batched(module: Any) -> bool:
 
 
 def split_experts(root: nn.Module) -> None:
-    """Put a `SplitExperts` in the place of every module of fused experts under root."""
+    """Replace every module of fused experts under root by a `SplitExperts`."""
     whole: Any = getattr(root, "config", None)
     config = whole and whole.get_text_config(decoder=True)
     for name, module in list(root.named_modules()):
@@ -229,11 +220,11 @@ def split_experts(root: nn.Module) -> None:
 
 def fuse_experts(model: Any) -> None:
     """Undo `split_experts`, where no layer of an expert is compressed any more."""
-    # Names alone: a module that is held here would keep its weights beside the fused ones.
+    # A list of names: a list of modules would keep their weights in memory beside the fused ones.
     for name in [name for name, module in model.named_modules() if isinstance(module, SplitExperts)]:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, model.get_submodule(name).together())
-        # How it was loaded, without what makes fused tensors of a checkpoint's, and back.
+        # How transformers converts between the tensors of a checkpoint and fused ones, which the split changed.
         vars(model).pop("_weight_conversions", None)
 
 
@@ -251,7 +242,7 @@ def every_expert_called(root: nn.Module) -> Iterator[None]:
 
 
 def experts_of(root: nn.Module, name: str) -> tuple[SplitExperts, int] | None:
-    """The experts that the layer with this name belongs to, and the index of its own; None for other layers."""
+    """The experts that a layer belongs to, and the index of its expert; None for other layers."""
     parent, _, index = name.rpartition(".")[0].rpartition(".")
     module = root.get_submodule(parent)
     return (module, int(index)) if isinstance(module, SplitExperts) and index.isdigit() else None

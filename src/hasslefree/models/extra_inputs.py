@@ -1,18 +1,15 @@
 """Arguments of a block that depend on the text, as additional columns of the hidden states.
 
 Most models call a block with hidden states and with arguments that are the same for every text: masks, positions. Some
-pass more: the embeddings, per-layer inputs, the keys and values of an earlier block, or the positions that it selected.
-All of these are values per token. Here they are additional columns of the hidden states, and so are stored, trained
-through and shared between processes like these.
+also pass values per token: embeddings, per-layer inputs, the keys and values of an earlier block, or the positions that
+it selected. As columns of the hidden states these are stored, trained through and shared between processes.
 """
-
-from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,12 +25,7 @@ Arguments = Mapping[int | str, Any]
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """A call of a block in a forward pass of one segment.
-
-    Args:
-        before, after: its arguments without the hidden states, when it was called and when it returned.
-        outputs: what it returned in addition to the hidden states.
-    """
+    """A call of a block: its arguments, without the hidden states, before and after it, and its further outputs."""
 
     before: Arguments
     after: Arguments
@@ -42,10 +34,9 @@ class BlockTrace:
 
 @dataclass(frozen=True)
 class Column:
-    """An additional column of the hidden states, and the tensor that it represents.
+    """Additional columns of the hidden states, from `first` on, that represent one tensor.
 
     Args:
-        first: the number of the first of them.
         shape: of the tensor for one segment, without its first axis. axis: which of the tensor's axes is the tokens.
     """
 
@@ -55,8 +46,8 @@ class Column:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, value: Tensor, tokens: int, first: int) -> Column | None:
-        """For a tensor of one segment; None where it does not hold numbers for each token."""
+    def of(cls, value: Tensor, tokens: int, first: int) -> Self | None:
+        """The column for a tensor of one segment; None if no axis of it is the tokens."""
         axes = [axis for axis in range(1, value.ndim) if value.shape[axis] == tokens]
         return cls(first, tuple(value.shape[1:]), axes[0], value.dtype) if axes and len(value) == 1 else None
 
@@ -83,8 +74,8 @@ class ExtraInputs:
 
     Args:
         columns: in order, from `width`, that of the hidden states, on.
-        reads: which column is in the place of an argument. writes: which holds an entry that the block writes into an
-            argument. yields: which holds an output, by its number among those beside the hidden states.
+        reads: the column of each argument. writes: of each entry that the block writes into an argument. yields: of
+            each output after the hidden states, by its number.
     """
 
     width: int
@@ -113,13 +104,11 @@ class ExtraInputs:
         if self.writes:
             written = dict(leaves(arguments))
             new |= {key: written[path] for path, key in self.writes.items()}
-        kept = (
-            column.rows(new[key]).to(hidden.dtype)
-            if key in new
-            else states[..., column.first : column.first + column.size]
-            for key, column in self.columns.items()
-        )
-        return torch.cat([hidden, *kept], -1)
+        parts = [hidden]
+        for key, column in self.columns.items():
+            old = states[..., column.first : column.first + column.size]
+            parts.append(column.rows(new[key]).to(hidden.dtype) if key in new else old)
+        return torch.cat(parts, -1)
 
     def of_text(self, arguments: Arguments) -> Iterator[tuple[Column, Tensor]]:
         """The columns that this block reads and no block writes, with their rows (segments, tokens, size)."""
@@ -130,19 +119,16 @@ class ExtraInputs:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors in an argument, or in arguments, with their places."""
+    """The tensors in nested containers, with their paths."""
     if isinstance(value, Tensor):
         yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
+    elif isinstance(value, Mapping | tuple | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from leaves(item, (*path, key))
-    elif isinstance(value, tuple | list):
-        for index, item in enumerate(value):
-            yield from leaves(item, (*path, index))
 
 
 def rebuilt(value: Any, put: Callable[[Path, Any], Any] = lambda path, leaf: leaf, path: Path = ()) -> Any:
-    """The same in new containers, with `put` of each thing in them that is none."""
+    """A copy of nested containers, with `put(path, leaf)` in the place of each leaf."""
     if isinstance(value, MutableMapping):
         copied = copy.copy(value)
         for key, item in value.items():
@@ -199,7 +185,6 @@ def learn(
 
 
 def depends(name: str, path: Path) -> ModelError:
-    """The error for a block with an argument that cannot be stored as a column."""
     which = f"positional argument {path[0]}" if isinstance(path[0], int) else f"argument {path[0]!r}"
     return ModelError(
         f"the {which} of {name} depends on the text and does not have one entry per token, so this block cannot be run "
@@ -208,7 +193,6 @@ def depends(name: str, path: Path) -> ModelError:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two arguments of a call are the same."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return False

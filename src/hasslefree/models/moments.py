@@ -1,10 +1,9 @@
 """Run blocks on the calibration segments, and collect the Gram matrices of their layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -49,14 +48,11 @@ def first_hidden_states(
 
     storage, folder: as for `Activations`. calls: as for `entering`.
     """
-    hidden: Activations | None = None
-    for index, segment in enumerate(segments):
-        states = entering(model, blocks, calls, segment[None])
-        if hidden is None:
-            shape = (len(segments), states.shape[1], states.shape[2])
-            hidden = Activations(shape, states.dtype, states.device, storage, folder)
-        hidden[index] = states
-    assert hidden is not None
+    states = (entering(model, blocks, calls, segment[None]) for segment in segments)
+    first = next(states)
+    hidden = Activations((len(segments), first.shape[1], first.shape[2]), first.dtype, first.device, storage, folder)
+    for index, entered in enumerate(chain([first], states)):
+        hidden[index] = entered
     return hidden
 
 
@@ -95,10 +91,7 @@ def traffic(block: nn.Module, shapes: Mapping[str, tuple[int, int]], tokens: int
 
 
 def pass_bytes(numbers: float) -> int:
-    """The memory of a pass in which layers read and write this many numbers, in float32, at most.
-
-    It is twice their size, since the arrays between the layers take as much.
-    """
+    """The memory of a pass whose layers read and write so many float32 numbers; arrays between layers take as much."""
     return round(2 * FLOAT * numbers)
 
 
@@ -120,15 +113,10 @@ def groups_by_input(block: nn.Module, call: BlockCall, states: Tensor, names: It
 
 
 class MomentSums:
-    """Sums over tokens for the moments of inputs.
+    """Sums over tokens for the moments of inputs, for segments of `seqlen` tokens.
 
-    Products are float32, of the tokens of one segment, at most `CHUNK`; where the inputs are bfloat16, by the
-    processor's instructions for that, which are exact but for their sums. Their sum is float64: of float32 numbers it
-    is all but exact, and so the same however segments are shared between processes. On CUDA products are of all tokens
-    that come together, so that fewer are added in float64.
-
-    Args:
-        seqlen: tokens of a segment.
+    Each product is float32, over at most `CHUNK` tokens of a segment, or over all tokens that arrive together on CUDA.
+    The products are summed in float64, so that the result does not depend on how processes share the segments.
     """
 
     def __init__(self, seqlen: int):
@@ -189,20 +177,16 @@ def gather(
     Args:
         prefix: the name of the block. add: adds to a tensor, in place, its values in other processes.
     """
-    names, sums = [group[0] for group in groups], [MomentSums(hidden.states.shape[1]) for _ in groups]
+    sums = {group[0]: MomentSums(hidden.states.shape[1]) for group in groups}
     with computing(block), torch.no_grad():
         for batch in hidden.batches(BATCH if call.batched else 0):
-            inputs = inputs_of(block, call, hidden[batch], names)
-            for name, total in zip(names, sums, strict=True):
-                total.take(inputs[name])
-    return [checked(total.gram(add), f"{prefix}.{name}") for name, total in zip(names, sums, strict=True)]
+            for name, rows in inputs_of(block, call, hidden[batch], list(sums)).items():
+                sums[name].take(rows)
+    return [checked(total.gram(add), f"{prefix}.{name}") for name, total in sums.items()]
 
 
 def inputs_of(block: nn.Module, call: BlockCall, states: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """What enters the sites of these names for some segments: (tokens, in) each, `as_multiplied`, as copies.
-
-    The pass ends as soon as all are there. The block is `computing`.
-    """
+    """Copies of the inputs of sites for some segments, (tokens, in) each, from a pass that ends at the last of them."""
     caught: dict[str, Tensor] = {}
     sites = find_sites(block)
 
@@ -234,11 +218,10 @@ def _add_square(total: Tensor, rows: Tensor) -> None:
     """Add rowsᵀ rows, for rows (tokens, in): only the blocks from the diagonal on, since it is symmetric."""
     with torch.autocast(rows.device.type, enabled=False):
         for panel, _ in _panels(total):
-            factors = rows[:, panel].T, rows[:, panel.start :]
-            exact = rows.dtype == torch.bfloat16
-            total[panel, panel.start :].add_(
-                torch.mm(*factors, out_dtype=torch.float32) if exact else torch.mm(*factors)
-            )
+            left, right = rows[:, panel].T, rows[:, panel.start :]
+            narrow = rows.dtype == torch.bfloat16
+            product = torch.mm(left, right, out_dtype=torch.float32) if narrow else torch.mm(left, right)
+            total[panel, panel.start :].add_(product)
 
 
 def _mirror(total: Tensor) -> Tensor:

@@ -1,17 +1,12 @@
 """The precision in which blocks run: hidden states in float32, products in the narrow dtype where that is faster.
 
-Every large model has a few tokens, attention sinks, whose hidden states have a norm of a hundred times the others'. A
-residual stream in bfloat16 rounds by 1/256 of that, and a block whose output is compared with the dense one's is then
-compared with rounding. So whatever the dtype of the model, the hidden states between blocks, the sums, and the norms
-are float32. Products are in the model's dtype on processors with instructions for it (`torch.autocast`), as they will
-be when the model is run, and in float32 elsewhere, where they are faster.
+The hidden states of attention sinks have norms a hundred times larger than those of other tokens, and bfloat16 rounds
+by 1/256 of that: comparing the outputs of two blocks would compare rounding. So hidden states between blocks, sums and
+norms are float32. Products are in the model's dtype on processors with instructions for it (`torch.autocast`).
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +26,14 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | Non
 
 @contextmanager
 def computing(block: nn.Module, modules: Iterable[nn.Module] | None = None, unpack: bool = True) -> Iterator[None]:
-    """Within it, a block runs on hidden states in float32, and compressed layers in it hold S unpacked over all calls.
+    """Run a block on hidden states in float32, with S of its compressed layers unpacked once for all calls.
 
-    Tensors that no product reads are in float32; where products are not in the dtype of the block, all tensors are.
-    Afterwards every tensor has its own dtype again, with its current value rounded to it: an unchanged tensor keeps its
-    bits. S must not change meanwhile.
+    Tensors that no product reads are float32 meanwhile; all tensors are, if products are not in the block's dtype.
+    Afterwards they have their dtype again, with their current values; an unchanged tensor keeps its bits.
 
     Args:
         modules: the modules of a model that run; None for all of the block.
-        unpack: False where S may change meanwhile; it is then unpacked at every call.
+        unpack: False if S may change meanwhile; it is then unpacked at every call.
     """
     running = list(block.modules() if modules is None else modules)
     matrix = max((p for module in running for p in module.parameters(recurse=False)), key=nn.Parameter.numel)
@@ -96,14 +90,3 @@ def widened(modules: Iterable[nn.Module], keep: torch.dtype | None) -> Iterator[
         for tensor, stored in zip(narrow, before, strict=True):
             stored.copy_(tensor.data)
             tensor.data = stored
-
-
-def converted(value: Any, dtype: torch.dtype) -> Any:
-    """The same argument of a block, with every floating-point tensor in it in this dtype."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple | list) and type(value) in (tuple, list):
-        return type(value)(converted(item, dtype) for item in value)
-    if type(value) is dict:
-        return {name: converted(item, dtype) for name, item in value.items()}
-    return value

@@ -89,13 +89,13 @@ def in_memory(source: Source, device: torch.device) -> Tensor:
 
 
 class Weights:
-    """The parameters of a model, wherever they are; `present` brings those of a part of it to `device`.
+    """The parameters of a model; `present` brings those of a part of it to `device`.
 
-    Those that accelerate left on disk (`device_map={"": "disk"}`) are read from there for as long as they are needed.
-    Those of a model that is in memory stay where they are.
+    Parameters that accelerate left on disk (`device_map={"": "disk"}`) are read for as long as they are needed; those
+    in memory stay where they are.
 
     Args:
-        model: its hooks of accelerate are removed, and its buffers moved to `device`.
+        model: accelerate's hooks are removed, and buffers moved to `device`.
         prefetch: read the weights of the next part in the background, which takes the memory of one more part.
     """
 
@@ -139,11 +139,8 @@ class Weights:
     def present(self, part: Modules, then: Modules | None = None) -> Iterator[None]:
         """Within it, the parameters of a part of the model are on the device.
 
-        Afterwards they are freed, together with the compressed layers that were put into the part meanwhile. A part
-        that was in memory before stays there.
-
-        Args:
-            then: the next part, which is read in the background if `prefetch`.
+        Afterwards they are freed, with the compressed layers that were put into the part; a part that was in memory
+        before stays there. then: the next part, read in the background if `prefetch`.
         """
         if not self._missing(part):
             yield
@@ -164,7 +161,6 @@ class Weights:
                     _put(module, name, torch.empty_like(parameter, device="meta"))
 
     def _missing(self, part: Modules) -> bool:
-        """Whether parameters of a part are in files alone."""
         return self.streamed and any(p.is_meta for module in part() for p in module.parameters(recurse=False))
 
     def _wanted(self, part: Modules) -> Iterator[tuple[nn.Module, str, torch.Size]]:
@@ -200,12 +196,10 @@ class Weights:
         return module in self._stored and f"{self._names[module]}.{name}" in iter(self._stored[module])
 
     def _source(self, module: nn.Module, name: str) -> Source:
-        """Where a parameter is in the files, under whichever of its names they hold it."""
         module, name = self._other_name.get((module, name), (module, name))
         return Source(self._stored[module], name, f"{self._names[module]}.{name}")
 
     def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
-        """The value of a parameter, on the device; raises as `present`."""
         source = self._source(module, name)
         tensor = self._prefetcher.take(source)
         if tensor.shape != shape:

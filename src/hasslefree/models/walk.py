@@ -1,12 +1,11 @@
 """From the first block to the last: one block in memory at a time, with the hidden states running through it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -69,7 +68,7 @@ class Walk:
         folder: Path = Path(),
         inspect: Callable[[int], None] = lambda index: None,
         phases: Phases | None = None,
-    ) -> Walk:
+    ) -> Self:
         """Learn from one segment (1, tokens) how the model calls its blocks. inspect: as for `block_calls`."""
         phases = phases or Phases()
         with phases.phase(PREFLIGHT, 2 * len(blocks.modules), "blocks") as phase:
