@@ -1,7 +1,7 @@
 """Memory and time: of every method on one layer, of whole compressions, and of large models by arithmetic.
 
     python benchmarks/memory.py layer [--shapes 1024x1024 …] [--methods joint …] [--device cuda]
-    python benchmarks/memory.py compression [--blocks 4 8] [--processes 1] [--rounds 10]
+    python benchmarks/memory.py compression [--blocks 1 2] [--processes 1] [--rounds 3]
     python benchmarks/memory.py large
 
 layer: peak memory beside W and H, of what depends on H alone, and of the layer itself. Each method and shape has a
@@ -206,9 +206,9 @@ def main() -> None:
     of_layer.add_argument("--one", nargs=4, help="name, out, in and pattern, in this process")
     whole = commands.add_parser("compression")
     whole.set_defaults(run=compression)
-    whole.add_argument("--blocks", type=int, nargs="+", default=[4, 8])
+    whole.add_argument("--blocks", type=int, nargs="+", default=[1, 2])
     whole.add_argument("--processes", type=int, nargs="+", default=[1])
-    whole.add_argument("--rounds", type=int, default=10)
+    whole.add_argument("--rounds", type=int, default=3)
     whole.add_argument("--scratch", type=Path, help="where models are written (default: the system's)")
     whole.add_argument("--output", type=Path, default=RESULTS / "streaming.json")
     arithmetic = commands.add_parser("large")

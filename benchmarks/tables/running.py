@@ -262,6 +262,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("processes", "{processes}"),
                 ("peak MB", "{peak_mb:,}"),
                 ("as planned", "{planned_mb:,}"),
+                ("planned / peak", "{planned_over_peak:.2f}"),
                 ("seconds", "{seconds:.0f}"),
             ),
             note="An idle process has {idle_mb:,} MB. On {where}.",
