@@ -50,7 +50,7 @@ class CodedFactors:
 
 
 def check_factor_bits(bits: int | None, rank: int | None = None) -> None:
-    """Raise GridError if bits is neither 8 nor None (the model's dtype), BudgetError if the rank is known to be 0."""
+    """GridError if bits is neither 8 nor None (the model's dtype), BudgetError if the rank is known to be 0."""
     if bits not in (None, BITS):
         raise GridError(
             f"factor_bits must be {BITS}, got {bits}; leave it out to keep the factors in the model's dtype"

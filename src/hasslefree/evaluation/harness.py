@@ -4,8 +4,6 @@ Prompts, choices and metrics are those of the harness's own definitions; a folde
 keeps every answer as soon as it is computed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -70,7 +68,6 @@ def check_tasks(names: Sequence[str], folder: Path | None) -> None:
 
 
 def check_harness() -> None:
-    """Raise a TaskError if lm-evaluation-harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise TaskError(f"the zero-shot tasks need lm-evaluation-harness, which is not installed: {REMEDY}")
 
@@ -150,24 +147,19 @@ def _load(manager: Any, name: str, folder: Path | None, limit: int | None) -> An
         cause = f"{type(error).__name__}: {error}"
         raise TaskError(f"task {name} could not be loaded {source} ({cause}){remedy}") from error
     for number, row in enumerate(islice(task.eval_docs, limit), 1):
-        _check_row(task, row, f"task {name} {source}, row {number}")
+        where = f"task {name} {source}, row {number}"
+        try:
+            choices = task.doc_to_choice(row)
+            answer = task.doc_to_text(row) if task.multiple_input else task.doc_to_target(row)
+        except Exception as error:  # the templates and functions of the definitions raise anything
+            cause = f"{type(error).__name__}: {error}"
+            raise TaskError(f"{where}: the task cannot read this row ({cause}); correct or remove it") from error
+        if answer not in range(len(choices)):  # the harness would count it as wrong
+            raise TaskError(
+                f"{where}: the answer {answer!r} is not one of the {len(choices)} choices (0 to {len(choices) - 1}); "
+                "use a split with labels, such as validation"
+            )
     return task
-
-
-def _check_row(task: Any, row: dict[str, Any], where: str) -> None:
-    """Raise a TaskError if a row has no right answer among its choices: the harness would count it as wrong."""
-    try:
-        choices = task.doc_to_choice(row)
-        answer = task.doc_to_text(row) if task.multiple_input else task.doc_to_target(row)
-    except Exception as error:  # the templates and functions of the definitions raise anything
-        raise TaskError(
-            f"{where}: the task cannot read this row ({type(error).__name__}: {error}); correct or remove it"
-        ) from error
-    if answer not in range(len(choices)):
-        raise TaskError(
-            f"{where}: the answer {answer!r} is not one of the {len(choices)} choices (0 to {len(choices) - 1}); use a "
-            "split with labels, such as validation"
-        )
 
 
 # The log-softmax of a bfloat16 model is taken in float32, as for the perplexity: in bfloat16 sums of log-likelihoods
@@ -194,20 +186,15 @@ def evaluate_tasks(
     """Zero-shot accuracies of a loaded model; the answer to each choice is its log-likelihood after the question.
 
     Args:
-        tasks: names of `TASKS`. folder: with <task>.jsonl files, instead of the hub.
+        folder: with <task>.jsonl files, instead of the hub. limit: use only the first rows of each task.
         batch: sequences at a time; None for the most that fit on a GPU, up to 64, and one on a CPU, where running out
             of memory would end the process. It changes scores by rounding alone.
-        limit: use only this number of rows of each task, the first ones.
-        cache: a folder that keeps every answer; None for no cache. An interrupted run continues from it.
-        phases: of the run; new answers are counted, and cached ones all at once at the end.
+        cache: a folder that keeps every answer, from which an interrupted run continues; None for no cache.
 
     Returns:
         {task: {"metric", "value", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "rows", "truncated",
         "version"}}; accuracies are shares. metric: acc_norm if the task defines it, else acc, as in the paper; value is
         that one. truncated: how many rows lost the beginning of a question that is longer than the model's window.
-
-    Raises:
-        TaskError: data that are missing or malformed. OutputError: a cache that cannot be used.
     """
     phases = phases or Phases()
     with quiet_harness(), ExitStack() as stack:

@@ -4,8 +4,6 @@ Perplexity is that of a fixed-length model (https://huggingface.co/docs/transfor
 windows that do not overlap; the first token of a window has no context and is not scored.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import math

@@ -1,7 +1,5 @@
 """Turn a compressed folder into one that needs no hasslefree: a dense checkpoint, or a PEFT adapter on a sparse one."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -54,21 +52,6 @@ def export(
         raise OutputError(
             f"{option('max_shard_size')} must be a number with a unit, such as 5GB or 500MB, got {max_shard_size!r}"
         )
-    check_folders(source, target, overwrite)
-    phases = Phases(progress)
-    with phases.phase(LOADING):
-        model = load_model(str(source), device="cpu")
-    auto = auto_class(model.config).__name__
-    # Compressed folders have transformers' own names; the export has those that checkpoints of the family have.
-    model._weight_conversions = None  # type: ignore[assignment]
-    check_output(target, overwrite, bytes_needed(model))
-    with phases.phase(WRITING), replaced_whole(target) as part:
-        folders = EXPORTS[to](model, part, target, max_shard_size)
-        copy_rest(source, part, folders, auto)
-
-
-def check_folders(source: Path, target: Path, overwrite: bool) -> None:
-    """Raise an error if the source is not a compressed folder, or if one of the folders contains the other."""
     if not source.is_dir():
         raise ModelError(f"the model folder {source} does not exist; export takes a folder that compress wrote")
     if (getattr(load_config(str(source)), "quantization_config", None) or {}).get("quant_method") != QUANT_METHOD:
@@ -79,6 +62,16 @@ def check_folders(source: Path, target: Path, overwrite: bool) -> None:
             "another output folder"
         )
     check_output(target, overwrite)
+    phases = Phases(progress)
+    with phases.phase(LOADING):
+        model = load_model(str(source), device="cpu")
+    auto = auto_class(model.config).__name__
+    # Compressed folders have transformers' own names; the export has those that checkpoints of the family have.
+    model._weight_conversions = None  # type: ignore[assignment]
+    check_output(target, overwrite, bytes_needed(model))
+    with phases.phase(WRITING), replaced_whole(target) as part:
+        folders = EXPORTS[to](model, part, target, max_shard_size)
+        copy_rest(source, part, folders, auto)
 
 
 def bytes_needed(model: PreTrainedModel) -> int:

@@ -1,7 +1,5 @@
 """What an export writes: a dense model, a narrower dense one, or S with u v as a PEFT adapter of scaling 1 on it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -57,7 +55,10 @@ def write_dense(model: PreTrainedModel, part: Path, _destination: Path, max_shar
 
 
 # The layer that reads heads or neurons → the layers that compute them, by their names in Llama and similar models.
-MAKERS = {"self_attn.o_proj": ("q_proj", "k_proj", "v_proj"), "mlp.down_proj": ("gate_proj", "up_proj")}
+MAKERS = {
+    "self_attn.o_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.down_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
 
 
 def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str) -> dict[str, Path]:
@@ -80,7 +81,9 @@ def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_sha
         )
     for index, block in enumerate(blocks.modules):
         for reader in MAKERS:
-            remove_units(block, reader, filled_up(kept[reader][index], counts[reader]))
+            units = kept[reader][index]
+            first_unused = torch.nonzero(~units).flatten()[: counts[reader] - int(units.sum())]
+            remove_units(block, reader, units.index_fill(0, first_unused, True))
     set_heads(config, len(heads[0]), counts["self_attn.o_proj"])
     config.intermediate_size = counts["mlp.down_proj"]
     model.save_pretrained(part, max_shard_size=max_shard_size)
@@ -89,16 +92,14 @@ def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_sha
 
 def units_kept(block: nn.Module, reader: str) -> Tensor:
     """(units,) bool: the heads (all that share a key head) or neurons with an entry in the layer that reads them."""
-    parent, _, _ = reader.rpartition(".")
     try:
-        layer: Any = block.get_submodule(reader)
-        makers: list[Any] = [block.get_submodule(f"{parent}.{name}") for name in MAKERS[reader]]
+        modules: list[Any] = [block.get_submodule(name) for name in (*MAKERS[reader], reader)]
     except AttributeError:
-        names = ", ".join([*(f"{parent}.{name}" for name in MAKERS[reader]), reader])
         raise ModelError(
-            f"{type(block).__name__} does not have all of the modules {names}, by which this export finds heads and "
-            f"neurons; use {option('to', 'dense')}"
+            f"{type(block).__name__} does not have all of the modules {', '.join([*MAKERS[reader], reader])}, by which "
+            f"this export finds heads and neurons; use {option('to', 'dense')}"
         ) from None
+    *makers, layer = modules
     unit = head_unit(block, reader)
     units = layer.in_features // unit
     if any(maker.out_features % units for maker in makers):
@@ -142,21 +143,14 @@ def accepted_count(config: Any, groups: int, least: int) -> int:
     return groups
 
 
-def filled_up(kept: Tensor, count: int) -> Tensor:
-    """`kept`, with the first of the other units added until there are `count`."""
-    others = torch.nonzero(~kept).flatten()
-    return kept.index_fill(0, others[: count - int(kept.sum())], True)
-
-
 def remove_units(block: nn.Module, reader: str, kept: Tensor) -> None:
     """Remove the units that are not kept from the layer that reads them, and from the layers that compute them."""
-    parent, _, _ = reader.rpartition(".")
     layer: Any = block.get_submodule(reader)
     columns = kept.repeat_interleave(layer.in_features // len(kept))
     layer.weight = nn.Parameter(layer.weight.detach()[:, columns].contiguous())
     layer.in_features = int(columns.sum())
     for name in MAKERS[reader]:
-        maker: Any = block.get_submodule(f"{parent}.{name}")
+        maker: Any = block.get_submodule(name)
         rows = kept.repeat_interleave(maker.out_features // len(kept))
         maker.weight = nn.Parameter(maker.weight.detach()[rows].contiguous())
         if maker.bias is not None:
@@ -189,8 +183,7 @@ def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_sha
         )
     make_plain(model, SparseLowRankLinear.unpacked)
     sites = find_sites(model)
-    stored_transposed = any(sites[name].transposed for name in ranks)
-    config = adapter_config(ranks, str(destination / "base"), stored_transposed)
+    config = adapter_config(ranks, str(destination / "base"), any(sites[name].transposed for name in ranks))
     (part / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     save_file(factors, part / "adapter_model.safetensors", metadata={"format": "pt"})
     model.save_pretrained(part / "base", max_shard_size=max_shard_size)

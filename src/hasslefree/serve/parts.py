@@ -41,31 +41,6 @@ class Shard:
         return tensor[..., slice(*self.columns)]
 
 
-def shard_of(
-    sizes: Sequence[int], local_sizes: Sequence[int], width: int, local_width: int, rank: int, ranks: int
-) -> Shard:
-    """The share of rank `rank` of `ranks`, for slices such as q, k and v with these outputs, whole and of one rank.
-
-    Ranks that hold more than 1/ranks of a slice, as of key heads that are fewer than ranks, share it with neighbours.
-    """
-    rows, first = [], 0
-    for size, local in zip(sizes, local_sizes, strict=True):
-        start = first + rank * (size // local) // ranks * local
-        rows.append((start, start + local))
-        first += size
-    column = rank * local_width if local_width < width else 0
-    return Shard(tuple(rows), (column, column + local_width))
-
-
-def check_groups(name: str, spec: LayerSpec, shard: Shard) -> None:
-    layout = spec.storage.layout
-    if isinstance(layout, PackedGroups) and any(column % layout.m for column in shard.columns):
-        raise ServeError(
-            f"{name} has pattern {spec.pattern}, which needs a multiple of {layout.m} inputs per process, and its "
-            f"{spec.shape[1]} inputs are split into {shard.shape[1]} per process; use another tensor_parallel_size"
-        )
-
-
 def narrowed(spec: LayerSpec, tensors: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
     """`values` and `positions` of the share of a weight with the pattern N:M, from the tensors of the folder."""
     layout = spec.storage.layout
@@ -95,8 +70,13 @@ class Part:
     shard: Shard
 
     def __post_init__(self) -> None:
-        if self.entry is not None:
-            check_groups(self.name, self.entry.spec, self.shard)
+        layout = self.entry.spec.storage.layout if self.entry else None
+        if self.entry and isinstance(layout, PackedGroups) and any(column % layout.m for column in self.shard.columns):
+            raise ServeError(
+                f"{self.name} has pattern {self.entry.spec.pattern}, which needs a multiple of {layout.m} inputs per "
+                f"process, and its {self.shape[1]} inputs are split into {self.shard.shape[1]} per process; use "
+                "another tensor_parallel_size"
+            )
 
     @property
     def rank(self) -> int:
@@ -163,13 +143,22 @@ class Division:
             shape = (sum(self.sizes[first:last]), self.width)
             if last > len(self.sizes) or (entry and entry.spec.shape != shape):
                 raise self._mismatch(entries)
-            local = self.local_sizes[first:last]
-            shard = shard_of(self.sizes[first:last], local, self.width, self.local_width, self.rank, self.ranks)
-            parts.append(Part(name, entry, shape, range(first, last), shard))
+            slices = range(first, last)
+            parts.append(Part(name, entry, shape, slices, self._shard(slices)))
             first = last
         if first < len(self.sizes):
             raise self._mismatch(entries)
         return parts
+
+    def _shard(self, slices: range) -> Shard:
+        """This rank's share of some slices; of key heads that are fewer than ranks, neighbours hold the same."""
+        rows, first = [], 0
+        for size, local in ((self.sizes[index], self.local_sizes[index]) for index in slices):
+            start = first + self.rank * (size // local) // self.ranks * local
+            rows.append((start, start + local))
+            first += size
+        column = self.rank * self.local_width if self.local_width < self.width else 0
+        return Shard(tuple(rows), (column, column + self.local_width))
 
     def _mismatch(self, entries: Mapping[str, Entry | None]) -> ServeError:
         shapes = ", ".join(f"{name} {list(entry.spec.shape) if entry else 'dense'}" for name, entry in entries.items())

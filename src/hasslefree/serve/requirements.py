@@ -1,7 +1,5 @@
 """Checks of vLLM's version, the device and the model, before any weights are read; each raises a ServeError."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -6,8 +6,6 @@ The product of packed layers is one torch operator, for torch.compile and CUDA g
 within it, so that a compiled graph for any number of tokens has one node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -37,7 +35,7 @@ def stacked_product(
         y = product(backend, x, values, positions, layout)
     else:
         y = F.linear(x, layout.unpack(values, positions, x.shape[1]))
-    return add_low_rank(y, x, low_rank_u, low_rank_v, outs, ranks)
+    return add_low_ranks(y, x, low_rank_u, low_rank_v, outs, ranks)
 
 
 stacked_linear = torch.library.custom_op("hasslefree::stacked_linear", stacked_product, mutates_args=())
@@ -50,7 +48,7 @@ def factors_of(low_rank_u: Tensor, outs: list[int], ranks: list[int]) -> list[Te
     return [part.view(out, rank) for part, out, rank in zip(parts, outs, ranks, strict=True)]
 
 
-def add_low_rank(
+def add_low_ranks(
     y: Tensor, x: Tensor, low_rank_u: Tensor, low_rank_v: Tensor, outs: list[int], ranks: list[int]
 ) -> Tensor:
     """y (tokens, Σ out) with the low-rank part of each layer, of this out and rank, added in place to its outputs."""
@@ -124,7 +122,7 @@ class StackedLinear(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         if self.groups is None:
             y = F.linear(flat, self.sparse)
-            y = add_low_rank(y, flat, self.low_rank_u, self.low_rank_v, self.outs, self.ranks)
+            y = add_low_ranks(y, flat, self.low_rank_u, self.low_rank_v, self.outs, self.ranks)
         else:
             linear = stacked_linear if torch.compiler.is_compiling() else stacked_product
             packed = (self.values, self.positions, self.groups.n, self.groups.m)
