@@ -45,8 +45,7 @@ from hasslefree.run.compress import compress
 from hasslefree.run.estimate import setup_of
 from hasslefree.run.machine import product_rate
 from hasslefree.run.tables import plan_summary
-from hasslefree.tables import table
-from hasslefree.units import duration, size
+from hasslefree.units import duration, size, table
 
 PARTS = ("table1", "table2", "table3", "table4", "figure1")
 FIGURE_MODEL = MODELS["Llama-3.2-1B"]

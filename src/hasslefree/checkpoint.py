@@ -37,11 +37,7 @@ def read_json(file: Path, remedy: str = "download or copy it again") -> dict[str
 
 
 def weight_map(folder: Path) -> dict[str, Path]:
-    """Tensor name → its file, from the index of a model folder; empty without an index.
-
-    Raises:
-        CheckpointError: the index is malformed, or lists a file that is missing or in another folder.
-    """
+    """Tensor name → its file, from the index of a model folder; empty without an index."""
     index = folder / INDEX
     if not index.is_file():
         return {}
@@ -67,11 +63,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def map_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    """All tensors in safetensors files of one folder, by name.
-
-    Raises:
-        CheckpointError: a file is truncated or not a safetensors file, or lacks a tensor that the index lists.
-    """
+    """All tensors in safetensors files of one folder, by name."""
     stored: dict[str, StoredTensor] = {}
     for file in files:
         try:

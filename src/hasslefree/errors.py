@@ -1,7 +1,5 @@
 """Every exception that a user can cause. The command line prints the message alone and exits with code 2."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

@@ -1,12 +1,19 @@
-"""Sizes, durations and rounded figures, the same wherever they are shown."""
+"""Sizes, durations, rounded figures and tables, the same wherever they are shown.
+
+Tables lose nothing at 80 columns or in a pipe: long words are folded, and never cut.
+"""
 
 import re
+from collections.abc import Sequence
 
+from rich import box
 from rich.filesize import decimal as size
+from rich.table import Table
+from rich.text import Text
 
 from hasslefree.errors import BudgetError, option
 
-__all__ = ["duration", "parse_size", "significant", "size"]
+__all__ = ["duration", "parse_size", "significant", "size", "span", "table"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", re.IGNORECASE)
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -33,3 +40,22 @@ def duration(seconds: float) -> str:
 def significant(value: float, digits: int = 4) -> float:
     """A number rounded to so many significant digits."""
     return float(f"{value:.{digits}g}")
+
+
+def table(text: Sequence[str], numbers: Sequence[str] = (), title: str = "") -> Table:
+    """A table without rows. text, numbers: headings of the columns on the left, and of those on the right."""
+    # As wide as the title, which is wrapped to the width of the table.
+    rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, min_width=len(title) or None)
+    if title:
+        rows.title, rows.title_justify = Text(title), "left"
+    for heading in text:
+        rows.add_column(heading, overflow="fold")
+    for heading in numbers:
+        rows.add_column(heading, overflow="fold", justify="right")
+    return rows
+
+
+def span(values: Sequence[float], form: str = "{}") -> str:
+    """The smallest and the largest value, such as 8–16, or the only one."""
+    least, most = form.format(min(values)), form.format(max(values))
+    return least if least == most else f"{least}–{most}"

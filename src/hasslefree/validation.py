@@ -1,7 +1,5 @@
 """Checks by pydantic of what a file or a user gives: types are strict, and an error names the field."""
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Annotated, Any, Literal, TypeVar

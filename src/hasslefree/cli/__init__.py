@@ -1,7 +1,5 @@
 """The command line. A user's mistake ends with one message and exit code 2."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The progress of a run: a bar for each phase on a terminal, and log lines in a pipe or a file."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What every command shares: the application, its options, the console, and the results."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """The commands that lead to a compression: `compress`, `plan`, `methods` and `demo`."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import shlex

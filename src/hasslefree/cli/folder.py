@@ -1,7 +1,5 @@
 """The commands that measure and use a model: `evaluate`, `inspect`, `report`, `export` and `run`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +11,7 @@ from hasslefree.cli import common
 from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import OUTPUT, RUN, Device, Dtype, Folder, Json, Output, Quiet, Trust, app, flag
 from hasslefree.errors import OutputError, PromptError, RecipeError
-from hasslefree.tables import table
+from hasslefree.units import table
 
 # Headings of the help of `evaluate` and `report`.
 TEXTS, TASKS, SAMPLES = "Perplexity", "Zero-shot tasks", "Samples of text"

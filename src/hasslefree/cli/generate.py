@@ -16,8 +16,7 @@ from rich.text import Text
 
 from hasslefree.cli.common import RUN, TRY, Device, Dtype, Folder, Trust, app, console, flag, say
 from hasslefree.errors import CheckpointError, PromptError, with_flags
-from hasslefree.tables import table
-from hasslefree.units import size
+from hasslefree.units import size, table
 
 if TYPE_CHECKING:
     from hasslefree.evaluation.continuation import Continuation, Sampling, Writer

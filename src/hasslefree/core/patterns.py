@@ -222,10 +222,7 @@ def largest(score: Tensor, count: int) -> Tensor:
 
 
 def least_of_largest(score: Tensor, count: int) -> Tensor:
-    """The `count`-th largest of a long row (n,), as (1,): exact, without sorting more than a few of its entries.
-
-    Evenly spaced samples give two values that nearly always bracket it (Floyd & Rivest 1975).
-    """
+    """The `count`-th largest of a long row (n,), as (1,): exact, without sorting more than a few of its entries."""
     # An odd step does not keep to the same columns of a matrix whose width is a power of two.
     samples = score[:: len(score) // SAMPLES | 1].sort(descending=True).values
     share = count / len(score)

@@ -1,7 +1,5 @@
 """The demo: a small Llama that ships with the package, compressed in six ways on two CPU cores."""
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from hasslefree.models.load import load_model
 from hasslefree.phases import Listener, Phases
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.run.compress import compress
-from hasslefree.tables import table
+from hasslefree.units import table
 
 FOLDER = Path(__file__).parent
 MODEL = FOLDER / "model"

@@ -124,9 +124,6 @@ def evaluate(
         "perplexity": {text: {"perplexity", "tokens", "scored", "window", "protocol"}},
         "tasks": {task: as for `evaluate_tasks`}, "limit", "average": the mean of the tasks' values}, the last three
         only with tasks.
-
-    Raises:
-        HasslefreeError: as far as possible before the model is loaded.
     """
     for text in texts:
         check_text(text)

@@ -1,7 +1,5 @@
 """README.md of the folders that are written, in the Hub's format, and the files that come from the base model."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The layers of a compressed folder and their sizes: from config.json, compression.json and the file headers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -15,8 +13,7 @@ from hasslefree.errors import CheckpointError
 from hasslefree.folder.read import FLOATS, QUANT_METHOD, check_format_version, check_stored, read_entries
 from hasslefree.folder.record import read_record
 from hasslefree.packed.spec import LayerSpec
-from hasslefree.tables import span, table
-from hasslefree.units import size
+from hasslefree.units import size, span, table
 
 
 @dataclass(frozen=True)
@@ -73,12 +70,7 @@ class FolderSize:
 
 
 def inspect_folder(folder: Path) -> FolderSize:
-    """Read config.json and the headers, and check that they match; no weights are read.
-
-    Raises:
-        CheckpointError: no local folder, a model that is not compressed, files that do not match config.json, or a
-            damaged compression.json.
-    """
+    """Read config.json and the headers, and check that they match; no weights are read."""
     if not folder.is_dir():
         raise CheckpointError(
             f"the folder {folder} does not exist; a model on the hub must be downloaded first (hf download)"

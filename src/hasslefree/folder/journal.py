@@ -1,7 +1,5 @@
 """The folder of an unfinished compression. It holds every finished block, so that the run can be resumed."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -90,9 +88,6 @@ class Unfinished:
 
         Args:
             tensors: by their names; they must not change until `wait` has returned. rest: `entries` and `layers`.
-
-        Raises:
-            OutputError: the part before this one could not be written; without `background_writes`, this one.
         """
         self.wait()
         on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}  # frees GPU memory for the next part
@@ -195,10 +190,6 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
 
     Args:
         out: resolved. overwrite: discard finished parts. resume: continue from finished parts, if there are any.
-
-    Raises:
-        OutputError: another process uses it; it has finished parts and neither option was given; it is not writable.
-        CheckpointError: a finished part is damaged.
     """
     folder = unfinished_folder(out)
     lock, owner = FileLock(folder / "lock"), folder / "owner"
@@ -239,10 +230,7 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
 
 
 def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[FinishedPart], PredictionRecord | None]:
-    """The identity, finished parts and matching record of the journal, up to the first part whose file is missing.
-
-    Prediction matching trains all blocks together: if the file of one is missing, all are dropped.
-    """
+    """The identity, finished parts and matching record of the journal, up to the first part whose file is missing."""
     if not (folder / JOURNAL).exists():
         return None, [], None
     content = read_json(folder / JOURNAL, "delete it to start again")
@@ -260,6 +248,7 @@ def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[FinishedPar
             )
         parts.append(part)
     predictions = content.get("predictions")
+    # All blocks are trained together: if the file of one is missing, all are dropped.
     if predictions is not None and len(parts) < len(content["parts"]):
         parts, predictions = parts[:1], None
     return content["identity"], parts, predictions
@@ -279,10 +268,7 @@ def _blocks(parts: list[Any]) -> str:
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """The fields in which two JSON values differ, with both values.
-
-    A field that only one of them has was added in a later version: a missing one equals null, false and empty.
-    """
+    """The fields in which two JSON values differ, with both values."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in before | now:
             if (key not in before or key not in now) and (before | now)[key] in (None, False, [], {}):

@@ -1,7 +1,5 @@
 """Output folders: what is checked before the work, and how a folder is replaced, completely or not at all."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Teach transformers to load and save compressed folders: `from_pretrained` works after `import hasslefree`."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The `quantization_config` of config.json, which describes each compressed layer, and the tensors it describes."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Container, Mapping
@@ -61,11 +59,7 @@ def check_format_version(version: Any, layout: Any) -> None:
 
 
 def read_entries(modules: Any) -> dict[str, Entry]:
-    """The entries of all layers by name.
-
-    Raises:
-        CheckpointError: with the name of the first entry that does not follow the format.
-    """
+    """The entries of all layers by name."""
     if not isinstance(modules, dict):
         raise CheckpointError(
             "config.json has no valid `modules` in its quantization_config; download or copy it again"
@@ -96,9 +90,6 @@ def check_stored(
 
     Args:
         biased: the layers that have a bias. indices: read the index tensors, and check their content too.
-
-    Raises:
-        CheckpointError: with the file and the tensor.
     """
     layers: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
@@ -117,11 +108,7 @@ def check_stored(
 
 
 def check_tensors(name: str, expected: TensorSpecs, tensors: Mapping[str, Tensor]) -> None:
-    """Compare the tensors of a layer, by their names in it, with what config.json says. name: of the layer.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown, or of another shape or dtype.
-    """
+    """Compare the tensors of a layer, by their names in it, with what config.json says. name: of the layer."""
     again = "download or copy the folder again"
     if missing := [f"{name}.{leaf}" for leaf in expected if leaf not in tensors]:
         raise CheckpointError(f"{', '.join(missing)} not found; {again}")
@@ -140,11 +127,7 @@ def check_tensors(name: str, expected: TensorSpecs, tensors: Mapping[str, Tensor
 
 
 def check_index(name: str, entry: Entry, index: Tensor) -> None:
-    """Compare the index tensor of a layer with its CRC-32, and its codes with the pattern. name: of the layer.
-
-    Raises:
-        CheckpointError: it is damaged, or was written wrongly.
-    """
+    """Compare the index tensor of a layer with its CRC-32, and its codes with the pattern. name: of the layer."""
     spec, layout, index = entry.spec, entry.spec.storage.layout, index.cpu()
     if (crc := crc32(index)) != entry.crc32:
         raise CheckpointError(

@@ -20,7 +20,7 @@ from hasslefree.errors import CheckpointError
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.phases import PhaseTime
 from hasslefree.recipe.recipe import Recipe
-from hasslefree.tables import span, table
+from hasslefree.units import span, table
 from hasslefree.validation import Count, Figure, validated
 
 # Fields that recipes of earlier versions had.
@@ -164,11 +164,7 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """Read back what `to_json` wrote; all seconds are 0.
-
-        Raises:
-            CheckpointError: it is not JSON, or a field is missing or of another type.
-        """
+        """Read back what `to_json` wrote; all seconds are 0."""
         try:
             content = json.loads(text)
             layers = tuple(LayerRecord.from_dict(layer) for layer in content["layers"])
@@ -239,9 +235,6 @@ def command_of(report: Record, out: str = "OUT", trust_remote_code: bool = False
     """The command line that makes the same folder again; None if the calibration tokens were given from Python.
 
     It lists what differs from the defaults of this version, and seqlen, whose default depends on the model.
-
-    Raises:
-        RecipeError: a recipe that this version does not know.
     """
     if report.own_segments:
         return None

@@ -4,8 +4,6 @@ Python imports the module `sitecustomize` when it starts. The folder `site` hold
 PYTHONPATH, which child processes inherit, names that folder.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -129,11 +129,7 @@ def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World, seed:
 
 
 def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> Choice:
-    """The budgets a layer may get, and what share of its sensitivity to pruning each step would undo.
-
-    Args:
-        sparse: the weight pruned.
-    """
+    """The budgets a layer may get, and what share of its sensitivity to pruning each step would undo."""
     spec, (out, width) = plan.spec, plan.spec.shape
     dense = weight.to(gram.matrix.dtype)
     one, two = (dataclasses.replace(spec, rank=rank).bytes(plan.dtype) for rank in (1, 2))

@@ -1,7 +1,5 @@
 """OWL: blocks with more outliers keep more (Yin et al., arXiv 2310.05175)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -10,8 +10,6 @@ give g at the output of every layer. Blocks run backwards one at a time, each fr
 more than one block is in memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -118,14 +116,7 @@ def local_probes(segments: Tensor, world: World, tokens: int | None = None) -> i
 
 
 def gradients_of_labels(walk: Walk, segments: Tensor, states: Activations, world: World, seed: int) -> Activations:
-    """The gradient of log p(label), summed over tokens, with respect to what leaves the last block.
-
-    For each token a label is drawn from the predictions at it. Each segment has its own random numbers, drawn on the
-    CPU: they are the same on every device and for every number of processes.
-
-    Args:
-        segments: token ids (segments, tokens). states: what leaves the last block for them.
-    """
+    """The gradient of log p(label), summed over tokens, with respect to what leaves the last block."""
     gradients = states.copy()
     with walk.outside(), computing(walk.model, walk.outer()), torch.enable_grad():
         for index, segment in enumerate(segments):
@@ -223,10 +214,7 @@ def probed_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World
 def block_sensitivities(
     reverse: Reverse, plans: Mapping[str, LayerPlan], world: World, inspect: Inspect[T]
 ) -> dict[str, tuple[T, float]]:
-    """The planned layers of one block, in the order of the plan. Afterwards the gradients have passed the block.
-
-    A layer that only selects, such as an indexer of attention, has no gradient: it gets the mean of the other layers.
-    """
+    """The planned layers of one block, in the order of the plan. Afterwards the gradients have passed the block."""
     inspected: dict[str, T] = {}
     divergences: dict[str, float] = {}
     for layer in probed_layers(reverse, plans, world):
@@ -235,6 +223,7 @@ def block_sensitivities(
         inspected[layer.name] = inspect(layer.weight, sparse, layer.gram, plan)
         if layer.gradients is not None:
             divergences[layer.name] = layer.divergence(sparse)
+    # A layer that only selects, such as an indexer of attention, has no gradient: it gets the mean of the others.
     mean = sum(divergences.values()) / max(len(divergences), 1)
     return {name: (inspected[name], divergences.get(name, mean)) for name in plans}
 
@@ -242,12 +231,7 @@ def block_sensitivities(
 def inputs_and_gradients(
     reverse: Reverse, groups: list[list[str]]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-    """What enters the first site of each group, (tokens, in), and the gradient at the output of each, (tokens, out).
-
-    None for an output that no gradient reaches. Afterwards the gradients have passed the block.
-
-    groups: sites with one input.
-    """
+    """What enters the first site of each group, (tokens, in), and the gradient at the output of each, (tokens, out)."""
     block, call, states, gradients = reverse.visit.block, reverse.visit.call, reverse.states, reverse.gradients
     inputs: dict[str, list[Tensor]] = {group[0]: [] for group in groups}
     outer: dict[str, list[Tensor]] = {name: [] for group in groups for name in group}

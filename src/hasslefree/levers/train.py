@@ -436,11 +436,7 @@ def trained_parameters(block: nn.Module) -> list[nn.Parameter]:
 def input_scales(
     block: nn.Module, call: BlockCall, hidden: Activations, world: World
 ) -> dict[SparseLowRankLinear, Tensor]:
-    """D, (in,), of every compressed layer: the root mean square of each input, over that of all inputs.
-
-    Args:
-        hidden: what enters the block.
-    """
+    """D, (in,), of every compressed layer: the root mean square of each input, over that of all inputs."""
     layers = list(compressed_layers(block).values())
     squares = {layer: torch.zeros(layer.in_features, device=layer.weight.device) for layer in layers}
 
@@ -459,10 +455,7 @@ def input_scales(
 
 @contextmanager
 def merged_for_gradients(layers: Sequence[SparseLowRankLinear]) -> Iterator[None]:
-    """Within it, layers multiply by S + u v at once; at the end its gradient over all calls goes to values and factors.
-
-    One product takes the place of three, and S is unpacked once.
-    """
+    """Within it, layers multiply by S + u v at once; at the end its gradient goes to values and factors."""
     try:
         sums = [merged_weight(layer) for layer in layers]
         for layer, merged in zip(layers, sums, strict=True):

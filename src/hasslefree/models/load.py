@@ -1,7 +1,5 @@
 """Load a causal language model and its tokenizer from a hub name or a local folder."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from pathlib import Path
@@ -29,9 +27,6 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
 
     Args:
         trust_remote_code: run code that comes with the model.
-
-    Raises:
-        ModelError: no such model, or one that is no causal language model.
     """
     check_name(name)
     try:
@@ -118,9 +113,6 @@ def load_model(
         dtype: "auto" for the checkpoint's, or "float32", "bfloat16", "float16".
         device: such as "cpu" or "cuda"; None for the GPU if there is one.
         trust_remote_code: run code that comes with the model.
-
-    Raises:
-        ModelError: a model that cannot be loaded, or an unknown device. UnknownNameError: an unknown dtype.
     """
     if dtype not in (known := get_args(Dtype)):
         raise UnknownNameError("dtype", dtype, known)

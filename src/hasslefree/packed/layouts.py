@@ -10,8 +10,6 @@ Every layout of a matrix S (out, in) has the name and the dtype of its index ten
     validate  raises PatternError if an index of the right shape has contents that `pack` never writes
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

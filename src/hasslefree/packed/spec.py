@@ -1,7 +1,5 @@
 """The description of a compressed layer without its values, used by the plan, the folder, the reports and the layer."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -25,9 +23,6 @@ class LayerSpec:
         nonzeros: the entries that S keeps; of a stored layer, the number of stored values or codes.
         grid: of a quantised S; None where S may hold any number.
         factor_bits: 8 for factors as int8 codes; None for those of the model's dtype, and for rank 0.
-
-    Raises:
-        PatternError: a negative count, or an empty shape.
     """
 
     pattern: str

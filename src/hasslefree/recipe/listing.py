@@ -1,7 +1,5 @@
 """What can be named in a recipe: methods, pruners, low-rank solvers, patterns and efforts, and the settings of each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
@@ -17,7 +15,7 @@ from hasslefree.errors import UnknownNameError
 from hasslefree.recipe.recipe import NAMES, Recipe
 from hasslefree.recipe.resolved import filled, method_of
 from hasslefree.solve import low_rank, methods, pruners
-from hasslefree.tables import table
+from hasslefree.units import table
 
 NOTES = (
     "S is the sparse part, L the low-rank part, and H the second moment of a layer's inputs. `docs: NAME` is the page "

@@ -60,11 +60,7 @@ Plan = list[dict[str, LayerPlan]]
 
 
 def make_plan(blocks: Blocks, resolved: Resolved) -> Plan:
-    """The pattern and rank of every layer, from shapes alone.
-
-    Raises:
-        HasslefreeError: with the layer's name: a budget that it cannot meet.
-    """
+    """The pattern and rank of every layer, from shapes alone."""
     selected = select_sites(blocks, resolved.recipe.leave_dense).sites
     check_rank(blocks, selected, resolved.budget.rank or 0)
     bits = resolved.recipe.factor_bits

@@ -1,7 +1,5 @@
 """What a recipe means: how its fields combine, with every default filled in."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Recipes as YAML files, one on top of another (`base: other.yaml`)."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

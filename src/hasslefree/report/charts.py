@@ -4,8 +4,6 @@ Colours are variables of page.css, so that charts on the page follow the reader'
 of the light scheme.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -113,11 +113,7 @@ class Content:
 
 
 def read_content(paths: Sequence[Path]) -> Content:
-    """Folders that `compress` wrote, and JSON files that `evaluate` wrote, of these folders or of other models.
-
-    Raises:
-        CheckpointError: a path is neither, or its content is damaged; there is no folder, or one is named twice.
-    """
+    """Folders that `compress` wrote, and JSON files that `evaluate` wrote, of these folders or of other models."""
     if missing := [str(path) for path in paths if not path.exists()]:
         raise CheckpointError(f"{', '.join(missing)} does not exist; name a folder that `hasslefree compress` wrote")
     folders: dict[Path, Path] = {}
@@ -179,11 +175,7 @@ def write_seconds(folder: Path, report: Record) -> None:
 
 
 def read_seconds(folder: Path, compression: str) -> Seconds | None:
-    """What `write_seconds` wrote; None if there is nothing, or it is of another compression.
-
-    Args:
-        compression: the content of compression.json.
-    """
+    """What `write_seconds` wrote; None if there is nothing, or it is of another compression."""
     file, remedy = seconds_file(folder), "it holds only the seconds of the run; delete it"
     if not file.is_file():
         return None

@@ -1,7 +1,5 @@
 """Where the layers of a model stand: their blocks and their kinds, such as q_proj."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """A report as one HTML page, with its scripts, its style and its data in it."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """The same prompts continued greedily by compressed models and by their dense ones, to be read side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -66,9 +64,6 @@ def sample_folders(
     Args:
         dense: the dense model of all folders; None for the one that each folder names, if it is on this machine;
             "none" for none. how: the device and trust_remote_code of `load_model`.
-
-    Raises:
-        HasslefreeError: a model cannot be loaded; a prompt is empty, or too long for a model.
     """
     sampling, by_model, samples = Sampling(max_new_tokens), dict[str, list[Written]](), []
     for folder in folders:

@@ -9,8 +9,6 @@ with ΔW the error of a few rounds of `joint` at that pattern and rank. The sum 
 ranks choices, and does not predict the divergence of a compressed model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Block by block: the calibration text runs through, each linear layer becomes S + L, and the block is written."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Container, Iterator
 from contextlib import ExitStack
@@ -179,11 +177,7 @@ def passes(task: Task, groups: list[list[str]], device: torch.device) -> list[li
 
 
 def compress_in_one_pass(task: Task, hidden: Activations, groups: list[list[str]]) -> tuple[list[Done], Tensor]:
-    """Decompose and replace every group of layers as soon as its input is computed, in one pass of all segments.
-
-    Returns:
-        The layers with their reports; and what leaves the compressed block: (segments, tokens, width).
-    """
+    """Decompose and replace every group of layers as soon as its input is computed, in one pass of all segments."""
     block, call, done = task.visit.block, task.visit.call, list[Done]()
     sites = task.visit.sites([group[0] for group in groups])
 

@@ -1,7 +1,5 @@
 """The driver: a model, a recipe and a calibration text in, a folder that transformers loads out."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import time
@@ -18,9 +16,8 @@ from transformers import PreTrainedModel
 from hasslefree.distributed import World, local_device, process_group
 from hasslefree.folder.journal import Unfinished, fingerprint, unfinished
 from hasslefree.folder.output import check_output
-from hasslefree.folder.record import PredictionRecord, Record
+from hasslefree.folder.record import Record
 from hasslefree.levers.allocation import Allocation, by_outliers, by_sensitivity
-from hasslefree.levers.train import Reference
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
 from hasslefree.models.load import load_tokenizer, resolve_device
@@ -150,49 +147,25 @@ def compress_dense(
     options = {"storage": activations, "folder": work.folder, "phases": phases}
     walk, digests = open_walk(setup, segments[:1].to(device), options)
     work.background_writes = walk.weights.prefetch
-    prepared = prepare(walk, dense, resolved, work, world)
+    local = world.share(segments).to(device)
+    predictions = world.broadcast(work.predictions)  # of an earlier run, which had trained the model already
+    tokenizer = None if dense.own_segments else dense.tokenizer
+    reference = None if predictions else dense_reference(walk, resolved, tokenizer, segments, world)
+    allocation = world.broadcast(allocate(walk, plan, resolved, local, world))
     about = described(dense.name, model, resolved, segments) | dense.left
     about |= {"device": device.type, "own_segments": dense.own_segments}
     if world.writes:
-        work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(prepared.plan)})
+        work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(allocation.plan)})
     with writing_files(phases, resolved, work, len(plan)) as writing:
-        compress_blocks(walk, prepared.plan, resolved, prepared.segments, work, world, writing)
-        predictions = prepared.predictions
-        if prepared.reference:
-            predictions = train_whole(walk, prepared.reference, work, world, writing)
+        compress_blocks(walk, allocation.plan, resolved, local, work, world, writing)
+        if reference:
+            predictions = train_whole(walk, reference, work, world, writing)
         parts = world.broadcast(work.parts)
-        record = recorded(about, parts, predictions, prepared.sensitivities, time.perf_counter() - start)
+        record = recorded(about, parts, predictions, allocation.sensitivities, time.perf_counter() - start)
         if world.writes:
             with writing.running():
                 work.finish(lambda part: write_rest(part, model, dense.tokenizer, parts, record))
     return record
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """What was learned from the dense model before its first block is compressed.
-
-    Args:
-        segments: of this process. plan: as allocated. sensitivities: of an `Allocation`.
-        reference: what the model is trained on; None if it is not trained, or was trained already.
-        predictions: the record of a training by an earlier run.
-    """
-
-    segments: Tensor
-    plan: Plan
-    sensitivities: dict[str, float] | None
-    reference: Reference | None
-    predictions: PredictionRecord | None
-
-
-def prepare(walk: Walk, dense: Dense, resolved: Resolved, work: Unfinished, world: World) -> Preparation:
-    """Keep the predictions of the dense model, and allocate budgets, as far as the recipe asks for it."""
-    local = world.share(dense.segments).to(walk.weights.device)
-    trained = world.broadcast(work.predictions)
-    tokenizer = None if dense.own_segments else dense.tokenizer
-    reference = None if trained else dense_reference(walk, resolved, tokenizer, dense.segments, world)
-    allocation = world.broadcast(allocate(walk, dense.plan, resolved, local, world))
-    return Preparation(local, allocation.plan, allocation.sensitivities, reference, trained)
 
 
 def allocate(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Allocation:
@@ -206,11 +179,7 @@ def allocate(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world
 
 
 def open_walk(setup: Setup, segment: Tensor, options: dict[str, Any]) -> tuple[Walk, dict[str, str]]:
-    """`preflight` a model if memory suffices for its compression.
-
-    Args:
-        segment: (1, tokens), on the device that computes. options: of `Walk`.
-    """
+    """`preflight` a model if memory suffices for its compression."""
     weights = Weights(setup.model, setup.device, prefetch=check_memory(setup).prefetch)
     walk, digests = preflight(setup.model, setup.blocks, weights, setup.plan, segment, options)
     if walk.width is not None:

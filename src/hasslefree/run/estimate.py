@@ -5,8 +5,6 @@ written; a block is run and solved; all compressed blocks are trained together. 
 2 · tokens · parameters for a forward pass and twice that for a backward pass, and `Cost.flops` for each layer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections import Counter
@@ -123,11 +121,7 @@ class Setup:
 def setup_of(
     name: str, recipe: Recipe, device: torch.device, storage: str, processes: int = 1, trust_remote_code: bool = False
 ) -> Setup:
-    """The compression of a model by name, from its configuration alone.
-
-    Raises:
-        HasslefreeError: a wrong recipe, a model that cannot be compressed, or layers that cannot meet the budget.
-    """
+    """The compression of a model by name, from its configuration alone."""
     resolved = recipe.resolve(with_text=False)
     check_storage(storage)
     model = load_shapes(name, recipe.dtype, trust_remote_code)
@@ -292,11 +286,7 @@ def without_prefetch_if_tight(setup: Setup) -> Setup:
 
 
 def check_memory(setup: Setup) -> Setup:
-    """The compression as it runs here.
-
-    Raises:
-        MemoryShortError: not enough memory; with the terms of the estimate, and an option that makes it fit.
-    """
+    """The compression as it runs here."""
     lean = dataclasses.replace(setup, prefetch=False)
     if not fits(lean):
         advice = next((f"it fits with {advice}" for other, advice in remedies(lean) if fits(other)), None)

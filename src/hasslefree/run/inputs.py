@@ -1,7 +1,5 @@
 """What a compression reads: a model, opened by name or as it was loaded, and calibration segments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 A layer belongs to one process, or all processes share its rows (`run.sharing`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import time
@@ -79,11 +77,7 @@ def compress_groups(task: Task, groups: list[list[str]], grams: Sequence[Gram]) 
 
 
 def compress_group(task: Task, plans: Mapping[str, LayerPlan], shared: Container[str], gram: Gram) -> dict[str, Done]:
-    """Decompose layers that share one input, with what depends on its Gram matrix computed once.
-
-    Args:
-        plans: of these layers. shared: those whose rows all processes share.
-    """
+    """Decompose layers that share one input, with what depends on its Gram matrix computed once."""
     visit, resolved = task.visit, task.resolved
     start, done = time.perf_counter(), {}
     sites, method = visit.sites(list(plans)), resolved.method
@@ -111,11 +105,7 @@ def compress_group(task: Task, plans: Mapping[str, LayerPlan], shared: Container
 
 
 def with_room(compute: Callable[[], T], task: str, device: torch.device, remedy: str = "", attempts: int = 2) -> T:
-    """What `compute` returns; where memory is short, once more after emptying torch's cache.
-
-    Args:
-        task: what takes the memory, for the error. remedy: one before the usual ones.
-    """
+    """What `compute` returns; where memory is short, once more after emptying torch's cache."""
     for _ in range(attempts):
         try:
             return compute()
@@ -129,10 +119,7 @@ def with_room(compute: Callable[[], T], task: str, device: torch.device, remedy:
 def solve_with_room(
     weight: Tensor, gram: Gram, method: Method, prepared: Any, plan: LayerPlan, seed: int, rows: Rows = WHOLE
 ) -> Decomposition:
-    """`solve_layer` with `with_room`. rows: those of the weight, where processes share the layer.
-
-    The result is the whole layer in all of them. A shared layer is tried once: no process can start it again alone.
-    """
+    """`solve_layer` with `with_room`. rows: those of the weight, where processes share the layer."""
     spec, pattern = plan.spec, of_rows(plan.pattern, rows)
 
     def solve() -> Decomposition:

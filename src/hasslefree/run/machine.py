@@ -1,7 +1,5 @@
 """What the machine has: available memory, and the rate of its matrix products."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import sys

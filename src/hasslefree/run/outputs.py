@@ -1,7 +1,5 @@
 """What a compression writes beside the weights: its record, the configuration, the tokenizer and the model card."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

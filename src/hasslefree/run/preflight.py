@@ -1,7 +1,5 @@
 """A check of a model before hours of work: it runs block by block, and its weights are finite."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 

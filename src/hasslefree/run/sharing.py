@@ -1,7 +1,5 @@
 """Which layers several processes share by rows, and which are solved by one process as a whole."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from hasslefree.core.protocols import Method

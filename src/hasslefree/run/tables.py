@@ -1,7 +1,5 @@
 """A plan as JSON and as a table for the terminal; tables of advice and of the seconds of a run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,8 +14,7 @@ from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.advise import Advice
 from hasslefree.run.estimate import Setup, estimate, flops_by_phase, peaks
 from hasslefree.run.machine import product_rate
-from hasslefree.tables import table
-from hasslefree.units import duration, size
+from hasslefree.units import duration, size, table
 
 # What each allocation does, and its cost beyond one pass.
 ALLOCATIONS = {

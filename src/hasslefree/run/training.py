@@ -1,7 +1,5 @@
 """Training a whole compressed model: the text it reads, its blocks in memory, and their new files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ by outputs (column-parallel):  y[rows] = x S[rows]ᵀ + (x vᵀ) u[rows]ᵀ     
 by inputs (row-parallel):      y = Σ_ranks x[columns] S[:, columns]ᵀ + (x[columns] v[:, columns]ᵀ) uᵀ    u whole
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

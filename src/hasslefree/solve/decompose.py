@@ -104,11 +104,6 @@ def solve_layer(
             these rows (`of_rows`), and so are S and u of the result; its errors are those of all rows.
 
     Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method.
-
-    Raises:
-        NonFiniteError: NaN, Inf or an overflow during the computation or in the result.
-        FactorizationError: a factorisation in the method failed.
-        GridError: the dtype of W does not hold a scale of the grid.
     """
     full = weight.to(working_dtype(weight))
     norm = checked_norm(live(full, gram), gram, rows)
@@ -184,10 +179,7 @@ def gathered(shared: Decomposition, rows: Rows) -> Decomposition:
 
 
 def checked_norm(weight: Tensor, gram: Gram, rows: Rows = WHOLE) -> float:
-    """tr(W H Wᵀ) of a weight (out, in), by which errors are divided; 0 for a weight of zeros.
-
-    Raises NonFiniteError if it is rounding error, or close to the smallest or the largest number of the dtype.
-    """
+    """tr(W H Wᵀ) of a weight (out, in), by which errors are divided; 0 for a weight of zeros."""
     norm, limits = gram.loss(weight, rows), torch.finfo(weight.dtype)
     # Its value if the inputs were uncorrelated: where terms cancel, the rounding error is relative to this.
     apart = rows.sum((weight.square() @ gram.diagonal).sum(dtype=torch.float64)).item()

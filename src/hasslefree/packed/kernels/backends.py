@@ -4,8 +4,6 @@
 package `triton` has `triton`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

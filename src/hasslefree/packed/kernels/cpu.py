@@ -14,8 +14,6 @@ A position beyond its group counts as the group's last, and bits of a mask beyon
 however wrong, reaches outside a row.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types

@@ -8,8 +8,6 @@ There is no gradient: a call that needs one raises torch's error that no autogra
 uses the dense backend for such calls.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import threading

@@ -83,10 +83,6 @@ def build_method(
         refit: after the pruner, fit the values on its support by least squares (`Refit`), with the method's damping, or
             0.01 where it has none.
         bits, group_size, symmetric: of the grid of its pruner; see `Grid`. A group size of 0 means one group per row.
-
-    Raises:
-        UnknownNameError: no such method, pruner or solver. BudgetError: the method has no such part.
-        GridError: no such grid, or a method without one.
     """
     method: Any = look_up("method", name, METHODS, "method")
     parts: dict[str, Any] = {"rounds": rounds, "damping": damping}

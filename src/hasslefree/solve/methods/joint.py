@@ -280,11 +280,7 @@ def sampled_loss(gram: Gram, weight: Tensor, sparse: Tensor, low_rank: LowRank, 
 
 
 def refit_scale(matrix: Tensor) -> Tensor:
-    """D, (in,), with D² = 1/[H⁻¹]_jj, for a positive semi-definite H (in, in) with a positive diagonal.
-
-    D² is the part of H_jj that the other inputs do not explain. Inputs that repeat others would get a scale near zero,
-    so a hundredth of H_jj is added before the inversion.
-    """
+    """D, (in,), with D² = 1/[H⁻¹]_jj, for a positive semi-definite H (in, in) with a positive diagonal."""
     diagonal = unit_diagonal_scale(matrix.diagonal())
     unit = torch.outer(diagonal, diagonal)
     torch.div(matrix, unit, out=unit)
