@@ -91,7 +91,7 @@ def full_disk(out: Path, expected: dict[str, bytes], seconds: float) -> bool:
         # The check before the work would refuse it.
         script = (
             "import shutil, sys; shutil.disk_usage = lambda _: type('U', (), {'free': 10**12}); sys.argv = "
-            f"{command(out / 'out')[2:]!r}; sys.argv[0] = 'hasslefree'; from hasslefree.cli import main; main()"
+            f"{command(out / 'out')[2:]!r}; sys.argv[0] = 'hasslefree'; from hasslefree.cli import run_app; run_app()"
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
         said = done.returncode == 2 and "finished blocks are kept" in done.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from hasslefree.cli import app, main, spread_lists
+from hasslefree.cli import app, run_app, spread_lists
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
 from tests.evaluation.task_rows import write_rows
 from tests.tiny_models import tensors_of
@@ -25,7 +25,7 @@ def run(monkeypatch, capsys, *arguments):
     """The exit code, and what was printed."""
     monkeypatch.setattr(sys, "argv", ["hasslefree", *map(str, arguments)])
     with pytest.raises(SystemExit) as caught:
-        main()
+        run_app()
     printed = capsys.readouterr()
     return caught.value.code or 0, printed.out + printed.err
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import HasslefreeError, Recipe
-from hasslefree.cli import main
+from hasslefree.cli import run_app as main
 from hasslefree.levers.allocation import Allocation
 
 FIXTURES = Path(__file__).parent / "fixtures"

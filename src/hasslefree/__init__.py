@@ -22,9 +22,9 @@ def _register(_module: ModuleType) -> None:
     if plugin is not None and not hasattr(plugin, "register"):
         return  # it is being imported, and registers itself at its end
 
-    from hasslefree.folder.plugin import register
+    from hasslefree.folder.plugin import register_format
 
-    register()
+    register_format()
 
 
 for _library in OLDEST:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hasslefree import use_backend
-from hasslefree.cli import main
+from hasslefree.cli import run_app as main
 from hasslefree.demo.run import MODEL
 from hasslefree.evaluation.continuation import Writer
 from hasslefree.units import size

@@ -229,7 +229,7 @@ if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         add(self, tensor)
     distributed.World.add = dying
-from hasslefree.cli import main
+from hasslefree.cli import run_app as main
 main()
 """
 

@@ -29,7 +29,7 @@ def spread_lists(arguments: list[str]) -> list[str]:
     return spread
 
 
-def main() -> None:
+def run_app() -> None:
     """Run the command line; a HasslefreeError becomes a message and exit code 2, an interruption exit code 130."""
     register_post_import_hook(_quiet, "transformers.utils.logging")
     try:

@@ -121,11 +121,11 @@ def empty_layer(site: Site, name: str, entry: Entry) -> SparseLowRankLinear:
     return SparseLowRankLinear(entry.spec, site.bias is not None, weight.dtype, weight.device)
 
 
-def register() -> None:
+def register_format() -> None:
     """Make the quantizer known to transformers. Calling it again does nothing."""
     if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantizer(QUANT_METHOD)(HasslefreeQuantizer)
         register_quantization_config(QUANT_METHOD)(HasslefreeConfig)
 
 
-register()
+register_format()

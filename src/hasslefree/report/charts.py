@@ -138,7 +138,7 @@ def run_charts(run: Run, content: Content, selected: str = "") -> dict[str, Draw
         in_order = {layer.name: run.spectra.get(layer.name, ()) for layer in record.layers}
         charts["spectra"] = spectra(in_order, most, selected)
     if record.sensitivities:
-        charts["sensitivity"] = sensitivities(record.sensitivities)
+        charts["sensitivity"] = sensitivity_chart(record.sensitivities)
     return charts | {"parameters": parameters(record.layers)}
 
 
@@ -272,7 +272,7 @@ def block_errors(runs: Iterable[Run]) -> Drawing:
     return _by_block("Mean relative error of each block", "mean", "mean relative error", values)
 
 
-def sensitivities(values: Mapping[str, float]) -> Drawing:
+def sensitivity_chart(values: Mapping[str, float]) -> Drawing:
     """The sensitivity of the layers of each block, a line for each kind of layer; those of experts are summed."""
     kinds = [(kind, block, values[name]) for name, (block, kind) in places(values, merge_experts=True).items()]
     return _by_block("Sensitivity to pruning, by kind of layer", "sum", "nats per token", kinds)

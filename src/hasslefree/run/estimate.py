@@ -163,7 +163,7 @@ def estimate(setup: Setup) -> Footprint:
     if setup.probe_tokens or setup.matched_tokens:
         head["logits"] = LOGITS * FLOAT * setup.tokens[1] * setup.embeddings.num_embeddings
     block = {"block": max(map(block_bytes, repeat(setup), setup.blocks.modules, setup.plan))}
-    moments: list[dict[str, int]] = [head, block | solving(setup)]
+    moments: list[dict[str, int]] = [head, block | solving_terms(setup)]
     if setup.matched_tokens:
         moments.append(in_training(setup) | max(head, block, key=total))
     peak = max(moments, key=total)
@@ -196,7 +196,7 @@ def block_bytes(setup: Setup, block: nn.Module, plans: dict[str, LayerPlan]) -> 
     return bytes_of(block.parameters()) + FLOAT * sum(p.numel() for p in wide) + compressed
 
 
-def solving(setup: Setup) -> dict[str, int]:
+def solving_terms(setup: Setup) -> dict[str, int]:
     """A forward pass through a block that sums Gram matrices, and the solver: one after the other, or at once."""
     device, widest = setup.device, max(max(layer.spec.shape) for layer in setup.layers)
     tokens = setup.text_tokens if setup.at_once else min(setup.text_tokens, max(setup.tokens[1], BATCH))
