@@ -157,7 +157,7 @@ BAD = {
     "positions": (["--rank", "4", "--seqlen", "4096"], "takes at most 512 tokens"),
     "device": (["--rank", "4", "--device", "gpu"], "unknown device 'gpu'"),
     "a grid": (["--bits", "4", "--rank", "4"], "method 'joint' does not quantise S"),
-    "bits": (["--method", "gptq", "--bits", "3"], "bits must be 4 or 8, got 3"),
+    "bits": (["--method", "gptq", "--bits", "7"], "bits must be one of 2, 3, 4, 5, 6, 8, got 7"),
     "bits of factors": (["--rank", "4", "--factor-bits", "4"], "factor_bits must be 8, got 4"),
     "groups": (
         ["--method", "gptq", "--group-size", "128"],

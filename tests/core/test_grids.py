@@ -1,5 +1,6 @@
 """Grids: against their definition written out entry by entry in Python's own numbers, and brute force."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -9,15 +10,25 @@ from hypothesis import strategies as st
 
 from hasslefree import Grid
 from hasslefree.core.grids import Quantised, Scaling
+from hasslefree.core.patterns import SemiStructured
 from hasslefree.errors import GridError
 from tests import oracles
 
-GRIDS = [Grid(bits, group, symmetric) for bits in (4, 8) for group in (8, None) for symmetric in (False, True)]
+GRIDS = [
+    Grid(bits, group, kind == "symmetric", offset=kind == "offset")
+    for bits in (2, 3, 4, 5, 6, 8)
+    for group in (8, None)
+    for kind in ("whole", "symmetric", "offset")
+]
 grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
 
 
 def group_of(grid, width):
     return grid.group or width
+
+
+def value_of(grid, code, scale, zero):
+    return code * scale + zero if grid.offset else (code - zero) * scale
 
 
 @grids
@@ -29,11 +40,14 @@ def test_the_grid_of_a_group_is_that_of_its_definition(grid, seed, size):
     scaling, step = grid.scaling(weight), group_of(grid, 16)
     for (i, g), scale in [((i, g), float(scaling.scale[i, g])) for i in range(3) for g in range(16 // step)]:
         entries = weight[i, g * step : (g + 1) * step].tolist()
-        low, high = min(0.0, *entries), max(0.0, *entries)
+        low, high = (min(entries), max(entries)) if grid.offset else (min(0.0, *entries), max(0.0, *entries))
         if grid.symmetric:
             low, high = -max(high, -low), max(high, -low)
         assert scale == pytest.approx((high - low) / grid.top, rel=2**-8)
         assert scale == float(torch.tensor(scale).bfloat16())
+        if grid.offset:
+            assert float(scaling.zero[i, g]) == pytest.approx((low + high - grid.top * scale) / 2, rel=2**-8)
+            continue
         zero = (grid.top + 1) // 2 if grid.symmetric else min(max(round(-low / scale), 0), grid.top)
         assert abs(float(scaling.zero[i, g]) - zero) <= (abs(-low / scale % 1 - 0.5) < 1e-4)
 
@@ -49,10 +63,10 @@ def test_nearest_is_nearest(grid, seed):
     step = group_of(grid, 16)
     for i, j in itertools.product(range(2), range(16)):
         scale, zero = float(scaling.scale[i, j // step]), float(scaling.zero[i, j // step])
-        values = [(code - zero) * scale for code in range(grid.top + 1)]
+        values = [value_of(grid, code, scale, zero) for code in range(grid.top + 1)]
         least = min(abs(value - float(weight[i, j])) for value in values)
         assert abs(float(rounded[i, j]) - float(weight[i, j])) == pytest.approx(least, abs=1e-6 * scale)
-        assert float(rounded[i, j]) == values[int(codes[i, j])]
+        assert float(rounded[i, j]) == pytest.approx(values[int(codes[i, j])], rel=1e-6 * grid.offset, abs=1e-6 * scale)
 
 
 @grids
@@ -63,25 +77,28 @@ def test_codes_come_back_from_values_in_every_dtype(grid, seed, dtype):
     generator = torch.Generator().manual_seed(seed)
     scale = torch.rand(3, 2, generator=generator).bfloat16().float() + 2**-5
     zero = torch.full((3, 2), float(torch.randint(grid.top + 1, (1,), generator=generator)))
+    zero = zero * -0.25 if grid.offset else zero
     scaling = Scaling(grid, scale.bfloat16().float(), zero)
     codes = torch.arange(grid.top + 1).repeat(3, 2)
     values = scaling.values(codes)
-    assert torch.equal(values.double(), (codes - zero.repeat_interleave(grid.top + 1, 1).double())
-                       * scaling.scale.repeat_interleave(grid.top + 1, 1).double())  # fmt: skip
+    wide = (part.double().repeat_interleave(grid.top + 1, 1) for part in (scaling.scale, zero))
+    torch.testing.assert_close(values.double(), value_of(grid, codes, *wide), rtol=3e-7, atol=3e-7 * grid.offset)
     assert torch.equal(scaling.nearest(values), values)
     stored = Quantised.of(values, scaling, dtype)
     assert torch.equal(stored.codes, codes.to(torch.uint8))
-    assert torch.equal(stored.values(), values.to(dtype))
+    rounding = 0 if dtype in (torch.float32, torch.float64) else torch.finfo(dtype).eps
+    torch.testing.assert_close(stored.values(), values.to(dtype), rtol=rounding, atol=0)
 
 
-@grids
-def test_zero_is_on_every_grid(grid):
+@pytest.mark.parametrize("grid", [grid for grid in GRIDS if not grid.offset], ids=str)
+def test_zero_is_on_every_grid_without_offsets(grid):
     weight = oracles.problem(4, 16)[0].abs() + 3  # zero is not among the entries, nor between them
     for sign in (1, -1):
         scaling = grid.scaling(weight * sign)
         assert not scaling.nearest(torch.zeros(4, 16)).any()
         step = scaling.scale.repeat_interleave(group_of(grid, 16), 1)
-        assert ((scaling.nearest(weight * sign) - weight * sign).abs() < 0.52 * step + 2**-8 * weight).all()
+        reach = 1.02 if grid.bits == 2 and grid.symmetric else 0.52  # codes from −2 to 1 for −1.5 to 1.5 steps
+        assert ((scaling.nearest(weight * sign) - weight * sign).abs() < reach * step + 2**-8 * weight).all()
         assert (scaling.zero >= 0).all()
         assert (scaling.zero <= grid.top).all()
 
@@ -100,12 +117,14 @@ def test_the_search_takes_the_best_of_its_ranges(grid, seed):
     """Oracle: every range by itself, its end points written out; an outlier makes the narrower ones worth it."""
     weight = oracles.problem(3, 16, seed=seed, dtype=torch.float64)[0]
     weight[0, 3] = 9.0
-    searching = Grid(grid.bits, grid.group, grid.symmetric, ranges=40)
+    searching = dataclasses.replace(grid, ranges=40)
     found = (searching.scaling(weight).nearest(weight) - weight).square()
     parts = weight.unflatten(1, (grid.groups(16), -1))
     best = torch.full(parts.shape[:2], torch.inf, dtype=torch.float64)
     for step in range(40):
-        high, low = parts.amax(-1).clamp_min(0), parts.amin(-1).clamp_max(0)
+        high, low = parts.amax(-1), parts.amin(-1)
+        if not grid.offset:
+            high, low = high.clamp_min(0), low.clamp_max(0)
         if grid.symmetric:
             high = torch.maximum(high, -low)
             low = -high
@@ -113,8 +132,11 @@ def test_the_search_takes_the_best_of_its_ranges(grid, seed):
         zero = torch.full_like(scale, (grid.top + 1) // 2)
         if not grid.symmetric:
             zero = (-low * (1 - step / 100) / scale).round().clamp(0, grid.top)
-        candidates = torch.arange(grid.top + 1) - zero[..., None]
-        distances = (parts[..., None] - (candidates * scale[..., None])[:, :, None]).square().amin(-1)
+        candidates = (torch.arange(grid.top + 1) - zero[..., None]) * scale[..., None]
+        if grid.offset:
+            offset = ((low + high - grid.top * scale) / 2).bfloat16().double()
+            candidates = torch.arange(grid.top + 1) * scale[..., None] + offset[..., None]
+        distances = (parts[..., None] - candidates[:, :, None]).square().amin(-1)
         best = torch.minimum(best, distances.sum(-1))
     torch.testing.assert_close(found.unflatten(1, (grid.groups(16), -1)).sum(-1), best)
     assert found.sum() <= (grid.scaling(weight).nearest(weight) - weight).square().sum()
@@ -127,7 +149,12 @@ def half(weight):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Grid(bits=3), "bits must be 4 or 8, got 3; use bits=4"),
+        (lambda: Grid(bits=7), "bits must be one of 2, 3, 4, 5, 6, 8, got 7; use bits=4"),
+        (lambda: Grid(symmetric=True, offset=True), "a symmetric grid has no offset"),
+        (
+            lambda: Grid(group=8, offset=True).check((4, 32), SemiStructured(2, 4)),
+            "pattern 2:4 prunes entries, and a grid with offsets need not have the value zero",
+        ),
         (lambda: Grid(group=0), "at least 1, got 0; use group_size=64"),
         (lambda: Grid(ranges=0), "from 1 to 100, got 0"),
         (

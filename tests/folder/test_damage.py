@@ -138,7 +138,7 @@ def test_tensors_that_are_not_as_config_json_says(edit, message, folder, no_weig
 
 
 GRID_TROUBLES = {
-    "bits": ({"bits": 3, "group": 16, "symmetric": False}, "bits must be 4 or 8, got 3"),
+    "bits": ({"bits": 7, "group": 16, "symmetric": False}, "bits must be one of 2, 3, 4, 5, 6, 8, got 7"),
     "group": ({"bits": 4, "group": 5, "symmetric": False}, "group_size 5 does not divide the 32 inputs"),
     "no object": (4, "grid|group"),
     "a field too few": (

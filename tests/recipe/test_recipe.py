@@ -295,7 +295,7 @@ def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
         ),
         ({"method": "wanda", "symmetric": False}, "method 'wanda' does not quantise S"),
         ({"method": "hassle-free", "group_size": 64, "rank": 2}, "does not quantise S.*with pruner='gptq'"),
-        ({"method": "gptq", "bits": 3}, "bits must be 4 or 8, got 3; use bits=4"),
+        ({"method": "gptq", "bits": 7}, "bits must be one of 2, 3, 4, 5, 6, 8, got 7; use bits=4"),
         ({"method": "gptq", "group_size": -1}, "group_size must be greater than or equal to 0, got -1"),
         ({"pattern": "dense", "rank": 2}, "pattern dense keeps every entry.*method joint.*caldera, joint-grid, gptq"),
         ({"method": "caldera", "rank": 2, "match_predictions": 64}, "match_predictions trains the values of S"),

@@ -1,22 +1,31 @@
-"""A grid as a constraint set: the entries of a group of inputs of a row are whole multiples of one step.
+"""A grid as a constraint set: the entries of a group of inputs of a row lie at equal distances.
 
-    S_ij = (code_ij − zero_g)·scale_g,   code_ij in 0 … 2^bits − 1,   zero_g too   (g: the group of row i, input j)
+    S_ij = (code_ij − zero_g)·scale_g,     code_ij in 0 … 2^bits − 1,   zero_g too   (g: the group of row i, input j)
+    S_ij = code_ij·scale_g + offset_g,     offset_g any number, on a grid with an offset
 
-Zero is on every grid, to the bit, so that S can be on a support and on a grid at once. A scale has the eight
-significant bits of bfloat16: it is the same number in every dtype that S is stored in, and (code − zero)·scale is
-exact in float32.
+On a grid with a whole zero, zero is a value to the bit, so that S can be on a support and on a grid at once. A grid
+with an offset has one more number for each group, and fits better: it is for an S that keeps every entry. Scales and
+offsets have the eight significant bits of bfloat16: they are the same numbers in every dtype that S is stored in, and
+(code − zero)·scale is exact in float32.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hasslefree.core.gram import working_dtype
 from hasslefree.errors import GridError, option
 
+if TYPE_CHECKING:
+    from hasslefree.core.patterns import Pattern
+
+# Bits of a code.
+BITS = (2, 3, 4, 5, 6, 8)
 # Each further range that is tried for a group is narrower by this share of the whole one.
 NARROWER = 0.01
 
@@ -26,9 +35,10 @@ class Grid:
     """What the entries of S may be: 2^bits values in each group of inputs of a row.
 
     Args:
-        bits: of a code: 4 or 8.
+        bits: of a code: one of BITS.
         group: consecutive inputs that share a scale and a zero, 32 to 128 as a rule; None for a whole row.
         symmetric: around zero, with zero = 2^(bits − 1) everywhere; otherwise from the least to the largest entry.
+        offset: with the value of code 0 as a number for each group, in the place of a whole zero.
         ranges: how many ranges of values are tried for a group. 1: from its least entry to its largest (arXiv
             2210.17323). More: each narrower than the one before by 1 % of the whole, and the one with the least sum of
             squared rounding errors is taken.
@@ -42,11 +52,15 @@ class Grid:
     group: int | None = 64
     symmetric: bool = False
     ranges: int = 1
+    offset: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
+        if self.bits not in BITS:
+            allowed = ", ".join(map(str, BITS))
+            raise GridError(f"bits must be one of {allowed}, got {self.bits}; use {option('bits', 4)}", ("bits",))
+        if self.symmetric and self.offset:
             raise GridError(
-                f"bits must be 4 or 8, got {self.bits}; use {option('bits', 4)} or {option('bits', 8)}", ("bits",)
+                "a symmetric grid has no offset; leave out one of symmetric and offset", ("symmetric", "offset")
             )
         if self.group is not None and self.group < 1:
             raise GridError(
@@ -62,19 +76,20 @@ class Grid:
 
     def __str__(self) -> str:
         groups = "rows" if self.group is None else f"groups of {self.group}"
-        return f"int{self.bits} in {groups}{', symmetric' if self.symmetric else ''}"
+        return f"int{self.bits} in {groups}{', symmetric' * self.symmetric}{', with offsets' * self.offset}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: what a reader of the codes needs; the offset only where there is one."""
+        content = {"bits": self.bits, "group": self.group, "symmetric": self.symmetric}
+        return content | ({"offset": True} if self.offset else {})
 
     @property
     def top(self) -> int:
         """The largest code."""
         return (1 << self.bits) - 1
 
-    def check(self, shape: tuple[int, int], together: int | None = None) -> None:
-        """Raise GridError where a weight (out, in) cannot have this grid.
-
-        Args:
-            together: consecutive inputs whose support is decided together, as `Pattern.group` says.
-        """
+    def check(self, shape: tuple[int, int], pattern: Pattern | None = None) -> None:
+        """Raise GridError where a weight (out, in) cannot have this grid, alone or with a pattern."""
         if self.group is not None and shape[1] % self.group:
             fitting = math.gcd(shape[1], 128)
             remedy = f"{option('group_size', fitting)}, or " if fitting > 1 else ""
@@ -82,10 +97,17 @@ class Grid:
                 f"group_size {self.group} does not divide the {shape[1]} inputs of the layer; "
                 f"use {remedy}{option('group_size', 0)} for one scale per row"
             )
+        together = pattern.group if pattern else None
         if self.group is not None and together is not None and self.group % together:
             raise GridError(
                 f"group_size {self.group} is not a multiple of {together}, the group length of the pattern; "
                 f"use a multiple of {together}, or {option('group_size', 0)} for one scale per row"
+            )
+        if self.offset and pattern and pattern.kept(shape) < math.prod(shape):
+            raise GridError(
+                f"pattern {pattern} prunes entries, and a grid with offsets need not have the value zero; leave out "
+                f"{option('offset', True)}, or use {option('pattern', 'dense')}",
+                ("offset", "pattern"),
             )
 
     def groups(self, width: int) -> int:
@@ -94,18 +116,19 @@ class Grid:
 
     def fit(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero, (…, 1) each, of groups of entries (…, n), in the dtype of the entries."""
-        high = entries.amax(-1, keepdim=True).clamp_min_(0)
-        low = entries.amin(-1, keepdim=True).clamp_max_(0)
+        high, low = entries.amax(-1, keepdim=True), entries.amin(-1, keepdim=True)
+        if not self.offset:
+            high, low = high.clamp_min_(0), low.clamp_max_(0)
         if self.symmetric:
             high = torch.maximum(high, -low)
             low = -high
         scale, zero = self._spanning(low, high)
         if self.ranges == 1:
             return scale, zero
-        least = self._squared_error(entries, scale, zero)
+        least, centre = self._squared_error(entries, scale, zero), (low + high) / 2 if self.offset else 0.0
         for step in range(1, self.ranges):
             share = 1 - NARROWER * step
-            narrower, its_zero = self._spanning(low * share, high * share)
+            narrower, its_zero = self._spanning(*(centre + (end - centre) * share for end in (low, high)))
             error = self._squared_error(entries, narrower, its_zero)
             better = error < least
             least = torch.where(better, error, least)
@@ -113,9 +136,11 @@ class Grid:
         return scale, zero
 
     def _spanning(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and zero with which the codes run from low ≤ 0 to high ≥ 0."""
-        scale = ((high - low) / self.top).bfloat16().to(high.dtype)
-        scale = torch.where(scale > 0, scale, 1.0)  # a group of zeros
+        """Scale and zero with which the codes run from low to high; low ≤ 0 ≤ high, except with an offset."""
+        span = stored((high - low) / self.top)
+        scale = torch.where(span > 0, span, 1.0)  # a group of equal entries
+        if self.offset:
+            return scale, stored((low + high - self.top * span) / 2)
         if self.symmetric:
             return scale, torch.full_like(scale, (self.top + 1) / 2)
         return scale, (-low / scale).round_().clamp_(0, self.top)
@@ -125,11 +150,16 @@ class Grid:
 
     def nearest(self, entries: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """The values on the grid that are nearest to entries; scale and zero broadcast with them."""
-        return self.codes(entries, scale, zero).sub_(zero).mul_(scale)
+        return self.values(self.codes(entries, scale, zero), scale, zero)
+
+    def values(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """Of codes, which are overwritten, in the dtype of the scale."""
+        return codes.mul_(scale).add_(zero) if self.offset else codes.sub_(zero).mul_(scale)
 
     def codes(self, entries: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """The codes of those values, whole numbers in the dtype of the entries."""
-        return (entries / scale).round_().add_(zero).clamp_(0, self.top)
+        steps = ((entries - zero) / scale).round_() if self.offset else (entries / scale).round_().add_(zero)
+        return steps.clamp_(0, self.top)
 
     def scaling(self, matrix: Tensor) -> Scaling:
         """Scales and zeros that suit a matrix (out, in).
@@ -147,9 +177,17 @@ class Grid:
         return Scaling(self, like.new_ones(shape).T, like.new_zeros(shape).T)
 
 
+def stored(numbers: Tensor) -> Tensor:
+    """Scales or offsets, rounded to what every dtype of a model holds: bfloat16's eight bits."""
+    return numbers.bfloat16().to(numbers.dtype)
+
+
 @dataclass(frozen=True)
 class Scaling:
-    """The scale and the zero, a whole number, of each group of a matrix (out, in): (out, groups), floating."""
+    """The scale and the zero of each group of a matrix (out, in): (out, groups), floating.
+
+    The zero is a code, a whole number; on a grid with an offset, it is the value of code 0.
+    """
 
     grid: Grid
     scale: Tensor
@@ -161,9 +199,10 @@ class Scaling:
         return self.grid.codes(parts, self.scale.unsqueeze(-1), self.zero.unsqueeze(-1)).flatten(1).to(torch.uint8)
 
     def values(self, codes: Tensor) -> Tensor:
-        """(code − zero)·scale for codes (out, in) of any dtype, in the dtype of the scale."""
-        parts = codes.to(self.scale.dtype).unflatten(1, (self.scale.shape[1], -1))
-        return ((parts - self.zero.unsqueeze(-1)) * self.scale.unsqueeze(-1)).flatten(1)
+        """The values of codes (out, in) of any dtype, rounded once to the dtype of the scale."""
+        parts = codes.to(working_dtype(self.scale), copy=True).unflatten(1, (self.scale.shape[1], -1))
+        scale, zero = (part.to(parts.dtype).unsqueeze(-1) for part in (self.scale, self.zero))
+        return self.grid.values(parts, scale, zero).flatten(1).to(self.scale.dtype)
 
     def nearest(self, matrix: Tensor) -> Tensor:
         """The matrix on the grid that is nearest to a matrix (out, in)."""
@@ -186,14 +225,14 @@ class Quantised:
     @classmethod
     def of(cls, matrix: Tensor, scaling: Scaling, dtype: torch.dtype) -> Quantised:
         """The codes of a matrix on the grid, with scales in another dtype; GridError if they do not fit it exactly."""
-        scale = scaling.scale.to(dtype)
-        if not torch.equal(scale.to(scaling.scale.dtype), scaling.scale):
+        scale, zero = scaling.scale.to(dtype), scaling.zero.to(dtype)
+        if any(not torch.equal(new.to(old.dtype), old) for new, old in ((scale, scaling.scale), (zero, scaling.zero))):
             name = str(dtype).removeprefix("torch.")
             raise GridError(
-                f"a quantisation scale overflows or underflows {name}; "
+                f"a quantisation scale or offset overflows or underflows {name}; "
                 f"use another dtype ({option('dtype', 'bfloat16')})"
             )
-        return cls(scaling.codes(matrix), Scaling(scaling.grid, scale, scaling.zero.to(dtype)))
+        return cls(scaling.codes(matrix), Scaling(scaling.grid, scale, zero))
 
     def values(self) -> Tensor:
         """The matrix, in the dtype of the scales."""

@@ -73,7 +73,7 @@ def _read_entry(name: str, content: Any) -> Entry:
         check_factor_bits(content.get("factor_bits"), spec.rank)
         spec.tensors()
         if spec.grid is not None and content["grid"].keys() != spec.to_dict()["grid"].keys():
-            raise InvalidError("grid", "grid must have the fields bits, group and symmetric")
+            raise InvalidError("grid", "grid must have the fields bits, group and symmetric, and offset if true")
         if not isinstance(crc := content.get("crc32"), str) or not re.fullmatch("[0-9a-f]{8}", crc):
             raise InvalidError("crc32", "crc32 must be eight hexadecimal digits")
     except (HasslefreeError, InvalidError) as error:

@@ -79,7 +79,7 @@ class LayerSpec:
     def to_dict(self) -> dict[str, Any]:
         """For JSON; the grid and the bits of factors only where there are any."""
         grid = self.grid
-        on_grid = {"grid": {"bits": grid.bits, "group": grid.group, "symmetric": grid.symmetric}} if grid else {}
+        on_grid = {"grid": grid.to_dict()} if grid else {}
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields |= {"shape": list(self.shape)} | on_grid
         return {name: value for name, value in fields.items() if value is not None}

@@ -36,7 +36,7 @@ TABLES: dict[str, dict[str, About]] = {
 }
 OPTIONS = ("--method", "--method or --pruner", "--low-rank", "--pattern", "--effort")
 # The fields of a recipe that set those of a grid.
-GRID_FIELDS = {"grid.bits": "bits", "grid.group": "group_size", "grid.symmetric": "symmetric"}
+GRID_FIELDS = {"grid.bits": "bits", "grid.group": "group_size", "grid.symmetric": "symmetric", "grid.offset": "offset"}
 
 
 def overview() -> tuple[dict[str, Any], Group]:

@@ -93,7 +93,7 @@ def plan_block(
             method.check(rank)
             method.check_pattern(pattern)
             if method.grid:
-                method.grid.check(site.shape, pattern.group)
+                method.grid.check(site.shape, pattern)
         except HasslefreeError as error:
             raise error.within(f"{blocks.prefix(index)}.{name}") from None
         plans[name] = LayerPlan.of(site.shape, pattern, rank, site.parameter.dtype, method.grid, factor_bits)

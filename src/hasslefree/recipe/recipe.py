@@ -72,11 +72,14 @@ class Fields:
     refit: bool = declared(False, METHOD)
     """After pruning, fit the kept entries again by least squares."""
     bits: int | None = declared(None, GRID)
-    """Bits of an entry of S, 4 or 8, for methods with a grid (default: 4)."""
+    """Bits of an entry of S: 2, 3, 4, 5, 6 or 8, for methods with a grid (default: 4)."""
     group_size: int | None = declared(None, GRID, ge=0)
     """Consecutive inputs that share a scale; 0 for a whole row (default: 64)."""
     symmetric: bool | None = declared(None, GRID, flags=("--symmetric/--asymmetric",))
     """A grid that is symmetric around zero, or one from the smallest to the largest entry (default: asymmetric)."""
+    offset: bool | None = declared(None, GRID)
+    """The smallest value of a group as a number of the model's dtype, instead of a whole zero point of few bits; for
+    pattern dense (default: on for joint-grid with pattern dense, unless symmetric; otherwise off)."""
     factor_bits: int | None = declared(None, GRID)
     """8 to store both factors of L as int8 (default: the model's dtype)."""
     calibration: str = declared("c4", TEXT)

@@ -67,6 +67,8 @@ def filled(recipe: Fields) -> Fields:
     defaults = dataclasses.asdict(EFFORTS[effort or "fast"])
     if recipe.method == "joint":
         defaults["rounds"] = ROUNDS
+    if recipe.method == "joint-grid" and recipe.pattern == "dense" and not recipe.symmetric:
+        defaults["offset"] = True
     if not movable(recipe):
         defaults["allocate"] = "uniform"
     if quantised or recipe.factor_bits:
@@ -94,7 +96,7 @@ def budget_of(recipe: Fields) -> Budget:
 
 def method_of(recipe: Fields) -> Method:
     """The method with the hyper-parameters and parts that the recipe names."""
-    names = ("pruner", "low_rank", "rounds", "damping", "refit", "bits", "group_size", "symmetric")
+    names = ("pruner", "low_rank", "rounds", "damping", "refit", "bits", "group_size", "symmetric", "offset")
     return build_method(recipe.method, **{name: getattr(recipe, name) for name in names})
 
 

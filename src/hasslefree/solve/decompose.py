@@ -80,7 +80,7 @@ def decompose(
     solver.check(exact_rank)
     check_factor_bits(factor_bits, exact_rank)
     if grid := solver.grid:
-        grid.check((weight.shape[0], weight.shape[1]), exact_pattern.group)
+        grid.check((weight.shape[0], weight.shape[1]), exact_pattern)
     result = solve_layer(weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed, factor_bits)
     return dataclasses.replace(result, remarks=(DATA_FREE, *result.remarks)) if data_free else result
 
@@ -103,7 +103,8 @@ def solve_layer(
         rows: those of W, where processes share a layer (`core.rows`), and the method can. Then `pattern` is for
             these rows (`of_rows`), and so are S and u of the result; its errors are those of all rows.
 
-    Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method.
+    Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method; on a grid with offsets,
+    S has the value nearest to zero.
     """
     full = weight.to(working_dtype(weight))
     norm = checked_norm(live(full, gram), gram, rows)
@@ -160,7 +161,10 @@ def approximation(
             remedy = f"raise the damping ({option('damping', 0.01)})"
             raise FactorizationError(f"a factorisation failed: {error}; {remedy}") from None
     low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * alive)
-    return dataclasses.replace(solution, sparse=solution.sparse * alive, low_rank=low_rank)
+    sparse, scaling = solution.sparse * alive, solution.scaling
+    if scaling and scaling.grid.offset:  # zero need not be on the grid
+        sparse = scaling.nearest(sparse)
+    return dataclasses.replace(solution, sparse=sparse, low_rank=low_rank)
 
 
 def gathered(shared: Decomposition, rows: Rows) -> Decomposition:

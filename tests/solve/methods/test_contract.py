@@ -188,7 +188,7 @@ def test_a_grid_is_set_part_by_part():
         GridError, match="'joint' does not quantise S: leave out bits, .*method rtn, .*caldera, joint-grid, gptq, or"
     ):
         build_method("joint", bits=4)
-    with pytest.raises(GridError, match="bits must be 4 or 8, got 3"):
-        build_method("gptq", bits=3)
+    with pytest.raises(GridError, match="bits must be one of 2, 3, 4, 5, 6, 8, got 7"):
+        build_method("gptq", bits=7)
     with pytest.raises(BudgetError, match="SparseGPT only prunes .*rank must be 0, got 2; use .* such as caldera"):
         METHODS["gptq"].check(2)

@@ -59,7 +59,7 @@ ABOUT: dict[str, About] = {
     "loftq": About("alternates rtn and svd; uses no data", "arXiv 2310.08659"),
     "lq-lora": About("alternates rtn and a randomised diagonal-svd", "arXiv 2311.12023"),
     "caldera": About("alternates gptq and exact", "arXiv 2405.18886"),
-    "joint-grid": About("joint, with S on a grid of 4 or 8 bits", "docs: maths"),
+    "joint-grid": About("joint, with S on a grid of 2 to 8 bits", "docs: maths"),
     **ABOUT_PRUNERS,
 }
 
@@ -74,6 +74,7 @@ def build_method(
     bits: int | None = None,
     group_size: int | None = None,
     symmetric: bool | None = None,
+    offset: bool | None = None,
 ) -> Method:
     """The method of this name, with parts of it replaced.
 
@@ -82,7 +83,8 @@ def build_method(
         rounds, damping: hyper-parameters of the method.
         refit: after the pruner, fit the values on its support by least squares (`Refit`), with the method's damping, or
             0.01 where it has none.
-        bits, group_size, symmetric: of the grid of its pruner; see `Grid`. A group size of 0 means one group per row.
+        bits, group_size, symmetric, offset: of the grid of its pruner; see `Grid`. A group size of 0 means one group
+            per row.
     """
     method: Any = look_up("method", name, METHODS, "method")
     parts: dict[str, Any] = {"rounds": rounds, "damping": damping}
@@ -95,7 +97,7 @@ def build_method(
         unused = " and ".join(missing)
         raise BudgetError(f"method {name!r} does not use {unused}: leave out {unused}{remedy}", ("method", *missing))
     method = dataclasses.replace(method, **chosen)
-    of_grid: dict[str, Any] = {"bits": bits, "group": group_size, "symmetric": symmetric}
+    of_grid: dict[str, Any] = {"bits": bits, "group": group_size, "symmetric": symmetric, "offset": offset}
     changes = {part: value for part, value in of_grid.items() if value is not None}
     if group_size == 0:
         changes["group"] = None
@@ -121,10 +123,10 @@ def _with_grid(name: str, method: Any, changes: dict[str, Any]) -> Method:
     if grid is None:
         having = [usable for usable, candidate in METHODS.items() if candidate.grid]
         raise GridError(
-            f"method {name!r} does not quantise S: leave out bits, group_size and symmetric, or use "
+            f"method {name!r} does not quantise S: leave out bits, group_size, symmetric and offset, or use "
             f"method {', '.join(having)}, or {option('method', 'hassle-free')} with "
             f"{option('pruner', 'gptq')}",
-            ("method", "bits", "group_size", "symmetric"),
+            ("method", "bits", "group_size", "symmetric", "offset"),
         )
     grid = dataclasses.replace(grid, **changes)
     if "grid" in settings_of(method):

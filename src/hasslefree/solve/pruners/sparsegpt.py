@@ -63,7 +63,7 @@ class SparseGPT(Pruner):
         """The scaling to begin with: of whole rows for good, of smaller groups to be written by the sweep."""
         if self.grid is None:
             return None
-        self.grid.check((target.shape[0], target.shape[1]), pattern.group)
+        self.grid.check((target.shape[0], target.shape[1]), pattern)
         if self.grid.group is not None:
             return self.grid.empty_scaling(target)
         return self.grid.scaling(replace(self, grid=None).prune(target, prepared, pattern).sparse)
