@@ -22,7 +22,8 @@ ablations: rows as above, of `--effort best` without one of its parts, in a file
 given to prediction matching as more tokens, so that the CPU seconds of all rows are about the same. The file also keeps
 rows of options that were deleted; they name the commit that measured them, and cannot be measured again.
 
-frontier: rows as above, of patterns and ranks with `--effort fast`, in a file of their own.
+frontier: rows as above, of patterns and ranks with `--effort fast`, in a file of their own. Quantised rows are those of
+benchmarks/four_bits.py, on a model whose weights lie on no grid.
 
 speed: the seconds of `--effort fast` of this checkout and of another one, in turns.
 
@@ -43,11 +44,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import models, plots
+from harness import frontier, models, plots
 from harness.models import Measurement
 from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, ROOT, machine, resumed, write
-from tables.real import gap_of
 
 import hasslefree
 from hasslefree.models.blocks import find_blocks
@@ -69,17 +69,11 @@ RIVALS: dict[str, dict[str, Any]] = {
 ABLATIONS: dict[str, dict[str, Any]] = {
     "best, no allocation": EFFORTS["best"] | {"allocate": "uniform", "match_predictions": 225_280}
 }
-# What a user chooses from: patterns and ranks, each also with S on a grid of four bits.
-CHOICES = [(pattern, rank) for pattern in ("2:4", "4:8", "5:8", "6:8") for rank in (0, 16, 48, 96)]
+# What a user chooses from. Rows whose S is on a grid are in benchmarks/four_bits.py.
 FRONTIER: dict[str, dict[str, Any]] = {
-    "4 bits": {"pattern": "dense", "rank": 0, "method": "gptq"},
-    "4 bits + rank 16": {"pattern": "dense", "rank": 16, "method": "joint-grid", "effort": "fast"},
-    **{f"{p} + rank {r}": {"pattern": p, "rank": r, "effort": "fast"} for p, r in CHOICES},
-    **{
-        f"{p} + rank {r}, 4 bits": {"pattern": p, "rank": r, "method": "joint-grid", "effort": "fast"}
-        for p, r in CHOICES
-        if r
-    },
+    f"{pattern} + rank {rank}": {"pattern": pattern, "rank": rank, "effort": "fast"}
+    for pattern in ("2:4", "4:8", "5:8", "6:8")
+    for rank in (0, 16, 48, 96)
 }
 ROWS: dict[str, dict[str, Any] | None] = {"dense": None, **EFFORTS, **ABLATIONS, **RIVALS, **FRONTIER}
 
@@ -125,21 +119,7 @@ def run_rows(args: argparse.Namespace) -> None:
     }
     models.fill(content, args.output, jobs, row)
     if args.plot:
-        plots.frontier(curves(content), content["model"], args.plot)
-
-
-def curves(content: dict[str, Any]) -> dict[str, list[tuple[float, float, str]]]:
-    """By pattern, and whether S is coded: the bytes of a weight, gap and rank of each row."""
-    found: dict[str, list[tuple[float, float, str]]] = {}
-    [dense] = content["results"]["dense"].values()
-    for name, [measured, *_] in ((name, list(seeds.values())) for name, seeds in content["results"].items()):
-        if name == "dense":
-            continue
-        fields = FRONTIER[name]
-        kind = "4 bits" if fields["pattern"] == "dense" else fields["pattern"] + ", 4 bits" * name.endswith(", 4 bits")
-        gap = gap_of(measured["perplexity"], dense["perplexity"])
-        found.setdefault(kind, []).append((measured["bytes_a_weight"], gap, str(fields["rank"])))
-    return {kind: sorted(points) for kind, points in found.items()}
+        frontier.draw(args.plot, frontier=args.output)
 
 
 def run_energies(args: argparse.Namespace) -> None:

@@ -97,23 +97,32 @@ def speeds(content: Content, path: Path) -> None:
     save(figure, path)
 
 
-def frontier(points: dict[str, list[tuple[float, float, str]]], model: str, path: Path) -> None:
-    """The gap against the bytes of a weight. points: for each kind of S, its bytes, gap and rank in words."""
-    figure, axes = pyplot.subplots(figsize=(8.5, 5), layout="constrained")
+def frontier(curves: dict[str, list[tuple[float, float, str]]], programs: set[str], title: str, path: Path) -> None:
+    """The gap against the bytes of a weight.
+
+    Args:
+        curves: for each kind of S, the bytes, gap and label of its points.
+        programs: curves of other programs, whose points are not joined.
+    """
+    figure, axes = pyplot.subplots(figsize=(9.5, 6.5), layout="constrained")
     colours: dict[str, str] = {}
-    for name, found in points.items():
-        pattern, coded = name.removesuffix(", 4 bits"), name.endswith("4 bits")
-        colour = colours.setdefault(pattern, f"C{len(colours)}")
-        style = "s--" if coded else "o-"
-        axes.plot([x for x, _, _ in found], [y for _, y, _ in found], style, color=colour, markersize=4, label=name)
-        for x, y, label in found:
-            axes.annotate(label, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
-    axes.set(
-        xlabel="bytes a weight of the compressed layers", ylabel="log(perplexity / dense perplexity)", yscale="log"
-    )
-    axes.set_title(f"{model}, --effort fast; labels are ranks")
+    markers = iter("*^vPX")
+    for name, points in curves.items():
+        colour = colours.setdefault(name.removesuffix(", 4 bits"), f"C{len(colours) % 10}")
+        style: Content = {"marker": "s", "linestyle": "--"} if "bits" in name else {"marker": "o", "linestyle": "-"}
+        if name in programs:
+            colour, style = "black", {"marker": next(markers), "linestyle": "none"}
+        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], **style)
+        for x, y, label in points:
+            axes.annotate(label, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7, color=colour)
+    axes.set(xlabel="bytes per weight of the compressed layers", ylabel="log(perplexity / dense perplexity)")
+    axes.set(xscale="log", yscale="log", title=title)
+    axes.set_xticks([0.4, 0.5, 0.6, 0.7, 0.8, 1, 1.25, 1.5, 2])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
     axes.grid(alpha=0.3, which="both")
-    axes.legend()
+    axes.legend(fontsize=8)
     save(figure, path)
 
 
