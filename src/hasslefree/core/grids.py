@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Bits of a code.
 BITS = (2, 3, 4, 5, 6, 8)
 # Each further range that is tried for a group is narrower by this share of the whole one.
-NARROWER = 0.01
+NARROWER = 0.02
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Grid:
         bits: of a code: one of BITS.
         group: consecutive inputs that share a scale and a zero, 32 to 128 as a rule; None for a whole row.
         symmetric: around zero, with zero = 2^(bits − 1) everywhere; otherwise from the least to the largest entry.
+        offset: with the value of code 0 as a number for each group, in the place of a whole zero.
         offset: with the value of code 0 as a number for each group, in the place of a whole zero.
         ranges: how many ranges of values are tried for a group. 1: from its least entry to its largest (arXiv
             2210.17323). More: each narrower than the one before by 1 % of the whole, and the one with the least sum of
@@ -51,7 +52,6 @@ class Grid:
     bits: int = 4
     group: int | None = 64
     symmetric: bool = False
-    ranges: int = 1
     offset: bool = False
 
     def __post_init__(self) -> None:
@@ -67,11 +67,6 @@ class Grid:
                 f"group_size, the number of inputs that share a scale, must be at least 1, got {self.group}; use "
                 f"{option('group_size', 64)}",
                 ("group_size",),
-            )
-        if not 1 <= self.ranges <= round(1 / NARROWER):
-            raise GridError(
-                f"ranges, the number of value ranges tried for each quantisation group, must be from 1 to "
-                f"{round(1 / NARROWER)}, got {self.ranges}"
             )
 
     def __str__(self) -> str:
@@ -114,8 +109,15 @@ class Grid:
         """How many groups a row of `width` inputs has."""
         return 1 if self.group is None else width // self.group
 
-    def fit(self, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and zero, (…, 1) each, of groups of entries (…, n), in the dtype of the entries."""
+    def fit(self, entries: Tensor, ranges: int = 1, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Scale and zero, (…, 1) each, of groups of entries (…, n), in the dtype of the entries.
+
+        Args:
+            ranges: how many ranges of values are tried for a group, from 1 to 1 / NARROWER. 1: from its least entry to
+                its largest (arXiv 2210.17323). More: each narrower than the one before by a share NARROWER of the
+                whole, and the one with the least sum of squared rounding errors is taken.
+            weights: of those squares, (n,); None for equal ones.
+        """
         high, low = entries.amax(-1, keepdim=True), entries.amin(-1, keepdim=True)
         if not self.offset:
             high, low = high.clamp_min_(0), low.clamp_max_(0)
@@ -123,15 +125,19 @@ class Grid:
             high = torch.maximum(high, -low)
             low = -high
         scale, zero = self._spanning(low, high)
-        if self.ranges == 1:
+        if ranges == 1:
             return scale, zero
-        least, centre = self._squared_error(entries, scale, zero), (low + high) / 2 if self.offset else 0.0
-        for step in range(1, self.ranges):
+
+        def error(scale: Tensor, zero: Tensor) -> Tensor:
+            squares = (entries - self.nearest(entries, scale, zero)).square_()
+            return (squares if weights is None else squares.mul_(weights)).sum(-1, keepdim=True)
+
+        least, centre = error(scale, zero), (low + high) / 2 if self.offset else 0.0
+        for step in range(1, ranges):
             share = 1 - NARROWER * step
             narrower, its_zero = self._spanning(*(centre + (end - centre) * share for end in (low, high)))
-            error = self._squared_error(entries, narrower, its_zero)
-            better = error < least
-            least = torch.where(better, error, least)
+            better = (tried := error(narrower, its_zero)) < least
+            least = torch.where(better, tried, least)
             scale, zero = torch.where(better, narrower, scale), torch.where(better, its_zero, zero)
         return scale, zero
 
@@ -144,9 +150,6 @@ class Grid:
         if self.symmetric:
             return scale, torch.full_like(scale, (self.top + 1) / 2)
         return scale, (-low / scale).round_().clamp_(0, self.top)
-
-    def _squared_error(self, entries: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        return (entries - self.nearest(entries, scale, zero)).square_().sum(-1, keepdim=True)
 
     def nearest(self, entries: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """The values on the grid that are nearest to entries; scale and zero broadcast with them."""
@@ -162,11 +165,7 @@ class Grid:
         return steps.clamp_(0, self.top)
 
     def scaling(self, matrix: Tensor) -> Scaling:
-        """Scales and zeros that suit a matrix (out, in).
-
-        Raises:
-            GridError: the groups do not divide its inputs.
-        """
+        """Scales and zeros that suit a matrix (out, in); a GridError if the groups do not divide its inputs."""
         self.check((matrix.shape[0], matrix.shape[1]))
         scale, zero = self.fit(matrix.unflatten(1, (self.groups(matrix.shape[1]), -1)))
         return Scaling(self, scale.squeeze(-1), zero.squeeze(-1))

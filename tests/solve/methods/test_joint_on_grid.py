@@ -27,7 +27,7 @@ def test_the_turns_are_those_of_exact_steps(turns):
         sparse = sweep.prune(free, sweep.prepare(damped), KnownSupport(support)).sparse
         low_rank = oracles.best_low_rank(weight - sparse, damped.matrix, 3)
         losses.append(oracles.loss(weight - sparse - low_rank, damped.matrix) / oracles.loss(weight, damped.matrix))
-    method = JointOnGrid(grid, rounds=20, turns=turns)
+    method = JointOnGrid(grid, rounds=20, turns=turns, passes=0, ranges=1)
     found = hasslefree.decompose(weight, Gram(h, 1), "2:4", 3, method=method)
     assert list(found.history) == pytest.approx(losses, rel=1e-4)
     assert torch.equal(found.quantised.values(), found.sparse)
@@ -48,7 +48,8 @@ def test_it_is_below_caldera_and_near_joint(pattern):
 def test_without_pruning_it_starts_as_caldera_does():
     """Oracle: the alternation of caldera, which ends with the fit of L, round by round."""
     weight, h = oracles.problem(24, 32, dtype=torch.float64)
-    found = hasslefree.decompose(weight, Gram(h, 1), "dense", 4, method=build_method("joint-grid", group_size=8))
+    method = JointOnGrid(Grid(group=8), passes=0, ranges=1)
+    found = hasslefree.decompose(weight, Gram(h, 1), "dense", 4, method=method)
     for turns in (1, 3):
         other = build_method("caldera", group_size=8, rounds=turns)
         last = hasslefree.decompose(weight, Gram(h, 1), "dense", 4, method=other).history

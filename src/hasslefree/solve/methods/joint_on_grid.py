@@ -15,6 +15,7 @@ from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import Method, Solution
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError
+from hasslefree.solve.grid_descent import descend
 from hasslefree.solve.low_rank.exact import Exact
 from hasslefree.solve.methods.joint import Joint
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
@@ -34,17 +35,21 @@ class JointOnGrid(Method):
 
         tr((T − S') H (T − S')ᵀ) = tr((T − S) H (T − S)ᵀ) + tr((S − S') H (S − S')ᵀ),    T = W − L
 
-    and it remains to put S on the grid in the norm of H: GPTQ's sweep, with the support known. L is the exact fit
-    to W − S'. Where the pattern keeps everything, the turns begin with the exact fit to W. The best turn is kept.
+    and it remains to put S on the grid in the norm of H: GPTQ's sweep, with the support known, and then coordinate
+    descent on codes, scales and offsets (`solve.grid_descent`). L is the exact fit to W − S'. Where the pattern keeps
+    everything, the turns begin with the exact fit to W. The best turn is kept.
 
     Args:
         rounds: of `Joint`. damping: λ over the mean of diag H. turns: of S and L.
+        passes: of the descent, in each turn. ranges: of values that the sweep tries for each group.
     """
 
     grid: Grid = Grid()
     rounds: int = 100
     damping: float = 0.01
     turns: int = 5
+    passes: int = 3
+    ranges: int = 20
 
     def __post_init__(self) -> None:
         if self.turns < 1:
@@ -58,7 +63,8 @@ class JointOnGrid(Method):
         self, weight: Tensor, prepared: Prepared, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
     ) -> Solution:
         gram, for_joint, for_sweep, for_fit = prepared
-        if pattern.kept((weight.shape[0], weight.shape[1])) == weight.numel():
+        whole = pattern.kept((weight.shape[0], weight.shape[1])) == weight.numel()
+        if whole:
             support, low_rank = torch.ones_like(weight, dtype=torch.bool), _fitted(weight, for_fit, rank)
             sparse = weight - low_rank.product()
         else:
@@ -69,8 +75,9 @@ class JointOnGrid(Method):
         norm = gram.loss(weight)
         for _ in range(self.turns if rank else 1):
             target = weight - low_rank.product()
-            fitted = target if support.all() else masked_cg(gram.matrix, target, sparse, support, CG_STEPS)
-            swept = SparseGPT(grid=self.grid).prune(fitted, for_sweep, KnownSupport(support))
+            fitted = target if whole else masked_cg(gram.matrix, target, sparse, support, CG_STEPS)
+            swept = SparseGPT(grid=self.grid, ranges=self.ranges).prune(fitted, for_sweep, KnownSupport(support))
+            swept = descend(fitted, swept, gram.matrix, None if whole else support, self.passes)
             sparse = swept.sparse
             low_rank = _fitted(weight - sparse, for_fit, rank)
             error = relative(gram.loss(low_rank.residual(weight, sparse)), norm)
@@ -81,9 +88,9 @@ class JointOnGrid(Method):
 
     @property
     def cost(self) -> Cost:
-        """That of `joint`, and in each turn a sweep, conjugate gradients and an exact fit."""
+        """That of `joint`, and in each turn a sweep, descent, conjugate gradients and an exact fit."""
         joint, sweep, fit = self._joint().cost, SparseGPT().cost, Exact().cost
-        flops = joint.flops + self.turns * (sweep.flops + fit.flops + 2 * (CG_STEPS + 2))
+        flops = joint.flops + self.turns * (sweep.flops + fit.flops + 2 * (CG_STEPS + 2 + self.passes))
         return Cost(flops, squares=10, arrays=12, cached=joint.cached)
 
     def _joint(self) -> Joint:

@@ -28,10 +28,13 @@ class SparseGPT(Pruner):
         grid: what S may hold; None for any number. The scale of a group is fitted at its first column, after the
             updates, as in GPTQ; where the pattern prunes, to what pruning alone would leave of the group: updates
             within a group enlarge what is kept of it, and the grid must reach that far.
+        ranges: how many ranges of values are tried for each group of less than a row; see `Grid.fit`. Errors are
+            weighed by what they cost in the sweep, 1 / U_jj².
     """
 
     block: int = 128
     grid: Grid | None = None
+    ranges: int = 1
 
     def prepare(self, gram: Gram) -> Tensor:
         return inverse_factor(gram.matrix)
@@ -121,4 +124,5 @@ class SparseGPT(Pruner):
             columns = columns.clone()
             self._sweep(columns, factor, pattern, start, width, known=removed)
         g = start // len(columns)
-        scaling.scale[:, g : g + 1], scaling.zero[:, g : g + 1] = scaling.grid.fit(columns.T)
+        weights = factor.diagonal().reciprocal().square()
+        scaling.scale[:, g : g + 1], scaling.zero[:, g : g + 1] = scaling.grid.fit(columns.T, self.ranges, weights)
