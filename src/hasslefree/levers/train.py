@@ -1,7 +1,7 @@
-"""Training: the surviving values of all compressed layers, until the model predicts what the dense one does.
+"""Training: what all compressed layers store, until the model predicts what the dense one does.
 
-Layer by layer, each S + L is fitted alone. Here the values of S, u, v and the biases of all blocks are trained
-together, with the support of S fixed, by Adam on
+Layer by layer, each S + L is fitted alone. Here the values of S or the scales and offsets of its grid, u, v and the
+biases of all blocks are trained together (`levers.masters`), with the support and the codes of S fixed, by Adam on
 
     mean over tokens of KL(dense ‖ compressed)
 
@@ -9,17 +9,13 @@ between the predictions, on new calibration text as far as there is enough of it
 would overfit it. A step is a forward and a backward pass, block by block; the gradients of a block are freed before
 those of the block before it are computed. Where memory is short, only the input of each block is kept, and the block
 runs once more in the backward pass, so that one block at a time has S unpacked and its activations in memory.
-
-Adam moves every entry about equally far. So that this moves the output equally far, S and v are trained in units of
-their inputs: S D and v D, with D² the mean square of each input. What is stored are float32 masters, rounded to the
-dtype of the model.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasslefree.core.gram import working_dtype
-from hasslefree.core.low_rank import LowRank
 from hasslefree.distributed import ALONE, World
 from hasslefree.errors import NonFiniteError, option
 from hasslefree.folder.record import PredictionRecord
+from hasslefree.levers.masters import Masters
 from hasslefree.levers.sensitivity import check_predictions
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import BlockCall, hooks
@@ -157,6 +153,7 @@ def train(
             tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
             trainer = Trainer(walk, reference, tried, world, optimizer_device, keep_graphs)
             before, history = trainer.train(retreat == settings.retreats, phase.reach)
+            trainer.close()
             del trainer  # before the next one is made: its masters are the largest arrays of all
             if history[-1] >= before:
                 restore()
@@ -221,8 +218,15 @@ class Trainer:
             call = with_batching(block, call, hidden)
             scales = input_scales(block, call, hidden, world)
             self.calls.append(call)
-            self.masters.append(Masters(block, scales, settings, world, optimizer_device))
+            rates = settings.learning_rate, settings.betas, settings.epsilon
+            self.masters.append(Masters(block, scales, *rates, world, optimizer_device))
             run_block(block, call, hidden)
+
+    def close(self) -> None:
+        """Let coded factors be read from their codes again."""
+        for block in self.blocks:
+            for layer in compressed_layers(block).values():
+                layer.wide_factors.clear()
 
     def train(self, last: bool, reached: Callable[[int], None] = lambda step: None) -> tuple[float, list[float]]:
         """One pass over the training segments.
@@ -246,8 +250,8 @@ class Trainer:
         validated = {math.ceil(len(batches) * number / validations) for number in range(1, validations + 1)}
         history: list[float] = []
         with ExitStack() as opened:
-            for block in self.blocks:
-                opened.enter_context(only_trained(block, trained_parameters(block)))
+            for block, masters in zip(self.blocks, self.masters, strict=True):
+                opened.enter_context(only_trained(block, [variable.leaf for variable in masters.variables]))
             for step, batch in enumerate(batches, 1):
                 # The rate is zero one step after the last.
                 self.step(self.world.local(batch), self.settings.rate(step - 1, len(batches) + 1))
@@ -356,7 +360,7 @@ class BlockGraph:
     def run(self, states: Tensor) -> None:
         """states: what enters the block, (segments, tokens, width)."""
         self.computing.enter_context(computing(self.block, unpack=False))
-        layers = [layer for layer in compressed_layers(self.block).values() if layer.values.requires_grad]
+        layers = [layer for layer in compressed_layers(self.block).values() if layer.weight.requires_grad]
         with torch.enable_grad():
             self.merged.enter_context(merged_for_gradients(layers))
             self.leaf = states.detach().requires_grad_()
@@ -377,60 +381,6 @@ class BlockGraph:
     def close(self) -> None:
         self.merged.close()
         self.computing.close()
-
-
-class Masters:
-    """Adam on float32 masters of the trained parameters of a block, which are the masters' rounded copies.
-
-    Args:
-        scales: D of each compressed layer; S and v are trained in units of it, the other parameters as they are.
-        world: the processes whose gradients are added.
-        device: of the masters, where Adam runs; None for that of the parameters.
-    """
-
-    def __init__(
-        self,
-        block: nn.Module,
-        scales: Mapping[SparseLowRankLinear, Tensor],
-        settings: Training,
-        world: World = ALONE,
-        device: torch.device | None = None,
-    ):
-        self.parameters, self.world = trained_parameters(block), world
-        self.stored = [parameter.dtype for parameter in self.parameters]
-        units = units_of(self.parameters, scales)
-        self.masters = [master.to(device) for master in masters_of(self.parameters, units, scales)]
-        self.units = [unit.to(device) for unit in units]
-        self.peaks = [settings.learning_rate * m.square().mean().sqrt().item() for m in self.masters]
-        groups = [{"params": [master], "lr": peak} for master, peak in zip(self.masters, self.peaks, strict=True)]
-        # A block may have been left dense.
-        adam = torch.optim.Adam
-        self.optimizer = adam(groups, betas=settings.betas, eps=settings.epsilon, fused=True) if groups else None
-
-    @torch.no_grad()
-    def update(self, rate: float) -> None:
-        """One step of Adam with the gradients of the parameters, which have none afterwards. rate: over the peak."""
-        if self.optimizer is None:
-            return
-        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = peak * rate
-        for parameter, master, unit in zip(self.parameters, self.masters, self.units, strict=True):
-            # No gradient is a gradient of zero, for every number of processes: one without a segment of the mini-batch
-            # has none to add, and a parameter that a mini-batch does not reach still moves by its momentum.
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradient = gradient.to(master.dtype)
-            self.world.add(gradient)
-            master.grad = gradient.to(master.device) / unit
-            parameter.grad = None
-        self.optimizer.step()
-        for parameter, master, unit, dtype in zip(self.parameters, self.masters, self.units, self.stored, strict=True):
-            parameter.copy_((master / unit).to(dtype))  # which is wider while the block is `computing`
-            master.grad = None
-
-
-def trained_parameters(block: nn.Module) -> list[nn.Parameter]:
-    """The values, factors and biases of compressed layers."""
-    return [p for layer in compressed_layers(block).values() for p in layer.parameters() if p.numel()]
 
 
 def input_scales(
@@ -473,28 +423,3 @@ def merged_weight(layer: SparseLowRankLinear) -> Tensor:
     """S + u v: (out, in)."""
     sparse, factors = layer.unpacked(), layer.factors()
     return sparse if factors is None else torch.addmm(sparse, *factors)
-
-
-@torch.no_grad()
-def units_of(parameters: Sequence[nn.Parameter], scales: Mapping[SparseLowRankLinear, Tensor]) -> list[Tensor]:
-    """What each parameter is multiplied by while it is trained: D for S, entry by entry, and for v; otherwise 1."""
-    units: dict[int, Tensor] = {}
-    for layer, scale in scales.items():
-        if layer.low_rank_v is not None:
-            units[id(layer.low_rank_v)] = scale
-        units[id(layer.values)] = scale.expand(layer.spec.shape).masked_select(layer.support()).view_as(layer.values)
-    return [units.get(id(p), torch.ones((), device=p.device)) for p in parameters]
-
-
-@torch.no_grad()
-def masters_of(
-    parameters: Sequence[nn.Parameter], units: Sequence[Tensor], layers: Iterable[SparseLowRankLinear]
-) -> list[Tensor]:
-    """Copies of the parameters in the working dtype and in these units, the factors of each layer balanced."""
-    masters = {id(p): p.detach().to(working_dtype(p)) * unit for p, unit in zip(parameters, units, strict=True)}
-    for layer in layers:
-        u, v = layer.low_rank_u, layer.low_rank_v
-        if u is not None and v is not None and id(u) in masters and id(v) in masters:
-            balanced = LowRank(masters[id(u)], masters[id(v)]).balanced()
-            masters[id(u)], masters[id(v)] = balanced.u, balanced.v
-    return [masters[id(p)] for p in parameters]

@@ -44,7 +44,7 @@ def computing(block: nn.Module, modules: Iterable[nn.Module] | None = None, unpa
 
 
 @contextmanager
-def only_trained(block: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[None]:
+def only_trained(block: nn.Module, trained: Sequence[Tensor]) -> Iterator[None]:
     """Within it, gradients flow to some parameters of a block and to no others."""
     before = [(p, p.requires_grad) for p in block.parameters()]
     chosen = {id(p) for p in trained}

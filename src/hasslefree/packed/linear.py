@@ -67,6 +67,7 @@ class SparseLowRankLinear(nn.Module):
         self.cached_sparse: Tensor | None = None  # S unpacked, for calls without gradients
         self.cache_key: tuple[int, int] | None = None  # the values that it was made of; None: the caller removes it
         self.keeps_unpacked = False  # on a GPU, cache S at the first call for which there is no kernel
+        self.wide_factors: dict[str, Tensor] = {}  # the values of coded factors, while they are trained
         self.prepared: Prepared | None = None  # the arrays for a few tokens on a CPU
         self._fuses = isinstance(self.storage.layout, PackedGroups) and not (spec.grid or spec.factor_bits)
         tensors = spec.tensors()
@@ -129,6 +130,8 @@ class SparseLowRankLinear(nn.Module):
             return None
         if self.spec.factor_bits is None:
             return u, v
+        if self.wide_factors:
+            return self.wide_factors["low_rank_u"], self.wide_factors["low_rank_v"]
         scales = self.get_parameter("low_rank_u_scale"), self.get_parameter("low_rank_v_scale")
         return CodedRows(u, scales[0]).values(), CodedRows(v, scales[1]).values()
 

@@ -31,6 +31,8 @@ EFFORTS = {
     "best": Levers(allocate="error", match_predictions=204_800),
 }
 ROUNDS = 20
+# The methods of this project, which are trained by default; the others are as published.
+OURS = ("joint", "joint-grid")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +65,14 @@ def filled(recipe: Fields) -> Fields:
     """The recipe with its pattern and its effort's settings; without an effort, `joint` is balanced."""
     quantised = has_grid(recipe)
     recipe = dataclasses.replace(recipe, pattern=recipe.pattern or ("dense" if quantised else "2:4"))
-    effort = recipe.effort or ("balanced" if recipe.method == "joint" else None)
+    effort = recipe.effort or ("balanced" if recipe.method in OURS else None)
     defaults = dataclasses.asdict(EFFORTS[effort or "fast"])
-    if recipe.method == "joint":
+    if recipe.method in OURS:
         defaults["rounds"] = ROUNDS
     if recipe.method == "joint-grid" and recipe.pattern == "dense" and not recipe.symmetric:
         defaults["offset"] = True
     if not movable(recipe):
         defaults["allocate"] = "uniform"
-    if quantised or recipe.factor_bits:
-        defaults["match_predictions"] = 0
     missing = {name: value for name, value in defaults.items() if getattr(recipe, name) is None}
     return dataclasses.replace(recipe, effort=effort, **missing)
 
@@ -113,12 +113,6 @@ def problems(recipe: Fields, with_text: bool = True) -> Iterator[Problem]:
             f"pattern dense keeps every entry of S, and method {recipe.method} does not quantise them, so nothing "
             f"would be compressed: use a method that quantises S ({grids}), or another pattern",
         )
-    if recipe.match_predictions and quantised:
-        message = "match_predictions trains the values of S, which must stay quantised: leave out match_predictions"
-        yield Problem(("match_predictions",), message)
-    if recipe.match_predictions and recipe.factor_bits is not None:
-        message = "match_predictions trains the factors of L, which factor_bits quantises: leave out one of them"
-        yield Problem(("match_predictions", "factor_bits"), message)
     if recipe.allocate == "error" and not movable(recipe):
         remedy = "leave out allocate" if pattern == "dense" else "give a rank, or leave out allocate"
         message = f"allocate error moves rank between layers, and here there is none to move (pattern {pattern}): "
