@@ -70,7 +70,7 @@ def dense_rows(bits: int, ranks: tuple[int, ...], efforts: tuple[str, ...], fact
         f"{bits} bits" + (f" + rank {rank}{suffix}" if rank else " alone") + f", {effort}": Spec(
             ON_GRID | coded | {"pattern": "dense", "offset": True, "bits": bits, "rank": rank, "effort": effort},
             f"{bits} bits, {effort}",
-            f"{rank}{suffix}",
+            f"{rank}" + (f" int{factors}" if factors else ""),
         )
         for rank in ranks
         for effort in efforts
@@ -89,7 +89,7 @@ def sparse_rows(pattern: str, ranks: tuple[int, ...]) -> Rows:
 
 Rows = dict[str, Spec]
 OURS: Rows = {
-    "4 bits alone, GPTQ": Spec({"method": "gptq", "pattern": "dense", "bits": 4, "rank": 0}, "GPTQ, ours", "4 bits"),
+    "4 bits alone, GPTQ": Spec({"method": "gptq", "pattern": "dense", "bits": 4, "rank": 0}, "GPTQ", "4 bits"),
     **dense_rows(4, (0, 16), ("fast", "balanced", "best")),
     **dense_rows(4, (16, 32), ("fast", "best"), factors=8),
     **dense_rows(3, (0, 16, 32), ("fast", "best")),

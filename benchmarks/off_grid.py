@@ -86,8 +86,8 @@ def write_copy(source: str, destination: Path, sigma: float, seed: int) -> dict[
     exact = divergence(before, log_probabilities(model, ids))
     if not exact <= LIMIT:
         raise SystemExit(
-            f"the rescaled model diverges from {source} by {exact:.1e} nats per token: it is no Llama "
-            f"({type(model).__name__}), so other layers than those named above read or feed its matrices"
+            f"the rescaled {type(model).__name__} diverges from {source} by {exact:.1e} nats per token: other layers "
+            "than in a Llama read or feed its matrices, and only the layout of a Llama is known here"
         )
     rounded = divergence(before, log_probabilities(model.to(dtype).float(), ids))
     model.to(dtype).save_pretrained(destination)

@@ -12,10 +12,11 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from tables import layers, models, paper, real, running
+from tables import choices, layers, models, paper, real, running
 from tables.engine import PageError, Table, filled, pages, shown
 
-TABLES: dict[str, tuple[Table, ...]] = layers.TABLES | models.TABLES | real.TABLES | running.TABLES | paper.TABLES
+PARTS = (choices, layers, models, real, running, paper)
+TABLES: dict[str, tuple[Table, ...]] = {name: table for part in PARTS for name, table in part.TABLES.items()}
 
 
 def written() -> dict[Path, tuple[str, str]]:

@@ -85,6 +85,32 @@ def test_a_method_without_a_row_is_named_with_what_to_run(tables):
     assert "page.md has no row of joint" in line
 
 
+def test_the_types_that_hold_the_weights_by_hand(tables):
+    """The largest share first, and none that rounds to nothing."""
+    row = {"kinds": {"Q6_K": 250, "Q5_0": 748, "F32": 2}}
+    assert tables("choices").stored(row) == "Q5_0 75 %, Q6_K 25 %"
+
+
+def test_a_quantised_row_that_is_not_measured_is_left_out(tables, monkeypatch):
+    """Oracle: by hand. A gap is that from the dense model of the row's own file."""
+    choices = tables("choices")
+
+    def content(**rows):
+        return {"results": {name: {"0": row} for name, row in rows.items()}}
+
+    def row(value, **fields):
+        return {"perplexity": {"a": value}, "bytes_a_weight": 1.0, "cpu_seconds": 90.0, **fields}
+
+    files = {
+        "real_model": content(dense=row(10), fast=row(20), balanced=row(20), best=row(20), sparsegpt=row(20)),
+        "four_bits": content(**{"dense": row(5), "llama.cpp Q4_K_M": row(5, program="llama.cpp", kinds={"Q5_0": 1})}),
+    }
+    monkeypatch.setattr(choices, "load", files.__getitem__)
+    found = {row["name"]: row for row in choices.choices(content(dense=row(10)))}
+    assert list(found) == [choices.SIDE_BY_SIDE[n] for n in ("dense", "llama.cpp Q4_K_M", "best", "fast", "sparsegpt")]
+    assert found["llama.cpp Q4_K_M"] | {"gap": 0.0, "minutes": 1.5, "bytes": 1.0} == found["llama.cpp Q4_K_M"]
+
+
 def test_the_order_of_the_paper_by_hand(tables):
     """In both settings of the paper hassle-free is ahead; here in the second one."""
     fields = {"model": "m", "beside": "p"}

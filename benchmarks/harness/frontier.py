@@ -26,7 +26,7 @@ def draw(plot: Path, frontier: Path = RESULTS / "frontier.json", four_bits: Path
     curves: Curves = {}
     sparse = results(frontier)
     dense = sparse.pop("dense")["perplexity"]
-    for name, row in sparse.items():
+    for name, row in sorted(sparse.items()):
         pattern, _, rank = name.partition(" + rank ")
         curves.setdefault(pattern, []).append((row["bytes_a_weight"], gap_of(row["perplexity"], dense), rank))
     quantised = results(four_bits)

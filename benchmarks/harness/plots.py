@@ -97,6 +97,10 @@ def speeds(content: Content, path: Path) -> None:
     save(figure, path)
 
 
+# The line of a curve, by what follows the comma in its name: bits of S at a pattern, or an effort.
+LINES = {"": "o-", "4 bits": "s:", "fast": "s:", "balanced": "s--", "best": "s-"}
+
+
 def frontier(curves: dict[str, list[tuple[float, float, str]]], programs: set[str], title: str, path: Path) -> None:
     """The gap against the bytes of a weight.
 
@@ -104,15 +108,17 @@ def frontier(curves: dict[str, list[tuple[float, float, str]]], programs: set[st
         curves: for each kind of S, the bytes, gap and label of its points.
         programs: curves of other programs, whose points are not joined.
     """
-    figure, axes = pyplot.subplots(figsize=(9.5, 6.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(11, 6.5), layout="constrained")
     colours: dict[str, str] = {}
     markers = iter("*^vPX")
     for name, points in curves.items():
-        colour = colours.setdefault(name.removesuffix(", 4 bits"), f"C{len(colours) % 10}")
-        style: Content = {"marker": "s", "linestyle": "--"} if "bits" in name else {"marker": "o", "linestyle": "-"}
+        kind, _, variant = name.partition(", ")
         if name in programs:
-            colour, style = "black", {"marker": next(markers), "linestyle": "none"}
-        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], **style)
+            colour, line = "black", next(markers)
+        else:
+            colour, line = colours.setdefault(kind, f"C{len(colours) % 10}"), LINES[variant]
+        size = 7 if name in programs else 4
+        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], line, color=colour, markersize=size, label=name)
         for x, y, label in points:
             axes.annotate(label, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7, color=colour)
     axes.set(xlabel="bytes per weight of the compressed layers", ylabel="log(perplexity / dense perplexity)")
@@ -122,7 +128,7 @@ def frontier(curves: dict[str, list[tuple[float, float, str]]], programs: set[st
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     save(figure, path)
 
 

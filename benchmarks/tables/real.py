@@ -75,61 +75,6 @@ def estimates(content: Content) -> Row:
     }
 
 
-def frontier(content: Content) -> Iterable[Row]:
-    """By the bytes of the compressed layers."""
-    rows = measured(content, content["results"])
-    return sorted(rows, key=lambda row: (row["bytes"] or 2.0, row["gap"] or 0.0))
-
-
-# What the README sets side by side: a row of the frontier, or one of the other results by its name there.
-SIDE_BY_SIDE = {
-    "dense": "dense, bfloat16",
-    "6:8 + rank 16": "6:8 + rank 16, `--effort fast`",
-    "4:8 + rank 16": "4:8 + rank 16, `--effort fast`",
-    "fast": "2:4 + rank 16, `--effort fast`",
-    "best": "2:4 + rank 16, `--effort best`",
-    "2:4 + rank 0": "2:4 alone, `--effort fast`",
-    "sparsegpt": "2:4 alone, SparseGPT",
-    "6:8 + rank 48, 4 bits": "6:8 on 4 bits + rank 48, `--effort fast`",
-    "4 bits + rank 16": "4 bits + rank 16, `--effort fast`",
-    "4 bits": "4 bits alone, GPTQ",
-    "2:4 + rank 16, 4 bits": "2:4 on 4 bits + rank 16, `--effort fast`",
-}
-
-
-def choices(content: Content) -> Iterable[Row]:
-    """Ways to make one model smaller, side by side."""
-    others = measured(load("real_model"), ("fast", "best", "sparsegpt"))
-    wanted = {row["name"]: row for row in (*others, *frontier(content))}
-    for name, words in SIDE_BY_SIDE.items():
-        yield wanted[name] | {"name": words, "bytes": wanted[name]["bytes"] or 2.0}
-
-
-# What a reader of the results may be after, the row of the frontier or of the real model for it, and its name.
-GOALS = (
-    ("", "dense", "dense, bfloat16"),
-    ("almost no loss, bfloat16", "6:8 + rank 16", "6:8 + rank 16, `fast`"),
-    ("half of the entries zero", "4:8 + rank 16", "4:8 + rank 16, `fast`"),
-    ("2:4 kernels, least loss", "best", "2:4 + rank 16, `best`"),
-    ("2:4 kernels, the default", "balanced", "2:4 + rank 16, `balanced`"),
-    ("2:4 kernels, no training", "fast", "2:4 + rank 16, `fast`"),
-    ("almost no loss, fewer bytes", "6:8 + rank 96, 4 bits", "6:8 on 4 bits + rank 96, `fast`"),
-    ("little loss, fewer bytes", "6:8 + rank 48, 4 bits", "6:8 on 4 bits + rank 48, `fast`"),
-    ("a correction for 4 bits", "4 bits + rank 16", "4 bits + rank 16, `fast`"),
-    ("fewest bytes", "4 bits", "4 bits alone, GPTQ"),
-)
-
-
-def goals(content: Content) -> Iterable[Row]:
-    """What to choose, by goal."""
-    efforts = measured(load("real_model"), ("balanced", "best", "fast"))
-    rows = {row["name"]: row for row in (*frontier(content), *efforts)}
-    for goal, name, words in GOALS:
-        row = rows[name]
-        minutes = row["seconds"] and row["seconds"] / 60
-        yield row | {"goal": goal, "words": words, "bytes": row["bytes"] or 2.0, "minutes": minutes}
-
-
 def headline(content: Content) -> Row:
     """The dense model and `--effort best`, in one sentence."""
     dense, best = measured(content, ("dense", "best"))
@@ -246,36 +191,6 @@ TABLES: dict[str, tuple[Table, ...]] = {
             facts=headline,
         ),
     ),
-    "choices": (
-        Table(
-            "frontier",
-            f"python benchmarks/real_model.py frontier {MODEL}",
-            (
-                ("SmolLM2-135M-Instruct", "{name}"),
-                ("bytes per weight", "{bytes:.3f}"),
-                ("perplexity, WikiText-2", "{perplexity[wikitext2]:.1f}"),
-                ("gap", "{gap:.3f}"),
-            ),
-            choices,
-        ),
-    ),
-    "goals": (
-        Table(
-            "frontier",
-            f"python benchmarks/real_model.py frontier {MODEL}",
-            (
-                ("if you want", "{goal}"),
-                ("", "{words}"),
-                ("bytes per weight", "{bytes:.2f}"),
-                ("perplexity, WikiText-2", "{perplexity[wikitext2]:.1f}"),
-                ("gap", "{gap:.3f}"),
-                ("minutes", "{minutes:.1f}"),
-            ),
-            goals,
-            note="SmolLM2-135M-Instruct (a copy that had been stored in 4 bits, the dense row too), {samples} × "
-            "{seqlen} calibration tokens of C4; minutes on two CPU threads, measured for 2:4 only.",
-        ),
-    ),
     "durations": (
         Table(
             "real_model",
@@ -357,20 +272,6 @@ TABLES: dict[str, tuple[Table, ...]] = {
             (("outcome", "{outcome}"), ("families", "{count}"), ("", "{names}")),
             families,
             note="On {where}.",
-        ),
-    ),
-    "frontier": (
-        Table(
-            "frontier",
-            f"python benchmarks/real_model.py frontier {MODEL}",
-            (
-                ("", "{name}"),
-                ("bytes per weight", "{bytes:.3f}"),
-                ("*", "{perplexity[*]:.2f}"),
-                ("gap", "{gap:.3f}"),
-            ),
-            frontier,
-            note=REAL_NOTE,
         ),
     ),
     "zero_shot": (

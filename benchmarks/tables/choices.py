@@ -1,0 +1,178 @@
+"""The tables of what to choose: patterns, ranks, bits, and other programs that quantise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tables.engine import Content, Row, Table, load
+from tables.models import MODEL, over_seeds
+from tables.real import REAL_NOTE, measured
+
+DENSE_BYTES = 2.0
+
+
+def by_bytes(rows: Iterable[Row]) -> list[Row]:
+    """From the smallest to the largest."""
+    return sorted(rows, key=lambda row: (row["bytes"] or DENSE_BYTES, row["gap"] or 0.0))
+
+
+def frontier(content: Content) -> Iterable[Row]:
+    """Every pattern and rank, by the bytes of the compressed layers."""
+    return by_bytes(measured(content, content["results"]))
+
+
+def four_bits(content: Content) -> Iterable[Row]:
+    """Every quantised row, ours and those of other programs, by the bytes of the compressed layers."""
+    results = content["results"]
+    for row in by_bytes(measured(content, results)):
+        seeds = results[row["name"]]
+        first = next(iter(seeds.values()))
+        minutes = None if row["name"] == "dense" else over_seeds(seeds, "cpu_seconds") / 60
+        yield row | {"cpu_minutes": minutes, "stored": stored(first) if first.get("program") == "llama.cpp" else ""}
+
+
+def stored(row: Row) -> str:
+    """Which of llama.cpp's types hold the weights: a file mixes several."""
+    whole = sum(row["kinds"].values())
+    shares = sorted(((count / whole, kind) for kind, count in row["kinds"].items()), reverse=True)
+    return ", ".join(f"{kind} {share:.0%}".replace("%", " %") for share, kind in shares if share > 0.005)
+
+
+def versions(content: Content) -> Row:
+    """The packages of other programs."""
+    rows = [next(iter(seeds.values())) for seeds in content["results"].values()]
+    found = {name: version for row in rows for name, version in row.get("versions", {}).items()}
+    return {"programs": ", ".join(f"{name} {version}" for name, version in sorted(found.items()))}
+
+
+# A row of the frontier, of the real model or of the quantised ones, and what the README calls it.
+SIDE_BY_SIDE = {
+    "dense": "dense, bfloat16",
+    "8 bits alone, fast": "8 bits alone: `--method joint-grid --bits 8 --rank 0 --effort fast`",
+    "4 bits + rank 16, best": "4 bits + rank 16: `--method joint-grid --rank 16 --effort best`",
+    "4 bits + rank 16, balanced": "4 bits + rank 16: `--method joint-grid --rank 16 --effort balanced`",
+    "4 bits + rank 16, fast": "4 bits + rank 16: `--method joint-grid --rank 16 --effort fast`",
+    "3 bits + rank 16, best": "3 bits + rank 16: `--method joint-grid --bits 3 --rank 16 --effort best`",
+    "llama.cpp Q8_0": "llama.cpp Q8_0",
+    "llama.cpp Q4_K_M": "llama.cpp Q4_K_M",
+    "llama.cpp Q3_K_M": "llama.cpp Q3_K_M",
+    "AutoRound, 4 bits": "AutoRound, 4 bits",
+    "llm-compressor GPTQ, 4 bits": "llm-compressor GPTQ, 4 bits",
+    "6:8 + rank 16": "6:8 + rank 16: `--pattern 6:8 --rank 16 --effort fast`",
+    "4:8 + rank 16": "4:8 + rank 16: `--pattern 4:8 --rank 16 --effort fast`",
+    "best": "2:4 + rank 16: `--rank 16 --effort best`",
+    "fast": "2:4 + rank 16: `--rank 16 --effort fast`",
+    "2:4 + rank 0": "2:4 alone: `--rank 0 --effort fast`",
+    "sparsegpt": "2:4 alone: `--method sparsegpt --rank 0`",
+}
+
+
+def rows_by_name(content: Content) -> dict[str, Row]:
+    """The rows of the frontier, the efforts at 2:4, and the quantised rows; the dense one is the frontier's.
+
+    Minutes are those of the clock if the machine did nothing else, and otherwise of the processor.
+    """
+    efforts = measured(load("real_model"), ("fast", "balanced", "best", "sparsegpt"))
+    rows = (*four_bits(load("four_bits")), *efforts, *frontier(content))
+    found = {}
+    for row in rows:
+        minutes = row["seconds"] / 60 if row["seconds"] else row.get("cpu_minutes")
+        found[row["name"]] = row | {"bytes": row["bytes"] or DENSE_BYTES, "minutes": minutes}
+    return found
+
+
+def choices(content: Content) -> Iterable[Row]:
+    """Ways to make one model smaller, side by side. A row that is not measured yet is left out."""
+    rows = rows_by_name(content)
+    return [rows[name] | {"name": words} for name, words in SIDE_BY_SIDE.items() if name in rows]
+
+
+# What a reader of the results may be after, the row for it, and its name.
+GOALS = (
+    ("", "dense", "dense, bfloat16"),
+    ("least loss in a third of the bytes", "4 bits + rank 16, best", "4 bits + rank 16, `best`"),
+    ("the same, in less time", "4 bits + rank 16, balanced", "4 bits + rank 16, `balanced`"),
+    ("the same, no training", "4 bits + rank 16, fast", "4 bits + rank 16, `fast`"),
+    ("fewest bytes", "3 bits + rank 16, best", "3 bits + rank 16, `best`"),
+    ("almost no loss, bfloat16", "6:8 + rank 16", "6:8 + rank 16, `fast`"),
+    ("half of the entries zero", "4:8 + rank 16", "4:8 + rank 16, `fast`"),
+    ("2:4 kernels, least loss", "best", "2:4 + rank 16, `best`"),
+    ("2:4 kernels, the default", "balanced", "2:4 + rank 16, `balanced`"),
+    ("2:4 kernels, no training", "fast", "2:4 + rank 16, `fast`"),
+)
+
+
+def goals(content: Content) -> Iterable[Row]:
+    """What to choose, by goal. A row that is not measured yet is left out."""
+    rows = rows_by_name(content)
+    for goal, name, words in GOALS:
+        if name in rows:
+            yield rows[name] | {"goal": goal, "words": words}
+
+
+FRONTIER = f"python benchmarks/real_model.py frontier {MODEL}"
+TABLES: dict[str, tuple[Table, ...]] = {
+    "choices": (
+        Table(
+            "frontier",
+            FRONTIER,
+            (
+                ("SmolLM2-135M-Instruct", "{name}"),
+                ("bytes per weight", "{bytes:.3f}"),
+                ("perplexity, WikiText-2", "{perplexity[wikitext2]:.1f}"),
+                ("gap", "{gap:.3f}"),
+                ("minutes", "{minutes:.1f}"),
+            ),
+            choices,
+        ),
+    ),
+    "goals": (
+        Table(
+            "frontier",
+            FRONTIER,
+            (
+                ("if you want", "{goal}"),
+                ("", "{words}"),
+                ("bytes per weight", "{bytes:.2f}"),
+                ("perplexity, WikiText-2", "{perplexity[wikitext2]:.1f}"),
+                ("gap", "{gap:.3f}"),
+                ("minutes", "{minutes:.1f}"),
+            ),
+            goals,
+            note="SmolLM2-135M-Instruct, {samples} × {seqlen} calibration tokens of C4. Minutes of 2:4 are on two CPU "
+            "threads; those of quantised rows are processor time of one thread.",
+        ),
+    ),
+    "frontier": (
+        Table(
+            "frontier",
+            FRONTIER,
+            (
+                ("", "{name}"),
+                ("bytes per weight", "{bytes:.3f}"),
+                ("*", "{perplexity[*]:.2f}"),
+                ("gap", "{gap:.3f}"),
+            ),
+            frontier,
+            note=REAL_NOTE,
+        ),
+    ),
+    "four_bits": (
+        Table(
+            "four_bits",
+            f"python benchmarks/four_bits.py {MODEL}",
+            (
+                ("", "{name}"),
+                ("bytes per weight", "{bytes:.3f}"),
+                ("*", "{perplexity[*]:.2f}"),
+                ("gap", "{gap:.3f}"),
+                ("CPU minutes", "{cpu_minutes:.1f}"),
+                ("", "{stored}"),
+            ),
+            four_bits,
+            note=REAL_NOTE + " The weights were taken off their grid with σ = {off_grid[sigma]} and seed "
+            "{off_grid[seed]}. Other programs: {programs}.",
+            facts=versions,
+        ),
+    ),
+}
