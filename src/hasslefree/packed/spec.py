@@ -58,6 +58,13 @@ class LayerSpec:
         return self.nonzeros + self.rank * sum(self.shape)
 
     @property
+    def trained(self) -> int:
+        """The numbers that training moves: the values of S or the scales and offsets of its grid, and both factors."""
+        groups = self.shape[0] * self.grid.groups(self.shape[1]) if self.grid else 0
+        sparse = groups * (1 + self.grid.offset) if self.grid else self.nonzeros
+        return sparse + self.rank * sum(self.shape)
+
+    @property
     def dense_parameters(self) -> int:
         return math.prod(self.shape)
 

@@ -53,7 +53,8 @@ class Fields:
     """How each layer is decomposed; `hasslefree methods` lists the methods."""
     effort: Literal["fast", "balanced", "best"] | None = declared(None, LEVERS)
     """What is done besides decomposing single layers: fast (nothing), balanced (train the kept values of all layers) or
-    best (train longer, and move rank between layers) (default: balanced for joint, fast for other methods)."""
+    best (train longer, and move rank between layers) (default: balanced for joint and joint-grid, fast for other
+    methods)."""
     allocate: Allocate | None = declared(None, LEVERS)
     """Share of each layer in the rank and the non-zeros: uniform (the same for every layer), error (more for layers
     whose pruning hurts predictions most) or owl (more for blocks with more outliers) (default: the effort's)."""
@@ -92,8 +93,8 @@ class Fields:
     """When the inputs of layers are collected again: layer (after each group of layers; slower, better) or block (once
     per block)."""
     match_predictions: int | None = declared(None, LEVERS, ge=0)
-    """Tokens of new calibration text on which the kept values of the whole model are trained to predict what the dense
-    model predicts; 0 for none (default: the effort's)."""
+    """Tokens of new calibration text on which what the layers store (values of S or scales of its grid, and L) is
+    trained until the model predicts what the dense one does; 0 for none (default: the effort's)."""
     leave_dense: tuple[str, ...] = declared((), BUDGET, strict=False)
     """Globs over names of layers or parameters that stay as they are, such as '*.0.*' (default: none)."""
     dtype: Dtype = declared("auto", BUDGET)

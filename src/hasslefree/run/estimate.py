@@ -45,7 +45,7 @@ FORWARD = 5
 HEAP = 1.2
 # Matrices (tokens, vocabulary) held at a time when labels are drawn from predictions.
 LOGITS = 5
-# Numbers for each kept value in training: the master, its unit and the two moments of Adam.
+# Numbers for each trained one: the master, its unit and the two moments of Adam.
 MASTERS = 4
 RAM = torch.device("cpu")
 
@@ -224,7 +224,7 @@ def solving_terms(setup: Setup) -> dict[str, int]:
 
 
 def masters(setup: Setup) -> int:
-    return MASTERS * FLOAT * sum(layer.spec.parameters for layer in setup.layers)
+    return MASTERS * FLOAT * sum(layer.spec.trained for layer in setup.layers)
 
 
 def in_training(setup: Setup) -> dict[str, int]:
@@ -233,7 +233,9 @@ def in_training(setup: Setup) -> dict[str, int]:
     states = len(setup.plan) * tokens * FLOAT * (setup.width or setup.embeddings.embedding_dim)
     numbers = setup.traffic(tokens)
     if in_one_pass(sum(numbers), setup.device):
-        copies = sum(layer.spec.dense_parameters + 2 * layer.spec.parameters for layer in setup.layers)
+        # S + u v; the steps of a grid, for the gradients of its scales; and what is trained, with its gradients.
+        sums = sum(layer.spec.dense_parameters * (2 if layer.spec.grid else 1) for layer in setup.layers)
+        copies = sums + 2 * sum(layer.spec.trained for layer in setup.layers)
         step = FLOAT * (sum(numbers) + copies)
     else:
         step = 2 * FLOAT * max(numbers)
