@@ -106,8 +106,11 @@ RIVALS: Rows = {
     "llm-compressor GPTQ, 4 bits": Spec(
         {"num_bits": 4, "group_size": 64, "symmetric": False}, "llm-compressor", "GPTQ, 4 bits", "llm-compressor"
     ),
-    "AutoRound, 4 bits": Spec(
-        {"bits": 4, "group_size": 64, "sym": False, "iters": 50, "batch_size": 4}, "AutoRound", "4 bits", "AutoRound"
+    "AutoRound, 50 iterations, 4 bits": Spec(
+        {"bits": 4, "group_size": 64, "sym": False, "iters": 50, "batch_size": 4},
+        "AutoRound",
+        "4 bits, 50 iterations",
+        "AutoRound",
     ),
 }
 ROWS: Rows = OURS | RIVALS
@@ -180,7 +183,7 @@ def arguments() -> argparse.Namespace:
     parser.set_defaults(samples=64, seqlen=512)
     parser.add_argument("--window", type=int, default=1024, help="tokens of a window of text")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", nargs="*", choices=["dense", *ROWS], metavar="NAME", help=", ".join(ROWS))
+    parser.add_argument("--rows", nargs="*", choices=["dense", *ROWS], metavar="NAME", help="; ".join(ROWS))
     parser.add_argument("--programs", nargs="+", type=named, default=[], metavar="PROGRAM=PYTHON")
     parser.add_argument("--converter", help="the folder of llama.cpp's scripts")
     parser.add_argument("--shared", action="store_true")

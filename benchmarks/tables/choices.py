@@ -56,7 +56,7 @@ SIDE_BY_SIDE = {
     "llama.cpp Q8_0": "llama.cpp Q8_0",
     "llama.cpp Q4_K_M": "llama.cpp Q4_K_M",
     "llama.cpp Q3_K_M": "llama.cpp Q3_K_M",
-    "AutoRound, 4 bits": "AutoRound, 4 bits",
+    "AutoRound, 50 iterations, 4 bits": "AutoRound, 4 bits (50 iterations instead of 200)",
     "llm-compressor GPTQ, 4 bits": "llm-compressor GPTQ, 4 bits",
     "6:8 + rank 16": "6:8 + rank 16: `--pattern 6:8 --rank 16 --effort fast`",
     "4:8 + rank 16": "4:8 + rank 16: `--pattern 4:8 --rank 16 --effort fast`",
