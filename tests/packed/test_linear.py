@@ -282,7 +282,7 @@ def test_a_layer_on_a_grid_compiles(pattern):
 def test_codes_have_no_kernel():
     layer, _ = quantised_layer("2:4")
     for backend in ("numba", "triton"):
-        with pytest.raises(KernelError, match="quantised codes, for which there is no kernel; use dense or unpacked"):
+        with pytest.raises(KernelError, match="quantised codes, which it cannot read; use int4, dense or unpacked"):
             layer.use(backend)
     assert not layers_without_numba(torch.nn.Sequential(layer))
 

@@ -6,31 +6,35 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasslefree.core.factors import BITS, CodedRows
+from hasslefree.core.grids import Grid
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError
 from hasslefree.packed.kernels.backends import (
+    BACKENDS,
     HAS_NUMBA,
     HAS_TRITON,
     Case,
     check_backend,
     choose,
-    is_traced,
     product,
     takes_layer,
     wants_numba,
 )
-from hasslefree.packed.kernels.ops import Prepared, takes_few
+from hasslefree.packed.kernels.int4 import MOST_TOKENS, Int4
+from hasslefree.packed.kernels.ops import TRITON_TOKENS, Prepared, PreparedFactors, is_traced, takes_few
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
-from hasslefree.packed.storage import Storage
+from hasslefree.packed.storage import Storage, pack_codes, unpack_codes
 
 logger = logging.getLogger(__name__)
+FACTORS = ("low_rank_u", "low_rank_v")
 
 
 class SparseLowRankLinear(nn.Module):
@@ -41,7 +45,8 @@ class SparseLowRankLinear(nn.Module):
 
     S is in two tensors: the parameter `values`, and the integer buffer `positions`, `mask` or `columns`, which no cast
     to another dtype touches. On a grid (`packed.storage`), the integer buffers `weight_packed` and `weight_zero_point`
-    and the parameter `weight_scale` take the place of the values, and S is unpacked at every call.
+    and the parameter `weight_scale` take the place of the values. Where the backend `int4` runs on a CPU, it holds the
+    codes in its own order instead of `weight_packed`, which returns when it is looked up, stored, loaded or moved.
     The factors are `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank 0. In eight bits they are int8
     buffers, with the parameters `low_rank_u_scale` (out,) and `low_rank_v_scale` (r,), and unpacked at every call.
     How x Sᵀ is computed is chosen at every call (`hasslefree.packed.kernels.backends`), or set by `use`.
@@ -69,6 +74,8 @@ class SparseLowRankLinear(nn.Module):
         self.keeps_unpacked = False  # on a GPU, cache S at the first call for which there is no kernel
         self.wide_factors: dict[str, Tensor] = {}  # the values of coded factors, while they are trained
         self.prepared: Prepared | None = None  # the arrays for a few tokens on a CPU
+        self.int4: Int4 | None = None  # codes of four bits as torch's operators take them
+        self.prepared_factors: PreparedFactors | None = None  # beside them, for a few tokens on a CPU
         self._fuses = isinstance(self.storage.layout, PackedGroups) and not (spec.grid or spec.factor_bits)
         tensors = spec.tensors()
         if bias:
@@ -146,16 +153,96 @@ class SparseLowRankLinear(nn.Module):
             return F.linear(x, self.merged_weight, self.bias)
         if self._fuses and (y := self._in_one_call(x)) is not None:
             return y
+        if self.spec.grid is not None and (y := self._by_int4(x)) is not None:
+            return y
         factors = self.factors()
         y = self.sparse_product(x)
         if factors is not None:
-            u, v = factors
-            hidden = F.linear(x, v).reshape(-1, self.spec.rank)
-            flat = y.reshape(-1, self.out_features)
-            # In place, where autocast leaves the dtypes alike: for a long prompt new memory costs more than this.
-            add = flat.addmm_ if flat.dtype == hidden.dtype == u.dtype else flat.addmm
-            y = add(hidden, u.T).view(y.shape)
+            y = add_low_rank(y.reshape(-1, self.out_features), x, *factors).view(y.shape)
         return y if self.bias is None else y + self.bias
+
+    def _by_int4(self, x: Tensor) -> Tensor | None:
+        """The layer without gradients, with S by torch's operators for codes of four bits; None where they cannot."""
+        # Python's overhead counts for a token: no look-up by the module.
+        parameters = self._parameters
+        grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters.values()))
+        if grad or self.backend not in (None, "int4") or self._pinned is not None or x.dtype != torch.bfloat16:
+            return None
+        tokens = x.numel() // self.in_features
+        if x.shape[-1] != self.in_features or not (x.is_cpu or tokens <= TRITON_TOKENS):
+            return None
+        scale, bias = parameters["weight_scale"], parameters["bias"]
+        assert scale is not None
+        if not is_traced(x):
+            low = parameters.get("weight_offset")
+            given = (scale, *(t for t in (low, *map(parameters.get, FACTORS), bias) if t is not None))
+            key = tuple(t.data_ptr() for t in given) + tuple(0 if t.is_inference() else t._version for t in given[:2])
+            if self.int4 is None or self.int4.key != key:
+                self._prepare_int4(tokens, key)
+        if self.int4 is None or scale.device != x.device:
+            return None
+        flat = x.reshape(-1, self.in_features)
+        if self.prepared_factors is not None and takes_few(flat) and not is_traced(x):
+            y = self.int4.product(flat)
+            self.prepared_factors.add(flat.contiguous(), y)
+        elif x.is_cpu and self.spec.factor_bits and self.spec.rank % 16 == 0 and len(flat) <= MOST_TOKENS:
+            # Torch's operator for int8 reads 16 inputs together, and past the end of a rank that is no multiple.
+            y = self.int4.product(flat)
+            for name in ("low_rank_v", "low_rank_u"):
+                flat = torch.ops.aten._weight_int8pack_mm(flat, self._buffers[name], parameters[f"{name}_scale"])
+            y = y.add_(flat) if bias is None else y.add_(flat).add_(bias)
+        else:
+            y = self.int4.product(flat, *(self.factors() or (None, None)))
+            y = y if bias is None else y.add_(bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _prepare_int4(self, tokens: int, key: tuple[int, ...]) -> None:
+        """Make `int4`, where it is the backend, and on a CPU give up the codes in the order of the file."""
+        case = self._case(tokens, grad=False)
+        assert case.grid is not None
+        if choose(case, self.backend) != "int4":
+            obstacle = BACKENDS["int4"](case)
+            if obstacle and case.device == "cpu" and self.spec.pattern == "dense":
+                log_slower(case.grid, obstacle)
+            return
+        packed, scale = self.get_buffer("weight_packed"), self.get_parameter("weight_scale").detach()
+        offset = self._parameters.get("weight_offset")
+        zeros = {name: getattr(self, name) for name in self.storage.dtypes() if name.startswith("weight_")}
+        low = -self.storage.zeros(zeros) * scale.float() if offset is None else offset.detach()
+        self.int4 = Int4.of(unpack_codes(packed, 4, self.in_features), scale, low, key)
+        u, v, bias = (self._parameters.get(name) for name in (*FACTORS, "bias"))
+        self.prepared_factors = None
+        if packed.is_cpu:
+            del self._buffers["weight_packed"]
+            if HAS_NUMBA and u is not None and v is not None and u.is_contiguous() and v.is_contiguous():
+                self.prepared_factors = PreparedFactors(u, v, bias)
+
+    def _restore(self) -> None:
+        """Hold the codes in the order of the file again."""
+        if self.int4 is not None and "weight_packed" not in self._buffers:
+            self._buffers["weight_packed"] = pack_codes(self.int4.plain(), 4)
+        self.int4 = self.prepared_factors = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight_packed" and name not in self._buffers:
+            self._restore()
+        return super().__getattr__(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._restore()
+        return self.__dict__.copy()
+
+    def _apply(self, *args: Any, **options: Any) -> Any:
+        self._restore()
+        return super()._apply(*args, **options)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self._restore()
+        super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._restore()
+        super()._load_from_state_dict(*args)
 
     def _in_one_call(self, x: Tensor) -> Tensor | None:
         """The layer for a few tokens without gradients, by one call of a kernel; None if no kernel does that."""
@@ -229,8 +316,8 @@ class SparseLowRankLinear(nn.Module):
         self.backend, self.cache_key = backend, None
 
     def _case(self, tokens: int, grad: bool) -> Case:
-        quantised = self.spec.grid is not None
-        return Case(self.weight.device.type, self.weight.dtype, self.storage.layout, tokens, grad, quantised)
+        weight, spec = self.weight, self.spec
+        return Case(weight.device.type, weight.dtype, self.storage.layout, tokens, grad, spec.grid, spec.shape)
 
     def extra_repr(self) -> str:
         spec, backend = self.spec, self.backend or choose(self._case(tokens=1, grad=False))
@@ -240,6 +327,18 @@ class SparseLowRankLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, pattern={spec.pattern}, "
             f"rank={spec.rank}, bias={self.bias is not None}, backend={backend}{grid}{factors}"
         )
+
+
+def add_low_rank(y: Tensor, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """y + x vᵀ uᵀ, y: (tokens, out), x: (..., in)."""
+    hidden = F.linear(x, v).reshape(-1, len(v))
+    # In place, where autocast leaves the dtypes alike: for a long prompt new memory costs more than this.
+    return (y.addmm_ if y.dtype == hidden.dtype == u.dtype else y.addmm)(hidden, u.T)
+
+
+@cache
+def log_slower(grid: Grid, obstacle: str) -> None:
+    logger.warning("S in %s is unpacked at every call, which is slow: %s", grid, obstacle)
 
 
 @cache

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hasslefree.core.grids import Grid
 from hasslefree.errors import KernelError, ShapeError, UnknownNameError
 from hasslefree.packed.kernels import backends, ops
 from hasslefree.packed.kernels.backends import BACKENDS, Case, choose, product
@@ -34,7 +35,7 @@ def everything(monkeypatch):
         ({"device": "cuda"}, "triton"),
         ({"device": "cuda", "tokens": 17}, "unpacked"),
         ({"device": "cuda", "layout": Bitmask()}, "unpacked"),
-        ({"device": "cuda", "quantised": True}, "unpacked"),
+        ({"device": "cuda", "grid": Grid()}, "unpacked"),
         ({"device": "cuda", "grad": True}, "dense"),
     ],
 )

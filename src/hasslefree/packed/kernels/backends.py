@@ -1,7 +1,7 @@
 """Which backend computes a product x Sᵀ, by the rule of docs/howto/run.md: measured on a CPU, published on CUDA.
 
-`dense` and `unpacked` are up to the caller, who unpacks S by torch at every call, or once; `ops` has `numba`, and the
-package `triton` has `triton`.
+`dense` and `unpacked` are up to the caller, who unpacks S by torch at every call, or once; `ops` has `numba`, the package
+`triton` has `triton`, and `int4` has `int4`.
 """
 
 import importlib.util
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasslefree.core.grids import Grid
 from hasslefree.errors import KernelError, UnknownNameError
-from hasslefree.packed.kernels import ops
+from hasslefree.packed.kernels import int4, ops
 from hasslefree.packed.layouts import Columns, Layout, PackedGroups
 
 
@@ -28,37 +29,42 @@ def _has_triton() -> bool:
 # Looked up once: torch.compile cannot trace the search.
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 HAS_TRITON = _has_triton()
-NO_CODES = "S is stored as quantised codes, for which there is no kernel; use dense or unpacked"
+NO_CODES = "S is stored as quantised codes, which it cannot read; use int4, dense or unpacked"
 NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
 
 
 @dataclass(frozen=True)
 class Case:
-    """What decides the backend of a product. tokens: the rows of x. grad: whether x or the values need a gradient."""
+    """What decides the backend of a product. tokens: the rows of x. grad: whether x or the values need a gradient.
+
+    grid, shape: of a quantised S (out, in).
+    """
 
     device: str
     dtype: torch.dtype
     layout: Layout
     tokens: int
     grad: bool
-    quantised: bool = False
+    grid: Grid | None = None
+    shape: tuple[int, int] = (0, 0)
 
 
 def choose(case: Case, backend: str | None = None) -> str:
     """The name of the backend: the requested one, or by the rule of docs/howto/run.md.
 
-    By that rule a CPU uses `numba` where possible, and `dense` otherwise. CUDA without gradients uses `triton` where
-    possible, and `unpacked` otherwise: S is never unpacked at every call. A KernelError says why a requested backend is
-    not possible.
+    By that rule a CPU uses `numba` or `int4` where possible, and `dense` otherwise. CUDA without gradients uses `triton`
+    or `int4` for few tokens where possible, and `unpacked` otherwise: S is never unpacked at every call. A KernelError
+    says why a requested backend is not possible.
     """
+    many = case.device == "cuda" and case.tokens > ops.TRITON_TOKENS
     if backend is None:
-        if case.device == "cuda" and not case.grad:
-            return "triton" if case.tokens <= ops.TRITON_TOKENS and _triton(case) is None else "unpacked"
-        return "dense" if _numba(case) else "numba"
+        kernels = ("triton", "int4") if case.device == "cuda" else ("numba", "int4")
+        slower = "unpacked" if case.device == "cuda" and not case.grad else "dense"
+        return slower if many else next((name for name in kernels if BACKENDS[name](case) is None), slower)
     check_backend(backend)
     if obstacle := BACKENDS[backend](case):
         raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
-    return "dense" if backend == "triton" and case.tokens > ops.TRITON_TOKENS else backend
+    return "dense" if backend in ("triton", "int4") and many else backend
 
 
 def check_backend(name: str) -> None:
@@ -68,7 +74,7 @@ def check_backend(name: str) -> None:
 
 def wants_numba(case: Case) -> bool:
     """Whether S is unpacked at every call for no other reason than that Numba is not installed."""
-    return not HAS_NUMBA and case.device == "cpu" and not isinstance(case.layout, Columns) and not case.quantised
+    return not HAS_NUMBA and case.device == "cpu" and not isinstance(case.layout, Columns) and not case.grid
 
 
 def product(
@@ -79,7 +85,7 @@ def product(
 
     us: [(out, r)]; v: (r, in). For `triton`, several layers may be stacked by rows: S, v, the bias, and u of each.
     """
-    flat, traced = x.reshape(-1, x.shape[-1]), is_traced(x)
+    flat, traced = x.reshape(-1, x.shape[-1]), ops.is_traced(x)
     if backend == "triton":
         us = us or [values.new_empty(len(values), 0)]
         v = values.new_empty(0, x.shape[-1]) if v is None else v
@@ -92,18 +98,13 @@ def product(
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def is_traced(x: Tensor) -> bool:
-    """Whether the call is traced, which needs operators: for a small layer, these cost as much as the product."""
-    return torch.compiler.is_compiling() or type(x) is not Tensor
-
-
 def takes_layer(backend: str, x: Tensor, layout: PackedGroups, rank: int) -> bool:
     """Whether the backend that `choose` named computes a whole layer in one call, for inputs (..., in)."""
     return backend == "triton" or (backend == "numba" and rank > 0 and not layout.is_mask and ops.takes_few(x))
 
 
 def _numba(case: Case) -> str | None:
-    if case.quantised:
+    if case.grid:
         return NO_CODES
     if not HAS_NUMBA:
         return 'Numba is not installed; pip install "hasslefree[fast]"'
@@ -119,7 +120,7 @@ def _numba(case: Case) -> str | None:
 
 
 def _triton(case: Case) -> str | None:
-    if case.quantised:
+    if case.grid:
         return NO_CODES
     if not HAS_TRITON:
         return "Triton 3.4 or newer is not installed; torch 2.8 brings it, or pip install triton"
@@ -132,10 +133,20 @@ def _triton(case: Case) -> str | None:
     return None
 
 
+def _int4(case: Case) -> str | None:
+    if case.grid is None or not isinstance(case.layout, PackedGroups) or case.layout.n < case.layout.m:
+        return "it takes a complete S as quantised codes, pattern dense; use numba, triton or dense"
+    if case.grad:
+        return NO_GRADIENTS
+    obstacle = int4.obstacle(case.device, case.dtype, case.grid, case.shape)
+    return obstacle and f"{obstacle}; use dense or unpacked"
+
+
 # By name: what says why a backend is not possible in a case, or None.
 BACKENDS: dict[str, Callable[[Case], str | None]] = {
     "dense": lambda case: None,
     "unpacked": lambda case: NO_GRADIENTS if case.grad else None,
     "numba": _numba,
     "triton": _triton,
+    "int4": _int4,
 }

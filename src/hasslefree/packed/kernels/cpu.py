@@ -330,6 +330,21 @@ def add_factors(x, v, u, hidden, y):
 
 
 @sums_in_parallel
+def add_layer(x, v, u, bias, y):
+    """y += x vᵀ uᵀ + bias, summed in float32 and rounded once; as for `layer_2_4`, y: (tokens, out)."""
+    hidden = np.empty((x.shape[0], v.shape[0]), np.float32)
+    for k in prange(v.shape[0]):
+        for t in range(x.shape[0]):
+            hidden[t, k] = dot(v[k], x[t])
+    for o in prange(u.shape[0]):
+        for t in range(x.shape[0]):
+            total = widen(y[t, o]) + dot(u[o], hidden[t])
+            if bias.shape[0]:
+                total += widen(bias[o])
+            store_rounded(y, t, o, total)
+
+
+@sums_in_parallel
 def dot_positions(values, positions, n, m, bits, x, y):
     """y = x Sᵀ. values: flat; positions: (out, bytes); x: (tokens, in); y: (tokens, out)."""
     kept = x.shape[1] // m * n

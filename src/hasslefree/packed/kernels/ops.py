@@ -120,9 +120,28 @@ class Prepared:
         return type(None), ()
 
 
+class PreparedFactors:
+    """y += x vᵀ uᵀ + b for a few tokens, with arrays of u (out, r), v (r, in) and b that are ready for Numba.
+
+    As for `Prepared`: contiguous, of one dtype, and changes in place take effect.
+    """
+
+    def __init__(self, u: Tensor, v: Tensor, bias: Tensor | None):
+        self.arrays = tuple(map(as_numpy, (v, u, u.new_empty(0) if bias is None else bias)))
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """x: (tokens, in), y: (tokens, out), both contiguous."""
+        numba_kernels().add_layer(as_numpy(x), *self.arrays, as_numpy(y))
+
+
 def takes_few(x: Tensor) -> bool:
     """Whether a whole layer is one call for these inputs (..., in)."""
     return x.numel() <= FEW * x.shape[-1] and x.dtype in (torch.float32, torch.bfloat16)
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether the call is traced, which needs operators: for a small layer, these cost as much as the product."""
+    return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
 def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -200,7 +219,7 @@ def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     inputs = F.pad(x[:tokens], (0, 0, 0, missing)) if missing else x[:tokens].contiguous()
     height = min(out, MOST_ROWS, max(kernels.TOKENS, -(-out * len(inputs) // (parts * kernels.TOKENS))))
     shape = parts, kernels.TABLE_ROWS + height, kernels.TOKENS
-    memory = _workspace(4 * math.prod(shape)).view(torch.float32).view(shape).numpy()
+    memory = workspace(4 * math.prod(shape)).view(torch.float32).view(shape).numpy()
     kernels.dot_tables_2_4(_bits(values), positions.numpy(), _bits(inputs), _bits(y[:tokens]), memory)
     return y
 
@@ -208,7 +227,7 @@ def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
 def _by_tiles(x: Tensor, out: int, unpack: Callable[[int, int, Any], None]) -> Tensor:
     """x Sᵀ. unpack(a, b, rows): the bits of rows a … b − 1 of S into an array (b − a, in)."""
     height = min(out, max(LEAST_ROWS, TILE_BYTES // max(1, x.shape[1] * x.itemsize)))
-    tile = _workspace(height * x.shape[1] * x.itemsize).view(x.dtype).view(height, x.shape[1])
+    tile = workspace(height * x.shape[1] * x.itemsize).view(x.dtype).view(height, x.shape[1])
     array = _bits(tile)
     if height == out:
         unpack(0, out, array)
@@ -221,7 +240,7 @@ def _by_tiles(x: Tensor, out: int, unpack: Callable[[int, int, Any], None]) -> T
     return y
 
 
-def _workspace(size: int) -> Tensor:
+def workspace(size: int) -> Tensor:
     """`size` bytes of this thread's own, kept from call to call: pages that are new cost more than unpacking."""
     memory: Tensor | None = getattr(_KEPT, "memory", None)
     if memory is None or memory.numel() < size:

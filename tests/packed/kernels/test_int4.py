@@ -1,0 +1,205 @@
+"""The backend int4: torch's own operators, and a layer that holds its codes in their order."""
+
+import copy
+import io
+import logging
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hasslefree import Grid, LowRank, SparseLowRankLinear, use_backend
+from hasslefree.core.factors import CodedFactors, nearest
+from hasslefree.core.grids import Quantised
+from hasslefree.core.protocols import Decomposition
+from hasslefree.errors import KernelError
+from hasslefree.packed import linear
+from hasslefree.packed.kernels import int4
+from hasslefree.packed.kernels.backends import Case, choose
+from hasslefree.packed.layouts import PackedGroups
+
+OFFSETS, WHOLE, SYMMETRIC = Grid(4, 64, offset=True), Grid(4, 32), Grid(4, None, symmetric=True)
+grids = pytest.mark.parametrize("grid", [OFFSETS, WHOLE, SYMMETRIC], ids=str)
+pytestmark = pytest.mark.skipif(int4.without_cpu() is not None, reason=str(int4.without_cpu()))
+
+
+def layer_of(grid=OFFSETS, out=112, width=192, rank=3, bias=True, dtype=torch.bfloat16, coded=False):
+    """A layer, and its matrix S + u v and bias in float64, from the codes and factors that it was made of."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    weight, u, v, b = normal(out, width).float(), normal(out, rank), normal(rank, width), normal(out)
+    scaling = grid.scaling(weight)
+    quantised = Quantised.of(scaling.nearest(weight), scaling, dtype)
+    factors = CodedFactors(nearest(u, dtype), nearest(v, dtype)) if coded else None
+    if factors:
+        u, v = factors.u.values(), factors.v.values()
+    result = Decomposition(quantised.values(), LowRank(u, v), 0.0, 0.0, (), quantised=quantised, factors=factors)
+    layer = SparseLowRankLinear.from_decomposition(result, b if bias else None, "dense")
+    scale, zero = (t.double().repeat_interleave(width // t.shape[1], 1) for t in (scaling.scale, scaling.zero))
+    codes = quantised.codes.double()
+    sparse = codes * scale + zero if grid.offset else (codes - zero) * scale
+    return layer.requires_grad_(False), sparse + u.double() @ v.double(), b.double() if bias else None
+
+
+def close(y, expected):
+    """Within bfloat16's rounding of what is summed."""
+    return (y.double() - expected).norm() <= 6e-3 * expected.norm()
+
+
+@grids
+@pytest.mark.parametrize(("rank", "bias"), [(3, True), (0, False), (0, True)])
+@pytest.mark.parametrize("tokens", [1, 5, int4.MOST_TOKENS, int4.MOST_TOKENS + 1, 70])
+def test_it_computes_the_matrix_of_the_codes(grid, rank, bias, tokens):
+    """Oracle: float64. 112 rows are a block of 64 and 48 more in the operators' order."""
+    layer, matrix, b = layer_of(grid, rank=rank, bias=bias)
+    x = torch.randn(2, tokens, 192).bfloat16()
+    y = layer(x)
+    assert layer.int4 is not None
+    assert y.dtype == torch.bfloat16
+    assert close(y, F.linear(x.double(), matrix, b))
+
+
+@pytest.mark.parametrize("numba", [True, False])
+@pytest.mark.parametrize(("coded", "rank"), [(True, 3), (True, 16), (False, 3)])
+def test_the_low_rank_part_of_a_token(monkeypatch, numba, coded, rank):
+    monkeypatch.setattr(linear, "HAS_NUMBA", numba)
+    layer, matrix, b = layer_of(coded=coded, rank=rank)
+    x = torch.randn(1, 192).bfloat16()
+    assert close(layer(x), F.linear(x.double(), matrix, b))
+
+
+def test_a_matrix_in_several_tiles(monkeypatch):
+    layer, matrix, b = layer_of(out=208)
+    monkeypatch.setattr(int4, "TILE_BYTES", 2 * 192 * 64)
+    x = torch.randn(40, 192).bfloat16()
+    assert close(layer(x), F.linear(x.double(), matrix, b))
+
+
+def test_only_one_copy_of_the_codes_is_held_and_whoever_asks_gets_them_in_the_file_s_order():
+    layer, _, _ = layer_of()
+    stored, x = layer.weight_packed.clone(), torch.randn(1, 192).bfloat16()
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    y = layer(x)
+    assert "weight_packed" not in dict(layer.named_buffers())
+    assert torch.equal(layer.weight_packed, stored)
+    assert layer.int4 is None
+    assert torch.equal(layer(x), y)
+    after = layer.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_copies_casts_and_pickles_of_a_layer_that_was_used():
+    layer, matrix, b = layer_of()
+    x = torch.randn(1, 192).bfloat16()
+    y, file = layer(x), io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    layer(x)
+    for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+        assert torch.equal(other(x), y)
+        assert "weight_packed" not in dict(other.named_buffers())
+    layer(x)
+    wide = copy.deepcopy(layer).float()
+    assert close(wide(x.float()), F.linear(x.double(), matrix, b))
+    assert layer.to("meta").weight_packed.device.type == "meta"
+
+
+def test_values_that_change_after_a_call_count():
+    layer, _, _ = layer_of(bias=False)
+    x = torch.randn(1, 192).bfloat16()
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight_scale.mul_(2)
+        layer.weight_offset.mul_(2)
+        layer.low_rank_u.mul_(2)
+    assert close(layer(x), 2 * y.double())
+    fresh, expected, _ = layer_of(bias=False)
+    layer.load_state_dict(fresh.state_dict())
+    assert close(layer(x), x.double() @ expected.T)
+
+
+def test_a_call_with_gradients_unpacks_and_agrees():
+    layer, matrix, b = layer_of()
+    x = torch.randn(1, 192).bfloat16()
+    with torch.no_grad():
+        layer(x)
+    layer.weight_scale.requires_grad_(True)
+    y = layer(x)
+    y.sum().backward()
+    assert layer.weight_scale.grad is not None
+    assert close(y, F.linear(x.double(), matrix, b))
+    with torch.inference_mode():
+        assert close(layer(x), F.linear(x.double(), matrix, b))
+
+
+def test_it_compiles_into_one_graph():
+    layer, matrix, b = layer_of()
+    layer(torch.randn(1, 192).bfloat16())
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    for tokens in (1, 40):
+        x = torch.randn(tokens, 192).bfloat16()
+        with torch.no_grad():
+            assert close(compiled(x), F.linear(x.double(), matrix, b))
+    assert layer.int4 is not None
+
+
+def case(**changes):
+    fields = {"device": "cpu", "dtype": torch.bfloat16, "layout": PackedGroups(1, 1), "tokens": 1, "grad": False}
+    return Case(**{**fields, "grid": OFFSETS, "shape": (64, 128), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "reason"),
+    [
+        ({"grid": Grid(3, 64)}, "dense", "take codes of 4 bits, and these have 3; use dense or unpacked"),
+        ({"dtype": torch.float32}, "dense", "fast with bfloat16 only"),
+        ({"grid": Grid(4, 16)}, "dense", "a multiple of 32 inputs, and these have 16"),
+        ({"shape": (72, 128)}, "dense", "a multiple of 16 outputs, and the layer has 72"),
+        ({"layout": PackedGroups(2, 4)}, "dense", "pattern dense"),
+        ({"grid": None}, "numba", "pattern dense"),
+        ({"grad": True}, "dense", "no gradients"),
+        ({"device": "mps"}, "dense", "on a CPU and on CUDA"),
+    ],
+)
+def test_where_it_is_not_possible_the_rule_is_slower_and_the_wish_an_error(monkeypatch, changes, rule, reason):
+    monkeypatch.setattr("hasslefree.packed.kernels.backends.HAS_NUMBA", True)
+    assert choose(case()) == choose(case(), "int4") == "int4"
+    assert choose(case(**changes)) == rule
+    with pytest.raises(KernelError, match=reason):
+        choose(case(**changes), "int4")
+
+
+def test_on_a_gpu_it_is_for_few_tokens(monkeypatch):
+    monkeypatch.setattr(int4, "without_cuda", lambda: None)
+    assert choose(case(device="cuda")) == "int4"
+    assert choose(case(device="cuda", tokens=17)) == "unpacked"
+    assert choose(case(device="cuda", tokens=17), "int4") == "dense"
+
+
+def test_a_processor_without_the_operators_is_named_once_and_the_result_the_same(monkeypatch, caplog):
+    layer, matrix, b = layer_of()
+    monkeypatch.setattr(int4, "without_cpu", lambda: "it needs AVX2")
+    linear.log_slower.cache_clear()
+    x = torch.randn(1, 192).bfloat16()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert close(layer(x), F.linear(x.double(), matrix, b))
+    assert caplog.messages == [
+        "S in int4 in groups of 64, with offsets is unpacked at every call, which is slow: it needs AVX2; use "
+        "dense or unpacked"
+    ]
+    with pytest.raises(KernelError, match="needs AVX2"):
+        use_backend(layer, "int4")
+
+
+def test_a_processor_or_torch_with_other_instructions_or_another_order(monkeypatch):
+    ask = int4.without_cpu.__wrapped__
+    with monkeypatch.context() as other:
+        other.setattr(int4, "BLOCKS", dict.fromkeys(int4.BLOCKS, 16))
+        assert "in a way that is not known here; update hasslefree" in ask()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NEON")
+    assert "AVX2 or AVX-512, and torch uses NEON" in ask()
