@@ -49,6 +49,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hasslefree
+from hasslefree.core.grids import Grid
 
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096)]
 TOKENS = [1, 8, 64, 512, 2048]
@@ -195,23 +196,24 @@ def generation(new_tokens: int) -> list[dict[str, Any]]:
     ]
 
 
-def turns(runs: dict[str, Callable[[], Any]], device: str, clock: str) -> dict[str, float]:
-    """Median seconds of each, which take turns; the first turn warms up."""
+def turns(runs: dict[str, Callable[[], Any]], device: str, clock: str, shared: bool = False) -> dict[str, float]:
+    """Median seconds of each, which take turns; the first turn warms up. The least where the machine is shared."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(REPEATS + 1):
         for name, run in runs.items():
             found = timed(run, device, clock)
             seconds[name] += [found] if repeat else []
-    return {name: statistics.median(found) for name, found in seconds.items()}
+    return {name: (min if shared else statistics.median)(found) for name, found in seconds.items()}
 
 
 def speeds(dense: Path, packed: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each way: dense, packed, and S unpacked once."""
-    ways = {"dense": dense, "packed": packed, "unpacked": packed}
+    ways = {"dense": dense, "packed": packed} | ({} if args.bits else {"unpacked": packed})
     loaded = {
         way: AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(args.device) for way, folder in ways.items()
     }
-    hasslefree.use_backend(loaded["unpacked"], "unpacked")
+    if "unpacked" in ways:
+        hasslefree.use_backend(loaded["unpacked"], "unpacked")
     prompts = {
         count: (torch.arange(count) % loaded["dense"].config.vocab_size).unsqueeze(0).to(args.device)
         for count in (16, args.prompt)
@@ -219,11 +221,13 @@ def speeds(dense: Path, packed: Path, args: argparse.Namespace) -> list[dict[str
     new = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "do_sample": False}
     with torch.no_grad():
         writing = turns(
-            {way: lambda m=m: m.generate(prompts[16], **new) for way, m in loaded.items()}, args.device, args.clock
-        )
+            {way: lambda m=m: m.generate(prompts[16], **new) for way, m in loaded.items()},
+            args.device, args.clock, args.shared,
+        )  # fmt: skip
         reading = turns(
-            {way: lambda m=m: m(prompts[args.prompt]) for way, m in loaded.items()}, args.device, args.clock
-        )
+            {way: lambda m=m: m(prompts[args.prompt]) for way, m in loaded.items()},
+            args.device, args.clock, args.shared,
+        )  # fmt: skip
     return [
         {
             "way": way,
@@ -240,11 +244,14 @@ def speeds(dense: Path, packed: Path, args: argparse.Namespace) -> list[dict[str
 def generate(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     header = {"device": args.device, "clock": args.clock, "prompt": args.prompt}
+    header |= {"bits": args.bits, "shared": args.shared} if args.bits else {}
     content = resumed(args.output, header, "models")
     with tempfile.TemporaryDirectory() as name:
         folders = args.model, args.folder
         if args.model is None:
-            write_models(Path(name), args.blocks, "Llama-3.2-1B", 128_256)
+            torch.manual_seed(0)
+            grid = Grid(args.bits, 64, offset=True) if args.bits else None
+            write_models(Path(name), args.blocks, "Llama-3.2-1B", 128_256, grid)
             folders = Path(name, "dense"), Path(name, "packed")
         found = speeds(*folders, args)
         for row, folder in zip(found, folders, strict=False):
@@ -319,6 +326,8 @@ def main() -> None:
     third.add_argument("--prompt", type=int, default=512)
     third.add_argument("--threads", type=int, default=torch.get_num_threads())
     third.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    third.add_argument("--bits", type=int, help="of the grid of the folder; of the random model, instead of 2:4")
+    third.add_argument("--shared", action="store_true", help="the machine has other work: least times, not medians")
     third.add_argument("--output", type=Path, default=RESULTS / "generation.json")
     fourth = commands.add_parser("profile")
     fourth.set_defaults(run=profile)

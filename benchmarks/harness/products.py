@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hasslefree import Decomposition, LowRank, SemiStructured, SparseLowRankLinear
+from hasslefree.core.grids import Grid, Quantised
 from hasslefree.folder.plugin import HasslefreeConfig
 from hasslefree.folder.read import entry_of
 from hasslefree.models.blocks import find_blocks
@@ -19,7 +20,7 @@ from hasslefree.packed.kernels.backends import BACKENDS, Case
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
 
-RANK = 64
+RANK, RANK_ON_GRID = 64, 16
 TWO_OF_FOUR = PackedGroups(2, 4)
 # Two of four, as a code of two 2-bit positions: 0,1 · 0,2 · 0,3 · 1,2 · 1,3 · 2,3.
 CODES = torch.tensor([0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110], dtype=torch.uint8)
@@ -72,11 +73,17 @@ def possible(device: str, dtype: torch.dtype, tokens: int) -> list[str]:
     ]
 
 
-def random_layer(weight: Tensor) -> SparseLowRankLinear:
-    """Magnitude's S of a weight, and factors of rank 64 that hold anything."""
-    sparse = weight * SemiStructured(2, 4).mask(weight.square())
-    factors = LowRank(weight[:, :RANK].clone(), weight[:RANK].clone())
-    return SparseLowRankLinear.from_decomposition(Decomposition(sparse, factors, 0.0, 0.0, ()), None, "2:4")
+def random_layer(weight: Tensor, grid: Grid | None = None) -> SparseLowRankLinear:
+    """Magnitude's S of a weight with rank 64, or its nearest on a grid with rank 16; the factors hold anything."""
+    rank = RANK if grid is None else RANK_ON_GRID
+    factors = LowRank(weight[:, :rank].clone(), weight[:rank].clone())
+    if grid is None:
+        sparse = weight * SemiStructured(2, 4).mask(weight.square())
+        return SparseLowRankLinear.from_decomposition(Decomposition(sparse, factors, 0.0, 0.0, ()), None, "2:4")
+    scaling = grid.scaling(weight.float())
+    codes = Quantised.of(scaling.nearest(weight.float()), scaling, weight.dtype)
+    result = Decomposition(codes.values(), factors, 0.0, 0.0, (), quantised=codes)
+    return SparseLowRankLinear.from_decomposition(result, None, "dense")
 
 
 # Sizes of Llamas by name, but for their blocks and vocabulary.
@@ -86,8 +93,10 @@ LLAMAS = {
 }
 
 
-def write_models(folder: Path, blocks: int, like: str = "Llama-3-8B", vocabulary: int = 256) -> None:
-    """The same random Llama twice: folder/dense and folder/packed."""
+def write_models(
+    folder: Path, blocks: int, like: str = "Llama-3-8B", vocabulary: int = 256, grid: Grid | None = None
+) -> None:
+    """The same random Llama twice: folder/dense and folder/packed, with 2:4 or on a grid."""
     sizes = LLAMAS[like] | {"vocab_size": vocabulary, "num_hidden_layers": blocks}
     config = LlamaConfig(**sizes, num_key_value_heads=8, tie_word_embeddings=True)  # type: ignore[arg-type]
     model = LlamaForCausalLM(config).bfloat16()
@@ -96,7 +105,7 @@ def write_models(folder: Path, blocks: int, like: str = "Llama-3-8B", vocabulary
     decoder = find_blocks(model)
     for index, block in enumerate(decoder.modules):
         for name, site in find_sites(block).items():
-            packed = random_layer(site.weight())
+            packed = random_layer(site.weight(), grid)
             site.replace(packed)
             entries[f"{decoder.prefix(index)}.{name}"] = entry_of(packed)
     model.config.quantization_config = HasslefreeConfig(entries)

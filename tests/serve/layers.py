@@ -22,6 +22,8 @@ KINDS = {
     "unstructured": ("unstructured", None, None),
     "structured": ("structured", None, None),
     "dense, int4": ("dense", Grid(bits=4, group=16, symmetric=False), None),
+    "dense, offsets": ("dense", Grid(bits=4, group=32, offset=True), None),
+    "dense, rows": ("dense", Grid(bits=4, group=None), None),
     "2:4, int8": ("2:4", Grid(bits=8, group=16, symmetric=True), None),
 }
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hasslefree.errors import CheckpointError, ServeError
+from hasslefree.packed.kernels import int4
 from hasslefree.serve.parts import Division
 from hasslefree.serve.stacked import LoadBuffer, StackedLinear
 from tests.serve.layers import KINDS, dense, layer_of
@@ -13,9 +14,9 @@ from tests.serve.layers import KINDS, dense, layer_of
 WIDTH = 64
 
 
-def stack_of(layers, division):
+def stack_of(layers, division, dtype=torch.float32):
     """A stack with all tensors loaded, part by part."""
-    stack = StackedLinear(division.parts({f"layer{i}": layer.entry for i, layer in enumerate(layers)}), torch.float32)
+    stack = StackedLinear(division.parts({f"layer{i}": layer.entry for i, layer in enumerate(layers)}), dtype)
     buffer = LoadBuffer(stack)
     for part, layer in zip(stack.parts, layers, strict=True):
         for leaf, tensor in layer.tensors.items():
@@ -24,16 +25,16 @@ def stack_of(layers, division):
     return stack
 
 
-def by_outputs(layers, rank=0, ranks=1):
+def by_outputs(layers, rank=0, ranks=1, dtype=torch.float32):
     """Of a column-parallel layer, such as gate and up."""
     sizes = [len(layer.matrix) for layer in layers]
-    return stack_of(layers, Division(sizes, [size // ranks for size in sizes], WIDTH, WIDTH, rank, ranks))
+    return stack_of(layers, Division(sizes, [size // ranks for size in sizes], WIDTH, WIDTH, rank, ranks), dtype)
 
 
-def by_inputs(layer, rank, ranks):
+def by_inputs(layer, rank, ranks, dtype=torch.float32):
     """Of a row-parallel layer, such as down."""
     sizes = [len(layer.matrix)]
-    return stack_of([layer], Division(sizes, sizes, WIDTH, WIDTH // ranks, rank, ranks))
+    return stack_of([layer], Division(sizes, sizes, WIDTH, WIDTH // ranks, rank, ranks), dtype)
 
 
 def assert_close(found, expected):
@@ -119,13 +120,35 @@ def test_n_m_stays_packed_and_takes_the_bytes_of_the_files():
     assert halves == [(sum(whole.values()) + whole["low_rank_u"]) // 2] * 2
 
 
+@pytest.mark.skipif(int4.without_cpu() is not None, reason=str(int4.without_cpu()))
+@pytest.mark.parametrize("kind", ["dense, offsets", "dense, rows"])
+@pytest.mark.parametrize(("ranks", "tokens"), [(1, 1), (1, 40), (2, 3)])
+def test_four_bits_in_bfloat16_stay_packed(kind, ranks, tokens):
+    """Oracle: the float64 product. In bfloat16 a part of S and of the product is rounded to eight bits."""
+    layers, x = [layer_of(kind, (32, WIDTH), 3), layer_of(kind, (64, WIDTH), 0, seed=1)], torch.randn(tokens, WIDTH)
+    x = x.bfloat16()
+    for rank in range(ranks):
+        stack = by_outputs(layers, rank, ranks, torch.bfloat16)
+        assert not stack.is_unpacked
+        assert not any(parameter.numel() >= 32 * WIDTH for parameter in stack.parameters()), "S is unpacked"
+        shares = [(x.double() @ layer.matrix.T).chunk(ranks, 1)[rank] for layer in layers]
+        found, expected = stack(x).double(), torch.cat(shares, 1)
+        assert (found - expected).norm() < 1e-2 * expected.norm()
+    width = WIDTH // ranks
+    found = sum(by_inputs(layers[0], rank, ranks, torch.bfloat16)(x[:, rank * width :][:, :width]).double()
+                for rank in range(ranks))  # fmt: skip
+    expected = x.double() @ layers[0].matrix.T
+    assert (found - expected).norm() < 1e-2 * expected.norm()
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 40])
-def test_it_compiles_to_one_graph_for_any_number_of_tokens(tokens):
+@pytest.mark.parametrize(("kind", "dtype"), [("2:4", torch.float32), ("dense, offsets", torch.bfloat16)])
+def test_it_compiles_to_one_graph_for_any_number_of_tokens(tokens, kind, dtype):
     """Oracle: the layer as it is."""
     torch.compiler.reset()
-    stack = by_outputs([layer_of("2:4", (16, WIDTH), 3), layer_of("2:4", (8, WIDTH), 2)])
+    stack = by_outputs([layer_of(kind, (16, WIDTH), 3), layer_of(kind, (32, WIDTH), 2)], dtype=dtype)
     compiled = torch.compile(stack, fullgraph=True, dynamic=True, backend="aot_eager")
-    x = torch.randn(tokens, WIDTH)
+    x = torch.randn(tokens, WIDTH).to(dtype)
     torch.testing.assert_close(compiled(x), stack(x))
 
 

@@ -179,25 +179,27 @@ class SparseLowRankLinear(nn.Module):
             key = tuple(t.data_ptr() for t in given) + tuple(0 if t.is_inference() else t._version for t in given[:2])
             if self.int4 is None or self.int4.key != key:
                 self._prepare_int4(tokens, key)
-        if self.int4 is None or scale.device != x.device:
+        operands = self.int4
+        if operands is None or scale.device != x.device:
             return None
         flat = x.reshape(-1, self.in_features)
         if self.prepared_factors is not None and takes_few(flat) and not is_traced(x):
-            y = self.int4.product(flat)
+            y = operands.product(flat)
             self.prepared_factors.add(flat.contiguous(), y)
         elif x.is_cpu and self.spec.factor_bits and self.spec.rank % 16 == 0 and len(flat) <= MOST_TOKENS:
             # Torch's operator for int8 reads 16 inputs together, and past the end of a rank that is no multiple.
-            y = self.int4.product(flat)
+            y = operands.product(flat)
             for name in ("low_rank_v", "low_rank_u"):
                 flat = torch.ops.aten._weight_int8pack_mm(flat, self._buffers[name], parameters[f"{name}_scale"])
             y = y.add_(flat) if bias is None else y.add_(flat).add_(bias)
         else:
-            y = self.int4.product(flat, *(self.factors() or (None, None)))
+            y = operands.product(flat, *(self.factors() or (None, None)))
             y = y if bias is None else y.add_(bias)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _prepare_int4(self, tokens: int, key: tuple[int, ...]) -> None:
         """Make `int4`, where it is the backend, and on a CPU give up the codes in the order of the file."""
+        self._restore()
         case = self._case(tokens, grad=False)
         assert case.grid is not None
         if choose(case, self.backend) != "int4":
@@ -205,13 +207,10 @@ class SparseLowRankLinear(nn.Module):
             if obstacle and case.device == "cpu" and self.spec.pattern == "dense":
                 log_slower(case.grid, obstacle)
             return
-        packed, scale = self.get_buffer("weight_packed"), self.get_parameter("weight_scale").detach()
-        offset = self._parameters.get("weight_offset")
-        zeros = {name: getattr(self, name) for name in self.storage.dtypes() if name.startswith("weight_")}
-        low = -self.storage.zeros(zeros) * scale.float() if offset is None else offset.detach()
-        self.int4 = Int4.of(unpack_codes(packed, 4, self.in_features), scale, low, key)
+        tensors = {name: getattr(self, name) for name in self.storage.dtypes()}
+        packed, low = tensors["weight_packed"], self.storage.lowest(tensors)
+        self.int4 = Int4.of(unpack_codes(packed, 4, self.in_features), tensors["weight_scale"].detach(), low, key)
         u, v, bias = (self._parameters.get(name) for name in (*FACTORS, "bias"))
-        self.prepared_factors = None
         if packed.is_cpu:
             del self._buffers["weight_packed"]
             if HAS_NUMBA and u is not None and v is not None and u.is_contiguous() and v.is_contiguous():

@@ -90,6 +90,12 @@ class Storage:
         steps = torch.where(steps > 0, steps - 1 - self.zeros(tensors).unsqueeze(-1), 0)
         return (steps.to(scale.dtype) * scale.unsqueeze(-1)).view(out, width)
 
+    def lowest(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The values of code 0: (out, groups), offsets as they are stored, and otherwise exact in float32."""
+        if self.grid is not None and self.grid.offset:
+            return tensors["weight_offset"].detach()
+        return -self.zeros(tensors) * tensors["weight_scale"].detach().float()
+
     def zeros(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The whole zeros of a grid without offsets: (out, groups) int16."""
         assert self.grid is not None

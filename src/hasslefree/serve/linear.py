@@ -43,7 +43,7 @@ class StackedLinearMethod(LinearMethodBase):
         buffer = LoadBuffer(layer.compressed)
         for leaf, dtype in {leaf: dtype for part in parts for leaf, (_, dtype) in part.tensors().items()}.items():
             layer.register_parameter(leaf, WeightSlot(leaf, buffer, dtype or params_dtype))
-        if layer.compressed.groups is None:
+        if layer.compressed.is_unpacked:
             warn_unpacked(", ".join(dict.fromkeys(part.kind for part in parts)))
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:

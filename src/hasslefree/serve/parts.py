@@ -15,6 +15,7 @@ from hasslefree.errors import ServeError
 from hasslefree.folder.read import Entry, check_index, check_tensors
 from hasslefree.packed.layouts import PackedGroups, pack_bits, unpack_bits
 from hasslefree.packed.spec import LayerSpec
+from hasslefree.packed.storage import unpack_codes
 from hasslefree.serve.requirements import DENSE
 
 
@@ -106,6 +107,15 @@ class Part:
         if self.entry is not None and self.entry.spec.factor_bits is not None:
             u, v = (CodedRows(codes, tensors[f"low_rank_{key}_scale"]).values() for key, codes in (("u", u), ("v", v)))
         return self.shard.take_rows(u), self.shard.take_columns(v)
+
+    def coded(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's share of a complete S in codes of 4 bits: codes (out, in), and (out, groups) for `Int4.of`."""
+        assert self.entry is not None
+        codes = unpack_codes(tensors["weight_packed"], 4, self.shape[1])
+        scale, low = tensors["weight_scale"], self.entry.spec.storage.lowest(tensors)
+        first, last = (column * scale.shape[1] // self.shape[1] for column in self.shard.columns)
+        scale, low = (self.shard.take_rows(t)[:, first : max(last, first + 1)] for t in (scale, low))
+        return self.shard.take_columns(self.shard.take_rows(codes)), scale, low
 
     def unpacked(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """This rank's share of S, or of the dense weight."""

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hasslefree.core.grids import Grid
 from hasslefree.errors import CheckpointError, ServeError
 from hasslefree.packed.kernels.backends import Case, choose, product, takes_layer
+from hasslefree.packed.kernels.int4 import Int4, obstacle
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.serve.parts import Part, narrowed
 
@@ -64,8 +66,9 @@ def add_low_ranks(
 class StackedLinear(nn.Module):
     """The product with all layers of a stack. Tensors are empty until `load` has filled in every part.
 
-    S stays packed where all parts have the same N:M, no grid, and this device has a kernel for it. Otherwise it is
-    unpacked when it is loaded, and takes the memory of a dense layer.
+    S stays packed where all parts have the same N:M, no grid, and this device has a kernel for it, and on a CPU where
+    all are complete and have the same grid of four bits, and torch's operators for it suit. Otherwise it is unpacked
+    when it is loaded, and takes the memory of a dense layer.
     """
 
     def __init__(self, parts: list[Part], dtype: torch.dtype | None = None, device: torch.device | str | None = None):
@@ -79,12 +82,20 @@ class StackedLinear(nn.Module):
         self.low_rank_u = self._empty((size,), dtype, device)
         self.low_rank_v = self._empty((sum(self.ranks), width), dtype, device)
         self.groups = common_groups(parts, self.low_rank_v.device)
-        if self.groups is None:
+        self.grid = common_grid(parts, self.low_rank_v)
+        self.coded: list[tuple[Tensor, Tensor, Tensor]] = [()] * len(parts)  # type: ignore[list-item]  # until `finish`
+        self.int4: Int4 | None = None
+        if self.is_unpacked:
             self.sparse = self._empty((rows, width), dtype, device)
-        else:
+        elif self.groups is not None:
             shapes = self.groups.shapes(rows, width, rows * (width // self.groups.m) * self.groups.n)
             self.values = self._empty(shapes["values"], dtype, device)
             self.positions = self._empty(shapes["positions"], torch.uint8, device)
+
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether S is in memory as a dense matrix."""
+        return self.groups is None and self.grid is None
 
     @staticmethod
     def _empty(shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:
@@ -99,8 +110,10 @@ class StackedLinear(nn.Module):
         tensors = {leaf: t.to(dtype) if t.is_floating_point() else t for leaf, t in tensors.items()}
         rows = slice(row, row + self.outs[index])
         with torch.no_grad():
-            if self.groups is None:
+            if self.is_unpacked:
                 self.sparse[rows] = part.unpacked(tensors)
+            elif self.groups is None:
+                self.coded[index] = part.coded(tensors)
             else:
                 assert part.entry is not None
                 for leaf, share in narrowed(part.entry.spec, tensors, part.shard).items():
@@ -116,12 +129,16 @@ class StackedLinear(nn.Module):
         if self.missing:
             names = ", ".join(self.parts[index].name for index in sorted(self.missing))
             raise CheckpointError(f"the weight files lack tensors of {names}; download or copy the folder again")
+        if self.grid is not None and self.int4 is None:
+            codes, scale, low = map(torch.cat, zip(*self.coded, strict=True))
+            self.int4 = Int4.of(codes, scale, low)
+            self.coded.clear()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (…, in) → (…, Σ out), without the bias."""
         flat = x.reshape(-1, x.shape[-1])
         if self.groups is None:
-            y = F.linear(flat, self.sparse)
+            y = F.linear(flat, self.sparse) if self.int4 is None else self.int4.product(flat)
             y = add_low_ranks(y, flat, self.low_rank_u, self.low_rank_v, self.outs, self.ranks)
         else:
             linear = stacked_linear if torch.compiler.is_compiling() else stacked_product
@@ -137,6 +154,18 @@ def common_groups(parts: list[Part], device: torch.device) -> PackedGroups | Non
         return None
     readable = device.type != "cuda" or (0 < first.position_bits <= 8 and not first.is_mask)
     return first if readable else None
+
+
+def common_grid(parts: list[Part], like: Tensor) -> Grid | None:
+    """The grid in which a stack of codes stays packed on a CPU, with the dtype and device of a tensor; or None."""
+    specs = [part.entry.spec for part in parts if part.entry]
+    if like.device.type != "cpu" or len(specs) < len(parts) or any(spec.pattern != "dense" for spec in specs):
+        return None
+    grid, (_, width) = specs[0].grid, parts[0].shard.shape
+    if grid is None or any(spec.grid != grid for spec in specs) or width % (grid.group or width):
+        return None
+    shape = sum(part.shard.shape[0] for part in parts), width
+    return None if obstacle(like.device.type, like.dtype, grid, shape) else grid
 
 
 class LoadBuffer:

@@ -5,7 +5,7 @@ import torch
 
 from hasslefree.core.grids import Grid
 from hasslefree.errors import KernelError, ShapeError, UnknownNameError
-from hasslefree.packed.kernels import backends, ops
+from hasslefree.packed.kernels import backends, int4, ops
 from hasslefree.packed.kernels.backends import BACKENDS, Case, choose, product
 from hasslefree.packed.layouts import Bitmask, Columns, PackedGroups
 from tests.packed.kernels import reference
@@ -75,9 +75,11 @@ def test_a_way_that_is_not_possible_says_why(everything, way, changes, reason):
 
 
 @pytest.mark.parametrize("way", BACKENDS)
-def test_a_way_that_is_possible_is_taken(everything, way):
+def test_a_way_that_is_possible_is_taken(everything, way, monkeypatch):
+    monkeypatch.setattr(int4, "without_cuda", lambda: None)
     device = "cpu" if way in ("dense", "unpacked", "numba") else "cuda"
-    assert choose(case(device=device, dtype=torch.bfloat16), way) == way
+    codes = {"grid": Grid(), "shape": (64, 64), "layout": PackedGroups(1, 1)} if way == "int4" else {}
+    assert choose(case(device=device, dtype=torch.bfloat16, **codes), way) == way
 
 
 def test_a_long_prompt_goes_the_dense_way_where_triton_takes_few_tokens(everything):
@@ -92,7 +94,7 @@ def test_a_missing_triton_is_an_error_that_says_what_to_install(everything, monk
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("nunba", "Did you mean 'numba'"), ("semi-structured", "Known: dense, numba")]
+    ("name", "hint"), [("nunba", "Did you mean 'numba'"), ("semi-structured", "Known: dense, int4, numba")]
 )
 def test_an_unknown_backend_is_an_error_that_lists_the_known(name, hint):
     with pytest.raises(UnknownNameError, match=f"unknown backend '{name}'.*{hint}"):

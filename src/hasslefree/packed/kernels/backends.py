@@ -1,7 +1,7 @@
 """Which backend computes a product x Sᵀ, by the rule of docs/howto/run.md: measured on a CPU, published on CUDA.
 
-`dense` and `unpacked` are up to the caller, who unpacks S by torch at every call, or once; `ops` has `numba`, the package
-`triton` has `triton`, and `int4` has `int4`.
+`dense` and `unpacked` are up to the caller, who unpacks S by torch at every call, or once; `ops` has `numba`, the
+package `triton` has `triton`, and `int4` has `int4`.
 """
 
 import importlib.util
@@ -52,9 +52,9 @@ class Case:
 def choose(case: Case, backend: str | None = None) -> str:
     """The name of the backend: the requested one, or by the rule of docs/howto/run.md.
 
-    By that rule a CPU uses `numba` or `int4` where possible, and `dense` otherwise. CUDA without gradients uses `triton`
-    or `int4` for few tokens where possible, and `unpacked` otherwise: S is never unpacked at every call. A KernelError
-    says why a requested backend is not possible.
+    By that rule a CPU uses `numba` or `int4` where possible, and `dense` otherwise. CUDA without gradients uses
+    `triton` or `int4` for few tokens where possible, and `unpacked` otherwise: S is never unpacked at every call. A
+    KernelError says why a requested backend is not possible.
     """
     many = case.device == "cuda" and case.tokens > ops.TRITON_TOKENS
     if backend is None:

@@ -49,7 +49,7 @@ class Int4:
     @classmethod
     def of(cls, codes: Tensor, scale: Tensor, low: Tensor, key: tuple[int, ...] = ()) -> Int4:
         """Of codes, uint8 (out, in), scales (out, groups) and the values of code 0 (out, groups)."""
-        (out, width), given = codes.shape, scale.shape[1]
+        width, given = codes.shape[1], scale.shape[1]
         group = operand_group(width // given)
         assert group is not None
         scale, low = (t.float().repeat_interleave(width // given // group, 1).T.contiguous() for t in (scale, low))
