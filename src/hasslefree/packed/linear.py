@@ -166,10 +166,11 @@ class SparseLowRankLinear(nn.Module):
         # Python's overhead counts for a token: no look-up by the module.
         parameters = self._parameters
         grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters.values()))
-        if grad or self.backend not in (None, "int4") or self._pinned is not None or x.dtype != torch.bfloat16:
+        if grad or self.wide_factors or self.backend not in (None, "int4") or x.dtype != torch.bfloat16:
             return None
         tokens = x.numel() // self.in_features
-        if x.shape[-1] != self.in_features or not (x.is_cpu or tokens <= TRITON_TOKENS):
+        few = x.is_cpu or tokens <= TRITON_TOKENS
+        if self._pinned is not None or x.shape[-1] != self.in_features or not few:
             return None
         scale, bias = parameters["weight_scale"], parameters["bias"]
         assert scale is not None

@@ -71,6 +71,13 @@ def test_the_low_rank_part_of_a_token(monkeypatch, numba, coded, rank):
     assert close(layer(x), F.linear(x.double(), matrix, b))
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_inputs_of_any_strides(tokens):
+    layer, matrix, b = layer_of()
+    x = torch.randn(tokens, 400).bfloat16()[:, ::2][:, 4:196]
+    assert close(layer(x), F.linear(x.double(), matrix, b))
+
+
 def test_a_matrix_in_several_tiles(monkeypatch):
     layer, matrix, b = layer_of(out=208)
     monkeypatch.setattr(int4, "TILE_BYTES", 2 * 192 * 64)

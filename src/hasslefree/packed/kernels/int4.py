@@ -63,6 +63,7 @@ class Int4:
 
     def product(self, x: Tensor, u: Tensor | None = None, v: Tensor | None = None) -> Tensor:
         """x Sᵀ, or x Sᵀ + x vᵀ uᵀ: (tokens, in) → (tokens, out), bfloat16. u: (out, r), v: (r, in)."""
+        x = x.contiguous()
         if x.device.type == "cuda":
             y: Tensor = torch.ops.aten._weight_int4pack_mm(x, self.codes, self.group, self.terms)
             return y if u is None or v is None else y.addmm_(F.linear(x, v), u.T)
