@@ -27,7 +27,7 @@ from hasslefree.packed.kernels.backends import (
     takes_layer,
     wants_numba,
 )
-from hasslefree.packed.kernels.int4 import MOST_TOKENS, Int4
+from hasslefree.packed.kernels.int4 import MOST_TOKENS, Int4, page_out
 from hasslefree.packed.kernels.ops import TRITON_TOKENS, Prepared, PreparedFactors, is_traced, takes_few
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
@@ -213,6 +213,7 @@ class SparseLowRankLinear(nn.Module):
         self.int4 = Int4.of(unpack_codes(packed, 4, self.in_features), tensors["weight_scale"].detach(), low, key)
         u, v, bias = (self._parameters.get(name) for name in (*FACTORS, "bias"))
         if packed.is_cpu:
+            page_out(packed)
             del self._buffers["weight_packed"]
             if HAS_NUMBA and u is not None and v is not None and u.is_contiguous() and v.is_contiguous():
                 self.prepared_factors = PreparedFactors(u, v, bias)

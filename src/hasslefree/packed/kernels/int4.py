@@ -8,7 +8,10 @@ codes in an order of their own, from which we unpack: a block of rows after the 
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import mmap
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -29,6 +32,8 @@ BLOCKS = {"AVX512": 64, "AVX2": 32}
 TILE_BYTES = 2 << 20
 # Inputs that a product takes together: the rank is filled up with zeros.
 ALIGNED = 32
+# Of Linux 5.4 and newer, which Python's mmap does not name; older ones return an error, which changes nothing.
+MADV_PAGEOUT = 21
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,19 @@ def int4_product(
 
 linear_int4 = ops.as_operator("hasslefree::linear_int4", int4_product)
 linear_int4.register_fake(lambda x, codes, *_: x.new_empty(len(x), len(codes)))
+
+
+def page_out(tensor: Tensor) -> None:
+    """Let the system drop the pages of a tensor that is mapped from a file, on Linux; the contents do not change.
+
+    The mapping lives as long as any tensor of the file, and with it the pages of those that nobody needs any more.
+    """
+    if sys.platform != "linux" or not tensor.is_contiguous():
+        return
+    page, first = mmap.PAGESIZE, tensor.data_ptr()
+    start, stop = -(-first // page) * page, (first + tensor.nbytes) // page * page
+    if start < stop:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), MADV_PAGEOUT)
 
 
 def tiles_of(out: int, width: int) -> Iterator[slice]:
