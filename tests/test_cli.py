@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hasslefree.cli import app, run_app, spread_lists
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
+from hasslefree.recipe.resolved import DEFAULT_SIZE
 from tests.evaluation.task_rows import write_rows
 from tests.tiny_models import tensors_of
 
@@ -30,25 +30,36 @@ def run(monkeypatch, capsys, *arguments):
     return caught.value.code or 0, printed.out + printed.err
 
 
-def test_advice_ends_with_the_command_for_it(monkeypatch, capsys, tmp_path):
-    flags = ["--leave-dense", "*.0.*", "*.1.*", *QUICK]
-    code, text = run(monkeypatch, capsys, "plan", MODEL, "--advise", "2.9MB", *flags, "--output", tmp_path / "a.json")
-    assert code == 0
-    found = json.loads((tmp_path / "a.json").read_text())["advice"]
-    assert [each["divergence"] for each in found] == sorted(each["divergence"] for each in found)
-    assert all(each["bytes"] <= 2_900_000 for each in found)
-    line = next(line for line in text.splitlines() if line.startswith("hasslefree compress"))
-    assert f"--pattern {found[0]['pattern']} " in line
-    words = shlex.split(line)
-    words[words.index("OUT")] = str(tmp_path / "out")
-    code, text = run(monkeypatch, capsys, *words[1:], "--effort", "fast")
+def test_plan_shows_what_a_size_gives_each_layer_and_compress_does_it(monkeypatch, capsys, tmp_path):
+    """Oracle: the folder that `compress` writes."""
+    flags = ["--size", "2.9MB", "--leave-dense", "*.0.*", "*.1.*", *QUICK, "--effort", "fast"]
+    code, text = run(monkeypatch, capsys, "plan", MODEL, *flags, "--output", tmp_path / "a.json")
     assert code == 0, text
-    weights = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())
-    assert weights == found[0]["bytes"]
-    for wrong, message in (("much", "such as --advise 150MB"), ("1kB", "is too small")):
-        code, text = run(monkeypatch, capsys, "plan", MODEL, "--advise", wrong, *QUICK)
+    found = json.loads((tmp_path / "a.json").read_text())
+    dealt, *uniform = found["advice"]
+    assert dealt["bytes"] <= 2_900_000
+    assert all(dealt["divergence"] < each["divergence"] and each["bytes"] <= 2_900_000 for each in uniform)
+    assert re.search(r"by layer +\d–\d .*uniform +\d ", text, re.DOTALL)
+    assert re.search(r"down_proj +int\d–\d ", text)
+    code, text = run(monkeypatch, capsys, "compress", MODEL, tmp_path / "out", *flags)
+    assert code == 0, text
+    assert sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values()) == dealt["bytes"]
+    layers = json.loads((tmp_path / "out" / "compression.json").read_text())["layers"]
+    planned = {(row["kind"], row["bits"], row["rank"]) for row in found["layers"]}
+    assert {(row["name"].rpartition(".")[2], row["grid"]["bits"], row["rank"]) for row in layers} == planned
+    for wrong, message in (("much", "such as --size 150MB"), ("1kB", "is too small: the least possible")):
+        code, text = run(monkeypatch, capsys, "plan", MODEL, "--size", wrong, *QUICK)
         assert code == 2
         assert message in text
+
+
+def test_a_model_alone_can_be_compressed(monkeypatch, capsys, tmp_path):
+    """Nothing but the text is given, and its shape."""
+    code, text = run(monkeypatch, capsys, "compress", MODEL, tmp_path / "out", *QUICK)
+    assert code == 0, text
+    record = json.loads((tmp_path / "out" / "compression.json").read_text())
+    assert record["recipe"]["size"] == DEFAULT_SIZE
+    assert 8 * record["stored_bytes"] / record["dense_parameters"] <= float(DEFAULT_SIZE.removesuffix("bits"))
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def test_every_option_has_a_sentence_with_its_default(name):
 
 
 # Without them nothing is measured or written; `dtype` and others have a default that typer prints.
-NO_DEFAULT = {"perplexity", "tasks", "output", "advise"}
+NO_DEFAULT = {"perplexity", "tasks", "output"}
 
 
 def test_every_field_of_a_recipe_stands_under_a_heading():

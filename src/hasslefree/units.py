@@ -3,8 +3,12 @@
 Tables lose nothing at 80 columns or in a pipe: long words are folded, and never cut.
 """
 
+from __future__ import annotations
+
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.filesize import decimal as size
@@ -13,21 +17,47 @@ from rich.text import Text
 
 from hasslefree.errors import BudgetError, option
 
-__all__ = ["duration", "parse_size", "significant", "size", "span", "table"]
+__all__ = ["Size", "duration", "significant", "size", "span", "table"]
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", re.IGNORECASE)
-_PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)B?|(bits?))", re.IGNORECASE)
+_PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-def parse_size(text: str) -> int:
-    """The bytes of a size such as 150MB, 1.5 GB or 2000000, or a BudgetError; a kB is a thousand bytes."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise BudgetError(
-            f"{text!r} is not a size; give a number of bytes or a number with a unit, such as "
-            f"{option('advise', '150MB')}, 1.5GB or 2000000"
-        )
-    return int(float(match[1]) * _PREFIXES[match[2].lower()])
+@dataclass(frozen=True)
+class Size:
+    """The size of a compressed model: bytes of all weights as stored, or bits for each weight of the compressed layers.
+
+    A kB is a thousand bytes.
+    """
+
+    amount: float
+    in_bits: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Size:
+        """Of 150MB, 1.5 GB, 2000000 or 4.8bits. Raises BudgetError."""
+        match = _SIZE.fullmatch(text.strip())
+        if match is None:
+            raise BudgetError(
+                f"{text!r} is not a size; give bytes of all weights, such as {option('size', '150MB')}, 1.5GB or "
+                f"2000000, or bits for each weight of the compressed layers, such as {option('size', '4.8bits')}",
+                ("size",),
+            )
+        if match[3]:
+            return cls(float(match[1]), True)
+        factors = {prefix.lower(): factor for prefix, factor in _PREFIXES.items()}
+        return cls(int(float(match[1]) * factors[match[2].lower()]))
+
+    def __str__(self) -> str:
+        return f"{self.amount:.4g} bits a weight" if self.in_bits else size(int(self.amount))
+
+    @property
+    def rounded_up(self) -> str:
+        """As `parse` reads it, with three or four digits."""
+        if self.in_bits:
+            return f"{math.ceil(100 * self.amount) / 100:g}bits"
+        prefix, factor = next(item for item in reversed(_PREFIXES.items()) if self.amount >= item[1])
+        return f"{math.ceil(10 * self.amount / factor) / 10:g}{prefix}B"
 
 
 def duration(seconds: float) -> str:

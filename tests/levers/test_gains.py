@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasslefree.core.gram import Gram
-from hasslefree.levers.gains import GainCurve, greedy_allocate, rank_gains
+from hasslefree.levers.gains import GainCurve, greedy_allocate, hull, rank_gains
 
 GAINS = st.lists(st.floats(0, 10), max_size=4).map(lambda gains: sorted(gains, reverse=True))
 
@@ -35,6 +35,39 @@ def test_no_choice_wins_more_but_for_what_is_left_over(gains, costs, budget):
     assert won(curves, taken) >= best - dearest - 1e-9
     if len(set(costs[: len(curves)])) == 1:
         assert won(curves, taken) == pytest.approx(best)
+
+
+POINTS = st.lists(st.tuples(st.integers(1, 20), st.floats(0, 10)), min_size=1, max_size=6)
+
+
+@given(POINTS, st.floats(0.001, 5))
+def test_the_hull_holds_the_best_choice_for_every_price_of_a_byte(points, price):
+    """Oracle: the least of loss + price · bytes over all points."""
+    best = [points[index] for index in hull(points)]
+    assert [size for size, _ in best] == sorted({size for size, _ in best})
+    assert [loss for _, loss in best] == sorted({loss for _, loss in best}, reverse=True)
+    costs = [loss + price * size for size, loss in points]
+    assert min(loss + price * size for size, loss in best) == pytest.approx(min(costs))
+    rates = [(one[1] - two[1]) / (two[0] - one[0]) for one, two in itertools.pairwise(best)]
+    assert rates == sorted(rates, reverse=True)
+
+
+@given(st.lists(POINTS, min_size=1, max_size=3), st.integers(0, 60))
+def test_points_of_several_layers_are_dealt_within_the_budget(layers, budget):
+    """Oracle: all choices. What is missed is less than one step gains, the steps on the hull having different costs."""
+    corners = [[points[index] for index in hull(points)] for points in layers]
+    least = sum(best[0][0] for best in corners)
+    curves = [
+        GainCurve(-torch.tensor([loss for _, loss in best]).double().diff(), torch.tensor([b for b, _ in best]).diff())
+        for best in corners
+    ]
+    taken = greedy_allocate(curves, budget - least)
+    chosen = [best[steps] for best, steps in zip(corners, taken, strict=True)]
+    assert sum(size for size, _ in chosen) <= max(budget, least)
+    every = [choice for choice in itertools.product(*layers) if sum(size for size, _ in choice) <= budget]
+    if every:
+        missed = sum(loss for _, loss in chosen) - min(sum(loss for _, loss in choice) for choice in every)
+        assert missed <= max((float(curve.gains.max()) for curve in curves if len(curve.gains)), default=0) + 1e-9
 
 
 class OnGPU(torch.Tensor):

@@ -39,9 +39,13 @@ def walk_of(model, tokens, folder, storage="device"):
     return preflight(model, find_blocks(model), Weights(model, model.device), plan_of(model), tokens[:1], options)[0]
 
 
+def pruned(layer, plan):
+    sparse = layer.changed(plan.pattern, None)
+    return sparse, layer.divergence(sparse)
+
+
 def look(model, tokens, folder, storage="device"):
-    walk = walk_of(model, tokens, folder, storage)
-    return sensitivities(walk, plan_of(model), tokens, World(), lambda weight, sparse, *rest: sparse)
+    return sensitivities(walk_of(model, tokens, folder, storage), plan_of(model), tokens, World(), pruned)
 
 
 @pytest.mark.parametrize("place", ["device", "disk"])
@@ -128,7 +132,7 @@ def test_predictions_without_a_finite_gradient_are_refused(tmp_path):
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
     with pytest.raises(NonFiniteError, match=r"gradient of the model's predictions contains NaN.*effort='fast'"):
-        sensitivities(walk, plan_of(model), segments(), World(), lambda *seen: None)
+        sensitivities(walk, plan_of(model), segments(), World(), pruned)
 
 
 def test_a_model_whose_head_needs_the_blocks_is_refused(tmp_path):
@@ -139,7 +143,7 @@ def test_a_model_whose_head_needs_the_blocks_is_refused(tmp_path):
     walk = walk_of(model, segments(), tmp_path)
     seen.clear()
     with pytest.raises(ModelError, match=r"LlamaForCausalLM cannot be run on its own.*effort='fast'"):
-        sensitivities(walk, plan_of(model), segments(), World(), lambda *seen: None)
+        sensitivities(walk, plan_of(model), segments(), World(), pruned)
 
 
 def test_a_model_without_a_head_is_compressed_where_nothing_asks_for_its_predictions(tmp_path):

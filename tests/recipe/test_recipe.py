@@ -85,8 +85,8 @@ def test_files_that_are_no_recipes(tmp_path, content, message):
 
 
 def test_a_method_with_a_low_rank_part_needs_a_rank(text):
-    with pytest.raises(RecipeError, match="joint needs a rank or a ratio"):
-        Recipe(calibration=text).resolve()
+    with pytest.raises(RecipeError, match="joint needs a rank, a ratio or a size"):
+        Recipe(calibration=text, pattern="2:4").resolve()
     Recipe(calibration=text, rank=0).resolve()
     Recipe(calibration=text, method="wanda").resolve()
 
@@ -178,9 +178,9 @@ def test_every_problem_has_its_file(tmp_path):
         ({"a": "rank: 1\nseqlen: 3\nrank: 2\n"}, "a.yaml:3: the recipe is not YAML: rank is given twice"),
         ({"a": "rank: 1\nseed: !!python/name:x y\n"}, "a.yaml:2: the recipe is not YAML: could not determine a constr"),
         ({"a": "rank: 1\nseed: 2026-13-45\n"}, "a.yaml: the recipe is not YAML: month must be"),
-        ({"a": "method: oats\n"}, "a.yaml: method oats needs a rank or a ratio"),
+        ({"a": "method: oats\n"}, "a.yaml: method oats needs a rank, a ratio or a size"),
         ({"a": "pattern: row\nrank: four\n"}, "a.yaml: rank must be a valid integer, got 'four'"),
-        ({"a": "samples: 3\n"}, "a.yaml: method joint needs a rank or a ratio"),
+        ({"a": "pattern: 2:4\n"}, "a.yaml: method joint needs a rank, a ratio or a size"),
         ({"a": "base: b.yaml\nrank: 1\n", "b": "method: oats\npruner: sparsgpt\n"}, "b.yaml: unknown pruner"),
     ],
 )  # fmt: skip

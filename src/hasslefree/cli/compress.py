@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import shlex
 import time
 import typing
 from collections.abc import Callable, Iterator
@@ -20,12 +19,8 @@ from hasslefree.recipe.recipe import BUDGET, GROUPS, NAMES, Fields, Recipe, help
 
 RESUME = "Resume an interrupted run from its last finished block (default: off)."
 OVERWRITE = "Replace OUT if it is not empty, and start from the first block (default: off)."
-ADVISE = (
-    "Instead of a plan, list the patterns and ranks that lose least within BYTES of weights, such as 150MB or 1.5GB; "
-    "this reads the model and the calibration text."
-)
 SETTINGS = "List the settings of this method, pruner or low-rank solver instead."
-EXAMPLE = "Example: hasslefree compress MODEL OUT --pattern 2:4 --rank 64"
+EXAMPLE = "Example: hasslefree compress MODEL OUT --size 1.5GB"
 PROCESSES = "Number of processes under torchrun; figures are for each."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model: a hub name or a local folder.")]
 Activations = Annotated[str, flag(RUN, "Where hidden states are kept between blocks: device, cpu (in RAM) or disk.")]
@@ -114,37 +109,31 @@ def plan(
     activations: Activations = "device",
     processes: Annotated[int, flag(RUN, PROCESSES, min=1)] = 1,
     trust_remote_code: Trust = False,
-    advise: Annotated[str | None, flag(OUTPUT, ADVISE, metavar="BYTES")] = None,
     as_json: Json = False,
     output: Output = None,
     quiet: Quiet = False,
 ) -> None:
     """Show the memory, disk and time that `compress` would take.
 
-    The options are those of `compress`. Only the configuration of MODEL is read, and no weights.
+    The options are those of `compress`. Only the configuration of MODEL is read, and no weights. With --size MODEL and
+    the calibration text are read too, and the bits and ranks of each kind of layer are shown.
     """
     from hasslefree.models.load import resolve_device
+    from hasslefree.run.estimate import setup_of, without_prefetch_if_tight
+    from hasslefree.run.tables import advice_table, plan_summary, plan_table
 
-    if advise is None:
-        from hasslefree.run.estimate import setup_of, without_prefetch_if_tight
-        from hasslefree.run.tables import plan_summary, plan_table
+    setup = setup_of(model, recipe, resolve_device(device), activations, processes, trust_remote_code)
+    content, tables = dict[str, Any](), list[Any]()
+    if recipe.size and setup.resolved.allocate == "error":
+        from hasslefree.run.advise import advise
 
-        setup = setup_of(model, recipe, resolve_device(device), activations, processes, trust_remote_code)
-        setup = without_prefetch_if_tight(setup)
-        common.show(plan_summary(setup), output, as_json, plan_table(setup))
-        return
-
-    from hasslefree.folder.record import compress_command
-    from hasslefree.run.advise import advise as find_settings
-    from hasslefree.run.tables import advice_table
-    from hasslefree.units import parse_size
-
-    options: dict[str, Any] = {"device": device, "activations": activations, "trust_remote_code": trust_remote_code}
-    with phase_bars() as progress:
-        advice = find_settings(model, parse_size(advise), recipe, progress=progress, **options)
-    common.show({"advice": [dataclasses.asdict(row) for row in advice]}, output, as_json, advice_table(advice))
-    best = dataclasses.replace(recipe, pattern=advice[0].pattern, rank=advice[0].rank)
-    say(shlex.join(compress_command(model, "OUT", best)))
+        options: dict[str, Any] = {"device": device, "activations": activations, "trust_remote_code": trust_remote_code}
+        with phase_bars() as progress:
+            advice = advise(model, recipe, progress=progress, **options)
+        setup = dataclasses.replace(setup, plan=advice[0].plan)
+        content, tables = {"advice": [each.to_dict() for each in advice]}, [advice_table(advice)]
+    setup = without_prefetch_if_tight(setup)
+    common.show(plan_summary(setup) | content, output, as_json, plan_table(setup), *tables)
 
 
 @app.command(rich_help_panel=COMPRESS)

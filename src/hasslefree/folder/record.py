@@ -104,7 +104,8 @@ class Record:
         seqlen: as resolved for the model. tokens: of the calibration text.
         predictions: what prediction matching did; None without it.
         sensitivities: by the name of each layer, the estimated divergence of the model's predictions, in nats per
-            token, when that layer alone is pruned. None where the allocation did not measure it.
+            token, when that layer alone is pruned, or rounded to the fewest bits that it may get. None where the
+            allocation did not measure it.
         dense: the full names of what stayed dense automatically, such as routers.
         towers: the names of the modules for other inputs than text, which are unchanged.
         own_segments: whether the calibration tokens were given, not drawn from the text that the recipe names.
@@ -218,7 +219,7 @@ def summary_table(report: Record) -> Table:
 
 def compress_command(model: str, out: str, recipe: Recipe) -> list[str]:
     """The words of the command that compresses a model by a recipe, without the defaults of this version."""
-    words = ["hasslefree", "compress", model, out, "--pattern", str(recipe.pattern), "--method", recipe.method]
+    words = ["hasslefree", "compress", model, out, "--pattern", str(recipe.pattern), "--method", str(recipe.method)]
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
         if field.name in ("pattern", "method") or value == field.default:

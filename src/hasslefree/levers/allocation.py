@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hasslefree.core.budgets import Budget
 from hasslefree.core.gram import Gram
+from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Unstructured
 from hasslefree.core.protocols import Method
 from hasslefree.distributed import World
-from hasslefree.levers.gains import GainCurve, greedy_allocate, rank_gains
+from hasslefree.levers.gains import GainCurve, greedy_allocate, hull, rank_gains
 from hasslefree.levers.owl import outlier_share, owl_ratios
-from hasslefree.levers.sensitivity import sensitivities
+from hasslefree.levers.sensitivity import ProbedLayer, sensitivities
 from hasslefree.models.activations import Activations
 from hasslefree.models.moments import gather, groups_by_input
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.phases import ALLOCATION
+from hasslefree.recipe.plan import STEP as RANK_STEP
 from hasslefree.recipe.plan import LayerPlan, Plan, plan_block
+from hasslefree.recipe.resolved import Resolved
 
 # A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
 LEAST, MOST = 0.5, 2.0
+# A layer on a grid gets at least this rank to choose from, or as much as MOST allows.
+RANKS = 128
 # Non-zeros move in this number of steps between the two.
 STEPS = 256
 
@@ -35,11 +41,13 @@ class Choice:
     """The budgets a layer may get: at least `rank` and `count` non-zeros (None: fixed by the pattern), and then more.
 
     Args:
-        ranks: the gain of each single rank. entries: of `step` non-zeros at a time, where the pattern counts them.
+        lost: with the least of both. ranks: the gain of each single rank. entries: of `step` non-zeros at a time, where
+            the pattern counts them.
     """
 
     plan: LayerPlan
     rank: int
+    lost: float
     ranks: GainCurve
     count: int | None = None
     entries: GainCurve | None = None
@@ -52,13 +60,62 @@ class Choice:
     def weighed(self, sensitivity: float) -> Choice:
         """The same with each step winning its share of a sensitivity."""
         entries = None if self.entries is None else self.entries.weighed(sensitivity)
-        return dataclasses.replace(self, ranks=self.ranks.weighed(sensitivity), entries=entries)
+        ranks, lost = self.ranks.weighed(sensitivity), self.lost * sensitivity
+        return dataclasses.replace(self, lost=lost, ranks=ranks, entries=entries)
 
     def taken(self, ranks: int, steps: int = 0) -> LayerPlan:
         """The plan with this number of steps along each curve."""
         pattern = self.plan.pattern if self.count is None else Unstructured(self.count + steps * self.step)
         spec, rank = self.plan.spec, self.rank + ranks
         return LayerPlan.of(spec.shape, pattern, rank, self.plan.dtype, spec.grid, spec.factor_bits)
+
+    def loss(self, plan: LayerPlan) -> float:
+        """What a plan loses, of the sensitivity."""
+        found = self.lost - float(self.ranks.gains[: plan.spec.rank - self.rank].sum())
+        if self.entries is not None and self.count is not None:
+            found -= float(self.entries.gains[: (plan.spec.nonzeros - self.count) // self.step].sum())
+        return found
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The bits and ranks that a layer on a grid may get.
+
+    Args:
+        plans: the best for some price of a byte, from the fewest bytes on. curve: the steps between them.
+        losses: for each grid, of each rank from 0 on, (ranks,) float64.
+    """
+
+    plans: list[LayerPlan]
+    curve: GainCurve
+    losses: dict[Grid, Tensor]
+
+    @classmethod
+    def over(cls, plans: Sequence[LayerPlan], losses: dict[Grid, Tensor]) -> Ladder:
+        """The best of some plans."""
+        every = cls(list(plans), GainCurve(torch.zeros(0), 0), losses)
+        points = [(plan.bytes, every.loss(plan)) for plan in plans]
+        best = hull(points)
+        size, lost = (torch.tensor([points[index][part] for index in best]) for part in (0, 1))
+        return cls([plans[index] for index in best], GainCurve(-lost.double().diff(), size.diff()), losses)
+
+    @property
+    def curves(self) -> list[GainCurve]:
+        return [self.curve]
+
+    def weighed(self, sensitivity: float) -> Ladder:
+        """The same with each step winning its share of a sensitivity."""
+        losses = {grid: left * sensitivity for grid, left in self.losses.items()}
+        return Ladder(self.plans, self.curve.weighed(sensitivity), losses)
+
+    def taken(self, steps: int) -> LayerPlan:
+        """The plan with this number of steps along the curve."""
+        return self.plans[steps]
+
+    def loss(self, plan: LayerPlan) -> float:
+        """What a plan loses, of the sensitivity."""
+        assert plan.spec.grid is not None
+        return float(self.losses[plan.spec.grid][plan.spec.rank])
 
 
 @dataclass(frozen=True)
@@ -67,10 +124,17 @@ class Allocation:
 
     Args:
         sensitivities: by the full name of each layer, in nats per token; None if the allocation does not measure them.
+        choices: of each block, by the name of each layer.
     """
 
     plan: Plan
     sensitivities: dict[str, float] | None = None
+    choices: Sequence[Mapping[str, Choice | Ladder]] = ()
+
+    def divergence(self, plan: Plan) -> float:
+        """The sum over layers of what a plan is estimated to lose, in nats per token."""
+        blocks = zip(self.choices, plan, strict=True)
+        return sum(choice.loss(plans[name]) for choices, plans in blocks for name, choice in choices.items())
 
 
 def by_outliers(
@@ -103,20 +167,30 @@ def outliers_of(visit: Visit, plans: Mapping[str, LayerPlan], hidden: Activation
     return outlier_share(layers)
 
 
-def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World, seed: int) -> Allocation:
-    """The bytes of the uniform plan, spent where they bring the model's predictions closest to the dense ones.
+def by_sensitivity(walk: Walk, plan: Plan, room: int, resolved: Resolved, segments: Tensor, world: World) -> Allocation:
+    """The bytes that all layers may take, spent where they bring the model's predictions closest to the dense ones.
 
-    `sensitivities` estimates how each layer, pruned alone by its pattern, changes the predictions. The spectrum of the
-    pruned part tells what share of that change each rank would undo, and the scores of Wanda what share each non-zero.
+    `sensitivities` estimates how each layer, pruned or rounded alone, changes the predictions. The spectrum of the
+    error tells what share of that change each rank would undo, the scores of Wanda what share each non-zero, and the
+    errors on other grids what each bit is worth.
+
+    Args:
+        plan: the uniform one. room: in bytes, at least those of the plan. segments: of this process.
     """
-    measured = sensitivities(walk, plan, segments, world, choice_of, seed)
+
+    def inspect(layer: ProbedLayer, its_plan: LayerPlan) -> tuple[Choice | Ladder, float]:
+        if its_plan.spec.grid is not None:
+            return ladder_of(layer, its_plan, resolved)
+        sparse = layer.changed(its_plan.pattern, None)
+        return choice_of(layer.weight, sparse, layer.gram, its_plan), layer.divergence(sparse)
+
+    measured = sensitivities(walk, plan, segments, world, inspect, resolved.recipe.seed)
     choices = [
         {name: choice.weighed(sensitivity) for name, (choice, sensitivity) in layers.items()} for layers in measured
     ]
     all_choices = [choice for block in choices for choice in block.values()]
-    budget = sum(layer.bytes for plans in plan for layer in plans.values())
     curves = [curve for choice in all_choices for curve in choice.curves]
-    steps = iter(greedy_allocate(curves, budget - sum(choice.taken(0).bytes for choice in all_choices)))
+    steps = iter(greedy_allocate(curves, room - sum(choice.taken(0).bytes for choice in all_choices)))
     moved = [
         {name: block[name].taken(*(next(steps) for _ in block[name].curves)) for name in block} for block in choices
     ]
@@ -125,7 +199,7 @@ def by_sensitivity(walk: Walk, plan: Plan, segments: Tensor, world: World, seed:
         for index, layers in enumerate(measured)
         for name, (_, sensitivity) in layers.items()
     }
-    return Allocation(moved, by_name)
+    return Allocation(moved, by_name, choices)
 
 
 def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> Choice:
@@ -140,16 +214,54 @@ def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> Ch
     if spec.factor_bits:
         low = max(low, min(spec.rank, 1))  # the scales of u come with the first rank, and are no part of its cost
     spectrum, total = rank_gains(dense - sparse.to(dense.dtype), gram, high)
-    ranks = GainCurve(spectrum[low:] * per_unit(total), cost)
+    ranks, lost = GainCurve(spectrum[low:] * per_unit(total), cost), 1 - spectrum[:low].sum().item() * per_unit(total)
     if not isinstance(plan.pattern, Unstructured) or spec.grid is not None:
-        return Choice(plan, low, ranks)
+        return Choice(plan, low, lost, ranks)
     count = plan.pattern.count
     first, last = int(LEAST * count), min(int(MOST * count), out * width)
     step = max((last - first) // STEPS, 1)
     scores = (dense.square() * gram.matrix.diagonal()).flatten().sort(descending=True).values.double()
     gains = scores[first : first + (last - first) // step * step].view(-1, step).sum(1)
     entries = GainCurve(gains * per_unit(scores[count:].sum().item()), step * plan.dtype.itemsize)
-    return Choice(plan, low, ranks, first, entries, step)
+    lost += entries.gains[: (count - first) // step].sum().item()
+    return Choice(plan, low, lost, ranks, first, entries, step)
+
+
+def ranks_of(plan: LayerPlan, resolved: Resolved) -> list[int]:
+    """The ranks that a layer on a grid may get: the one that is given within a size, or multiples of STEP."""
+    if resolved.fixed_rank is not None and (resolved.size or not plan.spec.rank):
+        return [resolved.fixed_rank]
+    most = min(max(RANKS, int(MOST * plan.spec.rank)), *plan.spec.shape)
+    return sorted({plan.spec.rank, *range(0, most + 1, RANK_STEP)})
+
+
+def ladder_of(layer: ProbedLayer, plan: LayerPlan, resolved: Resolved) -> tuple[Ladder, float]:
+    """What a layer loses on each grid with each rank, and its sensitivity: to the fewest bits, without L.
+
+    Few tokens decide how much a layer matters where the model has attention sinks: the divergence for an error in the
+    norm of H is the mean over the grids. Each rank undoes nearly the same share of the error on all of them.
+    """
+    grids, ranks = resolved.grids, ranks_of(plan, resolved)
+    spec, own, errors, rates = plan.spec, plan.spec.grid, dict[Grid, float](), list[float]()
+    assert own is not None
+    for grid in grids:
+        changed = layer.changed(plan.pattern, grid)
+        residual = layer.weight.to(changed.dtype) - changed
+        if grid == own:
+            spectrum, _ = rank_gains(residual, layer.gram, ranks[-1])
+        errors[grid] = layer.gram.loss(residual)
+        rates.append(layer.divergence(changed) * per_unit(errors[grid]))
+    undone = torch.cat([torch.zeros(1).double(), spectrum.cpu().double().cumsum(0) * per_unit(errors[own])])
+    most = errors[grids[0]]  # weights may lie on the finer grids
+    losses = {grid: (1 - undone) * error * per_unit(most) for grid, error in errors.items()}
+    every = [
+        LayerPlan.of(spec.shape, plan.pattern, rank, plan.dtype, grid, resolved.recipe.factor_bits)
+        for grid in grids
+        for rank in ranks
+        if rank < len(undone)
+    ]
+    ladder = Ladder.over([each for each in every if each.bytes <= each.dense_bytes], losses)
+    return ladder, most * sum(rates) / len(rates)
 
 
 def per_unit(total: float) -> float:

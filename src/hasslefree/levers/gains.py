@@ -1,4 +1,4 @@
-"""One budget over many layers: the next rank, or the next non-zeros, go to the layer that gains most by them."""
+"""One budget over many layers: the next bit, rank or non-zeros go to the layer that gains most by them for a byte."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ FEW, SPARE, ITERATIONS = 4, 8, 6
 
 @dataclass(frozen=True)
 class GainCurve:
-    """Steps that can be taken one after the other, each of the same cost.
+    """Steps that can be taken one after the other.
 
     Args:
-        gains: the gain of each further step, falling: (steps,) float64. cost: of a step, in bytes.
+        gains: the gain of each further step, (steps,) float64; falling for a byte. cost: of a step, in bytes: the same
+            for all, or (steps,) int64.
     """
 
     gains: Tensor
-    cost: int
+    cost: int | Tensor
 
     def weighed(self, weight: float) -> GainCurve:
         """The same steps with their gains multiplied by `weight`."""
@@ -39,16 +40,38 @@ def greedy_allocate(curves: Sequence[GainCurve], budget: int) -> list[int]:
     earlier curve. A step without gain is not taken. Gains may be on any device; the choice is made on the CPU.
     """
     taken, closed = [0] * len(curves), [False] * len(curves)
-    rates = torch.cat([curve.gains.cpu() / curve.cost for curve in curves])
+    costs = torch.cat([torch.as_tensor(curve.cost).expand(len(curve.gains)) for curve in curves])
+    rates = torch.cat([curve.gains.cpu() for curve in curves]) / costs
     owners = torch.cat([torch.full((len(curve.gains),), i) for i, curve in enumerate(curves)])
     order = rates.argsort(descending=True, stable=True)
-    for index in owners[order[rates[order] > 0]].tolist():
-        if curves[index].cost > budget:
+    order = order[rates[order] > 0]
+    for index, cost in zip(owners[order].tolist(), costs[order].tolist(), strict=True):
+        if cost > budget:
             closed[index] = True
         if not closed[index]:
             taken[index] += 1
-            budget -= curves[index].cost
+            budget -= cost
     return taken
+
+
+def hull(points: Sequence[tuple[int, float]]) -> list[int]:
+    """The choices (bytes, loss) that can be best for some price of a byte, by their indices, from the fewest bytes on.
+
+    They are the corners of the lower convex hull, up to the least loss: each step between them gains less for a byte
+    than the one before.
+    """
+    corners: list[int] = []
+    for index in sorted(range(len(points)), key=lambda index: points[index]):
+        size, loss = points[index]
+        if corners and loss >= points[corners[-1]][1]:
+            continue
+        while len(corners) > 1:
+            (size0, loss0), (size1, loss1) = points[corners[-2]], points[corners[-1]]
+            if (loss0 - loss1) * (size - size1) > (loss1 - loss) * (size1 - size0):
+                break
+            corners.pop()
+        corners.append(index)
+    return corners
 
 
 def rank_gains(residual: Tensor, gram: Gram, count: int) -> tuple[Tensor, float]:

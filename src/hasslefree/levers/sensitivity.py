@@ -1,4 +1,4 @@
-"""Sensitivity: how much worse the whole model predicts when one of its layers is pruned and all others are not.
+"""Sensitivity: how much worse the model predicts when one of its layers is pruned or rounded and all others are not.
 
 Let g_t be the gradient, with respect to a layer's output at token t, of the log-likelihood of labels that are drawn
 from the model's own predictions. To second order the divergence of the predictions after a change ΔW of the layer is
@@ -9,6 +9,8 @@ since the expectation of g gᵀ is the Fisher information (Martens, arXiv 1412.1
 give g at the output of every layer. Blocks run backwards one at a time, each from its inputs, which are kept: never
 more than one block is in memory.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +23,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hasslefree.core.gram import Gram, working_dtype
+from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Method
 from hasslefree.distributed import World
 from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, option
 from hasslefree.models.activations import Activations
@@ -35,15 +39,21 @@ from hasslefree.models.walk import Visit, Walk
 from hasslefree.phases import ALLOCATION, PROBES
 from hasslefree.recipe.plan import LayerPlan, Plan
 from hasslefree.solve.decompose import approximation
-from hasslefree.solve.methods.joint import QUICK, QUICK_PRUNING, Joint
+from hasslefree.solve.methods.joint import QUICK_PRUNING
+from hasslefree.solve.methods.joint_on_grid import JointOnGrid
 
 T = TypeVar("T")
-# Computes something for a pruned layer, from its weight, the pruned weight, H and its plan.
-Inspect = Callable[[Tensor, Tensor, Gram, LayerPlan], T]
 # Tokens of whose predictions labels are sampled at a time.
 TOKENS = 256
 # Between the seeds of two segments.
 SPREAD = 0x9E3779B97F4A7C15
+
+
+def quick(grid: Grid | None) -> Method:
+    """A method for a first look at a layer, alone or on a grid."""
+    if grid is None:
+        return QUICK_PRUNING
+    return JointOnGrid(grid, rounds=QUICK_PRUNING.rounds, turns=1, passes=0, ranges=1)
 
 
 @dataclass(frozen=True)
@@ -65,10 +75,11 @@ class Reverse:
 def sensitivities(
     walk: Walk, plan: Plan, segments: Tensor, world: World, inspect: Inspect[T], seed: int = 0
 ) -> list[dict[str, tuple[T, float]]]:
-    """For each block, by the name of each planned layer: the result of `inspect`, and its sensitivity to pruning.
+    """For each block, by the name of each planned layer: what `inspect` returns, a result and a sensitivity.
 
-    The layer is pruned by its pattern, by a few rounds of `joint`. The sensitivity is an estimate of the mean over
-    tokens of KL(dense ‖ pruned) between the models' predictions, in nats, on the first segments (`probes`).
+    The sensitivity is an estimate of the mean over tokens of KL(dense ‖ changed) between the models' predictions, in
+    nats, on the first segments (`probes`), with this layer changed alone. A layer that no gradient reaches, such as an
+    indexer of attention, which only selects, gets the mean of the others.
 
     Args:
         segments: of this process. seed: of the labels.
@@ -80,9 +91,9 @@ def sensitivities(
     return measured
 
 
-def backwards(walk: Walk, segments: Tensor, world: World, seed: int, tokens: int | None = None) -> Iterator[Reverse]:
-    """The blocks from the last to the first; arguments and errors as for `sensitivities`. tokens: as for `probes`."""
-    count = local_probes(segments, world, tokens)
+def backwards(walk: Walk, segments: Tensor, world: World, seed: int) -> Iterator[Reverse]:
+    """The blocks from the last to the first; arguments and errors as for `sensitivities`."""
+    count = local_probes(segments, world)
     segments = segments[: max(count, 1)]
     with walk.phases.phase(PROBES, len(walk.blocks.modules), "blocks") as phase:
         hidden, entering = walk.entering(segments), []
@@ -109,10 +120,10 @@ def check_predictions(walk: Walk, segments: Tensor, states: Activations) -> None
         ) from error
 
 
-def local_probes(segments: Tensor, world: World, tokens: int | None = None) -> int:
+def local_probes(segments: Tensor, world: World) -> int:
     """How many of this process's segments, the first ones, are probes."""
     total = round(world.total(len(segments), segments.device))
-    return len(world.local(range(probes(total, segments.shape[1], tokens))))
+    return len(world.local(range(probes(total, segments.shape[1]))))
 
 
 def gradients_of_labels(walk: Walk, segments: Tensor, states: Activations, world: World, seed: int) -> Activations:
@@ -148,7 +159,7 @@ class ProbedLayer:
 
     Args:
         name: in its block; full: in the model. weight: (out, in). gram: of its inputs.
-        prepared: of `QUICK` and `QUICK_PRUNING`, in the process that owns the layer.
+        prepared: of `quick`, in the process that owns the layer.
         inputs: (rows, in). gradients: of the labels' log-likelihood, with respect to its outputs, (rows, out). The rows
             are the tokens of this process's probes; of an expert's layer, those that it saw.
         tokens: of all probes.
@@ -165,13 +176,12 @@ class ProbedLayer:
     owner: int
     world: World
 
-    def solved(self, pattern: Pattern, rank: int, seed: int = 0, method: Joint = QUICK) -> Tensor:
-        """S + L of a few rounds of `joint`: (out, in), in the working dtype, the same in all processes."""
+    def changed(self, pattern: Pattern, grid: Grid | None) -> Tensor:
+        """S of `quick`, alone: (out, in), in the working dtype, the same in all processes."""
         kept = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
         if self.owner == self.world.rank:
             weight = self.weight.to(kept.dtype)
-            solution = approximation(method, weight, self.gram, self.prepared, pattern, rank, seed)
-            torch.add(solution.sparse, solution.low_rank.product(), out=kept)
+            kept.copy_(approximation(quick(grid), weight, self.gram, self.prepared, pattern, 0, 0).sparse)
         self.world.broadcast_(kept, self.owner)
         return kept
 
@@ -193,6 +203,10 @@ class ProbedLayer:
         return divergence
 
 
+# Looks at a layer that has a plan: a result, and its sensitivity.
+Inspect = Callable[[ProbedLayer, LayerPlan], tuple[T, float]]
+
+
 def probed_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World) -> Iterator[ProbedLayer]:
     """The planned layers of one block, in the order of data flow. The gradients have passed the block then."""
     visit, states = reverse.visit, reverse.states
@@ -205,7 +219,7 @@ def probed_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World
         sums.take(rows)
         gram = checked(sums.gram(world.add), f"{visit.prefix}.{group[0]}")
         owners = world.assign([plans[name].spec.dense_parameters for name in group])
-        prepared = QUICK.prepare(gram) if world.rank in owners else None
+        prepared = quick(plans[group[0]].spec.grid).prepare(gram) if world.rank in owners else None
         for name, owner in zip(group, owners, strict=True):
             full, weight = f"{visit.prefix}.{name}", sites[name].weight()
             yield ProbedLayer(name, full, weight, gram, prepared, rows, outer[name], tokens, owner, world)
@@ -218,12 +232,9 @@ def block_sensitivities(
     inspected: dict[str, T] = {}
     divergences: dict[str, float] = {}
     for layer in probed_layers(reverse, plans, world):
-        plan = plans[layer.name]
-        sparse = layer.solved(plan.pattern, 0, method=QUICK_PRUNING)
-        inspected[layer.name] = inspect(layer.weight, sparse, layer.gram, plan)
+        inspected[layer.name], divergence = inspect(layer, plans[layer.name])
         if layer.gradients is not None:
-            divergences[layer.name] = layer.divergence(sparse)
-    # A layer that only selects, such as an indexer of attention, has no gradient: it gets the mean of the others.
+            divergences[layer.name] = divergence
     mean = sum(divergences.values()) / max(len(divergences), 1)
     return {name: (inspected[name], divergences.get(name, mean)) for name in plans}
 

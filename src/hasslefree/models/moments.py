@@ -31,9 +31,9 @@ ALIKE = 0.05
 PROBED = 4096
 
 
-def probes(samples: int, seqlen: int, tokens: int | None = None) -> int:
-    """How many of the segments, the first ones, are probes: one at least. tokens: of all probes; None for `PROBED`."""
-    return min(samples, max((PROBED if tokens is None else tokens) // seqlen, 1))
+def probes(samples: int, seqlen: int) -> int:
+    """How many of the segments, the first ones, are probes: one at least."""
+    return min(samples, max(PROBED // seqlen, 1))
 
 
 def first_hidden_states(

@@ -1,7 +1,8 @@
-"""The plan of every layer, decided and checked before the first layer is changed."""
+"""The plan of every layer, decided and checked before the first layer is changed: by a budget, or within a size."""
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,16 @@ from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method
-from hasslefree.errors import BudgetError, HasslefreeError
+from hasslefree.errors import BudgetError, HasslefreeError, option
 from hasslefree.models.blocks import Blocks, head_unit, select_sites
 from hasslefree.models.sites import Site
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.recipe.resolved import Resolved
+from hasslefree.solve.methods import with_grid
+from hasslefree.units import Size
 
+# Ranks within a size are multiples of STEP where S is on a grid, which suits kernels.
+STEP = 8
 # Bytes for what OUT holds besides weights: the tokenizer, the reports, the model card.
 ROOM = 50_000_000
 
@@ -69,6 +74,80 @@ def make_plan(blocks: Blocks, resolved: Resolved) -> Plan:
     return plan
 
 
+def plan_of(model: torch.nn.Module, blocks: Blocks, resolved: Resolved) -> Plan:
+    """The plan with which a compression begins: that of the recipe, or the best uniform one within its size."""
+    return uniform_plans(model, blocks, resolved)[0] if resolved.size else make_plan(blocks, resolved)
+
+
+def uniform_plans(model: torch.nn.Module, blocks: Blocks, resolved: Resolved) -> list[Plan]:
+    """For each number of bits, from the most on, the plan with the largest rank within the recipe's size.
+
+    Raises:
+        BudgetError: no plan is within the size (with the least possible one), or the dense model is.
+    """
+    sites = select_sites(blocks, resolved.recipe.leave_dense).sites
+    narrowest = min(min(site.shape) for layers in sites for site in layers.values())
+    plans: list[Plan] = []
+    for grid in resolved.grids[::-1] or (None,):
+        least = uniform_plan(blocks, resolved, grid, resolved.fixed_rank or 0)
+        room, rank = layer_room(model, least, resolved) - bytes_of(least), 0
+        if room > 0 and resolved.fixed_rank is None:
+            step = STEP if grid else 1
+            cost = bytes_of(uniform_plan(blocks, resolved, grid, step)) - bytes_of(least)
+            rank = min(room // cost, narrowest // step) * step
+        if room >= 0:
+            plans.append(uniform_plan(blocks, resolved, grid, rank) if rank else least)
+    if not plans:
+        raise too_small(model, least, resolved)
+    return plans
+
+
+def uniform_plan(blocks: Blocks, resolved: Resolved, grid: Grid | None, rank: int) -> Plan:
+    """The plan of the recipe with this grid and rank in every layer."""
+    recipe = resolved.recipe if rank else dataclasses.replace(resolved.recipe, factor_bits=None)
+    budget, method = dataclasses.replace(resolved.budget, rank=rank), with_grid(resolved.method, grid)
+    return make_plan(blocks, dataclasses.replace(resolved, recipe=recipe, budget=budget, method=method))
+
+
+def bytes_of(plan: Plan) -> int:
+    """The size of all planned layers."""
+    return sum(layer.bytes for plans in plan for layer in plans.values())
+
+
+def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
+    """The bytes that the planned layers may take: those of the recipe's size or, without one, of the plan.
+
+    Raises a BudgetError if the dense model is within the size.
+    """
+    if (size := resolved.size) is None:
+        return bytes_of(plan)
+    layers = [layer for plans in plan for layer in plans.values()]
+    dense, weights = sum(layer.dense_bytes for layer in layers), sum(layer.spec.dense_parameters for layer in layers)
+    room = int(size.amount * weights / 8) if size.in_bits else int(size.amount) - weights_on_disk(model, []) + dense
+    if room >= dense:
+        uncompressed = Size(8 * dense / weights, True) if size.in_bits else Size(weights_on_disk(model, []))
+        raise BudgetError(
+            f"the uncompressed model takes {uncompressed}, which is already within the size of {size}; "
+            "give a smaller size",
+            ("size",),
+        )
+    return room
+
+
+def too_small(model: torch.nn.Module, least: Plan, resolved: Resolved) -> BudgetError:
+    """The error for a size below that of the least plan."""
+    size = resolved.size
+    assert size is not None
+    weights = sum(layer.spec.dense_parameters for plans in least for layer in plans.values())
+    possible = Size(8 * bytes_of(least) / weights, True) if size.in_bits else Size(weights_on_disk(model, least))
+    [kind] = {layer.spec.kind for plans in least for layer in plans.values()}
+    return BudgetError(
+        f"a size of {size} is too small: the least possible with method {resolved.recipe.method} is "
+        f"{possible.rounded_up} ({kind}, rank {resolved.fixed_rank or 0}); use {option('size', possible.rounded_up)}",
+        ("size",),
+    )
+
+
 def check_rank(blocks: Blocks, selected: Sequence[Mapping[str, Site]], rank: int) -> None:
     """Raise a BudgetError with the narrowest layer if the rank is too large for it."""
     layers = [(min(site.shape), blocks.prefix(i), site) for i, sites in enumerate(selected) for site in sites.values()]
@@ -101,8 +180,12 @@ def plan_block(
 
 
 def digest(plan: Plan) -> str:
-    """CRC-32 of every layer's rank and non-zeros."""
-    layers = [(name, layer.spec.rank, layer.spec.nonzeros) for plans in plan for name, layer in plans.items()]
+    """CRC-32 of every layer's rank, non-zeros and grid."""
+    layers = [
+        (name, layer.spec.rank, layer.spec.nonzeros, *([str(layer.spec.grid)] if layer.spec.grid else []))
+        for plans in plan
+        for name, layer in plans.items()
+    ]
     return f"{zlib.crc32(repr(layers).encode()):08x}"
 
 

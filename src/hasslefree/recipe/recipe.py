@@ -38,26 +38,32 @@ def declared(default: Any, group: str, **options: Any) -> Any:
 class Fields:
     """The fields of a `Recipe`. The text below a field is its help on the command line and in the documentation."""
 
+    size: str | None = declared(None, BUDGET)
+    """Size to reach: bytes of all weights (such as 1.5GB), or bits for each weight of the compressed layers (4.8bits);
+    bits and ranks are then chosen layer by layer, except those that are given (default: 5.2bits, if nothing else says
+    what to compress to, and no method is named)."""
     pattern: str | None = declared(None, BUDGET)
     """Which entries of S may be non-zero: N:M (such as 2:4), unstructured, row, structured (whole input channels) or
     dense (default: 2:4; dense for methods with a grid)."""
     rank: int | None = declared(None, BUDGET)
-    """Rank of L; 0 for a sparse matrix alone (no default: give a rank or a ratio)."""
+    """Rank of L; 0 for a sparse matrix alone (no default: give a rank, a ratio or a size)."""
     sparsity: float | None = declared(None, BUDGET)
     """Share of zeros in S, for the patterns unstructured, row and structured (no default)."""
     ratio: float | None = declared(None, BUDGET)
     """Share of the parameters to remove from each layer; it determines the rank (no default)."""
     rank_share: float | None = declared(None, BUDGET)
     """Share of the kept parameters that L gets; needed with a ratio and a pattern other than N:M (no default)."""
-    method: str = declared("joint", METHOD)
-    """How each layer is decomposed; `hasslefree methods` lists the methods."""
+    method: str | None = declared(None, METHOD)
+    """How each layer is decomposed; `hasslefree methods` lists the methods (default: joint; joint-grid for a size
+    without a pattern)."""
     effort: Literal["fast", "balanced", "best"] | None = declared(None, LEVERS)
     """What is done besides decomposing single layers: fast (nothing), balanced (train the kept values of all layers) or
-    best (train longer, and move rank between layers) (default: balanced for joint and joint-grid, fast for other
-    methods)."""
+    best (train longer, and move rank and bits between layers) (default: balanced for joint and joint-grid, fast for
+    other methods)."""
     allocate: Allocate | None = declared(None, LEVERS)
-    """Share of each layer in the rank and the non-zeros: uniform (the same for every layer), error (more for layers
-    whose pruning hurts predictions most) or owl (more for blocks with more outliers) (default: the effort's)."""
+    """Share of each layer in the bits, the rank and the non-zeros: uniform (the same for every layer), error (more for
+    layers whose errors hurt predictions most) or owl (more for blocks with more outliers) (default: error for a size,
+    else the effort's)."""
     pruner: str | None = declared(None, METHOD)
     """Pruner of an alternating method such as hassle-free; `hasslefree methods` lists the pruners (default: the
     method's)."""
@@ -73,7 +79,8 @@ class Fields:
     refit: bool = declared(False, METHOD)
     """After pruning, fit the kept entries again by least squares."""
     bits: int | None = declared(None, GRID)
-    """Bits of an entry of S: 2, 3, 4, 5, 6 or 8, for methods with a grid (default: 4)."""
+    """Bits of an entry of S: 2, 3, 4, 5, 6 or 8, for methods with a grid; bits that are given are those of every layer
+    (default: 4, and by layer for a size)."""
     group_size: int | None = declared(None, GRID, ge=0)
     """Consecutive inputs that share a scale; 0 for a whole row (default: 64)."""
     symmetric: bool | None = declared(None, GRID, flags=("--symmetric/--asymmetric",))

@@ -7,6 +7,7 @@ from typing import Any
 
 from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits
+from hasslefree.core.grids import BITS, Grid
 from hasslefree.core.protocols import Method
 from hasslefree.data import check_text
 from hasslefree.errors import HasslefreeError, Problem, RecipeError
@@ -14,6 +15,7 @@ from hasslefree.recipe.recipe import Allocate, Fields
 from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.methods.prune import Prune
 from hasslefree.solve.pruners import PRUNERS
+from hasslefree.units import Size
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ EFFORTS = {
 ROUNDS = 20
 # The methods of this project, which are trained by default; the others are as published.
 OURS = ("joint", "joint-grid")
+# The size of a result if the recipe does not say, and the fields that say what to compress to, or how.
+DEFAULT_SIZE = "5.2bits"
+SIZING = ("size", "pattern", "rank", "sparsity", "ratio", "rank_share", "method", "pruner", "low_rank", "bits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,23 @@ class Resolved(Levers):
     recipe: Fields
     budget: Budget
     method: Method
+
+    @property
+    def size(self) -> Size | None:
+        """What the recipe's size says; None where a budget says what every layer gets."""
+        return None if self.recipe.size is None else Size.parse(self.recipe.size)
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """The grids that a layer may get, from the fewest bits on: one if the recipe has bits, none without a grid."""
+        grid = self.method.grid
+        widths = BITS if self.recipe.bits is None else (self.recipe.bits,)
+        return tuple(dataclasses.replace(grid, bits=bits) for bits in widths) if grid else ()
+
+    @property
+    def fixed_rank(self) -> int | None:
+        """The rank of every layer within a size: the recipe's, or 0 without an L. None where it is to be chosen."""
+        return 0 if isinstance(self.method, Prune) else self.recipe.rank
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of the recipe, as JSON has them."""
@@ -62,7 +84,12 @@ def resolve(recipe: Fields, with_text: bool = True) -> Resolved:
 
 
 def filled(recipe: Fields) -> Fields:
-    """The recipe with its pattern and its effort's settings; without an effort, `joint` is balanced."""
+    """The recipe with its size or pattern and its effort's settings; without an effort, `joint` is balanced."""
+    if all(getattr(recipe, name) is None for name in SIZING):
+        recipe = dataclasses.replace(recipe, size=DEFAULT_SIZE)
+    if recipe.method is None:
+        on_grid = recipe.size and recipe.pattern in (None, "dense")
+        recipe = dataclasses.replace(recipe, method="joint-grid" if on_grid else "joint")
     quantised = has_grid(recipe)
     recipe = dataclasses.replace(recipe, pattern=recipe.pattern or ("dense" if quantised else "2:4"))
     effort = recipe.effort or ("balanced" if recipe.method in OURS else None)
@@ -71,6 +98,8 @@ def filled(recipe: Fields) -> Fields:
         defaults["rounds"] = ROUNDS
     if recipe.method == "joint-grid" and recipe.pattern == "dense" and not recipe.symmetric:
         defaults["offset"] = True
+    if recipe.size:
+        defaults["allocate"] = "error"
     if not movable(recipe):
         defaults["allocate"] = "uniform"
     missing = {name: value for name, value in defaults.items() if getattr(recipe, name) is None}
@@ -79,14 +108,18 @@ def filled(recipe: Fields) -> Fields:
 
 def has_grid(recipe: Fields) -> bool:
     """Whether the method or the pruner quantises S; False for an unknown name."""
-    part = METHODS.get(recipe.method) if recipe.pruner is None else PRUNERS.get(recipe.pruner)
+    part = METHODS.get(recipe.method or "") if recipe.pruner is None else PRUNERS.get(recipe.pruner)
     return part is not None and part.grid is not None
 
 
 def movable(recipe: Fields) -> bool:
-    """Whether rank or non-zeros can move between layers. The recipe has its pattern."""
+    """Whether bits, rank or non-zeros can move between layers. The recipe has its method and pattern."""
+    if has_grid(recipe) and recipe.bits is None:
+        return True
+    if recipe.size:
+        return recipe.rank is None and not isinstance(METHODS.get(recipe.method or ""), Prune)
     ranked = bool(recipe.rank) or recipe.ratio is not None
-    return recipe.pattern != "dense" and (ranked or recipe.pattern == "unstructured")
+    return (recipe.pattern != "dense" or has_grid(recipe)) and (ranked or recipe.pattern == "unstructured")
 
 
 def budget_of(recipe: Fields) -> Budget:
@@ -97,7 +130,7 @@ def budget_of(recipe: Fields) -> Budget:
 def method_of(recipe: Fields) -> Method:
     """The method with the hyper-parameters and parts that the recipe names."""
     names = ("pruner", "low_rank", "rounds", "damping", "refit", "bits", "group_size", "symmetric", "offset")
-    return build_method(recipe.method, **{name: getattr(recipe, name) for name in names})
+    return build_method(recipe.method or "joint", **{name: getattr(recipe, name) for name in names})
 
 
 def problems(recipe: Fields, with_text: bool = True) -> Iterator[Problem]:
@@ -113,10 +146,11 @@ def problems(recipe: Fields, with_text: bool = True) -> Iterator[Problem]:
             f"pattern dense keeps every entry of S, and method {recipe.method} does not quantise them, so nothing "
             f"would be compressed: use a method that quantises S ({grids}), or another pattern",
         )
-    if recipe.allocate == "error" and not movable(recipe):
+    yield from size_problems(recipe)
+    if recipe.allocate == "error" and not recipe.size and not movable(recipe):
         remedy = "leave out allocate" if pattern == "dense" else "give a rank, or leave out allocate"
-        message = f"allocate error moves rank between layers, and here there is none to move (pattern {pattern}): "
-        yield Problem(("allocate", "pattern", "rank"), f"{message}{remedy}")
+        message = f"allocate error moves bits and rank between layers, and here is none to move (pattern {pattern})"
+        yield Problem(("allocate", "pattern", "rank"), f"{message}: {remedy}")
     if recipe.allocate == "owl" and recipe.ratio is None and recipe.sparsity is None:
         message = "allocate owl distributes a ratio or a sparsity over the blocks: give ratio or sparsity"
         yield Problem(("allocate", "ratio", "sparsity"), message)
@@ -127,6 +161,23 @@ def problems(recipe: Fields, with_text: bool = True) -> Iterator[Problem]:
             yield Problem(("calibration",), error.message)
 
 
+def size_problems(recipe: Fields) -> Iterator[Problem]:
+    if recipe.size is None:
+        return
+    try:
+        Size.parse(recipe.size)
+    except HasslefreeError as error:
+        yield Problem(error.fields, error.message)
+    if not movable(recipe):
+        given = " and ".join(name for name in ("bits", "rank") if getattr(recipe, name) is not None)
+        remedy = f"leave out {given}" if given else "use method joint-grid"
+        message = f"with method {recipe.method}, there is nothing left that a size could choose: {remedy}"
+        yield Problem(("size", "method", "bits", "rank"), message)
+    for name in ("ratio", "rank_share"):
+        if getattr(recipe, name) is not None:
+            yield Problem(("size", name), f"give size or {name}, not both")
+
+
 def method_problems(recipe: Fields) -> Iterator[Problem]:
     try:
         method = method_of(recipe)
@@ -134,12 +185,12 @@ def method_problems(recipe: Fields) -> Iterator[Problem]:
     except HasslefreeError as error:
         yield Problem(error.fields or ("method",), error.message)
     else:
-        if not isinstance(method, Prune) and recipe.rank is None and recipe.ratio is None:
-            message = f"method {recipe.method} needs a rank or a ratio (rank 0 for S alone)"
+        if not isinstance(method, Prune) and recipe.rank is None and recipe.ratio is None and recipe.size is None:
+            message = f"method {recipe.method} needs a rank, a ratio or a size (rank 0 for S alone)"
             yield Problem(("method", "rank", "ratio"), message)
     if recipe.factor_bits is None:
         return
-    if isinstance(METHODS.get(recipe.method), Prune):
+    if isinstance(METHODS.get(recipe.method or ""), Prune):
         message = f"factor_bits quantises the factors of L, and method {recipe.method} has no L: leave out factor_bits"
         yield Problem(("factor_bits",), message)
     try:

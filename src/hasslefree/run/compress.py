@@ -24,7 +24,7 @@ from hasslefree.models.load import load_tokenizer, resolve_device
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
 from hasslefree.phases import LOADING, WRITING, Listener, Phase, Phases
-from hasslefree.recipe.plan import Plan, bytes_on_disk, digest, make_plan
+from hasslefree.recipe.plan import Plan, bytes_of, bytes_on_disk, digest, layer_room, plan_of
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.blockwise import compress_blocks
@@ -96,17 +96,18 @@ def compress(
                 model, recipe.dtype, work.scratch / str(world.rank), tokenizer, trust_remote_code
             )
         blocks, plan, left = plan_model(loaded, resolved)
+        room = layer_room(loaded, plan, resolved)  # before any block is read: tied weights are counted once
         if world.writes and (remark := undivided(resolved.method, plan, world.size)):
             logger.info(remark)
         # Blocks whose predictions were matched are written before those that they replace are removed.
-        twice = sum(layer.bytes for plans in plan for layer in plans.values()) if resolved.match_predictions else 0
+        twice = bytes_of(plan) if resolved.match_predictions else 0
         check_output(folder, overwrite, bytes_on_disk(loaded, plan) + twice - work.bytes_done)
         own_segments = segments is not None
         if segments is None:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
             segments = draw(loaded, tokenizer, recipe, phases)
         check_segments(loaded, segments, world)
-        dense = Dense(name, loaded, tokenizer, blocks, plan, left, segments, own_segments)
+        dense = Dense(name, loaded, tokenizer, blocks, plan, room, left, segments, own_segments)
         report = compress_dense(dense, resolved, target, activations, work, world, phases)
     times = sorted(phases.times(), key=lambda each: each.name == WRITING)  # which begins with the first block
     return dataclasses.replace(report, seconds=time.perf_counter() - start, phases=tuple(times))
@@ -117,7 +118,8 @@ class Dense:
     """A model to compress, and the text that it reads.
 
     Args:
-        plan: what becomes of its layers, all alike. left: what stays as it is, as `Record` has it.
+        plan: what becomes of its layers, before any allocation. room: the bytes that they may take.
+        left: what stays as it is, as `Record` has it.
         segments: token ids (samples, seqlen). own_segments: they were given, and not drawn from the recipe's text.
     """
 
@@ -126,6 +128,7 @@ class Dense:
     tokenizer: Any
     blocks: Blocks
     plan: Plan
+    room: int
     left: dict[str, Any]
     segments: Tensor
     own_segments: bool
@@ -151,7 +154,7 @@ def compress_dense(
     predictions = world.broadcast(work.predictions)  # of an earlier run, which had trained the model already
     tokenizer = None if dense.own_segments else dense.tokenizer
     reference = None if predictions else dense_reference(walk, resolved, tokenizer, segments, world)
-    allocation = world.broadcast(allocate(walk, plan, resolved, local, world))
+    allocation = world.broadcast(allocate(walk, plan, dense.room, resolved, local, world))
     about = described(dense.name, model, resolved, segments) | dense.left
     about |= {"device": device.type, "own_segments": dense.own_segments}
     if world.writes:
@@ -168,13 +171,13 @@ def compress_dense(
     return record
 
 
-def allocate(walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, world: World) -> Allocation:
-    """The plan that the recipe's `allocate` asks for. plan: the uniform one. segments: of this process."""
+def allocate(walk: Walk, plan: Plan, room: int, resolved: Resolved, segments: Tensor, world: World) -> Allocation:
+    """The plan that the recipe's `allocate` asks for, from the uniform one. Arguments as for `by_sensitivity`."""
     if resolved.allocate == "owl":
         method, bits = resolved.method, resolved.recipe.factor_bits
         return by_outliers(walk, plan, resolved.budget, method, bits, segments, world)
     if resolved.allocate == "error":
-        return by_sensitivity(walk, plan, segments, world, resolved.recipe.seed)
+        return by_sensitivity(walk, plan, room, resolved, segments, world)
     return Allocation(plan)
 
 
@@ -209,7 +212,7 @@ def writing_files(phases: Phases, resolved: Resolved, work: Unfinished, blocks: 
 def plan_model(model: PreTrainedModel, resolved: Resolved) -> tuple[Blocks, Plan, dict[str, Any]]:
     """The blocks, the plans of their layers, and what stays dense, as in `Record`."""
     blocks = find_blocks(model)
-    plan, dense = make_plan(blocks, resolved), select_sites(blocks, resolved.recipe.leave_dense).dense
+    plan, dense = plan_of(model, blocks, resolved), select_sites(blocks, resolved.recipe.leave_dense).dense
     if dense:
         logger.info("kept dense automatically: %s", ", ".join(by_kind(dense)))
     if beside := towers(model, blocks):

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from hasslefree.core.cost import FLOAT
 from hasslefree.errors import MemoryShortError, option
+from hasslefree.levers.sensitivity import quick
 from hasslefree.levers.train import Training, segments_for
 from hasslefree.models.activations import STORAGES, check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks
@@ -27,12 +28,13 @@ from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqle
 from hasslefree.models.moments import BATCH, probes, sums_bytes, traffic
 from hasslefree.models.precision import product_dtype
 from hasslefree.phases import ALLOCATION, INPUTS, PREDICTIONS, PROBES, SOLVING
-from hasslefree.recipe.plan import LayerPlan, Plan, bytes_on_disk, make_plan
+from hasslefree.recipe.plan import LayerPlan, Plan, bytes_on_disk, plan_of
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.machine import free_memory, in_one_pass, room_for_sums
 from hasslefree.run.sharing import shared_layers, weight_of
 from hasslefree.solve.methods.joint import QUICK_PRUNING
+from hasslefree.solve.pruners.sparsegpt import SparseGPT
 from hasslefree.units import size
 
 logger = logging.getLogger(__name__)
@@ -60,7 +62,6 @@ class Setup:
             hidden states are known only once the model has run.
         prefetch: whether blocks are read and written in the background.
         by_name: whether weights are read from the disk even if the model is loaded.
-        probed: tokens of probes, if there are any; None for the number that allocation takes.
     """
 
     model: PreTrainedModel
@@ -74,7 +75,6 @@ class Setup:
     width: int | None = None
     prefetch: bool = True
     by_name: bool = False
-    probed: int | None = None
 
     @property
     def layers(self) -> list[LayerPlan]:
@@ -99,7 +99,7 @@ class Setup:
         """Tokens of a process that run through the dense model, with gradients; 0 if none do."""
         if self.resolved.allocate != "error":
             return 0
-        return -(-probes(*self.tokens, self.probed) // self.processes) * self.tokens[1]
+        return -(-probes(*self.tokens) // self.processes) * self.tokens[1]
 
     @property
     def matched_tokens(self) -> int:
@@ -129,7 +129,7 @@ def setup_of(
     split_experts(model)
     blocks = find_blocks(model)
     tokens = recipe.samples, resolve_seqlen(model, recipe.seqlen)
-    return Setup(model, blocks, make_plan(blocks, resolved), resolved, tokens, device, storage, processes)
+    return Setup(model, blocks, plan_of(model, blocks, resolved), resolved, tokens, device, storage, processes)
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def solving_terms(setup: Setup) -> dict[str, int]:
             rows = -(-out // setup.processes) if name in shared else out
             needs = [setup.resolved.method.cost.bytes(rows, width, rank, device.type)]
             if setup.probe_tokens:
-                needs.append(QUICK_PRUNING.cost.bytes(out, width, 0, device.type))
+                needs.append(quick(layer.spec.grid).cost.bytes(out, width, 0, device.type))
             solver = max(solver, FLOAT * out * width + max(needs))
             # One pass sums for all layers of a block, or for one; layers of the same name are experts of a mixture.
             kind = name.rpartition(".")[2] if setup.resolved.recipe.sequential == "layer" else ""
@@ -261,10 +261,11 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
     passes = 1 if setup.at_once else 2 if resolved.recipe.sequential == "block" else by_layer
     volume = sum(map(weight_of, setup.layers)) / setup.processes
     probing = 2 * setup.probe_tokens * (parameters + head)
+    looks = QUICK_PRUNING.cost.flops + len(resolved.grids) * SparseGPT().cost.flops
     allocation = {
         "uniform": 0.0,
         "owl": grams + by_layer * forward,
-        "error": 2 * probing + QUICK_PRUNING.cost.flops * volume,
+        "error": 2 * probing + looks * volume,
     }
     phases = {
         PROBES: probing,

@@ -30,6 +30,7 @@ from hasslefree.recipe.plan import LayerPlan
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.sharing import assign_layers, shared_layers
 from hasslefree.solve.decompose import gathered, solve_layer
+from hasslefree.solve.methods import with_grid
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ def compress_group(task: Task, plans: Mapping[str, LayerPlan], shared: Container
             start = time.perf_counter()
             rows = Rows(task.world, plan.spec.shape[0]) if name in shared else WHOLE
             weight = rows.local(sites[name].weight()).to(plan.dtype)  # it may be `computing`
-            result = solve_with_room(weight, gram, method, prepared, plan, resolved.recipe.seed, rows)
+            solver = with_grid(method, plan.spec.grid)
+            result = solve_with_room(weight, gram, solver, prepared, plan, resolved.recipe.seed, rows)
             layer = SparseLowRankLinear.from_decomposition(result, sites[name].bias, plan.spec.pattern)
             seconds = time.perf_counter() - start + preparing
             report = LayerRecord.of(f"{visit.prefix}.{name}", layer.spec, result, seconds, layer.stored_bytes)

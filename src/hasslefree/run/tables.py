@@ -14,13 +14,13 @@ from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.advise import Advice
 from hasslefree.run.estimate import Setup, estimate, flops_by_phase, peaks
 from hasslefree.run.machine import product_rate
-from hasslefree.units import duration, size, table
+from hasslefree.units import duration, size, span, table
 
 # What each allocation does, and its cost beyond one pass.
 ALLOCATIONS = {
     "owl": "budgets differ by block; one more pass of the dense model",
-    "error": "ranks and non-zeros move between layers; on a few segments a forward and a backward pass of the dense "
-    "model, and a first look at every layer",
+    "error": "bits, ranks and non-zeros move between layers; on a few segments a forward and a backward pass of the "
+    "dense model, and a first look at every layer",
 }
 
 
@@ -37,6 +37,8 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
                 "shape": list(layer.spec.shape),
                 "pattern": layer.spec.kind,
                 "rank": layer.spec.rank,
+                "bits": layer.spec.grid.bits if layer.spec.grid else None,
+                "bytes": layer.bytes * count,
                 "count": count,
                 "kept": layer.spec.parameters / layer.spec.dense_parameters,
             }
@@ -65,14 +67,17 @@ def plan_table(setup: Setup) -> Group:
     plan, rate = plan_summary(setup), product_rate(setup.device)
     layers = table(
         ["kind", "pattern"],
-        ["layers", "out×in", "rank", "kept"],
+        ["layers", "out×in", "rank", "size"],
         f"{plan['blocks']} blocks, {len(setup.layers)} layers",
     )
-    for kind in plan["layers"]:
-        shape = "×".join(map(str, kind["shape"]))
-        layers.add_row(
-            kind["kind"], kind["pattern"], str(kind["count"]), shape, str(kind["rank"]), f"{kind['kept']:.1%}"
-        )
+    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in plan["layers"]:
+        kinds.setdefault((row["kind"], "×".join(map(str, row["shape"]))), []).append(row)
+    for (kind, shape), rows in kinds.items():
+        patterns, bits = dict.fromkeys(row["pattern"] for row in rows), [row["bits"] for row in rows if row["bits"]]
+        pattern = f"int{span(bits)}" if len(set(bits)) > 1 else "\n".join(patterns)
+        count, stored = (sum(row[name] for row in rows) for name in ("count", "bytes"))
+        layers.add_row(kind, pattern, str(count), shape, span([row["rank"] for row in rows]), size(stored))
     totals = Table.grid(padding=(0, 3, 0, 1), pad_edge=True)
     kept, dense = plan["kept"], plan["dense"]
     totals.add_row("parameters kept", f"{kept / 1e6:,.1f} M of {dense / 1e6:,.1f} M ({kept / dense:.1%})")
@@ -118,9 +123,11 @@ def phase_table(report: Record) -> Table:
 
 
 def advice_table(advice: Sequence[Advice]) -> Table:
-    """One line for each pattern and rank, in the given order."""
-    headings = ("rank", "weights", "estimated KL, nats a token")
-    choices = table(["pattern"], headings, "patterns and ranks within the budget, the best one first")
-    for choice in advice:
-        choices.add_row(choice.pattern, str(choice.rank), size(choice.bytes), f"{choice.divergence:.4f}")
+    """One line for the plan that is dealt, and one for each uniform plan."""
+    headings = ("bits", "rank", "weights", "estimated KL, nats a token")
+    choices = table(["bits and ranks"], headings, "what the size is expected to lose, before any training")
+    for number, choice in enumerate(advice):
+        bits = span(choice.bits) if choice.bits else ""
+        kind = "uniform" if number else "by layer"
+        choices.add_row(kind, bits, span(choice.rank), size(choice.bytes), f"{choice.divergence:.3g}")
     return choices

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from hasslefree.core.grids import Grid
 from hasslefree.core.protocols import About, Method
 from hasslefree.errors import BudgetError, GridError, UnknownNameError, option
 from hasslefree.solve.low_rank import LOW_RANK_SOLVERS
@@ -101,7 +102,7 @@ def build_method(
     changes = {part: value for part, value in of_grid.items() if value is not None}
     if group_size == 0:
         changes["group"] = None
-    built = _with_grid(name, method, changes) if changes else method
+    built = _with_changes(name, method, changes) if changes else method
     return refitted(name, built) if refit else built
 
 
@@ -117,7 +118,7 @@ def refitted(name: str, method: Any) -> Method:
     return dataclasses.replace(method, pruner=pruner)
 
 
-def _with_grid(name: str, method: Any, changes: dict[str, Any]) -> Method:
+def _with_changes(name: str, method: Any, changes: dict[str, Any]) -> Method:
     """The method with other fields of its grid."""
     grid = method.grid
     if grid is None:
@@ -128,11 +129,18 @@ def _with_grid(name: str, method: Any, changes: dict[str, Any]) -> Method:
             f"{option('pruner', 'gptq')}",
             ("method", "bits", "group_size", "symmetric", "offset"),
         )
-    grid = dataclasses.replace(grid, **changes)
-    if "grid" in settings_of(method):
-        return dataclasses.replace(method, grid=grid)
-    pruner = dataclasses.replace(method.pruner, grid=grid)
-    return dataclasses.replace(method, pruner=pruner)
+    return with_grid(method, dataclasses.replace(grid, **changes))
+
+
+def with_grid(method: Method, grid: Grid | None) -> Method:
+    """The method with another grid in the place of its own, as a layer's plan has it; what `prepare` returns is the
+    same for both."""
+    if grid == method.grid:
+        return method
+    part: Any = method
+    if "grid" in settings_of(part):
+        return dataclasses.replace(part, grid=grid)
+    return dataclasses.replace(part, pruner=dataclasses.replace(part.pruner, grid=grid))
 
 
 def settings_of(method: Any) -> set[str]:

@@ -288,8 +288,6 @@ def refit_scale(matrix: Tensor) -> Tensor:
     return diagonal * inverse_(unit).diagonal().rsqrt()
 
 
-# A quick estimate of what a pattern and a rank cost a layer: few rounds.
-QUICK = Joint(rounds=10)
-# The same of a pattern alone, where layers are compared: without the polish, which gains nearly the same in every layer
-# unless inputs nearly repeat each other.
+# A quick estimate of what a pattern costs a layer: few rounds, without the polish, which gains nearly the same in every
+# layer unless inputs nearly repeat each other.
 QUICK_PRUNING = Joint(rounds=10, sweeps=0)
