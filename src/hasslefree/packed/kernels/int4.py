@@ -40,14 +40,12 @@ MADV_PAGEOUT = 21
 class Int4:
     """S (out, in) as the operators take it. key: of the scales, by which the caller recognises that they changed.
 
-    codes: on a CPU uint8 (out, in/2), on CUDA int32. terms: scales and centres, (groups, out, 2). scale, low: scales,
-    and the values of code 0, (groups, 1, out), to unpack with. All but the codes are bfloat16. group: inputs.
+    codes: on a CPU uint8 (out, in/2), on CUDA int32. terms: scales and centres, (groups, out, 2) bfloat16. group: in
+    inputs.
     """
 
     codes: Tensor
     terms: Tensor
-    scale: Tensor
-    low: Tensor
     group: int
     key: tuple[int, ...] = ()
 
@@ -64,7 +62,7 @@ class Int4:
             packed = torch.ops.aten._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], tiles)
         else:
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-        return cls(packed, terms, scale.bfloat16().unsqueeze(1), low.bfloat16().unsqueeze(1), group, key)
+        return cls(packed, terms, group, key)
 
     def product(self, x: Tensor, u: Tensor | None = None, v: Tensor | None = None) -> Tensor:
         """x Sᵀ, or x Sᵀ + x vᵀ uᵀ: (tokens, in) → (tokens, out), bfloat16. u: (out, r), v: (r, in)."""
@@ -73,7 +71,7 @@ class Int4:
             y: Tensor = torch.ops.aten._weight_int4pack_mm(x, self.codes, self.group, self.terms)
             return y if u is None or v is None else y.addmm_(F.linear(x, v), u.T)
         multiply = linear_int4 if ops.is_traced(x) else int4_product
-        return multiply(x, self.codes, self.terms, self.scale, self.low, self.group, u, v)
+        return multiply(x, self.codes, self.terms, self.group, u, v)
 
     def plain(self) -> Tensor:
         """The codes, uint8 (out, in), on a CPU."""
@@ -87,9 +85,8 @@ class Int4:
 
 
 def int4_product(
-    x: Tensor, codes: Tensor, terms: Tensor, scale: Tensor, low: Tensor, group: int,
-    u: Tensor | None = None, v: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, codes: Tensor, terms: Tensor, group: int, u: Tensor | None = None, v: Tensor | None = None
+) -> Tensor:
     """`Int4.product` on a CPU, with its tensors. For many tokens S and L are one product: x' = [x, x vᵀ], [S, u]."""
     if len(x) <= MOST_TOKENS:
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, group, terms)
@@ -98,13 +95,14 @@ def int4_product(
     if u is not None and v is not None:
         rank, missing = len(v), -len(v) % ALIGNED
         x = torch.cat([x, F.linear(x, v), x.new_zeros(tokens, missing)], 1)
+    scale, centre = terms.permute(2, 0, 1).contiguous().unsqueeze(2)
     y, tiles = x.new_empty(tokens, out), list(tiles_of(out, width))
     room = ops.workspace(2 * x.shape[1] * max(rows.stop - rows.start for rows in tiles)).view(torch.bfloat16)
     for rows in tiles:
         tile = room[: x.shape[1] * (rows.stop - rows.start)].view(x.shape[1], -1)
-        spread(codes, rows, tile[:width])
+        spread(codes, rows, tile[:width], middle=8)
         groups = tile[:width].view(-1, group, tile.shape[1])
-        torch.addcmul(low[..., rows], groups, scale[..., rows], out=groups)
+        torch.addcmul(centre[..., rows], groups, scale[..., rows], out=groups)
         if u is not None:
             tile[width : width + rank] = u[rows].T
             tile[width + rank :] = 0
@@ -138,8 +136,8 @@ def tiles_of(out: int, width: int) -> Iterator[slice]:
         yield slice(whole, out)
 
 
-def spread(codes: Tensor, rows: slice, tile: Tensor) -> None:
-    """Write the codes of rows, in a CPU's order, into a tile (in, rows) of any dtype."""
+def spread(codes: Tensor, rows: slice, tile: Tensor, middle: int = 0) -> None:
+    """Write the codes of rows, in a CPU's order, less `middle`, into a tile (in, rows) of any dtype."""
     width, count = tile.shape
     part, block = codes[rows], block_rows()
     if count % block:  # neighbouring rows share a byte
@@ -147,8 +145,8 @@ def spread(codes: Tensor, rows: slice, tile: Tensor) -> None:
     else:  # the rows of the first and the second half of a block
         halves = tile.view(width, -1, 2, block // 2).permute(1, 2, 0, 3)
     octets = part.reshape(halves.shape[0], width, -1)
-    halves[:, 0] = octets & 15
-    halves[:, 1] = octets >> 4
+    halves[:, 0] = (octets & 15).view(torch.int8).sub_(middle)
+    halves[:, 1] = (octets >> 4).view(torch.int8).sub_(middle)
 
 
 def operand_group(group: int) -> int | None:
