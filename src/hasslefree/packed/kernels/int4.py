@@ -40,8 +40,8 @@ MADV_PAGEOUT = 21
 class Int4:
     """S (out, in) as the operators take it. key: of the scales, by which the caller recognises that they changed.
 
-    codes: on a CPU uint8 (out, in/2), on CUDA int32. terms: scales and centres, (groups, out, 2) bfloat16. group: in
-    inputs.
+    codes: on a CPU uint8 (out, in/2), on CUDA int32. terms: scales and centres, (groups, out, 2) bfloat16. group: the
+    inputs of a group.
     """
 
     codes: Tensor
