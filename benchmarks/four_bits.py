@@ -87,6 +87,14 @@ def sparse_rows(pattern: str, ranks: tuple[int, ...]) -> Rows:
     }
 
 
+def dealt_rows(bits: float, efforts: tuple[str, ...], **fields: Any) -> Rows:
+    """Rows of a size in bits per weight, with bits and ranks chosen for each layer."""
+    return {
+        f"{bits} bits, dealt, {effort}": Spec(fields | {"size": f"{bits}bits", "effort": effort}, f"dealt, {effort}", "")
+        for effort in efforts
+    }
+
+
 Rows = dict[str, Spec]
 OURS: Rows = {
     "4 bits alone, GPTQ": Spec({"method": "gptq", "pattern": "dense", "bits": 4, "rank": 0}, "GPTQ", "4 bits"),
@@ -97,6 +105,11 @@ OURS: Rows = {
     **dense_rows(2, (64,), ("best",)),
     **dense_rows(5, (0, 16), ("fast", "best")),
     **dense_rows(8, (0,), ("fast",)),
+    **dense_rows(4, (12,), ("fast",), factors=8),
+    **dealt_rows(4.3, ("best",)),
+    **dealt_rows(4.6, ("best",)),
+    **dealt_rows(4.8, ("fast", "balanced")),
+    **dealt_rows(5.2, ("fast", "balanced", "best")),
     **sparse_rows("2:4", (16,)),
     **sparse_rows("6:8", (16, 48, 96)),
 }

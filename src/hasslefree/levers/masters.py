@@ -12,7 +12,7 @@ of their group. What is stored are the masters, rounded:
     weights of norms        to the dtype of the model; they cost no bytes
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +61,7 @@ class Masters:
     Args:
         scales: D of each compressed layer.
         learning_rate, betas, epsilon: of Adam; the rate at its peak, times the root mean square of each tensor.
-        world: the processes whose gradients are added.
+        world: the processes whose gradients are added. fixed: ids of weights of norms that are not trained.
         device: of the masters, where Adam runs; None for that of the block.
     """
 
@@ -74,8 +74,9 @@ class Masters:
         epsilon: float = 1e-12,
         world: World = ALONE,
         device: torch.device | None = None,
+        fixed: Container[int] = (),
     ):
-        self.variables, self.world = list(variables_of(block, scales)), world
+        self.variables, self.world = list(variables_of(block, scales, fixed)), world
         self.units = [variable.unit.to(device) for variable in self.variables]
         self.masters = [variable.start.to(device) for variable in self.variables]
         for variable in self.variables:
@@ -117,7 +118,9 @@ class Masters:
         return gradients
 
 
-def variables_of(block: nn.Module, scales: Mapping[SparseLowRankLinear, Tensor]) -> Iterator[Variable]:
+def variables_of(
+    block: nn.Module, scales: Mapping[SparseLowRankLinear, Tensor], fixed: Container[int] = ()
+) -> Iterator[Variable]:
     """What is trained of a block. scales: D of its layers; 1 for a layer that is not among them."""
     for layer in compressed_layers(block).values():
         scale = scales.get(layer, torch.ones(layer.in_features, device=layer.weight.device))
@@ -126,7 +129,7 @@ def variables_of(block: nn.Module, scales: Mapping[SparseLowRankLinear, Tensor])
         if layer.bias is not None:
             yield plain(layer.bias)
     if compressed_layers(block):
-        yield from map(plain, norms(block))
+        yield from (plain(weight) for weight in norms(block) if id(weight) not in fixed)
 
 
 def plain(leaf: Tensor, unit: Tensor | None = None) -> Variable:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from hasslefree.core.gram import working_dtype
 from hasslefree.distributed import ALONE, World
 from hasslefree.errors import NonFiniteError, option
 from hasslefree.folder.record import PredictionRecord
-from hasslefree.levers.masters import Masters
+from hasslefree.levers.masters import Masters, norms
 from hasslefree.levers.sensitivity import check_predictions
 from hasslefree.models.activations import Activations
 from hasslefree.models.calls import BlockCall, hooks
@@ -214,12 +215,15 @@ class Trainer:
         self.keep_graphs = keep_graphs
         self.blocks, self.calls, self.masters = walk.blocks.modules, list[BlockCall](), list[Masters]()
         hidden = walk.entering(reference.segments[:MEASURED])
+        # A weight of several blocks cannot change while the graph of one of them still needs it.
+        uses = Counter(id(weight) for block in self.blocks for weight in norms(block))
+        shared = {key for key, count in uses.items() if count > 1}
         for block, call in zip(self.blocks, walk.calls, strict=True):
             call = with_batching(block, call, hidden)
             scales = input_scales(block, call, hidden, world)
             self.calls.append(call)
             rates = settings.learning_rate, settings.betas, settings.epsilon
-            self.masters.append(Masters(block, scales, *rates, world, optimizer_device))
+            self.masters.append(Masters(block, scales, *rates, world, optimizer_device, shared))
             run_block(block, call, hidden)
 
     def close(self) -> None:
