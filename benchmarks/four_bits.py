@@ -90,7 +90,9 @@ def sparse_rows(pattern: str, ranks: tuple[int, ...]) -> Rows:
 def dealt_rows(bits: float, efforts: tuple[str, ...], **fields: Any) -> Rows:
     """Rows of a size in bits per weight, with bits and ranks chosen for each layer."""
     return {
-        f"{bits} bits, dealt, {effort}": Spec(fields | {"size": f"{bits}bits", "effort": effort}, f"dealt, {effort}", "")
+        f"{bits} bits, dealt, {effort}": Spec(
+            fields | {"size": f"{bits}bits", "effort": effort}, f"dealt, {effort}", ""
+        )
         for effort in efforts
     }
 
