@@ -1,6 +1,7 @@
 """What other engines make of a compressed model, from its exports.
 
-    python benchmarks/elsewhere.py tokens NAME=FOLDER… --engines ENGINE=PYTHON… [--converter FOLDER]
+    python benchmarks/elsewhere.py tokens NAME=FOLDER… --engines ENGINE=PYTHON… [--forms FORM…] [--template FILE]
+        [--converter FOLDER] [--prompts N] [--new-tokens N]
     python benchmarks/elsewhere.py gguf NAME=FOLDER… --python PYTHON --converter FOLDER [--types BF16 Q8_0 Q4_K_M]
 
 tokens: FOLDER is what `hasslefree compress` wrote. PYTHON is the interpreter of an environment that holds the engine,
@@ -8,7 +9,10 @@ one of those in harness/engines.py; each has an environment of its own, because 
 transformers. Prompts are the first tokens of chunks of the demo's held-out text. Each is continued greedily by the
 compressed model in transformers, and by every engine from the export, all in float32. Where an engine's tokens differ,
 the row says by how much the first two logits of the compressed model differ there: near zero, the engine rounds
-otherwise.
+otherwise. For some engines, the log-probabilities of the likeliest first tokens are compared too.
+
+--forms gguf, mlx and compressed-tensors need a folder of four bits, and gguf a --template: the dense model as a GGUF
+file. By default the exports are dense and, for llama.cpp, peft.
 
 gguf: what llama.cpp's own quantisations of a dense export cost. FOLDER is a compressed folder, or a plain model to
 compare with, and PYTHON has llama.cpp. The loss on chunks of the held-out text is compared with that of the first type.
@@ -42,8 +46,14 @@ HARNESS = ROOT / "benchmarks" / "harness"
 HELD_OUT = MODEL.parent / "held_out.txt"
 PROMPT_TOKENS = 16
 TEXT_TOKENS = 256
-# The engines that load S and L apart, as a model and an adapter.
-ADAPTERS = ("llama.cpp",)
+# Export → the engines that read it; None for all.
+FORMS = {
+    "dense": None,
+    "peft": ("llama.cpp",),
+    "gguf": ("llama.cpp", "llama.cpp, S in float32"),
+    "mlx": ("MLX",),
+    "compressed-tensors": ("vLLM", "transformers and PEFT"),
+}
 
 
 def named(pair: str) -> tuple[str, str]:
@@ -61,27 +71,35 @@ def chunks(folder: Path, count: int, length: int) -> list[list[int]]:
     return [ids[start : start + length] for start in range(0, step * count, step)]
 
 
-def expected(folder: Path, prompts: int, count: int) -> tuple[list[list[int]], list[list[int]], list[list[float]]]:
-    """Prompts, the compressed model's greedy tokens after each, and by how much the first two logits differ there."""
+def expected(folder: Path, prompts: int, count: int) -> tuple[list[list[int]], dict[str, Any]]:
+    """Prompts, and of the compressed model its greedy tokens after each, by how much the first two logits differ there,
+    and the log-probabilities of all tokens after the prompt."""
     model, given = load_model(str(folder), dtype="float32", device="cpu"), chunks(folder, prompts, PROMPT_TOKENS)
-    tokens, gaps = [], []
+    hasslefree.use_backend(model, "unpacked")
+    ours: dict[str, Any] = {"tokens": [], "gaps": [], "first": []}
     for prompt in given:
         found: Any = model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
             eos_token_id=None, pad_token_id=0, max_new_tokens=count, return_dict_in_generate=True, output_scores=True,
         )  # fmt: skip
         best = [score[0].topk(2).values for score in found.scores]
-        tokens.append(found.sequences[0, len(prompt) :].tolist())
-        gaps.append([(first - second).item() for first, second in best])
-    return given, tokens, gaps
+        ours["tokens"].append(found.sequences[0, len(prompt) :].tolist())
+        ours["gaps"].append([(first - second).item() for first, second in best])
+        ours["first"].append(found.scores[0][0].double().log_softmax(0))
+    return given, ours
 
 
-def compared(found: list[list[int]], tokens: list[list[int]], gaps: list[list[float]]) -> dict[str, Any]:
-    """How many continuations are the same to the last token, and the widest gap at which one parts."""
+def compared(found: list[list[int]], first: list[dict[str, float]], ours: dict[str, Any]) -> dict[str, Any]:
+    """How many continuations are the same to the last token, the widest gap at which one parts, and how far the
+    log-probabilities of the likeliest first tokens are apart, if the engine gives them."""
+    tokens, gaps = ours["tokens"], ours["gaps"]
     parts = [next((i for i, pair in enumerate(zip(*both, strict=True)) if len(set(pair)) > 1), None)
              for both in zip(found, tokens, strict=True)]  # fmt: skip
     parted = [gap[at] for gap, at in zip(gaps, parts, strict=True) if at is not None]
-    return {"same": parts.count(None), "prompts": len(parts), "widest_gap": max(parted, default=None)}
+    apart = [abs(score - float(scores[int(token)])) for its, scores in zip(first, ours["first"], strict=False)
+             for token, score in its.items()]  # fmt: skip
+    answer = {"same": parts.count(None), "prompts": len(parts), "widest_gap": max(parted, default=None)}
+    return answer | ({"largest_difference": max(apart), "mean_difference": statistics.mean(apart)} if apart else {})
 
 
 def answer_of(python: str, script: str, arguments: list[str], request: dict[str, Any]) -> dict[str, Any]:
@@ -91,25 +109,28 @@ def answer_of(python: str, script: str, arguments: list[str], request: dict[str,
         done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1]}
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    # An engine may write to standard output when it stops.
+    answer: dict[str, Any] = json.loads(
+        [line for line in done.stdout.splitlines() if line.startswith('{"versions')][-1]
+    )
     return answer
 
 
 def token_rows(name: str, folder: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What every engine makes of every export of a compressed model that it takes."""
-    prompts, tokens, gaps = expected(Path(folder), args.prompts, args.new_tokens)
+    prompts, ours = expected(Path(folder), args.prompts, args.new_tokens)
     request = {"prompts": prompts, "count": args.new_tokens, "converter": args.converter}
-    adapting = [(engine, python) for engine, python in args.engines if engine in ADAPTERS]
-    for form, engines in (("dense", args.engines), ("peft", adapting)):
+    for form in args.forms:
+        engines = [(engine, python) for engine, python in args.engines if engine in (FORMS[form] or (engine,))]
         if not engines:
             continue
         with tempfile.TemporaryDirectory() as temporary:
             export = Path(temporary) / "export"
-            hasslefree.export(folder, export, form)
+            hasslefree.export(folder, export, form, template=args.template if form == "gguf" else None)
             for engine, python in engines:
                 answer = answer_of(python, "engines.py", [engine, str(export)], request)
-                found = answer.pop("tokens", None)
-                answer |= compared(found, tokens, gaps) if found else {}
+                found, first = answer.pop("tokens", None), answer.pop("first", [])
+                answer |= compared(found, first, ours) if found else {}
                 yield {"model": name, "engine": engine, "form": form, "new_tokens": args.new_tokens, **answer}
 
 
@@ -155,6 +176,8 @@ def main() -> None:
         each.add_argument("--converter", required=each is gguf, help="the folder of llama.cpp's scripts")
     tokens.set_defaults(rows=token_rows, key=("model", "engine", "form"))
     tokens.add_argument("--engines", nargs="+", type=named, required=True, metavar="ENGINE=PYTHON")
+    tokens.add_argument("--forms", nargs="+", choices=FORMS, default=["dense", "peft"])
+    tokens.add_argument("--template", type=Path)
     tokens.add_argument("--prompts", type=int, default=4)
     tokens.add_argument("--new-tokens", type=int, default=32)
     tokens.add_argument("--output", type=Path, default=RESULTS / "elsewhere.json")

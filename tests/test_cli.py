@@ -226,7 +226,10 @@ def test_export(compressed, monkeypatch, capsys, tmp_path):
         assert "writing: finished in" in text
         assert (tmp_path / to / file).is_file()
     for arguments, message in [
-        ([out, "--to", "onnx", tmp_path / "new"], "unknown export format 'onnx'. Known: dense, narrow, peft"),
+        (
+            [out, "--to", "onnx", tmp_path / "new"],
+            "unknown export format 'onnx'. Known: compressed-tensors, dense",
+        ),
         ([out, tmp_path / "new"], "--to"),
         ([out, "--to", "dense"], "DEST"),
         ([MODEL, "--to", "dense", tmp_path / "new"], "is not compressed by hasslefree"),

@@ -159,10 +159,11 @@ def elsewhere(content: Content) -> Iterable[Row]:
     for row in content["rows"]:
         versions = ", ".join(f"{name} {version}" for name, version in row.get("versions", {}).items())
         if "error" in row:
-            yield row | {"same": row["error"], "versions": versions, "gap": None}
+            yield row | {"same": row["error"], "versions": versions, "gap": None, "apart": None}
         else:
             same = f"{row['same']} of {row['prompts']}, {row['new_tokens']} tokens each"
-            yield row | {"same": same, "versions": versions, "gap": row["widest_gap"]}
+            apart = row.get("largest_difference")
+            yield row | {"same": same, "versions": versions, "gap": row["widest_gap"], "apart": apart}
 
 
 def gguf(content: Content) -> Iterable[Row]:
@@ -349,11 +350,13 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("export", "{form}"),
                 ("the same text", "{same}"),
                 ("widest gap", "{gap:.4f}"),
+                ("log-probabilities differ by", "{apart:.1g}"),
                 ("versions", "{versions}"),
             ),
             elsewhere,
             note="On {date}, by the compressed model on {where}. Widest gap: between the two largest logits of the "
-            "compressed model, at the first token that differs.",
+            "compressed model, at the first token that differs. Log-probabilities: the largest difference over the 20 "
+            "likeliest tokens after each prompt, where it was measured.",
         ),
     ),
     "gguf": (

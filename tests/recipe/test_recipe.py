@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasslefree import AlternatingMinimization, Grid, Prune, Recipe
+from hasslefree.core.engines import ENGINES
 from hasslefree.errors import RecipeError
 from hasslefree.recipe.resolved import filled
 from hasslefree.solve.low_rank import LOW_RANK_SOLVERS
@@ -306,3 +307,33 @@ def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
 def test_what_does_not_go_with_a_grid(fields, message):
     with pytest.raises(RecipeError, match=message):
         Recipe(**fields).resolve(with_text=False)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_chooses_a_grid_that_it_holds(engine):
+    """The fields that are given stay; without them, all methods with a grid get one that the engine holds."""
+    for method in QUANTISED:
+        recipe = Recipe(method=method, engine=engine, rank=0 if method in ("rtn", "gptq") else 2)
+        assert ENGINES[engine].holds(recipe.resolve(with_text=False).method.grid)
+        narrower = dataclasses.replace(recipe, group_size=32, symmetric=True).resolve(with_text=False).method.grid
+        assert (narrower.group, narrower.symmetric, narrower.bits) == (32, True, 4)
+    grid = Recipe(method="joint-grid", rank=2, engine=engine).resolve(with_text=False).method.grid
+    assert (grid.group, grid.offset) == (32 if engine == "llama.cpp" else 64, engine != "vllm")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 2}, "mlx takes a quantised S, and method joint does not quantise it: use .*joint-grid"),
+        (
+            {"method": "joint-grid", "rank": 2, "pattern": "2:4"},
+            "mlx stores every entry of S, so that pattern 2:4",
+        ),
+        ({"method": "gptq", "group_size": 48}, "mlx cannot hold .* groups of 48.*use group_size=64"),
+        ({"method": "gptq", "engine": "vllm", "bits": 3}, "vllm cannot hold .*llama.cpp can.*for vllm, use bits=4"),
+        ({"method": "gptq", "engine": "ollama"}, "engine must be"),
+    ],
+)
+def test_what_an_engine_cannot_hold(fields, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe(**{"engine": "mlx"} | fields).resolve(with_text=False)

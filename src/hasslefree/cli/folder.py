@@ -29,9 +29,10 @@ PROMPT = "Text that the compressed and the dense model continue on the page; rep
 DENSE = "Dense model that continues the prompts, or none (default: the one from which OUT was made)."
 EXAMPLE = "Example: hasslefree evaluate OUT --perplexity wikitext2 --tasks piqa winogrande"
 FORMATS = (
-    "dense (plain weights), peft (sparse weights and a LoRA adapter) or narrow (without the heads and neurons that are "
-    "zero)."
+    "dense (plain weights), peft (sparse weights and a LoRA adapter), narrow (without the heads and neurons that are "
+    "zero), or with the codes of a quantised S and a LoRA adapter: gguf (llama.cpp), mlx or compressed-tensors (vLLM)."
 )
+TEMPLATE = "For gguf: the dense model as a GGUF file in bf16, f16 or f32, made by llama.cpp's converter."
 OVERWRITE = "Replace DEST if it is not empty (default: off)."
 PROGRAM = "A console script, a module that `python -m` runs, or a .py file."
 
@@ -171,6 +172,7 @@ def call_export(
     folder: Folder,
     destination: Annotated[Path, typer.Argument(metavar="DEST", help="The folder to write.")],
     to: Annotated[str, flag(OUTPUT, FORMATS)],
+    template: Annotated[Path | None, flag(OUTPUT, TEMPLATE, metavar="FILE")] = None,
     max_shard_size: Annotated[str, flag(OUTPUT, "Size of the largest weight file.")] = "5GB",
     overwrite: Annotated[bool, flag(OUTPUT, OVERWRITE, "--overwrite")] = False,
     quiet: Quiet = False,
@@ -179,7 +181,8 @@ def call_export(
     from hasslefree.exports.export import export
 
     with phase_bars() as progress:
-        export(folder, destination, to, overwrite=overwrite, max_shard_size=max_shard_size, progress=progress)
+        options: dict[str, Any] = {"overwrite": overwrite, "max_shard_size": max_shard_size, "progress": progress}
+        export(folder, destination, to, template=template, **options)
     common.say(f"Written to {destination}.")
 
 

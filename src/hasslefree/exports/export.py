@@ -1,9 +1,10 @@
-"""Turn a compressed folder into one that needs no hasslefree: a dense checkpoint, or a PEFT adapter on a sparse one."""
+"""Turn a compressed folder into one that needs no hasslefree."""
 
 import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ from transformers import PreTrainedModel
 
 from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
 from hasslefree.exports.formats import write_adapter, write_dense, write_narrow
+from hasslefree.exports.gguf import write_gguf
+from hasslefree.exports.quantised import write_compressed_tensors, write_mlx
+from hasslefree.exports.template import read_template
 from hasslefree.folder.card import copy_processor, export_card
 from hasslefree.folder.output import check_output, replaced_whole
 from hasslefree.folder.read import QUANT_METHOD
+from hasslefree.folder.record import read_record
 from hasslefree.models.load import auto_class, load_config, load_model, load_tokenizer
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.phases import LOADING, WRITING, Listener, Phases
@@ -21,7 +26,14 @@ from hasslefree.phases import LOADING, WRITING, Listener, Phases
 # (the model, changed in place; the folder to fill; its final path; the shard size) → the folders with a model
 # card, by its kind
 Write = Callable[[PreTrainedModel, Path, Path, str], dict[str, Path]]
-EXPORTS: dict[str, Write] = {"dense": write_dense, "peft": write_adapter, "narrow": write_narrow}
+EXPORTS: dict[str, Write | None] = {
+    "dense": write_dense,
+    "peft": write_adapter,
+    "narrow": write_narrow,
+    "compressed-tensors": write_compressed_tensors,
+    "mlx": write_mlx,
+    "gguf": None,  # `write_gguf`, with a template
+}
 
 
 def export(
@@ -29,6 +41,7 @@ def export(
     destination: str | Path,
     to: str = "dense",
     *,
+    template: str | Path | None = None,
     overwrite: bool = False,
     max_shard_size: str = "5GB",
     progress: Listener | None = None,
@@ -37,13 +50,17 @@ def export(
 
     Args:
         folder: a compressed model. destination: the folder to write.
-        to: "dense" (S + u v as plain weights), "peft" (an adapter with u v, and S as its base model in base/) or
-            "narrow" (dense, without the heads and neurons that nothing reads).
+        to: "dense" (S + u v as plain weights), "peft" (an adapter with u v, and S as its base model in base/), "narrow"
+            (dense, without the heads and neurons that nothing reads), or one in which the codes of a quantised S are
+            kept: "gguf" (model.gguf and adapter.gguf for llama.cpp), "mlx" (an adapter, and base/) or
+            "compressed-tensors" (a PEFT adapter, and base/ for vLLM and transformers).
+        template: of "gguf": the dense model that was compressed, as llama.cpp's converter writes it (bf16, f16, f32).
         overwrite: replace a destination that is not empty, once the new one is complete.
         progress: as for `hasslefree.compress`.
 
     Raises:
-        HasslefreeError: an unknown `to`, a folder that is not compressed, a destination that cannot be written.
+        HasslefreeError: an unknown `to`, a folder that is not compressed, a destination that cannot be written, a grid
+            that the format cannot hold, a template of another model.
     """
     if to not in EXPORTS:
         raise UnknownNameError("export format", to, EXPORTS)
@@ -62,6 +79,12 @@ def export(
             "another output folder"
         )
     check_output(target, overwrite)
+    write = EXPORTS[to]
+    if write is None:
+        trained = (source / "compression.json").exists() and read_record(source).predictions is not None
+        write = partial(write_gguf, template=read_template(template), trained=trained)
+    elif template is not None:
+        raise OutputError(f"{option('template')} is for {option('to', 'gguf')}; leave it out")
     phases = Phases(progress)
     with phases.phase(LOADING):
         model = load_model(str(source), device="cpu")
@@ -70,7 +93,7 @@ def export(
     model._weight_conversions = None  # type: ignore[assignment]
     check_output(target, overwrite, bytes_needed(model))
     with phases.phase(WRITING), replaced_whole(target) as part:
-        folders = EXPORTS[to](model, part, target, max_shard_size)
+        folders = write(model, part, target, max_shard_size)
         copy_rest(source, part, folders, auto)
 
 
@@ -90,7 +113,7 @@ def copy_rest(source: Path, part: Path, folders: dict[str, Path], auto: str) -> 
     if recorded:
         shutil.copyfile(source / "compression.json", part / "compression.json")
     for kind, folder in folders.items():
-        if tokenizer is not None:
+        if tokenizer is not None and kind != "gguf":  # a GGUF file has its own
             tokenizer.save_pretrained(folder)
         copy_processor(str(source), folder)
         if (folder / "config.json").exists():  # an adapter has none

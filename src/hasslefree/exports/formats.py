@@ -168,26 +168,38 @@ def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_sha
             f"{len(experts)} compressed layers belong to experts, such as {experts[0]}: PEFT adds adapters to linear "
             f"layers, and the experts of {type(model).__name__} are not such modules; use {option('to', 'dense')}"
         )
-    factors: dict[str, Tensor] = {}
-    ranks: dict[str, int] = {}
-    for name, layer in compressed_layers(model).items():
-        if (pair := layer.factors()) is not None:
-            ranks[name] = layer.spec.rank
-            # PEFT adds x Aᵀ Bᵀ · lora_alpha / r, with A: (r, in) and B: (out, r).
-            factors[f"base_model.model.{name}.lora_A.weight"] = pair[1].detach().contiguous()
-            factors[f"base_model.model.{name}.lora_B.weight"] = pair[0].detach().contiguous()
-    if not ranks:
+    if not (factors := factors_of(model)):
         raise ModelError(
             f"no layer has a low-rank part (rank 0), so there is nothing to write as an adapter; use "
             f"{option('to', 'dense')}"
         )
     make_plain(model, SparseLowRankLinear.unpacked)
+    model.save_pretrained(part / "base", max_shard_size=max_shard_size)
+    return write_peft(model, factors, part, destination) | {"base": part / "base"}
+
+
+def factors_of(model: PreTrainedModel) -> dict[str, tuple[Tensor, Tensor]]:
+    """u: (out, r) and v: (r, in) of every layer that has them, by its name."""
+    pairs = ((name, layer.factors()) for name, layer in compressed_layers(model).items())
+    return {name: (pair[0].detach(), pair[1].detach()) for name, pair in pairs if pair is not None}
+
+
+def write_peft(
+    model: PreTrainedModel, factors: dict[str, tuple[Tensor, Tensor]], part: Path, destination: Path
+) -> dict[str, Path]:
+    """Write the adapter alone, for a model whose layers are plain ones again; nothing without factors."""
+    if not factors:
+        return {}
+    tensors: dict[str, Tensor] = {}
+    for name, (u, v) in factors.items():
+        # PEFT adds x Aᵀ Bᵀ · lora_alpha / r, with A: (r, in) and B: (out, r).
+        tensors |= {f"base_model.model.{name}.lora_{x}.weight": t.contiguous() for x, t in (("A", v), ("B", u))}
     sites = find_sites(model)
+    ranks = {name: len(v) for name, (_, v) in factors.items()}
     config = adapter_config(ranks, str(destination / "base"), any(sites[name].transposed for name in ranks))
     (part / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    save_file(factors, part / "adapter_model.safetensors", metadata={"format": "pt"})
-    model.save_pretrained(part / "base", max_shard_size=max_shard_size)
-    return {"peft": part, "base": part / "base"}
+    save_file(tensors, part / "adapter_model.safetensors", metadata={"format": "pt"})
+    return {"peft": part}
 
 
 def adapter_config(ranks: dict[str, int], base: str, fan_in_fan_out: bool) -> dict[str, Any]:

@@ -54,6 +54,16 @@ model = PeftModel.from_pretrained(base, "path/to/this/folder")  # is_trainable=T
 The model in `base` alone lacks the low-rank matrices.
 """
 
+_LOAD_GGUF = """    llama-cli -m model.gguf --lora adapter.gguf
+
+`model.gguf` alone lacks the low-rank matrices.
+"""
+
+_LOAD_MLX = """    mlx_lm.generate --model path/to/this/folder/base --adapter-path path/to/this/folder --prompt "…"
+
+The model in `base` alone lacks the low-rank matrices.
+"""
+
 _EXPORTS = {
     "dense": "Every compressed layer holds the sum of its sparse and its low-rank matrix as an ordinary weight. The "
     "model is as large as before the compression, and loads without hasslefree.",
@@ -61,6 +71,13 @@ _EXPORTS = {
     "compressed layer reads were removed. It loads without hasslefree.",
     "peft": "A PEFT adapter that holds the low-rank matrices, and in `base` a model whose weights are the sparse "
     "matrices.",
+    "gguf": "`model.gguf` holds the quantised matrices, and `adapter.gguf` the low-rank ones as a LoRA adapter.",
+    "mlx": "An adapter of mlx-lm that holds the low-rank matrices, and in `base` a model of the quantised matrices.",
+    "mlx-base": "A model for MLX whose weights are the quantised matrices alone. It is not the whole compressed model: "
+    "the low-rank matrices, if there are any, are in the adapter in the parent folder.",
+    "compressed-tensors": "A model in the pack-quantized format of compressed-tensors whose weights are the quantised "
+    "matrices alone. It is not the whole compressed model: the low-rank matrices, if there are any, are in the adapter "
+    "in the parent folder.",
     "base": "A plain model whose weights are the sparse matrices alone. It is not the whole compressed model: the "
     "low-rank matrices are in the adapter in the parent folder.",
 }
@@ -70,15 +87,16 @@ def export_card(kind: str, source: str, recorded: bool, auto: str = "AutoModelFo
     """The card of one folder.
 
     Args:
-        kind: "dense", "narrow", "peft", or "base" for the base model of a "peft".
+        kind: of the folder, as in `_EXPORTS`; "base" is the base model of a "peft".
         source: the name of the compressed folder.
         recorded: compression.json lies in the exported folder. auto: the name of the class that loads the model.
     """
-    library, load = ("peft", _LOAD_ADAPTER) if kind == "peft" else ("transformers", _LOAD)
+    others = {"peft": ("peft", _LOAD_ADAPTER), "gguf": ("gguf", _LOAD_GGUF), "mlx": ("mlx", _LOAD_MLX)}
+    library, load = (others | {"mlx-base": others["mlx"]}).get(kind, ("transformers", _LOAD))
     front = ModelCardData(
         library_name=library, pipeline_tag="text-generation", tags=["hasslefree", "sparse", "low-rank"]
     )
-    where = "compression.json" if kind != "base" else "../compression.json"
+    where = "../compression.json" if kind in ("base", "mlx-base", "compressed-tensors") else "compression.json"
     record = f" `{where}` names the base model and the settings of the compression." if recorded else ""
     return f"""---
 {front.to_yaml()}

@@ -78,11 +78,14 @@ class Fields:
     method's)."""
     refit: bool = declared(False, METHOD)
     """After pruning, fit the kept entries again by least squares."""
+    engine: Literal["transformers", "llama.cpp", "mlx", "vllm"] | None = declared(None, GRID)
+    """Program that is to run the result: the grid becomes one that it holds exactly, and bits, group_size, symmetric
+    and offset get its defaults; transformers stands for torch's int4 operators (no default)."""
     bits: int | None = declared(None, GRID)
     """Bits of an entry of S: 2, 3, 4, 5, 6 or 8, for methods with a grid; bits that are given are those of every layer
     (default: 4, and by layer for a size)."""
     group_size: int | None = declared(None, GRID, ge=0)
-    """Consecutive inputs that share a scale; 0 for a whole row (default: 64)."""
+    """Consecutive inputs that share a scale; 0 for a whole row (default: 64; 32 for llama.cpp)."""
     symmetric: bool | None = declared(None, GRID, flags=("--symmetric/--asymmetric",))
     """A grid that is symmetric around zero, or one from the smallest to the largest entry (default: asymmetric)."""
     offset: bool | None = declared(None, GRID)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hasslefree.core.budgets import Budget
+from hasslefree.core.engines import ENGINES, grid_for, refusal
 from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import BITS, Grid
 from hasslefree.core.protocols import Method
@@ -60,9 +61,10 @@ class Resolved(Levers):
     @property
     def grids(self) -> tuple[Grid, ...]:
         """The grids that a layer may get, from the fewest bits on: one if the recipe has bits, none without a grid."""
-        grid = self.method.grid
+        grid, engine = self.method.grid, self.recipe.engine
         widths = BITS if self.recipe.bits is None else (self.recipe.bits,)
-        return tuple(dataclasses.replace(grid, bits=bits) for bits in widths) if grid else ()
+        grids = [dataclasses.replace(grid, bits=bits) for bits in widths] if grid else []
+        return tuple(grid for grid in grids if engine is None or ENGINES[engine].holds(grid))
 
     @property
     def fixed_rank(self) -> int | None:
@@ -98,12 +100,19 @@ def filled(recipe: Fields) -> Fields:
         defaults["rounds"] = ROUNDS
     if recipe.method == "joint-grid" and recipe.pattern == "dense" and not recipe.symmetric:
         defaults["offset"] = True
+    if recipe.engine and quantised and (grid := grid_for(recipe.engine, *grid_fields(recipe))):
+        defaults |= {"group_size": grid.group or 0, "symmetric": grid.symmetric, "offset": grid.offset}
+        defaults |= {} if recipe.size else {"bits": grid.bits}
     if recipe.size:
         defaults["allocate"] = "error"
     if not movable(recipe):
         defaults["allocate"] = "uniform"
     missing = {name: value for name, value in defaults.items() if getattr(recipe, name) is None}
     return dataclasses.replace(recipe, effort=effort, **missing)
+
+
+def grid_fields(recipe: Fields) -> tuple[int | None, int | None, bool | None, bool | None]:
+    return recipe.bits, recipe.group_size, recipe.symmetric, recipe.offset
 
 
 def has_grid(recipe: Fields) -> bool:
@@ -146,6 +155,8 @@ def problems(recipe: Fields, with_text: bool = True) -> Iterator[Problem]:
             f"pattern dense keeps every entry of S, and method {recipe.method} does not quantise them, so nothing "
             f"would be compressed: use a method that quantises S ({grids}), or another pattern",
         )
+    if recipe.engine:
+        yield from engine_problems(recipe)
     yield from size_problems(recipe)
     if recipe.allocate == "error" and not recipe.size and not movable(recipe):
         remedy = "leave out allocate" if pattern == "dense" else "give a rank, or leave out allocate"
@@ -176,6 +187,25 @@ def size_problems(recipe: Fields) -> Iterator[Problem]:
     for name in ("ratio", "rank_share"):
         if getattr(recipe, name) is not None:
             yield Problem(("size", name), f"give size or {name}, not both")
+
+
+def engine_problems(recipe: Fields) -> Iterator[Problem]:
+    """Why the engine of a recipe, which has its pattern and its grid, cannot hold S."""
+    engine = str(recipe.engine)
+    try:
+        grid = method_of(recipe).grid
+    except HasslefreeError:
+        return  # `method_problems` says what is wrong
+    if grid is None:
+        grids = ", ".join(name for name, method in METHODS.items() if method.grid)
+        message = f"{engine} takes a quantised S, and method {recipe.method} does not quantise it: use {grids}"
+        yield Problem(("engine", "method"), message)
+        return
+    if recipe.pattern != "dense":
+        message = f"{engine} stores every entry of S, so that pattern {recipe.pattern} saves nothing there: use dense"
+        yield Problem(("engine", "pattern"), message)
+    if refused := refusal(engine, grid):
+        yield Problem(("engine", "bits", "group_size", "symmetric", "offset"), refused)
 
 
 def method_problems(recipe: Fields) -> Iterator[Problem]:

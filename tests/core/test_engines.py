@@ -1,0 +1,108 @@
+"""Which grids engines hold. Oracle: every value of a grid, among those that a format can write for one scale."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from hasslefree.core.engines import ENGINES, block_of, grid_for, kind_of, refusal
+from hasslefree.core.grids import BITS, Grid
+
+SERVE = Path(__file__).parents[2] / "docs" / "howto" / "serve.md"
+KINDS = {"symmetric": {"symmetric": True}, "offset": {"offset": True}, "whole zero": {}}
+GRIDS = [Grid(bits, group, **kind) for bits in BITS for group in (None, 32, 48, 64, 96, 128) for kind in KINDS.values()]
+
+# The multiples of the scale that blocks of llama.cpp hold, without and with a minimum (ggml-common.h), smallest first.
+SIGNED = {"Q4_0": range(-8, 8), "Q5_0": range(-16, 16), "Q8_0": range(-128, 128)}
+WITH_MINIMUM = {"Q4_1": range(16), "Q5_1": range(32)}
+
+
+def multiples(grid):
+    """The multiples of the scale among the values of a grid, beyond its offset."""
+    top = 2**grid.bits
+    zeros = [top // 2] if grid.symmetric else [0] if grid.offset else range(top)
+    return {code - zero for code in range(top) for zero in zeros}
+
+
+@pytest.mark.parametrize("grid", [Grid(bits, 32, **kind) for bits in BITS for kind in KINDS.values()], ids=str)
+def test_the_smallest_block_that_has_every_value_is_taken(grid):
+    blocks = WITH_MINIMUM if grid.offset else SIGNED
+    assert block_of(grid) == next((name for name, held in blocks.items() if multiples(grid) <= set(held)), None)
+
+
+# What the formats' own documentation says: MLX's quantize, compressed-tensors' pack-quantized with vLLM's kernels for
+# 4 and 8 bits, torch's _weight_int4pack_mm.
+HELD = {
+    "mlx": {("symmetric", bits) for bits in BITS} | {("offset", bits) for bits in BITS},
+    "vllm": {(kind, bits) for kind in ("symmetric", "whole zero") for bits in (4, 8)},
+    "transformers": {(kind, 4) for kind in KINDS},
+    "llama.cpp": {(kind_of(grid), grid.bits) for grid in GRIDS if block_of(grid)},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_refusal_names_engines_that_can_and_a_change_that_helps(name):
+    for grid in GRIDS:
+        held = (kind_of(grid), grid.bits) in HELD[name] and (grid.group or 32) % 32 == 0
+        message = refusal(name, grid)
+        assert (message is None) == held == ENGINES[name].holds(grid), grid
+        if message is None:
+            continue
+        advice = message.split(f"; for {name}, ")[1]
+        able = set(match[1].split(" and ")) if (match := re.search(r"\(([\w. ]*) can\)", message)) else set()
+        assert able == {other for other in ENGINES if refusal(other, grid) is None}
+        fields = {"bits": grid.bits, "group": grid.group, "symmetric": grid.symmetric, "offset": grid.offset}
+        used, _, left = advice.partition("leave out")
+        for field in ("symmetric", "offset"):
+            fields[field] = (fields[field] or f"{field}=True" in used) and f"{field}=True" not in left
+        for field, key in (("bits", "bits"), ("group", "group_size")):
+            if match := re.search(rf"{key}=(\d+)", used):
+                fields[field] = int(match[1])
+        assert refusal(name, Grid(**fields)) is None, advice
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_grid_for_an_engine_is_one_that_it_holds_and_has_what_was_given(name):
+    options = itertools.product((None, *BITS), (None, 0, 32, 64, 80), (None, True, False), (None, True, False))
+    for bits, group, symmetric, offset in options:
+        if symmetric and offset:
+            continue
+        grid = grid_for(name, bits, group, symmetric, offset)
+        possible = [
+            other
+            for other in GRIDS
+            if (bits or 4) == other.bits
+            and group in (None, other.group or 0)
+            and symmetric in (None, other.symmetric)
+            and offset in (None, other.offset)
+            and (kind_of(other), other.bits) in HELD[name]
+            and (other.group or 32) % 32 == 0
+        ]
+        assert (grid is None) == (not possible)
+        assert grid is None or grid in possible
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_groups_that_an_engine_lacks_are_repeated(name):
+    """Oracle: the largest size that divides both."""
+    for group, width in ((32, 96), (64, 192), (96, 192), (None, 576), (128, 256), (256, 512)):
+        expected = max(size for size in ENGINES[name].groups if (group or width) % size == 0)
+        assert ENGINES[name].group_for(Grid(4, group), width) == expected
+
+
+def test_the_table_of_the_documentation_is_that_of_the_code():
+    text = SERVE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]*) \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", text, re.MULTILINE)
+    expected = []
+    for name, engine in ENGINES.items():
+        bits = [", ".join(map(str, engine.bits.get(kind, ()))) or "none" for kind in KINDS]
+        expected.append((name, *bits, ", ".join(map(str, sorted(engine.groups)))))
+    assert rows == expected
+    blocks = re.findall(r"`(Q\d_\d)` \(([^)]*)\)", " ".join(text.split()))
+    found = {name: {kind: re.findall(r"\d", part) for kind, part in re.findall(r"([a-z ]+?) ((?:\d(?:, )?)+)", its)}
+             for name, its in blocks}  # fmt: skip
+    for name, kinds in found.items():
+        held = {kind: [str(bits) for bits in BITS if block_of(Grid(bits, 32, **KINDS[kind])) == name] for kind in KINDS}
+        assert {kind.strip(): bits for kind, bits in kinds.items()} == {k: b for k, b in held.items() if b}
+    assert found.keys() == SIGNED.keys() | WITH_MINIMUM.keys()

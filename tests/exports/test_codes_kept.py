@@ -1,0 +1,408 @@
+"""Exports that keep the codes of S. Oracles: the gguf package for GGUF; for the others, their definition in NumPy."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.core.grids import BITS, Grid, Quantised
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.protocols import Decomposition
+from hasslefree.errors import ModelError, OutputError
+from hasslefree.exports.gguf import blocks_of
+from hasslefree.exports.template import Vector, find_vectors, nearest_rows, read_template, row_order
+from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
+from tests.tiny_models import build, in_one_file, segments
+
+# The engines' tensors are asked for by a row of these sizes: a multiple of 32, and of no other group.
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "attention_bias": True, "mlp_bias": True}
+HEADS = {"q_proj": 4, "k_proj": 2}
+
+
+def compressed(folder, changes=None, **recipe):
+    """A tiny model with random biases and gains, compressed into FOLDER, and the dense one that it was made of."""
+    model = build("llama", torch.bfloat16, **(WIDE | (changes or {})))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fields = {"method": "joint-grid", "effort": "fast", "rank": 2, "group_size": 32} | recipe
+    hasslefree.compress(model, folder, Recipe(**fields), segments=segments())
+    return dense
+
+
+def permuted(name, tensor):
+    """The rows of q and k in llama.cpp's order: conversion/llama.py, `permute`."""
+    if (heads := next((count for part, count in HEADS.items() if part in name), 0)) == 0:
+        return tensor
+    return tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+
+
+NAMES = {
+    "self_attn.": "attn_", "mlp.": "ffn_", "_proj": "", "attn_o.": "attn_output.", "model.layers": "blk",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "model.norm": "output_norm",
+    "model.embed_tokens": "token_embd", "lm_head": "output",
+}  # fmt: skip
+
+
+def renamed(name):
+    for ours, theirs in NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def write_template(path, dense, kind="BF16", leave=(), **metadata):
+    """The dense model as llama.cpp's converter writes it."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
+    writer.add_uint32("llama.block_count", 2)
+    for key, value in metadata.items():
+        writer.add_uint16(key, value)
+    for name, tensor in dense.items():
+        if name in leave or (name == "lm_head.weight" and torch.equal(tensor, dense["model.embed_tokens.weight"])):
+            continue
+        values = permuted(name, tensor.float().numpy())
+        type_ = gguf.GGMLQuantizationType["F32" if tensor.ndim == 1 else kind]
+        writer.add_tensor(renamed(name), gguf.quantize(values, type_), raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """packed, with its dense tensors, and template.gguf of these."""
+    root = tmp_path_factory.mktemp("codes")
+    dense = compressed(root / "packed")
+    write_template(root / "template.gguf", dense)
+    return root, dense
+
+
+def read(path):
+    gguf = pytest.importorskip("gguf")
+    reader = gguf.GGUFReader(path)
+    return reader, {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+
+
+def in_float32(folder):
+    """The compressed layers, whose S and factors are then exact."""
+    return compressed_layers(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+
+def test_gguf_holds_s_bit_for_bit_in_the_order_of_the_template(work, tmp_path):
+    root, _ = work
+    hasslefree.export(root / "packed", tmp_path / "out", "gguf", template=root / "template.gguf")
+    reader, found = read(tmp_path / "out" / "model.gguf")
+    before, expected = read(root / "template.gguf")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert list(kinds) == [tensor.name for tensor in before.tensors]
+    assert {"general.file_type", "general.quantization_version"} <= reader.fields.keys()
+    for key in ("general.architecture", "tokenizer.ggml.tokens", "llama.block_count"):
+        assert reader.get_field(key).contents() == before.get_field(key).contents()
+    for name, layer in in_float32(root / "packed").items():
+        theirs = renamed(f"{name}.weight")
+        expected[theirs] = permuted(name, layer.unpacked().detach().numpy())
+        assert kinds.pop(theirs) == "Q4_1"
+    assert set(kinds.values()) == {"BF16", "F32"}
+    for name, values in expected.items():
+        assert np.array_equal(found[name], values), name
+
+
+def test_gguf_holds_l_as_an_adapter_of_scale_1(work, tmp_path):
+    root, _ = work
+    hasslefree.export(root / "packed", tmp_path / "out", "gguf", template=root / "template.gguf")
+    reader, found = read(tmp_path / "out" / "adapter.gguf")
+    keys = ("general.type", "adapter.type", "general.architecture", "adapter.lora.alpha")
+    assert [reader.get_field(key).contents() for key in keys] == ["adapter", "lora", "llama", 2]
+    layers = in_float32(root / "packed")
+    assert found.keys() == {renamed(f"{name}.weight.lora_{x}") for name in layers for x in "ab"}
+    for name, layer in layers.items():
+        u, v = (factor.detach().numpy() for factor in layer.factors())
+        assert np.array_equal(found[renamed(f"{name}.weight.lora_a")], v)
+        assert np.array_equal(found[renamed(f"{name}.weight.lora_b")], permuted(name, u))
+
+
+@pytest.mark.parametrize("kind", ["F16", "F32"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_templates_of_other_types(tmp_path, kind, rank):
+    dense = compressed(tmp_path / "packed", rank=rank, symmetric=True, changes={"tie_word_embeddings": False})
+    write_template(tmp_path / "template.gguf", dense, kind)
+    hasslefree.export(tmp_path / "packed", tmp_path / "out", "gguf", template=tmp_path / "template.gguf")
+    assert (tmp_path / "out" / "adapter.gguf").exists() == (rank > 0)
+    found = read(tmp_path / "out" / "model.gguf")[1]
+    for name, layer in in_float32(tmp_path / "packed").items():
+        values = permuted(name, layer.unpacked().detach().numpy())
+        assert np.array_equal(found[renamed(f"{name}.weight")], values), name
+
+
+def test_layers_of_several_ranks_get_an_alpha_of_0(work, tmp_path):
+    """llama.cpp: `alpha ? adapter_scale * alpha / rank : adapter_scale`."""
+    dense = compressed(tmp_path / "packed", leave_dense=("*.v_proj", "*.0.*.q_proj"))
+    layer = "model.layers.1.mlp.up_proj"
+    lower_rank(tmp_path / "packed", layer)
+    write_template(tmp_path / "template.gguf", dense)
+    hasslefree.export(tmp_path / "packed", tmp_path / "out", "gguf", template=tmp_path / "template.gguf")
+    reader, found = read(tmp_path / "out" / "adapter.gguf")
+    assert reader.get_field("adapter.lora.alpha").contents() == 0
+    assert found[renamed(f"{layer}.weight.lora_a")].shape == (1, 64)
+    hasslefree.export(tmp_path / "packed", tmp_path / "mlx", "mlx")
+    adapter = load_file(tmp_path / "mlx" / "adapters.safetensors")
+    assert adapter[f"{layer}.lora_a"].shape == (64, 2)
+    u, v = in_float32(tmp_path / "packed")[layer].factors()
+    assert torch.equal(adapter[f"{layer}.lora_a"].float() @ adapter[f"{layer}.lora_b"].float(), (u @ v).T)
+
+
+def lower_rank(folder, layer):
+    """Leave one column of u and one row of v of a layer, and its entry in config.json alike."""
+    from safetensors.torch import save_file
+
+    file, config = in_one_file(folder) / "model.safetensors", folder / "config.json"
+    tensors, content = load_file(file), json.loads(config.read_text())
+    tensors[f"{layer}.low_rank_u"] = tensors[f"{layer}.low_rank_u"][:, :1].contiguous()
+    tensors[f"{layer}.low_rank_v"] = tensors[f"{layer}.low_rank_v"][:1].contiguous()
+    content["quantization_config"]["modules"][layer]["rank"] = 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    config.write_text(json.dumps(content))
+
+
+def layer_on(grid, out=6, width=192, seed=0):
+    """A layer whose S is random on a grid, in float32."""
+    weight = torch.randn(out, width, generator=torch.Generator().manual_seed(seed))
+    scaling = grid.scaling(weight)
+    sparse = scaling.nearest(weight)
+    nothing = LowRank(weight.new_zeros(out, 0), weight.new_zeros(0, width))
+    quantised = Quantised.of(sparse, scaling, torch.float32)
+    result = Decomposition(sparse, nothing, 0.0, 0.0, (), quantised=quantised)
+    return SparseLowRankLinear.from_decomposition(result, None, "dense")
+
+
+IN_BLOCKS = [
+    Grid(bits, group, **kind)
+    for bits in BITS
+    for group in (32, 64, 96, None)
+    for kind in ({"symmetric": True}, {"offset": True}, {})
+    if not (kind == {"offset": True} and bits > 5) and not (kind == {} and bits == 8)
+]
+
+
+@pytest.mark.parametrize("grid", IN_BLOCKS, ids=str)
+def test_every_grid_that_llama_cpp_holds_is_held_to_the_bit(grid):
+    gguf = pytest.importorskip("gguf")
+    from hasslefree.core.engines import block_of
+
+    layer = layer_on(grid)
+    blocks = blocks_of(layer).numpy()
+    found = gguf.dequantize(blocks, gguf.GGMLQuantizationType[block_of(grid)])
+    assert np.array_equal(found, layer.unpacked().detach().numpy())
+
+
+def mlx_values(words, scales, biases, bits):
+    """mlx.core.dequantize: codes of `bits` bits one after the other, low bits first, and code · scale + bias."""
+    stream = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    codes = stream.reshape(len(words), -1, bits) @ (1 << np.arange(bits))
+    group = codes.shape[1] // scales.shape[1]
+    return codes * scales.repeat(group, 1) + biases.repeat(group, 1)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", [{"offset": True}, {"symmetric": True}])
+def test_mlx_holds_s(bits, kind, tmp_path):
+    compressed(tmp_path / "packed", bits=bits, group_size=0 if bits == 3 else 32, leave_dense=("*.k_proj",), **kind)
+    hasslefree.export(tmp_path / "packed", tmp_path / "out", "mlx")
+    base = load_file(tmp_path / "out" / "base" / "model.safetensors")
+    config = json.loads((tmp_path / "out" / "base" / "config.json").read_text())
+    usual = config["quantization"]
+    assert usual["bits"] == bits
+    layers = in_float32(tmp_path / "packed")
+    for name, layer in layers.items():
+        words, scales, biases = (base[f"{name}.{part}"] for part in ("weight", "scales", "biases"))
+        assert (words.dtype, scales.dtype) == (torch.uint32, torch.bfloat16)
+        form = usual.get(name, usual)
+        assert (scales.shape[1] * form["group_size"], form["bits"]) == (layer.in_features, bits)
+        values = mlx_values(words.numpy(), scales.float().numpy(), biases.float().numpy(), bits)
+        assert np.array_equal(values.astype(np.float32), layer.unpacked().detach().numpy()), name
+    assert "model.layers.0.self_attn.k_proj.scales" not in base
+    adapter = load_file(tmp_path / "out" / "adapters.safetensors")
+    parameters = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_parameters"]
+    assert parameters == {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": sorted(layers)}
+    for name, layer in layers.items():
+        u, v = layer.factors()
+        assert torch.equal(adapter[f"{name}.lora_a"].float(), v.T), name
+        assert torch.equal(adapter[f"{name}.lora_b"].float(), u.T), name
+
+
+def codes_in_int32(words, bits, count):
+    """compressed_tensors' unpack_from_int32, along the last axis, without its shift to signed numbers."""
+    fields = [(words >> bits * place) & (2**bits - 1) for place in range(32 // bits)]
+    return np.stack(fields, -1).reshape(len(words), -1)[:, :count]
+
+
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "group"), [(4, False, 32), (4, True, 0), (8, True, 32), (8, False, 0), (4, False, 0)]
+)
+def test_compressed_tensors_holds_s(bits, symmetric, group, tmp_path):
+    fields = {"bits": bits, "symmetric": symmetric, "group_size": group, "offset": False, "leave_dense": ("*.k_proj",)}
+    compressed(tmp_path / "packed", **fields)
+    hasslefree.export(tmp_path / "packed", tmp_path / "out", "compressed-tensors")
+    base = load_file(tmp_path / "out" / "base" / "model.safetensors")
+    config = json.loads((tmp_path / "out" / "base" / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["format"]) == ("compressed-tensors", "pack-quantized")
+    assert sorted(config["ignore"]) == ["lm_head", *(f"model.layers.{i}.self_attn.k_proj" for i in (0, 1))]
+    [scheme] = config["config_groups"].values()
+    assert scheme["targets"] == ["Linear"]
+    form = [scheme["weights"].get(key) for key in ("num_bits", "symmetric", "strategy", "group_size")]
+    assert form == [bits, symmetric, *(("group", group) if group else ("channel", None))]
+    for name, layer in in_float32(tmp_path / "packed").items():
+        packed = {
+            key.rpartition(".")[2]: base[key].numpy()
+            for key in base
+            if key.startswith(f"{name}.weight") and "scale" not in key
+        }
+        assert packed["weight_shape"].tolist() == [layer.out_features, layer.in_features]
+        scale = base[f"{name}.weight_scale"].float().numpy()
+        codes = codes_in_int32(packed["weight_packed"], bits, layer.in_features)
+        zeros = np.full(scale.shape, 2 ** (bits - 1))
+        if not symmetric:
+            zeros = codes_in_int32(packed["weight_zero_point"].T, bits, layer.out_features).T
+        times = layer.in_features // scale.shape[1]
+        values = (codes - zeros.repeat(times, 1)) * scale.repeat(times, 1)
+        assert np.array_equal(values.astype(np.float32), layer.unpacked().detach().numpy()), name
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 2
+    assert len(load_file(tmp_path / "out" / "adapter_model.safetensors")) == 2 * 2 * 6
+
+
+def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(work, tmp_path):
+    root, _ = work
+    out, template = tmp_path / "out", root / "template.gguf"
+    compressed(tmp_path / "sparse", method="eora", group_size=None)
+    compressed(tmp_path / "pruned", pattern="2:4")
+    compressed(tmp_path / "narrow", changes={"intermediate_size": 80}, group_size=16)
+    for packed, to, message in [
+        (root / "packed", "compressed-tensors", "cannot hold int4 in groups of 32, with offsets exactly .*llama.cpp"),
+        (
+            tmp_path / "sparse",
+            "gguf",
+            "its S is not quantised: compress with method='joint-grid' and engine='llama.cpp'",
+        ),
+        (tmp_path / "pruned", "mlx", "pattern 2:4 saves nothing there"),
+        (tmp_path / "narrow", "mlx", r"down_proj: its rows of 80 inputs are no multiple of 32|groups of 16"),
+    ]:
+        with pytest.raises(ModelError, match=message):
+            hasslefree.export(packed, out, to, template=template if to == "gguf" else None)
+    with pytest.raises(OutputError, match="template= is for to='gguf'"):
+        hasslefree.export(root / "packed", out, "mlx", template=template)
+    with pytest.raises(ModelError, match="needs template=, a GGUF file of the dense model"):
+        hasslefree.export(root / "packed", out, "gguf")
+    assert not out.exists()
+
+
+def changed(dense, name, change):
+    return dense | {name: change(dense[name])}
+
+
+BAD = {
+    "another model": (lambda d: {n: torch.randn_like(t) for n, t in d.items()}, {}, "is of another model: none of its"),
+    "another layer": (
+        lambda d: changed(d, "model.layers.1.mlp.up_proj.weight", lambda t: t.flip(1)), {},
+        "is clearly model.layers.1.mlp.up",
+    ),
+    "other rows": (
+        lambda d: changed(d, "model.layers.1.mlp.up_proj.weight", lambda t: t[[0, 0, *range(2, len(t))]]), {},
+        "has other values than model.layers.1.mlp.up_proj|is clearly model.layers.1.mlp.up_proj",
+    ),
+    "other embeddings": (
+        lambda d: changed(d, "model.embed_tokens.weight", lambda t: t * 1.1), {},
+        "token_embd.weight has other values than model.embed_tokens.weight",
+    ),
+    "other gains": (
+        lambda d: changed(d, "model.layers.0.input_layernorm.weight", lambda t: t * 1.1), {},
+        "is clearly model.layers.0.input_layernorm.weight",
+    ),
+    "another size": (
+        lambda d: {n: t[..., :32].contiguous() for n, t in d.items()}, {},
+        "has 0 matrices of 64×64, and the model has [46]",
+    ),
+    "one layer less": (
+        lambda d: d, {"leave": ["model.layers.1.mlp.down_proj.weight"]}, "has 1 matrices of 64×96, and the model has 2",
+    ),
+    "quantised": (lambda d: d, {"kind": "Q8_0"}, "is quantised already: .* has the type Q8_0"),
+    "in parts": (lambda d: d, {"split.count": 2}, "is one of several parts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_template_of_something_else_is_refused(case, work, tmp_path):
+    root, dense = work
+    change, options, message = BAD[case]
+    write_template(tmp_path / "bad.gguf", change(dense), **options)
+    with pytest.raises(ModelError, match=message):
+        hasslefree.export(root / "packed", tmp_path / "out", "gguf", template=tmp_path / "bad.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+def test_a_template_that_is_no_gguf_file(work, tmp_path, monkeypatch):
+    root, _ = work
+    whole = (root / "template.gguf").read_bytes()
+    for name, content in {"empty": b"", "text": b"a text of a few words", "short": whole[: len(whole) // 2]}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ModelError, match="cannot be read as a GGUF file"):
+            read_template(tmp_path / name)
+    with pytest.raises(ModelError, match="cannot be read as a GGUF file"):
+        read_template(tmp_path / "none")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ModelError, match=r'not installed: pip install "hasslefree\[gguf\]"'):
+        read_template(root / "template.gguf")
+
+
+def test_a_scale_that_float16_does_not_hold_is_refused(work, tmp_path):
+    dense = work[1]
+    small = {n: t * 2.0**-20 if "down_proj" in n else t for n, t in dense.items()}
+    model = build("llama", torch.bfloat16, **WIDE)
+    model.load_state_dict(small)
+    fields = {"method": "joint-grid", "effort": "fast", "rank": 2, "group_size": 32}
+    hasslefree.compress(model, tmp_path / "packed", Recipe(**fields), segments=segments())
+    write_template(tmp_path / "template.gguf", small)
+    with pytest.raises(
+        ModelError,
+        match=r"down_proj has \d+ quantisation scales or offsets that are too small or too large for GGUF's float16",
+    ):
+        hasslefree.export(tmp_path / "packed", tmp_path / "out", "gguf", template=tmp_path / "template.gguf")
+
+
+def test_trained_norms_take_the_place_of_the_template_s(work):
+    root, dense = work
+    template = read_template(root / "template.gguf")
+    name = "model.layers.1.input_layernorm.weight"
+    gains = dense[name].float() * 1.05
+    found = find_vectors(template, [Vector(name, "blk.1.", gains)], trained=True)
+    assert found.keys() == {"blk.1.attn_norm.weight"}
+    assert torch.equal(found["blk.1.attn_norm.weight"], gains)
+    shifted = find_vectors(template, [Vector(name, "blk.1.", dense[name].float() - 1 + 1e-4)], trained=False)
+    torch.testing.assert_close(shifted["blk.1.attn_norm.weight"], dense[name].float() + 1e-4)
+    with pytest.raises(ModelError, match="none of its tensors is clearly"):
+        find_vectors(template, [Vector(name, "blk.1.", gains)], trained=False)
+
+
+def test_rows_are_found_in_any_order():
+    generator = torch.Generator().manual_seed(0)
+    theirs = torch.randn(300, 64, generator=generator)
+    order = torch.randperm(300, generator=generator)
+    noise = 0.3 * torch.randn(300, 64, generator=generator)
+    ours = torch.empty_like(theirs)
+    ours[order] = theirs + noise
+    assert torch.equal(row_order(ours, theirs), order)
+    assert row_order(theirs + noise, theirs) is None
+    twice = theirs.clone()
+    twice[1] = twice[0]
+    assert row_order(ours, twice) is False
+    assert torch.equal(nearest_rows(theirs, ours), order)
