@@ -75,12 +75,6 @@ def estimates(content: Content) -> Row:
     }
 
 
-def headline(content: Content) -> Row:
-    """The dense model and `--effort best`, in one sentence."""
-    dense, best = measured(content, ("dense", "best"))
-    return {"dense": dense["perplexity"]["wikitext2"], "minutes": best["seconds"] / 60, "best": best}
-
-
 def durations(content: Content) -> Iterable[Row]:
     """What each effort takes: measured on two threads of a CPU, and simulated for a GPU."""
     simulated = load("gpu_simulated")["results"]
@@ -179,18 +173,6 @@ MIXTURE = (
 )
 
 TABLES: dict[str, tuple[Table, ...]] = {
-    "headline": (
-        Table(
-            "real_model",
-            f"python benchmarks/real_model.py rows {MODEL}",
-            note="**SmolLM2-135M-Instruct at 2:4 + rank 16: the compressed layers take {best[bytes]:.2f} bytes per "
-            "weight instead of 2.00 (bfloat16), and the perplexity on WikiText-2 rises from {dense:.1f} to "
-            "{best[perplexity][wikitext2]:.1f}, after {minutes:.0f} minutes on two CPU threads** (`--effort best`, "
-            "mean over {best[seeds]} draws of {samples} × {seqlen} tokens of C4; the first {max_tokens:,} tokens of "
-            "the text, in windows of {window}).",
-            facts=headline,
-        ),
-    ),
     "durations": (
         Table(
             "real_model",
