@@ -27,7 +27,7 @@ from hasslefree.packed.kernels.backends import (
     takes_layer,
     wants_numba,
 )
-from hasslefree.packed.kernels.int4 import MOST_TOKENS, Int4, page_out
+from hasslefree.packed.kernels.int4 import MOST_TOKENS, Int4
 from hasslefree.packed.kernels.ops import TRITON_TOKENS, Prepared, PreparedFactors, is_traced, takes_few
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
@@ -168,22 +168,19 @@ class SparseLowRankLinear(nn.Module):
         grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters.values()))
         if grad or self.wide_factors or self.backend not in (None, "int4") or x.dtype != torch.bfloat16:
             return None
-        tokens = x.numel() // self.in_features
-        few = x.is_cpu or tokens <= TRITON_TOKENS
-        if self._pinned is not None or x.shape[-1] != self.in_features or not few:
+        flat, scale, bias = x.reshape(-1, x.shape[-1]), parameters["weight_scale"], parameters["bias"]
+        few = x.is_cpu or len(flat) <= TRITON_TOKENS
+        if self._pinned is not None or x.shape[-1] != self.in_features or not few or scale is None:
             return None
-        scale, bias = parameters["weight_scale"], parameters["bias"]
-        assert scale is not None
         if not is_traced(x):
             low = parameters.get("weight_offset")
             given = (scale, *(t for t in (low, *map(parameters.get, FACTORS), bias) if t is not None))
             key = tuple(t.data_ptr() for t in given) + tuple(0 if t.is_inference() else t._version for t in given[:2])
             if self.int4 is None or self.int4.key != key:
-                self._prepare_int4(tokens, key)
+                self._prepare_int4(len(flat), key)
         operands = self.int4
         if operands is None or scale.device != x.device:
             return None
-        flat = x.reshape(-1, self.in_features)
         if self.prepared_factors is not None and takes_few(flat) and not is_traced(x):
             y = operands.product(flat)
             self.prepared_factors.add(flat.contiguous(), y)
@@ -213,7 +210,6 @@ class SparseLowRankLinear(nn.Module):
         self.int4 = Int4.of(unpack_codes(packed, 4, self.in_features), tensors["weight_scale"].detach(), low, key)
         u, v, bias = (self._parameters.get(name) for name in (*FACTORS, "bias"))
         if packed.is_cpu:
-            page_out(packed)
             del self._buffers["weight_packed"]
             if HAS_NUMBA and u is not None and v is not None and u.is_contiguous() and v.is_contiguous():
                 self.prepared_factors = PreparedFactors(u, v, bias)

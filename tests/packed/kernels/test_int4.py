@@ -3,13 +3,9 @@
 import copy
 import io
 import logging
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from hasslefree import Grid, LowRank, SparseLowRankLinear, use_backend
@@ -101,25 +97,6 @@ def test_only_one_copy_of_the_codes_is_held_and_whoever_asks_gets_them_in_the_fi
     after = layer.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="it counts pages as Linux does")
-def test_the_pages_of_a_mapped_tensor_are_given_back_and_its_values_stay(tmp_path):
-    """Oracle: the kernel's count of resident pages of files; another tensor keeps the file mapped."""
-    save_file({"big": torch.full((32 << 20,), 7, dtype=torch.uint8), "small": torch.ones(1)}, tmp_path / "file")
-
-    def mapped():
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition("RssFile:")[2].split()[0]) << 10
-
-    with safe_open(tmp_path / "file", "pt") as file:
-        big, small = file.get_tensor("big"), file.get_tensor("small")
-    assert big.max() == 7
-    before = mapped()
-    int4.page_out(big)
-    assert before - mapped() > 16 << 20
-    assert big.min() == big.max() == 7
-    assert small == 1
 
 
 def test_copies_casts_and_pickles_of_a_layer_that_was_used():

@@ -8,10 +8,7 @@ codes in an order of their own, from which we unpack: a block of rows after the 
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import mmap
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,8 +29,6 @@ BLOCKS = {"AVX512": 64, "AVX2": 32}
 TILE_BYTES = 2 << 20
 # Inputs that a product takes together: the rank is filled up with zeros.
 ALIGNED = 32
-# Of Linux 5.4 and newer, which Python's mmap does not name; older ones return an error, which changes nothing.
-MADV_PAGEOUT = 21
 
 
 @dataclass(frozen=True)
@@ -114,22 +109,9 @@ linear_int4 = ops.as_operator("hasslefree::linear_int4", int4_product)
 linear_int4.register_fake(lambda x, codes, *_: x.new_empty(len(x), len(codes)))
 
 
-def page_out(tensor: Tensor) -> None:
-    """Let the system drop the pages of a tensor that is mapped from a file, on Linux; the contents do not change.
-
-    The mapping lives as long as any tensor of the file, and with it the pages of those that nobody needs any more.
-    """
-    if sys.platform != "linux" or not tensor.is_contiguous():
-        return
-    page, first = mmap.PAGESIZE, tensor.data_ptr()
-    start, stop = -(-first // page) * page, (first + tensor.nbytes) // page * page
-    if start < stop:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), MADV_PAGEOUT)
-
-
 def tiles_of(out: int, width: int) -> Iterator[slice]:
     """The rows of S in tiles: whole blocks of a CPU's order, and the rest."""
-    block = block_rows()
+    block = BLOCKS[torch.backends.cpu.get_cpu_capability()]
     whole, height = out - out % block, max(1, TILE_BYTES // (2 * width * block)) * block
     yield from (slice(start, min(start + height, whole)) for start in range(0, whole, height))
     if whole < out:
@@ -138,13 +120,12 @@ def tiles_of(out: int, width: int) -> Iterator[slice]:
 
 def spread(codes: Tensor, rows: slice, tile: Tensor, middle: int = 0) -> None:
     """Write the codes of rows, in a CPU's order, less `middle`, into a tile (in, rows) of any dtype."""
-    width, count = tile.shape
-    part, block = codes[rows], block_rows()
+    (width, count), block = tile.shape, BLOCKS[torch.backends.cpu.get_cpu_capability()]
     if count % block:  # neighbouring rows share a byte
         halves = tile.view(width, 1, -1, 2).permute(1, 3, 0, 2)
     else:  # the rows of the first and the second half of a block
         halves = tile.view(width, -1, 2, block // 2).permute(1, 2, 0, 3)
-    octets = part.reshape(halves.shape[0], width, -1)
+    octets = codes[rows].reshape(len(halves), width, -1)
     halves[:, 0] = (octets & 15).view(torch.int8).sub_(middle)
     halves[:, 1] = (octets >> 4).view(torch.int8).sub_(middle)
 
@@ -152,10 +133,6 @@ def spread(codes: Tensor, rows: slice, tile: Tensor, middle: int = 0) -> None:
 def operand_group(group: int) -> int | None:
     """The groups into which those of a grid are divided for the operators; None if no such length divides them."""
     return next((length for length in GROUPS if group % length == 0), None)
-
-
-def block_rows() -> int:
-    return BLOCKS[torch.backends.cpu.get_cpu_capability()]
 
 
 def obstacle(device: str, dtype: torch.dtype, grid: Grid, shape: tuple[int, int]) -> str | None:
