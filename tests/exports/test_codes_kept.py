@@ -16,7 +16,7 @@ from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import ModelError, OutputError
 from hasslefree.exports.gguf import blocks_of
-from hasslefree.exports.template import Vector, find_vectors, nearest_rows, read_template, row_order
+from hasslefree.exports.template import find_vector, nearest_rows, read_template, row_order
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 from tests.tiny_models import build, in_one_file, segments
 
@@ -325,7 +325,7 @@ BAD = {
         "token_embd.weight has other values than model.embed_tokens.weight",
     ),
     "other gains": (
-        lambda d: changed(d, "model.layers.0.input_layernorm.weight", lambda t: t * 1.1), {},
+        lambda d: changed(d, "model.layers.0.input_layernorm.weight", lambda t: t * 2), {},
         "is clearly model.layers.0.input_layernorm.weight",
     ),
     "another size": (
@@ -374,7 +374,7 @@ def test_a_scale_that_float16_does_not_hold_is_refused(work, tmp_path):
     write_template(tmp_path / "template.gguf", small)
     with pytest.raises(
         ModelError,
-        match=r"down_proj has \d+ quantisation scales or offsets that are too small or too large for GGUF's float16",
+        match=r"down_proj has quantisation scales or offsets that are too small or too large for GGUF's float16",
     ):
         hasslefree.export(tmp_path / "packed", tmp_path / "out", "gguf", template=tmp_path / "template.gguf")
 
@@ -384,13 +384,14 @@ def test_trained_norms_take_the_place_of_the_template_s(work):
     template = read_template(root / "template.gguf")
     name = "model.layers.1.input_layernorm.weight"
     gains = dense[name].float() * 1.05
-    found = find_vectors(template, [Vector(name, "blk.1.", gains)], trained=True)
+    found = find_vector(template, name, "blk.1.", gains)
     assert found.keys() == {"blk.1.attn_norm.weight"}
     assert torch.equal(found["blk.1.attn_norm.weight"], gains)
-    shifted = find_vectors(template, [Vector(name, "blk.1.", dense[name].float() - 1 + 1e-4)], trained=False)
+    shifted = find_vector(template, name, "blk.1.", dense[name].float() - 1 + 1e-4)
     torch.testing.assert_close(shifted["blk.1.attn_norm.weight"], dense[name].float() + 1e-4)
+    assert find_vector(template, name, "blk.1.", dense[name].float()) == {}
     with pytest.raises(ModelError, match="none of its tensors is clearly"):
-        find_vectors(template, [Vector(name, "blk.1.", gains)], trained=False)
+        find_vector(template, name, "blk.1.", 2 * gains)
 
 
 def test_rows_are_found_in_any_order():
@@ -401,8 +402,8 @@ def test_rows_are_found_in_any_order():
     ours = torch.empty_like(theirs)
     ours[order] = theirs + noise
     assert torch.equal(row_order(ours, theirs), order)
-    assert row_order(theirs + noise, theirs) is None
+    assert torch.equal(row_order(theirs + noise, theirs), torch.arange(300))
     twice = theirs.clone()
     twice[1] = twice[0]
-    assert row_order(ours, twice) is False
+    assert row_order(ours, twice) is None
     assert torch.equal(nearest_rows(theirs, ours), order)

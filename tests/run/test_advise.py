@@ -137,8 +137,8 @@ def test_what_bits_and_ranks_lose():
             share = 1 - float(errors[grid][:rank].sum() / errors[grid].sum())
             found = weighed.loss(LayerPlan.of((24, 32), DENSE, rank, torch.bfloat16, each))
             assert found == pytest.approx(sum(rates) / 6 * float(values.sum()) * share, rel=1e-3)
-    steps = [weighed.taken(step) for step in range(len(weighed.curve.gains) + 1)]
-    assert [later.bytes - one.bytes for one, later in itertools.pairwise(steps)] == weighed.curve.cost.tolist()
+    steps = [weighed.taken(step) for step in range(len(weighed.curves[0].gains) + 1)]
+    assert [later.bytes - one.bytes for one, later in itertools.pairwise(steps)] == weighed.curves[0].cost.tolist()
     assert all(each.bytes <= each.dense_bytes for each in steps)
     assert (steps[0].spec.grid.bits, steps[0].spec.rank) == (2, 0)
 

@@ -63,13 +63,13 @@ class Engine:
         return next(size for size in self.groups if (grid.group or width) % size == 0)
 
 
-def _in_blocks(kind: str) -> tuple[int, ...]:
-    return tuple(bits for bits in BITS if block_of(_grid(kind, bits)))
-
-
 ENGINES = {
     "transformers": Engine(dict.fromkeys((OFFSET, WHOLE_ZERO, SYMMETRIC), (4,)), (256, 128, 64, 32)),
-    "llama.cpp": Engine({kind: _in_blocks(kind) for kind in (OFFSET, SYMMETRIC, WHOLE_ZERO)}, (32,), group=32),
+    "llama.cpp": Engine(
+        {kind: tuple(bits for bits in BITS if block_of(_grid(kind, bits))) for kind in (OFFSET, SYMMETRIC, WHOLE_ZERO)},
+        (32,),
+        group=32,
+    ),
     "mlx": Engine({OFFSET: BITS, SYMMETRIC: BITS}, (128, 64, 32)),
     "vllm": Engine(dict.fromkeys((WHOLE_ZERO, SYMMETRIC), (4, 8)), (128, 64, 32)),
 }
@@ -87,14 +87,12 @@ def grid_for(
     Args:
         group: 0 for a row, as `group_size` of a recipe.
     """
-    engine = ENGINES[name]
-    size = engine.group if group is None else group
-    for kind, widths in engine.bits.items():
-        given = {"symmetric": symmetric, "offset": offset}
-        if any(value not in (None, kind == field) for field, value in given.items()):
-            continue
-        if (bits or 4) in widths and size % GROUP == 0:
-            return _grid(kind, bits or 4, size or None)
+    size = ENGINES[name].group if group is None else group
+    for kind in ENGINES[name].bits:
+        grid = _grid(kind, bits or 4, size or None)
+        given = symmetric in (None, grid.symmetric) and offset in (None, grid.offset)
+        if given and ENGINES[name].holds(grid):
+            return grid
     return None
 
 

@@ -1,4 +1,4 @@
-"""S on a grid for programs that have such a format: the check that they hold it, and its codes and numbers."""
+"""S on a grid for programs that have such a format: the check that they hold it, and its scales, zeros or offsets."""
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -8,7 +8,6 @@ from hasslefree.core.grids import Grid
 from hasslefree.errors import ModelError, option
 from hasslefree.models.experts import experts_of
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
-from hasslefree.packed.storage import unpack_codes
 
 
 def check_layers(model: PreTrainedModel, engine: str) -> dict[str, SparseLowRankLinear]:
@@ -37,11 +36,6 @@ def grid_of(layer: SparseLowRankLinear) -> Grid:
     """The grid of a layer that `check_layers` let pass."""
     assert layer.spec.grid is not None
     return layer.spec.grid
-
-
-def codes_of(layer: SparseLowRankLinear) -> Tensor:
-    """The codes: (out, in) uint8."""
-    return unpack_codes(layer.get_buffer("weight_packed"), grid_of(layer).bits, layer.in_features)
 
 
 def numbers_of(layer: SparseLowRankLinear, engine: str) -> tuple[Tensor, Tensor]:

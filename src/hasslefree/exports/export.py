@@ -18,21 +18,19 @@ from hasslefree.exports.template import read_template
 from hasslefree.folder.card import copy_processor, export_card
 from hasslefree.folder.output import check_output, replaced_whole
 from hasslefree.folder.read import QUANT_METHOD
-from hasslefree.folder.record import read_record
 from hasslefree.models.load import auto_class, load_config, load_model, load_tokenizer
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.phases import LOADING, WRITING, Listener, Phases
 
 # (the model, changed in place; the folder to fill; its final path; the shard size) → the folders with a model
 # card, by its kind
-Write = Callable[[PreTrainedModel, Path, Path, str], dict[str, Path]]
-EXPORTS: dict[str, Write | None] = {
+EXPORTS: dict[str, Callable[..., dict[str, Path]]] = {
     "dense": write_dense,
     "peft": write_adapter,
     "narrow": write_narrow,
     "compressed-tensors": write_compressed_tensors,
     "mlx": write_mlx,
-    "gguf": None,  # `write_gguf`, with a template
+    "gguf": write_gguf,  # also template=
 }
 
 
@@ -80,9 +78,8 @@ def export(
         )
     check_output(target, overwrite)
     write = EXPORTS[to]
-    if write is None:
-        trained = (source / "compression.json").exists() and read_record(source).predictions is not None
-        write = partial(write_gguf, template=read_template(template), trained=trained)
+    if to == "gguf":
+        write = partial(write, template=read_template(template))
     elif template is not None:
         raise OutputError(f"{option('template')} is for {option('to', 'gguf')}; leave it out")
     phases = Phases(progress)

@@ -4,7 +4,6 @@ Both write the adapter into the folder and the model of S into `base`, as the PE
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +27,35 @@ def write_compressed_tensors(
 ) -> dict[str, Path]:
     """Write S in the pack-quantized layout of compressed-tensors into part/base, and L for PEFT into `part`."""
     packed: Packed = {}
-    forms: dict[str, tuple[Any, ...]] = {}
+    schemes: dict[str, dict[str, Any]] = {}
     for name, layer in check_layers(model, "vllm").items():
-        grid = grid_of(layer)
-        group = group_of(layer, "vllm") if grid.group else None
-        forms[name] = grid.bits, grid.symmetric, group
-        times = grid.group // group if grid.group and group else 1
+        grid, group = grid_of(layer), group_of(layer, "vllm")
+        schemes[name] = {"num_bits": grid.bits, "type": "int", "symmetric": grid.symmetric, "dynamic": False}
+        schemes[name] |= {"strategy": "group", "group_size": group} if grid.group else {"strategy": "channel"}
         # Zeros are packed along the outputs: a column is that of a group.
         grouped = {"weight_scale": layer.get_parameter("weight_scale").detach()}
         grouped |= {} if grid.symmetric else {"weight_zero_point": layer.get_buffer("weight_zero_point")}
-        packed[name] = {key: tensor.repeat_interleave(times, 1).contiguous() for key, tensor in grouped.items()}
+        times = grid.group // group if grid.group else 1
+        packed[name] = {key: tensor.repeat_interleave(times, 1) for key, tensor in grouped.items()}
         packed[name]["weight_packed"] = layer.get_buffer("weight_packed")
         packed[name]["weight_shape"] = torch.tensor(layer.spec.shape)
-    factors = factors_of(model)
-    write_base(model, packed, part / "base", max_shard_size, lambda: compressed_tensors_config(model, forms))
-    return write_peft(model, factors, part, destination) | {"compressed-tensors": part / "base"}
-
-
-def compressed_tensors_config(model: PreTrainedModel, forms: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """`quantization_config`: a group of layers for each form (bits, symmetric, group), and the layers without one."""
-    others = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in forms]
-    groups = {}
-    for index, form in enumerate(dict.fromkeys(forms.values())):
-        bits, symmetric, size = form
-        weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False}
-        weights |= {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
-        names = [name for name, its in forms.items() if its == form]
-        groups[f"group_{index}"] = {"targets": ["Linear"] if len(names) == len(forms) else names, "weights": weights}
+    # Compressed layers are no nn.Linear.
+    dense = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     status = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
-    return {"quantization_config": {**status, "config_groups": groups, "ignore": others}}
+    config = {**status, "config_groups": config_groups(schemes), "ignore": dense}
+    factors = factors_of(model)
+    write_base(model, packed, part / "base", max_shard_size, {"quantization_config": config})
+    return write_peft(model, factors, part, destination) | {"base": part / "base"}
+
+
+def config_groups(schemes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The layers with each scheme, which compressed-tensors calls a group."""
+    groups: dict[str, Any] = {}
+    for scheme in schemes.values():
+        names = [name for name, its in schemes.items() if its == scheme]
+        targets = ["Linear"] if len(names) == len(schemes) else names
+        groups.setdefault(names[0], {"targets": targets, "weights": scheme})
+    return {f"group_{index}": group for index, group in enumerate(groups.values())}
 
 
 def write_mlx(model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str) -> dict[str, Path]:
@@ -75,7 +74,7 @@ def write_mlx(model: PreTrainedModel, part: Path, _destination: Path, max_shard_
     folders = write_mlx_adapter(factors_of(model), part)
     usual = max(forms.values(), key=list(forms.values()).count)
     config = {"quantization": usual | {name: form for name, form in forms.items() if form != usual}}
-    write_base(model, packed, part / "base", max_shard_size, lambda: config)
+    write_base(model, packed, part / "base", max_shard_size, config)
     return folders | {"mlx-base": part / "base"}
 
 
@@ -96,11 +95,11 @@ def write_mlx_adapter(factors: dict[str, tuple[Tensor, Tensor]], part: Path) -> 
 
 
 def write_base(
-    model: PreTrainedModel, packed: Packed, folder: Path, max_shard_size: str, config: Callable[[], dict[str, Any]]
+    model: PreTrainedModel, packed: Packed, folder: Path, max_shard_size: str, config: dict[str, Any]
 ) -> None:
     """Write the model, which is changed in place, with `packed` for the weights of the compressed layers.
 
-    config: the entries that config.json gets, asked for once the layers are plain ones.
+    config: the entries that config.json gets.
     """
     make_plain(model, lambda layer: torch.empty(layer.spec.shape, dtype=model.dtype, device="meta"))
     if transposed := [name for name, site in find_sites(model).items() if site.transposed and name in packed]:
@@ -114,5 +113,5 @@ def write_base(
         tensors |= {f"{name}.{leaf}": tensor for leaf, tensor in parts.items()}
     model.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)
     file = folder / "config.json"
-    content = json.loads(file.read_text(encoding="utf-8")) | config()
+    content = json.loads(file.read_text(encoding="utf-8")) | config
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

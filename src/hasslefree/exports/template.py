@@ -5,25 +5,24 @@ and it renames everything: matrices and the order of their rows are found by the
 weight W of each layer, and S + u v, which approximates it, is nearer to its own W than to any other matrix.
 """
 
-import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hasslefree.errors import ModelError, option
 
-REMEDY = 'pip install "hasslefree[gguf]"'
 # Types of tensors in a file that is not quantised, with their dtypes.
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Sums over rows that have at least this cosine may belong to the same matrix; unrelated ones have about 0.
 LIKE = 0.5
 # A row is in its place if its squared distance from the row there is at most this share of that row's squares.
 NEAR = 0.5
-# Entries that differ by less than this share of the largest are alike, but for rounding.
+# Rows that differ by less than this share of their norm are alike, but for rounding.
 ROUNDING = 2**-7
 # Rows that are compared with all others at once.
 CHUNK = 1024
@@ -61,17 +60,16 @@ def read_template(path: str | Path | None) -> Template:
             f"{option('to', 'gguf')} needs {option('template')}, a GGUF file of the dense model, as llama.cpp's "
             "convert_hf_to_gguf.py with --outtype bf16 writes it"
         )
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelError(f"{option('to', 'gguf')} needs the package gguf, which is not installed: {REMEDY}")
-    from gguf import GGUFReader
-
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        remedy = 'pip install "hasslefree[gguf]"'
+        raise ModelError(f"{option('to', 'gguf')} needs the package gguf, which is not installed: {remedy}") from None
     try:
         reader = GGUFReader(path)
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise Template(Path(path), None, {}).error(f"cannot be read as a GGUF file ({error})") from None
     template = Template(Path(path), reader, {tensor.name: tensor for tensor in reader.tensors})
-    if "general.architecture" not in reader.fields or not template.tensors:
-        raise template.error("holds no model")
     if (parts := reader.get_field("split.count")) and parts.contents() > 1:
         raise template.error("is one of several parts")
     for tensor in reader.tensors:
@@ -81,79 +79,59 @@ def read_template(path: str | Path | None) -> Template:
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """A matrix of ours. shape: (out, in). values: gives it, in any dtype."""
-
-    shape: tuple[int, int]
-    values: Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class Vector:
-    """A vector of ours, such as a norm's gains. begin: of its name in the template. values: float32."""
-
-    name: str
-    begin: str
-    values: Tensor
-
-
-@dataclass(frozen=True)
 class Place:
-    """A matrix in the template. rows: (out,), the row of ours that is each row there; None for the same order."""
+    """A matrix in the template. rows: (out,), the row of ours that is each row there."""
 
     name: str
-    rows: Tensor | None
+    rows: Tensor
 
     def ordered(self, tensor: Tensor) -> Tensor:
         """Rows of ours in the order of the template."""
-        return tensor if self.rows is None else tensor[self.rows]
+        return tensor[self.rows]
 
 
-def find_matrices(template: Template, matrices: Mapping[str, Matrix]) -> dict[str, Place]:
-    """Where each matrix is in the template. Raises a ModelError if that is not clear of one of them."""
+def find_matrices(
+    template: Template, shapes: Mapping[str, tuple[int, ...]], values: Callable[[str], Tensor]
+) -> dict[str, Place]:
+    """Where the matrices (out, in) of ours are in the template. Raises a ModelError if that is not clear of one."""
     places: dict[str, Place] = {}
-    for shape in dict.fromkeys(matrix.shape for matrix in matrices.values()):
-        ours = [name for name, matrix in matrices.items() if matrix.shape == shape]
+    for shape in dict.fromkeys(shapes.values()):
+        ours = [name for name in shapes if shapes[name] == shape]
         theirs = [name for name in template.tensors if template.shape(name) == shape]
         if len(theirs) < len(ours):
             raise template.error(
                 f"has {len(theirs)} matrices of {shape[0]}×{shape[1]}, and the model has {len(ours)}, such as {ours[0]}"
             )
-        sums = [matrices[name].values().float().sum(0) for name in ours]
-        likeness = cosines(sums, [template.values(name).sum(0) for name in theirs])
+        sums = [values(name).float().sum(0) for name in ours], [template.values(name).sum(0) for name in theirs]
+        first, second = (F.normalize(torch.stack(vectors), dim=1) for vectors in sums)
+        likeness = first @ second.T
         for index, name in enumerate(ours):
             best = int(likeness[index].argmax())
             if likeness[index, best] < LIKE or int(likeness[:, best].argmax()) != index:
                 raise template.error(f"is of another model: none of its matrices is clearly {name}")
-            rows = row_order(matrices[name].values().float(), template.values(theirs[best]))
-            if rows is False:
+            rows = row_order(values(name).float(), template.values(theirs[best]))
+            if rows is None:
                 raise template.error(f"is of another model: {theirs[best]} has other values than {name}")
             places[name] = Place(theirs[best], rows)
     return places
 
 
-def cosines(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
-    """The cosine of each vector of the first list with each of the second: (ours, theirs)."""
-    first, second = (torch.nn.functional.normalize(torch.stack(vectors), dim=1) for vectors in (ours, theirs))
-    return first @ second.T
-
-
-def row_order(ours: Tensor, theirs: Tensor) -> Any:
-    """The rows of ours (out, in) that are those of theirs, as `Place` has them; False if that is not clear.
+def row_order(ours: Tensor, theirs: Tensor) -> Tensor | None:
+    """The rows of ours (out, in) that are those of theirs, as `Place` has them; None if that is not clear.
 
     If the order differs, each row must be the nearest of the other's nearest row.
     """
+    same = torch.arange(len(ours))
     if in_place(ours, theirs):
-        return None
+        return same
     nearest, back = nearest_rows(theirs, ours), nearest_rows(ours, theirs)
-    mutual = torch.equal(back[nearest], torch.arange(len(ours)))
-    return nearest if mutual and in_place(ours[nearest], theirs) else False
+    return nearest if torch.equal(back[nearest], same) and in_place(ours[nearest], theirs) else None
 
 
-def in_place(ours: Tensor, theirs: Tensor) -> bool:
+def in_place(ours: Tensor, theirs: Tensor, near: float = NEAR) -> bool:
     """Whether each row of ours is near the same row of theirs. A row of zeros is near what is almost zero."""
     energy = theirs.square().sum(1)
-    return bool(((ours - theirs).square().sum(1) <= NEAR * energy + ROUNDING**2 * energy.mean()).all())
+    return bool(((ours - theirs).square().sum(1) <= near * energy + ROUNDING**2 * energy.mean()).all())
 
 
 def nearest_rows(rows: Tensor, among: Tensor) -> Tensor:
@@ -162,26 +140,19 @@ def nearest_rows(rows: Tensor, among: Tensor) -> Tensor:
     return torch.cat([(chunk @ among.T - half).argmax(1) for chunk in rows.split(CHUNK)])
 
 
-def find_vectors(template: Template, vectors: Sequence[Vector], trained: bool) -> dict[str, Tensor]:
-    """The values, by their name in the template, of the vectors that are not equal to the template's.
+def find_vector(template: Template, name: str, begin: str, ours: Tensor) -> dict[str, Tensor]:
+    """The new values of the tensor in the template that is this vector, float32; nothing if they are the same.
 
-    Args:
-        trained: whether the compression may have changed them; otherwise they must be alike but for rounding.
+    begin: of its name there. Raises a ModelError if no tensor is clearly it: training moves it a little.
     """
-    changed: dict[str, Tensor] = {}
-    for vector in vectors:
-        found = []
-        for theirs, tensor in template.tensors.items():
-            if tensor.n_elements == vector.values.numel() and theirs.startswith(vector.begin):
-                values = template.values(theirs)
-                for shift in (0, 1):  # the converter adds 1 to the gains of Gemma
-                    moved = vector.values.view(values.shape) + shift
-                    found.append((float((moved - values).norm() / values.norm().clamp_min(1e-30)), theirs, moved))
-        found.sort(key=lambda each: each[0])
-        if found and found[0][0] == 0:
-            continue
-        near = found and found[0][0] <= (NEAR if trained else ROUNDING)
-        if not near or (len(found) > 1 and found[1][0] < 2 * found[0][0]) or found[0][1] in changed:
-            raise template.error(f"is of another model: none of its tensors is clearly {vector.name}")
-        changed[found[0][1]] = found[0][2]
-    return changed
+    found = []
+    for theirs, tensor in template.tensors.items():
+        if tensor.n_elements == ours.numel() and theirs.startswith(begin):
+            values = template.values(theirs)
+            for shift in (0, 1):  # the converter adds 1 to the gains of Gemma
+                moved = ours.view(values.shape) + shift
+                found.append((float((moved - values).norm() / values.norm().clamp_min(1e-30)), theirs, moved))
+    found.sort(key=lambda each: each[0])
+    if not found or found[0][0] > NEAR or (len(found) > 1 and found[1][0] < 2 * found[0][0]):
+        raise template.error(f"is of another model: none of its tensors is clearly {name}")
+    return {found[0][1]: found[0][2]} if found[0][0] else {}

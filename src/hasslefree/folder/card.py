@@ -73,21 +73,17 @@ _EXPORTS = {
     "matrices.",
     "gguf": "`model.gguf` holds the quantised matrices, and `adapter.gguf` the low-rank ones as a LoRA adapter.",
     "mlx": "An adapter of mlx-lm that holds the low-rank matrices, and in `base` a model of the quantised matrices.",
-    "mlx-base": "A model for MLX whose weights are the quantised matrices alone. It is not the whole compressed model: "
+    "base": "A model whose weights are the sparse or quantised matrices alone. It is not the whole compressed model: "
     "the low-rank matrices, if there are any, are in the adapter in the parent folder.",
-    "compressed-tensors": "A model in the pack-quantized format of compressed-tensors whose weights are the quantised "
-    "matrices alone. It is not the whole compressed model: the low-rank matrices, if there are any, are in the adapter "
-    "in the parent folder.",
-    "base": "A plain model whose weights are the sparse matrices alone. It is not the whole compressed model: the "
-    "low-rank matrices are in the adapter in the parent folder.",
 }
+_EXPORTS["mlx-base"] = _EXPORTS["base"]
 
 
 def export_card(kind: str, source: str, recorded: bool, auto: str = "AutoModelForCausalLM") -> str:
     """The card of one folder.
 
     Args:
-        kind: of the folder, as in `_EXPORTS`; "base" is the base model of a "peft".
+        kind: of the folder, as in `_EXPORTS`; "base" is the base model of an adapter.
         source: the name of the compressed folder.
         recorded: compression.json lies in the exported folder. auto: the name of the class that loads the model.
     """
@@ -96,7 +92,7 @@ def export_card(kind: str, source: str, recorded: bool, auto: str = "AutoModelFo
     front = ModelCardData(
         library_name=library, pipeline_tag="text-generation", tags=["hasslefree", "sparse", "low-rank"]
     )
-    where = "../compression.json" if kind in ("base", "mlx-base", "compressed-tensors") else "compression.json"
+    where = "../compression.json" if kind in ("base", "mlx-base") else "compression.json"
     record = f" `{where}` names the base model and the settings of the compression." if recorded else ""
     return f"""---
 {front.to_yaml()}

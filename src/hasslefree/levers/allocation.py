@@ -82,31 +82,26 @@ class Ladder:
     """The bits and ranks that a layer on a grid may get.
 
     Args:
-        plans: the best for some price of a byte, from the fewest bytes on. curve: the steps between them.
+        plans: the best for some price of a byte, from the fewest bytes on.
         losses: for each grid, of each rank from 0 on, (ranks,) float64.
     """
 
     plans: list[LayerPlan]
-    curve: GainCurve
     losses: dict[Grid, Tensor]
-
-    @classmethod
-    def over(cls, plans: Sequence[LayerPlan], losses: dict[Grid, Tensor]) -> Ladder:
-        """The best of some plans."""
-        every = cls(list(plans), GainCurve(torch.zeros(0), 0), losses)
-        points = [(plan.bytes, every.loss(plan)) for plan in plans]
-        best = hull(points)
-        size, lost = (torch.tensor([points[index][part] for index in best]) for part in (0, 1))
-        return cls([plans[index] for index in best], GainCurve(-lost.double().diff(), size.diff()), losses)
 
     @property
     def curves(self) -> list[GainCurve]:
-        return [self.curve]
+        lost = torch.tensor([self.loss(plan) for plan in self.plans], dtype=torch.float64)
+        return [GainCurve(-lost.diff(), torch.tensor([plan.bytes for plan in self.plans]).diff())]
+
+    def best(self) -> Ladder:
+        """The same with the best plans alone."""
+        best = hull([(plan.bytes, self.loss(plan)) for plan in self.plans])
+        return Ladder([self.plans[index] for index in best], self.losses)
 
     def weighed(self, sensitivity: float) -> Ladder:
         """The same with each step winning its share of a sensitivity."""
-        losses = {grid: left * sensitivity for grid, left in self.losses.items()}
-        return Ladder(self.plans, self.curve.weighed(sensitivity), losses)
+        return Ladder(self.plans, {grid: left * sensitivity for grid, left in self.losses.items()})
 
     def taken(self, steps: int) -> LayerPlan:
         """The plan with this number of steps along the curve."""
@@ -260,8 +255,8 @@ def ladder_of(layer: ProbedLayer, plan: LayerPlan, resolved: Resolved) -> tuple[
         for rank in ranks
         if rank < len(undone)
     ]
-    ladder = Ladder.over([each for each in every if each.bytes <= each.dense_bytes], losses)
-    return ladder, most * sum(rates) / len(rates)
+    ladder = Ladder([each for each in every if each.bytes <= each.dense_bytes], losses)
+    return ladder.best(), most * sum(rates) / len(rates)
 
 
 def per_unit(total: float) -> float:

@@ -87,18 +87,15 @@ def uniform_plans(model: torch.nn.Module, blocks: Blocks, resolved: Resolved) ->
     """
     sites = select_sites(blocks, resolved.recipe.leave_dense).sites
     narrowest = min(min(site.shape) for layers in sites for site in layers.values())
-    plans: list[Plan] = []
-    for grid in resolved.grids[::-1] or (None,):
-        least = uniform_plan(blocks, resolved, grid, resolved.fixed_rank or 0)
-        room, rank = layer_room(model, least, resolved) - bytes_of(least), 0
-        if room > 0 and resolved.fixed_rank is None:
+    grids: Sequence[Grid | None] = resolved.grids or (None,)
+    least = {grid: uniform_plan(blocks, resolved, grid, resolved.fixed_rank or 0) for grid in reversed(grids)}
+    room, plans = layer_room(model, least[grids[0]], resolved), list[Plan]()
+    for grid, plan in least.items():
+        if (left := room - bytes_of(plan)) >= 0 and resolved.fixed_rank is None:
             step = STEP if grid else 1
-            cost = bytes_of(uniform_plan(blocks, resolved, grid, step)) - bytes_of(least)
-            rank = min(room // cost, narrowest // step) * step
-        if room >= 0:
-            plans.append(uniform_plan(blocks, resolved, grid, rank) if rank else least)
-    if not plans:
-        raise too_small(model, least, resolved)
+            cost = bytes_of(uniform_plan(blocks, resolved, grid, step)) - bytes_of(plan)
+            plan = uniform_plan(blocks, resolved, grid, min(left // cost, narrowest // step) * step)
+        plans += [plan] if left >= 0 else []
     return plans
 
 
@@ -117,35 +114,31 @@ def bytes_of(plan: Plan) -> int:
 def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
     """The bytes that the planned layers may take: those of the recipe's size or, without one, of the plan.
 
-    Raises a BudgetError if the dense model is within the size.
+    Raises a BudgetError if the dense model is within the size, or the plan is not.
     """
     if (size := resolved.size) is None:
         return bytes_of(plan)
     layers = [layer for plans in plan for layer in plans.values()]
     dense, weights = sum(layer.dense_bytes for layer in layers), sum(layer.spec.dense_parameters for layer in layers)
-    room = int(size.amount * weights / 8) if size.in_bits else int(size.amount) - weights_on_disk(model, []) + dense
+    used, rest = bytes_of(plan), weights_on_disk(model, []) - dense
+    room = int(size.amount * weights / 8) if size.in_bits else int(size.amount) - rest
+    uncompressed, least = (
+        Size(8 * taken / weights, True) if size.in_bits else Size(rest + taken) for taken in (dense, used)
+    )
     if room >= dense:
-        uncompressed = Size(8 * dense / weights, True) if size.in_bits else Size(weights_on_disk(model, []))
         raise BudgetError(
             f"the uncompressed model takes {uncompressed}, which is already within the size of {size}; "
             "give a smaller size",
             ("size",),
         )
+    if room < used:
+        raise BudgetError(
+            f"a size of {size} is too small: the least possible with method {resolved.recipe.method} is "
+            f"{least.rounded_up} ({layers[0].spec.kind}, rank {layers[0].spec.rank}); "
+            f"use {option('size', least.rounded_up)}",
+            ("size",),
+        )
     return room
-
-
-def too_small(model: torch.nn.Module, least: Plan, resolved: Resolved) -> BudgetError:
-    """The error for a size below that of the least plan."""
-    size = resolved.size
-    assert size is not None
-    weights = sum(layer.spec.dense_parameters for plans in least for layer in plans.values())
-    possible = Size(8 * bytes_of(least) / weights, True) if size.in_bits else Size(weights_on_disk(model, least))
-    [kind] = {layer.spec.kind for plans in least for layer in plans.values()}
-    return BudgetError(
-        f"a size of {size} is too small: the least possible with method {resolved.recipe.method} is "
-        f"{possible.rounded_up} ({kind}, rank {resolved.fixed_rank or 0}); use {option('size', possible.rounded_up)}",
-        ("size",),
-    )
 
 
 def check_rank(blocks: Blocks, selected: Sequence[Mapping[str, Site]], rank: int) -> None:

@@ -36,6 +36,7 @@ EFFORTS = {
 ROUNDS = 20
 # The methods of this project, which are trained by default; the others are as published.
 OURS = ("joint", "joint-grid")
+QUANTISING = ", ".join(name for name, method in METHODS.items() if method.grid)
 # The size of a result if the recipe does not say, and the fields that say what to compress to, or how.
 DEFAULT_SIZE = "5.2bits"
 SIZING = ("size", "pattern", "rank", "sparsity", "ratio", "rank_share", "method", "pruner", "low_rank", "bits")
@@ -100,7 +101,8 @@ def filled(recipe: Fields) -> Fields:
         defaults["rounds"] = ROUNDS
     if recipe.method == "joint-grid" and recipe.pattern == "dense" and not recipe.symmetric:
         defaults["offset"] = True
-    if recipe.engine and quantised and (grid := grid_for(recipe.engine, *grid_fields(recipe))):
+    given = recipe.bits, recipe.group_size, recipe.symmetric, recipe.offset
+    if recipe.engine and quantised and (grid := grid_for(recipe.engine, *given)):
         defaults |= {"group_size": grid.group or 0, "symmetric": grid.symmetric, "offset": grid.offset}
         defaults |= {} if recipe.size else {"bits": grid.bits}
     if recipe.size:
@@ -109,10 +111,6 @@ def filled(recipe: Fields) -> Fields:
         defaults["allocate"] = "uniform"
     missing = {name: value for name, value in defaults.items() if getattr(recipe, name) is None}
     return dataclasses.replace(recipe, effort=effort, **missing)
-
-
-def grid_fields(recipe: Fields) -> tuple[int | None, int | None, bool | None, bool | None]:
-    return recipe.bits, recipe.group_size, recipe.symmetric, recipe.offset
 
 
 def has_grid(recipe: Fields) -> bool:
@@ -149,11 +147,10 @@ def problems(recipe: Fields, with_text: bool = True) -> Iterator[Problem]:
     yield from budget_of(recipe).problems()
     yield from method_problems(recipe)
     if pattern == "dense" and not quantised:
-        grids = ", ".join(name for name, method in METHODS.items() if method.grid)
         yield Problem(
             ("pattern", "method"),
             f"pattern dense keeps every entry of S, and method {recipe.method} does not quantise them, so nothing "
-            f"would be compressed: use a method that quantises S ({grids}), or another pattern",
+            f"would be compressed: use a method that quantises S ({QUANTISING}), or another pattern",
         )
     if recipe.engine:
         yield from engine_problems(recipe)
@@ -197,8 +194,7 @@ def engine_problems(recipe: Fields) -> Iterator[Problem]:
     except HasslefreeError:
         return  # `method_problems` says what is wrong
     if grid is None:
-        grids = ", ".join(name for name, method in METHODS.items() if method.grid)
-        message = f"{engine} takes a quantised S, and method {recipe.method} does not quantise it: use {grids}"
+        message = f"{engine} takes a quantised S, and method {recipe.method} does not quantise it: use {QUANTISING}"
         yield Problem(("engine", "method"), message)
         return
     if recipe.pattern != "dense":
