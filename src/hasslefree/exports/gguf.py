@@ -147,8 +147,7 @@ def blocks_of(layer: SparseLowRankLinear) -> Tensor:
     codes = codes.view(len(scale), -1, 32).short()
     if not grid.offset:
         codes += (ZEROS[kind] - second).short().unsqueeze(-1)
-    numbers = [scale, second] if grid.offset else [scale]
-    parts = [number.half().unsqueeze(-1).view(torch.uint8) for number in numbers]
+    parts = [number.half().unsqueeze(-1).view(torch.uint8) for number in (scale, second)[: 1 + grid.offset]]
     if kind == "Q8_0":
         parts.append(codes.to(torch.int8).view(torch.uint8))
     else:

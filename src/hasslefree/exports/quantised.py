@@ -50,12 +50,12 @@ def write_compressed_tensors(
 
 def config_groups(schemes: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The layers with each scheme, which compressed-tensors calls a group."""
-    groups: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
     for scheme in schemes.values():
         names = [name for name, its in schemes.items() if its == scheme]
-        targets = ["Linear"] if len(names) == len(schemes) else names
-        groups.setdefault(names[0], {"targets": targets, "weights": scheme})
-    return {f"group_{index}": group for index, group in enumerate(groups.values())}
+        group = {"targets": ["Linear"] if len(names) == len(schemes) else names, "weights": scheme}
+        groups += [group] if group not in groups else []
+    return {f"group_{index}": group for index, group in enumerate(groups)}
 
 
 def write_mlx(model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str) -> dict[str, Path]:
@@ -97,10 +97,7 @@ def write_mlx_adapter(factors: dict[str, tuple[Tensor, Tensor]], part: Path) -> 
 def write_base(
     model: PreTrainedModel, packed: Packed, folder: Path, max_shard_size: str, config: dict[str, Any]
 ) -> None:
-    """Write the model, which is changed in place, with `packed` for the weights of the compressed layers.
-
-    config: the entries that config.json gets.
-    """
+    """Write the model, changed in place, with `packed` for the compressed weights and `config` in config.json."""
     make_plain(model, lambda layer: torch.empty(layer.spec.shape, dtype=model.dtype, device="meta"))
     if transposed := [name for name, site in find_sites(model).items() if site.transposed and name in packed]:
         raise ModelError(

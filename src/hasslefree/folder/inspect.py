@@ -85,7 +85,8 @@ def inspect_folder(folder: Path) -> FolderSize:
     records = read_record(folder).layers if (folder / "compression.json").is_file() else ()
     errors = {record.name: record.relative_error for record in records}
     layers = []
-    for name in sorted(entries, key=_by_number):
+    # layers.2 before layers.10
+    for name in sorted(entries, key=lambda name: [(int(p), "") if p.isdigit() else (-1, p) for p in name.split(".")]):
         spec, (out, width) = entries[name].spec, entries[name].spec.shape
         dtype = stored[f"{name}.{'weight_scale' if spec.grid else 'values'}"].tensor.dtype
         leaves = [*spec.tensors(), *(["bias"] if name in biased else [])]
@@ -94,11 +95,6 @@ def inspect_folder(folder: Path) -> FolderSize:
         layers.append(LayerSize(name, spec, FLOATS[dtype], stored_bytes, dense_bytes, errors.get(name)))
     other = sum(mapped.tensor.nbytes for mapped in stored.values()) - sum(layer.bytes for layer in layers)
     return FolderSize(str(folder), config["version"], tuple(layers), other)
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """A key that puts layers.2 before layers.10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def kind_table(folder: FolderSize) -> Table:

@@ -180,20 +180,16 @@ def by_sensitivity(walk: Walk, plan: Plan, room: int, resolved: Resolved, segmen
         return choice_of(layer.weight, sparse, layer.gram, its_plan), layer.divergence(sparse)
 
     measured = sensitivities(walk, plan, segments, world, inspect, resolved.recipe.seed)
-    choices = [
-        {name: choice.weighed(sensitivity) for name, (choice, sensitivity) in layers.items()} for layers in measured
-    ]
-    all_choices = [choice for block in choices for choice in block.values()]
-    curves = [curve for choice in all_choices for curve in choice.curves]
-    steps = iter(greedy_allocate(curves, room - sum(choice.taken(0).bytes for choice in all_choices)))
-    moved = [
-        {name: block[name].taken(*(next(steps) for _ in block[name].curves)) for name in block} for block in choices
-    ]
-    by_name = {
-        f"{walk.blocks.prefix(index)}.{name}": sensitivity
-        for index, layers in enumerate(measured)
-        for name, (_, sensitivity) in layers.items()
-    }
+    choices: list[dict[str, Choice | Ladder]] = [{} for _ in measured]
+    by_name = {}
+    for index, layers in enumerate(measured):
+        for name, (choice, sensitivity) in layers.items():
+            choices[index][name] = choice.weighed(sensitivity)
+            by_name[f"{walk.blocks.prefix(index)}.{name}"] = sensitivity
+    every = [choice for block in choices for choice in block.values()]
+    curves = [curve for choice in every for curve in choice.curves]
+    steps = iter(greedy_allocate(curves, room - sum(choice.taken(0).bytes for choice in every)))
+    moved = [{name: its.taken(*(next(steps) for _ in its.curves)) for name, its in block.items()} for block in choices]
     return Allocation(moved, by_name, choices)
 
 

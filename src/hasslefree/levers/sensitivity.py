@@ -93,7 +93,8 @@ def sensitivities(
 
 def backwards(walk: Walk, segments: Tensor, world: World, seed: int) -> Iterator[Reverse]:
     """The blocks from the last to the first; arguments and errors as for `sensitivities`."""
-    count = local_probes(segments, world)
+    total = round(world.total(len(segments), segments.device))
+    count = len(world.local(range(probes(total, segments.shape[1]))))
     segments = segments[: max(count, 1)]
     with walk.phases.phase(PROBES, len(walk.blocks.modules), "blocks") as phase:
         hidden, entering = walk.entering(segments), []
@@ -118,12 +119,6 @@ def check_predictions(walk: Walk, segments: Tensor, states: Activations) -> None
             f"the output head of {type(walk.model).__name__} cannot be run on its own ({type(error).__name__}: {error})"
             f", which {option('allocate', 'error')} and prediction matching need; use {option('effort', 'fast')}"
         ) from error
-
-
-def local_probes(segments: Tensor, world: World) -> int:
-    """How many of this process's segments, the first ones, are probes."""
-    total = round(world.total(len(segments), segments.device))
-    return len(world.local(range(probes(total, segments.shape[1]))))
 
 
 def gradients_of_labels(walk: Walk, segments: Tensor, states: Activations, world: World, seed: int) -> Activations:
@@ -257,13 +252,7 @@ def inputs_and_gradients(
 
     handles = [sites[name].on_input(partial(keep_input, name)) for name in inputs]
     handles += [sites[name].on_output(partial(keep_gradient, name)) for name in outer]
-    with (
-        hooks(handles),
-        every_expert_called(block),
-        computing(block),
-        only_trained(block, []),
-        torch.enable_grad(),
-    ):
+    with hooks(handles), every_expert_called(block), computing(block), only_trained(block, []), torch.enable_grad():
         for index in range(len(states)):
             leaf = states[index].requires_grad_()
             [gradient] = torch.autograd.grad(call.run(block, leaf), leaf, gradients[index])

@@ -27,7 +27,7 @@ from hasslefree.packed.kernels.backends import (
     takes_layer,
     wants_numba,
 )
-from hasslefree.packed.kernels.int4 import MOST_TOKENS, Int4
+from hasslefree.packed.kernels.int4 import Int4
 from hasslefree.packed.kernels.ops import TRITON_TOKENS, Prepared, PreparedFactors, is_traced, takes_few
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
@@ -58,11 +58,7 @@ class SparseLowRankLinear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        spec: LayerSpec,
-        bias: bool,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        self, spec: LayerSpec, bias: bool, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ):
         super().__init__()
         self.spec, self.storage = spec, spec.storage
@@ -173,9 +169,9 @@ class SparseLowRankLinear(nn.Module):
         if self._pinned is not None or x.shape[-1] != self.in_features or not few or scale is None:
             return None
         if not is_traced(x):
-            low = parameters.get("weight_offset")
-            given = (scale, *(t for t in (low, *map(parameters.get, FACTORS), bias) if t is not None))
-            key = tuple(t.data_ptr() for t in given) + tuple(0 if t.is_inference() else t._version for t in given[:2])
+            factors = self._buffers if self.spec.factor_bits else parameters
+            given = (scale, parameters.get("weight_offset"), *map(factors.get, FACTORS), bias)
+            key = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in given if t is not None)
             if self.int4 is None or self.int4.key != key:
                 self._prepare_int4(len(flat), key)
         operands = self.int4
@@ -184,18 +180,12 @@ class SparseLowRankLinear(nn.Module):
         if self.prepared_factors is not None and takes_few(flat) and not is_traced(x):
             y = operands.product(flat)
             self.prepared_factors.add(flat.contiguous(), y)
-        elif x.is_cpu and self.spec.factor_bits and self.spec.rank % 16 == 0 and len(flat) <= MOST_TOKENS:
-            # Torch's operator for int8 reads 16 inputs together, and past the end of a rank that is no multiple.
-            y = operands.product(flat)
-            for name in ("low_rank_v", "low_rank_u"):
-                flat = torch.ops.aten._weight_int8pack_mm(flat, self._buffers[name], parameters[f"{name}_scale"])
-            y = y.add_(flat) if bias is None else y.add_(flat).add_(bias)
         else:
             y = operands.product(flat, *(self.factors() or (None, None)))
             y = y if bias is None else y.add_(bias)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _prepare_int4(self, tokens: int, key: tuple[int, ...]) -> None:
+    def _prepare_int4(self, tokens: int, key: tuple[tuple[int, int], ...]) -> None:
         """Make `int4`, where it is the backend, and on a CPU give up the codes in the order of the file."""
         self._restore()
         case = self._case(tokens, grad=False)
@@ -208,11 +198,11 @@ class SparseLowRankLinear(nn.Module):
         tensors = {name: getattr(self, name) for name in self.storage.dtypes()}
         packed, low = tensors["weight_packed"], self.storage.lowest(tensors)
         self.int4 = Int4.of(unpack_codes(packed, 4, self.in_features), tensors["weight_scale"].detach(), low, key)
-        u, v, bias = (self._parameters.get(name) for name in (*FACTORS, "bias"))
         if packed.is_cpu:
             del self._buffers["weight_packed"]
-            if HAS_NUMBA and u is not None and v is not None and u.is_contiguous() and v.is_contiguous():
-                self.prepared_factors = PreparedFactors(u, v, bias)
+            if HAS_NUMBA and (factors := self.factors()) is not None:
+                u, v = factors
+                self.prepared_factors = PreparedFactors(u.contiguous(), v.contiguous(), self.bias)
 
     def _restore(self) -> None:
         """Hold the codes in the order of the file again."""

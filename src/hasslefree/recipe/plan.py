@@ -91,7 +91,7 @@ def uniform_plans(model: torch.nn.Module, blocks: Blocks, resolved: Resolved) ->
     least = {grid: uniform_plan(blocks, resolved, grid, resolved.fixed_rank or 0) for grid in reversed(grids)}
     room, plans = layer_room(model, least[grids[0]], resolved), list[Plan]()
     for grid, plan in least.items():
-        if (left := room - bytes_of(plan)) >= 0 and resolved.fixed_rank is None:
+        if (left := room - bytes_of(plan)) > 0 and resolved.fixed_rank is None:
             step = STEP if grid else 1
             cost = bytes_of(uniform_plan(blocks, resolved, grid, step)) - bytes_of(plan)
             plan = uniform_plan(blocks, resolved, grid, min(left // cost, narrowest // step) * step)

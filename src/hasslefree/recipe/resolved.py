@@ -196,11 +196,10 @@ def engine_problems(recipe: Fields) -> Iterator[Problem]:
     if grid is None:
         message = f"{engine} takes a quantised S, and method {recipe.method} does not quantise it: use {QUANTISING}"
         yield Problem(("engine", "method"), message)
-        return
-    if recipe.pattern != "dense":
+    elif recipe.pattern != "dense":
         message = f"{engine} stores every entry of S, so that pattern {recipe.pattern} saves nothing there: use dense"
         yield Problem(("engine", "pattern"), message)
-    if refused := refusal(engine, grid):
+    elif refused := refusal(engine, grid):
         yield Problem(("engine", "bits", "group_size", "symmetric", "offset"), refused)
 
 

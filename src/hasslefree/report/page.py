@@ -60,7 +60,8 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
         data={"config": CONFIG, "charts": {name: drawing.on_page() for name, drawing in charts.items()}},
         style=(ASSETS / "page.css").read_text(encoding="utf-8"),
         scripts=scripts,
-        hashes=[script_hash(text) for text in scripts],
+        # What a Content-Security-Policy calls an inline script.
+        hashes=[f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}" for text in scripts],
     )
 
 
@@ -68,11 +69,6 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
 def vega_bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script, which defines vegaEmbed."""
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", r"<\/script")
-
-
-def script_hash(text: str) -> str:
-    """What a Content-Security-Policy calls an inline script."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def leading(values: Sequence[float], share: float) -> int:

@@ -16,14 +16,7 @@ from hasslefree.folder.read import entry_of, read_entries
 from hasslefree.folder.record import LayerRecord
 from hasslefree.models.activations import Activations
 from hasslefree.models.experts import every_expert_called, experts_of
-from hasslefree.models.moments import (
-    MomentSums,
-    checked,
-    gather,
-    groups_by_input,
-    sums_bytes,
-    traffic,
-)
+from hasslefree.models.moments import MomentSums, checked, gather, groups_by_input, sums_bytes, traffic
 from hasslefree.models.precision import as_multiplied, computing, solving
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
@@ -38,13 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def compress_blocks(
-    walk: Walk,
-    plan: Plan,
-    resolved: Resolved,
-    segments: Tensor,
-    work: Unfinished,
-    world: World,
-    writing: Phase,
+    walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, work: Unfinished, world: World, writing: Phase
 ) -> None:
     """Decompose, replace and write every planned layer; each block gets the outputs of the compressed ones before it.
 

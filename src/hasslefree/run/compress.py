@@ -85,11 +85,7 @@ def compress(
     check_output(folder, overwrite)
     check_storage(activations)
     target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device or local_device())
-    with (
-        memory_reused(),
-        process_group(target) as world,
-        workplace(folder, overwrite, resume, world) as work,
-    ):
+    with memory_reused(), process_group(target) as world, workplace(folder, overwrite, resume, world) as work:
         phases = Phases(progress, log=world.writes)
         with phases.phase(LOADING):
             name, loaded, tokenizer = open_model(

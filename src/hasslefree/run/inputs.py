@@ -10,14 +10,7 @@ from hasslefree.data import calibration_documents, draw_segments
 from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, ModelError, option
 from hasslefree.models.experts import split_experts
-from hasslefree.models.load import (
-    encode,
-    load_config,
-    load_on_disk,
-    load_tokenizer,
-    refuse_compressed,
-    resolve_seqlen,
-)
+from hasslefree.models.load import encode, load_config, load_on_disk, load_tokenizer, refuse_compressed, resolve_seqlen
 from hasslefree.phases import TEXT, Phases
 from hasslefree.recipe.recipe import Fields
 

@@ -90,7 +90,8 @@ def plan_table(setup: Setup) -> Group:
     if plan["levers"]:
         totals.add_row("beyond the layer", "\n".join(plan["levers"]))
     if plan["unstated"]:
-        totals.add_row("counted by rule", unstated_note(plan["unstated"]))
+        note = "states no cost: memory and time are those of the most expensive plug-in of its kind"
+        totals.add_row("counted by rule", f"{', '.join(plan['unstated'])} {note}")
     phases = (f"{name} {duration(flops / rate)}" for name, flops in plan["phases"].items())
     totals.add_row("time", "\n".join([f"about {duration(plan['flops'] / rate)}", *phases]))
     return Group(layers, totals)
@@ -105,10 +106,6 @@ def levers_of(resolved: Resolved) -> Iterator[str]:
             f"prediction matching: forward and backward passes of the whole model over {resolved.match_predictions:,} "
             "tokens at most, and 16 bytes for each value that is kept"
         )
-
-
-def unstated_note(names: Sequence[str]) -> str:
-    return f"{', '.join(names)} states no cost: memory and time are those of the most expensive plug-in of its kind"
 
 
 def phase_table(report: Record) -> Table:

@@ -319,17 +319,6 @@ def dot(row, x):
 
 
 @sums_in_parallel
-def add_factors(x, v, u, hidden, y):
-    """y += x vᵀ uᵀ. x: (tokens, in) float32; v: (r, in); u: (out, r); hidden: room for x vᵀ; y: (tokens, out)."""
-    for k in prange(v.shape[0]):
-        for t in range(x.shape[0]):
-            hidden[t, k] = dot(v[k], x[t])
-    for o in prange(u.shape[0]):
-        for t in range(x.shape[0]):
-            y[t, o] += dot(u[o], hidden[t])
-
-
-@sums_in_parallel
 def add_layer(x, v, u, bias, y):
     """y += x vᵀ uᵀ + bias, summed in float32 and rounded once; as for `layer_2_4`, y: (tokens, out)."""
     hidden = np.empty((x.shape[0], v.shape[0]), np.float32)

@@ -42,14 +42,13 @@ class Int4:
     codes: Tensor
     terms: Tensor
     group: int
-    key: tuple[int, ...] = ()
+    key: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, codes: Tensor, scale: Tensor, low: Tensor, key: tuple[int, ...] = ()) -> Int4:
+    def of(cls, codes: Tensor, scale: Tensor, low: Tensor, key: tuple[tuple[int, int], ...] = ()) -> Int4:
         """Of codes, uint8 (out, in), scales (out, groups) and the values of code 0 (out, groups)."""
         width, given = codes.shape[1], scale.shape[1]
-        group = operand_group(width // given)
-        assert group is not None
+        group = next(length for length in GROUPS if width // given % length == 0)
         scale, low = (t.float().repeat_interleave(width // given // group, 1).T.contiguous() for t in (scale, low))
         terms = torch.stack([scale, low + 8 * scale], -1).bfloat16()
         if codes.device.type == "cuda":
@@ -130,11 +129,6 @@ def spread(codes: Tensor, rows: slice, tile: Tensor, middle: int = 0) -> None:
     halves[:, 1] = (octets >> 4).view(torch.int8).sub_(middle)
 
 
-def operand_group(group: int) -> int | None:
-    """The groups into which those of a grid are divided for the operators; None if no such length divides them."""
-    return next((length for length in GROUPS if group % length == 0), None)
-
-
 def obstacle(device: str, dtype: torch.dtype, grid: Grid, shape: tuple[int, int]) -> str | None:
     """Why the operators cannot multiply a complete S on this grid, or None."""
     out, width = shape
@@ -142,7 +136,7 @@ def obstacle(device: str, dtype: torch.dtype, grid: Grid, shape: tuple[int, int]
         return f"torch's operators take codes of 4 bits, and these have {grid.bits}"
     if dtype != torch.bfloat16:
         return f"torch's operators for codes of 4 bits are fast with bfloat16 only, and the layer has {dtype}"
-    if operand_group(grid.group or width) is None:
+    if (grid.group or width) % GROUPS[-1]:
         return f"torch's operators take groups of a multiple of 32 inputs, and these have {grid.group or width}"
     together = {"cpu": (16, 32), "cuda": (8, 32)}.get(device)
     if together is None:

@@ -63,8 +63,8 @@ def groups_product(
         inputs, y = x.float().contiguous().numpy(), torch.empty(len(x), len(values))
         kernels.dot_positions(as_numpy(values).reshape(-1), codes, n, m, bits, inputs, y.numpy())
         if u is not None and v is not None:
-            factors, hidden = (as_numpy(factor.contiguous()) for factor in (v, u)), torch.empty(len(x), len(v))
-            kernels.add_factors(inputs, *factors, hidden.numpy(), y.numpy())
+            factors = (as_numpy(tensor.contiguous()) for tensor in (v, u, u.new_empty(0)))
+            kernels.add_layer(inputs, *factors, y.numpy())
         rounded = y.to(x.dtype)
         return rounded if bias is None else rounded + bias
     wide = (n, m) == (2, 4) and kernels.WIDE
