@@ -109,7 +109,7 @@ OURS: Rows = {
     **dense_rows(8, (0,), ("fast",)),
     **dense_rows(4, (12,), ("fast",), factors=8),
     **dealt_rows(4.3, ("best",)),
-    **dealt_rows(4.6, ("best",)),
+    **dealt_rows(4.6, ("fast", "best")),
     **dealt_rows(4.8, ("fast", "balanced")),
     **dealt_rows(5.2, ("fast", "balanced", "best")),
     **sparse_rows("2:4", (16,)),

@@ -49,8 +49,7 @@ def versions(content: Content) -> Row:
 SIDE_BY_SIDE = {
     "dense": "dense, bfloat16",
     "5.2 bits, dealt, balanced": "**the default**: `hasslefree compress MODEL OUT`",
-    "4.6 bits, dealt, best": "smallest: `--size 4.6bits --effort best`",
-    "4.8 bits, dealt, fast": "no training: `--size 4.8bits --effort fast`",
+    "4.6 bits, dealt, fast": "smaller, no training: `--size 4.6bits --effort fast`",
     "4 bits + rank 16, balanced": "4 bits everywhere: `--method joint-grid --bits 4 --rank 16`",
     "4 bits + rank 16, fast": "the same, no training: `--effort fast`",
     "llama.cpp Q8_0": "llama.cpp Q8_0",
@@ -99,8 +98,8 @@ def headline(content: Content) -> Row:
 GOALS = (
     ("", "dense", "dense, bfloat16"),
     ("little loss in a third of the bytes: the default", "5.2 bits, dealt, balanced", "`--size 5.2bits`, `balanced`"),
-    ("the same, no training", "5.2 bits, dealt, fast", "`--size 5.2bits`, `fast`"),
-    ("fewest bytes", "4.6 bits, dealt, best", "`--size 4.6bits`, `best`"),
+    ("fewer bytes, no training", "4.8 bits, dealt, fast", "`--size 4.8bits`, `fast`"),
+    ("fewest bytes", "4.6 bits, dealt, fast", "`--size 4.6bits`, `fast`"),
     ("4 bits everywhere, for fast kernels", "4 bits + rank 16, balanced", "4 bits + rank 16, `balanced`"),
     ("the same, least loss", "4 bits + rank 16, best", "4 bits + rank 16, `best`"),
     ("almost no loss, bfloat16", "6:8 + rank 16", "6:8 + rank 16, `fast`"),
