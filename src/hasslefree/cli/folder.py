@@ -32,7 +32,7 @@ FORMATS = (
     "dense (plain weights), peft (sparse weights and a LoRA adapter), narrow (without the heads and neurons that are "
     "zero), or with the codes of a quantised S and a LoRA adapter: gguf (llama.cpp), mlx or compressed-tensors (vLLM)."
 )
-TEMPLATE = "For gguf: the dense model as a GGUF file in bf16, f16 or f32, made by llama.cpp's converter."
+TEMPLATE = "For gguf: the dense model in bf16, f16 or f32, as llama.cpp's converter writes it (no default)."
 OVERWRITE = "Replace DEST if it is not empty (default: off)."
 PROGRAM = "A console script, a module that `python -m` runs, or a .py file."
 
