@@ -155,7 +155,7 @@ def identity_of_files(folder: Path) -> dict[str, tuple[int, int]]:
 # What `balanced` was then.
 BALANCED = {"rounds": 100, "allocate": "error", "match_predictions": 0}
 # Fields that did not exist, and have no effect there.
-NEW = {"match_predictions": 0, "offset": None}
+NEW = {"match_predictions": 0, "offset": None, "size": None, "engine": None}
 # Fields that exist no longer.
 FORMER = {"dense_target", "match_blocks"}
 

@@ -234,6 +234,11 @@ def test_a_file_that_is_no_text(tmp_path):
         ({"rank": 4, "factor_bits": 8, "effort": "best"}, {"match_predictions": 204_800}),
         ({"rank": 4, "method": "joint-grid"}, {"effort": "balanced", "offset": True, "match_predictions": 49_152}),
         ({"rank": 4, "method": "joint-grid", "symmetric": True}, {"offset": None}),
+        # A grid or an engine stands for a method that quantises, unless the pattern prunes.
+        ({"bits": 4}, {"method": "joint-grid", "size": "5.2bits", "pattern": "dense"}),
+        ({"bits": 4, "rank": 8}, {"method": "joint-grid", "size": None}),
+        ({"engine": "mlx"}, {"method": "joint-grid", "size": "5.2bits"}),
+        ({"pattern": "2:4", "size": "5bits"}, {"method": "joint"}),
         ({"rank": 4, "method": "joint-grid", "pattern": "2:4"}, {"offset": None}),
         # Without ranks, layers of N:M have nothing to give each other.
         ({"rank": 0, "effort": "best"}, {"allocate": "uniform", "match_predictions": 204_800}),
@@ -288,7 +293,7 @@ def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
     ("fields", "message"),
     [
         (
-            {"bits": 4, "rank": 2},
+            {"method": "joint", "bits": 4, "rank": 2},
             "method 'joint' does not quantise S: leave out bits.*method rtn, loftq, lq-lora, caldera, joint-grid, gptq",
         ),
         ({"method": "wanda", "symmetric": False}, "method 'wanda' does not quantise S"),
@@ -324,7 +329,10 @@ def test_an_engine_chooses_a_grid_that_it_holds(engine):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rank": 2}, "mlx takes a quantised S, and method joint does not quantise it: use .*joint-grid"),
+        (
+            {"method": "joint", "rank": 2},
+            "mlx takes a quantised S, and method joint does not quantise it: use .*joint-grid",
+        ),
         (
             {"method": "joint-grid", "rank": 2, "pattern": "2:4"},
             "mlx stores every entry of S, so that pattern 2:4",

@@ -128,8 +128,7 @@ def variables_of(
         yield from variables_of_factors(layer, scale)
         if layer.bias is not None:
             yield plain(layer.bias)
-    if compressed_layers(block):
-        yield from (plain(weight) for weight in norms(block) if id(weight) not in fixed)
+    yield from (plain(weight) for weight in norms(block) if id(weight) not in fixed and compressed_layers(block))
 
 
 def plain(leaf: Tensor, unit: Tensor | None = None) -> Variable:

@@ -54,8 +54,8 @@ class Fields:
     rank_share: float | None = declared(None, BUDGET)
     """Share of the kept parameters that L gets; needed with a ratio and a pattern other than N:M (no default)."""
     method: str | None = declared(None, METHOD)
-    """How each layer is decomposed; `hasslefree methods` lists the methods (default: joint; joint-grid for a size
-    without a pattern)."""
+    """How each layer is decomposed; `hasslefree methods` lists the methods (default: joint-grid for a size, an engine
+    or a grid without a pattern that prunes, otherwise joint)."""
     effort: Literal["fast", "balanced", "best"] | None = declared(None, LEVERS)
     """What is done besides decomposing single layers: fast (nothing), balanced (train the kept values of all layers) or
     best (train longer, and move rank and bits between layers) (default: balanced for joint and joint-grid, fast for

@@ -37,9 +37,10 @@ ROUNDS = 20
 # The methods of this project, which are trained by default; the others are as published.
 OURS = ("joint", "joint-grid")
 QUANTISING = ", ".join(name for name, method in METHODS.items() if method.grid)
-# The size of a result if the recipe does not say, and the fields that say what to compress to, or how.
+# The size of a result if the recipe does not say, the fields that say what to compress to, or how, and those of a grid.
 DEFAULT_SIZE = "5.2bits"
-SIZING = ("size", "pattern", "rank", "sparsity", "ratio", "rank_share", "method", "pruner", "low_rank", "bits")
+SIZING = ("size", "pattern", "rank", "sparsity", "ratio", "rank_share", "method", "pruner", "low_rank")
+GRIDS = ("size", "engine", "bits", "group_size", "symmetric", "offset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ def filled(recipe: Fields) -> Fields:
     if all(getattr(recipe, name) is None for name in SIZING):
         recipe = dataclasses.replace(recipe, size=DEFAULT_SIZE)
     if recipe.method is None:
-        on_grid = recipe.size and recipe.pattern in (None, "dense")
+        on_grid = recipe.pattern in (None, "dense") and any(getattr(recipe, name) is not None for name in GRIDS)
         recipe = dataclasses.replace(recipe, method="joint-grid" if on_grid else "joint")
     quantised = has_grid(recipe)
     recipe = dataclasses.replace(recipe, pattern=recipe.pattern or ("dense" if quantised else "2:4"))
