@@ -51,7 +51,7 @@ SIDE_BY_SIDE = {
     "5.2 bits, dealt, balanced": "**the default**: `hasslefree compress MODEL OUT`",
     "4.6 bits, dealt, fast": "smaller, no training: `--size 4.6bits --effort fast`",
     "4 bits + rank 16, balanced": "4 bits everywhere: `--bits 4 --rank 16`",
-    "4 bits + rank 16, fast": "the same, no training: `--effort fast`",
+    "4 bits + rank 16, best": "the same: `--bits 4 --rank 16 --effort best`",
     "llama.cpp Q8_0": "llama.cpp Q8_0",
     "llama.cpp Q4_K_M": "llama.cpp Q4_K_M",
     "llama.cpp Q3_K_M": "llama.cpp Q3_K_M",

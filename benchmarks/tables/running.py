@@ -324,6 +324,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "generation_one_thread": (writing("generation_one_thread"),),
+    "generation_four_bits": (writing("generation_four_bits"),),
     "loaded": (
         Table(
             "loaded",
