@@ -92,7 +92,7 @@ def test_coded_factors_are_trained_through_their_rounding():
     torch.testing.assert_close(layer.factors()[1], expected[1].values())
 
 
-def test_norms_are_told_by_their_class():
+def test_norms_are_recognised_by_their_class():
     class RMSNorm(torch.nn.Module):
         def __init__(self):
             super().__init__()

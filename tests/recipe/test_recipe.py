@@ -273,7 +273,8 @@ def test_every_method_with_a_low_rank_part_takes_factors_in_eight_bits():
     for name, method in METHODS.items():
         if not isinstance(method, Prune):
             pattern = {"pattern": "structured", "sparsity": 0.5} if name == "losparse" else {}
-            Recipe(method=name, rank=2, factor_bits=8, **pattern).resolve(with_text=False)
+            resolved = Recipe(method=name, rank=2, factor_bits=8, **pattern).resolve(with_text=False)
+            assert resolved.recipe.factor_bits == 8
 
 
 QUANTISED = ["rtn", "gptq", "loftq", "lq-lora", "caldera", "joint-grid"]
