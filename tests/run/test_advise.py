@@ -290,7 +290,7 @@ def test_a_model_alone_gets_the_default_size():
     recipe = filled(Recipe(effort="fast"))
     assert (recipe.size, recipe.method, recipe.pattern, recipe.allocate) == (
         DEFAULT_SIZE, "joint-grid", "dense", "error")  # fmt: skip
-    for fields in ({"rank": 4}, {"pattern": "2:4"}, {"method": "wanda"}, {"bits": 4}):
+    for fields in ({"rank": 4}, {"pattern": "2:4"}, {"method": "wanda"}, {"bits": 4, "rank": 0}):
         assert filled(Recipe(**fields)).size is None
 
 
