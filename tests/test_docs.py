@@ -46,6 +46,10 @@ def test_links_lead_somewhere(page):
     assert not wrong
 
 
+def test_the_badge_shows_the_version():
+    assert f"badge/version-{hasslefree.__version__}-" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_index_lists_every_page():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     for page in DOCS:
