@@ -4,9 +4,11 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub import constants, hf_api
 from hypothesis import settings
 
 import hasslefree
+from tests.hub import Hub
 from tests.tiny_models import build, segments
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -41,3 +43,21 @@ def compressed_once(tmp_path_factory):
 def compressed_copy(compressed_once, tmp_path):
     """As `compressed_once`, but a copy at `tmp_path / "out"`."""
     return lambda *arguments: shutil.copytree(compressed_once(*arguments), tmp_path / "out")
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A stand-in for the Hugging Face Hub, for which nobody is logged in. Requests that fail are repeated at once."""
+    with Hub() as hub:
+        # What huggingface_hub takes from HF_ENDPOINT, HF_HUB_DISABLE_XET, HF_HOME and HF_TOKEN when it is imported.
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        )
+        monkeypatch.setattr(hf_api.api, "endpoint", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+        yield hub

@@ -9,6 +9,7 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import ModelError
 from hasslefree.models.load import load_config, load_model, load_tokenizer, resolve_device, resolve_seqlen
+from tests.hub import Repository
 from tests.tiny_models import NO_TOKENIZER, build, segments
 
 
@@ -80,3 +81,27 @@ def test_a_gguf_file_is_to_be_converted_first():
 def test_a_folder_that_is_not_there_is_named(load, tmp_path):
     with pytest.raises(ModelError, match="the model folder .*/nowhere does not exist"):
         load(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("load", [load_config, load_tokenizer])
+@pytest.mark.parametrize("token", [None, "hf_ada"])
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("meta/gated", "'meta/gated' is gated: accept its licence at https://huggingface.co/meta/gated, then run `hf"),
+        ("bob/secret", "'bob/secret' is neither a local folder nor a model that you can see .*private, run `hf auth"),
+        ("meta/lama", "'meta/lama' is neither .* check the spelling;"),
+        ("lama", "'lama' is neither .* check the spelling;"),
+        ("a lama", "no model at 'a lama', .* must use alphanumeric chars"),
+        ("meta/down", "hub could not be reached to download 'meta/down': .*`hf download meta/down --local-dir"),
+    ],
+)
+def test_a_model_of_the_hub_that_cannot_be_read(load, token, name, sentence, hub, monkeypatch):
+    hub.repositories["meta/gated"] = Repository({"config.json": b"{}"}, gated=True)
+    hub.repositories["bob/secret"] = Repository({"config.json": b"{}"}, private=True)
+    hub.fails["meta/down"] = 503
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(ModelError, match=sentence) as caught:
+        load(name)
+    assert len(str(caught.value)) < 240
