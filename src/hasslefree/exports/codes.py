@@ -41,7 +41,7 @@ def grid_of(layer: SparseLowRankLinear) -> Grid:
 def numbers_of(layer: SparseLowRankLinear, engine: str) -> tuple[Tensor, Tensor]:
     """The scale and the zero or offset of each group of the engine: (out, groups) each, in the layer's dtype."""
     grid, scale = grid_of(layer), layer.get_parameter("weight_scale").detach()
-    tensors = {name: getattr(layer, name) for name in layer.storage.dtypes()}
+    tensors = layer.tensors()
     second = tensors["weight_offset"].detach() if grid.offset else layer.storage.zeros(tensors).to(scale)
     times = (grid.group or layer.in_features) // group_of(layer, engine)
     return scale.repeat_interleave(times, 1), second.repeat_interleave(times, 1)

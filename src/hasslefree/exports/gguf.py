@@ -143,7 +143,7 @@ def blocks_of(layer: SparseLowRankLinear) -> Tensor:
     grid = grid_of(layer)
     kind = str(block_of(grid))
     scale, second = numbers_of(layer, "llama.cpp")
-    codes = unpack_codes(layer.get_buffer("weight_packed"), grid.bits, layer.in_features)
+    codes = unpack_codes(layer.tensors()["weight_packed"], grid.bits, layer.in_features)
     codes = codes.view(len(scale), -1, 32).short()
     if not grid.offset:
         codes += (ZEROS[kind] - second).short().unsqueeze(-1)

@@ -37,7 +37,7 @@ def write_compressed_tensors(
         grouped |= {} if grid.symmetric else {"weight_zero_point": layer.get_buffer("weight_zero_point")}
         times = grid.group // group if grid.group else 1
         packed[name] = {key: tensor.repeat_interleave(times, 1) for key, tensor in grouped.items()}
-        packed[name]["weight_packed"] = layer.get_buffer("weight_packed")
+        packed[name]["weight_packed"] = layer.tensors()["weight_packed"]
         packed[name]["weight_shape"] = torch.tensor(layer.spec.shape)
     # Compressed layers are no nn.Linear.
     dense = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -68,7 +68,7 @@ def write_mlx(model: PreTrainedModel, part: Path, _destination: Path, max_shard_
     for name, layer in check_layers(model, "mlx").items():
         grid, (scale, second) = grid_of(layer), numbers_of(layer, "mlx")
         forms[name] = {"group_size": group_of(layer, "mlx"), "bits": grid.bits}
-        words = layer.get_buffer("weight_packed").view(torch.uint32)
+        words = layer.tensors()["weight_packed"].view(torch.uint32)
         # The zero of a symmetric grid is a power of two: its product with the scale is exact.
         packed[name] = {"weight": words, "scales": scale, "biases": second if grid.offset else -second * scale}
     folders = write_mlx_adapter(factors_of(model), part)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasslefree.core.factors import BITS, CodedRows
-from hasslefree.core.grids import Grid
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError
 from hasslefree.packed.kernels.backends import (
@@ -27,7 +26,7 @@ from hasslefree.packed.kernels.backends import (
     takes_layer,
     wants_numba,
 )
-from hasslefree.packed.kernels.int4 import Int4
+from hasslefree.packed.kernels.int4 import Int4, plain
 from hasslefree.packed.kernels.ops import TRITON_TOKENS, Prepared, PreparedFactors, is_traced, takes_few
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
@@ -45,8 +44,8 @@ class SparseLowRankLinear(nn.Module):
 
     S is in two tensors: the parameter `values`, and the integer buffer `positions`, `mask` or `columns`, which no cast
     to another dtype touches. On a grid (`packed.storage`), the integer buffers `weight_packed` and `weight_zero_point`
-    and the parameter `weight_scale` take the place of the values. Where the backend `int4` runs on a CPU, it holds the
-    codes in its own order instead of `weight_packed`, which returns when it is looked up, stored, loaded or moved.
+    and the parameter `weight_scale` take the place of the values. Where the backend `int4` runs on a CPU, the buffer
+    `weight_packed` is uint8, in the order of the backend; `tensors` and state dicts have that of the file.
     The factors are `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank 0. In eight bits they are int8
     buffers, with the parameters `low_rank_u_scale` (out,) and `low_rank_v_scale` (r,), and unpacked at every call.
     How x Sᵀ is computed is chosen at every call (`hasslefree.packed.kernels.backends`), or set by `use`.
@@ -71,6 +70,7 @@ class SparseLowRankLinear(nn.Module):
         self.wide_factors: dict[str, Tensor] = {}  # the values of coded factors, while they are trained
         self.prepared: Prepared | None = None  # the arrays for a few tokens on a CPU
         self.int4: Int4 | None = None  # codes of four bits as torch's operators take them
+        self.int4_key: tuple[tuple[int, int], ...] = ()  # the tensors for which it was prepared, or is not possible
         self.prepared_factors: PreparedFactors | None = None  # beside them, for a few tokens on a CPU
         self._fuses = isinstance(self.storage.layout, PackedGroups) and not (spec.grid or spec.factor_bits)
         tensors = spec.tensors()
@@ -84,6 +84,9 @@ class SparseLowRankLinear(nn.Module):
         for name in ("low_rank_u", "low_rank_v", "bias"):
             if name not in tensors:
                 self.register_parameter(name, None)
+        if spec.grid is not None:
+            self.register_state_dict_pre_hook(SparseLowRankLinear._restore)
+            self.register_load_state_dict_pre_hook(SparseLowRankLinear._restore)
 
     @classmethod
     def from_decomposition(cls, result: Decomposition, bias: Tensor | None, pattern: str) -> SparseLowRankLinear:
@@ -116,10 +119,14 @@ class SparseLowRankLinear(nn.Module):
         """The values, or the scales of the grid; not the matrix. Model code looks up its dtype and device."""
         return self.values if self.spec.grid is None else self.get_parameter("weight_scale")
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of S by their names in the file, with codes in its order."""
+        self._restore()
+        return {name: getattr(self, name) for name in self.storage.dtypes()}
+
     def unpacked(self) -> Tensor:
         """S: (out, in), a new tensor at each call."""
-        tensors = {name: getattr(self, name) for name in self.storage.dtypes()}
-        return self.storage.unpack(tensors, self.in_features, self.spec.nonzeros)
+        return self.storage.unpack(self.tensors(), self.in_features, self.spec.nonzeros)
 
     def support(self) -> Tensor:
         """The positions of the stored values, which are in row-major order: (out, in) bool. Not for a quantised S."""
@@ -168,12 +175,9 @@ class SparseLowRankLinear(nn.Module):
         few = x.is_cpu or len(flat) <= TRITON_TOKENS
         if self._pinned is not None or x.shape[-1] != self.in_features or not few or scale is None:
             return None
-        if not is_traced(x):
-            factors = self._buffers if self.spec.factor_bits else parameters
-            given = (scale, parameters.get("weight_offset"), *map(factors.get, FACTORS), bias)
-            key = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in given if t is not None)
-            if self.int4 is None or self.int4.key != key:
-                self._prepare_int4(len(flat), key)
+        if not is_traced(x) and self.int4_key != self._key():
+            self._prepare_int4()
+            self.int4_key = self._key()
         operands = self.int4
         if operands is None or scale.device != x.device:
             return None
@@ -185,51 +189,35 @@ class SparseLowRankLinear(nn.Module):
             y = y if bias is None else y.add_(bias)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _prepare_int4(self, tokens: int, key: tuple[tuple[int, int], ...]) -> None:
-        """Make `int4`, where it is the backend, and on a CPU give up the codes in the order of the file."""
-        self._restore()
-        case = self._case(tokens, grad=False)
-        assert case.grid is not None
+    def _key(self) -> tuple[tuple[int, int], ...]:
+        """What changes with every tensor of which `int4` and `prepared_factors` are made."""
+        tensors = self._parameters | self._buffers
+        given = map(tensors.get, ("weight_packed", "weight_scale", "weight_offset", *FACTORS, "bias"))
+        return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in given if t is not None)
+
+    def _prepare_int4(self) -> None:
+        """Make `int4`, where it is the backend; on a CPU the buffer then holds the codes in its order."""
+        tensors, case = self.tensors(), self._case(tokens=1, grad=False)
+        self.int4 = self.prepared_factors = None
         if choose(case, self.backend) != "int4":
             obstacle = BACKENDS["int4"](case)
             if obstacle and case.device == "cpu" and self.spec.pattern == "dense":
-                log_slower(case.grid, obstacle)
+                log_slower(str(self.spec.grid), obstacle)
             return
-        tensors = {name: getattr(self, name) for name in self.storage.dtypes()}
-        packed, low = tensors["weight_packed"], self.storage.lowest(tensors)
-        self.int4 = Int4.of(unpack_codes(packed, 4, self.in_features), tensors["weight_scale"].detach(), low, key)
-        if packed.is_cpu:
-            del self._buffers["weight_packed"]
+        codes = unpack_codes(tensors["weight_packed"], 4, self.in_features)
+        self.int4 = Int4.of(codes, tensors["weight_scale"].detach(), self.storage.lowest(tensors))
+        if case.device == "cpu":
+            self._buffers["weight_packed"] = self.int4.codes
             if HAS_NUMBA and (factors := self.factors()) is not None:
                 u, v = factors
                 self.prepared_factors = PreparedFactors(u.contiguous(), v.contiguous(), self.bias)
 
-    def _restore(self) -> None:
+    def _restore(self, *_: Any) -> None:
         """Hold the codes in the order of the file again."""
-        if self.int4 is not None and "weight_packed" not in self._buffers:
-            self._buffers["weight_packed"] = pack_codes(self.int4.plain(), 4)
-        self.int4 = self.prepared_factors = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight_packed" and name not in self._buffers:
-            self._restore()
-        return super().__getattr__(name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._restore()
-        return self.__dict__.copy()
-
-    def _apply(self, *args: Any, **options: Any) -> Any:
-        self._restore()
-        return super()._apply(*args, **options)
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        self._restore()
-        super()._save_to_state_dict(*args)
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self._restore()
-        super()._load_from_state_dict(*args)
+        packed = self._buffers.get("weight_packed")
+        if packed is not None and packed.dtype == torch.uint8:
+            self._buffers["weight_packed"] = pack_codes(plain(packed), 4)
+            self.int4 = self.prepared_factors = None
 
     def _in_one_call(self, x: Tensor) -> Tensor | None:
         """The layer for a few tokens without gradients, by one call of a kernel; None if no kernel does that."""
@@ -324,7 +312,7 @@ def add_low_rank(y: Tensor, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 @cache
-def log_slower(grid: Grid, obstacle: str) -> None:
+def log_slower(grid: str, obstacle: str) -> None:
     logger.warning("S in %s is unpacked at every call, which is slow: %s", grid, obstacle)
 
 

@@ -90,8 +90,8 @@ def test_only_one_copy_of_the_codes_is_held_and_whoever_asks_gets_them_in_the_fi
     stored, x = layer.weight_packed.clone(), torch.randn(1, 192).bfloat16()
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     y = layer(x)
-    assert "weight_packed" not in dict(layer.named_buffers())
-    assert torch.equal(layer.weight_packed, stored)
+    assert layer.weight_packed is layer.int4.codes
+    assert torch.equal(layer.tensors()["weight_packed"], stored)
     assert layer.int4 is None
     assert torch.equal(layer(x), y)
     after = layer.state_dict()
@@ -108,7 +108,7 @@ def test_copies_casts_and_pickles_of_a_layer_that_was_used():
     layer(x)
     for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
         assert torch.equal(other(x), y)
-        assert "weight_packed" not in dict(other.named_buffers())
+        assert other.weight_packed is other.int4.codes
     layer(x)
     wide = copy.deepcopy(layer).float()
     assert close(wide(x.float()), F.linear(x.double(), matrix, b))
@@ -127,6 +127,8 @@ def test_values_that_change_after_a_call_count():
     fresh, expected, _ = layer_of(bias=False)
     layer.load_state_dict(fresh.state_dict())
     assert close(layer(x), x.double() @ expected.T)
+    layer.load_state_dict({"weight_packed": torch.zeros_like(fresh.weight_packed)}, strict=False)
+    assert not close(layer(x), x.double() @ expected.T)
 
 
 def test_a_call_with_gradients_unpacks_and_agrees():
@@ -189,12 +191,15 @@ def test_on_a_gpu_it_is_for_few_tokens(monkeypatch):
 
 def test_a_processor_without_the_operators_is_named_once_and_the_result_the_same(monkeypatch, caplog):
     layer, matrix, b = layer_of()
-    monkeypatch.setattr(int4, "without_cpu", lambda: "it needs AVX2")
+    asked = []
+    monkeypatch.setattr(int4, "without_cpu", lambda: asked.append(True) or "it needs AVX2")
     linear.log_slower.cache_clear()
     x = torch.randn(1, 192).bfloat16()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
+            asked.clear()
             assert close(layer(x), F.linear(x.double(), matrix, b))
+    assert len(asked) == 1, "after the first call, only the product with S unpacked asks for its backend"
     assert caplog.messages == [
         "S in int4 in groups of 64, with offsets is unpacked at every call, which is slow: it needs AVX2; use "
         "dense or unpacked"

@@ -33,7 +33,7 @@ ALIGNED = 32
 
 @dataclass(frozen=True)
 class Int4:
-    """S (out, in) as the operators take it. key: of the scales, by which the caller recognises that they changed.
+    """S (out, in) as the operators take it.
 
     codes: on a CPU uint8 (out, in/2), on CUDA int32. terms: scales and centres, (groups, out, 2) bfloat16. group: the
     inputs of a group.
@@ -42,10 +42,9 @@ class Int4:
     codes: Tensor
     terms: Tensor
     group: int
-    key: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, codes: Tensor, scale: Tensor, low: Tensor, key: tuple[tuple[int, int], ...] = ()) -> Int4:
+    def of(cls, codes: Tensor, scale: Tensor, low: Tensor) -> Int4:
         """Of codes, uint8 (out, in), scales (out, groups) and the values of code 0 (out, groups)."""
         width, given = codes.shape[1], scale.shape[1]
         group = next(length for length in GROUPS if width // given % length == 0)
@@ -56,7 +55,7 @@ class Int4:
             packed = torch.ops.aten._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], tiles)
         else:
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-        return cls(packed, terms, group, key)
+        return cls(packed, terms, group)
 
     def product(self, x: Tensor, u: Tensor | None = None, v: Tensor | None = None) -> Tensor:
         """x Sᵀ, or x Sᵀ + x vᵀ uᵀ: (tokens, in) → (tokens, out), bfloat16. u: (out, r), v: (r, in)."""
@@ -66,16 +65,6 @@ class Int4:
             return y if u is None or v is None else y.addmm_(F.linear(x, v), u.T)
         multiply = linear_int4 if ops.is_traced(x) else int4_product
         return multiply(x, self.codes, self.terms, self.group, u, v)
-
-    def plain(self) -> Tensor:
-        """The codes, uint8 (out, in), on a CPU."""
-        out, width = len(self.codes), 2 * self.codes.shape[1]
-        codes = self.codes.new_empty(out, width)
-        for rows in tiles_of(out, width):
-            tile = codes.new_empty(width, rows.stop - rows.start)
-            spread(self.codes, rows, tile)
-            codes[rows] = tile.T
-        return codes
 
 
 def int4_product(
@@ -106,6 +95,17 @@ def int4_product(
 
 linear_int4 = ops.as_operator("hasslefree::linear_int4", int4_product)
 linear_int4.register_fake(lambda x, codes, *_: x.new_empty(len(x), len(codes)))
+
+
+def plain(packed: Tensor) -> Tensor:
+    """The codes, uint8 (out, in), of uint8 (out, in/2) in a CPU's order."""
+    out, width = len(packed), 2 * packed.shape[1]
+    codes = packed.new_empty(out, width)
+    for rows in tiles_of(out, width):
+        tile = packed.new_empty(width, rows.stop - rows.start)
+        spread(packed, rows, tile)
+        codes[rows] = tile.T
+    return codes
 
 
 def tiles_of(out: int, width: int) -> Iterator[slice]:
@@ -164,6 +164,6 @@ def without_cpu() -> str | None:
     if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
         return f"torch {torch.__version__} has no operators for codes of 4 bits on a CPU; update torch"
     codes = (torch.arange(80 * 32).view(80, 32) * 7 // 5 % 16).to(torch.uint8)
-    if not torch.equal(Int4.of(codes, *torch.ones(2, 80, 1)).plain(), codes):
+    if not torch.equal(plain(Int4.of(codes, *torch.ones(2, 80, 1)).codes), codes):
         return f"torch {torch.__version__} orders codes of 4 bits in a way that is not known here; update hasslefree"
     return None

@@ -89,12 +89,20 @@ def _direct(n: int, m: int) -> Mapping[torch.dtype, float]:
     return DIRECT_2_4_TILES if multiplies_tiles() else DIRECT_2_4
 
 
-class Prepared:
+class Arrays:
+    """Tensors as `arrays` for Numba. They share memory: changes in place take effect. A copy of a layer has none."""
+
+    arrays: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+class Prepared(Arrays):
     """`groups_product` for a whole layer of 2:4, with arrays that are ready for Numba, and any leading dimensions of x.
 
-    For few tokens the product is so short that Python's overhead counts. The arrays share the memory of the tensors:
-    changes in place take effect here. All are contiguous, and all but the positions of one dtype, float32 or bfloat16.
-    key: of the tensors, by which the caller recognises that they were replaced.
+    For few tokens the product is so short that Python's overhead counts. All tensors are contiguous, and all but the
+    positions of one dtype, float32 or bfloat16. key: by which the caller recognises that they were replaced.
     """
 
     def __init__(
@@ -115,16 +123,9 @@ class Prepared:
         kernels.layer_2_4(*self.arrays, *arrays, kernels.WIDE)
         return y
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copy of a layer prepares its own arrays."""
-        return type(None), ()
 
-
-class PreparedFactors:
-    """y += x vᵀ uᵀ + b for a few tokens, with arrays of u (out, r), v (r, in) and b that are ready for Numba.
-
-    As for `Prepared`: contiguous, of one dtype, and changes in place take effect.
-    """
+class PreparedFactors(Arrays):
+    """y += x vᵀ uᵀ + b for a few tokens, with u (out, r), v (r, in) and b, contiguous and of one dtype."""
 
     def __init__(self, u: Tensor, v: Tensor, bias: Tensor | None):
         self.arrays = tuple(map(as_numpy, (v, u, u.new_empty(0) if bias is None else bias)))
