@@ -105,15 +105,15 @@ def test_what_a_step_would_undo(pattern):
     sparse = weight * pattern.mask(weight.square())
     choice = choice_of(weight.float(), sparse.float(), Gram(h.float(), 1), plan).weighed(0.6)
     values = torch.linalg.svdvals((weight - sparse) @ torch.linalg.cholesky(h)).square()
-    torch.testing.assert_close(choice.ranks.gains, 0.6 * (values / values.sum())[1:4], rtol=1e-4, atol=1e-8)
-    assert choice.ranks.cost == 4 * (24 + 32)
-    if choice.entries is not None:
+    torch.testing.assert_close(choice.curves[0].gains, 0.6 * (values / values.sum())[1:4], rtol=1e-4, atol=1e-8)
+    assert choice.curves[0].cost == 4 * (24 + 32)
+    if len(choice.curves) == 2:
         scores = (weight.square() * h.diagonal()).flatten().sort(descending=True).values
         expected = 0.6 * (scores / scores[200:].sum())[100:400]
-        torch.testing.assert_close(choice.entries.gains, expected, rtol=1e-4, atol=1e-8)
-        assert (choice.entries.cost, choice.step, choice.count) == (4, 1, 100)
-        assert choice.taken(3, 5).spec.nonzeros == 105
-    assert choice.taken(3, 0).spec.rank == 4
+        torch.testing.assert_close(choice.curves[1].gains, expected, rtol=1e-4, atol=1e-8)
+        assert choice.curves[1].cost == 4
+        assert choice.plan(3, 5).spec.nonzeros == 105
+    assert choice.plan(3, 0).spec.rank == 4
 
 
 def test_a_step_costs_what_it_adds_to_the_bytes():
@@ -123,10 +123,10 @@ def test_a_step_costs_what_it_adds_to_the_bytes():
     for rank in (0, 1, 2, 5):
         plan = LayerPlan.of((24, 32), SemiStructured(2, 4), rank, torch.bfloat16, factor_bits=8)
         choice = choice_of(weight.bfloat16(), sparse, Gram(h, 1), plan)
-        assert choice.rank == {0: 0, 1: 1, 2: 1, 5: 2}[rank]
-        steps = [choice.taken(step).bytes for step in range(len(choice.ranks.gains) + 1)]
+        assert choice.plan(0).spec.rank == {0: 0, 1: 1, 2: 1, 5: 2}[rank]
+        steps = [choice.plan(step).bytes for step in range(len(choice.curves[0].gains) + 1)]
         assert [later - one for one, later in pairwise(steps)] == [24 + 32 + 2] * (len(steps) - 1)
-        assert choice.taken(0).spec.factor_bits == (8 if rank else None)
+        assert choice.plan(0).spec.factor_bits == (8 if rank else None)
 
 
 def test_factors_in_eight_bits_where_the_ratio_leaves_no_rank_are_refused():

@@ -15,7 +15,8 @@ from hasslefree.core.engines import block_of
 from hasslefree.errors import ModelError, option
 from hasslefree.exports.codes import check_layers, grid_of, numbers_of
 from hasslefree.exports.formats import summed
-from hasslefree.exports.template import ROUNDING, Place, Template, find_matrices, find_vector, in_place
+from hasslefree.exports.template import Place, Template, find_matrices, find_vector
+from hasslefree.folder.record import read_record
 from hasslefree.models.sites import find_sites
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.packed.storage import unpack_codes
@@ -63,18 +64,20 @@ def find_places(
     places = find_matrices(template, shapes, lambda name: summed(layers[name]) if name in layers else plain[name])
     for name in shapes.keys() - layers.keys():
         place = places[name]
-        if not in_place(place.ordered(plain[name].float()), template.values(place.name), ROUNDING**2):
+        if not template.holds(place.name, place.ordered(plain[name])):
             raise template.error(f"is of another model: {place.name} has other values than {name}")
     # The names of a block begin alike: model.layers.0. here, and blk.0. there.
     blocks = {begin(name): begin(place.name) for name, place in places.items() if begin(name)}
+    trained = read_record(Path(str(model.name_or_path))).predictions is not None  # vectors of blocks too
     changed: dict[str, Tensor] = {}
     for name, tensor in plain.items():
         if tensor.ndim != 2:
-            changed |= find_vector(template, name, blocks.get(begin(name), ""), tensor.float())
+            moved = trained and begin(name) in blocks
+            changed |= find_vector(template, name, blocks.get(begin(name), ""), tensor, moved)
     for name, layer in layers.items():
         if layer.bias is not None:
             theirs = places[name].name.removesuffix("weight") + "bias"
-            changed |= find_vector(template, f"{name}.bias", theirs, places[name].ordered(layer.bias.detach().float()))
+            changed |= find_vector(template, f"{name}.bias", theirs, places[name].ordered(layer.bias.detach()), trained)
     return places, changed
 
 

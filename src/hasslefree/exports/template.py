@@ -20,7 +20,8 @@ from hasslefree.errors import ModelError, option
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Sums over rows that have at least this cosine may belong to the same matrix; unrelated ones have about 0.
 LIKE = 0.5
-# A row is in its place if its squared distance from the row there is at most this share of that row's squares.
+# A row is in its place if its squared distance from the row there is at most this share of that row's squares; and a
+# vector that was trained, if its distance is at most this share of the norm there.
 NEAR = 0.5
 # Rows that differ by less than this share of their norm are alike, but for rounding.
 ROUNDING = 2**-7
@@ -45,6 +46,13 @@ class Template:
         tensor = self.tensors[name]
         flat = torch.frombuffer(bytearray(tensor.data.tobytes()), dtype=PLAIN[tensor.tensor_type.name])
         return flat.float().view(self.shape(name))
+
+    def holds(self, name: str, ours: Tensor, shift: int = 0) -> bool:
+        """Whether a tensor is ours plus a number, but for the rounding of one to the dtype of the other."""
+        theirs, kind = self.values(name), PLAIN[self.tensors[name].tensor_type.name]
+        return torch.equal((ours.float() + shift).to(kind).float(), theirs) or torch.equal(
+            (theirs - shift).to(ours.dtype), ours
+        )
 
     def error(self, problem: str) -> ModelError:
         return ModelError(
@@ -128,10 +136,10 @@ def row_order(ours: Tensor, theirs: Tensor) -> Tensor | None:
     return nearest if torch.equal(back[nearest], same) and in_place(ours[nearest], theirs) else None
 
 
-def in_place(ours: Tensor, theirs: Tensor, near: float = NEAR) -> bool:
+def in_place(ours: Tensor, theirs: Tensor) -> bool:
     """Whether each row of ours is near the same row of theirs. A row of zeros is near what is almost zero."""
     energy = theirs.square().sum(1)
-    return bool(((ours - theirs).square().sum(1) <= near * energy + ROUNDING**2 * energy.mean()).all())
+    return bool(((ours - theirs).square().sum(1) <= NEAR * energy + ROUNDING**2 * energy.mean()).all())
 
 
 def nearest_rows(rows: Tensor, among: Tensor) -> Tensor:
@@ -140,19 +148,25 @@ def nearest_rows(rows: Tensor, among: Tensor) -> Tensor:
     return torch.cat([(chunk @ among.T - half).argmax(1) for chunk in rows.split(CHUNK)])
 
 
-def find_vector(template: Template, name: str, begin: str, ours: Tensor) -> dict[str, Tensor]:
+def find_vector(template: Template, name: str, begin: str, ours: Tensor, trained: bool) -> dict[str, Tensor]:
     """The new values of the tensor in the template that is this vector, float32; nothing if they are the same.
 
-    begin: of its name there. Raises a ModelError if no tensor is clearly it: training moves it a little.
+    Args:
+        begin: of its name there. trained: whether it may have moved a little since it was dense.
+
+    Raises:
+        ModelError: no tensor is clearly it.
     """
     found = []
     for theirs, tensor in template.tensors.items():
         if tensor.n_elements == ours.numel() and theirs.startswith(begin):
             values = template.values(theirs)
             for shift in (0, 1):  # the converter adds 1 to the gains of Gemma
-                moved = ours.view(values.shape) + shift
-                found.append((float((moved - values).norm() / values.norm().clamp_min(1e-30)), theirs, moved))
+                moved = ours.view(values.shape).float() + shift
+                distance = float((moved - values).norm() / values.norm().clamp_min(1e-30))
+                found.append((0.0 if template.holds(theirs, ours.view_as(values), shift) else distance, theirs, moved))
     found.sort(key=lambda each: each[0])
-    if not found or found[0][0] > NEAR or (len(found) > 1 and found[1][0] < 2 * found[0][0]):
+    most = NEAR if trained else 0.0
+    if not found or found[0][0] > most or (len(found) > 1 and found[1][0] < 2 * found[0][0]):
         raise template.error(f"is of another model: none of its tensors is clearly {name}")
     return {found[0][1]: found[0][2]} if found[0][0] else {}

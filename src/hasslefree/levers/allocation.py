@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,79 +38,21 @@ STEPS = 256
 
 @dataclass(frozen=True)
 class Choice:
-    """The budgets a layer may get: at least `rank` and `count` non-zeros (None: fixed by the pattern), and then more.
+    """The plans that a layer may get.
 
     Args:
-        lost: with the least of both. ranks: the gain of each single rank. entries: of `step` non-zeros at a time, where
-            the pattern counts them.
+        plan: the one with a number of steps along each curve. curves: what the steps gain.
+        loss: what one of the plans loses, of the layer's sensitivity.
     """
 
-    plan: LayerPlan
-    rank: int
-    lost: float
-    ranks: GainCurve
-    count: int | None = None
-    entries: GainCurve | None = None
-    step: int = 0
-
-    @property
-    def curves(self) -> list[GainCurve]:
-        return [self.ranks] if self.entries is None else [self.ranks, self.entries]
+    plan: Callable[..., LayerPlan]
+    curves: Sequence[GainCurve]
+    loss: Callable[[LayerPlan], float]
 
     def weighed(self, sensitivity: float) -> Choice:
         """The same with each step winning its share of a sensitivity."""
-        entries = None if self.entries is None else self.entries.weighed(sensitivity)
-        ranks, lost = self.ranks.weighed(sensitivity), self.lost * sensitivity
-        return dataclasses.replace(self, lost=lost, ranks=ranks, entries=entries)
-
-    def taken(self, ranks: int, steps: int = 0) -> LayerPlan:
-        """The plan with this number of steps along each curve."""
-        pattern = self.plan.pattern if self.count is None else Unstructured(self.count + steps * self.step)
-        spec, rank = self.plan.spec, self.rank + ranks
-        return LayerPlan.of(spec.shape, pattern, rank, self.plan.dtype, spec.grid, spec.factor_bits)
-
-    def loss(self, plan: LayerPlan) -> float:
-        """What a plan loses, of the sensitivity."""
-        found = self.lost - float(self.ranks.gains[: plan.spec.rank - self.rank].sum())
-        if self.entries is not None and self.count is not None:
-            found -= float(self.entries.gains[: (plan.spec.nonzeros - self.count) // self.step].sum())
-        return found
-
-
-@dataclass(frozen=True)
-class Ladder:
-    """The bits and ranks that a layer on a grid may get.
-
-    Args:
-        plans: the best for some price of a byte, from the fewest bytes on.
-        losses: for each grid, of each rank from 0 on, (ranks,) float64.
-    """
-
-    plans: list[LayerPlan]
-    losses: dict[Grid, Tensor]
-
-    @property
-    def curves(self) -> list[GainCurve]:
-        lost = torch.tensor([self.loss(plan) for plan in self.plans], dtype=torch.float64)
-        return [GainCurve(-lost.diff(), torch.tensor([plan.bytes for plan in self.plans]).diff())]
-
-    def best(self) -> Ladder:
-        """The same with the best plans alone."""
-        best = hull([(plan.bytes, self.loss(plan)) for plan in self.plans])
-        return Ladder([self.plans[index] for index in best], self.losses)
-
-    def weighed(self, sensitivity: float) -> Ladder:
-        """The same with each step winning its share of a sensitivity."""
-        return Ladder(self.plans, {grid: left * sensitivity for grid, left in self.losses.items()})
-
-    def taken(self, steps: int) -> LayerPlan:
-        """The plan with this number of steps along the curve."""
-        return self.plans[steps]
-
-    def loss(self, plan: LayerPlan) -> float:
-        """What a plan loses, of the sensitivity."""
-        assert plan.spec.grid is not None
-        return float(self.losses[plan.spec.grid][plan.spec.rank])
+        curves = [curve.weighed(sensitivity) for curve in self.curves]
+        return Choice(self.plan, curves, lambda plan: sensitivity * self.loss(plan))
 
 
 @dataclass(frozen=True)
@@ -124,7 +66,7 @@ class Allocation:
 
     plan: Plan
     sensitivities: dict[str, float] | None = None
-    choices: Sequence[Mapping[str, Choice | Ladder]] = ()
+    choices: Sequence[Mapping[str, Choice]] = ()
 
     def divergence(self, plan: Plan) -> float:
         """The sum over layers of what a plan is estimated to lose, in nats per token."""
@@ -173,14 +115,14 @@ def by_sensitivity(walk: Walk, plan: Plan, room: int, resolved: Resolved, segmen
         plan: the uniform one. room: in bytes, at least those of the plan. segments: of this process.
     """
 
-    def inspect(layer: ProbedLayer, its_plan: LayerPlan) -> tuple[Choice | Ladder, float]:
+    def inspect(layer: ProbedLayer, its_plan: LayerPlan) -> tuple[Choice, float]:
         if its_plan.spec.grid is not None:
-            return ladder_of(layer, its_plan, resolved)
+            return choice_on_grids(layer, its_plan, resolved)
         sparse = layer.changed(its_plan.pattern, None)
         return choice_of(layer.weight, sparse, layer.gram, its_plan), layer.divergence(sparse)
 
     measured = sensitivities(walk, plan, segments, world, inspect, resolved.recipe.seed)
-    choices: list[dict[str, Choice | Ladder]] = [{} for _ in measured]
+    choices: list[dict[str, Choice]] = [{} for _ in measured]
     by_name = {}
     for index, layers in enumerate(measured):
         for name, (choice, sensitivity) in layers.items():
@@ -188,13 +130,14 @@ def by_sensitivity(walk: Walk, plan: Plan, room: int, resolved: Resolved, segmen
             by_name[f"{walk.blocks.prefix(index)}.{name}"] = sensitivity
     every = [choice for block in choices for choice in block.values()]
     curves = [curve for choice in every for curve in choice.curves]
-    steps = iter(greedy_allocate(curves, room - sum(choice.taken(0).bytes for choice in every)))
-    moved = [{name: its.taken(*(next(steps) for _ in its.curves)) for name, its in block.items()} for block in choices]
+    least = sum(choice.plan(*(0 for _ in choice.curves)).bytes for choice in every)
+    steps = iter(greedy_allocate(curves, room - least))
+    moved = [{name: its.plan(*(next(steps) for _ in its.curves)) for name, its in block.items()} for block in choices]
     return Allocation(moved, by_name, choices)
 
 
 def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> Choice:
-    """The budgets a layer may get, and what share of its sensitivity to pruning each step would undo."""
+    """Ranks, and non-zeros where the pattern counts them, and what share of its sensitivity to pruning each undoes."""
     spec, (out, width) = plan.spec, plan.spec.shape
     dense = weight.to(gram.matrix.dtype)
     one, two = (dataclasses.replace(spec, rank=rank).bytes(plan.dtype) for rank in (1, 2))
@@ -205,17 +148,30 @@ def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> Ch
     if spec.factor_bits:
         low = max(low, min(spec.rank, 1))  # the scales of u come with the first rank, and are no part of its cost
     spectrum, total = rank_gains(dense - sparse.to(dense.dtype), gram, high)
-    ranks, lost = GainCurve(spectrum[low:] * per_unit(total), cost), 1 - spectrum[:low].sum().item() * per_unit(total)
-    if not isinstance(plan.pattern, Unstructured) or spec.grid is not None:
-        return Choice(plan, low, lost, ranks)
-    count = plan.pattern.count
-    first, last = int(LEAST * count), min(int(MOST * count), out * width)
-    step = max((last - first) // STEPS, 1)
-    scores = (dense.square() * gram.matrix.diagonal()).flatten().sort(descending=True).values.double()
-    gains = scores[first : first + (last - first) // step * step].view(-1, step).sum(1)
-    entries = GainCurve(gains * per_unit(scores[count:].sum().item()), step * plan.dtype.itemsize)
-    lost += entries.gains[: (count - first) // step].sum().item()
-    return Choice(plan, low, lost, ranks, first, entries, step)
+    curves, lost = (
+        [GainCurve(spectrum[low:] * per_unit(total), cost)],
+        1 - spectrum[:low].sum().item() * per_unit(total),
+    )
+    first, step = spec.nonzeros, 1
+    if isinstance(plan.pattern, Unstructured):
+        count = plan.pattern.count
+        first, last = int(LEAST * count), min(int(MOST * count), out * width)
+        step = max((last - first) // STEPS, 1)
+        scores = (dense.square() * gram.matrix.diagonal()).flatten().sort(descending=True).values.double()
+        gains = scores[first : first + (last - first) // step * step].view(-1, step).sum(1)
+        entries = GainCurve(gains * per_unit(scores[count:].sum().item()), step * plan.dtype.itemsize)
+        lost += entries.gains[: (count - first) // step].sum().item()
+        curves.append(entries)
+
+    def taken(ranks: int, steps: int = 0) -> LayerPlan:
+        pattern = plan.pattern if len(curves) == 1 else Unstructured(first + steps * step)
+        return LayerPlan.of(spec.shape, pattern, low + ranks, plan.dtype, spec.grid, spec.factor_bits)
+
+    def loss(other: LayerPlan) -> float:
+        steps = other.spec.rank - low, (other.spec.nonzeros - first) // step
+        return lost - sum(float(curve.gains[:count].sum()) for curve, count in zip(curves, steps, strict=False))
+
+    return Choice(taken, curves, loss)
 
 
 def ranks_of(plan: LayerPlan, resolved: Resolved) -> list[int]:
@@ -226,8 +182,8 @@ def ranks_of(plan: LayerPlan, resolved: Resolved) -> list[int]:
     return sorted({plan.spec.rank, *range(0, most + 1, RANK_STEP)})
 
 
-def ladder_of(layer: ProbedLayer, plan: LayerPlan, resolved: Resolved) -> tuple[Ladder, float]:
-    """What a layer loses on each grid with each rank, and its sensitivity: to the fewest bits, without L.
+def choice_on_grids(layer: ProbedLayer, plan: LayerPlan, resolved: Resolved) -> tuple[Choice, float]:
+    """Bits and ranks, the best for some price of a byte; and the layer's sensitivity to the fewest bits, without L.
 
     Few tokens decide how much a layer matters where the model has attention sinks: the divergence for an error in the
     norm of H is the mean over the grids. Each rank undoes nearly the same share of the error on all of them.
@@ -251,8 +207,16 @@ def ladder_of(layer: ProbedLayer, plan: LayerPlan, resolved: Resolved) -> tuple[
         for rank in ranks
         if rank < len(undone)
     ]
-    ladder = Ladder([each for each in every if each.bytes <= each.dense_bytes], losses)
-    return ladder.best(), most * sum(rates) / len(rates)
+
+    def loss(other: LayerPlan) -> float:
+        assert other.spec.grid is not None
+        return float(losses[other.spec.grid][other.spec.rank])
+
+    every = [each for each in every if each.bytes <= each.dense_bytes]
+    best = [every[index] for index in hull([(each.bytes, loss(each)) for each in every])]
+    lost = torch.tensor(list(map(loss, best)), dtype=torch.float64)
+    curve = GainCurve(-lost.diff(), torch.tensor([each.bytes for each in best]).diff())
+    return Choice(best.__getitem__, [curve], loss), most * sum(rates) / len(rates)
 
 
 def per_unit(total: float) -> float:
