@@ -179,7 +179,7 @@ def test_the_same_processes_find_the_same_bits_and_keep_what_the_pattern_keeps()
     share=st.floats(0, 1),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_the_radix_select_is_the_sorted_choice(scores, share, dtype):
+def test_the_largest_by_bisection_are_the_sorted_choice(scores, share, dtype):
     """Oracle: a stable sort of Python's, from the largest, ties from the left."""
     score, count = torch.tensor(scores, dtype=dtype), round(share * len(scores))
     kept = sorted(range(len(scores)), key=lambda i: -score[i].item())[:count]

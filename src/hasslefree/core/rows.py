@@ -11,9 +11,6 @@ from torch import Tensor
 
 from hasslefree.distributed import ALONE, World
 
-# The bits of a threshold that are determined at a time, from the highest on.
-DIGIT = 16
-
 
 class Rows:
     """The consecutive rows of a weight, of `out` in all, that this process holds; all hold equally many, to within one.
@@ -63,30 +60,23 @@ WHOLE = Rows()
 def largest_of_rows(score: Tensor, count: int, rows: Rows) -> Tensor:
     """The `count` largest of all entries, as the bool mask of this process; equal scores are kept from the first row.
 
-    A radix select: floating-point numbers are read as whole numbers of the same order. In each pass all processes add
-    up how often every value of the next 16 bits occurs among the entries that agree with the threshold so far.
+    Floating-point numbers are read as whole numbers of the same order, among which bisection finds the threshold.
     """
     if not count:
         return torch.zeros_like(score, dtype=torch.bool)
     keys = _ordered(score)
-    top = 8 * keys.itemsize - 1  # the sign
-    tied, wanted, threshold = keys.flatten(), count, 0
-    for shift in range(top + 1 - DIGIT, -1, -DIGIT):
-        digits = (tied >> shift) & ((1 << DIGIT) - 1)
-        if shift + DIGIT > top:  # negative numbers come first
-            digits ^= 1 << (DIGIT - 1)
-        reached = rows.sum(torch.bincount(digits, minlength=1 << DIGIT)).flip(0).cumsum(0)
-        above = int(torch.count_nonzero(reached < wanted))  # digits that are above that of the threshold
-        wanted -= int(reached[above - 1]) if above else 0
-        digit = (1 << DIGIT) - 1 - above
-        tied = tied[digits == digit]
-        threshold = (threshold << DIGIT) | digit
-    threshold -= 1 << top
+    info = torch.iinfo(keys.dtype)
+    threshold, above = info.min, info.max  # at least `count` are at or over the one, fewer over the other
+    while threshold < above:
+        middle = (threshold + above + 1) // 2
+        reached = int(rows.sum(torch.count_nonzero(keys >= middle))) >= count
+        threshold, above = (middle, above) if reached else (threshold, middle - 1)
     ties = torch.zeros(rows.size, dtype=torch.int64, device=score.device)
-    ties[rows.rank] = len(tied)
-    room = wanted - int(rows.sum(ties)[: rows.rank].sum())
+    ties[rows.rank] = tied = int(torch.count_nonzero(keys == threshold))
+    room = count - int(rows.sum(torch.count_nonzero(keys > threshold)))
+    room -= int(rows.sum(ties)[: rows.rank].sum())
     mask = keys >= threshold
-    if room < len(tied):
+    if room < tied:
         equal = keys == threshold
         mask &= ~equal | (equal.flatten().cumsum(0) <= max(room, 0)).view_as(equal)
     return mask
