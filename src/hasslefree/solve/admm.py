@@ -1,7 +1,5 @@
 """ADMM whose penalty follows the support: the loop that ALPS (arXiv 2406.07831) and 3BASiL (arXiv 2603.01376) share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,7 +28,7 @@ class ScaledSpectrum:
     vectors: Tensor
 
     @classmethod
-    def of(cls, gram: Gram) -> ScaledSpectrum:
+    def of(cls, gram: Gram) -> "ScaledSpectrum":
         scale = unit_diagonal_scale(gram.diagonal)
         matrix = gram.matrix / torch.outer(scale, scale)
         values, vectors = eigh(matrix.double())

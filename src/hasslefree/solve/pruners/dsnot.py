@@ -12,14 +12,8 @@ from hasslefree.core.patterns import Pattern, Structured
 from hasslefree.core.protocols import Pruned, Pruner
 from hasslefree.solve.pruners.diagonal import Wanda
 
-
-@dataclass(frozen=True)
-class Moments:
-    """The moments of the inputs. mean, variance: (in,). start: the result of the first pruner's `prepare`."""
-
-    mean: Tensor
-    variance: Tensor
-    start: Any
+# The means and the variances of the inputs, (in,) each, and what the first pruner prepared.
+Prepared = tuple[Tensor, Tensor, Any]
 
 
 @dataclass(frozen=True)
@@ -41,37 +35,38 @@ class DSNoT(Pruner):
     start: Pruner = Wanda()
     cycles: int = 50
 
-    def prepare(self, gram: Gram) -> Moments:
+    def prepare(self, gram: Gram) -> Prepared:
         # An input that never varies can be divided by, too.
         rounding = torch.finfo(gram.matrix.dtype).eps * torch.where(gram.alive, gram.diagonal, 1.0)
-        return Moments(gram.means, torch.maximum(gram.variances, rounding), self.start.prepare(gram))
+        return gram.means, torch.maximum(gram.variances, rounding), self.start.prepare(gram)
 
     def shares_rows(self, pattern: Pattern) -> bool:
         return self.start.shares_rows(pattern) and not isinstance(pattern, Structured)
 
-    def prune(self, target: Tensor, prepared: Moments, pattern: Pattern) -> Pruned:
-        kept = self.start.prune(target, prepared.start, pattern).sparse != 0
+    def prune(self, target: Tensor, prepared: Prepared, pattern: Pattern) -> Pruned:
+        mean, variance, for_start = prepared
+        kept = self.start.prune(target, for_start, pattern).sparse != 0
         # Problems × outputs of each × inputs: a row is a problem, or all rows together are one.
         together = isinstance(pattern, Structured)
         shaped = target.unsqueeze(0) if together else target.unsqueeze(1)
-        mask = self._swapped(shaped, kept.any(0, keepdim=True) if together else kept, prepared, pattern.group)
+        mask = self._swapped(shaped, kept.any(0, keepdim=True) if together else kept, mean, variance, pattern.group)
         return Pruned(target * mask)
 
     @property
     def cost(self) -> Cost:
         return self.start.cost
 
-    def _swapped(self, target: Tensor, mask: Tensor, moments: Moments, group: int | None) -> Tensor:
+    def _swapped(self, target: Tensor, mask: Tensor, mean: Tensor, variance: Tensor, group: int | None) -> Tensor:
         """The support, bool (b, in), after the swaps from one. target: (b, o, in): b problems with o outputs each."""
         mask, problems = mask.clone(), torch.arange(len(mask), device=mask.device)
         places = torch.arange(mask.shape[1], device=mask.device) // (group or mask.shape[1])
-        pull = target * moments.mean  # what an entry adds to e
-        scatter = target.square().sum(1) * moments.variance + pull.square().sum(1)
+        pull = target * mean  # what an entry adds to e
+        scatter = target.square().sum(1) * variance + pull.square().sum(1)
         error = (pull * ~mask.unsqueeze(1)).sum(2)
         least = torch.finfo(target.dtype).eps * (scatter * ~mask).sum(1)
         for _ in range(self.cycles):
             along = torch.einsum("bo,boi->bi", error, pull)
-            back = (along / moments.variance).masked_fill_(mask, -torch.inf).argmax(1)
+            back = (along / variance).masked_fill_(mask, -torch.inf).argmax(1)
             returned = pull[problems, :, back]
             gain = 2 * along[problems, back] - 2 * returned.square().sum(1) + scatter[problems, back]
             allowed = mask & (places == places[back].unsqueeze(1))

@@ -1,7 +1,5 @@
 """OSSCAR: whole input channels, one after the other, each time with an exact refit (Meng et al., arXiv 2403.12983)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +66,7 @@ class OSSCAR(Pruner):
         kept = ~state.gone.repeat_interleave(pattern.unit)
         return Pruned((state.target * kept).to(target.dtype))
 
-    def _exchanges(self, state: Swept) -> list[tuple[float, int, int]]:
+    def _exchanges(self, state: "Swept") -> list[tuple[float, int, int]]:
         """The gain of each exchange, the unit that returns, and the best unit to remove for it."""
         gains, exchanges = state.gains(), []
         for back in gains.topk(min(self.candidates, int(state.gone.sum()))).indices.tolist():

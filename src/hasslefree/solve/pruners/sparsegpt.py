@@ -99,8 +99,13 @@ class SparseGPT(Pruner):
                 removed = ~part.mask(score).T
             if scaling is not None and scaling.grid.group is not None and j % scaling.grid.group == 0:
                 ahead = slice(j, j + scaling.grid.group)
-                support = None if pattern.group else removed[ahead]
-                self._fit(columns[ahead], factor[ahead, ahead], pattern, start + j, width, scaling, support)
+                pruned, out = columns[ahead], columns.shape[1]
+                if pattern.kept((out, width)) < out * width:  # fitted to what pruning alone would leave of the group
+                    pruned, support = pruned.clone(), None if pattern.group else removed[ahead]
+                    self._sweep(pruned, factor[ahead, ahead], pattern, start + j, width, known=support)
+                weights, g = pivots[ahead, 0].reciprocal().square(), (start + j) // scaling.grid.group
+                fitted = scaling.grid.fit(pruned.T, self.ranges, weights)
+                scaling.scale[:, g : g + 1], scaling.zero[:, g : g + 1] = fitted
             decided = columns[j].masked_fill(removed[j % group], 0.0)
             if scaling is not None:
                 decided = scaling.nearest_column(decided, start + j)
@@ -108,21 +113,3 @@ class SparseGPT(Pruner):
             columns[j] = decided
             columns[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
         return errors
-
-    def _fit(
-        self,
-        columns: Tensor,
-        factor: Tensor,
-        pattern: Pattern,
-        start: int,
-        width: int,
-        scaling: Scaling,
-        removed: Tensor | None,
-    ) -> None:
-        """Write the scale of one group, columns: (g, out), fitted to what pruning alone would leave of it."""
-        if pattern.kept((columns.shape[1], width)) < columns.shape[1] * width:
-            columns = columns.clone()
-            self._sweep(columns, factor, pattern, start, width, known=removed)
-        g = start // len(columns)
-        weights = factor.diagonal().reciprocal().square()
-        scaling.scale[:, g : g + 1], scaling.zero[:, g : g + 1] = scaling.grid.fit(columns.T, self.ranges, weights)
