@@ -5,8 +5,6 @@ out × in, and `THIN` of (out + in) × rank. The numbers are upper bounds that h
 benchmarks/memory.py layer` measures them, and `make docs` checks that every measurement is within 1.5 of its bound.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 FLOAT = 4
@@ -35,7 +33,7 @@ class Cost:
     cached: int = 0
     unstated: tuple[str, ...] = ()
 
-    def joined(self, other: Cost, flops: float) -> Cost:
+    def joined(self, other: "Cost", flops: float) -> "Cost":
         """The cost of two parts that run in turn. flops: of both together, as above."""
         return Cost(
             flops,

@@ -39,10 +39,6 @@ class Grid:
         group: consecutive inputs that share a scale and a zero, 32 to 128 as a rule; None for a whole row.
         symmetric: around zero, with zero = 2^(bits − 1) everywhere; otherwise from the least to the largest entry.
         offset: with the value of code 0 as a number for each group, in the place of a whole zero.
-        offset: with the value of code 0 as a number for each group, in the place of a whole zero.
-        ranges: how many ranges of values are tried for a group. 1: from its least entry to its largest (arXiv
-            2210.17323). More: each narrower than the one before by 1 % of the whole, and the one with the least sum of
-            squared rounding errors is taken.
 
     Example:
         >>> scaling = Grid(bits=4, group=64).scaling(weight)  # weight: (out, in)

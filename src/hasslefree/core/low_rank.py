@@ -1,7 +1,5 @@
 """A low-rank matrix as its two factors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +28,7 @@ class LowRank:
         """W − S − L for a weight and S, (out, in), with no more than two arrays of that size."""
         return torch.sub(weight, sparse).sub_(self.product())
 
-    def balanced(self, rows: Rows = WHOLE) -> LowRank:
+    def balanced(self, rows: Rows = WHOLE) -> "LowRank":
         """The same product with ‖column of u‖ = ‖row of v‖, so that neither factor overflows a narrow dtype."""
         of_u, of_v = self.u.norm(dim=0), self.v.norm(dim=1)
         if rows.size > 1:
@@ -38,11 +36,11 @@ class LowRank:
         scale = torch.where((of_u > 0) & (of_v > 0), (of_v / of_u).sqrt(), 1.0)
         return LowRank(self.u * scale, self.v / scale.unsqueeze(1))
 
-    def to(self, dtype: torch.dtype) -> LowRank:
+    def to(self, dtype: torch.dtype) -> "LowRank":
         return LowRank(self.u.to(dtype), self.v.to(dtype))
 
     @classmethod
-    def gaussian_start(cls, weight: Tensor, rank: int, generator: torch.Generator, rows: Rows = WHOLE) -> LowRank:
+    def gaussian_start(cls, weight: Tensor, rank: int, generator: torch.Generator, rows: Rows = WHOLE) -> "LowRank":
         """L = 0 for a weight (out, in): u gaussian, v zero. Processes that share its rows draw what one would.
 
         The paper (arXiv 2502.00899, Algorithm 2) writes W transposed, so that its U = 0 is v and its gaussian V is u.

@@ -1,7 +1,5 @@
 """Let a compressed model and its dense original continue a prompt, and measure how fast they write."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +69,7 @@ class Writer:
     tokenizer: Any
 
     @classmethod
-    def load(cls, name: str, **options: Any) -> Writer:
+    def load(cls, name: str, **options: Any) -> "Writer":
         """options: the dtype, device and trust_remote_code of `load_model`."""
         tokenizer = load_tokenizer(name, options.get("trust_remote_code", False))
         return cls(name, load_model(name, **options), tokenizer)

@@ -1,7 +1,5 @@
 """A plan that is not uniform: the sensitivity of each layer of the dense model decides its share of one budget."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +47,7 @@ class Choice:
     curves: Sequence[GainCurve]
     loss: Callable[[LayerPlan], float]
 
-    def weighed(self, sensitivity: float) -> Choice:
+    def weighed(self, sensitivity: float) -> "Choice":
         """The same with each step winning its share of a sensitivity."""
         curves = [curve.weighed(sensitivity) for curve in self.curves]
         return Choice(self.plan, curves, lambda plan: sensitivity * self.loss(plan))
@@ -88,7 +86,7 @@ def by_outliers(
     sizes = [sum(layer.spec.dense_parameters for layer in plans.values()) for plans in plan]
     field = "sparsity" if budget.ratio is None else "ratio"
     moved: Plan = []
-    for index, share in enumerate(owl_ratios(shares, getattr(budget, field), sizes=sizes)):
+    for index, share in enumerate(owl_ratios(shares, getattr(budget, field), sizes)):
         sites = {name: site for name, site in find_sites(walk.blocks.modules[index]).items() if name in plan[index]}
         change: dict[str, Any] = {field: share}
         moved.append(plan_block(walk.blocks, index, sites, dataclasses.replace(budget, **change), method, factor_bits))

@@ -1,7 +1,5 @@
 """One budget over many layers: the next bit, rank or non-zeros go to the layer that gains most by them for a byte."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +25,7 @@ class GainCurve:
     gains: Tensor
     cost: int | Tensor
 
-    def weighed(self, weight: float) -> GainCurve:
+    def weighed(self, weight: float) -> "GainCurve":
         """The same steps with their gains multiplied by `weight`."""
         return GainCurve(self.gains * weight, self.cost)
 

@@ -1,7 +1,5 @@
 """The layer that takes the place of a linear one: y = x (S + u v)ᵀ + b, with S packed and separate factors."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,7 +87,7 @@ class SparseLowRankLinear(nn.Module):
             self.register_load_state_dict_pre_hook(SparseLowRankLinear._restore)
 
     @classmethod
-    def from_decomposition(cls, result: Decomposition, bias: Tensor | None, pattern: str) -> SparseLowRankLinear:
+    def from_decomposition(cls, result: Decomposition, bias: Tensor | None, pattern: str) -> "SparseLowRankLinear":
         """The layer of a decomposition, in its dtype and on its device; a PatternError where S lacks the pattern."""
         (out, width), sparse = result.sparse.shape, result.sparse
         grid = result.quantised.scaling.grid if result.quantised else None

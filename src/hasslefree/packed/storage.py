@@ -5,8 +5,6 @@ of 4 and 8 bits as in the pack-quantized layout of compressed-tensors, whose ten
 dense). Pruned entries have no code: the codes are in the order in which the layout of the pattern stores values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,7 +26,7 @@ class Storage:
     grid: Grid | None = None
 
     @classmethod
-    def of(cls, pattern: str, grid: Grid | None = None) -> Storage:
+    def of(cls, pattern: str, grid: Grid | None = None) -> "Storage":
         return cls(layout_of(pattern), grid)
 
     def dtypes(self) -> dict[str, torch.dtype | None]:

@@ -1,7 +1,5 @@
 """What a report is made from: compressed folders, and the results of evaluations."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -72,7 +70,7 @@ class Evaluation:
     average: float | None = None
     limit: int | None = None
 
-    def __or__(self, other: Evaluation) -> Evaluation:
+    def __or__(self, other: "Evaluation") -> "Evaluation":
         """Both; where both have a result, that of `other`."""
         texts = self.perplexity | other.perplexity
         return dataclasses.replace(other if other.tasks else self, perplexity=texts)

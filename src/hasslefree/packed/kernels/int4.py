@@ -6,8 +6,6 @@ They are fast for a few tokens; for more, S is unpacked into bfloat16, a tile at
 codes in an order of their own, from which we unpack: a block of rows after the other, input by input, two rows a byte.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +42,7 @@ class Int4:
     group: int
 
     @classmethod
-    def of(cls, codes: Tensor, scale: Tensor, low: Tensor) -> Int4:
+    def of(cls, codes: Tensor, scale: Tensor, low: Tensor) -> "Int4":
         """Of codes, uint8 (out, in), scales (out, groups) and the values of code 0 (out, groups)."""
         width, given = codes.shape[1], scale.shape[1]
         group = next(length for length in GROUPS if width // given % length == 0)

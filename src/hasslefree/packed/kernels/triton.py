@@ -14,8 +14,6 @@ S with any other N:M that is stored as positions: the inputs of each kept value 
 Not measured on a GPU: results are tested in Triton's interpreter, and `benchmarks/gpu_kernels.py` compiles the kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +49,7 @@ class Tile:
     least: int
 
     @classmethod
-    def of(cls, x: Tensor, n: int, m: int) -> Tile:
+    def of(cls, x: Tensor, n: int, m: int) -> "Tile":
         """For inputs (tokens, in) and S with the pattern N:M."""
         tokens, width = x.shape
         if (n, m) == (2, 4) and x.itemsize == 2 and width % 8 == 0:
