@@ -202,12 +202,16 @@ class ProbedLayer:
 Inspect = Callable[[ProbedLayer, LayerPlan], tuple[T, float]]
 
 
-def probed_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World) -> Iterator[ProbedLayer]:
-    """The planned layers of one block, in the order of data flow. The gradients have passed the block then."""
+def block_sensitivities(
+    reverse: Reverse, plans: Mapping[str, LayerPlan], world: World, inspect: Inspect[T]
+) -> dict[str, tuple[T, float]]:
+    """The planned layers of one block, in the order of the plan. Afterwards the gradients have passed the block."""
     visit, states = reverse.visit, reverse.states
     groups = groups_by_input(visit.block, visit.call, states[0], plans)
     inputs, outer = inputs_and_gradients(reverse, groups)
     sites, tokens = visit.sites(list(plans)), round(world.total(reverse.tokens, states.device))
+    inspected: dict[str, T] = {}
+    divergences: dict[str, float] = {}
     for group in groups:
         rows = inputs[group[0]]
         sums = MomentSums(states.states.shape[1])
@@ -216,20 +220,11 @@ def probed_layers(reverse: Reverse, plans: Mapping[str, LayerPlan], world: World
         owners = world.assign([plans[name].spec.dense_parameters for name in group])
         prepared = quick(plans[group[0]].spec.grid).prepare(gram) if world.rank in owners else None
         for name, owner in zip(group, owners, strict=True):
-            full, weight = f"{visit.prefix}.{name}", sites[name].weight()
-            yield ProbedLayer(name, full, weight, gram, prepared, rows, outer[name], tokens, owner, world)
-
-
-def block_sensitivities(
-    reverse: Reverse, plans: Mapping[str, LayerPlan], world: World, inspect: Inspect[T]
-) -> dict[str, tuple[T, float]]:
-    """The planned layers of one block, in the order of the plan. Afterwards the gradients have passed the block."""
-    inspected: dict[str, T] = {}
-    divergences: dict[str, float] = {}
-    for layer in probed_layers(reverse, plans, world):
-        inspected[layer.name], divergence = inspect(layer, plans[layer.name])
-        if layer.gradients is not None:
-            divergences[layer.name] = divergence
+            full, weight, gradients = f"{visit.prefix}.{name}", sites[name].weight(), outer[name]
+            layer = ProbedLayer(name, full, weight, gram, prepared, rows, gradients, tokens, owner, world)
+            inspected[name], divergence = inspect(layer, plans[name])
+            if gradients is not None:
+                divergences[name] = divergence
     mean = sum(divergences.values()) / max(len(divergences), 1)
     return {name: (inspected[name], divergences.get(name, mean)) for name in plans}
 

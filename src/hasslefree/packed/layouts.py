@@ -87,34 +87,26 @@ class PackedGroups:
         return values, pack_bits(bits.view(rows, groups * self.code_bits))
 
     def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
-        if self.is_mask or not self.code_bits or 8 % self.code_bits:
-            return values.new_zeros(len(index), width).masked_scatter(self._mask(index, width), values)
+        if not self.code_bits:  # everything is kept, or nothing
+            return values.clone() if self.n else values.new_zeros(len(index), width)
+        if self.is_mask:
+            return values.new_zeros(len(index), width).masked_scatter(unpack_bits(index)[:, :width], values)
         sparse: Tensor = Placed.apply(values, self._places(index, width), (len(index), width))
         return sparse
 
     def _places(self, index: Tensor, width: int) -> Tensor:
         """The position of each value in S, counted row by row; for codes that do not cross bytes: a table look-up."""
-        codes = 8 // self.code_bits
         dtype = torch.int32 if len(index) * width < 2**31 else torch.int64
-        in_byte = torch.arange(codes, dtype=dtype, device=index.device)[:, None] * self.m
-        table = (self._positions(bits_of_bytes(index.device)) + in_byte).flatten(1)
-        places = look_up_bytes(table, index).view(len(index), -1, table.shape[1])
+        if 8 % self.code_bits:
+            codes, places = 1, self._positions(unpack_bits(index)[:, : width // self.m * self.code_bits]).to(dtype)
+        else:
+            codes = 8 // self.code_bits
+            in_byte = torch.arange(codes, dtype=dtype, device=index.device)[:, None] * self.m
+            table = (self._positions(bits_of_bytes(index.device)) + in_byte).flatten(1)
+            places = look_up_bytes(table, index).view(len(index), -1, table.shape[1])
         places += torch.arange(places.shape[1], dtype=dtype, device=index.device)[:, None] * (codes * self.m)
         places += torch.arange(len(index), dtype=dtype, device=index.device)[:, None, None] * width
         return places.flatten(1)[:, : width // self.m * self.n].flatten()
-
-    def _mask(self, index: Tensor, width: int) -> Tensor:
-        """The entries that have a value, bool (out, in)."""
-        if self.code_bits == 0:  # nothing is kept, or m = 1 and everything
-            return torch.full((len(index), width), self.n > 0, device=index.device)
-        if self.is_mask:
-            return unpack_bits(index)[:, :width]
-        places = self._positions(unpack_bits(index)[:, : width // self.m * self.code_bits])
-        here = torch.arange(self.m, dtype=places.dtype, device=index.device)
-        mask = places[..., :1] == here
-        for k in range(1, self.n):
-            mask = mask | (places[..., k, None] == here)
-        return mask.flatten(1)
 
     def _positions(self, bits: Tensor) -> Tensor:
         """(rows, codes · bits of a code) → (rows, codes, n)."""
