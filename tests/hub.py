@@ -91,6 +91,8 @@ class Answer(BaseHTTPRequestHandler):
                 return self.whoami()
             case ["api", "repos", "create"]:
                 return self.create(json.loads(self.body))
+            case ["api", "validate-yaml"]:
+                return self.reply(200, {"errors": [], "warnings": []})
             case ["objects", oid]:
                 self.server.objects[oid] = self.body
                 return self.reply(200)

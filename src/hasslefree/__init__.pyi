@@ -12,6 +12,7 @@ from .core.protocols import Decomposition as Decomposition
 from .errors import HasslefreeError as HasslefreeError
 from .evaluation.run import perplexity as perplexity
 from .exports.export import export as export
+from .folder.hub import push as push
 from .packed.linear import SparseLowRankLinear as SparseLowRankLinear
 from .packed.linear import use_backend as use_backend
 from .recipe.recipe import Recipe as Recipe

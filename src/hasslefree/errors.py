@@ -128,7 +128,7 @@ class FactorizationError(HasslefreeError):
 
 
 class OutputError(HasslefreeError):
-    """An output folder that is in use, not writable, or on a disk that is too small."""
+    """An output folder that is in use, not writable, or on a disk that is too small; or a failed upload."""
 
 
 class CheckpointError(ModelError):

@@ -91,6 +91,8 @@ Dtype = Annotated[str, flag(RUN, "Dtype of the weights: auto (the checkpoint's),
 Quiet = Annotated[bool, flag(OUTPUT, ONLY_ERRORS, "--quiet", "-q", callback=set_quiet, show_default=False)]
 Json = Annotated[bool, flag(OUTPUT, AS_JSON, "--json", callback=leave_standard_output, show_default=False)]
 Output = Annotated[Path | None, flag(OUTPUT, "Write that JSON to FILE.", metavar="FILE", callback=check_output_file)]
+PushTo = Annotated[str | None, flag(OUTPUT, "Upload OUT to this name on the hub (default: none).", metavar="USER/NAME")]
+Private = Annotated[bool, flag(OUTPUT, "Make a new repository private (default: off).", "--private")]
 
 
 def show(results: dict[str, Any], output: Path | None, as_json: bool, *tables: RenderableType) -> None:
@@ -112,3 +114,23 @@ def write_file(results: dict[str, Any], output: Path) -> None:
 def say(text: str, **settings: Any) -> None:
     """Print a text as it is: paths may hold what rich would take for markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=True, **settings)
+
+
+def prepare_push(name: str | None, private: bool) -> None:
+    """Check --push-to before the work. Under torchrun the first process uploads."""
+    if name is not None and not QUIET_PROCESS:
+        from hasslefree.folder.hub import prepare_push
+
+        prepare_push(name, private)
+
+
+def push(folder: Path, name: str | None) -> None:
+    """Upload a folder to the name of --push-to, with the progress bars of the hub's own library."""
+    if name is not None and not QUIET_PROCESS:
+        from huggingface_hub.utils import enable_progress_bars  # type: ignore[attr-defined]
+
+        from hasslefree.folder.hub import upload
+
+        if not console.quiet:
+            enable_progress_bars()
+        say(f"Uploaded to {upload(folder, name)}.")

@@ -75,6 +75,8 @@ def call_compress(
     trust_remote_code: Trust = False,
     resume: Annotated[bool, flag(OUTPUT, RESUME, "--resume")] = False,
     overwrite: Annotated[bool, flag(OUTPUT, OVERWRITE, "--overwrite")] = False,
+    push_to: common.PushTo = None,
+    private: common.Private = False,
     quiet: Quiet = False,
 ) -> None:
     """Compress MODEL into the folder OUT, which transformers loads."""
@@ -88,6 +90,7 @@ def call_compress(
         raise KeyboardInterrupt("Interrupted before anything was written.") from None
 
     options: dict[str, Any] = {"device": device, "activations": activations, "trust_remote_code": trust_remote_code}
+    common.prepare_push(push_to, private)
     try:
         with phase_bars() as progress:
             report = compress(model, out, recipe, resume=resume, overwrite=overwrite, progress=progress, **options)
@@ -98,6 +101,7 @@ def call_compress(
     console.print(summary_table(report))
     console.print(phase_table(report))
     say(f"Written to {out} in {report.seconds:.0f} s; every layer is listed in {out / 'compression.json'}.")
+    common.push(out, push_to)
 
 
 @app.command(rich_help_panel=COMPRESS)

@@ -175,15 +175,19 @@ def call_export(
     template: Annotated[Path | None, flag(OUTPUT, TEMPLATE, metavar="FILE")] = None,
     max_shard_size: Annotated[str, flag(OUTPUT, "Size of the largest weight file.")] = "5GB",
     overwrite: Annotated[bool, flag(OUTPUT, OVERWRITE, "--overwrite")] = False,
+    push_to: common.PushTo = None,
+    private: common.Private = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a compressed model for programs without hasslefree."""
     from hasslefree.exports.export import export
 
+    common.prepare_push(push_to, private)
     with phase_bars() as progress:
         options: dict[str, Any] = {"overwrite": overwrite, "max_shard_size": max_shard_size, "progress": progress}
         export(folder, destination, to, template=template, **options)
     common.say(f"Written to {destination}.")
+    common.push(destination, push_to)
 
 
 # What follows PROGRAM belongs to that program, whatever it looks like.

@@ -11,6 +11,9 @@ from yaml import YAMLError
 from hasslefree.folder.record import Record, command_of
 from hasslefree.models.blocks import by_kind
 
+# What an upload replaces in a card with the name on the hub; and the tag by which it knows its own models.
+PLACE, NAME, TAG = "path/to/this/folder", "USER/NAME", "hasslefree"
+
 # The picture in the card of a compressed folder.
 FIGURE = "relative_error.png"
 
@@ -47,21 +50,15 @@ _LOAD_ADAPTER = """```python
 from peft import PeftModel
 from transformers import {auto}
 
-base = {auto}.from_pretrained("path/to/this/folder/base")
-model = PeftModel.from_pretrained(base, "path/to/this/folder")  # is_trainable=True to train the adapter on
+base = {auto}.from_pretrained("DIR/base")
+model = PeftModel.from_pretrained(base, "DIR")  # is_trainable=True to train the adapter on
 ```
-
-The model in `base` alone lacks the low-rank matrices.
 """
 
-_LOAD_GGUF = """    llama-cli -m model.gguf --lora adapter.gguf
-
-`model.gguf` alone lacks the low-rank matrices.
+_LOAD_GGUF = """    llama-cli -m DIR/model.gguf --lora DIR/adapter.gguf
 """
 
-_LOAD_MLX = """    mlx_lm.generate --model path/to/this/folder/base --adapter-path path/to/this/folder --prompt "…"
-
-The model in `base` alone lacks the low-rank matrices.
+_LOAD_MLX = """    mlx_lm.generate --model DIR/base --adapter-path DIR --prompt "…"
 """
 
 _EXPORTS = {
@@ -87,11 +84,12 @@ def export_card(kind: str, source: str, recorded: bool, auto: str = "AutoModelFo
         source: the name of the compressed folder.
         recorded: compression.json lies in the exported folder. auto: the name of the class that loads the model.
     """
+    fetch = (
+        f"DIR is this folder; `hf download {NAME} --local-dir DIR` fetches it from the hub. The base alone lacks L.\n\n"
+    )
     others = {"peft": ("peft", _LOAD_ADAPTER), "gguf": ("gguf", _LOAD_GGUF), "mlx": ("mlx", _LOAD_MLX)}
     library, load = (others | {"mlx-base": others["mlx"]}).get(kind, ("transformers", _LOAD))
-    front = ModelCardData(
-        library_name=library, pipeline_tag="text-generation", tags=["hasslefree", "sparse", "low-rank"]
-    )
+    front = ModelCardData(library_name=library, pipeline_tag="text-generation", tags=[TAG, "sparse", "low-rank"])
     where = "../compression.json" if kind in ("base", "mlx-base") else "compression.json"
     record = f" `{where}` names the base model and the settings of the compression." if recorded else ""
     return f"""---
@@ -106,7 +104,7 @@ hasslefree exported this model from `{source}`, whose layers are sums of a spars
 
 ## Load it
 
-{load.format(auto=auto)}"""
+{fetch if "DIR" in load else ""}{load.format(auto=auto)}"""
 
 
 def _hub_file(model: str, name: str) -> Path | None:
@@ -179,21 +177,24 @@ def model_card(
 {_front(report, licence, auto).to_yaml()}
 ---
 
-# {name}, sparse + low-rank
+# {name}, compressed
 
-hasslefree replaced every linear layer in the blocks{f" (but for {_cell(left)})" if left else ""} of `{report.model}` by
-the sum of a sparse matrix S and a low-rank matrix L, fitted on calibration texts. It builds on [the paper HASSLE-free].
-Embeddings, norms and the output head were not compressed.
+hasslefree replaced every linear layer in the blocks{f" (but for {_cell(left)})" if left else ""} of `{report.model}`
+with the sum of a matrix S (sparse, quantised or both) and a low-rank matrix L, fitted on calibration texts. Embeddings,
+norms and the output head were not compressed.
 
 | | |
 |---|---|
-| compressed layers | {len(report.layers)} |
+| bytes of the compressed layers | {stored} |
 | parameters that they keep | {kept} |
-| bytes of their weights | {stored} |
+| compressed layers | {len(report.layers)} |
 | mean relative error | {report.mean_relative_error:.5f} |
 | largest relative error | {worst.relative_error:.5f} ({worst.name}) |
 | calibration text | {report.tokens:,} tokens, in segments of {report.seqlen} |
 | dtype | {report.dtype} |
+
+{_LOAD_COMPRESSED.format(auto=auto)}
+## Errors
 
 ![Relative error of every layer, block by block]({FIGURE})
 
@@ -205,10 +206,7 @@ tr(R H Rᵀ) / tr(W H Wᵀ), where W is the dense weight, R = W − S − L, and
 
 {_licence(report, licence)}
 
-{_LOAD_COMPRESSED.format(auto=auto)}
 {_repeat(report, trust_remote_code)}
-
-[the paper HASSLE-free]: https://arxiv.org/abs/2502.00899
 """
 
 
@@ -217,7 +215,7 @@ def _front(report: Record, licence: dict[str, str], auto: str) -> ModelCardData:
     fields: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation" if auto == "AutoModelForCausalLM" else "image-text-to-text",
-        "tags": ["hasslefree", "sparse", "low-rank"],
+        "tags": [TAG, "sparse", "low-rank"],
         **licence,
     }
     if report.model.count("/") == 1 and not Path(report.model).exists():

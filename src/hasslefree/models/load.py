@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
@@ -68,20 +68,16 @@ def no_model(name: str, error: Exception) -> ModelError:
         return ModelError(f"no model at {name!r}: {_first_line(error)}; give a folder with config.json and weights")
     if isinstance(error.__cause__, GatedRepoError):
         return ModelError(
-            f"{name!r} is gated: accept its licence at https://huggingface.co/{name}, then run `hf auth login` with a "
-            "token of the same account"
+            f"{name!r} is gated: accept its licence at https://huggingface.co/{name}, then run `hf auth login`"
         )
     if isinstance(error.__cause__, RepositoryNotFoundError):
         return ModelError(
             f"{name!r} is neither a local folder nor a model that you can see on the hub: check the spelling; if the "
             "model is private, run `hf auth login` with a token that can read it"
         )
-    if isinstance(error.__cause__, LocalEntryNotFoundError):
-        return ModelError(
-            f"the hub could not be reached to download {name!r}: check the network, or give a local folder (`hf "
-            f"download {name} --local-dir FOLDER` fetches one on another machine)"
-        )
-    return ModelError(f"no model at {name!r}, neither as a folder nor on the hub: {_first_line(error).rstrip('.')}")
+    return ModelError(
+        f"no model at {name!r}: {_first_line(error).rstrip('.')}; check name and network, or give a local folder"
+    )
 
 
 def check_reads_text(name: str, config: Any) -> None:
