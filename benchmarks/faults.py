@@ -75,9 +75,9 @@ def kill(out: Path, expected: dict[str, bytes], seconds: float, moment: float) -
 
 
 def interrupted(out: Path, expected: dict[str, bytes], seconds: float, number: int) -> bool:
-    """SIGTERM and Ctrl-C: a clean message and exit code 130, however slow the machine is."""
+    """SIGTERM and Ctrl-C: a clean message and exit code 128 + signal, however slow the machine is."""
     code, text = with_a_block_done(out, seconds, number)
-    clean = code == 130 and "Interrupted" in text and "Traceback" not in text
+    clean = code == 128 + number and "Interrupted" in text and "Traceback" not in text
     return (clean or code == 0) and whole(out, expected)
 
 

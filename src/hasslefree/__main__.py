@@ -2,17 +2,41 @@
 
 import signal
 import sys
+from typing import Any
+
+# Ctrl-C, what schedulers send, and the end of a terminal, which Windows does not have.
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+received = [signal.SIGINT]
+
+
+def interrupt(number: int, _frame: Any) -> None:
+    """Raise a KeyboardInterrupt, unless one is being handled: what puts things in order is not interrupted again."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    if error is None:
+        received.append(signal.Signals(number))
+        raise KeyboardInterrupt
 
 
 def main() -> None:
-    """Run the command line. SIGTERM, which schedulers send, is treated as Ctrl-C."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Run the command line. SIGTERM and SIGHUP are treated as Ctrl-C; the exit code is 128 + the signal."""
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup, and a shell's background jobs, have it
+            signal.signal(number, interrupt)
     try:
         from hasslefree.cli import run_app
+
+        run_app()
     except KeyboardInterrupt:
         print("Interrupted before anything was written.", file=sys.stderr)
-        sys.exit(130)
-    run_app()
+        sys.exit(128 + received[-1])
+    except SystemExit as end:
+        sys.exit(128 + received[-1] if end.code == 130 else end.code)
+    finally:
+        for number in SIGNALS:  # nothing is left to put in order: from now on the system ends the process
+            if signal.getsignal(number) == interrupt:
+                signal.signal(number, signal.SIG_DFL)
 
 
 if __name__ == "__main__":
