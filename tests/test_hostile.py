@@ -1,10 +1,14 @@
 """Model folders and recipes come from strangers: they are data, and nothing in them is run."""
 
+import io
 import json
+import os
 import pickle
+import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import hasslefree
@@ -119,6 +123,72 @@ def test_a_recipe_makes_no_objects(tmp_path):
     with pytest.raises(RecipeError):
         Recipe.from_yaml(file)
     assert not mark.exists()
+
+
+BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nleave_dense: [*b, *b]"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "not a regular file"),
+        (BOMB, r"recipe.yaml:2: .*aliases \(\*name\) are not read"),
+        ("leave_dense: " + "[" * 100_000, "nested too deeply"),
+        ("rank: 2\n" + "#" * 300_000, "larger than 262,144 bytes"),
+        ("".join(f"f{i}: 1\n" for i in range(101)), "recipe.yaml:101: .*too many fields"),
+    ],
+    ids=["pipe", "aliases", "depth", "size", "fields"],
+)
+def test_a_recipe_takes_neither_time_nor_memory(content, message, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    os.mkfifo(file) if content is None else file.write_text(content)
+    with pytest.raises(RecipeError, match=message):
+        Recipe.from_yaml(file)
+
+
+def test_recipes_on_top_of_one_another_are_counted(tmp_path):
+    for i in range(1500):
+        (tmp_path / f"{i}.yaml").write_text(f"base: {i - 1}.yaml" if i else "rank: 2")
+    assert Recipe.from_yaml(tmp_path / "15.yaml").rank == 2
+    with pytest.raises(RecipeError, match=r"1499\.yaml: more than 16 recipes are on top of one another"):
+        Recipe.from_yaml(tmp_path / "1499.yaml")
+
+
+def test_a_recipe_from_standard_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"rank: 7")))
+    assert Recipe.from_yaml("-").rank == 7
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize("kind", ["pipe", "size", "depth"])
+def test_files_of_settings_that_have_no_end(kind, name, folder):
+    """The size is that of a file with a hole, which takes no room on the disk."""
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).write_text("[" * 100_000)
+    if kind == "size":
+        os.truncate(folder / name, 20 << 30)
+    if kind != "depth" or name == "config.json":
+        assert_refused(folder, rf"{name} (cannot be read: it is|is) (no|larger|nested|not a) ?")
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "n_layer"])
+def test_a_config_with_more_layers_than_any_model(field, folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {field: 10**9}))
+    assert_refused(folder, rf"config.json: {field} is 1e\+09, which no model has")
+
+
+def test_weights_that_are_cut_off_once_the_model_is_loaded(folder):
+    """A page of a mapped file that is gone would end this process by a signal. Oracle: the logits before."""
+    model, ids = load_model(str(folder), device="cpu"), segments()[:1]
+    before = build("llama")
+    before.load_state_dict(load_file(folder / "model.safetensors"))
+    os.truncate(folder / "model.safetensors", 4096)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before.to(model.dtype).eval()(ids).logits)
 
 
 def test_a_header_that_claims_the_moon(folder):

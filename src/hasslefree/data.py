@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,11 @@ class HubText:
     protocol: Protocol
 
 
+# A longer text is cut into pieces of this many characters before it is tokenised: a tokenizer takes seconds and 200 MB
+# for a million. At 128 a token, a piece of a document for calibration also has the tokens of a segment.
+PIECE, WIDEST = 1 << 18, 128
+# Bytes of a text file, which is held in memory.
+MOST_BYTES = 10**9
 # The shortest segment that an error proposes: fewer tokens say little about a layer's inputs.
 SHORTEST = 32
 _PTB = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank/{}/0000.parquet"
@@ -70,12 +75,23 @@ HUB_TEXTS = {
 }
 
 
-def calibration_documents(name: str) -> Sequence[str]:
-    """The documents of a hub name or a local file. Line-based texts (wikitext2, ptb) are one document."""
-    if name not in HUB_TEXTS:
-        return _local(name)
-    column = _from_hub(name, HUB_TEXTS[name].calibration)
-    return column if name == "c4" else [HUB_TEXTS[name].protocol.joiner.join(column)]
+def calibration_documents(name: str, seqlen: int = 0) -> Sequence[str]:
+    """The documents of a hub name or a local file. Line-based texts (wikitext2, ptb) are one document.
+
+    Each piece of a document of more than `PIECE` characters is a document. seqlen: of the segments.
+    """
+    if name == "c4":  # it has no such documents
+        return _from_hub(name, HUB_TEXTS[name].calibration)
+    if name in HUB_TEXTS:
+        documents = [HUB_TEXTS[name].protocol.joiner.join(_from_hub(name, HUB_TEXTS[name].calibration))]
+    else:
+        documents = _local(name)
+    return [piece for document in documents for piece in pieces(document, max(PIECE, WIDEST * seqlen))]
+
+
+def pieces(text: str, size: int) -> Iterator[str]:
+    """A text in pieces of `size` characters; the text itself if it has no more, or none."""
+    return (text[start : start + size] for start in range(0, len(text) or 1, size))
 
 
 def evaluation_protocol(name: str) -> Protocol:
@@ -117,10 +133,12 @@ def _local(name: str) -> list[str]:
     if not path.is_file():
         raise CalibrationError(f"the text file {path} does not exist")
     try:
-        content = path.read_text(encoding="utf-8-sig")
+        if path.stat().st_size > MOST_BYTES:
+            raise CalibrationError(f"{path} is larger than {MOST_BYTES:,} bytes; use a part of the text")
+        with path.open(encoding="utf-8-sig") as lines:
+            documents = list(_parse_jsonl(path, lines)) if path.suffix == ".jsonl" else [lines.read()]
     except UnicodeDecodeError as error:
         raise CalibrationError(f"{path} is not UTF-8 text: {error}") from None
-    documents = _parse_jsonl(path, content) if path.suffix == ".jsonl" else [content]
     if match:
         documents = documents[int(match["start"] or 0) : int(match["stop"]) if match["stop"] else None]
     if not any(document.strip() for document in documents):
@@ -128,14 +146,13 @@ def _local(name: str) -> list[str]:
     return documents
 
 
-def _parse_jsonl(path: Path, content: str) -> list[str]:
-    documents = []
-    for number, line in enumerate(content.split("\n"), 1):
+def _parse_jsonl(path: Path, lines: Iterable[str]) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             document = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             document = None
         if not isinstance(document, str):
             raise CalibrationError(f'{path}, line {number}: expected a JSON object with a string field "text"')
@@ -143,12 +160,11 @@ def _parse_jsonl(path: Path, content: str) -> list[str]:
             raise CalibrationError(
                 f"{path}, line {number}: the text contains a lone surrogate, which is not valid Unicode; remove it"
             )
-        documents.append(document)
-    return documents
+        yield document
 
 
 def disjoint_segments(
-    documents: Sequence[str], encode: Callable[[str], list[int]], most: int, seqlen: int, seed: int
+    documents: Sequence[str], encode: Callable[[str], Sequence[int] | Tensor], most: int, seqlen: int, seed: int
 ) -> Tensor:
     """Windows of random documents that do not overlap, in random order: `most`, or all that there are.
 
@@ -158,19 +174,19 @@ def disjoint_segments(
         (windows, seqlen) int64; no rows where no document is long enough.
     """
     generator = torch.Generator().manual_seed(seed)
-    windows: list[list[int]] = []
+    windows: list[Tensor] = []
     for index in torch.randperm(len(documents), generator=generator).flip(0).tolist():
-        tokens = encode(documents[index])
+        tokens = torch.as_tensor(encode(documents[index]), dtype=torch.int64)
         start = int(torch.randint(len(tokens) % seqlen + 1, (), generator=generator))
         windows += [tokens[i : i + seqlen] for i in range(start, len(tokens) - seqlen + 1, seqlen)]
         if len(windows) >= most:
             break
     order = torch.randperm(len(windows), generator=generator)[:most].tolist()
-    return torch.tensor([windows[i] for i in order], dtype=torch.int64).view(-1, seqlen)
+    return torch.stack([windows[i] for i in order]) if order else torch.empty(0, seqlen, dtype=torch.int64)
 
 
 def draw_segments(
-    documents: Sequence[str], encode: Callable[[str], list[int]], samples: int, seqlen: int, seed: int
+    documents: Sequence[str], encode: Callable[[str], Sequence[int] | Tensor], samples: int, seqlen: int, seed: int
 ) -> Tensor:
     """Random windows of random documents that are long enough, as SparseGPT draws them (arXiv 2301.00774).
 
@@ -182,17 +198,17 @@ def draw_segments(
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def window(tokens: list[int]) -> list[int]:
+    def window(tokens: Tensor) -> Tensor:
         start = int(torch.randint(len(tokens) - seqlen + 1, (), generator=generator))
         return tokens[start : start + seqlen]
 
-    windows: list[list[int]] = []
-    long: list[list[int]] = []
+    windows: list[Tensor] = []
+    long: list[Tensor] = []
     longest = 0
     for index in torch.randperm(len(documents), generator=generator).tolist():
         if len(windows) == samples:
             break
-        tokens = encode(documents[index])
+        tokens = torch.as_tensor(encode(documents[index]), dtype=torch.int64)
         longest = max(longest, len(tokens))
         if len(tokens) >= seqlen:
             long.append(tokens)
@@ -212,4 +228,4 @@ def draw_segments(
         )
     while len(windows) < samples:
         windows.append(window(long[int(torch.randint(len(long), (), generator=generator))]))
-    return torch.tensor(windows)
+    return torch.stack(windows)

@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
@@ -114,6 +115,7 @@ def test_ctrl_d_and_ctrl_c_end_a_chat(monkeypatch, capsys, out, end, expected):
         raise end
 
     monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     code, text = run(monkeypatch, capsys, "chat", out, "--dense", "none", "--max-new-tokens", "2")
     assert code == expected
     assert "2 tokens, " in text

@@ -11,6 +11,7 @@ from hasslefree.data import (
     evaluation_text,
 )
 from hasslefree.errors import CalibrationError, UnknownNameError
+from hasslefree.models.load import encode as encode_whole
 
 
 def encode(text):
@@ -140,3 +141,32 @@ def test_disjoint_windows_share_no_token_and_leave_less_than_one_in_each_documen
     assert torch.equal(found, found[:, :1] + torch.arange(seqlen))
     assert found.unique().numel() == found.numel()
     assert torch.equal(found, disjoint_segments(documents, encode, most, seqlen, seed))
+
+
+def test_a_long_document_is_drawn_from_in_pieces_and_others_are_as_they_were(tmp_path):
+    """Oracle: the text itself. Pieces grow with the segments, which they must hold."""
+    text = "".join(map(chr, range(97, 123))) * 20_000
+    (tmp_path / "long.txt").write_text(text)
+    (tmp_path / "short.jsonl").write_text('{"text": "one"}\n{"text": ""}\n{"text": "two"}\n')
+    drawn = calibration_documents(str(tmp_path / "long.txt"), 32)
+    assert ("".join(drawn), [len(piece) for piece in drawn]) == (text, [262_144, 257_856])
+    assert calibration_documents(str(tmp_path / "long.txt"), 10_000) == [text]
+    assert calibration_documents(str(tmp_path / "short.jsonl"), 32) == ["one", "", "two"]
+
+
+def test_no_more_of_a_text_is_tokenised_than_is_wanted():
+    """Oracle: the tokenizer itself, here one token for each character after one at the beginning."""
+    seen = []
+
+    def tokenizer(text, add_special_tokens, verbose):
+        seen.append(len(text))
+        return {"input_ids": [0] * add_special_tokens + [ord(character) for character in text]}
+
+    ordinary = "a text" * 100
+    assert encode_whole(tokenizer, ordinary).tolist() == [0, *map(ord, ordinary)]
+    assert encode_whole(tokenizer, "", special_tokens=False).tolist() == []
+    long = encode_whole(tokenizer, "ab" * 3_000_000)
+    assert torch.equal(long, torch.tensor([0] + [97, 98] * 3_000_000)), "one token at the beginning, and no text lost"
+    seen.clear()
+    assert encode_whole(tokenizer, "ab" * 3_000_000, 5).tolist() == [0, 97, 98, 97, 98]
+    assert seen == [264_704]

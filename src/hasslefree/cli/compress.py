@@ -54,7 +54,7 @@ def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
         given = {name: value for name in NAMES if (value := values.pop(name)) not in (None, [])}
         command(recipe=Recipe.from_yaml(recipe, **given) if recipe else Recipe(**given), **values)
 
-    text = "YAML file with any of the following options; those on the command line win over it (default: none)."
+    text = "YAML file (-: standard input) with any of these options; the command line wins over it (default: none)."
     file = Annotated[Path | None, flag(BUDGET, text, metavar="FILE")]
     parameters = [Parameter("recipe", Parameter.KEYWORD_ONLY, default=None, annotation=file), *recipe_options()]
     others = (parameter for name, parameter in signature(command, eval_str=True).parameters.items() if name != "recipe")

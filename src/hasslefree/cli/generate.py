@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from io import TextIOWrapper
@@ -25,11 +26,13 @@ TEXT = "Text"
 DENSE = "Dense model to compare with; none for none (default: the one that was compressed to OUT)."
 TEMPERATURE = "0 takes the most probable token each time, more draws tokens."
 BACKEND = "How sparse weights are multiplied: dense, unpacked, numba or triton (default: chosen for each layer)."
+MOST_THREADS = 4 * (os.cpu_count() or 1)  # more only slow a machine down, and systems refuse thousands
+LONGEST = 1 << 22  # characters of a prompt
 Dense = Annotated[str | None, flag(None, DENSE)]
 NewTokens = Annotated[int, flag(TEXT, "Most tokens of a text.", min=1)]
 Temperature = Annotated[float, flag(TEXT, TEMPERATURE, min=0)]
 Seed = Annotated[int, flag(TEXT, "Seed of the draws.")]
-Threads = Annotated[int | None, flag(RUN, "Threads of the CPU (default: torch's).", min=1)]
+Threads = Annotated[int | None, flag(RUN, "Threads of the CPU (default: torch's).", min=1, max=MOST_THREADS)]
 Backend = Annotated[str | None, flag(RUN, BACKEND)]
 
 say_piece = partial(say, end="")
@@ -59,7 +62,7 @@ def generate(
         if sys.stdin.isatty():
             raise PromptError("there is no prompt; give it after the model's folder, or through a pipe")
         replace_undecodable()
-        prompt = sys.stdin.read().removesuffix("\n")
+        prompt = bounded(sys.stdin.read).removesuffix("\n")
     if not prompt:
         raise PromptError("the prompt is empty; give some text to continue")
     from hasslefree.evaluation.continuation import Sampling
@@ -123,10 +126,13 @@ def answer(writer: Writer, history: list[dict[str, str]], message: str, sampling
     """The model's answer to a message; both join the history in the form of chat templates, if there is a template."""
     if writer.tokenizer.chat_template is None:
         return writer.write(message, sampling, say_piece)
+    from hasslefree.models.load import loading
+
     question = {"role": "user", "content": message}
-    prompt: Any = writer.tokenizer.apply_chat_template(
-        [*history, question], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    with loading(f"the chat template of {writer.name} cannot be used", "correct it, or use `hasslefree generate`"):
+        prompt: Any = writer.tokenizer.apply_chat_template(
+            [*history, question], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
     try:
         text = writer.write(prompt["input_ids"], sampling, say_piece)
     except PromptError as error:
@@ -177,15 +183,24 @@ def messages() -> Iterator[str]:
             import readline  # noqa: F401
     while True:
         try:
-            line = input("> " if typed else "")
+            line = input("> ") if typed else bounded(sys.stdin.readline)
         except EOFError:
-            if typed:
-                console.print()
+            console.print()
             return
+        if not typed and not line:
+            return
+        line = line.removesuffix("\n")
         if line.strip():
             if not typed:
                 say(f"> {line}")
             yield line
+
+
+def bounded(read: Callable[[int], str]) -> str:
+    """What `read` of standard input gives: it may have no end."""
+    if len(text := read(LONGEST + 1)) > LONGEST:
+        raise PromptError(f"the prompt is longer than {LONGEST:,} characters; give a shorter one")
+    return text
 
 
 def replace_undecodable() -> None:

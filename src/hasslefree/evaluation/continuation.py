@@ -15,8 +15,11 @@ from transformers.generation.streamers import TextStreamer
 
 from hasslefree.errors import CheckpointError, PromptError, RecipeError, option
 from hasslefree.folder.record import read_record
-from hasslefree.models.load import load_model, load_tokenizer, most_positions
+from hasslefree.models.load import encode, load_model, load_tokenizer, loading, most_positions
 from hasslefree.packed.linear import compressed_layers
+
+# Tokens of a prompt for a model that states no limit.
+MOST_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -84,20 +87,23 @@ class Writer:
         self, prompt: str | Tensor, sampling: Sampling, show: Callable[[str], None] = lambda text: None
     ) -> Continuation:
         """The continuation of a text or of token ids (1, length); `show` gets each piece as its words are complete."""
+        limit = most_positions(self.model)
         if isinstance(prompt, str):
-            prompt = torch.tensor([self.tokenizer(prompt, verbose=False)["input_ids"]], dtype=torch.long)
-        length, limit = prompt.shape[1], most_positions(self.model)
+            prompt = encode(self.tokenizer, prompt, MOST_TOKENS if limit is None else limit + 1)[None]
+        length = prompt.shape[1]
+        more = " or more" if limit is not None and length > limit else ""
         if not length:
             raise PromptError("the prompt is empty; give some text to continue")
         if limit is not None and length + sampling.max_new_tokens > limit:
             raise PromptError(
-                f"the prompt has {length} tokens and {sampling.max_new_tokens} new ones may follow, but the model "
-                f"takes at most {limit} in total; shorten the prompt, or lower {option('max_new_tokens')}"
+                f"the prompt has {length} tokens{more} and {sampling.max_new_tokens} new ones may follow, but the "
+                f"model takes at most {limit} in total; shorten the prompt, or lower {option('max_new_tokens')}"
             )
         stream, ids = _Stream(self.tokenizer, show), prompt.to(self.model.device)
         torch.manual_seed(sampling.seed)
         generate: Any = self.model.generate
-        generate(ids, attention_mask=torch.ones_like(ids), streamer=stream, **sampling.arguments)
+        with loading(f"{self.name} could not write text", "correct its generation_config.json, or download it again"):
+            generate(ids, attention_mask=torch.ones_like(ids), streamer=stream, **sampling.arguments)
         text = self.tokenizer.decode(stream.tokens, skip_special_tokens=True)
         return Continuation(text, tuple(stream.tokens), stream.times[-1] - stream.times[0])
 

@@ -20,7 +20,7 @@ from hasslefree.data import check_text, evaluation_protocol, evaluation_text
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
 from hasslefree.evaluation.harness import check_harness, check_tasks, evaluate_tasks
 from hasslefree.folder.record import versions
-from hasslefree.models.load import load_model, load_tokenizer, resolve_seqlen
+from hasslefree.models.load import encode, load_model, load_tokenizer, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
 from hasslefree.phases import LOADING, Listener, Phases
 
@@ -182,10 +182,10 @@ def text_perplexity(
     phases, name = phases or Phases(), Path(text).name
     protocol = evaluation_protocol(text)
     with phases.phase(f"reading {name}"):
-        ids = tokenizer(evaluation_text(text), add_special_tokens=protocol.special_tokens, verbose=False)["input_ids"]
+        tokens = encode(tokenizer, evaluation_text(text), max_tokens, protocol.special_tokens)
     result = perplexity(
         model,
-        torch.tensor(ids[:max_tokens]),
+        tokens,
         resolve_seqlen(model, seqlen),
         batch,
         windows=protocol.windows,

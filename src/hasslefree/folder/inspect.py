@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hasslefree.checkpoint import map_tensors, read_json, weight_files
+from hasslefree.checkpoint import read_json, stored_tensors, weight_files
 from hasslefree.errors import CheckpointError
 from hasslefree.folder.read import FLOATS, QUANT_METHOD, check_format_version, check_stored, read_entries
 from hasslefree.folder.record import read_record
@@ -79,7 +79,7 @@ def inspect_folder(folder: Path) -> FolderSize:
     if not isinstance(config, dict) or config.get("quant_method") != QUANT_METHOD:
         raise CheckpointError(f"{folder} is not a compressed model; give a folder that `hasslefree compress` wrote")
     check_format_version(config.get("version"), config.get("layout"))
-    entries, stored = read_entries(config.get("modules")), map_tensors(weight_files(folder))
+    entries, stored = read_entries(config.get("modules")), stored_tensors(weight_files(folder))
     biased = {name for name in entries if f"{name}.bias" in stored}
     check_stored(entries, stored, biased, indices=False)
     records = read_record(folder).layers if (folder / "compression.json").is_file() else ()
@@ -88,12 +88,12 @@ def inspect_folder(folder: Path) -> FolderSize:
     # layers.2 before layers.10
     for name in sorted(entries, key=lambda name: [(int(p), "") if p.isdigit() else (-1, p) for p in name.split(".")]):
         spec, (out, width) = entries[name].spec, entries[name].spec.shape
-        dtype = stored[f"{name}.{'weight_scale' if spec.grid else 'values'}"].tensor.dtype
+        dtype = stored[f"{name}.{'weight_scale' if spec.grid else 'values'}"].meta.dtype
         leaves = [*spec.tensors(), *(["bias"] if name in biased else [])]
-        stored_bytes = sum(stored[f"{name}.{leaf}"].tensor.nbytes for leaf in leaves)
+        stored_bytes = sum(stored[f"{name}.{leaf}"].meta.nbytes for leaf in leaves)
         dense_bytes = out * (width + (name in biased)) * dtype.itemsize
         layers.append(LayerSize(name, spec, FLOATS[dtype], stored_bytes, dense_bytes, errors.get(name)))
-    other = sum(mapped.tensor.nbytes for mapped in stored.values()) - sum(layer.bytes for layer in layers)
+    other = sum(tensor.meta.nbytes for tensor in stored.values()) - sum(layer.bytes for layer in layers)
     return FolderSize(str(folder), config["version"], tuple(layers), other)
 
 

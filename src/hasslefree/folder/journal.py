@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from hasslefree.checkpoint import INDEX, read_json, run_in_background
+from hasslefree.checkpoint import INDEX, opened, read_json, run_in_background
 from hasslefree.errors import CheckpointError, OutputError, option
 from hasslefree.folder.output import check_output, disk_errors, put_in_place, set_permissions
 from hasslefree.folder.record import PredictionRecord
@@ -147,7 +147,8 @@ class Unfinished:
 
     def read(self, part: FinishedPart) -> dict[str, Tensor]:
         """The tensors of a part, on the CPU."""
-        return load_file(self.model / part.file)
+        with opened(self.model / part.file) as handle:
+            return dict(handle.get_tensors())
 
     def finish(self, fill: Callable[[Path], None]) -> None:
         """Replace OUT by the folder. fill: writes the files that are still missing."""

@@ -10,7 +10,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hasslefree.checkpoint import map_tensors
+from hasslefree.checkpoint import stored_tensors
 from hasslefree.errors import CheckpointError
 from hasslefree.folder.read import (
     LAYOUT,
@@ -68,7 +68,7 @@ class HasslefreeQuantizer(HfQuantizer):
             if layer.bias is not None:
                 biased.add(name)
         if checkpoint_files:  # none where the caller brought a state dict
-            check_stored(entries, map_tensors([Path(file) for file in checkpoint_files]), biased, indices=True)
+            check_stored(entries, stored_tensors([Path(file) for file in checkpoint_files]), biased, indices=True)
 
     def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
         """Without those that fuse experts, which are separate layers here."""

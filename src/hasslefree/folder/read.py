@@ -99,11 +99,11 @@ def check_stored(
         expected = entry.spec.tensors() | ({"bias": ((entry.spec.shape[0],), None)} if name in biased else {})
         tensors = layers.get(name, {})
         try:
-            check_tensors(name, expected, {leaf: mapped.tensor for leaf, mapped in tensors.items()})
+            check_tensors(name, expected, {leaf: tensor.meta for leaf, tensor in tensors.items()})
             if indices:
-                check_index(name, entry, tensors[entry.spec.storage.layout.index].tensor)
+                check_index(name, entry, tensors[entry.spec.storage.layout.index].read())
         except CheckpointError as error:
-            files = sorted({str(mapped.file) for mapped in (tensors or stored).values()})
+            files = sorted({str(tensor.file) for tensor in (tensors or stored).values()})
             raise CheckpointError(f"{', '.join(files)}: {error.message}") from None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from rich.table import Table
 from typing_extensions import TypedDict
 
+from hasslefree.checkpoint import parse_json, read_small
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import CheckpointError
 from hasslefree.packed.spec import LayerSpec
@@ -167,7 +168,7 @@ class Record:
     def from_json(cls, text: str) -> Record:
         """Read back what `to_json` wrote; all seconds are 0."""
         try:
-            content = json.loads(text)
+            content = parse_json(text)
             layers = tuple(LayerRecord.from_dict(layer) for layer in content["layers"])
             record = validated(cls, content | {"seconds": 0.0, "layers": []})
             if wrong := [layer.name for layer in layers if not all(map(math.isfinite, layer.history))]:
@@ -183,7 +184,7 @@ class Record:
 def read_record(folder: Path) -> Record:
     """The record in a folder's compression.json. Raises a CheckpointError if it is missing or damaged."""
     try:
-        return Record.from_json((folder / "compression.json").read_text(encoding="utf-8"))
+        return Record.from_json(read_small(folder / "compression.json"))
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"{folder} has no readable compression.json ({error}); compress the model again"

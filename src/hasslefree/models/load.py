@@ -2,25 +2,36 @@
 
 import inspect
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from safetensors import SafetensorError
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
+from transformers import modeling_utils as transformers_loading
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from hasslefree.checkpoint import weight_map
-from hasslefree.errors import HasslefreeError, ModelError, UnknownNameError, option
+from hasslefree.checkpoint import MOST_BYTES, read_json, weight_map
+from hasslefree.data import PIECE, WIDEST, pieces
+from hasslefree.errors import CheckpointError, HasslefreeError, ModelError, UnknownNameError, option
+from hasslefree.models.calls import replaced
 from hasslefree.validation import Dtype
 
 # By type of model, the class that takes images or sound beside text.
 MULTIMODAL: dict[str, str] = dict(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+# Files of a folder that transformers reads whole, and the most layers or experts that one of them may ask for.
+SETTINGS = ("*config.json", "*token*.json", "*.index.json", "vocab*", "merges.txt", "*.model", "chat_template*")
+MOST_MODULES = 4096
+# Characters that a tokenizer gets at once: more than the published texts for perplexity have.
+WHOLE = 1 << 22
+AGAIN = "if one of its files is damaged or truncated, download or copy it again"
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
@@ -32,7 +43,7 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
     check_name(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers does not check what the file holds
         raise no_model(name, error) from error
     known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.model_type in MULTIMODAL
     own = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -60,6 +71,39 @@ def check_name(name: str) -> None:
         )
     if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise ModelError(f"the model folder {name} does not exist")
+    for file in (file for pattern in SETTINGS for file in Path(name).glob(pattern)):
+        check_settings(file)
+
+
+def check_settings(file: Path) -> None:
+    """Raise a CheckpointError if reading a file, or building the model that it describes, would not end."""
+    if file.name != "config.json":
+        if not file.is_file() or file.stat().st_size > MOST_BYTES:
+            raise CheckpointError(f"{file} is no regular file, or larger than {MOST_BYTES:,} bytes; download it again")
+        return
+    parts = [read_json(file)]
+    for part in parts:
+        parts += [value for value in part.values() if isinstance(value, dict)]
+        for key, value in part.items():
+            if isinstance(value, int) and value > MOST_MODULES and ("layer" in key or key.endswith("experts")):
+                raise CheckpointError(f"{file}: {key} is {value:.4g}, which no model has; download or copy it again")
+
+
+@contextmanager
+def loading(what: str, remedy: str) -> Iterator[None]:
+    """Turn whatever transformers raises about a folder into a ModelError. what: could not be done."""
+    try:
+        with replaced(transformers_loading, "safe_open", not_mapped):
+            yield
+    except HasslefreeError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{what}: {_first_line(error)}; {remedy}") from error
+
+
+def not_mapped(file: Any, framework: str, device: Any = "cpu", **_: Any) -> Any:
+    """A safetensors file whose tensors are read, as by `checkpoint.opened`: transformers maps them, but on Windows."""
+    return safe_open(file, framework=framework, device=device, backend="pread")
 
 
 def no_model(name: str, error: Exception) -> ModelError:
@@ -134,11 +178,8 @@ def load_shapes(name: str, dtype: str = "auto", trust_remote_code: bool = False)
     """The model without weights: every parameter is on the meta device. No weight file is read."""
     config = load_config(name, trust_remote_code)
     chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    try:
-        with torch.device("meta"):
-            return auto_class(config).from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
-    except (OSError, RuntimeError, ValueError, ImportError, KeyError) as error:
-        raise ModelError(f"the model {name!r} could not be built from its config.json: {_first_line(error)}") from error
+    with loading(f"the model {name!r} could not be built from its config.json", AGAIN), torch.device("meta"):
+        return auto_class(config).from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
 
 
 def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -161,17 +202,11 @@ def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrain
     auto = auto_class(load_config(name, trust_remote_code))
     weight_map(Path(name))
     check_format(name)
-    try:
+    with loading(f"the model {name!r} could not be loaded", AGAIN):
         # Pickles are programs: no other format than safetensors.
         model, info = auto.from_pretrained(
             name, output_loading_info=True, use_safetensors=True, trust_remote_code=trust_remote_code, **how
         )
-    except HasslefreeError:
-        raise
-    except (OSError, RuntimeError, ValueError, ImportError, KeyError, SafetensorError) as error:
-        damaged = isinstance(error, RuntimeError | SafetensorError)
-        remedy = "; if one of its files is damaged or truncated, download or copy it again" if damaged else ""
-        raise ModelError(f"the model {name!r} could not be loaded: {_first_line(error)}{remedy}") from error
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"the checkpoint {name!r} lacks {len(missing)} tensors of a {type(model).__name__}: "
@@ -196,7 +231,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     check_name(name)
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # of tokenizers, too
         if not Path(name).is_dir():
             raise no_model(name, error) from error
         raise ModelError(
@@ -238,11 +273,22 @@ def resolve_seqlen(model: nn.Module, asked: int | None) -> int:
     return min(2048, most or 2048) if asked is None else asked
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text of any length, special tokens as the tokenizer adds them by default."""
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    return ids
+def encode(tokenizer: Any, text: str, most: int | None = None, special_tokens: bool = True) -> Tensor:
+    """Token ids of a text of any length: (tokens,) int64. most: the first ones alone.
+
+    A text of more than 4 million characters is tokenised in pieces, so that time and memory stay in proportion to it.
+
+    Args:
+        special_tokens: as the tokenizer adds them by default, once.
+    """
+    size, ids = WHOLE if most is None else min(WHOLE, PIECE + 4 * WIDEST * most), list[Tensor]()
+    for piece in pieces(text, size):
+        added = special_tokens and not ids
+        ids.append(torch.tensor(tokenizer(piece, add_special_tokens=added, verbose=False)["input_ids"]).long())
+        if most is not None and sum(map(len, ids)) >= most:
+            break
+    return torch.cat(ids)[:most]
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -1,22 +1,21 @@
 """A model of which one part is in memory at a time: the rest stays in its files until it is needed."""
 
 import ctypes
-import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hasslefree.checkpoint import run_in_background
+from hasslefree.checkpoint import opened, run_in_background
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.experts import SplitExperts
@@ -28,26 +27,19 @@ Modules = Callable[[], Iterable[nn.Module]]
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of a checkpoint: `name` in the model, `leaf` in `stored`, the files as accelerate maps them."""
+    """A tensor of a checkpoint: `name` in the model, `leaf` in `stored`, the files as accelerate lists them."""
 
     stored: Mapping[str, Tensor]
     leaf: str
     name: str
 
     def read(self) -> Tensor:
-        """The tensor, on the CPU. What a safetensors file holds is mapped: its bytes are read when they are used."""
-        try:
-            return self.stored[self.leaf]
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"{self.name} cannot be read from {self.file()}: {error}; download or copy the file again"
-            ) from error
-
-    def file(self) -> str:
-        """The path of its file: a checkpoint's, or one of the scratch folder with the tensor in another dtype."""
+        """The tensor on the CPU, in the dtype of the model. Raises a CheckpointError if its file is damaged."""
         files: Any = self.stored
-        name = f"{files.prefix}{self.leaf}"
-        return files.dataset.index[name].get("safetensors_file") or f"{files.dataset.save_folder}/{name}.dat"
+        entry = files.dataset.index[f"{files.prefix}{self.leaf}"]
+        with opened(Path(entry["safetensors_file"])) as handle:
+            tensor: Tensor = handle.get_tensor(entry["weight_name"])
+        return tensor.to(getattr(torch, entry["dtype"]))
 
 
 class Prefetcher:
@@ -60,8 +52,12 @@ class Prefetcher:
     def start(self, sources: Iterable[Source]) -> None:
         """Start to read these tensors, and drop those of an earlier start."""
         self.drop()
-        calls = {source.name: partial(in_memory, source, self.device) for source in sources}
+        calls = {source.name: partial(self._read, source) for source in sources}
         self._reads = dict(zip(calls, run_in_background("read ahead", *calls.values()), strict=True))
+
+    def _read(self, source: Source) -> Tensor:
+        tensor = source.read()
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor  # a GPU copies faster from pinned memory
 
     def take(self, source: Source) -> Tensor:
         """The tensor on the CPU, read before or now."""
@@ -77,15 +73,6 @@ class Prefetcher:
             read.cancel()
         wait(self._reads.values())
         self._reads.clear()
-
-
-def in_memory(source: Source, device: torch.device) -> Tensor:
-    """The tensor with its bytes read: into pinned memory for a GPU, which copies it faster, else where it is mapped."""
-    tensor = source.read()
-    if device.type == "cuda":
-        return tensor.pin_memory()
-    tensor.reshape(-1).view(torch.uint8).numpy()[:: mmap.PAGESIZE].sum()
-    return tensor
 
 
 class Weights:
@@ -117,7 +104,7 @@ class Weights:
         for name, source in list(model.all_tied_weights_keys.items()):
             tied, parameter = _place(model, name), _place(model, source)
             if self._holds(*tied) and self._holds(*parameter):
-                if not torch.equal(self._stored[tied[0]][tied[1]], self._stored[parameter[0]][parameter[1]]):
+                if not torch.equal(self._source(*tied).read(), self._source(*parameter).read()):
                     del model.all_tied_weights_keys[name]  # as transformers does: two weights, whatever the config says
                     continue
             elif self._holds(*tied):

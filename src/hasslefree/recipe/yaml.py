@@ -1,30 +1,50 @@
 """Recipes as YAML files, one on top of another (`base: other.yaml`)."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hasslefree.checkpoint import read_limited, read_small
 from hasslefree.errors import RecipeError
 
 _INT = "tag:yaml.org,2002:int"
 
 
+# Bytes and fields of a recipe, recipes on top of one another, and lists in lists.
+MOST_BYTES, MOST_FIELDS, MOST_BASES, DEEPEST = 1 << 18, 100, 16, 8
+
+
 class _Loader(yaml.SafeLoader):
-    """Plain values; 2:4 is a string, as in YAML 1.2, and no number in base 60. No name may be given twice."""
+    """Plain values; 2:4 is a string, as in YAML 1.2, and no number in base 60.
+
+    No name may be given twice, and none may stand for a value: a few lines of such names make gigabytes.
+    """
+
+    depth = 0
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth += 1
+        if self.depth > DEEPEST or self.check_event(yaml.AliasEvent):
+            problem = "lists are nested too deeply" if self.depth > DEEPEST else "aliases (*name) are not read"
+            raise yaml.composer.ComposerError(problem=problem, problem_mark=self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
         for number, (key, _) in enumerate(node.value):
-            if key.value in names[:number]:
-                twice = f"{key.value} is given twice"
-                raise yaml.constructor.ConstructorError(problem=twice, problem_mark=key.start_mark)
+            if key.value in names[:number] or number == MOST_FIELDS:
+                problem = "there are too many fields" if number == MOST_FIELDS else f"{key.value} is given twice"
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -32,11 +52,16 @@ _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?[0-9]+$"), [*"-+0123456789
 
 
 def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a YAML file over those of its base, and the files they are from. above: those that led here."""
+    """The values of a YAML file over those of its base, and the files they are from. above: those that led here.
+
+    The path - is standard input.
+    """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_small(path, MOST_BYTES) if path != Path("-") else read_limited(sys.stdin.buffer, MOST_BYTES)
+    except (OSError, ValueError) as error:
         raise RecipeError(f"the recipe {path} cannot be read: {error}") from None
+    try:
+        content = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, TypeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else path
@@ -50,9 +75,11 @@ def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any
     if not isinstance(base, str):
         raise RecipeError(f"{path}: base must be the path of a recipe, got {base!r}")
     target, above = path.parent / base, (*above, path)
-    if target.resolve() in [file.resolve() for file in above]:
-        raise RecipeError(f"{path}: these recipes are each other's base: {' → '.join(map(str, (*above, target)))}")
     if not target.is_file():
         raise RecipeError(f"{path}: the base {target} does not exist; the path is relative to {path.name}")
+    if target.resolve() in [file.resolve() for file in above]:
+        raise RecipeError(f"{path}: these recipes are each other's base: {' → '.join(map(str, (*above, target)))}")
+    if len(above) > MOST_BASES:
+        raise RecipeError(f"{above[0]}: more than {MOST_BASES} recipes are on top of one another; merge some of them")
     base_values, base_files = read_fields(target, above)
     return base_values | values, base_files | files

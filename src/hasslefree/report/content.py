@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hasslefree.checkpoint import StoredTensor, map_tensors, read_json, weight_files
+from hasslefree.checkpoint import StoredTensor, read_json, stored_tensors, weight_files
 from hasslefree.core.factors import CodedRows
 from hasslefree.core.protocols import Method
 from hasslefree.errors import CheckpointError
@@ -203,7 +203,7 @@ def read_evaluation(file: Path) -> tuple[str, Evaluation]:
 
 def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
     """The singular values of every L in a folder that was checked, by the layer's name."""
-    stored, spectra = map_tensors(weight_files(folder)), {}
+    stored, spectra = stored_tensors(weight_files(folder)), {}
     for layer in [name.removesuffix(".low_rank_u") for name in stored if name.endswith(".low_rank_u")]:
         u, v = (_factor(stored, f"{layer}.low_rank_{side}") for side in "uv")
         if not (torch.isfinite(u).all() and torch.isfinite(v).all()):
@@ -214,8 +214,8 @@ def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
 
 def _factor(stored: Mapping[str, StoredTensor], name: str) -> Tensor:
     """A factor, decoded if it is stored as codes."""
-    factor, scale = stored[name].tensor, stored.get(f"{name}_scale")
-    return factor if scale is None else CodedRows(factor, scale.tensor).values()
+    factor, scale = stored[name].read(), stored.get(f"{name}_scale")
+    return factor if scale is None else CodedRows(factor, scale.read()).values()
 
 
 def spectrum(u: Tensor, v: Tensor) -> Tensor:

@@ -46,13 +46,14 @@ def draw(model: PreTrainedModel, tokenizer: Any, recipe: Fields, phases: Phases 
     seqlen = resolve_seqlen(model, recipe.seqlen)
     with (phases or Phases()).phase(TEXT, recipe.samples, "segments") as phase:
 
-        def encoded(text: str) -> list[int]:
+        def encoded(text: str) -> Tensor:
             tokens = encode(tokenizer, text)
             if len(tokens) >= seqlen:
                 phase.advance()
             return tokens
 
-        return draw_segments(calibration_documents(recipe.calibration), encoded, recipe.samples, seqlen, recipe.seed)
+        documents = calibration_documents(recipe.calibration, seqlen)
+        return draw_segments(documents, encoded, recipe.samples, seqlen, recipe.seed)
 
 
 def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:

@@ -38,7 +38,7 @@ def dense_reference(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Te
     count = segments_for(resolved.match_predictions, seqlen)
     if tokenizer is not None:
         with walk.phases.phase(REFERENCE_TEXT):
-            documents = calibration_documents(recipe.calibration)
+            documents = calibration_documents(recipe.calibration, seqlen)
             segments = disjoint_segments(documents, lambda text: encode(tokenizer, text), count, seqlen, recipe.seed)
     segments = segments[:count]
     if len(segments) < (least := max(2, world.size)):
@@ -74,8 +74,7 @@ def bring_back(walk: Walk, work: Unfinished, passed: Callable[[], None] | None =
     """Put every compressed block on the device as it was written. passed: called after each."""
     for index, block in enumerate(walk.blocks.modules):
         prefix, tensors = f"{walk.blocks.prefix(index)}.", work.read(work.parts[index + 1])
-        # A copy: the tensors that were read are the mapped file, which will be rewritten.
-        own = {name.removeprefix(prefix): t.to(walk.weights.device, copy=True) for name, t in tensors.items()}
+        own = {name.removeprefix(prefix): tensor.to(walk.weights.device) for name, tensor in tensors.items()}
         block.load_state_dict(own, assign=True, strict=not walk.blocks.shared)
         if passed is not None:
             passed()
