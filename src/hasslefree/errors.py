@@ -1,4 +1,4 @@
-"""Every exception that a user can cause. The command line prints the message alone and exits with code 2."""
+"""Every exception that a user can cause. The command line prints the message alone and exits with its exit code."""
 
 import difflib
 import re
@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
-# An option in a message stands between the outer two, its two forms on either side of the one in the middle.
-_BEGIN, _MIDDLE, _END = "\ue000", "\ue001", "\ue002"
+from hasslefree.escaping import escaped
+
+# An option in a message stands between the outer two, its two forms on either side of the one in the middle. The last
+# one separates the lines of a message: a line feed would be part of a name.
+_BEGIN, _MIDDLE, _END, LINE = "\ue000", "\ue001", "\ue002", "\ue003"
 _OPTION = re.compile(f"{_BEGIN}(.*?){_MIDDLE}(.*?){_END}", re.DOTALL)
 
 
@@ -20,12 +23,12 @@ def option(name: str, value: Any = None) -> str:
 
 def with_arguments(message: str) -> str:
     """The message with its options as arguments of Python."""
-    return _OPTION.sub(r"\1", message)
+    return _OPTION.sub(r"\1", message).replace(LINE, "\n")
 
 
 def with_flags(message: str) -> str:
     """The message with its options as flags of the command line."""
-    return _OPTION.sub(r"\2", message)
+    return _OPTION.sub(r"\2", message).replace(LINE, "\n")
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class HasslefreeError(ValueError):
     """
 
     def __init__(self, message: str, fields: tuple[str, ...] = ()):
-        super().__init__(with_arguments(message))
-        self.message, self.fields = message, fields
+        self.message, self.fields = escaped(message), fields
+        super().__init__(with_arguments(self.message))
 
     def within(self, where: str) -> Self:
         """The same error, with the place where it occurred at its end."""
@@ -98,7 +101,7 @@ class RecipeError(HasslefreeError):
     def of(cls, problems: Iterable[Problem]) -> Self:
         """The error that lists these problems, one in a line."""
         problems = tuple(problems)
-        error = cls("\n".join(map(str, problems)), tuple(name for problem in problems for name in problem.fields))
+        error = cls(LINE.join(map(str, problems)), tuple(name for problem in problems for name in problem.fields))
         error.problems = problems
         return error
 
@@ -131,6 +134,10 @@ class OutputError(HasslefreeError):
     """An output folder that is in use, not writable, or on a disk that is too small; or a failed upload."""
 
 
+class WriteError(OutputError, OSError):
+    """A file or folder that the system did not let hasslefree write."""
+
+
 class CheckpointError(ModelError):
     """A model folder that is damaged or inconsistent."""
 
@@ -157,3 +164,15 @@ class ProgramError(HasslefreeError):
 
 class ServeError(HasslefreeError):
     """A compressed folder that vLLM cannot serve here: because of its version, the GPU, or tensor parallelism."""
+
+
+# What goes wrong whatever was typed: the command line exits with code 1 for these, and with 2 for all others.
+WENT_WRONG = (
+    CheckpointError,
+    DistributedError,
+    FactorizationError,
+    MemoryShortError,
+    NonFiniteError,
+    VersionError,
+    WriteError,
+)

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.filesize import decimal as size
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hasslefree.errors import BudgetError, option
+from hasslefree.escaping import escaped
 
 __all__ = ["Size", "duration", "significant", "size", "span", "table"]
 
@@ -72,14 +74,21 @@ def significant(value: float, digits: int = 4) -> float:
     return float(f"{value:.{digits}g}")
 
 
+class _Rows(Table):
+    """A table whose cells are text, which `rich` must not take for markup."""
+
+    def add_row(self, *cells: Any, **settings: Any) -> None:
+        super().add_row(*(Text(escaped(cell, "\n")) for cell in cells), **settings)
+
+
 def table(text: Sequence[str], numbers: Sequence[str] = (), title: str = "") -> Table:
     """A table without rows. text, numbers: headings of the columns on the left, and of those on the right."""
     # As wide as the title, which is wrapped to the width of the table.
-    rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, min_width=len(title) or None)
+    rows = _Rows(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, min_width=len(title) or None)
     if title:
-        rows.title, rows.title_justify = Text(title), "left"
+        rows.title, rows.title_justify = Text(escaped(title)), "left"
     for heading in text:
-        rows.add_column(heading, overflow="fold")
+        rows.add_column(Text(escaped(heading)), overflow="fold")
     for heading in numbers:
         rows.add_column(heading, overflow="fold", justify="right")
     return rows

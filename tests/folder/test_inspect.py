@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
-from hasslefree.errors import CheckpointError
+from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.evaluation.continuation import dense_original
 from hasslefree.folder.inspect import inspect_folder
 from hasslefree.recipe.resolved import filled
@@ -60,7 +60,7 @@ def test_what_is_no_compressed_folder(tmp_path):
         (tmp_path / "none", "the folder .*none does not exist; a model on the hub must be downloaded first"),
         (tmp_path / "empty", r"config\.json cannot be read"),
     ]:
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(ModelError, match=message):
             inspect_folder(folder)
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hasslefree.checkpoint import read_json
-from hasslefree.errors import CheckpointError
+from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.folder.record import Record
 from hasslefree.phases import PhaseTime
 from hasslefree.report.content import (
@@ -142,11 +142,11 @@ def test_what_is_no_folder_and_no_result_is_refused(folder, tmp_path):
         (tmp_path / name).write_text(content)
         with pytest.raises(CheckpointError, match=name):
             read_content([folder, tmp_path / name])
-    with pytest.raises(CheckpointError, match="at least one folder"):
+    with pytest.raises(ModelError, match="at least one folder"):
         read_content([tmp_path / "list"])
-    with pytest.raises(CheckpointError, match="none does not exist; name a folder"):
+    with pytest.raises(ModelError, match="none does not exist; name a folder"):
         read_content([folder, tmp_path / "none"])
-    with pytest.raises(CheckpointError, match="twice"):
+    with pytest.raises(ModelError, match="twice"):
         read_content([folder, folder / ".." / "out"])
 
 

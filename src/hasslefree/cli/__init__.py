@@ -1,14 +1,15 @@
-"""The command line. A user's mistake ends with one message and exit code 2."""
+"""The command line."""
 
 import sys
+from io import TextIOWrapper
 from typing import Any
 
 from wrapt import register_post_import_hook
 
 # Each module adds its commands to the application; within a heading, the help lists them in this order.
 from hasslefree.cli import compress, folder, generate  # noqa: F401
-from hasslefree.cli.common import app, errors
-from hasslefree.errors import HasslefreeError, with_flags
+from hasslefree.cli.common import app
+from hasslefree.cli.ending import report
 
 # These take several values after one flag, as in: --perplexity wikitext2 ptb my.txt
 _LISTS = ("--perplexity", "--tasks", "--leave-dense")
@@ -30,13 +31,18 @@ def spread_lists(arguments: list[str]) -> list[str]:
 
 
 def run_app() -> None:
-    """Run the command line; a HasslefreeError becomes a message and exit code 2, an interruption exit code 130."""
+    """Run the command line; whatever ends it becomes a sentence and an exit code."""
     register_post_import_hook(_quiet, "transformers.utils.logging")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # in a locale without UTF-8, and for names that are not UTF-8
+    arguments = sys.argv[1:]
     try:
-        app(args=spread_lists(sys.argv[1:]), prog_name="hasslefree")
-    except HasslefreeError as error:
-        errors.print(f"error: {with_flags(error.message)}", style="red", markup=False, highlight=False)
-        sys.exit(2)
+        code = app(args=spread_lists(arguments), prog_name="hasslefree", standalone_mode=False)
+        print(end="", flush=True)
+    except Exception as error:
+        code = report(error, arguments)
+    sys.exit(code)
 
 
 def _quiet(logging: Any) -> None:

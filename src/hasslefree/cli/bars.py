@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 
 from hasslefree.cli.common import console, say
+from hasslefree.escaping import escaped
 from hasslefree.phases import Listener, Step
 from hasslefree.phases import logger as phase_logger
 from hasslefree.units import duration
@@ -31,12 +32,13 @@ def phase_bars() -> Iterator[Listener]:
     """A listener to the phases of a run. Log lines are printed, on a terminal above the bars."""
     if not console.is_terminal:
         lines = Lines()
-        lines.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        lines.setFormatter(OneLine("%(asctime)s %(message)s", "%H:%M:%S"))
         with logging_to(lines):
             yield lambda step: None  # every phase is logged
         return
     with Progress(*COLUMNS, console=console, transient=True) as progress:
         handler = RichHandler(console=progress.console, show_path=False, show_level=False, markup=False)
+        handler.setFormatter(OneLine())
         handler.addFilter(lambda record: record.name != phase_logger.name)  # phases have bars
         with logging_to(handler):
             yield lambda step: update_bars(progress, step)
@@ -54,6 +56,13 @@ def logging_to(handler: logging.Handler) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+class OneLine(logging.Formatter):
+    """Each record as one line of plain text, whatever the names in it hold."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
 
 
 class Lines(logging.Handler):

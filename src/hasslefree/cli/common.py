@@ -3,20 +3,33 @@
 import json
 import os
 import platform
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
+import rich.console
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
+from rich.segment import Segment
 from typer.core import TyperGroup
 
 import hasslefree
 from hasslefree.errors import OutputError
+from hasslefree.escaping import escaped
 
 # The headings of the root's help and, beside those of a recipe, of a command's help.
 COMPRESS, TRY, MEASURE, ELSEWHERE = "Compress", "Try a result", "Measure", "Use in other programs"
 RUN, OUTPUT = "Where to run", "Output"
+
+
+class Console(rich.console.Console):
+    """A console that shows control characters in a text escaped. Styles are apart from the text, and stay."""
+
+    def render(self, *content: Any, **options: Any) -> Iterator[Segment]:
+        for segment in super().render(*content, **options):
+            yield segment if segment.control else Segment(escaped(segment.text, "\n\t"), segment.style)
+
 
 QUIET_PROCESS = os.environ.get("RANK", "0") != "0"  # under torchrun the first process alone speaks, but for errors
 console = Console(quiet=QUIET_PROCESS)
@@ -25,6 +38,11 @@ errors = Console(stderr=True, soft_wrap=True)
 
 class Commands(TyperGroup):
     """The commands; an interruption ends each of them with a line that says so, and exit code 130."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        for command in self.commands.values():  # --verbose may stand before a command or after it
+            command.params += [option for option in self.params if option.name == "verbose"]
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -52,12 +70,14 @@ def print_versions(wanted: bool) -> None:
 
 ABOUT = "Print the versions of hasslefree, Python, torch and transformers."
 VERSIONS = flag(None, ABOUT, "--version", callback=print_versions, is_eager=True, show_default=False)
+TRACEBACK = "Show the traceback of an error too (default: off)."  # `ending.report` looks for it
+VERBOSE = flag(None, TRACEBACK, "--verbose", expose_value=False, show_default=False)
 
 
 @app.callback(
     epilog="`hasslefree demo` shows a compression in minutes, and `hasslefree COMMAND --help` lists all options."
 )
-def root(versions: Annotated[bool, VERSIONS] = False) -> None:
+def root(versions: Annotated[bool, VERSIONS] = False, verbose: Annotated[bool, VERBOSE] = False) -> None:
     """Make a language model smaller: every linear layer of its blocks becomes sparse plus low-rank."""
     console.quiet, console.stderr = QUIET_PROCESS, False
 

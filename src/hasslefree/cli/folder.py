@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from hasslefree.cli import common
 from hasslefree.cli.bars import phase_bars
@@ -89,7 +88,7 @@ def result_tables(results: dict[str, Any]) -> list[Table]:
     if "perplexity" in results:
         texts = table(["text"], ["perplexity", "tokens", "window"], results["model"])
         for text, row in results["perplexity"].items():
-            texts.add_row(Text(text), f"{row['perplexity']:.3f}", f"{row['tokens']:,}", str(row["window"]))
+            texts.add_row(text, f"{row['perplexity']:.3f}", f"{row['tokens']:,}", str(row["window"]))
         tables.append(texts)
     if "tasks" in results:
         tasks = table(["task", "metric"], ["accuracy", "±", "rows"], results["model"])

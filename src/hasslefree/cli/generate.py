@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from hasslefree.cli.common import RUN, TRY, Device, Dtype, Folder, Trust, app, console, flag, say
-from hasslefree.errors import CheckpointError, PromptError, with_flags
+from hasslefree.errors import ModelError, PromptError, with_flags
 from hasslefree.units import size, table
 
 if TYPE_CHECKING:
@@ -162,7 +161,7 @@ def load_writers(
             dense, remark = dense_original(folder)
         compressed = Writer.load(str(folder), **options)
         if not compressed_layers(compressed.model):
-            raise CheckpointError(f"{folder} has no compressed layers; give a folder that `hasslefree compress` wrote")
+            raise ModelError(f"{folder} has no compressed layers; give a folder that `hasslefree compress` wrote")
         use_backend(compressed.model, backend)
         # Kernels are compiled, or read from their cache, when they are first called.
         start = torch.zeros(1, 2, dtype=torch.long, device=compressed.model.device)
@@ -213,7 +212,7 @@ def writer_table(writers: dict[str, Writer], texts: Sequence[Continuation] = ())
     """The models and the memory of their weights; with texts, the number of tokens and the speed after the first."""
     comparison = table(["", "model"], ["weights", *(["tokens", "tokens/s"] if texts else [])])
     for index, (role, writer) in enumerate(writers.items()):
-        cells: list[str | Text] = [role, Text(writer.name), size(writer.bytes)]
+        cells = [role, writer.name, size(writer.bytes)]
         if texts:
             rate = texts[index].tokens_per_second
             cells += [str(len(texts[index].tokens)), "" if rate is None else f"{rate:.1f}"]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
-from rich.text import Text
 
 from hasslefree.evaluation.continuation import Sampling, Writer
 from hasslefree.evaluation.run import evaluate
@@ -91,7 +90,7 @@ def demo_table(rows: list[DemoRow]) -> Table:
 def sample_table(samples: dict[str, str]) -> Table:
     """The continuations side by side."""
     columns = table(list(samples), title=f"{PROMPT!r}, continued")
-    columns.add_row(*(Text(PROMPT + text) for text in samples.values()))
+    columns.add_row(*(PROMPT + text for text in samples.values()))
     return columns
 
 

@@ -8,6 +8,7 @@ from huggingface_hub import ModelCardData, metadata_load
 from transformers.utils.hub import cached_file
 from yaml import YAMLError
 
+from hasslefree.escaping import escaped
 from hasslefree.folder.record import Record, command_of
 from hasslefree.models.blocks import by_kind
 
@@ -92,7 +93,7 @@ def export_card(kind: str, source: str, recorded: bool, auto: str = "AutoModelFo
     front = ModelCardData(library_name=library, pipeline_tag="text-generation", tags=[TAG, "sparse", "low-rank"])
     where = "../compression.json" if kind in ("base", "mlx-base") else "compression.json"
     record = f" `{where}` names the base model and the settings of the compression." if recorded else ""
-    return f"""---
+    card = f"""---
 {front.to_yaml()}
 ---
 
@@ -105,6 +106,7 @@ hasslefree exported this model from `{source}`, whose layers are sums of a spars
 ## Load it
 
 {fetch if "DIR" in load else ""}{load.format(auto=auto)}"""
+    return escaped(card, "\n")
 
 
 def _hub_file(model: str, name: str) -> Path | None:
@@ -173,7 +175,7 @@ def model_card(
     kept = f"{report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%})"
     stored = f"{report.stored_bytes:,} of {report.dense_bytes:,} ({report.stored_bytes / report.dense_bytes:.1%})"
     name = report.model.rstrip("/").rpartition("/")[2]
-    return f"""---
+    card = f"""---
 {_front(report, licence, auto).to_yaml()}
 ---
 
@@ -208,6 +210,7 @@ tr(R H Rᵀ) / tr(W H Wᵀ), where W is the dense weight, R = W − S − L, and
 
 {_repeat(report, trust_remote_code)}
 """
+    return escaped(card, "\n")
 
 
 def _front(report: Record, licence: dict[str, str], auto: str) -> ModelCardData:

@@ -9,7 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from hasslefree.checkpoint import read_json, stored_tensors, weight_files
-from hasslefree.errors import CheckpointError
+from hasslefree.errors import ModelError
+from hasslefree.escaping import escaped
 from hasslefree.folder.read import FLOATS, QUANT_METHOD, check_format_version, check_stored, read_entries
 from hasslefree.folder.record import read_record
 from hasslefree.packed.spec import LayerSpec
@@ -72,12 +73,12 @@ class FolderSize:
 def inspect_folder(folder: Path) -> FolderSize:
     """Read config.json and the headers, and check that they match; no weights are read."""
     if not folder.is_dir():
-        raise CheckpointError(
+        raise ModelError(
             f"the folder {folder} does not exist; a model on the hub must be downloaded first (hf download)"
         )
     config = read_json(folder / "config.json").get("quantization_config")
     if not isinstance(config, dict) or config.get("quant_method") != QUANT_METHOD:
-        raise CheckpointError(f"{folder} is not a compressed model; give a folder that `hasslefree compress` wrote")
+        raise ModelError(f"{folder} is not a compressed model; give a folder that `hasslefree compress` wrote")
     check_format_version(config.get("version"), config.get("layout"))
     entries, stored = read_entries(config.get("modules")), stored_tensors(weight_files(folder))
     biased = {name for name in entries if f"{name}.bias" in stored}
@@ -104,7 +105,7 @@ def kind_table(folder: FolderSize) -> Table:
         kinds.setdefault((layer.name.rpartition(".")[2], layer.spec.kind), []).append(layer)
     lines = _table(folder, "kind", "layers")
     for (kind, _), layers in kinds.items():
-        lines.add_row(kind, *_pattern(folder, layers), str(len(layers)), *_figures(layers))
+        lines.add_row(escaped(kind), *_pattern(folder, layers), str(len(layers)), *_figures(layers))
     lines.add_section()
     gap = [""] * len(_pattern(folder, folder.layers))
     lines.add_row("compressed", *gap, str(len(folder.layers)), *_figures(folder.layers))
@@ -121,7 +122,7 @@ def layer_table(folder: FolderSize) -> Table:
     shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, heads)]
     lines = _table(folder, f"layer of {'.'.join(shared)}" if shared else "layer")
     for name, layer in zip(names, folder.layers, strict=True):
-        lines.add_row(".".join(name[len(shared) :]), *_pattern(folder, [layer]), *_figures([layer]))
+        lines.add_row(escaped(".".join(name[len(shared) :])), *_pattern(folder, [layer]), *_figures([layer]))
     return lines
 
 

@@ -91,14 +91,14 @@ def check_settings(file: Path) -> None:
 
 @contextmanager
 def loading(what: str, remedy: str) -> Iterator[None]:
-    """Turn whatever transformers raises about a folder into a ModelError. what: could not be done."""
+    """Turn whatever transformers raises about a folder into a CheckpointError. what: could not be done."""
     try:
         with replaced(transformers_loading, "safe_open", not_mapped):
             yield
-    except HasslefreeError:
+    except (HasslefreeError, MemoryError, torch.OutOfMemoryError, BrokenPipeError):
         raise
     except Exception as error:
-        raise ModelError(f"{what}: {_first_line(error)}; {remedy}") from error
+        raise CheckpointError(f"{what}: {_first_line(error)}; {remedy}") from error
 
 
 def not_mapped(file: Any, framework: str, device: Any = "cpu", **_: Any) -> Any:

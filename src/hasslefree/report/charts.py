@@ -19,6 +19,7 @@ from typing import Any
 import altair as alt
 import vl_convert
 
+from hasslefree.escaping import escaped, escaped_within
 from hasslefree.folder.record import LayerRecord
 from hasslefree.report.content import Content, Run
 from hasslefree.report.layer_map import error_range, place, places
@@ -65,14 +66,14 @@ class Drawing:
 
     def on_page(self) -> dict[str, Any]:
         """Vega-Lite as wide as its place on the page, without `CONFIG`, which the charts of a page share."""
-        return {**self._definition(), "width": "container", "datasets": {"rows": self.rows}}
+        return {**self._definition(), "width": "container", "datasets": {"rows": escaped_within(self.rows)}}
 
     def svg(self) -> str:
         """The chart as a file of its own; the same data give the same text."""
         light = dict(re.findall(r"--(\w+): (#\w+)", (ASSETS / "page.css").read_text("utf-8").partition("@media")[0]))
-        definition = json.dumps({**self._definition(), "config": CONFIG, "title": self.title})
+        definition = json.dumps({**self._definition(), "config": CONFIG, "title": escaped(self.title)})
         coloured = json.loads(re.sub(r"var\(--(\w+)\)", lambda match: light.get(match[1], match[0]), definition))
-        svg = _vega_svg(json.dumps({**coloured, "datasets": {"rows": self.rows}}))
+        svg = _vega_svg(json.dumps({**coloured, "datasets": {"rows": escaped_within(self.rows)}}))
         ids: dict[str, int] = {}  # Vega numbers clips and gradients from the start of the process
         return re.sub(
             r'(id="|url\(#)((?:clip|gradient_)\d+)',
@@ -81,7 +82,7 @@ class Drawing:
         )
 
     def _definition(self) -> dict[str, Any]:
-        return {**self.chart.to_dict(), "config": {}, "description": self.title}
+        return escaped_within({**self.chart.to_dict(), "config": {}, "description": self.title})
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torch import Tensor
 from hasslefree.checkpoint import StoredTensor, read_json, stored_tensors, weight_files
 from hasslefree.core.factors import CodedRows
 from hasslefree.core.protocols import Method
-from hasslefree.errors import CheckpointError
+from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.folder.inspect import FolderSize, inspect_folder
 from hasslefree.folder.record import Record, command_of, read_record
 from hasslefree.phases import PhaseTime
@@ -113,14 +113,14 @@ class Content:
 def read_content(paths: Sequence[Path]) -> Content:
     """Folders that `compress` wrote, and JSON files that `evaluate` wrote, of these folders or of other models."""
     if missing := [str(path) for path in paths if not path.exists()]:
-        raise CheckpointError(f"{', '.join(missing)} does not exist; name a folder that `hasslefree compress` wrote")
+        raise ModelError(f"{', '.join(missing)} does not exist; name a folder that `hasslefree compress` wrote")
     folders: dict[Path, Path] = {}
     for path in filter(Path.is_dir, paths):
         if path.resolve() in folders:
-            raise CheckpointError(f"the folder {path} is named twice; once is enough")
+            raise ModelError(f"the folder {path} is named twice; once is enough")
         folders[path.resolve()] = path
     if not folders:
-        raise CheckpointError("a report needs at least one folder that `hasslefree compress` wrote")
+        raise ModelError("a report needs at least one folder that `hasslefree compress` wrote")
     evaluations: dict[Path | str, Evaluation] = {}
     for file in (path for path in paths if not path.is_dir()):
         model, evaluation = read_evaluation(file)

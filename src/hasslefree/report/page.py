@@ -10,7 +10,9 @@ from typing import Any
 
 import vl_convert
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
+from hasslefree.escaping import escaped_within
 from hasslefree.folder.card import trained
 from hasslefree.report.charts import ASSETS, CONFIG, comparisons, dense_bytes, run_charts
 from hasslefree.report.content import Content
@@ -25,7 +27,7 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
     Args:
         samples: of each run, in their order; empty for a page without samples.
     """
-    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "finalize": text_alone}
     environment = Environment(loader=FileSystemLoader(ASSETS), undefined=StrictUndefined, **options)
     environment.filters |= {
         "percent": percent,
@@ -63,6 +65,11 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
         # What a Content-Security-Policy calls an inline script.
         hashes=[f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}" for text in scripts],
     )
+
+
+def text_alone(value: Any) -> Any:
+    """What the page shows of a value: a text without control characters. The page's own markup stays."""
+    return value if isinstance(value, Markup) else escaped_within(value)
 
 
 @functools.cache

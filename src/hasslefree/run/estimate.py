@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hasslefree.core.cost import FLOAT
-from hasslefree.errors import MemoryShortError, option
+from hasslefree.errors import LINE, MemoryShortError, option
 from hasslefree.levers.sensitivity import quick
 from hasslefree.levers.train import Training, segments_for
 from hasslefree.models.activations import STORAGES, check_storage
@@ -290,7 +290,7 @@ def check_memory(setup: Setup) -> Setup:
     if not fits(lean):
         advice = next((f"it fits with {advice}" for other, advice in remedies(lean) if fits(other)), None)
         lines = [f"not enough memory; {advice or 'it needs a machine with more memory'}"]
-        raise MemoryShortError("\n".join([*lines, *map(": ".join, peaks(lean).items())]))
+        raise MemoryShortError(LINE.join([*lines, *map(": ".join, peaks(lean).items())]))
     if setup.prefetch and not fits(setup):
         logger.info(
             "not enough memory to read and write blocks in the background: each block is read, compressed and written "

@@ -1,0 +1,86 @@
+"""How a command ends: with its result, or with one sentence that names the thing and the remedy, and an exit code."""
+
+import os
+import platform
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from typing import Any
+
+import hasslefree
+from hasslefree.cli.common import errors
+from hasslefree.errors import WENT_WRONG, HasslefreeError, with_flags
+from hasslefree.escaping import escaped
+
+# What a message may take, with its "error: ".
+COLUMNS, LINES = 80, 3
+
+
+def report(error: Exception, arguments: list[str]) -> int:
+    """Print the sentence for an error, with --verbose after its traceback, and return the exit code."""
+    verbose = "--verbose" in arguments
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return 2  # it printed the help
+    drop_unwritten()
+    sentence, code = sentence_for(error, arguments)
+    with suppress(OSError):
+        how: Any = {"markup": False, "highlight": False}
+        if verbose:
+            errors.print("".join(traceback.format_exception(error)).rstrip(), **how)
+        errors.print(f"error: {sentence}" if verbose else shortened(f"error: {sentence}"), style="red", **how)
+    return code
+
+
+def sentence_for(error: Exception, arguments: list[str]) -> tuple[str, int]:
+    """What to say about an exception, and the exit code: 2 for what was typed wrong, 1 for what went wrong."""
+    text = escaped(str(error).strip().partition("\n")[0])
+    if isinstance(error, HasslefreeError):
+        return with_flags(error.message), 1 if isinstance(error, WENT_WRONG) else 2
+    if usage := getattr(error, "format_message", None):  # the command line could not be parsed
+        path = getattr(getattr(error, "ctx", None), "command_path", "hasslefree")
+        return f"{escaped(usage()).rstrip('.')}; `{path} --help` lists what can be given", 2
+    if isinstance(error, OSError):
+        place = escaped(str(error.filename or "a file, or standard output"))
+        return f"{place} cannot be used: {error.strerror or text}; correct this, or give another path", 1
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate" in text:
+        return f"not enough memory ({text or 'MemoryError'}); use smaller inputs, or a machine with more memory", 1
+    if isinstance(error, UnicodeError):
+        return f"a text or a name is not UTF-8 ({text}); convert or rename it", 1
+    if isinstance(error, RecursionError):
+        return "a file is nested too deeply to be read; download or write it again", 1
+    if isinstance(error, OverflowError):
+        return f"a number is too large ({text}); give a smaller one", 1
+    return f"this is a defect of hasslefree ({type(error).__name__}: {text:.60}); {keep(error, arguments)}", 1
+
+
+def keep(error: Exception, arguments: list[str]) -> str:
+    """Write a traceback to a file, and say what to send."""
+    lines = [f"hasslefree {hasslefree.__version__}, Python {platform.python_version()}, {platform.platform()}"]
+    lines += [f"hasslefree {' '.join(arguments)}", *traceback.format_exception(error)]
+    try:
+        descriptor, name = tempfile.mkstemp(".txt", "hasslefree-")
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(escaped("\n".join(lines), "\n\t"))
+    except OSError:
+        return "please report it with the output of the same command and --verbose"
+    return f"please report it with {name}, which holds the command and the traceback"
+
+
+def drop_unwritten() -> None:
+    """Discard what standard output does not take, so that Python does not try again when it exits."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def shortened(message: str) -> str:
+    """A message in three lines of 80 columns: what is longer loses its middle, between the thing and the remedy."""
+    lines = message.split("\n")
+    if sum(-(-len(line) // COLUMNS) for line in lines) <= LINES:
+        return message
+    room, mark = LINES * COLUMNS, " … (--verbose shows all) … "
+    text = " ".join(lines)
+    head = (room - len(mark)) // 2
+    return f"{text[:head].rstrip()}{mark}{text[head + len(mark) - room :].lstrip()}"
