@@ -28,6 +28,7 @@ ENDS = {
     "damaged": (CheckpointError("M is damaged; copy it again"), 1, "M is damaged"),
     "full disk": (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/x"), 1, "out/x cannot be used: No space left"),
     "loop of links": (OSError(errno.ELOOP, os.strerror(errno.ELOOP), "a"), 1, "a cannot be used: Too many levels"),
+    "loop of pathlib": (RuntimeError("Symlink loop from 'a'"), 1, "Symlink loop from 'a'; give another path"),
     "not UTF-8": (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), 1, "is not UTF-8"),
     "nesting": (RecursionError(), 1, "nested too deeply"),
     "numbers": (OverflowError("int too large to convert to float"), 1, "a number is too large"),

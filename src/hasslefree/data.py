@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hasslefree.errors import CalibrationError, UnknownNameError, option
 
-_SLICE = re.compile(r"(?P<path>.+\.jsonl)\[(?P<start>\d*):(?P<stop>\d*)\]")
+_SLICE = re.compile(r"(?P<path>.+\.jsonl)\[(?P<start>\d{0,18}):(?P<stop>\d{0,18})\]")
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,13 @@ def process_group(device: torch.device) -> Iterator[World]:
     """The processes that `torchrun` started, or this one alone. device: NCCL is used for GPUs, gloo for CPUs."""
     if dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size())
-    elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    elif (size := os.environ.get("WORLD_SIZE", "1")) == "1":
         yield ALONE
+    elif not (size.isdecimal() and os.environ.get("RANK", "").isdecimal() and "MASTER_ADDR" in os.environ):
+        raise DistributedError(
+            f"WORLD_SIZE is {size!r}, but RANK and MASTER_ADDR do not say which process this is; start the processes "
+            "by torchrun, or unset WORLD_SIZE"
+        )
     else:
         if device.type == "cuda":
             device = device if device.index is not None else torch.device(local_device() or "cuda:0")

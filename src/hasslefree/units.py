@@ -21,7 +21,7 @@ from hasslefree.escaping import escaped
 
 __all__ = ["Size", "duration", "significant", "size", "span", "table"]
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)B?|(bits?))", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kMGT]?)B?|(bits?))", re.IGNORECASE)
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 

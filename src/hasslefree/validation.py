@@ -1,22 +1,27 @@
 """Checks by pydantic of what a file or a user gives: types are strict, and an error names the field."""
 
+import dataclasses
 import functools
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from hasslefree.errors import HasslefreeError, with_arguments
+from hasslefree.errors import BudgetError, HasslefreeError, with_arguments
 
 T = TypeVar("T")
 
 # The names of dtypes that a user may give; auto: that of the checkpoint.
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-# A measured number, and a count.
+# A measured number, a part of a whole, a number that others grow by, and counts.
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Factor = Annotated[float, Field(gt=1)]
 Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class InvalidError(ValueError):
@@ -42,6 +47,35 @@ def validated(kind: type[T], content: Any) -> T:
     return instance
 
 
+class Checked:
+    """A frozen dataclass whose fields must be of their types and within their limits; a BudgetError names the first."""
+
+    def __post_init__(self) -> None:
+        given = {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        try:
+            checked = _fields(type(self)).model_validate(given)  # type: ignore[arg-type]
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            first["loc"] = first["loc"][:1]  # without the branches of a union
+            field, cause = describe(first)
+            raise BudgetError(cause, (field,)) from None
+        for name in given:
+            object.__setattr__(self, name, getattr(checked, name))
+
+
+@functools.cache
+def _fields(kind: Any) -> Any:
+    hints = get_type_hints(kind, include_extras=True)
+    fields: Any = {field.name: (hints[field.name], ...) for field in dataclasses.fields(kind)}
+    config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+    return create_model(kind.__name__, __config__=config, **fields)
+
+
+def plain(value: Any) -> Any:
+    """A number of Python for a scalar of numpy or torch; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
 def describe(error: ErrorDetails) -> tuple[str, str]:
     """The field of an error of pydantic (empty for the whole), and what is wrong with it in a sentence."""
     field = next((part for part in reversed(error["loc"]) if isinstance(part, str)), "")
@@ -50,4 +84,5 @@ def describe(error: ErrorDetails) -> tuple[str, str]:
         return field, refusal.message if isinstance(refusal, HasslefreeError) else str(refusal)
     if error["type"] == "missing":
         return field, f"{field!r} is missing"
-    return field, f"{error['msg'].replace('Input should', f'{field} must', 1)}, got {error['input']!r:.60}"
+    cause = error["msg"].replace("Input should", f"{field} must", 1).replace("greater than or equal to", "at least")
+    return field, f"{cause.replace('greater than', 'above')}, got {error['input']!r:.60}"

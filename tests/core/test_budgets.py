@@ -1,7 +1,12 @@
+import math
+
+import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hasslefree
 from hasslefree import Budget
 from hasslefree.core.patterns import Row, SemiStructured, Structured, Unstructured
 from hasslefree.errors import BudgetError, HasslefreeError, PatternError, UnknownNameError
@@ -44,14 +49,12 @@ def test_a_ratio_is_never_exceeded_and_never_wasted(out, width, percent, share):
     [
         (Budget("2:4", ratio=0.6), "infeasible with 2:4.*largest feasible ratio is 0.5"),
         (Budget("2:4", ratio=0.5, rank=4), "not both"),
-        (Budget("2:4", rank=-1), "must not be negative"),
         (Budget("2:4", sparsity=0.5), "already fixes the sparsity"),
         (Budget("2:4", ratio=0.5, rank_share=0.1), "leave out rank_share"),
         (Budget("unstructured"), "needs a sparsity"),
         (Budget("unstructured", ratio=0.5), "needs rank_share"),
         (Budget("row", sparsity=0.5, ratio=0.5), "not both"),
         (Budget("row", sparsity=0.5, rank_share=0.5), "with sparsity, give rank"),
-        (Budget("row", sparsity=1.5), "between 0 and 1, got 1.5"),
         (Budget(SemiStructured(2, 4), ratio=0.5), "already holds its count"),
         (Budget("2:4", rank=9), "rank 9 is larger than the weight .8×16.; the largest rank is 8"),
     ],
@@ -59,6 +62,35 @@ def test_a_ratio_is_never_exceeded_and_never_wasted(out, width, percent, share):
 def test_errors(budget, message):
     with pytest.raises(BudgetError, match=message):
         budget.resolve(8, 16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": -1}, "rank must be at least 0, got -1"),
+        ({"rank": 1.9}, "rank must be a valid integer, got 1.9"),
+        ({"rank": True}, "rank must be a valid integer"),
+        ({"sparsity": 1.5}, "sparsity must be less than or equal to 1, got 1.5"),
+        ({"ratio": math.nan}, "ratio must be .*got nan"),
+        ({"rank_share": "x"}, "rank_share must be a valid number"),
+        ({"pattern": "9" * 5000 + ":4"}, "not of the form"),
+    ],
+)
+def test_values_that_cannot_be(fields, message):
+    with pytest.raises(HasslefreeError, match=message):
+        Budget(**{"pattern": "row", **fields}).resolve(8, 16)
+    with pytest.raises(HasslefreeError, match=message):
+        hasslefree.decompose(torch.ones(8, 16), **fields)
+
+
+@pytest.mark.parametrize("given", [{"seed": 10**400}, {"seed": -1}, {"method": 3}, {"gram": torch.eye(16)}])
+def test_arguments_of_decompose_that_cannot_be(given):
+    with pytest.raises(HasslefreeError, match=next(iter(given))):
+        hasslefree.decompose(torch.ones(8, 16), rank=1, **given)
+
+
+def test_a_number_of_numpy_is_a_number():
+    assert Budget("2:4", rank=numpy.int64(3)) == Budget("2:4", rank=3)
 
 
 def test_errors_of_the_pattern():

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hasslefree.demo.run import MODEL
-from hasslefree.errors import PromptError, RecipeError
+from hasslefree.errors import BudgetError, PromptError
 from hasslefree.evaluation.continuation import Continuation, Sampling, Writer
 
 PROMPTS = ["Return the number of items", "class", "A dictionary maps keys\nto values: ü"]
@@ -70,5 +70,5 @@ def test_wrong_prompts_and_options(writer):
             writer.write(ids, Sampling(new_tokens))
         assert message in str(error.value)
     for wrong in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}):
-        with pytest.raises(RecipeError, match=next(iter(wrong))):
+        with pytest.raises(BudgetError, match=next(iter(wrong))):
             Sampling(**wrong)

@@ -319,7 +319,7 @@ def test_a_model_without_predictions_is_an_error_before_the_work(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rank": 2, "match_predictions": -1}, "match_predictions must be greater than or equal to 0, got -1"),
+        ({"rank": 2, "match_predictions": -1}, "match_predictions must be at least 0, got -1"),
     ],
 )
 def test_what_does_not_go_together(fields, message):

@@ -123,7 +123,7 @@ DAMAGE = {
         lambda f: edit(f, lambda c: c["layers"][0].update(history=[1, float("inf")])),
         "the errors by round of .* contain NaN or Inf",
     ),
-    "no rows": (lambda f: edit(f, lambda c: c["layers"][0].update(out=0)), "both numbers of shape must be at least 1"),
+    "no rows": (lambda f: edit(f, lambda c: c["layers"][0].update(out=0)), "shape must be at least 1, got 0"),
     "a shard": (lambda f: next(f.glob("*.safetensors")).unlink(), "is missing"),
 }
 

@@ -31,7 +31,8 @@ class Console(rich.console.Console):
             yield segment if segment.control else Segment(escaped(segment.text, "\n\t"), segment.style)
 
 
-QUIET_PROCESS = os.environ.get("RANK", "0") != "0"  # under torchrun the first process alone speaks, but for errors
+# Under torchrun, which sets both variables, the first process alone speaks, but for errors.
+QUIET_PROCESS = "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
 console = Console(quiet=QUIET_PROCESS)
 errors = Console(stderr=True, soft_wrap=True)
 

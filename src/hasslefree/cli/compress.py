@@ -111,7 +111,7 @@ def plan(
     recipe: Any,
     device: Device = None,
     activations: Activations = "device",
-    processes: Annotated[int, flag(RUN, PROCESSES, min=1)] = 1,
+    processes: Annotated[int, flag(RUN, PROCESSES, min=1, max=2**20)] = 1,
     trust_remote_code: Trust = False,
     as_json: Json = False,
     output: Output = None,
@@ -155,7 +155,7 @@ def methods(
 @app.command(rich_help_panel=common.TRY)
 def demo(
     out: Annotated[Path | None, flag(OUTPUT, "Folder for the compressed models (default: they are not kept).")] = None,
-    rounds: Annotated[int, flag(None, "Rounds of hassle-free; the paper takes 80.", min=1)] = 20,
+    rounds: Annotated[int, flag(None, "Rounds of hassle-free; the paper takes 80.", min=1, max=10**6)] = 20,
     quiet: Quiet = False,
 ) -> None:
     """Compress a small model that ships with the package, in minutes.

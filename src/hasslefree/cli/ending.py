@@ -40,6 +40,8 @@ def sentence_for(error: Exception, arguments: list[str]) -> tuple[str, int]:
     if usage := getattr(error, "format_message", None):  # the command line could not be parsed
         path = getattr(getattr(error, "ctx", None), "command_path", "hasslefree")
         return f"{escaped(usage()).rstrip('.')}; `{path} --help` lists what can be given", 2
+    if text.startswith("Symlink loop"):  # a RuntimeError of pathlib, before Python 3.13
+        return f"{text}; give another path", 1
     if isinstance(error, OSError):
         place = escaped(str(error.filename or "a file, or standard output"))
         return f"{place} cannot be used: {error.strerror or text}; correct this, or give another path", 1

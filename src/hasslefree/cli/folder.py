@@ -1,5 +1,6 @@
 """The commands that measure and use a model: `evaluate`, `inspect`, `report`, `export` and `run`."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,7 +61,7 @@ def call_evaluate(
 
     if not perplexity and not tasks:
         raise RecipeError("name at least one text or task, such as --perplexity wikitext2 or --tasks piqa")
-    if batch_size != "auto" and (not batch_size.isdecimal() or int(batch_size) < 1):
+    if not re.fullmatch("auto|[1-9][0-9]{0,8}", batch_size):
         raise RecipeError(f"--batch-size must be auto or a whole number of at least 1, got {batch_size!r}")
     with phase_bars() as progress:
         results = evaluate(

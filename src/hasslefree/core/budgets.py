@@ -8,6 +8,7 @@ from fractions import Fraction
 from hasslefree.core.patterns import Pattern, Row, SemiStructured, Structured, Unstructured
 from hasslefree.core.protocols import About
 from hasslefree.errors import BudgetError, HasslefreeError, PatternError, Problem, UnknownNameError
+from hasslefree.validation import Checked, Count, Share
 
 COUNTED: dict[str, type[Unstructured] | type[Row] | type[Structured]] = {
     "unstructured": Unstructured,
@@ -21,11 +22,11 @@ ABOUT = {
     "structured": About("whole input channels", "arXiv 2403.12983"),
     "dense": About("every entry, for methods with a grid", "docs: maths"),
 }
-_N_OF_M = re.compile(r"(\d+):(\d+)")
+_N_OF_M = re.compile(r"(\d{1,9}):(\d{1,9})")
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Checked):
     """A budget in one of three modes, the same for layers of every shape.
 
     Args:
@@ -43,25 +44,18 @@ class Budget:
     """
 
     pattern: str | Pattern = "2:4"
-    rank: int | None = None
-    sparsity: float | None = None
-    ratio: float | None = None
-    rank_share: float | None = None
+    rank: Count | None = None
+    sparsity: Share | None = None
+    ratio: Share | None = None
+    rank_share: Share | None = None
 
     def problems(self) -> list[Problem]:
         """Everything that is wrong before any shape is known."""
-        shares = {name: getattr(self, name) for name in ("sparsity", "ratio", "rank_share")}
-        problems = [
-            Problem((name,), f"{name} must be between 0 and 1, got {value}")
-            for name, value in shares.items()
-            if value is not None and not 0 <= value <= 1
-        ]
-        if self.rank is not None and self.rank < 0:
-            problems.append(Problem(("rank",), f"rank must not be negative, got {self.rank}"))
+        problems = list[Problem]()
         if self.rank is not None and self.ratio is not None:
             problems.append(Problem(("rank", "ratio"), "give rank or ratio, not both: the ratio fixes the rank"))
         try:
-            given = tuple(name for name, value in shares.items() if value is not None)
+            given = tuple(name for name in ("sparsity", "ratio", "rank_share") if getattr(self, name) is not None)
             return problems + self._pattern_problems(given)
         except HasslefreeError as error:
             return [*problems, Problem(("pattern",), error.message)]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hasslefree.core.gram import working_dtype
 from hasslefree.errors import GridError, option
+from hasslefree.validation import Checked, Positive
 
 if TYPE_CHECKING:
     from hasslefree.core.patterns import Pattern
@@ -31,7 +32,7 @@ NARROWER = 0.02
 
 
 @dataclass(frozen=True)
-class Grid:
+class Grid(Checked):
     """What the entries of S may be: 2^bits values in each group of inputs of a row.
 
     Args:
@@ -46,23 +47,18 @@ class Grid:
     """
 
     bits: int = 4
-    group: int | None = 64
+    group: Positive | None = 64
     symmetric: bool = False
     offset: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.bits not in BITS:
             allowed = ", ".join(map(str, BITS))
             raise GridError(f"bits must be one of {allowed}, got {self.bits}; use {option('bits', 4)}", ("bits",))
         if self.symmetric and self.offset:
             raise GridError(
                 "a symmetric grid has no offset; leave out one of symmetric and offset", ("symmetric", "offset")
-            )
-        if self.group is not None and self.group < 1:
-            raise GridError(
-                f"group_size, the number of inputs that share a scale, must be at least 1, got {self.group}; use "
-                f"{option('group_size', 64)}",
-                ("group_size",),
             )
 
     def __str__(self) -> str:

@@ -22,6 +22,7 @@ from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern, Structured
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import PatternError
+from hasslefree.validation import Checked
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Pruned:
     scaling: Scaling | None = None
 
 
-class Sparsifier:
+class Sparsifier(Checked):
     """What pruners and methods declare about their S. One that leaves S to another plug-in declares what that does.
 
     Attributes:
@@ -100,7 +101,7 @@ class Pruner(Sparsifier, ABC):
         return Cost(831, squares=10.3, arrays=10.5, unstated=(type(self).__name__,))
 
 
-class LowRankSolver(ABC):
+class LowRankSolver(Checked, ABC):
     """Solves P2: a low-rank L close to a target in the norm of H."""
 
     def prepare(self, gram: Gram) -> Any:

@@ -13,33 +13,28 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import TextStreamer
 
-from hasslefree.errors import CheckpointError, PromptError, RecipeError, option
+from hasslefree.errors import CheckpointError, PromptError, option
 from hasslefree.folder.record import read_record
 from hasslefree.models.load import encode, load_model, load_tokenizer, loading, most_positions
 from hasslefree.packed.linear import compressed_layers
+from hasslefree.validation import Checked, Figure, Positive, Seed
 
 # Tokens of a prompt for a model that states no limit.
 MOST_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How a text is continued; RecipeError for less than one token, or a negative or infinite temperature.
+class Sampling(Checked):
+    """How a text is continued.
 
     Args:
         max_new_tokens: the maximum length; the model may end the text earlier.
         temperature: 0 takes the most probable token each time; above 0, the model's own top_k and top_p apply too.
     """
 
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise RecipeError(f"{option('max_new_tokens')} must be at least 1, got {self.max_new_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise RecipeError(f"{option('temperature')} must be a finite number, 0 or more, got {self.temperature}")
+    max_new_tokens: Positive = 64
+    temperature: Figure = 0.0
+    seed: Seed = 0
 
     @property
     def arguments(self) -> dict[str, Any]:

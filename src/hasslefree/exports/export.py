@@ -63,7 +63,7 @@ def export(
     if to not in EXPORTS:
         raise UnknownNameError("export format", to, EXPORTS)
     source, target = Path(folder).resolve(), Path(destination).resolve()
-    if not re.fullmatch(r"\d+(\.\d+)?\s?[KMGT]B", max_shard_size, re.IGNORECASE):
+    if not re.fullmatch(r"(?=.*[1-9])\d{1,12}(\.\d{1,6})?\s?[KMGT]B", max_shard_size, re.IGNORECASE):
         raise OutputError(
             f"{option('max_shard_size')} must be a number with a unit, such as 5GB or 500MB, got {max_shard_size!r}"
         )

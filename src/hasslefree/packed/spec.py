@@ -9,8 +9,8 @@ import torch
 
 from hasslefree.core.factors import factor_tensors
 from hasslefree.core.grids import Grid
-from hasslefree.errors import PatternError
 from hasslefree.packed.storage import Storage
+from hasslefree.validation import Count, Positive
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,13 @@ class LayerSpec:
     """
 
     pattern: str
-    shape: tuple[int, int]
-    rank: int
-    nonzeros: int
+    shape: tuple[Positive, Positive]
+    rank: Count
+    nonzeros: Count
     grid: Grid | None = None
     factor_bits: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.shape) < 1:
-            raise PatternError(f"both numbers of shape must be at least 1, got {list(self.shape)}")
-        for name in ("rank", "nonzeros"):
-            if getattr(self, name) < 0:
-                raise PatternError(f"{name} must be a whole number, 0 or more, got {getattr(self, name)}")
         if not self.rank:
             object.__setattr__(self, "factor_bits", None)
 

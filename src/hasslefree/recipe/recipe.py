@@ -15,7 +15,7 @@ from pydantic import ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from hasslefree.errors import Problem, RecipeError, UnknownNameError
-from hasslefree.validation import Dtype, describe
+from hasslefree.validation import Dtype, describe, plain
 
 if TYPE_CHECKING:
     from hasslefree.recipe.resolved import Resolved
@@ -45,13 +45,13 @@ class Fields:
     pattern: str | None = declared(None, BUDGET)
     """Which entries of S may be non-zero: N:M (such as 2:4), unstructured, row, structured (whole input channels) or
     dense (default: 2:4; dense for methods with a grid)."""
-    rank: int | None = declared(None, BUDGET)
+    rank: int | None = declared(None, BUDGET, ge=0, le=10**9)
     """Rank of L; 0 for a sparse matrix alone (no default: give a rank, a ratio or a size)."""
-    sparsity: float | None = declared(None, BUDGET)
+    sparsity: float | None = declared(None, BUDGET, ge=0, le=1)
     """Share of zeros in S, for the patterns unstructured, row and structured (no default)."""
-    ratio: float | None = declared(None, BUDGET)
+    ratio: float | None = declared(None, BUDGET, ge=0, le=1)
     """Share of the parameters to remove from each layer; it determines the rank (no default)."""
-    rank_share: float | None = declared(None, BUDGET)
+    rank_share: float | None = declared(None, BUDGET, ge=0, le=1)
     """Share of the kept parameters that L gets; needed with a ratio and a pattern other than N:M (no default)."""
     method: str | None = declared(None, METHOD)
     """How each layer is decomposed; `hasslefree methods` lists the methods (default: joint-grid for a size, an engine
@@ -70,7 +70,7 @@ class Fields:
     low_rank: str | None = declared(None, METHOD)
     """Low-rank solver of an alternating method such as hassle-free; `hasslefree methods` lists the solvers (default:
     the method's)."""
-    rounds: int | None = declared(None, METHOD)
+    rounds: int | None = declared(None, METHOD, ge=1, le=10**6)
     """Iterations of the method: more take longer and fit better (default: the effort's for joint, and the method's own
     otherwise)."""
     damping: float | None = declared(None, METHOD, ge=0, allow_inf_nan=False)
@@ -95,14 +95,14 @@ class Fields:
     """8 to store both factors of L as int8 (default: the model's dtype)."""
     calibration: str = declared("c4", TEXT)
     """Text on which the layers are fitted: c4, wikitext2, ptb, or a .txt or .jsonl file."""
-    samples: int = declared(128, TEXT, ge=1)
+    samples: int = declared(128, TEXT, ge=1, le=10**9)
     """Number of calibration segments."""
-    seqlen: int | None = declared(None, TEXT, ge=2)
+    seqlen: int | None = declared(None, TEXT, ge=2, le=10**9)
     """Tokens in a segment (default: 2048, or the model's limit if that is less)."""
     sequential: Literal["layer", "block"] = declared("layer", TEXT)
     """When the inputs of layers are collected again: layer (after each group of layers; slower, better) or block (once
     per block)."""
-    match_predictions: int | None = declared(None, LEVERS, ge=0)
+    match_predictions: int | None = declared(None, LEVERS, ge=0, le=10**12)
     """Tokens of new calibration text on which what the layers store (values of S or scales of its grid, and L) is
     trained until the model predicts what the dense one does; 0 for none (default: the effort's)."""
     leave_dense: tuple[str, ...] = declared((), BUDGET, strict=False)
@@ -144,10 +144,8 @@ class Recipe(Fields):
     if not TYPE_CHECKING:  # type checkers know the fields from the dataclass
 
         def __init__(self, **values: Any):
-            # A scalar of numpy or torch becomes a number of Python.
-            plain = {name: x.item() if getattr(x, "ndim", None) == 0 else x for name, x in values.items()}
             try:
-                super().__init__(**plain)
+                super().__init__(**{name: plain(value) for name, value in values.items()})
             except ValidationError as error:
                 raise RecipeError.of(map(_problem, error.errors(include_url=False))) from None
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,19 @@ from hasslefree.core.protocols import Decomposition, Method, Solution
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError, option
 from hasslefree.solve.methods import build_method
+from hasslefree.validation import Checked, Seed
 
 DATA_FREE = "no Gram was given, so H = I (data-free): errors are those of the weight, not of the layer's output"
+
+
+@dataclass(frozen=True)
+class _Given(Checked):
+    """What must have these types before anything is computed."""
+
+    gram: Gram | None
+    pattern: str | Pattern
+    method: str | Method
+    seed: Seed
 
 
 def decompose(
@@ -55,6 +67,9 @@ def decompose(
         >>> result = hasslefree.decompose(weight, gram, pattern="2:4", rank=64)
         >>> result.relative_error
     """
+    if not isinstance(weight, Tensor):
+        raise ShapeError(f"weight must be a tensor (out, in), got {type(weight).__name__}; use torch.as_tensor")
+    seed = _Given(gram, pattern, method, seed).seed
     solver = build_method(method) if isinstance(method, str) else method
     weight = weight.detach()
     data_free = gram is None

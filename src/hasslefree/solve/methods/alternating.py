@@ -13,9 +13,10 @@ from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import LowRankSolver, Method, Pruned, Pruner, Solution
 from hasslefree.core.rows import WHOLE, Rows
-from hasslefree.errors import BudgetError, NonFiniteError, option, with_arguments
+from hasslefree.errors import NonFiniteError, option, with_arguments
 from hasslefree.solve.low_rank.adam import Adam
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
+from hasslefree.validation import Figure, Positive
 
 REMEDY = f"raise the damping ({option('damping', 0.01)}) or use another low-rank solver ({option('low_rank', 'exact')})"
 
@@ -46,15 +47,11 @@ class AlternatingMinimization(Method):
     step: ClassVar[str] = "round"
     pruner: Pruner = SparseGPT()
     low_rank: LowRankSolver = Adam()
-    rounds: int = 80
-    damping: float = 0.01
+    rounds: Positive = 80
+    damping: Figure = 0.01
     low_rank_first: bool = False
     keep_best: bool = True
     last_fit: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise BudgetError(f"rounds must be at least 1, got {self.rounds}", ("rounds",))
 
     @property
     def inner(self) -> Pruner:

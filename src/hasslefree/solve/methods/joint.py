@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Generator, Tensor
 
 from hasslefree.core.cost import Cost, cache_bytes
@@ -23,8 +24,8 @@ from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Solution
 from hasslefree.core.rows import WHOLE, Rows
-from hasslefree.errors import BudgetError
 from hasslefree.solve.project import project_step
+from hasslefree.validation import Count, Factor, Figure, Positive
 
 # How fast ρ and S at first fall with the share of the parameters that L holds: the more L takes, the less is left to S.
 RANK_RELIEF = 7.0
@@ -116,22 +117,12 @@ class Joint(Method):
 
     step: ClassVar[str] = "part of the rounds, then sweep of the polish"
     row_wise: ClassVar[bool] = True
-    rounds: int = 100
-    damping: float = 0.01
-    penalty: float = 0.4
-    growth: float = 1.4
-    sweeps: int = 2
+    rounds: Positive = 100
+    damping: Figure = 0.01
+    penalty: Annotated[float, Field(gt=0)] = 0.4
+    growth: Factor = 1.4
+    sweeps: Count = 2
     precision: Precision = "auto"
-
-    def __post_init__(self) -> None:
-        for name, least in {"rounds": 1, "sweeps": 0}.items():
-            if getattr(self, name) < least:
-                raise BudgetError(f"{name} must be at least {least}, got {getattr(self, name)}", (name,))
-        for name, limit in {"penalty": 0, "growth": 1}.items():
-            if getattr(self, name) <= limit:
-                raise BudgetError(f"{name} must be above {limit}, got {getattr(self, name)}")
-        if self.precision not in get_args(Precision):
-            raise BudgetError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}")
 
     def prepare(self, gram: Gram) -> ScaledProblem:
         damped = gram.damped(self.damping)

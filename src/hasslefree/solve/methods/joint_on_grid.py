@@ -14,11 +14,11 @@ from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import Method, Solution
 from hasslefree.core.rows import WHOLE, Rows
-from hasslefree.errors import BudgetError
 from hasslefree.solve.grid_descent import descend
 from hasslefree.solve.low_rank.exact import Exact
 from hasslefree.solve.methods.joint import Joint
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
+from hasslefree.validation import Count, Figure, Positive
 
 # Of conjugate gradients, before each sweep; they begin where the last sweep ended.
 CG_STEPS = 20
@@ -45,15 +45,11 @@ class JointOnGrid(Method):
     """
 
     grid: Grid = Grid()
-    rounds: int = 100
-    damping: float = 0.01
-    turns: int = 5
-    passes: int = 3
-    ranges: int = 20
-
-    def __post_init__(self) -> None:
-        if self.turns < 1:
-            raise BudgetError(f"turns must be at least 1, got {self.turns}")
+    rounds: Positive = 100
+    damping: Figure = 0.01
+    turns: Positive = 5
+    passes: Count = 3
+    ranges: Positive = 20
 
     def prepare(self, gram: Gram) -> Prepared:
         damped = gram.damped(self.damping)

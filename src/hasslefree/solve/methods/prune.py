@@ -13,6 +13,7 @@ from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Pruner, Solution
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError
+from hasslefree.validation import Figure
 
 # H, damped, and what the pruner prepared.
 Prepared = tuple[Gram, Any]
@@ -27,7 +28,7 @@ class Prune(Method):
     """
 
     pruner: Pruner
-    damping: float = 0.01
+    damping: Figure = 0.01
 
     @property
     def inner(self) -> Pruner:

@@ -19,7 +19,7 @@ from hasslefree.core.low_rank import LowRank, truncated_svd
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Solution
 from hasslefree.core.rows import WHOLE, Rows
-from hasslefree.errors import BudgetError
+from hasslefree.validation import Factor, Figure, Positive
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,10 @@ class PrincipalComponentPursuit(Method):
             (Lin et al., arXiv 1009.5055, algorithm 5).
     """
 
-    searches: int = 8
-    rounds: int = 100
-    growth: float = 1.5
-    tolerance: float = 1e-6
-
-    def __post_init__(self) -> None:
-        for name in ("searches", "rounds"):
-            if getattr(self, name) < 1:
-                raise BudgetError(f"{name} must be at least 1, got {getattr(self, name)}", (name,))
-        if self.growth <= 1:
-            raise BudgetError(f"growth must be above 1, got {self.growth}", ("growth",))
+    searches: Positive = 8
+    rounds: Positive = 100
+    growth: Factor = 1.5
+    tolerance: Figure = 1e-6
 
     def solve(
         self, weight: Tensor, prepared: None, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE

@@ -15,6 +15,7 @@ from hasslefree.core.protocols import Method, Solution
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.solve.admm import ScaledSpectrum, SupportPenalty
 from hasslefree.solve.low_rank.svd import RandomizedSVD
+from hasslefree.validation import Figure
 
 # H, damped; its scaled spectrum; and the Cholesky factor of the scaled H.
 Prepared = tuple[Gram, ScaledSpectrum, Tensor]
@@ -36,7 +37,7 @@ class ThreeBlock(Method):
 
     row_wise: ClassVar[bool] = True
     penalty: SupportPenalty = SupportPenalty(0.1, every=10, most=2000, growth=(1.1, 1.05, 1.02), settled=100)
-    damping: float = 0.01
+    damping: Figure = 0.01
     svd: RandomizedSVD = RandomizedSVD(oversampling=5, iterations=2)
 
     def prepare(self, gram: Gram) -> Prepared:

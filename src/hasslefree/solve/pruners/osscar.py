@@ -10,7 +10,7 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.patterns import Pattern, Structured
 from hasslefree.core.protocols import Pruned, Pruner
-from hasslefree.errors import BudgetError
+from hasslefree.validation import Count, Positive
 
 # A swap must lower the loss by this share of the layer's output, or rounding error would swap for ever.
 LEAST_GAIN = 1e-10
@@ -32,16 +32,11 @@ class OSSCAR(Pruner):
     """
 
     whole_channels = True
-    steps: int = 256
-    swaps: int = 100
-    candidates: int = 16
+    steps: Positive = 256
+    swaps: Count = 100
+    candidates: Positive = 16
 
     cost = Cost(flops=7, squares=6, arrays=7.5)
-
-    def __post_init__(self) -> None:
-        for name, least in {"steps": 1, "swaps": 0, "candidates": 1}.items():
-            if getattr(self, name) < least:
-                raise BudgetError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
     def prepare(self, gram: Gram) -> Tensor:
         return torch.cholesky_inverse(lower_cholesky(gram.matrix))

@@ -11,6 +11,7 @@ from hasslefree.core.linalg import masked_cg
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Pruned, Pruner
 from hasslefree.errors import GridError, option
+from hasslefree.validation import Figure
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,12 @@ class Refit(Pruner):
     """
 
     pruner: Pruner
-    damping: float = 0.0
+    damping: Figure = 0.0
     steps: int = 300
     tolerance: float = 1e-5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.pruner.grid:
             raise GridError(
                 f"refit would change the values of S, which this pruner quantises; "
