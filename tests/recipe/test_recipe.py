@@ -146,14 +146,13 @@ def test_every_problem_has_its_file(tmp_path):
         "base: a.yaml\nrank: -1\nratio: 0.5\nmethod: hasslefree\nseqlen: 1\ncalibration: wikitext\nleave_dense: 3\n"
     )
     expected = [
+        "b.yaml: rank must be at least 0, got -1",
         "a.yaml: samples must be a valid integer, got 'many'",
         "b.yaml: seqlen must be at least 2, got 1",
         "b.yaml: leave_dense must be a valid tuple, got 3",
         "a.yaml: dtype must be 'auto', 'float32', 'bfloat16' or 'float16', got 'int8'",
         "given in addition to b.yaml: seed must be at least 0, got -1",
         "a.yaml: unknown field 'rnk'. Did you mean 'rank'?",
-        "b.yaml: rank must be at least 0, got -1",
-        "b.yaml: give rank or ratio, not both",
         "a.yaml: pattern 5:4 is impossible",
         "b.yaml: unknown method 'hasslefree'",
         "b.yaml: unknown text",
