@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic_core import ErrorDetails
@@ -48,7 +48,9 @@ def validated(kind: type[T], content: Any) -> T:
 
 
 class Checked:
-    """A frozen dataclass whose fields must be of their types and within their limits; a BudgetError names the first."""
+    """A frozen dataclass whose fields must be of their types and within their limits; an `error` names the first."""
+
+    error: ClassVar[type[HasslefreeError]] = BudgetError
 
     def __post_init__(self) -> None:
         given = {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
@@ -58,7 +60,7 @@ class Checked:
             first = error.errors(include_url=False)[0]
             first["loc"] = first["loc"][:1]  # without the branches of a union
             field, cause = describe(first)
-            raise BudgetError(cause, (field,)) from None
+            raise self.error(cause, (field,)) from None
         for name in given:
             object.__setattr__(self, name, getattr(checked, name))
 

@@ -153,7 +153,8 @@ def half(weight):
             lambda: Grid(group=8, offset=True).check((4, 32), SemiStructured(2, 4)),
             "pattern 2:4 prunes entries, and a grid with offsets need not have the value zero",
         ),
-        (lambda: Grid(group=0), "at least 1, got 0; use group_size=64"),
+        (lambda: Grid(group=0), "group must be at least 1, got 0"),
+        (lambda: Grid(bits="x"), "bits must be a valid integer"),
         (
             lambda: Grid().scaling(torch.ones(2, 96)),
             "does not divide the 96 inputs of the layer; use group_size=32, or group_size=0",

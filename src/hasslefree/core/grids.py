@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class Grid(Checked):
         >>> rounded = scaling.nearest(weight)
     """
 
+    error: ClassVar = GridError
     bits: int = 4
     group: Positive | None = 64
     symmetric: bool = False
