@@ -350,14 +350,14 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("engine", "{engine}"),
                 ("export", "{form}"),
                 ("the same text", "{same}"),
-                ("widest gap", "{gap:.4f}"),
+                ("widest logit margin", "{gap:.4f}"),
                 ("log-probabilities differ by", "{apart:.1g}"),
                 ("versions", "{versions}"),
             ),
             elsewhere,
-            note="On {date}, by the compressed model on {where}. Widest gap: between the two largest logits of the "
-            "compressed model, at the first token that differs. Log-probabilities: the largest difference over the 20 "
-            "likeliest tokens after each prompt, where it was measured.",
+            note="On {date}, by the compressed model on {where}. Widest logit margin: between the two "
+            "largest logits of the compressed model, at the first token that differs. Log-probabilities: the largest "
+            "difference over the 20 likeliest tokens after each prompt, if it was measured.",
         ),
     ),
     "gguf": (
