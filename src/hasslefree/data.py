@@ -12,6 +12,8 @@ from torch import Tensor
 
 from hasslefree.errors import CalibrationError, UnknownNameError, option
 
+# The calibration text that the model writes itself (`run.self_text`).
+SELF = "self"
 _SLICE = re.compile(r"(?P<path>.+\.jsonl)\[(?P<start>\d{0,18}):(?P<stop>\d{0,18})\]")
 
 
@@ -107,8 +109,8 @@ def evaluation_text(name: str) -> str:
 
 
 def check_text(name: str) -> None:
-    """Raise where a text is neither a known hub name nor a local file that is not empty."""
-    if name not in HUB_TEXTS:
+    """Raise where a calibration text is neither a known name nor a local file that is not empty."""
+    if name not in (SELF, *HUB_TEXTS):
         _local(name)
 
 
@@ -120,7 +122,7 @@ def _from_hub(name: str, split: dict[str, Any]) -> Any:
     except Exception as error:  # whatever the network, the hub and the reader of the file may raise
         raise CalibrationError(
             f"the text {name!r} could not be loaded from the hub ({type(error).__name__}: {error}); "
-            "with no network, give a local .txt or .jsonl file"
+            "with no network, give a local .txt or .jsonl file, or self for text that the model writes"
         ) from error
 
 

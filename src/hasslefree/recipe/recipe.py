@@ -94,7 +94,8 @@ class Fields:
     factor_bits: int | None = declared(None, GRID)
     """8 to store both factors of L as int8 (default: the model's dtype)."""
     calibration: str = declared("c4", TEXT)
-    """Text on which the layers are fitted: c4, wikitext2, ptb, or a .txt or .jsonl file."""
+    """Text on which the layers are fitted: c4, wikitext2, ptb, a .txt or .jsonl file, or self for text that the model
+    writes itself, which needs no network and no file."""
     samples: int = declared(128, TEXT, ge=1, le=10**9)
     """Number of calibration segments."""
     seqlen: int | None = declared(None, TEXT, ge=2, le=10**9)

@@ -92,7 +92,7 @@ def advise(
         room = layer_room(loaded, uniform[0], resolved)
         dense = weights_on_disk(loaded, uniform[0]) - bytes_of(uniform[0])
         tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
-        segments = draw(loaded, tokenizer, recipe, phases).to(target)
+        segments = draw(loaded, tokenizer, recipe, phases, target).to(target)
         check_segments(loaded, segments, ALONE)
         untrained = dataclasses.replace(resolved, match_predictions=0)
         shape = (segments.shape[0], segments.shape[1])

@@ -101,7 +101,7 @@ def compress(
         own_segments = segments is not None
         if segments is None:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
-            segments = draw(loaded, tokenizer, recipe, phases)
+            segments = draw(loaded, tokenizer, recipe, phases, target)
         check_segments(loaded, segments, world)
         dense = Dense(name, loaded, tokenizer, blocks, plan, room, left, segments, own_segments)
         report = compress_dense(dense, resolved, target, activations, work, world, phases)

@@ -3,16 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hasslefree.data import calibration_documents, draw_segments
+from hasslefree.data import SELF, calibration_documents, draw_segments
 from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, ModelError, option
 from hasslefree.models.experts import split_experts
 from hasslefree.models.load import encode, load_config, load_on_disk, load_tokenizer, refuse_compressed, resolve_seqlen
 from hasslefree.phases import TEXT, Phases
 from hasslefree.recipe.recipe import Fields
+from hasslefree.run.self_text import self_written
 
 
 def open_model(
@@ -41,10 +43,22 @@ def open_model(
     return name, model.eval(), tokenizer
 
 
-def draw(model: PreTrainedModel, tokenizer: Any, recipe: Fields, phases: Phases | None = None) -> Tensor:
-    """The recipe's calibration segments: (samples, seqlen) token ids. phases: in which they are counted."""
+def draw(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    recipe: Fields,
+    phases: Phases | None = None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> Tensor:
+    """The recipe's calibration segments: (samples, seqlen) token ids.
+
+    Args:
+        phases: in which they are counted. device: where the model writes its own text, if its weights are on the disk.
+    """
     seqlen = resolve_seqlen(model, recipe.seqlen)
     with (phases or Phases()).phase(TEXT, recipe.samples, "segments") as phase:
+        if recipe.calibration == SELF:
+            return self_written(model, tokenizer, recipe.samples, seqlen, recipe.seed, device, phase)
 
         def encoded(text: str) -> Tensor:
             tokens = encode(tokenizer, text)

@@ -1,12 +1,14 @@
 """Training a whole compressed model: the text it reads, its blocks in memory, and their new files."""
 
+import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hasslefree.data import calibration_documents, disjoint_segments
+from hasslefree.data import SELF, calibration_documents, disjoint_segments
 from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, option
 from hasslefree.folder.journal import Unfinished
@@ -21,6 +23,9 @@ from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.blockwise import part_file
 from hasslefree.run.machine import in_one_pass
 from hasslefree.run.preflight import block_tensors
+from hasslefree.run.self_text import self_written
+
+logger = logging.getLogger(__name__)
 
 
 def dense_reference(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Tensor, world: World) -> Reference | None:
@@ -37,9 +42,15 @@ def dense_reference(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Te
     seqlen, recipe = segments.shape[1], resolved.recipe
     count = segments_for(resolved.match_predictions, seqlen)
     if tokenizer is not None:
-        with walk.phases.phase(REFERENCE_TEXT):
-            documents = calibration_documents(recipe.calibration, seqlen)
-            segments = disjoint_segments(documents, lambda text: encode(tokenizer, text), count, seqlen, recipe.seed)
+        with walk.phases.phase(REFERENCE_TEXT, count, "segments") as phase:
+            if recipe.calibration == SELF:
+                device, seed = walk.weights.device, (recipe.seed + 1) % 2**63  # new text
+                segments = self_written(walk.model, tokenizer, count, seqlen, seed, device, phase)
+            else:
+                documents, encoded = calibration_documents(recipe.calibration, seqlen), partial(encode, tokenizer)
+                segments = disjoint_segments(documents, encoded, count, seqlen, recipe.seed)
+    if len(segments) < count:
+        logger.warning("the text has %d of the %d segments that the training asks for", len(segments), count)
     segments = segments[:count]
     if len(segments) < (least := max(2, world.size)):
         raise CalibrationError(

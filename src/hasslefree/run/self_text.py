@@ -1,0 +1,114 @@
+"""Calibration text that the dense model writes itself, so that none has to be found or downloaded.
+
+Tokens are drawn from the model's own predictions, at temperature 1 and with none ruled out (arXiv 2410.17711). A text
+begins with the token that begins texts; that of a chat model with what its template puts before a question, so that the
+model writes both the question and the answer (arXiv 2406.08464).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from hasslefree.errors import CalibrationError, MemoryShortError, option
+from hasslefree.models.load import load_model
+from hasslefree.phases import Phase
+from hasslefree.run.machine import free_memory
+from hasslefree.units import size
+
+# Segments that are written at a time.
+BATCH = 32
+# The least share of tokens that differ from the one that a model writes most.
+VARIED = 0.25
+
+
+def self_written(
+    model: PreTrainedModel, tokenizer: Any, count: int, seqlen: int, seed: int, device: torch.device, phase: Phase
+) -> Tensor:
+    """`written_segments` of a model whose weights may be on the disk; `device` is where it is loaded then."""
+    return written_segments(whole_model(model, device), tokenizer, count, seqlen, seed, phase.advance)
+
+
+def whole_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """The model with all of its weights in memory: itself, or, if they are on the disk, loaded by its name."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return model
+    need = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if need > (free := free_memory(device)):
+        raise MemoryShortError(
+            f"to write its own calibration text, the model must be in memory as a whole: {size(need)} of {size(free)} "
+            f"available on {device}; give a text ({option('calibration', 'FILE')})"
+        )
+    own_code = type(model).__module__.startswith("transformers_modules")
+    return load_model(model.name_or_path, str(model.dtype).removeprefix("torch."), str(device), own_code)
+
+
+def written_segments(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    count: int,
+    seqlen: int,
+    seed: int,
+    advance: Callable[[int], None] = lambda written: None,
+) -> Tensor:
+    """Text of a model, which must be in memory: (count, seqlen) int64. advance: called after each batch.
+
+    Raises:
+        CalibrationError: the tokenizer has no token to begin with, or the model repeats one token, such as its end of a
+            text.
+    """
+    start, segments = beginning(tokenizer)[: seqlen - 1], list[Tensor]()
+    new = seqlen - len(start)
+    # An id that no token has ends a segment: after the end of a text, another one begins.
+    embeddings: Any = model.get_input_embeddings()
+    never = embeddings.num_embeddings
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=new,
+        eos_token_id=never,
+        pad_token_id=start[0],
+    )
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for first in range(0, count, BATCH):
+            prompts = torch.tensor([start] * min(BATCH, count - first), device=model.device)
+            generate: Any = model.generate
+            text = generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=settings)
+            segments.append(text.cpu())
+            check_variety(text[:, len(start) :], tokenizer)
+            advance(len(text))
+    return torch.cat(segments)
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The token ids that a text begins with."""
+    if tokenizer.chat_template is not None:
+        mark = "QUESTION"
+        text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+        ids: list[int] = tokenizer(text[: text.index(mark)], add_special_tokens=False)["input_ids"]
+        if ids:
+            return ids
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return [token]
+    raise CalibrationError(
+        "the tokenizer has no token that begins or ends a text, so the model cannot write its own calibration text; "
+        f"give one ({option('calibration', 'FILE')})"
+    )
+
+
+def check_variety(tokens: Tensor, tokenizer: Any) -> None:
+    """Raise a CalibrationError if nearly all tokens of a text are one."""
+    most, count = tokens.flatten().mode().values, 0
+    count = int((tokens == most).sum())
+    if count > (1 - VARIED) * tokens.numel():
+        token = tokenizer.decode([int(most)])
+        raise CalibrationError(
+            f"the model writes little but {token!r} ({count / tokens.numel():.0%} of its tokens), which says nothing "
+            f"about its layers; give a text ({option('calibration', 'FILE')})"
+        )
