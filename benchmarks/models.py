@@ -117,7 +117,6 @@ def systems(rank: int) -> dict[str, dict[str, Any]]:
     found |= {f"{name}, int4": {"method": name} for name in ON_GRID}
     found |= {f"{name}, int4 + {rank}": {"method": name, "rank": rank} for name in PAIRS_ON_GRID}
     found["wanda, 50 %"] = {"method": "wanda", "pattern": "unstructured", "sparsity": 0.5}
-    found["wanda, 50 %, owl"] = found["wanda, 50 %"] | {"allocate": "owl"}
     # A quarter of the heads and neurons.
     found["osscar, 25 %"] = {
         "method": "osscar", "pattern": "structured", "sparsity": 0.25, "leave_dense": tuple(f"*.{n}_proj" for n in MADE)

@@ -74,7 +74,7 @@ def test_special_tokens_come_once_before_the_whole_text(wanted, monkeypatch, tmp
             seen.extend(input_ids.flatten().tolist())
             return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 9))
 
-    def tokenizer(text, add_special_tokens, verbose):
+    def tokenizer(text, verbose, add_special_tokens=True):
         return {"input_ids": [0] * add_special_tokens + [int(c) for c in text]}
 
     (tmp_path / "t.txt").write_text("12345678")

@@ -151,37 +151,10 @@ def test_a_run_that_ended_early_goes_on_to_the_same_bytes(tmp_path):
     assert filecmp.cmpfiles(tmp_path / "whole", tmp_path / "out", names, shallow=False)[0] == names
 
 
-@pytest.mark.parametrize("field", ["ratio", "sparsity"])
-def test_owl_moves_the_ratio_between_blocks(field, tmp_path):
-    """Oracle: OWL's formula for two blocks, one of which has the outliers."""
-    model = build("llama")
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[::7, ::5] *= 30  # outliers
-    recipe = Recipe(pattern="unstructured", **{field: 0.5}, rank_share=0.2 if field == "ratio" else None,
-                    rank=None if field == "ratio" else 2, method="eora", allocate="owl")  # fmt: skip
-    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
-    for layer in report.layers:
-        saved = 0.58 if ".0." in layer.name else 0.42
-        budget = dataclasses.replace(recipe.resolve(with_text=False).budget, **{field: saved})
-        pattern, rank = budget.resolve(*layer.spec.shape)
-        assert (layer.spec.rank, layer.spec.nonzeros) == (rank, pytest.approx(pattern.kept(layer.spec.shape), abs=1))
-
-
-def test_owl_plans_every_layer_twice(tmp_path, monkeypatch):
-    """Once as all others, and once by the ratio of its block."""
-    planned = []
-    of = LayerPlan.of
-    monkeypatch.setattr(LayerPlan, "of", lambda *its: planned.append(its) or of(*its))
-    recipe = Recipe(pattern="row", sparsity=0.5, method="wanda", allocate="owl")
-    report = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
-    assert len(planned) == 2 * len(report.layers)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"allocate": "fair"}, "allocate must be 'uniform', 'owl' or 'error', got 'fair'"),
-        ({"allocate": "owl"}, "allocate owl distributes a ratio or a sparsity.*give ratio"),
+        ({"allocate": "fair"}, "allocate must be 'uniform' or 'error', got 'fair'"),
         ({"allocate": "error", "rank": 0}, "none to move \\(pattern 2:4\\): give a rank"),
     ],
 )

@@ -277,7 +277,6 @@ def test_the_least_possible_size_is_possible(size):
         ({"size": "5bits", "bits": 4, "rank": 8}, "nothing left that a size could choose: leave out bits and rank"),
         ({"size": "5bits", "method": "wanda"}, "with method wanda, .*: use method joint-grid"),
         ({"size": "5bits", "pattern": "2:4", "rank": 8}, "with method joint, .* leave out rank"),
-        ({"size": "5bits", "allocate": "owl"}, "give ratio or sparsity"),
     ],
 )
 def test_sizes_that_mean_nothing(fields, message):

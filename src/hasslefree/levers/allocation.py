@@ -3,27 +3,19 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hasslefree.core.budgets import Budget
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Unstructured
-from hasslefree.core.protocols import Method
 from hasslefree.distributed import World
 from hasslefree.levers.gains import GainCurve, greedy_allocate, hull, rank_gains
-from hasslefree.levers.owl import outlier_share, owl_ratios
 from hasslefree.levers.sensitivity import ProbedLayer, sensitivities
-from hasslefree.models.activations import Activations
-from hasslefree.models.moments import gather, groups_by_input
-from hasslefree.models.sites import find_sites
-from hasslefree.models.walk import Visit, Walk
-from hasslefree.phases import ALLOCATION
+from hasslefree.models.walk import Walk
 from hasslefree.recipe.plan import STEP as RANK_STEP
-from hasslefree.recipe.plan import LayerPlan, Plan, plan_block
+from hasslefree.recipe.plan import LayerPlan, Plan
 from hasslefree.recipe.resolved import Resolved
 
 # A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
@@ -70,36 +62,6 @@ class Allocation:
         """The sum over layers of what a plan is estimated to lose, in nats per token."""
         blocks = zip(self.choices, plan, strict=True)
         return sum(choice.loss(plans[name]) for choices, plans in blocks for name, choice in choices.items())
-
-
-def by_outliers(
-    walk: Walk, plan: Plan, budget: Budget, method: Method, factor_bits: int | None, segments: Tensor, world: World
-) -> Allocation:
-    """OWL (arXiv 2310.05175): each block gets its own ratio, or sparsity, around that of the budget.
-
-    Args:
-        plan: the uniform one, for this budget, method and factors. segments: of this process.
-    """
-    hidden = walk.entering(segments)
-    visits = walk.phases.counted(ALLOCATION, walk.visits(hidden), len(plan), "blocks")
-    shares = [outliers_of(visit, plan[visit.index], hidden, world) for visit in visits]
-    sizes = [sum(layer.spec.dense_parameters for layer in plans.values()) for plans in plan]
-    field = "sparsity" if budget.ratio is None else "ratio"
-    moved: Plan = []
-    for index, share in enumerate(owl_ratios(shares, getattr(budget, field), sizes)):
-        sites = {name: site for name, site in find_sites(walk.blocks.modules[index]).items() if name in plan[index]}
-        change: dict[str, Any] = {field: share}
-        moved.append(plan_block(walk.blocks, index, sites, dataclasses.replace(budget, **change), method, factor_bits))
-    return Allocation(moved)
-
-
-def outliers_of(visit: Visit, plans: Mapping[str, LayerPlan], hidden: Activations, world: World) -> float:
-    """The share of outliers in the planned layers of a block. hidden: what enters it."""
-    layers, sites = [], visit.sites(list(plans))
-    for group in groups_by_input(visit.block, visit.call, hidden[0], plans):
-        [gram] = gather(visit.block, visit.prefix, visit.call, hidden, [group], add=world.add)
-        layers += [(sites[name].weight(), gram.matrix.diagonal()) for name in group]
-    return outlier_share(layers)
 
 
 def by_sensitivity(walk: Walk, plan: Plan, room: int, resolved: Resolved, segments: Tensor, world: World) -> Allocation:

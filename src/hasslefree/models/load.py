@@ -283,8 +283,8 @@ def encode(tokenizer: Any, text: str, most: int | None = None, special_tokens: b
     """
     size, ids = WHOLE if most is None else min(WHOLE, PIECE + 4 * WIDEST * most), list[Tensor]()
     for piece in pieces(text, size):
-        added = special_tokens and not ids
-        ids.append(torch.tensor(tokenizer(piece, add_special_tokens=added, verbose=False)["input_ids"]).long())
+        how = {} if special_tokens and not ids else {"add_special_tokens": False}
+        ids.append(torch.tensor(tokenizer(piece, verbose=False, **how)["input_ids"]).long())
         if most is not None and sum(map(len, ids)) >= most:
             break
     return torch.cat(ids)[:most]

@@ -25,7 +25,7 @@ BUDGET, METHOD, GRID = "What to compress to", "Method", "Quantisation"
 TEXT, LEVERS = "Calibration", "Beyond the layer"
 GROUPS = (BUDGET, METHOD, GRID, TEXT, LEVERS)
 
-Allocate = Literal["uniform", "owl", "error"]
+Allocate = Literal["uniform", "error"]
 CONFIG = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
 
 
@@ -61,9 +61,8 @@ class Fields:
     best (train longer, and move rank and bits between layers) (default: balanced for joint and joint-grid, fast for
     other methods)."""
     allocate: Allocate | None = declared(None, LEVERS)
-    """Share of each layer in the bits, the rank and the non-zeros: uniform (the same for every layer), error (more for
-    layers whose errors hurt predictions most) or owl (more for blocks with more outliers) (default: error for a size,
-    else the effort's)."""
+    """Share of each layer in the bits, the rank and the non-zeros: uniform (the same for every layer) or error (more
+    for layers whose errors hurt predictions most) (default: error for a size, else the effort's)."""
     pruner: str | None = declared(None, METHOD)
     """Pruner of an alternating method such as hassle-free; `hasslefree methods` lists the pruners (default: the
     method's)."""

@@ -160,9 +160,6 @@ def problems(recipe: Fields, with_text: bool = True) -> Iterator[Problem]:
         remedy = "leave out allocate" if pattern == "dense" else "give a rank, or leave out allocate"
         message = f"allocate error moves bits and rank between layers, and here is none to move (pattern {pattern})"
         yield Problem(("allocate", "pattern", "rank"), f"{message}: {remedy}")
-    if recipe.allocate == "owl" and recipe.ratio is None and recipe.sparsity is None:
-        message = "allocate owl distributes a ratio or a sparsity over the blocks: give ratio or sparsity"
-        yield Problem(("allocate", "ratio", "sparsity"), message)
     if with_text:
         try:
             check_text(recipe.calibration)

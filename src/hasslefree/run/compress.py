@@ -17,7 +17,7 @@ from hasslefree.distributed import World, local_device, process_group
 from hasslefree.folder.journal import Unfinished, fingerprint, unfinished
 from hasslefree.folder.output import check_output
 from hasslefree.folder.record import Record
-from hasslefree.levers.allocation import Allocation, by_outliers, by_sensitivity
+from hasslefree.levers.allocation import Allocation, by_sensitivity
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
 from hasslefree.models.load import load_tokenizer, resolve_device
@@ -169,12 +169,9 @@ def compress_dense(
 
 def allocate(walk: Walk, plan: Plan, room: int, resolved: Resolved, segments: Tensor, world: World) -> Allocation:
     """The plan that the recipe's `allocate` asks for, from the uniform one. Arguments as for `by_sensitivity`."""
-    if resolved.allocate == "owl":
-        method, bits = resolved.method, resolved.recipe.factor_bits
-        return by_outliers(walk, plan, resolved.budget, method, bits, segments, world)
-    if resolved.allocate == "error":
-        return by_sensitivity(walk, plan, room, resolved, segments, world)
-    return Allocation(plan)
+    if resolved.allocate == "uniform":
+        return Allocation(plan)
+    return by_sensitivity(walk, plan, room, resolved, segments, world)
 
 
 def open_walk(setup: Setup, segment: Tensor, options: dict[str, Any]) -> tuple[Walk, dict[str, str]]:

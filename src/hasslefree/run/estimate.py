@@ -262,10 +262,9 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
     volume = sum(map(weight_of, setup.layers)) / setup.processes
     probing = 2 * setup.probe_tokens * (parameters + head)
     looks = QUICK_PRUNING.cost.flops + len(resolved.grids) * SparseGPT().cost.flops
-    allocation = {"uniform": 0.0, "owl": grams + by_layer * forward, "error": 2 * probing + looks * volume}
     phases = {
         PROBES: probing,
-        ALLOCATION: allocation[resolved.allocate],
+        ALLOCATION: 2 * probing + looks * volume if probing else 0.0,
         INPUTS: grams + passes * forward,
         SOLVING: resolved.method.cost.flops * volume,
         # The dense model once, and a step of training; predictions of both models, and a backward pass of the head.

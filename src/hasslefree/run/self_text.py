@@ -42,7 +42,7 @@ def whole_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel
             f"available on {device}; give a text ({option('calibration', 'FILE')})"
         )
     own_code = type(model).__module__.startswith("transformers_modules")
-    return load_model(model.name_or_path, str(model.dtype).removeprefix("torch."), str(device), own_code)
+    return load_model(str(model.name_or_path), str(model.dtype).removeprefix("torch."), str(device), own_code)
 
 
 def written_segments(

@@ -16,12 +16,10 @@ from hasslefree.run.estimate import Setup, estimate, flops_by_phase, peaks
 from hasslefree.run.machine import product_rate
 from hasslefree.units import duration, size, span, table
 
-# What each allocation does, and its cost beyond one pass.
-ALLOCATIONS = {
-    "owl": "budgets differ by block; one more pass of the dense model",
-    "error": "bits, ranks and non-zeros move between layers; on a few segments a forward and a backward pass of the "
-    "dense model, and a first look at every layer",
-}
+ALLOCATION = (
+    "allocation error: bits, ranks and non-zeros move between layers; on a few segments a forward and a backward pass "
+    "of the dense model, and a first look at every layer"
+)
 
 
 def plan_summary(setup: Setup) -> dict[str, Any]:
@@ -99,8 +97,8 @@ def plan_table(setup: Setup) -> Group:
 
 def levers_of(resolved: Resolved) -> Iterator[str]:
     """A sentence for each lever beyond single layers: what it does, and what it costs."""
-    if resolved.allocate in ALLOCATIONS:
-        yield f"allocation {resolved.allocate}: {ALLOCATIONS[resolved.allocate]}"
+    if resolved.allocate == "error":
+        yield ALLOCATION
     if resolved.match_predictions:
         yield (
             f"prediction matching: forward and backward passes of the whole model over {resolved.match_predictions:,} "
