@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tables.engine import Content, Row, Table
+from tables.engine import Content, Row, Table, where
 
 # The one layer of a size that is really met; all methods are measured on smaller ones.
 WIDEST = "joint 4096x14336 2:4"
@@ -358,6 +358,23 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note="On {date}, by the compressed model on {where}. Widest logit margin: between the two "
             "largest logits of the compressed model, at the first token that differs. Log-probabilities: the largest "
             "difference over the 20 likeliest tokens after each prompt, if it was measured.",
+        ),
+    ),
+    "gguf_speed": (
+        Table(
+            "elsewhere",
+            "python benchmarks/elsewhere.py speed NAME=FOLDER… --template FILE --python PYTHON",
+            (
+                ("{model}", "{file}"),
+                ("MB", "{megabytes:.0f}"),
+                ("tokens per second", "{tokens_per_second:.1f}"),
+                ("speed / {rival}'s", "{over_rival:.2f}"),
+            ),
+            lambda content: [row | {"megabytes": row["bytes"] / 1e6} for row in content["speed"]],
+            split="model",
+            note="On {date}, llama-cpp-python {versions[llama-cpp-python]}, {turns} turns of {new_tokens} tokens, seed "
+            "{seed}; processor time. On {where}.",
+            facts=lambda content: {**content["speed"][0], "where": where(content["speed"][0])},
         ),
     ),
     "gguf": (
