@@ -1,5 +1,6 @@
 """Whatever ends a compression, and whenever: what was finished is kept, and going on gives the same bytes."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,7 @@ from filelock import FileLock
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import CheckpointError, HasslefreeError, OutputError
-from hasslefree.folder import journal
+from hasslefree.folder import journal, output
 from hasslefree.levers.train import Masters
 from hasslefree.run import layers
 from tests.listeners import by_layer
@@ -23,8 +24,9 @@ RECIPE = Recipe(rank=2, method="eora")
 BLOCKS = 3
 
 
-def compress(out, recipe=RECIPE, tokens=None, other=False, **options):
+def compress(out, recipe=RECIPE, tokens=None, other=False, config=None, **options):
     model = build("llama", num_hidden_layers=BLOCKS)
+    vars(model.config).update(config or {})
     if other:
         model.model.layers[2].mlp.up_proj.weight.data[3, 5] += 1e-3
     return hasslefree.compress(model, out, recipe, segments=segments() if tokens is None else tokens, **options)
@@ -162,9 +164,9 @@ def die_at(out, point, resume):
         count()
         path.write_bytes(whole)
 
-    save, sync, rename = journal.save_file, journal.sync, Path.rename
+    save, sync, rename = journal.save_file, output.sync, Path.rename
     journal.save_file = half
-    journal.sync = lambda path: (count(), sync(path))
+    journal.sync = output.sync = lambda path: (count(), sync(path))
     Path.rename = lambda path, target: (count(), rename(path, target))[1]
     compress(out, resume=resume)
 
@@ -200,6 +202,7 @@ def test_a_kill_at_any_moment_of_writing_loses_nothing(step, whole, tmp_path):
 CHANGES = {
     "the recipe": ({"recipe": Recipe(rank=3, method="eora")}, r"recipe\.rank was 2 and is 3"),
     "the text": ({"tokens": segments(seed=5)}, r"segments was '[0-9a-f]{64}' and is"),
+    "the activation": ({"config": {"hidden_act": "relu"}}, "config.hidden_act was 'silu' and is 'relu'"),
     "the model": ({"other": True}, r"weights\.model\.layers\.2 was '[0-9a-f]{8}' and is"),
 }
 
@@ -256,6 +259,7 @@ def test_what_was_there_comes_back_after_a_kill_between_the_last_two_renames(tmp
     """OUT has gone aside then, and the new folder is not yet in its place."""
     before = tmp_path / "out.unfinished" / "before"
     before.mkdir(parents=True)
+    (before.parent / "owner").touch()
     (before / "mine.txt").write_text("precious")
     with pytest.raises(OutputError, match="not empty; use overwrite=True"):
         compress(tmp_path / "out")
@@ -269,6 +273,42 @@ def test_two_at_once(tmp_path):
     with FileLock(left / "lock"), busy:
         compress(tmp_path / "out", resume=True)
     compress(tmp_path / "out", resume=True)
+
+
+FOREIGN = {
+    "file": lambda path: path.write_text("mine"),
+    "folder": lambda path: (path.mkdir(), (path / "model").mkdir(), (path / "model" / "mine").touch()),
+    "link": lambda path: path.symlink_to("elsewhere"),
+}
+
+
+@pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
+def test_what_somebody_else_has_at_the_place_of_the_work_stays(make, tmp_path):
+    make(tmp_path / "out.unfinished")
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with pytest.raises(OutputError, match=r"out\.unfinished.* was not written by hasslefree"):
+        compress(tmp_path / "out", overwrite=True)
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "../mine", "..", 3, None])
+def test_a_journal_names_no_file_outside_its_folder(file, tmp_path):
+    left = interrupted(tmp_path / "out", 8)
+    content = json.loads((left / "progress.json").read_text())
+    content["parts"][1]["file"] = file
+    (left / "progress.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"progress\.json is damaged"):
+        compress(tmp_path / "out", resume=True)
+
+
+def test_what_appears_at_out_during_the_run_stays_and_so_does_the_work(whole, tmp_path):
+    """Oracle: the folder of an uninterrupted run."""
+    out = tmp_path / "out"
+    appear = by_layer(lambda layer, done, total: done == 8 and (out.mkdir(), (out / "mine").touch()))
+    with pytest.raises(OutputError, match=f"Directory not empty.* mv {out}.unfinished/model {out}"):
+        compress(out, progress=appear)
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    assert contents(out.with_name("out.unfinished") / "model") == whole
 
 
 def test_a_lock_that_cannot_be_opened(tmp_path):

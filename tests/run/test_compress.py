@@ -121,8 +121,8 @@ def test_the_folder_tells_what_was_done(tmp_path):
 
 def test_an_output_folder_in_use_needs_overwrite_and_survives_a_failure(tmp_path, monkeypatch):
     out, recipe = tmp_path / "out", Recipe(method="wanda")
-    out.mkdir()
-    (out / "mine.txt").write_text("precious")
+    hasslefree.compress(build("llama"), out, Recipe(method="sparsegpt"), segments=segments())
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
     with pytest.raises(OutputError, match=r"not empty; use overwrite=True"):
         hasslefree.compress(build("llama"), out, recipe, segments=segments())
 
@@ -133,11 +133,11 @@ def test_an_output_folder_in_use_needs_overwrite_and_survives_a_failure(tmp_path
         with pytest.raises(OutputError, match="No space left.*finished blocks are kept.*resume=True"):
             hasslefree.compress(model, out, recipe, segments=segments(), overwrite=True)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.unfinished"]
-        assert (out / "mine.txt").read_text() == "precious"
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
     hasslefree.compress(build("llama"), out, recipe, segments=segments(), overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    assert not (out / "mine.txt").exists()
+    assert '"wanda"' in (out / "compression.json").read_text()
     assert AutoModelForCausalLM.from_pretrained(out).num_parameters()
 
 
@@ -195,7 +195,7 @@ def test_the_calibration_segments_are_those_that_the_recipe_asks_for(tmp_path):
 def test_the_room_that_is_asked_for_is_that_of_the_weights(recipe, tmp_path, monkeypatch):
     """Oracle: the bytes of the safetensors file; 50 MB are for the rest."""
     asked = []
-    monkeypatch.setattr(module, "check_output", lambda folder, overwrite, size=0: asked.append(size))
+    monkeypatch.setattr(module, "check_output", lambda folder, overwrite, size=0, source=None: asked.append(size))
     hasslefree.compress(build("gpt2"), tmp_path / "out", recipe, segments=segments())
     written = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())
     assert asked == [0, written + 50_000_000]
@@ -288,8 +288,7 @@ def test_places_that_cannot_be_written_to_are_seen_before_the_work(tmp_path, mon
 
 
 def test_a_link_to_the_output_folder_stays_a_link(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "old.txt").write_text("x")
+    hasslefree.compress(build("llama"), tmp_path / "real", Recipe(method="sparsegpt"), segments=segments())
     (tmp_path / "link").symlink_to(tmp_path / "real")
     hasslefree.compress(build("llama"), tmp_path / "link", Recipe(method="wanda"), segments=segments(), overwrite=True)
     assert (tmp_path / "link").is_symlink()

@@ -15,7 +15,6 @@ from rich.segment import Segment
 from typer.core import TyperGroup
 
 import hasslefree
-from hasslefree.errors import OutputError
 from hasslefree.escaping import escaped
 
 # The headings of the root's help and, beside those of a recipe, of a command's help.
@@ -95,11 +94,11 @@ def leave_standard_output(as_json: bool) -> bool:
 
 
 def check_output_file(output: Path | None) -> Path | None:
-    """Raise an OutputError if --output cannot be a file."""
-    if output is not None and output.is_dir():
-        raise OutputError(f"--output {output} is a folder; give the path of a file")
-    if output is not None and not output.resolve().parent.is_dir():
-        raise OutputError(f"the folder of --output {output} does not exist; make it, or give another file")
+    """Raise an OutputError if --output cannot be written."""
+    if output is not None:
+        from hasslefree.folder.output import check_file
+
+        check_file(output, b'{\n "')
     return output
 
 
@@ -129,7 +128,9 @@ def show(results: dict[str, Any], output: Path | None, as_json: bool, *tables: R
 
 
 def write_file(results: dict[str, Any], output: Path) -> None:
-    output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    from hasslefree.folder.output import write_whole
+
+    write_whole(output, json.dumps(results, indent=1) + "\n")
 
 
 def say(text: str, **settings: Any) -> None:

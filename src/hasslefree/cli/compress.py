@@ -83,7 +83,7 @@ def call_compress(
     try:
         from hasslefree.folder.journal import describe_progress
         from hasslefree.folder.record import summary_table
-        from hasslefree.report.content import write_seconds
+        from hasslefree.report.content import read_seconds, write_seconds
         from hasslefree.run.compress import compress
         from hasslefree.run.tables import phase_table
     except KeyboardInterrupt:
@@ -91,16 +91,17 @@ def call_compress(
 
     options: dict[str, Any] = {"device": device, "activations": activations, "trust_remote_code": trust_remote_code}
     common.prepare_push(push_to, private)
+    read_seconds(out, "")  # raises an error if their file is another one
     try:
         with phase_bars() as progress:
             report = compress(model, out, recipe, resume=resume, overwrite=overwrite, progress=progress, **options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted; {with_flags(describe_progress(out))}.") from None
-    if not common.QUIET_PROCESS:
-        write_seconds(out, report)
     console.print(summary_table(report))
     console.print(phase_table(report))
     say(f"Written to {out} in {report.seconds:.0f} s; every layer is listed in {out / 'compression.json'}.")
+    if not common.QUIET_PROCESS:
+        write_seconds(out, report)
     common.push(out, push_to)
 
 

@@ -143,11 +143,12 @@ def write_report(
     The page needs no network. Perplexities and tasks are taken from the files evaluation*.json in each folder, and from
     the JSON files that are named beside the folders, which may be those of the dense model.
     """
+    from hasslefree.folder.output import check_file, write_whole
     from hasslefree.report.charts import write_figures
     from hasslefree.report.content import read_content
     from hasslefree.report.page import render
 
-    common.check_output_file(output)
+    check_file(output, b"<!do")
     if figures is not None and figures.exists() and not figures.is_dir():
         raise OutputError(f"--figures {figures} is a file; give a folder")
     if "" in (prompts := prompt or []):
@@ -161,7 +162,7 @@ def write_report(
         how = {"device": device, "trust_remote_code": trust_remote_code}
         with common.console.status("continuing the prompts"):
             samples = sample_folders(folders, prompts, dense, max_new_tokens, **how)
-    output.write_text(render(content, samples), encoding="utf-8")
+    write_whole(output, render(content, samples))
     common.say(f"Written to {output}.")
     if figures is not None:
         common.say(f"{len(write_figures(content, figures))} figures written to {figures}.")

@@ -71,12 +71,7 @@ def export(
         raise ModelError(f"the model folder {source} does not exist; export takes a folder that compress wrote")
     if (getattr(load_config(str(source)), "quantization_config", None) or {}).get("quant_method") != QUANT_METHOD:
         raise ModelError(f"{source} is not compressed by hasslefree, so there is nothing to export; compress it first")
-    if target.is_relative_to(source) or source.is_relative_to(target):
-        raise OutputError(
-            f"the output folder {target} and the model folder {source} must be apart, neither inside the other; give "
-            "another output folder"
-        )
-    check_output(target, overwrite)
+    check_output(target, overwrite, source=source)
     write = EXPORTS[to]
     if to == "gguf":
         write = partial(write, template=read_template(template))
@@ -89,7 +84,7 @@ def export(
     # Compressed folders have transformers' own names; the export has those that checkpoints of the family have.
     model._weight_conversions = None  # type: ignore[assignment]
     check_output(target, overwrite, bytes_needed(model))
-    with phases.phase(WRITING), replaced_whole(target) as part:
+    with phases.phase(WRITING), replaced_whole(target, overwrite) as part:
         folders = write(model, part, target, max_shard_size)
         copy_rest(source, part, folders, auto)
 

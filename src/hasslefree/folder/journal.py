@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -21,12 +22,14 @@ from torch import Tensor
 
 from hasslefree.checkpoint import INDEX, opened, read_json, run_in_background
 from hasslefree.errors import CheckpointError, OutputError, option
-from hasslefree.folder.output import check_output, disk_errors, put_in_place, set_permissions
+from hasslefree.folder.output import check_output, complete, disk_errors, fsync_and_rename, put_in_place, sync
 from hasslefree.folder.record import PredictionRecord
+from hasslefree.validation import InvalidError, validated
 
 logger = logging.getLogger(__name__)
 
-JOURNAL, BEFORE = "progress.json", "before"
+JOURNAL, BEFORE, OWNER = "progress.json", "before", "owner"
+OWN = {JOURNAL, f".{JOURNAL}", BEFORE, OWNER, "lock", "model", "scratch"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,24 @@ class FinishedPart:
     entries: dict[str, Any] = field(default_factory=dict)
     layers: list[dict[str, Any]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"(model|fitted)-\d+-of-\d+\.safetensors", self.file):
+            raise ValueError(f"{self.file!r} is not the name of a part's file")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The content of a journal.
+
+    Args:
+        identity: everything that the result depends on, as JSON. predictions: the record of prediction matching, once
+            all blocks have the matched values.
+    """
+
+    identity: dict[str, Any] | None = None
+    parts: list[FinishedPart] = field(default_factory=list)
+    predictions: PredictionRecord | None = None
+
 
 class Unfinished:
     """`OUT.unfinished`, next to OUT: a lock, a journal, and in `model/` the content of OUT.
@@ -51,19 +72,12 @@ class Unfinished:
     No file is ever incomplete: files are written under a temporary name, synced, and renamed. With `background_writes`,
     a thread writes a part while the next one is computed, which takes the memory of one more part.
 
-    Args:
-        identity: everything that the result depends on, as JSON. predictions: the record of prediction matching, once
-            all blocks have the matched values.
+    overwrite: as for `check_output`.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        identity: dict[str, Any] | None,
-        parts: list[FinishedPart],
-        predictions: PredictionRecord | None = None,
-    ):
-        self.out, self.identity, self.parts, self.predictions = out, identity, parts, predictions
+    def __init__(self, out: Path, progress: Progress, overwrite: bool = False):
+        self.out, self.overwrite = out, overwrite
+        self.identity, self.parts, self.predictions = progress.identity, progress.parts, progress.predictions
         self.folder = unfinished_folder(out)
         self.model, self.scratch = self.folder / "model", self.folder / "scratch"
         self.background_writes = True
@@ -136,7 +150,7 @@ class Unfinished:
             files: for each block the name of its new file, and its tensors. predictions: the record of the matching.
         """
         outside, blocks = self.parts[0], self.parts[1:]
-        with resumable(self.folder):
+        with resumable(self.model):
             new = [outside]
             for part, (file, tensors) in zip(blocks, files, strict=True):
                 new.append(dataclasses.replace(part, file=file, sha256=self._save(file, tensors)))
@@ -152,19 +166,18 @@ class Unfinished:
 
     def finish(self, fill: Callable[[Path], None]) -> None:
         """Replace OUT by the folder. fill: writes the files that are still missing."""
-        with resumable(self.folder):
+        with resumable(self.model):
             fill(self.model)
             files = {name: part.file for part in self.parts for name in part.tensors}
             index = {"metadata": {"total_size": self.bytes_done}, "weight_map": dict(sorted(files.items()))}
             (self.model / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-            set_permissions(self.model)
+            complete(self.model)
             for path in self.model.iterdir():
                 sync(path)
-            put_in_place(self.model, self.out, self.folder / BEFORE)
+            put_in_place(self.model, self.out, self.overwrite, self.folder / BEFORE)
 
     def _write_journal(self) -> None:
-        parts = [dataclasses.asdict(part) for part in self.parts]
-        content = {"identity": self.identity, "parts": parts, "predictions": self.predictions}
+        content = dataclasses.asdict(Progress(self.identity, self.parts, self.predictions))
         temporary = self.folder / f".{JOURNAL}"
         temporary.write_text(json.dumps(content), encoding="utf-8")
         fsync_and_rename(temporary, self.folder / JOURNAL)
@@ -193,7 +206,8 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
         out: resolved. overwrite: discard finished parts. resume: continue from finished parts, if there are any.
     """
     folder = unfinished_folder(out)
-    lock, owner = FileLock(folder / "lock"), folder / "owner"
+    lock, owner = FileLock(folder / "lock"), folder / OWNER
+    check_own(folder)
     try:
         with resumable(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -205,18 +219,19 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
         ) from None
     try:
         with resumable(folder):
+            owner.unlink(missing_ok=True)  # it may be a hard link
             owner.write_text(str(os.getpid()), encoding="utf-8")
         if (folder / BEFORE).exists() and not out.exists():  # killed between two renames
             (folder / BEFORE).rename(out)
         check_output(out, overwrite)
-        work = Unfinished(out, *_read_journal(folder))
+        work = Unfinished(out, _finished(folder), overwrite)
         if work.parts and not resume and not overwrite:
             raise OutputError(
                 f"{folder} holds an unfinished compression with {_blocks(work.parts)}; continue it with "
                 f"{option('resume', True)}, or start again with {option('overwrite', True)}"
             )
         if not resume:
-            work = Unfinished(out, None, [])
+            work = Unfinished(out, Progress(), overwrite)
         with resumable(folder):
             work.sweep()
         try:
@@ -230,17 +245,35 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
         lock.release()
 
 
-def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[FinishedPart], PredictionRecord | None]:
-    """The identity, finished parts and matching record of the journal, up to the first part whose file is missing."""
-    if not (folder / JOURNAL).exists():
-        return None, [], None
-    content = read_json(folder / JOURNAL, "delete it to start again")
-    parts = []
-    for entry in content["parts"]:
-        entry.pop("matching", None)  # of earlier versions
-        part = FinishedPart(**entry)
+def check_own(folder: Path) -> None:
+    """Raise an OutputError if the name of an unfinished folder is taken by what is none."""
+    is_folder = folder.is_dir() and not folder.is_symlink()
+    content = list(folder.iterdir()) if is_folder else [folder] * os.path.lexists(folder)
+    others = [path for path in content if path.name not in OWN or path.is_symlink()]
+    if others or (content and not {OWNER, JOURNAL, "lock"} & {path.name for path in content}):
+        raise OutputError(
+            f"{(others or content)[0]} was not written by hasslefree, which needs the name {folder} for its work; "
+            "move it away, or give another output folder"
+        )
+
+
+def read_progress(folder: Path) -> Progress:
+    """The journal of an unfinished folder; without parts if there is none."""
+    file, remedy = folder / JOURNAL, "delete it to start again"
+    if not file.exists():
+        return Progress()
+    try:
+        return validated(Progress, read_json(file, remedy))
+    except InvalidError as error:
+        raise CheckpointError(f"{file} is damaged ({error}); {remedy}") from None
+
+
+def _finished(folder: Path) -> Progress:
+    """The journal, up to the first part whose file is missing."""
+    progress, parts = read_progress(folder), list[FinishedPart]()
+    for part in progress.parts:
         file = folder / "model" / part.file
-        if not file.exists():
+        if not file.is_file():
             break
         if sha256(file) != part.sha256:
             raise CheckpointError(
@@ -248,20 +281,18 @@ def _read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[FinishedPar
                 "later blocks are compressed again; if prediction matching was finished, all blocks are"
             )
         parts.append(part)
-    predictions = content.get("predictions")
     # All blocks are trained together: if the file of one is missing, all are dropped.
-    if predictions is not None and len(parts) < len(content["parts"]):
-        parts, predictions = parts[:1], None
-    return content["identity"], parts, predictions
+    if progress.predictions is not None and len(parts) < len(progress.parts):
+        return Progress(progress.identity, parts[:1])
+    return dataclasses.replace(progress, parts=parts)
 
 
 def describe_progress(out: Path) -> str:
     """Which finished blocks an interrupted compression to OUT has left, in words."""
     folder = unfinished_folder(out.resolve())
-    if not (folder / JOURNAL).exists():
+    if not (parts := read_progress(folder).parts):
         return "no block was finished"
-    done = _blocks(read_json(folder / JOURNAL)["parts"])
-    return f"{folder} holds {done}; continue with {option('resume', True)}"
+    return f"{folder} holds {_blocks(parts)}; continue with {option('resume', True)}"
 
 
 def _blocks(parts: list[Any]) -> str:
@@ -276,28 +307,12 @@ def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
                 continue
             yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif before != now:
-        yield f"{name} was {before!r} and is {now!r}"
+        yield f"{name} was {before!r:.80} and is {now!r:.80}"
 
 
 def sha256(file: Path) -> str:
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def fsync_and_rename(temporary: Path, file: Path) -> None:
-    """Rename a file to its final name once its bytes are on the disk."""
-    sync(temporary)
-    temporary.rename(file)
-    sync(file.parent)
-
-
-def sync(path: Path) -> None:
-    """fsync of a file or folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def resumable(path: Path) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ import altair as alt
 import vl_convert
 
 from hasslefree.escaping import escaped, escaped_within
+from hasslefree.folder.output import write_whole
 from hasslefree.folder.record import LayerRecord
 from hasslefree.report.content import Content, Run
 from hasslefree.report.layer_map import error_range, place, places
@@ -111,8 +112,8 @@ def write_figures(content: Content, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, drawing in drawings.items():
         svg = drawing.svg()
-        (folder / f"{name}.svg").write_text(svg, encoding="utf-8")
-        (folder / f"{name}.png").write_bytes(png(svg))
+        write_whole(folder / f"{name}.svg", svg)
+        write_whole(folder / f"{name}.png", png(svg))
     return [folder / f"{name}.{suffix}" for name in drawings for suffix in ("png", "svg")]
 
 

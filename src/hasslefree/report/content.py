@@ -15,6 +15,7 @@ from hasslefree.core.factors import CodedRows
 from hasslefree.core.protocols import Method
 from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.folder.inspect import FolderSize, inspect_folder
+from hasslefree.folder.output import write_whole
 from hasslefree.folder.record import Record, command_of, read_record
 from hasslefree.phases import PhaseTime
 from hasslefree.solve.methods import METHODS
@@ -169,21 +170,22 @@ def write_seconds(folder: Path, report: Record) -> None:
     phases = tuple(PhaseTime(phase.name, round(phase.seconds, 3)) for phase in report.phases)
     digest = hashlib.sha256((folder / "compression.json").read_bytes()).hexdigest()
     content = dataclasses.asdict(Seconds(digest, round(report.seconds, 3), times, phases))
-    seconds_file(folder).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_whole(seconds_file(folder), json.dumps(content, indent=1) + "\n")
 
 
 def read_seconds(folder: Path, compression: str) -> Seconds | None:
-    """What `write_seconds` wrote; None if there is nothing, or it is of another compression."""
-    file, remedy = seconds_file(folder), "it holds only the seconds of the run; delete it"
-    if not file.is_file():
-        return None
-    content = read_json(file, remedy)
-    if content.get("compression") != hashlib.sha256(compression.encode()).hexdigest():
+    """What `write_seconds` wrote; None if there is nothing, or it is of another compression.
+
+    Raises a CheckpointError if it is something else.
+    """
+    file, remedy = seconds_file(folder), "move or delete it: hasslefree keeps the seconds of a run there"
+    if not file.exists():
         return None
     try:
-        return validated(Seconds, content)
+        seconds = validated(Seconds, read_json(file, remedy))
     except InvalidError as error:
         raise CheckpointError(f"{file} is damaged ({error}); {remedy}") from None
+    return seconds if seconds.compression == hashlib.sha256(compression.encode()).hexdigest() else None
 
 
 def read_evaluation(file: Path) -> tuple[str, Evaluation]:

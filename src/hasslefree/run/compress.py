@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hasslefree.distributed import World, local_device, process_group
-from hasslefree.folder.journal import Unfinished, fingerprint, unfinished
+from hasslefree.folder.journal import Progress, Unfinished, fingerprint, unfinished
 from hasslefree.folder.output import check_output
 from hasslefree.folder.record import Record
 from hasslefree.levers.allocation import Allocation, by_sensitivity
@@ -31,7 +31,7 @@ from hasslefree.run.blockwise import compress_blocks
 from hasslefree.run.estimate import Setup, check_memory
 from hasslefree.run.inputs import check_segments, draw, open_model
 from hasslefree.run.machine import memory_reused
-from hasslefree.run.outputs import described, recorded, write_rest
+from hasslefree.run.outputs import configuration, described, recorded, write_rest
 from hasslefree.run.preflight import preflight
 from hasslefree.run.sharing import undivided
 from hasslefree.run.training import dense_reference, train_whole
@@ -82,7 +82,8 @@ def compress(
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe) if recipe else Recipe()
     resolved = recipe.resolve(with_text=segments is None)
     folder = Path(out).resolve()
-    check_output(folder, overwrite)
+    source = model.config._name_or_path if isinstance(model, PreTrainedModel) else model
+    check_output(folder, overwrite, source=Path(source) if source else None)
     check_storage(activations)
     target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device or local_device())
     with memory_reused(), process_group(target) as world, workplace(folder, overwrite, resume, world) as work:
@@ -143,7 +144,7 @@ def compress_dense(
     model, plan, segments = dense.model, dense.plan, dense.segments
     start, shape = time.perf_counter(), (segments.shape[0], segments.shape[1])
     setup = Setup(model, dense.blocks, plan, resolved, shape, device, activations, world.size)
-    options = {"storage": activations, "folder": work.folder, "phases": phases}
+    options = {"storage": activations, "folder": work.scratch, "phases": phases}
     walk, digests = open_walk(setup, segments[:1].to(device), options)
     work.background_writes = walk.weights.prefetch
     local = world.share(segments).to(device)
@@ -154,7 +155,8 @@ def compress_dense(
     about = described(dense.name, model, resolved, segments) | dense.left
     about |= {"device": device.type, "own_segments": dense.own_segments}
     if world.writes:
-        work.begin(about | {"segments": fingerprint(segments), "weights": digests, "plan": digest(allocation.plan)})
+        digests_of = {"segments": fingerprint(segments), "weights": digests, "plan": digest(allocation.plan)}
+        work.begin(about | digests_of | {"config": configuration(model)})
     with writing_files(phases, resolved, work, len(plan)) as writing:
         compress_blocks(walk, allocation.plan, resolved, local, work, world, writing)
         if reference:
@@ -224,4 +226,4 @@ def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterato
             world.broadcast(work.parts)
             yield work
     else:
-        yield Unfinished(out, None, world.broadcast(None))
+        yield Unfinished(out, Progress(parts=world.broadcast(None)))

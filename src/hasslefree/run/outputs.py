@@ -1,5 +1,6 @@
 """What a compression writes beside the weights: its record, the configuration, the tokenizer and the model card."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ def described(name: str, model: PreTrainedModel, resolved: Resolved, segments: T
         "seqlen": segments.shape[1],
         "tokens": segments.numel(),
     }
+
+
+def configuration(model: PreTrainedModel) -> dict[str, Any]:
+    """The configuration of a model, as JSON: what it computes, apart from its weights."""
+    content: dict[str, Any] = json.loads(json.dumps(model.config.to_dict(), default=str))
+    return {name: value for name, value in content.items() if name not in ("_name_or_path", "transformers_version")}
 
 
 def recorded(
