@@ -142,8 +142,10 @@ def unfinished(tmp_path, monkeypatch) -> dict:
     versions.update({package: importlib.metadata.version(package) for package in versions})
     recipe = journal["identity"]["recipe"]
     journal["identity"]["recipe"] = {name: recipe[name] for name in recipe.keys() - FORMER} | NEW
+    config = AutoModelForCausalLM.from_pretrained("dense").config.to_dict()
+    journal["identity"]["config"] = {name: config[name] for name in config.keys() - UNCOMPARED}
     JOURNAL.write_text(json.dumps(journal))
-    return journal
+    return json.loads(JOURNAL.read_text())
 
 
 def identity_of_files(folder: Path) -> dict[str, tuple[int, int]]:
@@ -156,6 +158,8 @@ def identity_of_files(folder: Path) -> dict[str, tuple[int, int]]:
 BALANCED = {"rounds": 100, "allocate": "error", "match_predictions": 0}
 # Fields that did not exist, and have no effect there.
 NEW = {"match_predictions": 0, "offset": None, "size": None, "engine": None}
+# What a configuration has besides that of the model itself.
+UNCOMPARED = {"_name_or_path", "transformers_version"}
 # Fields that exist no longer.
 FORMER = {"dense_target", "match_blocks"}
 

@@ -36,13 +36,15 @@ def test_an_encoder_decoder_is_refused_by_its_config(tmp_path):
         load_config(str(tmp_path))
 
 
-def test_nan_weights_are_named(tmp_path):
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj", "model.layers.0.input_layernorm", "model.norm", "model.embed_tokens"]
+)
+def test_a_weight_with_nan_or_inf_is_named(name, value, tmp_path):
+    """Of a compressed layer, or one that is copied."""
     model = build("llama")
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
-    assert_refused(
-        model, RECIPE, tmp_path, NonFiniteError, r"model\.layers\.1\.mlp\.up_proj\.weight contains NaN or Inf"
-    )
+    model.get_parameter(f"{name}.weight").data.view(-1)[5] = value
+    assert_refused(model, RECIPE, tmp_path, NonFiniteError, f"the weight {name}.weight contains NaN or Inf")
 
 
 def test_infinite_activations_are_named(tmp_path):

@@ -155,8 +155,8 @@ def compress_dense(
     about = described(dense.name, model, resolved, segments) | dense.left
     about |= {"device": device.type, "own_segments": dense.own_segments}
     if world.writes:
-        digests_of = {"segments": fingerprint(segments), "weights": digests, "plan": digest(allocation.plan)}
-        work.begin(about | digests_of | {"config": configuration(model)})
+        dense_digests = {"segments": fingerprint(segments), "weights": digests, "config": configuration(model)}
+        work.begin(about | dense_digests | {"plan": digest(allocation.plan)})
     with writing_files(phases, resolved, work, len(plan)) as writing:
         compress_blocks(walk, allocation.plan, resolved, local, work, world, writing)
         if reference:
