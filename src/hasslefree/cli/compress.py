@@ -90,8 +90,8 @@ def call_compress(
         raise KeyboardInterrupt("Interrupted before anything was written.") from None
 
     options: dict[str, Any] = {"device": device, "activations": activations, "trust_remote_code": trust_remote_code}
-    common.prepare_push(push_to, private)
     read_seconds(out, "")  # raises an error if their file is another one
+    common.prepare_push(push_to, private)
     try:
         with phase_bars() as progress:
             report = compress(model, out, recipe, resume=resume, overwrite=overwrite, progress=progress, **options)
