@@ -26,7 +26,7 @@ def test_the_totals_by_hand():
     assert tuple(LayerRecord.from_dict(layer) for layer in timed) == layers
     assert "seconds" not in report.to_json()
     cells = [list(column.cells) for column in summary_table(report).columns]
-    assert [column[0] for column in cells] == ["q", "2", "0–2", "0.25000", "0.40000", "3.0"]
+    assert [str(column[0]) for column in cells] == ["q", "2", "0–2", "0.25000", "0.40000", "3.0"]
 
 
 def test_a_method_may_come_upon_nan_on_its_way():
