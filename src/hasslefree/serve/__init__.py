@@ -1,1 +1,1 @@
-"""Serve a compressed folder with vLLM. Only `config` and `linear` import vLLM; the arithmetic does without it."""
+"""Serve a compressed folder with vLLM. Its arithmetic, `parts` and `stacked`, needs no vLLM."""

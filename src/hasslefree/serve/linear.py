@@ -12,10 +12,20 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear
 
 from hasslefree.folder.read import Entry
+from hasslefree.serve.kernels import kernel_for
 from hasslefree.serve.parts import Division
 from hasslefree.serve.stacked import LoadBuffer, StackedLinear
 
 logger = logging.getLogger(__name__)
+
+UNPACKED = (
+    "No kernel on this machine multiplies packed layers of %s: they are unpacked when they are loaded, and take the "
+    "memory of dense layers"
+)
+BY_TORCH = "vLLM has no kernel for layers of %s: torch's operators multiply them"
+INPUTS_ROUNDED = (
+    "On this processor, vLLM's kernel rounds the inputs of layers of %s to 8 bits; VLLM_CPU_INT4_W4A8=0 prevents it"
+)
 
 
 class StackedLinearMethod(LinearMethodBase):
@@ -39,12 +49,13 @@ class StackedLinearMethod(LinearMethodBase):
         local = (output_partition_sizes, input_size, input_size_per_partition)
         division = Division(sizes, *local, layer.tp_rank, layer.tp_size)
         parts = division.parts(self.entries)
-        layer.compressed = StackedLinear(parts, params_dtype)
+        layer.compressed = StackedLinear(parts, params_dtype, kernel_for=kernel_for)
         buffer = LoadBuffer(layer.compressed)
         for leaf, dtype in {leaf: dtype for part in parts for leaf, (_, dtype) in part.tensors().items()}.items():
             layer.register_parameter(leaf, WeightSlot(leaf, buffer, dtype or params_dtype))
-        if layer.compressed.is_unpacked:
-            warn_unpacked(", ".join(dict.fromkeys(part.kind for part in parts)))
+        if layer.compressed.is_unpacked or (layer.compressed.grid and not layer.compressed.kernel):
+            kind = ", ".join(dict.fromkeys(part.kind for part in parts))
+            warn(UNPACKED if layer.compressed.is_unpacked else BY_TORCH, kind)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         """Remove the slots; a CheckpointError if the weight files lack a tensor of the layer."""
@@ -52,6 +63,8 @@ class StackedLinearMethod(LinearMethodBase):
             if isinstance(parameter, WeightSlot):
                 delattr(layer, name)
         layer.compressed.finish()
+        if getattr(layer.compressed.kernel, "use_w4a8", False):
+            warn(INPUTS_ROUNDED, str(layer.compressed.grid))
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: (…, in) → (…, out), of this rank."""
@@ -84,10 +97,6 @@ def slice_sizes(layer: LinearBase, output_size: int) -> list[int]:
 
 
 @functools.cache
-def warn_unpacked(kind: str) -> None:
-    """Log once for each kind of layer that it takes the memory of a dense one."""
-    logger.warning(
-        "No kernel on this machine multiplies packed layers of %s: they are unpacked when they are loaded, and take "
-        "the memory of dense layers",
-        kind,
-    )
+def warn(message: str, kind: str) -> None:
+    """Log a message once for each kind of layer."""
+    logger.warning(message, kind)

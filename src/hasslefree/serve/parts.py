@@ -109,13 +109,16 @@ class Part:
         return self.shard.take_rows(u), self.shard.take_columns(v)
 
     def coded(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's share of a complete S in codes of 4 bits: codes (out, in), and (out, groups) for `Int4.of`."""
+        """This rank's share of a complete S on a grid: codes (out, in), and as in `Scaling` scale and zero."""
         assert self.entry is not None
-        codes = unpack_codes(tensors["weight_packed"], 4, self.shape[1])
-        scale, low = tensors["weight_scale"], self.entry.spec.storage.lowest(tensors)
+        storage = self.entry.spec.storage
+        assert storage.grid is not None
+        codes = unpack_codes(tensors["weight_packed"], storage.grid.bits, self.shape[1])
+        scale = tensors["weight_scale"]
+        zero = tensors["weight_offset"] if storage.grid.offset else storage.zeros(tensors)
         first, last = (column * scale.shape[1] // self.shape[1] for column in self.shard.columns)
-        scale, low = (self.shard.take_rows(t)[:, first : max(last, first + 1)] for t in (scale, low))
-        return self.shard.take_columns(self.shard.take_rows(codes)), scale, low
+        scale, zero = (self.shard.take_rows(t)[:, first : max(last, first + 1)] for t in (scale, zero))
+        return self.shard.take_columns(self.shard.take_rows(codes)), scale, zero
 
     def unpacked(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """This rank's share of S, or of the dense weight."""

@@ -6,7 +6,8 @@ The product of packed layers is one torch operator, for torch.compile and CUDA g
 within it, so that a compiled graph for any number of tokens has one node.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,10 @@ from hasslefree.serve.parts import Part, narrowed
 
 # How vLLM names the slices of its fused attention layer; those of other layers have numbers.
 ATTENTION = {"q": 0, "k": 1, "v": 2}
+
+
+# A `serve.kernels.VllmKernel` for a complete S with this grid, (out, in) and dtype, or None.
+KernelFor = Callable[[Grid, tuple[int, int], torch.dtype], Any]
 
 
 def stacked_product(
@@ -66,12 +71,15 @@ def add_low_ranks(
 class StackedLinear(nn.Module):
     """The product with all layers of a stack. Tensors are empty until `load` has filled in every part.
 
-    S stays packed where all parts have the same N:M, no grid, and this device has a kernel for it, and on a CPU where
-    all are complete and have the same grid of four bits, and torch's operators for it suit. Otherwise it is unpacked
-    when it is loaded, and takes the memory of a dense layer.
+    S stays packed if all parts have the same N:M, no grid, and this device has a kernel for it; or if all are complete
+    and have the same grid, and `kernel_for` has a kernel for it or, on a CPU, torch's operators for four bits suit.
+    Otherwise it is unpacked when it is loaded, and takes the memory of a dense layer.
     """
 
-    def __init__(self, parts: list[Part], dtype: torch.dtype | None = None, device: torch.device | str | None = None):
+    def __init__(
+        self, parts: list[Part], dtype: torch.dtype, device: torch.device | str | None = None,
+        kernel_for: KernelFor = lambda *_: None,
+    ):  # fmt: skip
         super().__init__()
         self.parts = parts
         self.outs = [part.shard.shape[0] for part in parts]
@@ -82,8 +90,12 @@ class StackedLinear(nn.Module):
         self.low_rank_u = self._empty((size,), dtype, device)
         self.low_rank_v = self._empty((sum(self.ranks), width), dtype, device)
         self.groups = common_groups(parts, self.low_rank_v.device)
-        self.grid = common_grid(parts, self.low_rank_v)
-        self.coded: list[tuple[Tensor, Tensor, Tensor]] = [()] * len(parts)  # type: ignore[list-item]  # until `finish`
+        self.grid = common_grid(parts)
+        self.kernel = kernel_for(self.grid, (rows, width), dtype) if self.grid else None
+        on = self.low_rank_v.device.type
+        if self.grid and not self.kernel and (on != "cpu" or obstacle(on, dtype, self.grid, (rows, width))):
+            self.grid = None
+        self.coded: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # of each part, until all are loaded
         self.int4: Int4 | None = None
         if self.is_unpacked:
             self.sparse = self._empty((rows, width), dtype, device)
@@ -98,7 +110,7 @@ class StackedLinear(nn.Module):
         return self.groups is None and self.grid is None
 
     @staticmethod
-    def _empty(shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:
+    def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
     def load(self, index: int, tensors: Mapping[str, Tensor]) -> None:
@@ -123,22 +135,27 @@ class StackedLinear(nn.Module):
                 factors_of(self.low_rank_u, self.outs, self.ranks)[index].copy_(u)
                 self.low_rank_v.split(self.ranks)[index].copy_(v)
         self.missing.discard(index)
+        if self.grid and not self.missing:
+            codes, scale, zero = map(torch.cat, zip(*(self.coded.pop(i) for i in range(len(self.parts))), strict=True))
+            if self.kernel:
+                self.kernel.load(codes, scale, zero)
+            else:
+                self.int4 = Int4.of(codes, scale, zero if self.grid.offset else -zero * scale.float())
 
     def finish(self) -> None:
         """Raise a CheckpointError where a part was not loaded."""
         if self.missing:
             names = ", ".join(self.parts[index].name for index in sorted(self.missing))
             raise CheckpointError(f"the weight files lack tensors of {names}; download or copy the folder again")
-        if self.grid is not None and self.int4 is None:
-            codes, scale, low = map(torch.cat, zip(*self.coded, strict=True))
-            self.int4 = Int4.of(codes, scale, low)
-            self.coded.clear()
+        if self.kernel:
+            self.kernel.finish()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (…, in) → (…, Σ out), without the bias."""
         flat = x.reshape(-1, x.shape[-1])
         if self.groups is None:
-            y = F.linear(flat, self.sparse) if self.int4 is None else self.int4.product(flat)
+            kernel = self.kernel or self.int4
+            y = kernel.product(flat) if kernel else F.linear(flat, self.sparse)
             y = add_low_ranks(y, flat, self.low_rank_u, self.low_rank_v, self.outs, self.ranks)
         else:
             linear = stacked_linear if torch.compiler.is_compiling() else stacked_product
@@ -156,16 +173,15 @@ def common_groups(parts: list[Part], device: torch.device) -> PackedGroups | Non
     return first if readable else None
 
 
-def common_grid(parts: list[Part], like: Tensor) -> Grid | None:
-    """The grid in which a stack of codes stays packed on a CPU, with the dtype and device of a tensor; or None."""
+def common_grid(parts: list[Part]) -> Grid | None:
+    """The grid that all parts of a stack have, if they are complete and hold whole groups; or None."""
     specs = [part.entry.spec for part in parts if part.entry]
-    if like.device.type != "cpu" or len(specs) < len(parts) or any(spec.pattern != "dense" for spec in specs):
+    if len(specs) < len(parts) or any(spec.pattern != "dense" for spec in specs):
         return None
     grid, (_, width) = specs[0].grid, parts[0].shard.shape
     if grid is None or any(spec.grid != grid for spec in specs) or width % (grid.group or width):
         return None
-    shape = sum(part.shard.shape[0] for part in parts), width
-    return None if obstacle(like.device.type, like.dtype, grid, shape) else grid
+    return grid
 
 
 class LoadBuffer:

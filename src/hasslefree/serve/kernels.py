@@ -1,0 +1,58 @@
+"""x Sᵀ by vLLM's own kernels for codes in the pack-quantized layout of compressed-tensors, which is that of a folder.
+
+vLLM's scheme for this layout chooses the kernel, such as Marlin on a GPU, and brings the codes into its order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
+
+from hasslefree.core.engines import ENGINES
+from hasslefree.core.grids import Grid
+from hasslefree.packed.storage import pack_codes
+
+
+class VllmKernel(nn.Module):
+    """A complete S (out, in) in codes. Raises a ValueError if vLLM has no kernel for it on this device."""
+
+    weight_packed: Tensor
+    weight_scale: Tensor
+    weight_zero_point: Tensor
+
+    def __init__(self, grid: Grid, shape: tuple[int, int], dtype: torch.dtype):
+        super().__init__()
+        (out, width), self.grid, self.bias = shape, grid, None  # the kernel for a CPU reads a bias
+        group = ENGINES["vllm"].group_for(grid, width) if grid.group else None
+        self.scheme: Any = CompressedTensorsWNA16("group" if group else "channel", grid.bits, group, grid.symmetric)
+        self.scheme.create_weights(self, out, width, [out], width, dtype, weight_loader=None)
+
+    def load(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+        """Fill in codes, uint8 (out, in), and for each group its scale and the code of zero, (out, groups)."""
+        times = self.weight_scale.shape[1] // scale.shape[1]
+        scale, zero = (each.repeat_interleave(times, 1) for each in (scale, zero))
+        self.weight_packed.copy_(pack_codes(codes, self.grid.bits))
+        self.weight_scale.copy_(scale)
+        if not self.grid.symmetric:  # packed along the outputs
+            self.weight_zero_point.copy_(pack_codes(zero.byte().T.contiguous(), self.grid.bits).T)
+
+    def finish(self) -> None:
+        """Bring the tensors into the order of the kernel."""
+        if self.weight_packed.device.type == "cpu":
+            torch.cpu._init_amx()  # the system must allow AMX, for which vLLM's kernel does not ask
+        self.scheme.process_weights_after_loading(self)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x Sᵀ: (tokens, in) → (tokens, out)."""
+        return self.scheme.apply_weights(self, x, None)
+
+
+def kernel_for(grid: Grid, shape: tuple[int, int], dtype: torch.dtype) -> VllmKernel | None:
+    """The kernel that vLLM chooses on this device; None if it has none. No kernel computes in float32."""
+    try:
+        return VllmKernel(grid, shape, dtype) if ENGINES["vllm"].holds(grid) and dtype != torch.float32 else None
+    except ValueError:
+        return None
