@@ -32,7 +32,8 @@ def draw(plot: Path, frontier: Path = RESULTS / "frontier.json", four_bits: Path
     quantised = results(four_bits)
     del quantised["dense"]
     for row in quantised.values():
-        curves.setdefault(row["curve"], []).append((row["bytes_a_weight"], row["gap"], row["label"]))
+        curve = row["curve"].replace("dealt", "--size")
+        curves.setdefault(curve, []).append((row["bytes_a_weight"], row["gap"], row["label"]))
     programs = {row["curve"] for row in quantised.values() if row["program"]}
-    title = "SmolLM2-135M-Instruct; labels are ranks, or types of other programs"
+    title = "SmolLM2-135M-Instruct, lower left is better; labels are ranks, or types of other programs"
     plots.frontier({name: sorted(points) for name, points in curves.items()}, programs, title, plot)
