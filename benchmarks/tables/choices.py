@@ -130,10 +130,10 @@ GOALS = (
     ("fewer bytes, no training", "4.8 bits, dealt, fast", "`--size 4.8bits`, `fast`"),
     ("fewest bytes", "4.6 bits, dealt, fast", "`--size 4.6bits`, `fast`"),
     ("4 bits everywhere, for fast kernels", "4 bits + rank 16, balanced", "4 bits + rank 16, `balanced`"),
-    ("the same, least loss", "4 bits + rank 16, best", "4 bits + rank 16, `best`"),
+    ("the same, lowest loss", "4 bits + rank 16, best", "4 bits + rank 16, `best`"),
     ("almost no loss, bfloat16", "6:8 + rank 16", "6:8 + rank 16, `fast`"),
-    ("half of the entries zero", "4:8 + rank 16", "4:8 + rank 16, `fast`"),
-    ("2:4 kernels, least loss", "best", "2:4 + rank 16, `best`"),
+    ("half of the weights zero", "4:8 + rank 16", "4:8 + rank 16, `fast`"),
+    ("2:4 kernels, lowest loss", "best", "2:4 + rank 16, `best`"),
     ("2:4 kernels, less time", "balanced", "2:4 + rank 16, `balanced`"),
     ("2:4 kernels, no training", "fast", "2:4 + rank 16, `fast`"),
 )
@@ -210,7 +210,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             ),
             goals,
             note="SmolLM2-135M-Instruct, {samples} × {seqlen} calibration tokens of C4. Minutes of 2:4 are on two CPU "
-            "threads; those of quantised rows are processor time of one thread.",
+            "threads; minutes of quantised rows are processor time of one thread.",
         ),
     ),
     "frontier": (

@@ -197,8 +197,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
             (
                 ("ours / recorded, {layers} layers", "{name}"),
                 ("mean", "{mean:.4f}"),
-                ("least", "{least:.4f}"),
-                ("most", "{most:.4f}"),
+                ("min", "{least:.4f}"),
+                ("max", "{most:.4f}"),
                 ("largest relative distance of S + L", "{distance:.0e}"),
             ),
             recorded,

@@ -142,7 +142,9 @@ def simulated(content: Content) -> Iterable[Row]:
         minutes = {work: sum(kinds.values()) / 60 for work, kinds in found["seconds"].items()}
         rest = sum(minutes.get(work, 0.0) for work in ("forward passes", "packing and writing", "first look"))
         named = ("Grams", "solving", "allocation", "prediction matching")
-        works = {"forward passes": rest} | {work: minutes.get(work, 0.0) for work in named}
+        works = {"forward passes": rest} | {
+            work.replace("Grams", "Gram matrices"): minutes.get(work, 0.0) for work in named
+        }
         yield {"effort": effort, "minutes": found["minutes"], "works": works, "peak": found["peak_over_estimate"]}
 
 
@@ -232,7 +234,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             "workspace",
             WORKSPACE,
             (
-                ("2:4 but where it says so", "{name}"),
+                ("2:4 unless the row names a pattern", "{name}"),
                 ("prepare: in×in", "{prepare:.1f}"),
                 ("kept: in×in", "{kept:.1f}"),
                 ("solve: out×in", "{large:.1f}"),
@@ -250,7 +252,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             "workspace",
             f"{WORKSPACE} --methods joint --shapes 4096x14336",
             note="`{row[method]}` on {row[out]}×{row[in]}, {row[pattern]} + rank {row[rank]}: {peak_gb:.1f} GB at "
-            "most, beside {given_gb:.1f} GB of W (bfloat16) and H. On {where}.",
+            "most, in addition to {given_gb:.1f} GB of W (bfloat16) and H. On {where}.",
             facts=widest,
         ),
     ),
@@ -282,7 +284,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("hours: solving, 20 rounds", "{hours[solving]:.2f}"),
                 ("solving, simulated", "{simulated}"),
                 ("solving, 100 rounds", "{solving_longer:.2f}"),
-                ("forward, Grams", "{hours[forward and Grams]:.2f}"),
+                ("forward, Gram matrices", "{hours[forward and Grams]:.2f}"),
                 ("network", "{hours[network]:.2f}"),
                 ("disk", "{hours[disk]:.2f}"),
                 ("all", "{total:.1f}"),
@@ -291,7 +293,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note="Assumed: {tera[float32]:.0f} TFLOP/s for all products of solvers and {tera[bfloat16]:.0f} for those "
             "of forward passes, {giga[network]:.0f} GB/s between processes, {giga[disk]:.0f} GB/s from the disk. "
             "Simulated: the real solver with the rates of the simulation above, and up to eight GPUs connected by "
-            "NVLink ({link[nvlink]:.0f} GB/s, {wait[nvlink]:.0f} µs an exchange), more by a network "
+            "NVLink ({link[nvlink]:.0f} GB/s, {wait[nvlink]:.0f} µs per exchange), and more than eight by a network "
             "({link[network]:.0f} GB/s, {wait[network]:.0f} µs). Arithmetic, not measured on a GPU.",
             facts=lambda content: {
                 "tera": {name: rate / 1e12 for name, rate in content["assumed"].items()},
@@ -419,7 +421,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("largest logit deficit", "{largest_gap:.2g}"),
             ),
             serving,
-            note="{prompt_tokens} tokens a prompt, {new_tokens} new ones; vLLM {versions[vllm]} with transformers "
+            note="{prompt_tokens} tokens per prompt, {new_tokens} new ones; vLLM {versions[vllm]} with transformers "
             "{versions[transformers]}. {served} On {where}.",
             facts=served,
         ),
