@@ -224,7 +224,7 @@ def test_every_row_is_in_one_share_and_shares_are_even(out, size):
 
 def test_methods_say_what_they_can_share():
     """Oracle: the table of docs/howto/extend.md, by hand."""
-    cannot = {"oats", "eora", "godec", "losparse", "pcp", "loftq", "caldera", "joint-grid", "alps", "osscar"}
+    cannot = {"oats", "eora", "godec", "losparse", "loftq", "caldera", "joint-grid", "alps", "osscar"}
     assert {name for name, method in METHODS.items() if not method.shares_rows(HALF)} == cannot
     assert not METHODS["dsnot"].shares_rows(Structured(8))
     assert not METHODS["gptq"].shares_rows(Unstructured(8))

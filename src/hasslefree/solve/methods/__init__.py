@@ -13,7 +13,6 @@ from hasslefree.solve.methods.alternating import AlternatingMinimization
 from hasslefree.solve.methods.joint import Joint
 from hasslefree.solve.methods.joint_on_grid import JointOnGrid
 from hasslefree.solve.methods.prune import Prune
-from hasslefree.solve.methods.pursuit import PrincipalComponentPursuit
 from hasslefree.solve.methods.three_block import ThreeBlock
 from hasslefree.solve.pruners import ABOUT as ABOUT_PRUNERS
 from hasslefree.solve.pruners import PRUNERS
@@ -25,7 +24,7 @@ from hasslefree.solve.pruners.refit import Refit
 REFIT_DAMPING = 0.01
 
 # Magnitude, Wanda, DSNoT, OATS, rounding, LoftQ and LQ-LoRA are defined by the undamped H: nothing in them is inverted.
-# GoDec and the pursuit do not look at H.
+# GoDec does not look at H.
 METHODS: dict[str, Method] = {
     "joint": Joint(),
     "hassle-free": AlternatingMinimization(),
@@ -34,7 +33,6 @@ METHODS: dict[str, Method] = {
     "3basil": ThreeBlock(),
     "godec": AlternatingMinimization(Magnitude(), SVD(), damping=0.0, low_rank_first=True, keep_best=False),
     "losparse": AlternatingMinimization(OSSCAR(), Exact(), rounds=10),
-    "pcp": PrincipalComponentPursuit(),
     "magnitude": Prune(PRUNERS["magnitude"], damping=0.0),
     "wanda": Prune(PRUNERS["wanda"], damping=0.0),
     "dsnot": Prune(PRUNERS["dsnot"], damping=0.0),
@@ -56,7 +54,6 @@ ABOUT: dict[str, About] = {
     "3basil": About("fits S and L at once, by ADMM on three blocks", "arXiv 2603.01376"),
     "godec": About("alternates magnitude and svd; uses no data", "Zhou & Tao 2011"),
     "losparse": About("alternates osscar and exact", "arXiv 2306.11222"),
-    "pcp": About("robust PCA, cut to the budget; uses no data", "arXiv 0912.3599"),
     "loftq": About("alternates rtn and svd; uses no data", "arXiv 2310.08659"),
     "lq-lora": About("alternates rtn and a randomised diagonal-svd", "arXiv 2311.12023"),
     "caldera": About("alternates gptq and exact", "arXiv 2405.18886"),
