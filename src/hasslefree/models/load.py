@@ -93,7 +93,7 @@ def check_settings(file: Path) -> None:
 def loading(what: str, remedy: str) -> Iterator[None]:
     """Turn whatever transformers raises about a folder into a CheckpointError. what: could not be done."""
     try:
-        with replaced(transformers_loading, "safe_open", not_mapped):
+        with replaced(transformers_loading, "safe_open", Unmapped):
             yield
     except (HasslefreeError, MemoryError, torch.OutOfMemoryError, BrokenPipeError):
         raise
@@ -101,9 +101,24 @@ def loading(what: str, remedy: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {_first_line(error)}; {remedy}") from error
 
 
-def not_mapped(file: Any, framework: str, device: Any = "cpu", **_: Any) -> Any:
+class Unmapped:
     """A safetensors file whose tensors are read, as by `checkpoint.opened`: transformers maps them, but on Windows."""
-    return safe_open(file, framework=framework, device=device, backend="pread")
+
+    def __init__(self, file: Any, framework: str, device: Any = "cpu", **_: Any):
+        self.handle: Any = safe_open(file, framework=framework, device=device, backend="pread")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.handle, name)
+
+    def __enter__(self) -> "Unmapped":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def get_slice(self, name: str) -> Any:
+        """A tensor to read; at once if it is empty, because slices that are read cannot be."""
+        part = self.handle.get_slice(name)
+        return self.handle.get_tensor(name) if 0 in part.get_shape() else part
 
 
 def no_model(name: str, error: Exception) -> ModelError:
