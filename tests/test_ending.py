@@ -14,7 +14,15 @@ from rich.text import Text
 
 from hasslefree.cli import run_app
 from hasslefree.cli.common import Console
-from hasslefree.errors import CheckpointError, HasslefreeError, OutputError, Problem, RecipeError, UnknownNameError
+from hasslefree.errors import (
+    CheckpointError,
+    HasslefreeError,
+    OutputError,
+    Problem,
+    RecipeError,
+    UnknownNameError,
+    WriteError,
+)
 from hasslefree.escaping import escaped, escaped_within
 from hasslefree.folder.card import export_card
 from hasslefree.units import table
@@ -26,6 +34,7 @@ HOSTILE = "q\x1b]0;title\x07\x9b31m\u202e\u2066\u200b\ud800\x00\rproj"
 ENDS = {
     "typed wrong": (OutputError("OUT is a file; give a folder"), 2, "OUT is a file; give a folder"),
     "damaged": (CheckpointError("M is damaged; copy it again"), 1, "M is damaged"),
+    "full disk at the end of a run": (WriteError("OUT cannot be written; make room"), 1, "OUT cannot be written"),
     "full disk": (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/x"), 1, "out/x cannot be used: No space left"),
     "loop of links": (OSError(errno.ELOOP, os.strerror(errno.ELOOP), "a"), 1, "a cannot be used: Too many levels"),
     "loop of pathlib": (RuntimeError("Symlink loop from 'a'"), 1, "Symlink loop from 'a'; give another path"),

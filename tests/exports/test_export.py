@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
-from hasslefree.errors import ModelError, OutputError, UnknownNameError
+from hasslefree.errors import ModelError, OutputError, UnknownNameError, WriteError
 from hasslefree.exports import export as module
 from hasslefree.exports.formats import adapter_config
 from hasslefree.packed.linear import compressed_layers
@@ -286,7 +286,7 @@ def test_the_destination_is_replaced_whole_or_not_at_all(folders, tmp_path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "copy_rest", full)
-        with pytest.raises(OutputError, match="its previous content is unchanged"):
+        with pytest.raises(WriteError, match="its previous content is unchanged"):
             hasslefree.export(folders / "llama" / "packed", out, to, overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     assert contents(out) == before

@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.errors import OutputError
+from hasslefree.errors import WriteError
 from hasslefree.folder import journal
 from hasslefree.folder.journal import Unfinished
 from tests.listeners import by_layer
@@ -115,7 +115,7 @@ def test_what_cannot_be_written_stops_the_run_and_is_named(part, error, whole, s
 
     saving["before"] = before
     message = rf"{file_of(part)} cannot be written: .*{error.strerror}.*finished blocks are kept.*resume=True"
-    with pytest.raises(OutputError, match=message) as error_info:
+    with pytest.raises(WriteError, match=message) as error_info:
         compress(tmp_path / "out", progress=by_layer(progress))
     assert "layers" not in str(error_info.value)  # of the model: those that are solved meanwhile are not to blame
     assert len(seen) == min(LAYERS * part + (0 < part < BLOCKS), LAYERS * BLOCKS)

@@ -13,7 +13,7 @@ from filelock import FileLock
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.errors import CheckpointError, HasslefreeError, OutputError
+from hasslefree.errors import CheckpointError, HasslefreeError, OutputError, WriteError
 from hasslefree.folder import journal, output
 from hasslefree.levers.train import Masters
 from hasslefree.run import layers
@@ -305,7 +305,7 @@ def test_what_appears_at_out_during_the_run_stays_and_so_does_the_work(whole, tm
     """Oracle: the folder of an uninterrupted run."""
     out = tmp_path / "out"
     appear = by_layer(lambda layer, done, total: done == 8 and (out.mkdir(), (out / "mine").touch()))
-    with pytest.raises(OutputError, match=f"Directory not empty.* mv {out}.unfinished/model {out}"):
+    with pytest.raises(WriteError, match=f"Directory not empty.* mv {out}.unfinished/model {out}"):
         compress(out, progress=appear)
     assert [path.name for path in out.iterdir()] == ["mine"]
     assert contents(out.with_name("out.unfinished") / "model") == whole
@@ -313,7 +313,7 @@ def test_what_appears_at_out_during_the_run_stays_and_so_does_the_work(whole, tm
 
 def test_a_lock_that_cannot_be_opened(tmp_path):
     (tmp_path / "out.unfinished" / "lock").mkdir(parents=True)
-    with pytest.raises(OutputError, match=r"out\.unfinished cannot be written"):
+    with pytest.raises(WriteError, match=r"out\.unfinished cannot be written"):
         compress(tmp_path / "out")
 
 
@@ -328,7 +328,7 @@ def test_a_full_disk(whole, tmp_path):
         usage = type("Usage", (), {"free": 10**12})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("shutil.disk_usage", lambda _: usage)
-            with pytest.raises(OutputError, match="cannot be written.*finished blocks are kept.*resume=True"):
+            with pytest.raises(WriteError, match="cannot be written.*finished blocks are kept.*resume=True"):
                 compress(small / "out")
             done = len(list((small / "out.unfinished" / "model").glob("model-*")))
             assert 1 <= done < BLOCKS + 1

@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 
-from hasslefree.errors import OutputError
+from hasslefree.errors import OutputError, WriteError
 from hasslefree.folder.output import check_file, check_output, replaced_whole, write_whole
 
 RESULTS = '{\n "model": "m"\n}\n'
@@ -39,7 +39,7 @@ def test_overwrite_replaces_only_what_was_written(change, out):
     before = sorted(out.rglob("*"))
     with pytest.raises(OutputError, match="cannot be replaced"):
         check_output(out, overwrite=True)
-    with pytest.raises(OutputError, match=f"is complete; .* mv .* {out}"), replaced_whole(out, overwrite=True) as part:
+    with pytest.raises(WriteError, match=f"is complete; .* mv .* {out}"), replaced_whole(out, overwrite=True) as part:
         (part / "new").touch()
     assert sorted(out.rglob("*")) == before
     assert (part / "new").exists()
@@ -74,7 +74,7 @@ def test_what_cannot_be_written_is_kept_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "kept"))
     (tmp_path / "results.json").write_text("somebody else's")
     for path in (tmp_path / "results.json", tmp_path / "gone" / "results.json"):
-        with pytest.raises(OutputError, match="kept/.*results.json instead") as caught:
+        with pytest.raises(WriteError, match="kept/.*results.json instead") as caught:
             write_whole(path, RESULTS)
     assert [file.read_text() for file in (tmp_path / "kept").glob("*/*")] == [RESULTS, RESULTS]
     assert str(tmp_path / "kept") in str(caught.value)

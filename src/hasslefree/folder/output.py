@@ -13,7 +13,7 @@ from filelock import Timeout
 from safetensors import SafetensorError
 
 from hasslefree.checkpoint import read_json
-from hasslefree.errors import OutputError, option
+from hasslefree.errors import OutputError, WriteError, option
 
 # The file in a folder that lists the others as they were written, and how the results of `evaluate` begin.
 FILES, RESULTS = "files.json", b'{\n "model'
@@ -83,7 +83,7 @@ def replaced_whole(folder: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors(path: Path, remedy: str) -> Iterator[None]:
-    """Turn errors of the disk into an OutputError. path: the file or folder that is written."""
+    """Turn errors of the disk into a WriteError. path: the file or folder that is written."""
     try:
         yield
     except (OutputError, Timeout):
@@ -92,7 +92,7 @@ def disk_errors(path: Path, remedy: str) -> Iterator[None]:
         # safetensors and tokenizers report a full disk as exceptions of their own.
         if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
             remedy = remedy if path.parent.exists() else "its folder was removed during the run; start again"
-            raise OutputError(f"{path} cannot be written: {error}; {remedy}") from error
+            raise WriteError(f"{path} cannot be written: {error}; {remedy}") from error
         raise
 
 
@@ -107,7 +107,7 @@ def complete(folder: Path) -> None:
 
 
 def put_in_place(part: Path, folder: Path, overwrite: bool, old: Path) -> None:
-    """Rename a finished folder to `folder`. If that is in use by now, both stay, and the OutputError says where.
+    """Rename a finished folder to `folder`. If that is in use by now, both stay, and the WriteError says where.
 
     Args:
         overwrite: as for `check_output`. old: where the previous content of `folder` is meanwhile.
@@ -124,7 +124,7 @@ def put_in_place(part: Path, folder: Path, overwrite: bool, old: Path) -> None:
     except (OSError, OutputError) as error:
         finish = shlex.join(["mv", str(part), str(folder)])
         reason = f"{folder}: {error.strerror}" if isinstance(error, OSError) else error
-        raise OutputError(f"{reason}. The new folder is complete; once {folder} is free: {finish}") from error
+        raise WriteError(f"{reason}. The new folder is complete; once {folder} is free: {finish}") from error
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -158,7 +158,7 @@ def beginning(file: Path, length: int = len(RESULTS)) -> bytes | None:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file in one step. If that fails, the file before it stays, and the new one is in a temporary folder.
 
-    Raises an OutputError that says where it is.
+    Raises a WriteError that says where it is.
     """
     data, file = content.encode() if isinstance(content, str) else content, path.resolve()
     with disk_errors(path, "if there was such a file, it is unchanged"):
@@ -173,7 +173,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         except (OSError, OutputError) as error:
             kept = Path(tempfile.mkdtemp()) / path.name
             kept.write_bytes(data)
-            raise OutputError(f"{error}; the content of {path} is in {kept} instead") from error
+            raise WriteError(f"{error}; the content of {path} is in {kept} instead") from error
 
 
 def fsync_and_rename(temporary: Path, file: Path) -> None:
