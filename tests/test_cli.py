@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from hasslefree.cli import app, run_app, spread_lists
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
 from hasslefree.recipe.resolved import DEFAULT_SIZE
+from hasslefree.units import size
 from tests.evaluation.task_rows import write_rows
 from tests.tiny_models import tensors_of
 
@@ -75,6 +76,9 @@ def compressed(tmp_path_factory):
 def test_compress(compressed):
     out, text = compressed
     assert f"Written to {out} in" in text
+    assert f"Next: hasslefree chat {out}, or" in " ".join(text.split())
+    record = json.loads((out / "compression.json").read_text())
+    assert f"now take {size(record['stored_bytes'])}, {record['stored_bytes'] / record['dense_bytes']:.0%}." in text
     assert "14 layers" in text
     assert "down_proj" in text
     assert re.search(r"^\d\d:\d\d:\d\d solving: finished, 14 layers in \d", text, re.MULTILINE)

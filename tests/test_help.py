@@ -74,6 +74,7 @@ def test_every_field_of_a_recipe_stands_under_a_heading():
 def test_the_root_lists_every_command_in_one_line_under_a_heading():
     code, text, _ = invoke("--help")
     assert code == 0
+    assert invoke("-h") == (0, text, "")
     assert all(command.rich_help_panel for command in COMMANDS.values())
     lines = [line for line in text.splitlines() if line.split()[1:2] and line.split()[1] in COMMANDS]
     assert {line.split()[1] for line in lines} == set(COMMANDS)

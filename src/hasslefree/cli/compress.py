@@ -16,6 +16,7 @@ from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import COMPRESS, OUTPUT, RUN, Device, Json, Output, Quiet, Trust, app, console, flag, say
 from hasslefree.errors import with_flags
 from hasslefree.recipe.recipe import BUDGET, GROUPS, NAMES, Fields, Recipe, help_of
+from hasslefree.units import size
 
 RESUME = "Resume an interrupted run from its last finished block (default: off)."
 OVERWRITE = "Replace OUT if it is not empty, and start from the first block (default: off)."
@@ -99,7 +100,9 @@ def call_compress(
         raise KeyboardInterrupt(f"Interrupted; {with_flags(describe_progress(out))}.") from None
     console.print(summary_table(report))
     console.print(phase_table(report))
-    say(f"Written to {out} in {report.seconds:.0f} s; every layer is listed in {out / 'compression.json'}.")
+    before, after = report.dense_bytes, report.stored_bytes
+    say(f"The layers took {size(before)} and now take {size(after)}, {after / before:.0%}.")
+    say(f"Written to {out} in {report.seconds:.0f} s. Next: hasslefree chat {out}, or evaluate, report, export.")
     if not common.QUIET_PROCESS:
         write_seconds(out, report)
     common.push(out, push_to)
