@@ -1,183 +1,184 @@
-"""End compressions in every way that a machine can, go on, and count what was lost.
+"""Run commands on hostile input and end them in every way that a machine can, and count what does not hold.
 
-    python benchmarks/faults.py [--kills 20] [--seed 0]
+    python benchmarks/faults.py cells [--part I/N] [--kind PATTERN] [--label after]
+    python benchmarks/faults.py endings [--kills 20] [--seed 0]
+    python benchmarks/faults.py cost --before OTHER/src
 
-The real command on the embedded model, in processes of its own. A fault is survived where going on with --resume gives
-the folder of an uninterrupted run, byte for byte; or, where there is nothing to go on from, where the message names
-what is wrong and nothing that was there is changed.
+`cells` runs the table of `harness.hostile.table`: kinds of faults by command. A cell fails if any of these happens: a
+traceback; an exit code other than 2 for what was typed wrong, 1 for what went wrong and 128 + signal; a message of more
+than three lines of 80 columns; a change or loss of a file that hasslefree did not write; more than 30 seconds of the
+processor, or 3 GB of memory; a control character that is printed or written.
 
-Faults that the output file already holds stay.
+`endings` interrupts the compression of the embedded model at random moments, and compares the folder that --resume
+makes with that of an uninterrupted run, byte for byte. `cost` measures what the checks take.
+
+With PYTHONPATH set to the sources of another commit, the same cells give what held there: `--label before`. Results
+that the output file already holds stay, except with --anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import random
-import shutil
-import signal
+import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from harness.models import CALIBRATION, MODEL
-from harness.record import RESULTS, resumed, write
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"}
 
-OPTIONS = ["--method", "eora", "--rank", "8", "--calibration", str(CALIBRATION), "--samples", "16", "--seqlen", "128",
-           "--device", "cpu"]  # fmt: skip
+from harness.hostile.cells import Workshop
+from harness.hostile.interrupted import all_faults, contents, run
+from harness.hostile.table import SAMPLED, faults, sample
+from harness.record import RESULTS, machine, write
 
-
-def command(out: Path, *more: str, model: Path = Path(MODEL)) -> list[str]:
-    return [sys.executable, "-m", "hasslefree", "compress", str(model), str(out), *OPTIONS, *more]
-
-
-def run(out: Path, *more: str, model: Path = Path(MODEL)) -> tuple[int, str]:
-    """Exit code, and what was printed."""
-    done = subprocess.run(command(out, *more, model=model), capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def unfinished(out: Path) -> Path:
-    return out.with_name(f"{out.name}.unfinished")
+COMMANDS = (
+    "compress",
+    "plan",
+    "inspect",
+    "evaluate",
+    "generate",
+    "chat",
+    "export",
+    "report",
+    "methods",
+    "demo",
+    "python",
+)
 
 
-def whole(out: Path, expected: dict[str, bytes]) -> bool:
-    """Whether OUT is there, or going on makes it, and it is what it should be."""
-    if not out.exists():
-        run(out, "--resume")
-    return out.exists() and contents(out) == expected and not unfinished(out).exists()
+def chosen(arguments: argparse.Namespace) -> list[tuple[Any, str]]:
+    """The cells to run. A part takes other commands of neighbouring rows."""
+    if arguments.sample:
+        return sample()
+    index, count = map(int, arguments.part.split("/"))
+    cells = []
+    for number, fault in enumerate(faults()):
+        if re.search(arguments.kind, f"{fault.kind}: {fault.what}"):
+            cells += [
+                (fault, command) for place, command in enumerate(fault.lines) if (number + place) % count == index
+            ]
+    if arguments.same_as:
+        done = kept(arguments.output)["cells"][arguments.same_as]
+        cells = [
+            (fault, command) for fault, command in cells if command in done.get(fault.kind, {}).get(fault.what, {})
+        ]
+    return [cell for cell in cells if arguments.command in ("", cell[1])]
 
 
-def with_a_block_done(out: Path, seconds: float, number: int = signal.SIGKILL) -> tuple[int, str]:
-    """A run that gets a signal once it has a block or more: its exit code, and what it printed."""
-    child = subprocess.Popen(command(out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 20 * seconds
-    while len(list(unfinished(out).glob("model/model-*"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    child.send_signal(number)
-    text, _ = child.communicate()
-    return child.returncode, text
+def run_cells(arguments: argparse.Namespace) -> int:
+    content = kept(arguments.output)
+    rows = content.setdefault("cells", {}).setdefault(arguments.label, {})
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="hf") as folder:
+        workshop = Workshop(Path(folder), ["compress", *SAMPLED]) if arguments.sample else Workshop(Path(folder))
+        for fault, command in chosen(arguments):
+            row = rows.setdefault(fault.kind, {}).setdefault(fault.what, {})
+            if command in row and not arguments.anew:
+                continue
+            row[command] = workshop.complaints(fault, command)
+            failed += bool(row[command])
+            if row[command] or arguments.verbose:
+                print(f"{fault.kind} | {fault.what!a} | {command} | {'; '.join(row[command])!a}", flush=True)
+                if arguments.verbose:
+                    print(
+                        workshop.last.seconds,
+                        fault.words(command),
+                        workshop.last.code,
+                        ascii(workshop.last.out[-600:]),
+                        ascii(workshop.last.err[-1500:]),
+                    )
+            write(arguments.output, content)
+    return failed
 
 
-def kill(out: Path, expected: dict[str, bytes], seconds: float, moment: float) -> bool:
-    child = subprocess.Popen(command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    time.sleep(moment * seconds)
-    child.kill()
-    child.wait()
-    return whole(out, expected)
+def kept(output: Path) -> dict[str, Any]:
+    if output.exists():
+        content: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+        return content
+    return {"machine": machine()}
 
 
-def interrupted(out: Path, expected: dict[str, bytes], seconds: float, number: int) -> bool:
-    """SIGTERM and Ctrl-C: a clean message and exit code 128 + signal, however slow the machine is."""
-    code, text = with_a_block_done(out, seconds, number)
-    clean = code == 128 + number and "Interrupted" in text and "Traceback" not in text
-    return (clean or code == 0) and whole(out, expected)
-
-
-def full_disk(out: Path, expected: dict[str, bytes], seconds: float) -> bool:
-    """A tmpfs that has room for some of the blocks; it is made larger then."""
-    out.mkdir()
-    need = sum(map(len, expected.values()))
-    if os.system(f"mount -t tmpfs -o size={need * 2 // 3} tmpfs {out}"):
-        raise SystemExit("a small disk cannot be mounted here; run this as root")
-    try:
-        # The check before the work would refuse it.
-        script = (
-            "import shutil, sys; shutil.disk_usage = lambda _: type('U', (), {'free': 10**12}); sys.argv = "
-            f"{command(out / 'out')[2:]!r}; sys.argv[0] = 'hasslefree'; from hasslefree.cli import run_app; run_app()"
-        )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-        said = done.returncode == 2 and "finished blocks are kept" in done.stderr
-        os.system(f"mount -o remount,size={10 * need + 10**8} {out}")
-        return said and whole(out / "out", expected)
-    finally:
-        os.system(f"umount {out}")
-
-
-def flipped_byte(out: Path, expected: dict[str, bytes], seconds: float) -> bool:
-    """In a finished block: it is named, and once it is gone its block is done again."""
-    with_a_block_done(out, seconds)
-    file = sorted(unfinished(out).glob("model/model-*"))[1]
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 4
-    file.write_bytes(data)
-    code, text = run(out, "--resume")
-    file.unlink()
-    return code == 2 and file.name in text and whole(out, expected)
-
-
-def truncated_shard(out: Path, expected: dict[str, bytes], seconds: float) -> bool:
-    """Of the model that is to be compressed: an error before any work, and nothing left behind."""
-    model = out.with_name(f"{out.name}-model")
-    shutil.copytree(MODEL, model)
-    file = model / "model.safetensors"
-    with file.open("r+b") as handle:
-        handle.truncate(file.stat().st_size // 2)
-    code, text = run(out, model=model)
-    return code == 2 and "Traceback" not in text and not out.exists() and not unfinished(out).exists()
-
-
-def read_only(out: Path, expected: dict[str, bytes], seconds: float) -> bool:
-    """A mount that cannot be written."""
-    out.mkdir()
-    os.system(f"mount -t tmpfs -o ro tmpfs {out}")
-    try:
-        code, text = run(out / "out")
-        return code == 2 and "Traceback" not in text and "writ" in text
-    finally:
-        os.system(f"umount {out}")
-
-
-def two_runs(out: Path, expected: dict[str, bytes], seconds: float) -> bool:
-    """The second refuses, and the first is none the worse."""
-    first = subprocess.Popen(command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (unfinished(out) / "lock").exists() and first.poll() is None:
-        time.sleep(0.01)
-    code, text = run(out, "--resume")
-    first.wait()
-    return code == 2 and ("another compression" in text or "not empty" in text) and whole(out, expected)
-
-
-def all_faults(kills: int, seed: int) -> dict[str, Callable[[Path, dict[str, bytes], float], bool]]:
-    """Name → what ends a run, and whether it was survived, of (OUT, the whole folder, the seconds of a whole run)."""
-    moments = random.Random(seed)
-    faults: dict[str, Callable[[Path, dict[str, bytes], float], bool]] = {}
-    for number in range(kills):
-        moment = moments.random()
-        faults[f"SIGKILL {number}, at {moment:.2f} of a run"] = lambda o, e, s, m=moment: kill(o, e, s, m)
-    faults["SIGTERM"] = lambda o, e, s: interrupted(o, e, s, signal.SIGTERM)
-    faults["Ctrl-C"] = lambda o, e, s: interrupted(o, e, s, signal.SIGINT)
-    others = (full_disk, flipped_byte, truncated_shard, read_only, two_runs)
-    return faults | {fault.__name__.replace("_", " "): fault for fault in others}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS / "faults.json")
-    arguments = parser.parse_args()
-    header = {"seed": arguments.seed, "faults": len(all_faults(arguments.kills, arguments.seed))}
-    content = resumed(arguments.output, header, "results")
+def run_endings(arguments: argparse.Namespace) -> int:
+    content = kept(arguments.output)
+    endings = all_faults(arguments.kills, arguments.seed)
+    if arguments.anew or content.get("seed") != arguments.seed:
+        content["results"] = {}
     results = content["results"]
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         run(Path(folder) / "whole")
         seconds, expected = time.perf_counter() - start, contents(Path(folder) / "whole")
-        for number, (name, fault) in enumerate(all_faults(arguments.kills, arguments.seed).items()):
-            if name in results:
-                continue
-            results[name] = fault(Path(folder) / f"{number}", expected, seconds)
-            print(name, "survived" if results[name] else "LOST", flush=True)
-            write(arguments.output, {**content, "survived": sum(results.values()), "results": results})
-    raise SystemExit(len(results) - sum(results.values()))
+        for number, (name, ending) in enumerate(endings.items()):
+            if name not in results:
+                results[name] = ending(Path(folder) / f"{number}", expected, seconds)
+                print(name, "survived" if results[name] else "LOST", flush=True)
+            content |= {"seed": arguments.seed, "faults": len(endings), "survived": sum(results.values())}
+            write(arguments.output, content)
+    return len(results) - sum(results.values())
+
+
+def measure_cost(arguments: argparse.Namespace) -> int:
+    """Medians of the processor's seconds of whole processes: the help, and a compression of the embedded model."""
+    from hasslefree.demo.run import CALIBRATION, MODEL
+
+    content = kept(arguments.output)
+    lines = {
+        "--help": ["--help"],
+        "compress": ["compress", str(MODEL), "OUT", "-q", "--method", "eora", "--rank", "8", "--calibration",
+                     str(CALIBRATION), "--samples", "16", "--seqlen", "128", "--overwrite"],
+    }  # fmt: skip
+    taken: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(arguments.times):
+            for label, source in (("before", arguments.before), ("after", os.environ.get("PYTHONPATH", ""))):
+                for name, words in lines.items():
+                    start = os.times()
+                    subprocess.run([sys.executable, "-m", "hasslefree", *words], cwd=folder, check=True,
+                                   stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": source})  # fmt: skip
+                    end = os.times()
+                    seconds = end.children_user + end.children_system - start.children_user - start.children_system
+                    taken.setdefault(name, {}).setdefault(label, []).append(seconds)
+    content["seconds"] = {
+        name: {label: round(statistics.median(values), 2) for label, values in each.items()}
+        for name, each in taken.items()
+    } | {"times": arguments.times}
+    write(arguments.output, content)
+    print(content["seconds"])
+    return 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    cells = commands.add_parser("cells")
+    cells.add_argument("--part", default="0/1", help="I/N: one N-th of the cells, with some of every kind")
+    cells.add_argument("--kind", default="", help="a pattern of the kind and description")
+    cells.add_argument("--command", default="", help="only cells of this command")
+    cells.add_argument("--label", default="after", help="before or after")
+    cells.add_argument("--sample", action="store_true", help="a few quick cells of every kind")
+    cells.add_argument("--same-as", help="only the cells that the output file holds under this label")
+    cells.add_argument("--anew", action="store_true")
+    cells.add_argument("--verbose", action="store_true")
+    cells.set_defaults(run=run_cells)
+    endings = commands.add_parser("endings")
+    endings.add_argument("--kills", type=int, default=20)
+    endings.add_argument("--seed", type=int, default=0)
+    endings.add_argument("--anew", action="store_true")
+    endings.set_defaults(run=run_endings)
+    cost = commands.add_parser("cost")
+    cost.add_argument("--before", required=True, help="the sources to compare with, as PYTHONPATH")
+    cost.add_argument("--times", type=int, default=5)
+    cost.set_defaults(run=measure_cost)
+    for command in (cells, endings, cost):
+        command.add_argument("--output", type=Path, default=RESULTS / "faults.json")
+    arguments = parser.parse_args()
+    raise SystemExit(min(arguments.run(arguments), 100))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,14 @@ import io
 import json
 import os
 import pickle
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from harness.hostile.table import KINDS
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -207,3 +211,31 @@ def test_a_config_with_sizes_that_the_weights_do_not_have(folder):
         folder, r"could not be loaded|gate_proj\.weight has the shape \[48, 32\] in the checkpoint, but \[64, 32\]"
     )
     assert torch.get_default_dtype() == torch.float32, "an error in the middle of loading leaves torch as it was"
+
+
+def failing_cells(output, *choice):
+    """The cells of the fault benchmark that do not hold, in a process of its own, of which each cell is a fork."""
+    script = Path(__file__).parents[1] / "benchmarks" / "faults.py"
+    words = [sys.executable, str(script), "cells", "--output", str(output), *choice]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert output.exists(), done.stderr
+    kinds = json.loads(output.read_text())["cells"]["after"]
+    cells = {
+        (kind, what, name): held
+        for kind, rows in kinds.items()
+        for what, row in rows.items()
+        for name, held in row.items()
+    }
+    assert cells
+    return {cell: wrong for cell, wrong in cells.items() if wrong}
+
+
+def test_a_sample_of_the_fault_table(tmp_path):
+    """Oracles: the files before and after, the exit code that is promised, and the bytes of what was printed."""
+    assert failing_cells(tmp_path / "cells.json", "--sample") == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_fault_table(kind, tmp_path):
+    assert failing_cells(tmp_path / "cells.json", "--kind", f"^{re.escape(kind)}: ") == {}

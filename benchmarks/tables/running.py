@@ -118,6 +118,75 @@ def faults(content: Content) -> Row:
     return {"kills": len(content["results"]) - len(others), "others": ", ".join(others)}
 
 
+FAULTY = {
+    "traceback": "a traceback",
+    "killed": "a process that was killed",
+    "bounds": "no end, or too much memory",
+    "file": "a file lost or changed",
+    "lost": "work that cannot be resumed",
+    "control": "control characters",
+    "exit": "another exit code than promised",
+    "message": "a message that is too long or missing",
+}
+
+
+def hostile_cells(content: Content, label: str) -> Iterable[tuple[str, str, list[str]]]:
+    """Kind, command and what did not hold, for every cell that ran both before and after."""
+    before = content["cells"]["before"]
+    for kind, rows in content["cells"]["after"].items():
+        for what, row in rows.items():
+            for command in row.keys() & before.get(kind, {}).get(what, {}).keys():
+                yield kind, command, content["cells"][label][kind][what][command]
+
+
+def hostile(content: Content) -> Iterable[Row]:
+    """By kind and command, how many cells held before and after, and of how many."""
+    held: dict[str, dict[str, dict[str, list[bool]]]] = {}
+    for label in ("before", "after"):
+        for kind, command, wrong in hostile_cells(content, label):
+            for row in (kind, "all"):
+                for column in (command, "all"):
+                    cell = held.setdefault(row, {}).setdefault(column, {"before": [], "after": []})
+                    cell[label].append(not wrong)
+    commands = [command for command in FAULTS_ON if command in held["all"]]
+    for kind in [*(kind for kind in held if kind != "all"), "all"]:
+        cells = {command: held[kind].get(command) for command in commands}
+        yield {
+            "kind": kind,
+            "held": {
+                command: cell and f"{sum(cell['before'])} → {sum(cell['after'])} of {len(cell['after'])}"
+                for command, cell in cells.items()
+            },
+        }
+
+
+FAULTS_ON = (
+    "compress",
+    "plan",
+    "inspect",
+    "evaluate",
+    "generate",
+    "chat",
+    "export",
+    "report",
+    "methods",
+    "demo",
+    "python",
+    "all",
+)
+
+
+def failures(content: Content) -> Iterable[Row]:
+    """How many cells showed each failure, before and after."""
+    found = {label: list(hostile_cells(content, label)) for label in ("before", "after")}
+    for word, name in FAULTY.items():
+        counts = {
+            label: sum(any(text.startswith(word) for text in wrong) for _, _, wrong in cells)
+            for label, cells in found.items()
+        }
+        yield {"failure": name, **counts}
+
+
 def products(file: str) -> Table:
     """The table of products of one layer, from results of one machine."""
     return Table(
@@ -306,10 +375,35 @@ TABLES: dict[str, tuple[Table, ...]] = {
     "faults": (
         Table(
             "faults",
-            "python benchmarks/faults.py",
+            "python benchmarks/faults.py endings",
             note="{faults} faults, {survived} survived, seed {seed}: {kills} × SIGKILL at random moments, {others}. "
             "On {where}.",
             facts=faults,
+        ),
+    ),
+    "hostile": (
+        Table(
+            "faults",
+            "python benchmarks/faults.py cells",
+            (("", "{kind}"), ("*", "{held[*]}")),
+            hostile,
+        ),
+    ),
+    "hostile_failures": (
+        Table(
+            "faults",
+            "python benchmarks/faults.py cells",
+            (("cells with", "{failure}"), ("before", "{before}"), ("after", "{after}")),
+            failures,
+        ),
+    ),
+    "hostile_cost": (
+        Table(
+            "faults",
+            "python benchmarks/faults.py cost",
+            (("processor seconds", "{command}"), ("before", "{before:.2f}"), ("after", "{after:.2f}")),
+            lambda content: [{"command": name, **content["seconds"][name]} for name in ("--help", "compress")],
+            note="Medians of {seconds[times]} processes each, in turn, on {where}.",
         ),
     ),
     "inference": (products("inference"),),
