@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"}
 
-from harness.hostile.cells import Workshop
+from harness.hostile.cells import Workshop, signals
 from harness.hostile.interrupted import all_faults, contents, run
 from harness.hostile.table import SAMPLED, faults, sample
 from harness.record import RESULTS, machine, write
@@ -131,13 +132,14 @@ def measure_cost(arguments: argparse.Namespace) -> int:
     lines = {
         "--help": ["--help"],
         "compress": ["compress", str(MODEL), "OUT", "-q", "--method", "eora", "--rank", "8", "--calibration",
-                     str(CALIBRATION), "--samples", "16", "--seqlen", "128", "--overwrite"],
+                     str(CALIBRATION), "--samples", "16", "--seqlen", "128"],
     }  # fmt: skip
     taken: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(arguments.times):
             for label, source in (("before", arguments.before), ("after", os.environ.get("PYTHONPATH", ""))):
                 for name, words in lines.items():
+                    shutil.rmtree(Path(folder) / "OUT", ignore_errors=True)
                     start = os.times()
                     subprocess.run([sys.executable, "-m", "hasslefree", *words], cwd=folder, check=True,
                                    stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": source})  # fmt: skip
@@ -178,6 +180,7 @@ def main() -> None:
     for command in (cells, endings, cost):
         command.add_argument("--output", type=Path, default=RESULTS / "faults.json")
     arguments = parser.parse_args()
+    signals()
     raise SystemExit(min(arguments.run(arguments), 100))
 
 

@@ -19,11 +19,22 @@ def interrupt(number: int, _frame: Any) -> None:
         raise KeyboardInterrupt
 
 
+def repeat(dropped: Any) -> None:
+    """Interrupt again where Python drops exceptions: in destructors, and in Numba's callbacks."""
+    if dropped.exc_type is KeyboardInterrupt:
+        from threading import Timer
+
+        Timer(0.05, signal.raise_signal, [received[-1]]).start()
+    else:
+        sys.__unraisablehook__(dropped)
+
+
 def main() -> None:
     """Run the command line. SIGTERM and SIGHUP are treated as Ctrl-C; the exit code is 128 + the signal."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup, and a shell's background jobs, have it
             signal.signal(number, interrupt)
+    sys.unraisablehook = repeat
     try:
         from hasslefree.cli import run_app
 

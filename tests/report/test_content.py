@@ -103,7 +103,7 @@ def test_names_tell_folders_apart(tmp_path):
 DAMAGE = {
     "no JSON": (
         lambda f: (f / "compression.json").write_text("{"),
-        "out: compression.json is not valid .*; compress the model again",
+        r"out has no readable compression.json .compression.json is not valid .*; compress the model again",
     ),
     "no text": (
         lambda f: (f / "compression.json").write_bytes(b'{"layers": "\xff"}'),

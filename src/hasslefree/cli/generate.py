@@ -150,7 +150,7 @@ def load_writers(
     """The dense model, if it is wanted and on this machine, and the compressed one; a line says why one is missing."""
     import torch
 
-    from hasslefree.evaluation.continuation import Writer, dense_original
+    from hasslefree.evaluation.continuation import Sampling, Writer, dense_original
     from hasslefree.packed.linear import compressed_layers, use_backend
 
     if threads is not None:
@@ -164,9 +164,7 @@ def load_writers(
             raise ModelError(f"{folder} has no compressed layers; give a folder that `hasslefree compress` wrote")
         use_backend(compressed.model, backend)
         # Kernels are compiled, or read from their cache, when they are first called.
-        start = torch.zeros(1, 2, dtype=torch.long, device=compressed.model.device)
-        generator: Any = compressed.model.generate
-        generator(start, attention_mask=torch.ones_like(start), min_new_tokens=2, max_new_tokens=2)
+        compressed.write(torch.zeros(1, 2, dtype=torch.long), Sampling(max_new_tokens=2))
         writers = {} if dense in (None, "none") else {"dense": Writer.load(str(dense), **options)}
     if remark is not None:
         say(remark)

@@ -185,12 +185,10 @@ def read_record(folder: Path) -> Record:
     """The record in a folder's compression.json. Raises a CheckpointError if it is missing or damaged."""
     try:
         return Record.from_json(read_small(folder / "compression.json"))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{folder} has no readable compression.json ({error}); compress the model again"
         ) from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}; compress the model again") from None
 
 
 def versions() -> dict[str, str]:

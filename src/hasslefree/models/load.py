@@ -160,8 +160,8 @@ def check_reads_text(name: str, config: Any) -> None:
 def auto_class(config: Any) -> Any:
     """The Auto class of transformers for a configuration: multimodal if it names such a model."""
     multimodal = MULTIMODAL.get(config.model_type)
-    named = (getattr(config, "architectures", None) or [None])[0]
-    if multimodal and (config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or named == multimodal):
+    named = getattr(config, "architectures", None)
+    if multimodal and (config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or named == [multimodal]):
         return AutoModelForMultimodalLM
     return AutoModelForCausalLM
 
