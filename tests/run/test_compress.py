@@ -224,8 +224,8 @@ def test_the_report_gives_the_error_after_the_cast_first(tmp_path, monkeypatch):
 
 def test_the_old_folder_comes_back_if_the_last_step_fails(tmp_path, monkeypatch):
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine.txt").write_text("precious")
+    hasslefree.compress(build("llama"), out, Recipe(method="magnitude"), segments=segments())
+    before = (out / "compression.json").read_bytes()
     rename = Path.rename
 
     def fail(self, target):
@@ -234,9 +234,9 @@ def test_the_old_folder_comes_back_if_the_last_step_fails(tmp_path, monkeypatch)
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OutputError, match="finished blocks are kept"):
+    with pytest.raises(OutputError, match=r"The new folder is complete; once .*out is free: mv .*model .*out"):
         hasslefree.compress(build("llama"), out, Recipe(method="wanda"), segments=segments(), overwrite=True)
-    assert (out / "mine.txt").read_text() == "precious"
+    assert (out / "compression.json").read_bytes() == before
 
 
 def test_a_place_that_is_not_writable_is_seen_before_the_work(tmp_path, monkeypatch):
@@ -281,7 +281,7 @@ def test_places_that_cannot_be_written_to_are_seen_before_the_work(tmp_path, mon
     monkeypatch.setattr(module, "compress_blocks", lambda *_: pytest.fail("work was begun"))
     for out, message in [
         (tmp_path / "file" / "out", "not writable"),
-        (".", "the current folder or a mount point, which cannot be replaced"),
+        (".", "holds the current folder, or is a mount point"),
     ]:
         with pytest.raises(OutputError, match=message):
             hasslefree.compress(build("llama"), out, Recipe(method="wanda"), segments=segments())

@@ -40,7 +40,8 @@ def test_every_job_is_dealt_once_and_nobody_has_much_more(costs, size):
 def test_every_process_is_bound_to_its_own_gpu(monkeypatch):
     """NCCL would send the objects of all of them through the first one."""
     calls = []
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: calls.append(("bound", device)))
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *args, **options: calls.append((args, options)))
     monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)

@@ -173,7 +173,8 @@ def allocate(walk: Walk, plan: Plan, room: int, resolved: Resolved, segments: Te
     """The plan that the recipe's `allocate` asks for, from the uniform one. Arguments as for `by_sensitivity`."""
     if resolved.allocate == "uniform":
         return Allocation(plan)
-    return by_sensitivity(walk, plan, room, resolved, segments, world)
+    found = by_sensitivity(walk, plan, room, resolved, segments, world)
+    return Allocation(found.plan, found.sensitivities)  # other processes need no choices
 
 
 def open_walk(setup: Setup, segment: Tensor, options: dict[str, Any]) -> tuple[Walk, dict[str, str]]:

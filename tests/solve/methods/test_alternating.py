@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -159,7 +160,7 @@ def test_hassle_free_is_never_worse_than_its_pruner(scale):
 class Failing(LowRankSolver):
     """Finds the best L, but for one round, in which it finds something else."""
 
-    value: float
+    value: Any
     round: int
 
     def prepare(self, gram):

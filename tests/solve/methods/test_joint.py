@@ -322,7 +322,7 @@ def test_layers_with_one_input_can_share_what_was_prepared():
         ("sweeps", -1, "sweeps must be at least 0"),
         ("penalty", 0.0, "penalty must be above 0"),
         ("growth", 1.0, "growth must be above 1"),
-        ("precision", "float16", "precision must be one of auto, float32, tf32, bfloat16"),
+        ("precision", "float16", "precision must be 'auto', 'float32', 'tf32' or 'bfloat16', got 'float16'"),
     ],
 )
 def test_impossible_hyper_parameters_are_refused(field, value, message):
