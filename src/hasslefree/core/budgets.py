@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -49,54 +50,49 @@ class Budget(Checked):
     ratio: Share | None = None
     rank_share: Share | None = None
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> Iterator[Problem]:
         """Everything that is wrong before any shape is known."""
-        problems = list[Problem]()
+        given = tuple(name for name in ("sparsity", "ratio", "rank_share") if getattr(self, name) is not None)
         if self.rank is not None and self.ratio is not None:
-            problems.append(Problem(("rank", "ratio"), "give rank or ratio, not both: the ratio fixes the rank"))
+            yield Problem(("rank", "ratio"), "give rank or ratio, not both: the ratio fixes the rank")
         try:
-            given = tuple(name for name in ("sparsity", "ratio", "rank_share") if getattr(self, name) is not None)
-            return problems + self._pattern_problems(given)
+            semi = parse_pattern(self.pattern) if isinstance(self.pattern, str) else None
         except HasslefreeError as error:
-            return [*problems, Problem(("pattern",), error.message)]
+            yield Problem(("pattern",), error.message)
+        else:
+            if semi:
+                yield from self._semi_structured_problems(semi, given)
+            elif isinstance(self.pattern, str):
+                yield from self._counted_problems()
+            elif given:
+                message = f"leave out {', '.join(given)}: the pattern is an object that already holds its count"
+                yield Problem(given, message)
 
-    def _pattern_problems(self, given: tuple[str, ...]) -> list[Problem]:
-        """Fields that conflict with the pattern, of those that were given. Raises where the pattern itself is wrong."""
-        if not isinstance(self.pattern, str):
-            message = f"leave out {', '.join(given)}: the pattern is an object that already holds its count"
-            return [Problem(given, message)] if given else []
-        semi = parse_pattern(self.pattern)
-        if semi is None:
-            return self._counted_problems()
-        problems = [
-            Problem((name, "pattern"), f"pattern {semi} already fixes the {name.replace('_', ' ')}: leave out {name}")
-            for name in given
-            if name != "ratio"
-        ]
+    def _semi_structured_problems(self, semi: SemiStructured, given: Iterable[str]) -> Iterator[Problem]:
+        for name in given:
+            if name != "ratio":
+                message = f"pattern {semi} already fixes the {name.replace('_', ' ')}: leave out {name}"
+                yield Problem((name, "pattern"), message)
         feasible = 1 - Fraction(semi.n, semi.m)
         if self.ratio is not None and _exact(self.ratio) > feasible:
             message = (
                 f"ratio {self.ratio} is infeasible with {semi}: S alone keeps {semi.n}/{semi.m} of the weights; "
                 f"the largest feasible ratio is {float(feasible):g} (rank 0)"
             )
-            problems.append(Problem(("ratio", "pattern"), message))
-        return problems
+            yield Problem(("ratio", "pattern"), message)
 
-    def _counted_problems(self) -> list[Problem]:
+    def _counted_problems(self) -> Iterator[Problem]:
         match self.sparsity is not None, self.ratio is not None, self.rank_share is not None:
             case False, False, _:
                 message = f"pattern {self.pattern} needs a sparsity (with rank) or a ratio (with rank_share)"
-                return [Problem(("pattern", "sparsity", "ratio", "rank"), message)]
+                yield Problem(("pattern", "sparsity", "ratio", "rank"), message)
             case True, True, _:
-                message = "give sparsity (with rank) or ratio (with rank_share), not both"
-                return [Problem(("sparsity", "ratio"), message)]
+                yield Problem(("sparsity", "ratio"), "give sparsity (with rank) or ratio (with rank_share), not both")
             case False, True, False:
                 share = "rank_share, the share of the kept parameters that goes to L"
-                return [Problem(("ratio", "rank_share"), f"ratio with pattern {self.pattern} needs {share}")]
+                yield Problem(("ratio", "rank_share"), f"ratio with pattern {self.pattern} needs {share}")
             case True, False, True:
-                message = "rank_share can only be combined with ratio; with sparsity, give rank"
-                return [Problem(("rank_share",), message)]
-        return []
+                yield Problem(("rank_share",), "rank_share can only be combined with ratio; with sparsity, give rank")
 
     def resolve(self, out: int, width: int, unit: int = 1) -> tuple[Pattern, int]:
         """The pattern with its exact count, and the rank, of a weight (out, width).
@@ -107,7 +103,7 @@ class Budget(Checked):
         Raises:
             BudgetError, PatternError: with every problem, or where the weight is too small or does not divide.
         """
-        if problems := self.problems():
+        if problems := list(self.problems()):
             raise BudgetError("; ".join(problem.message for problem in problems))
         pattern, rank = self._resolve(out, width)
         if isinstance(pattern, Structured) and unit > 1:

@@ -1,7 +1,7 @@
 """What a recipe means: how its fields combine, with every default filled in."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,19 +161,21 @@ def problems(recipe: Fields, with_text: bool = True) -> Iterator[Problem]:
         message = f"allocate error moves bits and rank between layers, and here is none to move (pattern {pattern})"
         yield Problem(("allocate", "pattern", "rank"), f"{message}: {remedy}")
     if with_text:
-        try:
-            check_text(recipe.calibration)
-        except HasslefreeError as error:
-            yield Problem(("calibration",), error.message)
+        yield from refusals(lambda: check_text(recipe.calibration), "calibration")
+
+
+def refusals(check: Callable[[], object], field: str) -> Iterator[Problem]:
+    """What a check of a field raises, as a problem."""
+    try:
+        check()
+    except HasslefreeError as error:
+        yield Problem((field,), error.message)
 
 
 def size_problems(recipe: Fields) -> Iterator[Problem]:
-    if recipe.size is None:
+    if (size := recipe.size) is None:
         return
-    try:
-        Size.parse(recipe.size)
-    except HasslefreeError as error:
-        yield Problem(error.fields, error.message)
+    yield from refusals(lambda: Size.parse(size), "size")
     if not movable(recipe):
         given = " and ".join(name for name in ("bits", "rank") if getattr(recipe, name) is not None)
         remedy = f"leave out {given}" if given else "use method joint-grid"
@@ -211,12 +213,10 @@ def method_problems(recipe: Fields) -> Iterator[Problem]:
         if not isinstance(method, Prune) and recipe.rank is None and recipe.ratio is None and recipe.size is None:
             message = f"method {recipe.method} needs a rank, a ratio or a size (rank 0 for S alone)"
             yield Problem(("method", "rank", "ratio"), message)
-    if recipe.factor_bits is None:
+    if (bits := recipe.factor_bits) is None:
         return
     if isinstance(METHODS.get(recipe.method or ""), Prune):
         message = f"factor_bits quantises the factors of L, and method {recipe.method} has no L: leave out factor_bits"
         yield Problem(("factor_bits",), message)
-    try:
-        check_factor_bits(recipe.factor_bits, 0 if recipe.rank_share == 0 else recipe.rank)
-    except HasslefreeError as error:
-        yield Problem(("factor_bits",), error.message)
+    rank = 0 if recipe.rank_share == 0 else recipe.rank
+    yield from refusals(lambda: check_factor_bits(bits, rank), "factor_bits")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -135,19 +135,30 @@ def run_charts(run: Run, content: Content, selected: str = "") -> dict[str, Draw
     charts = {"relative-error": heat_map(record.layers, errors, selected)}
     histories = {layer.name: layer.history for layer in record.layers}
     if any(len(history) > 1 for history in histories.values()):
-        charts["rounds"] = objectives(histories, run.step, most, selected)
+        values = histories.values() if selected else [list(chain.from_iterable(histories.values()))]
+        note = "The method's own objective, relative and damped, measured or estimated."
+        y = _value("relative objective", values)
+        charts["rounds"] = _curves("Error during the run", histories, most, selected, run.step, y, note)
     if run.spectra:
         in_order = {layer.name: run.spectra.get(layer.name, ()) for layer in record.layers}
-        charts["spectra"] = spectra(in_order, most, selected)
-    if record.sensitivities:
-        charts["sensitivity"] = sensitivity_chart(record.sensitivities)
+        y = alt.Y("share:Q", title="share of the largest", scale=alt.Scale(domain=[0, 1]))
+        x = "singular value, largest first"
+        charts["spectra"] = _curves("Singular values of L", in_order, most, selected, x, y)
+    if record.sensitivities:  # those of the experts of a block are summed
+        kinds = places(record.sensitivities, merge_experts=True).items()
+        lines = [(kind, block, record.sensitivities[name]) for name, (block, kind) in kinds]
+        charts["sensitivity"] = _by_block("Sensitivity to pruning, by kind of layer", "sum", "nats per token", lines)
     return charts | {"parameters": parameters(record.layers)}
 
 
 def comparisons(content: Content) -> dict[str, Drawing]:
     """The charts that compare models, by name."""
     charts = {f"perplexity-{text}": drawing for text, drawing in frontiers(content).items()}
-    return charts | ({"comparison": block_errors(content.runs)} if len(content.runs) > 1 else {})
+    if len(content.runs) > 1:
+        layers = ((run.name, layer) for run in content.runs for layer in run.record.layers)
+        errors = [(name, place(layer.name)[0], layer.relative_error) for name, layer in layers]
+        charts["comparison"] = _by_block("Mean relative error of each block", "mean", "mean relative error", errors)
+    return charts
 
 
 def heat_map(layers: Iterable[LayerRecord], errors: tuple[float, float] | None = None, selected: str = "") -> Drawing:
@@ -205,20 +216,6 @@ def _cells(**means: str) -> alt.Chart:
     return cells.transform_calculate(layer="datum.worst.layer")
 
 
-def objectives(histories: Mapping[str, Sequence[float]], step: str, most: int, selected: str = "") -> Drawing:
-    """The method's objective each time that it was measured, a line for each layer. step: between measurements."""
-    values = histories.values() if selected else [[value for history in histories.values() for value in history]]
-    y = _value("relative objective", values)
-    note = "The method's own objective, relative and damped, measured or estimated."
-    return _curves("Error during the run", histories, most, selected, step, y, note)
-
-
-def spectra(values: Mapping[str, Sequence[float]], most: int, selected: str = "") -> Drawing:
-    """The singular values of L over the largest of them, a line for each layer."""
-    y = alt.Y("share:Q", title="share of the largest", scale=alt.Scale(domain=[0, 1]))
-    return _curves("Singular values of L", values, most, selected, "singular value, largest first", y)
-
-
 def _curves(
     title: str, values: Mapping[str, Sequence[float]], most: int, selected: str, x: str, y: alt.Y, note: str = ""
 ) -> Drawing:
@@ -268,35 +265,17 @@ def parameters(layers: Iterable[LayerRecord]) -> Drawing:
     return Drawing("Parameters kept, in per cent of those of the dense weight", chart, rows)
 
 
-def block_errors(runs: Iterable[Run]) -> Drawing:
-    """The mean relative error of each block, a line for each folder."""
-    values = [(run.name, place(layer.name)[0], layer.relative_error) for run in runs for layer in run.record.layers]
-    return _by_block("Mean relative error of each block", "mean", "mean relative error", values)
-
-
-def sensitivity_chart(values: Mapping[str, float]) -> Drawing:
-    """The sensitivity of the layers of each block, a line for each kind of layer; those of experts are summed."""
-    kinds = [(kind, block, values[name]) for name, (block, kind) in places(values, merge_experts=True).items()]
-    return _by_block("Sensitivity to pruning, by kind of layer", "sum", "nats per token", kinds)
-
-
 def _by_block(title: str, total: str, y: str, values: Iterable[tuple[str, int, float]]) -> Drawing:
     """Lines over the blocks. total: of the values of a line in a block; values: the line, the block and the value."""
-    rows: list[dict[str, Any]] = [
-        {"line": line, "block": block, "value": significant(value)} for line, block, value in values
-    ]
-    lines = alt.Chart(ROWS, width=560, height=240).transform_aggregate(
-        value=f"{total}(value)", groupby=["line", "block"]
-    )
-    chart = (
-        lines.transform_filter(alt.datum.value > 0)
-        .mark_line(point={"size": 25})
-        .encode(
-            alt.X("block:Q", axis=WHOLE, scale=alt.Scale(nice=False)),
-            _value(y, [[row["value"] for row in rows]]),
-            tooltip=["line:N", "block:Q", alt.Tooltip("value:Q", title=y, format=".4~g")],
-            **_series("line", (row["line"] for row in rows)),
-        )
+    rows = [dict[str, Any](line=line, block=block, value=significant(value)) for line, block, value in values]
+    lines = alt.Chart(ROWS, width=560, height=240)
+    lines = lines.transform_aggregate(value=f"{total}(value)", groupby=["line", "block"])
+    chart = lines.transform_filter(alt.datum.value > 0).mark_line(point={"size": 25})
+    chart = chart.encode(
+        alt.X("block:Q", axis=WHOLE, scale=alt.Scale(nice=False)),
+        _value(y, [[row["value"] for row in rows]]),
+        tooltip=["line:N", "block:Q", alt.Tooltip("value:Q", title=y, format=".4~g")],
+        **_series("line", (row["line"] for row in rows)),
     )
     return Drawing(title, chart, rows)
 

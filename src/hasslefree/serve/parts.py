@@ -153,13 +153,18 @@ class Division:
                 last += 1
             shape = (sum(self.sizes[first:last]), self.width)
             if last > len(self.sizes) or (entry and entry.spec.shape != shape):
-                raise self._mismatch(entries)
+                break
             slices = range(first, last)
             parts.append(Part(name, entry, shape, slices, self._shard(slices)))
             first = last
-        if first < len(self.sizes):
-            raise self._mismatch(entries)
-        return parts
+        else:
+            if first == len(self.sizes):
+                return parts
+        shapes = ", ".join(f"{name} {list(entry.spec.shape) if entry else 'dense'}" for name, entry in entries.items())
+        raise ServeError(
+            f"the layers in config.json ({shapes}) do not add up to vLLM's layer, which has outputs {list(self.sizes)} "
+            f"and {self.width} inputs: {DENSE}"
+        )
 
     def _shard(self, slices: range) -> Shard:
         """This rank's share of some slices; of key heads that are fewer than ranks, neighbours hold the same."""
@@ -170,10 +175,3 @@ class Division:
             first += size
         column = self.rank * self.local_width if self.local_width < self.width else 0
         return Shard(tuple(rows), (column, column + self.local_width))
-
-    def _mismatch(self, entries: Mapping[str, Entry | None]) -> ServeError:
-        shapes = ", ".join(f"{name} {list(entry.spec.shape) if entry else 'dense'}" for name, entry in entries.items())
-        return ServeError(
-            f"the layers in config.json ({shapes}) do not add up to vLLM's layer, which has outputs {list(self.sizes)} "
-            f"and {self.width} inputs: {DENSE}"
-        )

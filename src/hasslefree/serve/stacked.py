@@ -23,7 +23,6 @@ from hasslefree.serve.parts import Part, narrowed
 # How vLLM names the slices of its fused attention layer; those of other layers have numbers.
 ATTENTION = {"q": 0, "k": 1, "v": 2}
 
-
 # A `serve.kernels.VllmKernel` for a complete S with this grid, (out, in) and dtype, or None.
 KernelFor = Callable[[Grid, tuple[int, int], torch.dtype], Any]
 
