@@ -36,6 +36,8 @@ def run_app() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # in a locale without UTF-8, and for names that are not UTF-8
+    if isinstance(sys.stdin, TextIOWrapper):  # bytes that are not UTF-8 are read as U+FFFD
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     arguments = sys.argv[1:]
     try:
         code = app(args=spread_lists(arguments), prog_name="hasslefree", standalone_mode=False)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,7 +59,6 @@ def generate(
     if prompt is None:
         if sys.stdin.isatty():
             raise PromptError("there is no prompt; give it after the model's folder, or through a pipe")
-        replace_undecodable()
         prompt = bounded(sys.stdin.read).removesuffix("\n")
     if not prompt:
         raise PromptError("the prompt is empty; give some text to continue")
@@ -174,7 +172,6 @@ def load_writers(
 def messages() -> Iterator[str]:
     """The lines of standard input that are not blank; those of a pipe are printed too."""
     typed = sys.stdin.isatty()
-    replace_undecodable()
     if typed:
         with suppress(ImportError):  # it gives input() a history and keys to edit with; Windows has none
             import readline  # noqa: F401
@@ -198,12 +195,6 @@ def bounded(read: Callable[[int], str]) -> str:
     if len(text := read(LONGEST + 1)) > LONGEST:
         raise PromptError(f"the prompt is longer than {LONGEST:,} characters; give a shorter one")
     return text
-
-
-def replace_undecodable() -> None:
-    """From now on, read bytes on standard input that are not UTF-8 as U+FFFD."""
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
 
 
 def writer_table(writers: dict[str, Writer], texts: Sequence[Continuation] = ()) -> Table:

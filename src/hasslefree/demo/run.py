@@ -77,13 +77,8 @@ def demo_table(rows: list[DemoRow]) -> Table:
     title = "2:4 + rank 16 on a Llama of 2 M parameters trained on Python's documentation"
     lines = table(["method"], ["perplexity", "relative error", "non-zeros", "seconds"], title)
     for row in rows:
-        lines.add_row(
-            row.method,
-            f"{row.perplexity:.2f}",
-            f"{row.relative_error:.4f}" if row.seconds else "",
-            f"{row.parameters / 1e6:.2f} M",
-            f"{row.seconds:.0f}" if row.seconds else "",
-        )
+        error, seconds = (f"{row.relative_error:.4f}", f"{row.seconds:.0f}") if row.seconds else ("", "")
+        lines.add_row(row.method, f"{row.perplexity:.2f}", error, f"{row.parameters / 1e6:.2f} M", seconds)
     return lines
 
 

@@ -29,7 +29,6 @@ from hasslefree.phases import SCORING, TASK_DATA, Phases
 
 REMEDY = 'pip install "hasslefree[eval]"'
 
-
 # Task → the harness's definition, and the forms in which its rows are published, the harness's own first: the fields
 # of a row → changes to the definition. HellaSwag also circulates as the harness's process_docs leaves it; BoolQ also
 # outside of SuperGLUE.

@@ -56,11 +56,8 @@ model = PeftModel.from_pretrained(base, "DIR")  # is_trainable=True to train the
 ```
 """
 
-_LOAD_GGUF = """    llama-cli -m DIR/model.gguf --lora DIR/adapter.gguf
-"""
-
-_LOAD_MLX = """    mlx_lm.generate --model DIR/base --adapter-path DIR --prompt "…"
-"""
+_LOAD_GGUF = "    llama-cli -m DIR/model.gguf --lora DIR/adapter.gguf\n"
+_LOAD_MLX = '    mlx_lm.generate --model DIR/base --adapter-path DIR --prompt "…"\n'
 
 _EXPORTS = {
     "dense": "Every compressed layer holds the sum of its sparse and its low-rank matrix as an ordinary weight. The "

@@ -16,11 +16,6 @@ from hasslefree.run.estimate import Setup, estimate, flops_by_phase, peaks
 from hasslefree.run.machine import product_rate
 from hasslefree.units import duration, size, span, table
 
-ALLOCATION = (
-    "allocation error: bits, ranks and non-zeros move between layers; on a few segments a forward and a backward pass "
-    "of the dense model, and a first look at every layer"
-)
-
 
 def plan_summary(setup: Setup) -> dict[str, Any]:
     """What a compression does and takes, for JSON. Sizes are in bytes; `phases` has floating-point operations."""
@@ -98,7 +93,10 @@ def plan_table(setup: Setup) -> Group:
 def levers_of(resolved: Resolved) -> Iterator[str]:
     """A sentence for each lever beyond single layers: what it does, and what it costs."""
     if resolved.allocate == "error":
-        yield ALLOCATION
+        yield (
+            "allocation error: bits, ranks and non-zeros move between layers; on a few segments a forward and a "
+            "backward pass of the dense model, and a first look at every layer"
+        )
     if resolved.match_predictions:
         yield (
             f"prediction matching: forward and backward passes of the whole model over {resolved.match_predictions:,} "
