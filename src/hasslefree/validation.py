@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
@@ -86,5 +87,6 @@ def describe(error: ErrorDetails) -> tuple[str, str]:
         return field, refusal.message if isinstance(refusal, HasslefreeError) else str(refusal)
     if error["type"] == "missing":
         return field, f"{field!r} is missing"
-    cause = error["msg"].replace("Input should", f"{field} must", 1).replace("greater than or equal to", "at least")
-    return field, f"{cause.replace('greater than', 'above')}, got {error['input']!r:.60}"
+    cause = re.sub("^(Input|String) should", f"{field} must", error["msg"])
+    cause = cause.replace("greater than or equal to", "at least").replace("greater than", "above")
+    return field, f"{cause}, got {error['input']!r:.60}"

@@ -5,7 +5,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -13,10 +12,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from filelock import FileLock, Timeout
+from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -41,15 +41,11 @@ class FinishedPart:
         entries: those of config.json for its compressed layers. layers: their records.
     """
 
-    file: str
+    file: Annotated[str, Field(pattern=r"^(model|fitted)-\d+-of-\d+\.safetensors$")]
     sha256: str
     tensors: dict[str, int]
     entries: dict[str, Any] = field(default_factory=dict)
     layers: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"(model|fitted)-\d+-of-\d+\.safetensors", self.file):
-            raise ValueError(f"{self.file!r} is not the name of a part's file")
 
 
 @dataclass(frozen=True)
@@ -100,8 +96,7 @@ class Unfinished:
     def add(self, file: str, tensors: dict[str, Tensor], **rest: Any) -> None:
         """Write one more part, after the part before it; once it is on the disk, the journal lists it.
 
-        Args:
-            tensors: by their names; they must not change until `wait` has returned. rest: `entries` and `layers`.
+        tensors: by their names; they must not change until `wait` has returned. rest: `entries` and `layers`.
         """
         self.wait()
         on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}  # frees GPU memory for the next part
@@ -128,10 +123,8 @@ class Unfinished:
 
     def _write_part(self, file: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
         with resumable(self.model / file):
-            digest = self._save(file, tensors)
-            self.parts.append(
-                FinishedPart(file, digest, {name: tensor.nbytes for name, tensor in tensors.items()}, **rest)
-            )
+            sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+            self.parts.append(FinishedPart(file, self._save(file, tensors), sizes, **rest))
             self._write_journal()
 
     def _save(self, file: str, tensors: dict[str, Tensor]) -> str:
@@ -139,15 +132,13 @@ class Unfinished:
         temporary = self.model / f".{file}"
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, temporary, metadata={"format": "pt"})
-        digest = sha256(temporary)
         fsync_and_rename(temporary, self.model / file)
-        return digest
+        return sha256(self.model / file)
 
     def rewrite(self, files: Iterable[tuple[str, dict[str, Tensor]]], predictions: PredictionRecord) -> None:
         """Replace the values and files of all blocks: the journal then lists all new files, or none.
 
-        Args:
-            files: for each block the name of its new file, and its tensors. predictions: the record of the matching.
+        files: for each block the name of its new file, and its tensors. predictions: the record of the matching.
         """
         outside, blocks = self.parts[0], self.parts[1:]
         with resumable(self.model):
@@ -202,36 +193,34 @@ def unfinished_folder(out: Path) -> Path:
 def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]:
     """The unfinished folder of OUT, locked by this process. If no block is finished at the end, it is removed.
 
-    Args:
-        out: resolved. overwrite: discard finished parts. resume: continue from finished parts, if there are any.
+    out: resolved. overwrite: discard finished parts. resume: continue from finished parts, if there are any.
     """
     folder = unfinished_folder(out)
-    lock, owner = FileLock(folder / "lock"), folder / OWNER
+    owner = folder / OWNER
     check_own(folder)
     try:
         with resumable(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=0)
+            locked = FileLock(folder / "lock").acquire(timeout=0)
     except Timeout:
         process = owner.read_text(encoding="utf-8") if owner.exists() else "unknown"
         raise OutputError(
             f"another compression (process {process}) is writing to {folder}; wait for it, or give another folder"
         ) from None
-    try:
+    with locked:
         with resumable(folder):
             owner.unlink(missing_ok=True)  # it may be a hard link
             owner.write_text(str(os.getpid()), encoding="utf-8")
         if (folder / BEFORE).exists() and not out.exists():  # killed between two renames
             (folder / BEFORE).rename(out)
         check_output(out, overwrite)
-        work = Unfinished(out, _finished(folder), overwrite)
-        if work.parts and not resume and not overwrite:
+        progress = _finished(folder)
+        if progress.parts and not resume and not overwrite:
             raise OutputError(
-                f"{folder} holds an unfinished compression with {_blocks(work.parts)}; continue it with "
+                f"{folder} holds an unfinished compression with {_blocks(progress.parts)}; continue it with "
                 f"{option('resume', True)}, or start again with {option('overwrite', True)}"
             )
-        if not resume:
-            work = Unfinished(out, Progress(), overwrite)
+        work = Unfinished(out, progress if resume else Progress(), overwrite)
         with resumable(folder):
             work.sweep()
         try:
@@ -241,8 +230,6 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
             shutil.rmtree(work.scratch, ignore_errors=True)
             if not work.parts or not work.model.exists():
                 shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        lock.release()
 
 
 def check_own(folder: Path) -> None:
@@ -303,9 +290,8 @@ def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
     """The fields in which two JSON values differ, with both values."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in before | now:
-            if (key not in before or key not in now) and (before | now)[key] in (None, False, [], {}):
-                continue
-            yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+            if (key in before and key in now) or (before | now)[key] not in (None, False, [], {}):
+                yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif before != now:
         yield f"{name} was {before!r:.80} and is {now!r:.80}"
 
@@ -317,8 +303,7 @@ def sha256(file: Path) -> str:
 
 def resumable(path: Path) -> AbstractContextManager[None]:
     """`disk_errors` for the unfinished folder."""
-    resume = option("resume", True)
-    return disk_errors(path, f"finished blocks are kept. Correct the cause, and continue with {resume}")
+    return disk_errors(path, "finished blocks are kept. Correct the cause, and continue with " + option("resume", True))
 
 
 def fingerprint(tokens: Tensor) -> str:

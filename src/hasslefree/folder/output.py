@@ -22,8 +22,7 @@ FILES, RESULTS = "files.json", b'{\n "model'
 def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0, source: Path | None = None) -> None:
     """Raise an OutputError if a folder is in use, cannot be written, or is on a disk with fewer free bytes.
 
-    Args:
-        folder: resolved. overwrite: replace what hasslefree wrote, if nothing else is there. source: a folder to read.
+    folder: resolved. overwrite: replace what hasslefree wrote, if nothing else is there. source: a folder to read.
     """
     remedy = "give another folder"
     if folder.exists() and not folder.is_dir():
@@ -40,7 +39,7 @@ def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0, source: P
             )
         check_replaceable(folder, folder)
     parent = next(parent for parent in folder.parents if parent.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise OutputError(f"the output folder {folder} cannot be created: {parent} is not writable; {remedy}")
     if (free := shutil.disk_usage(parent).free) < bytes_needed:
         raise OutputError(
@@ -109,8 +108,7 @@ def complete(folder: Path) -> None:
 def put_in_place(part: Path, folder: Path, overwrite: bool, old: Path) -> None:
     """Rename a finished folder to `folder`. If that is in use by now, both stay, and the WriteError says where.
 
-    Args:
-        overwrite: as for `check_output`. old: where the previous content of `folder` is meanwhile.
+    overwrite: as for `check_output`. old: where the previous content of `folder` is meanwhile.
     """
     try:
         try:
@@ -131,8 +129,7 @@ def put_in_place(part: Path, folder: Path, overwrite: bool, old: Path) -> None:
 def check_file(path: Path, start: bytes) -> None:
     """Raise an OutputError if a file cannot be written, or would replace one that hasslefree did not write.
 
-    Args:
-        start: of the content. A file that is there must be empty or begin with it.
+    start: of the content. A file that is there must be empty or begin with it.
     """
     file, remedy = path.resolve(), "give another file"
     if not file.parent.is_dir():
