@@ -18,7 +18,6 @@ INDEX = "model.safetensors.index.json"
 
 T = TypeVar("T")
 
-
 # Bytes of a file of settings: those of the largest models have half of this, and the JSON takes 2 GB of memory.
 MOST_BYTES = 64 << 20
 
@@ -53,20 +52,13 @@ def read_limited(handle: BinaryIO, most: int) -> str:
     return content.decode("utf-8")
 
 
-def parse_json(text: str) -> Any:
-    """What `json.loads` gives; a ValueError also if values are nested too deeply."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
 def read_json(file: Path, remedy: str = "download or copy it again") -> dict[str, Any]:
     """The JSON object in a file; a CheckpointError that ends with `remedy` if there is none."""
     try:
-        content = parse_json(read_small(file))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}; {remedy}") from None
+        content = json.loads(read_small(file))
+    except (OSError, ValueError, RecursionError) as error:
+        cause = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise CheckpointError(f"{file} cannot be read: {cause}; {remedy}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} does not contain a JSON object; {remedy}")
     return content

@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 from typing_extensions import TypedDict
 
-from hasslefree.checkpoint import parse_json, read_small
+from hasslefree.checkpoint import read_small
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import CheckpointError
 from hasslefree.packed.spec import LayerSpec
@@ -54,17 +54,9 @@ class LayerRecord:
     @classmethod
     def of(cls, name: str, spec: LayerSpec, result: Decomposition, seconds: float, stored: int) -> LayerRecord:
         """The record of a decomposition. spec: of the stored layer. stored: its size in bytes."""
-        return cls(
-            name=name,
-            spec=dataclasses.replace(spec, nonzeros=int(result.sparse.count_nonzero())),
-            relative_error=result.relative_error,
-            relative_error_before_cast=result.relative_error_before_cast,
-            seconds=seconds,
-            history=result.history,
-            remarks=result.remarks,
-            bytes=stored,
-            dense_bytes=result.sparse.nbytes,
-        )
+        spec = dataclasses.replace(spec, nonzeros=int(result.sparse.count_nonzero()))
+        errors = result.relative_error, result.relative_error_before_cast
+        return cls(name, spec, *errors, seconds, result.history, result.remarks, stored, result.sparse.nbytes)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the fields of the spec are among the others, its shape as `out` and `width`."""
@@ -168,12 +160,12 @@ class Record:
     def from_json(cls, text: str) -> Record:
         """Read back what `to_json` wrote; all seconds are 0."""
         try:
-            content = parse_json(text)
+            content = json.loads(text)
             layers = tuple(LayerRecord.from_dict(layer) for layer in content["layers"])
             record = validated(cls, content | {"seconds": 0.0, "layers": []})
             if wrong := [layer.name for layer in layers if not all(map(math.isfinite, layer.history))]:
                 raise ValueError(f"the errors by round of {wrong[0]} contain NaN or Inf")
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             cause = f"{error} is missing" if isinstance(error, KeyError) else error
             raise CheckpointError(f"compression.json is not valid for this version of hasslefree ({cause})") from None
         if not layers:
