@@ -14,7 +14,7 @@ from hasslefree.models.experts import split_experts
 from hasslefree.models.load import encode, load_config, load_on_disk, load_tokenizer, refuse_compressed, resolve_seqlen
 from hasslefree.phases import TEXT, Phases
 from hasslefree.recipe.recipe import Fields
-from hasslefree.run.self_text import self_written
+from hasslefree.run.self_text import whole_model, written_segments
 
 
 def open_model(
@@ -43,22 +43,16 @@ def open_model(
     return name, model.eval(), tokenizer
 
 
-def draw(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    recipe: Fields,
-    phases: Phases | None = None,
-    device: torch.device = torch.device("cpu"),  # noqa: B008
-) -> Tensor:
+def draw(model: PreTrainedModel, tokenizer: Any, recipe: Fields, phases: Phases, device: torch.device) -> Tensor:
     """The recipe's calibration segments: (samples, seqlen) token ids.
 
-    Args:
-        phases: in which they are counted. device: where the model writes its own text, if its weights are on the disk.
+    phases: in which they are counted. device: where the model writes its own text, if its weights are on the disk.
     """
     seqlen = resolve_seqlen(model, recipe.seqlen)
-    with (phases or Phases()).phase(TEXT, recipe.samples, "segments") as phase:
+    with phases.phase(TEXT, recipe.samples, "segments") as phase:
         if recipe.calibration == SELF:
-            return self_written(model, tokenizer, recipe.samples, seqlen, recipe.seed, device, phase)
+            whole = whole_model(model, device)
+            return written_segments(whole, tokenizer, recipe.samples, seqlen, recipe.seed, phase.advance)
 
         def encoded(text: str) -> Tensor:
             tokens = encode(tokenizer, text)

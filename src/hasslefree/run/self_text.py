@@ -14,7 +14,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hasslefree.errors import CalibrationError, MemoryShortError, option
 from hasslefree.models.load import load_model
-from hasslefree.phases import Phase
 from hasslefree.run.machine import free_memory
 from hasslefree.units import size
 
@@ -22,13 +21,6 @@ from hasslefree.units import size
 BATCH = 32
 # The least share of tokens that differ from the one that a model writes most.
 VARIED = 0.25
-
-
-def self_written(
-    model: PreTrainedModel, tokenizer: Any, count: int, seqlen: int, seed: int, device: torch.device, phase: Phase
-) -> Tensor:
-    """`written_segments` of a model whose weights may be on the disk; `device` is where it is loaded then."""
-    return written_segments(whole_model(model, device), tokenizer, count, seqlen, seed, phase.advance)
 
 
 def whole_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -60,17 +52,14 @@ def written_segments(
             text.
     """
     start, segments = beginning(tokenizer)[: seqlen - 1], list[Tensor]()
-    new = seqlen - len(start)
-    # An id that no token has ends a segment: after the end of a text, another one begins.
     embeddings: Any = model.get_input_embeddings()
-    never = embeddings.num_embeddings
     settings = GenerationConfig(
         do_sample=True,
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=new,
-        eos_token_id=never,
+        max_new_tokens=seqlen - len(start),
+        eos_token_id=embeddings.num_embeddings,  # no token: after the end of a text, another one begins
         pad_token_id=start[0],
     )
     with torch.random.fork_rng(), torch.no_grad():
@@ -104,11 +93,9 @@ def beginning(tokenizer: Any) -> list[int]:
 
 def check_variety(tokens: Tensor, tokenizer: Any) -> None:
     """Raise a CalibrationError if nearly all tokens of a text are one."""
-    most, count = tokens.flatten().mode().values, 0
-    count = int((tokens == most).sum())
-    if count > (1 - VARIED) * tokens.numel():
-        token = tokenizer.decode([int(most)])
+    most = tokens.flatten().mode().values
+    if (share := float((tokens == most).float().mean())) > 1 - VARIED:
         raise CalibrationError(
-            f"the model writes little but {token!r} ({count / tokens.numel():.0%} of its tokens), which says nothing "
-            f"about its layers; give a text ({option('calibration', 'FILE')})"
+            f"the model writes little but {tokenizer.decode([int(most)])!r} ({share:.0%} of its tokens), which says "
+            f"nothing about its layers; give a text ({option('calibration', 'FILE')})"
         )

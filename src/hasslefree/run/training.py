@@ -23,7 +23,7 @@ from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.blockwise import part_file
 from hasslefree.run.machine import in_one_pass
 from hasslefree.run.preflight import block_tensors
-from hasslefree.run.self_text import self_written
+from hasslefree.run.self_text import whole_model, written_segments
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ def dense_reference(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Te
     if tokenizer is not None:
         with walk.phases.phase(REFERENCE_TEXT, count, "segments") as phase:
             if recipe.calibration == SELF:
-                device, seed = walk.weights.device, (recipe.seed + 1) % 2**63  # new text
-                segments = self_written(walk.model, tokenizer, count, seqlen, seed, device, phase)
+                model, seed = whole_model(walk.model, walk.weights.device), (recipe.seed + 1) % 2**63  # new text
+                segments = written_segments(model, tokenizer, count, seqlen, seed, phase.advance)
             else:
                 documents, encoded = calibration_documents(recipe.calibration, seqlen), partial(encode, tokenizer)
                 segments = disjoint_segments(documents, encoded, count, seqlen, recipe.seed)
