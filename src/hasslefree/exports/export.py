@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -119,16 +118,11 @@ def write_older_rotary(file: Path) -> None:
     A reader of the older entries would take its default for the base and compute another model without an error.
     """
     config = json.loads(file.read_text(encoding="utf-8"))
-    for part in (config, config.get("text_config")):
-        if part is not None:
-            part.update({name: value for name, value in older_entries(part).items() if name not in part})
+    for part in filter(None, (config, config.get("text_config"))):
+        rest = dict(part.get("rope_parameters") or {})
+        if "rope_theta" in rest:  # else they differ from layer to layer
+            older = {name: rest.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rest}
+            if rest.get("rope_type", "default") != "default":
+                older["rope_scaling"] = rest
+            part |= older | part
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def older_entries(config: dict[str, Any]) -> dict[str, Any]:
-    """What older readers take for `rope_parameters`; nothing where these differ from layer to layer."""
-    rest = dict(config.get("rope_parameters") or {})
-    if "rope_theta" not in rest:
-        return {}
-    entries = {name: rest.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rest}
-    return entries if rest.get("rope_type", "default") == "default" else entries | {"rope_scaling": rest}

@@ -152,9 +152,8 @@ def remove_units(block: nn.Module, reader: str, kept: Tensor) -> None:
     for name in MAKERS[reader]:
         maker: Any = block.get_submodule(name)
         rows = kept.repeat_interleave(maker.out_features // len(kept))
-        maker.weight = nn.Parameter(maker.weight.detach()[rows].contiguous())
-        if maker.bias is not None:
-            maker.bias = nn.Parameter(maker.bias.detach()[rows].contiguous())
+        for leaf, tensor in list(maker.named_parameters()):
+            setattr(maker, leaf, nn.Parameter(tensor.detach()[rows].contiguous()))
         maker.out_features = int(rows.sum())
 
 

@@ -47,10 +47,8 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
         raise no_model(name, error) from error
     known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.model_type in MULTIMODAL
     own = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    has_encoder = any(
-        getattr(part, "is_encoder_decoder", False) for part in (config, config.get_text_config(decoder=True))
-    )
-    if has_encoder or not (known or own):
+    parts = (config, config.get_text_config(decoder=True))
+    if not (known or own) or any(getattr(part, "is_encoder_decoder", False) for part in parts):
         raise ModelError(
             f"{name} is a {config.model_type} model, which is not a decoder; "
             "hasslefree compresses causal language models"
@@ -202,43 +200,30 @@ def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = 
 
     Buffers are there. folder: for weights that have to be converted first; it must last as long as the model.
     """
-    # It warns that weights stay on the disk, which is wanted here.
-    logger = logging.getLogger("accelerate.big_modeling")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        where = {"device_map": {"": "disk"}, "offload_folder": str(folder)}
+    where = {"device_map": {"": "disk"}, "offload_folder": str(folder)}
+    # accelerate warns that weights stay on the disk, which is wanted here.
+    with replaced(logging.getLogger("accelerate.big_modeling"), "disabled", True):
         return _from_pretrained(name, trust_remote_code, dtype=dtype, **where)
-    finally:
-        logger.setLevel(level)
 
 
 def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
     auto = auto_class(load_config(name, trust_remote_code))
-    weight_map(Path(name))
-    check_format(name)
-    with loading(f"the model {name!r} could not be loaded", AGAIN):
-        # Pickles are programs: no other format than safetensors.
-        model, info = auto.from_pretrained(
-            name, output_loading_info=True, use_safetensors=True, trust_remote_code=trust_remote_code, **how
-        )
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(
-            f"the checkpoint {name!r} lacks {len(missing)} tensors of a {type(model).__name__}: "
-            f"{', '.join(missing[:6])}; use a checkpoint of this class, or download or copy it again"
-        )
-    return model.eval()
-
-
-def check_format(name: str) -> None:
-    """Raise a ModelError if a local folder holds weights only as pickles, which can run code."""
-    folder = Path(name)
+    weight_map(folder := Path(name))
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and any(folder.glob("pytorch_model*.bin")):
         raise ModelError(
             f"{name} has its weights in pickle files (pytorch_model.bin), which can run any code when they are loaded; "
             "if you trust them, convert them to safetensors: "
             f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)"
         )
+    with loading(f"the model {name!r} could not be loaded", AGAIN):
+        how |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}  # pickles are programs
+        model, info = auto.from_pretrained(name, output_loading_info=True, **how)
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"the checkpoint {name!r} lacks {len(missing)} tensors of a {type(model).__name__}: "
+            f"{', '.join(missing[:6])}; use a checkpoint of this class, or download or copy it again"
+        )
+    return model.eval()
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
@@ -278,8 +263,7 @@ def most_positions(model: nn.Module) -> int | None:
 
 
 def resolve_seqlen(model: nn.Module, asked: int | None) -> int:
-    """The segment length: the given one, or 2048, or the model's limit if that is less. Raises a ModelError if it is
-    more than the positions of the model."""
+    """The segment length: the given one, or 2048, or the model's limit if that is less. A ModelError if it is more."""
     most = most_positions(model)
     if most is not None and asked is not None and asked > most:
         raise ModelError(

@@ -11,8 +11,6 @@ from hasslefree.checkpoint import read_limited, read_small
 from hasslefree.errors import RecipeError
 
 _INT = "tag:yaml.org,2002:int"
-
-
 # Bytes and fields of a recipe, recipes on top of one another, and lists in lists.
 MOST_BYTES, MOST_FIELDS, MOST_BASES, DEEPEST = 1 << 18, 100, 16, 8
 
