@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +136,9 @@ def accepted_count(config: Any, groups: int, least: int) -> int:
     for count in range(least, groups):
         tried = copy.deepcopy(config)
         set_heads(tried, groups, count)
-        try:
+        with suppress(StrictDataclassError):
             tried.validate()
             return count
-        except StrictDataclassError:
-            continue
     return groups
 
 

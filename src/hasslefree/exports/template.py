@@ -151,11 +151,8 @@ def nearest_rows(rows: Tensor, among: Tensor) -> Tensor:
 def find_vector(template: Template, name: str, begin: str, ours: Tensor, trained: bool) -> dict[str, Tensor]:
     """The new values of the tensor in the template that is this vector, float32; nothing if they are the same.
 
-    Args:
-        begin: of its name there. trained: whether it may have moved a little since it was dense.
-
-    Raises:
-        ModelError: no tensor is clearly it.
+    begin: of its name there. trained: whether it may have moved a little since it was dense. Raises a ModelError if no
+    tensor is clearly it.
     """
     found = []
     for theirs, tensor in template.tensors.items():

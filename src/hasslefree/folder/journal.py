@@ -52,9 +52,8 @@ class FinishedPart:
 class Progress:
     """The content of a journal.
 
-    Args:
-        identity: everything that the result depends on, as JSON. predictions: the record of prediction matching, once
-            all blocks have the matched values.
+    identity: everything that the result depends on, as JSON. predictions: the record of prediction matching, once
+    all blocks have the matched values.
     """
 
     identity: dict[str, Any] | None = None

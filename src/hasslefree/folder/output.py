@@ -153,10 +153,7 @@ def beginning(file: Path, length: int = len(RESULTS)) -> bytes | None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file in one step. If that fails, the file before it stays, and the new one is in a temporary folder.
-
-    Raises a WriteError that says where it is.
-    """
+    """Write a file in one step. If that fails, the file before it stays, and a WriteError says where the new one is."""
     data, file = content.encode() if isinstance(content, str) else content, path.resolve()
     with disk_errors(path, "if there was such a file, it is unchanged"):
         try:

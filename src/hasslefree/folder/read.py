@@ -88,8 +88,7 @@ def check_stored(
 ) -> None:
     """Compare the tensors of every compressed layer with its entry.
 
-    Args:
-        biased: the layers that have a bias. indices: read the index tensors, and check their content too.
+    biased: the layers that have a bias. indices: read the index tensors, and check their content too.
     """
     layers: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():

@@ -35,11 +35,7 @@ AGAIN = "if one of its files is damaged or truncated, download or copy it again"
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model, after a check that it is a decoder.
-
-    Args:
-        trust_remote_code: run code that comes with the model.
-    """
+    """The configuration of a decoder. trust_remote_code: run code that comes with the model."""
     check_name(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -276,9 +272,7 @@ def encode(tokenizer: Any, text: str, most: int | None = None, special_tokens: b
     """Token ids of a text of any length: (tokens,) int64. most: the first ones alone.
 
     A text of more than 4 million characters is tokenised in pieces, so that time and memory stay in proportion to it.
-
-    Args:
-        special_tokens: as the tokenizer adds them by default, once.
+    special_tokens: as the tokenizer adds them by default, once.
     """
     size, ids = WHOLE if most is None else min(WHOLE, PIECE + 4 * WIDEST * most), list[Tensor]()
     for piece in pieces(text, size):

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hasslefree.checkpoint import opened, run_in_background
 from hasslefree.errors import ModelError
@@ -102,7 +103,7 @@ class Weights:
         self._tied: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}
         self._other_name: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}
         for name, source in list(model.all_tied_weights_keys.items()):
-            tied, parameter = _place(model, name), _place(model, source)
+            tied, parameter = get_module_from_name(model, name), get_module_from_name(model, source)
             if self._holds(*tied) and self._holds(*parameter):
                 if not torch.equal(self._source(*tied).read(), self._source(*parameter).read()):
                     del model.all_tied_weights_keys[name]  # as transformers does: two weights, whatever the config says
@@ -195,11 +196,6 @@ class Weights:
                 "that its config.json describes; download or copy the checkpoint again"
             )
         return tensor.to(self.device, non_blocking=self.device.type == "cuda")  # the order of its stream will do
-
-
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf
 
 
 def _put(module: nn.Module, name: str, value: Tensor) -> None:

@@ -50,10 +50,7 @@ _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?[0-9]+$"), [*"-+0123456789
 
 
 def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a YAML file over those of its base, and the files they are from. above: those that led here.
-
-    The path - is standard input.
-    """
+    """The values of a YAML file (-: standard input) over those of its base, and their files. above: before it."""
     try:
         text = read_small(path, MOST_BYTES) if path != Path("-") else read_limited(sys.stdin.buffer, MOST_BYTES)
     except (OSError, ValueError) as error:

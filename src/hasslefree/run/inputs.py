@@ -22,8 +22,7 @@ def open_model(
 ) -> tuple[str, PreTrainedModel, Any]:
     """Name, model and tokenizer: opened by name with its weights on disk, or the loaded model as it is.
 
-    Args:
-        scratch: an empty folder, for weights that have to be converted.
+    scratch: an empty folder, for weights that have to be converted.
     """
     if isinstance(model, str | Path):
         name = str(model)
@@ -65,10 +64,7 @@ def draw(model: PreTrainedModel, tokenizer: Any, recipe: Fields, phases: Phases,
 
 
 def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:
-    """Raise a CalibrationError where segments are not (samples, seqlen) token ids that the model can take.
-
-    And where there are fewer than processes.
-    """
+    """Raise a CalibrationError unless segments are (samples, seqlen) tokens of the model, at least one per process."""
     if segments.ndim != 2 or segments.is_floating_point() or len(segments) < 1 or segments.shape[1] < 2:
         raise CalibrationError(
             "segments must be a tensor of integer token ids of shape (samples, seqlen), seqlen at least 2; got "

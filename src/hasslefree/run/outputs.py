@@ -45,8 +45,7 @@ def recorded(
 ) -> Record:
     """The record of a compression.
 
-    Args:
-        about: what `described` says, and more. predictions: what was matched. sensitivities: of an `Allocation`.
+    about: what `described` says, and more. predictions: what was matched. sensitivities: of an `Allocation`.
     """
     layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
     rest = about | {name: tuple(about[name]) for name in ("dense", "towers")}

@@ -47,9 +47,7 @@ def written_segments(
 ) -> Tensor:
     """Text of a model, which must be in memory: (count, seqlen) int64. advance: called after each batch.
 
-    Raises:
-        CalibrationError: the tokenizer has no token to begin with, or the model repeats one token, such as its end of a
-            text.
+    Raises a CalibrationError if the tokenizer has no token to begin with, or the model repeats one token.
     """
     start, segments = beginning(tokenizer)[: seqlen - 1], list[Tensor]()
     embeddings: Any = model.get_input_embeddings()
