@@ -22,7 +22,10 @@ def report(error: Exception, arguments: list[str]) -> int:
     verbose = "--verbose" in arguments
     if type(error).__name__ == "NoArgsIsHelpError":
         return 2  # it printed the help
-    drop_unwritten()
+    try:
+        print(end="", flush=True)
+    except OSError:  # what standard output does not take is discarded: Python would try again when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sentence, code = sentence_for(error, arguments)
     with suppress(OSError):
         how: Any = {"markup": False, "highlight": False}
@@ -67,14 +70,6 @@ def keep(error: Exception, arguments: list[str]) -> str:
     except OSError:
         return "please report it with the output of the same command and --verbose"
     return f"please report it with {name}, which holds the command and the traceback"
-
-
-def drop_unwritten() -> None:
-    """Discard what standard output does not take, so that Python does not try again when it exits."""
-    try:
-        print(end="", flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def shortened(message: str) -> str:

@@ -27,7 +27,9 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
     Args:
         samples: of each run, in their order; empty for a page without samples.
     """
-    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "finalize": text_alone}
+    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    # Texts lose their control characters; the page's own markup stays.
+    options["finalize"] = lambda value: value if isinstance(value, Markup) else escaped_within(value)
     environment = Environment(loader=FileSystemLoader(ASSETS), undefined=StrictUndefined, **options)
     environment.filters |= {
         "percent": percent,
@@ -65,11 +67,6 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
         # What a Content-Security-Policy calls an inline script.
         hashes=[f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}" for text in scripts],
     )
-
-
-def text_alone(value: Any) -> Any:
-    """What the page shows of a value: a text without control characters. The page's own markup stays."""
-    return value if isinstance(value, Markup) else escaped_within(value)
 
 
 @functools.cache
