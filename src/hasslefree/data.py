@@ -84,10 +84,8 @@ def calibration_documents(name: str, seqlen: int = 0) -> Sequence[str]:
     """
     if name == "c4":  # it has no such documents
         return _from_hub(name, HUB_TEXTS[name].calibration)
-    if name in HUB_TEXTS:
-        documents = [HUB_TEXTS[name].protocol.joiner.join(_from_hub(name, HUB_TEXTS[name].calibration))]
-    else:
-        documents = _local(name)
+    text = HUB_TEXTS.get(name)
+    documents = [text.protocol.joiner.join(_from_hub(name, text.calibration))] if text else _local(name)
     return [piece for document in documents for piece in pieces(document, max(PIECE, WIDEST * seqlen))]
 
 

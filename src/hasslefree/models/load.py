@@ -139,11 +139,7 @@ def check_reads_text(name: str, config: Any) -> None:
     if kind is None:  # transformers says so itself when the model is made
         return
     forward = inspect.signature(kind.forward).parameters if "forward" in dir(kind) else {}
-    needed = {
-        name
-        for name, parameter in forward.items()
-        if parameter.default is inspect.Parameter.empty and not parameter.kind.name.startswith("VAR_")
-    }
+    needed = {key for key, each in forward.items() if each.default is each.empty and "VAR_" not in each.kind.name}
     if "input_ids" not in forward or needed - {"self", "input_ids"}:
         raise ModelError(
             f"{name} is a {kind.__name__}, which needs more inputs than text; "

@@ -1,7 +1,6 @@
 """A model of which one part is in memory at a time: the rest stays in its files until it is needed."""
 
 import ctypes
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -204,9 +203,8 @@ def _put(module: nn.Module, name: str, value: Tensor) -> None:
 
 def trim() -> None:
     """Give freed memory back to the system, where the C library would keep it: glibc, below 32 MB an array."""
-    if sys.platform == "linux":
-        with suppress(AttributeError, OSError):  # another C library
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
+    with suppress(AttributeError, OSError):  # another C library, or system
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def outside(model: nn.Module, blocks: Blocks) -> Modules:

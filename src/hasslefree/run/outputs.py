@@ -48,8 +48,7 @@ def recorded(
     about: what `described` says, and more. predictions: what was matched. sensitivities: of an `Allocation`.
     """
     layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
-    rest = about | {name: tuple(about[name]) for name in ("dense", "towers")}
-    rest["predictions"] = predictions
+    rest = about | {name: tuple(about[name]) for name in ("dense", "towers")} | {"predictions": predictions}
     if sensitivities is not None:
         rest["sensitivities"] = {name: significant(value) for name, value in sensitivities.items()}
     return Record(**rest, seconds=seconds, layers=layers)
