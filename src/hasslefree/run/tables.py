@@ -58,11 +58,8 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
 def plan_table(setup: Setup) -> Group:
     """The plan of each kind of layer, and the memory, disk and time that it takes."""
     plan, rate = plan_summary(setup), product_rate(setup.device)
-    layers = table(
-        ["kind", "pattern"],
-        ["layers", "out×in", "rank", "size"],
-        f"{plan['blocks']} blocks, {len(setup.layers)} layers",
-    )
+    title = f"{plan['blocks']} blocks, {len(setup.layers)} layers"
+    layers = table(["kind", "pattern"], ["layers", "out×in", "rank", "size"], title)
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in plan["layers"]:
         kinds.setdefault((row["kind"], "×".join(map(str, row["shape"]))), []).append(row)
