@@ -167,10 +167,7 @@ def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_sha
             f"layers, and the experts of {type(model).__name__} are not such modules; use {option('to', 'dense')}"
         )
     if not (factors := factors_of(model)):
-        raise ModelError(
-            f"no layer has a low-rank part (rank 0), so there is nothing to write as an adapter; use "
-            f"{option('to', 'dense')}"
-        )
+        raise ModelError(f"every layer has rank 0: nothing to write as an adapter; use {option('to', 'dense')}")
     make_plain(model, SparseLowRankLinear.unpacked)
     model.save_pretrained(part / "base", max_shard_size=max_shard_size)
     return write_peft(model, factors, part, destination) | {"base": part / "base"}

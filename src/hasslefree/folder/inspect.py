@@ -35,9 +35,8 @@ class LayerSize:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the fields of the spec are among the others, its grid in words."""
-        grid = str(self.spec.grid) if self.spec.grid else None
-        rest = {name: value for name, value in vars(self).items() if name not in ("name", "spec")}
-        return {"name": self.name, **vars(self.spec), **rest, "grid": grid}
+        content = {"name": self.name, **vars(self.spec), **vars(self), "grid": self.spec.grid and str(self.spec.grid)}
+        return {name: value for name, value in content.items() if name != "spec"}
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,7 @@ def check_format_version(version: Any, layout: Any) -> None:
 def read_entries(modules: Any) -> dict[str, Entry]:
     """The entries of all layers by name."""
     if not isinstance(modules, dict):
-        raise CheckpointError(
-            "config.json has no valid `modules` in its quantization_config; download or copy it again"
-        )
+        raise CheckpointError("config.json has no valid `modules` in quantization_config; download or copy it again")
     return {name: _read_entry(name, content) for name, content in modules.items()}
 
 

@@ -142,8 +142,7 @@ def check_reads_text(name: str, config: Any) -> None:
     needed = {key for key, each in forward.items() if each.default is each.empty and "VAR_" not in each.kind.name}
     if "input_ids" not in forward or needed - {"self", "input_ids"}:
         raise ModelError(
-            f"{name} is a {kind.__name__}, which needs more inputs than text; "
-            "hasslefree compresses causal language models"
+            f"{name} is a {kind.__name__}, which needs more inputs than text; hasslefree compresses language models"
         )
 
 

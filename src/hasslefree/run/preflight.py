@@ -63,9 +63,7 @@ def checked(tensors: Mapping[str, Tensor]) -> str:
     for name, tensor in tensors.items():
         # The least and the largest value are NaN if any is; unlike isfinite of the whole, this needs no memory.
         if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-            raise NonFiniteError(
-                f"the weight {name} contains NaN or Inf; download the checkpoint again, or use another one"
-            )
+            raise NonFiniteError(f"the weight {name} contains NaN or Inf; download the model again, or use another")
         crc = crc32(tensor, crc)
     return f"{crc:08x}"
 

@@ -45,7 +45,7 @@ def written_segments(
     seed: int,
     advance: Callable[[int], None] = lambda written: None,
 ) -> Tensor:
-    """Text of a model, which must be in memory: (count, seqlen) int64. advance: called after each batch.
+    """Text of a model in memory: (count, seqlen) int64. advance: called after each batch.
 
     Raises a CalibrationError if the tokenizer has no token to begin with, or the model repeats one token.
     """
