@@ -29,14 +29,13 @@ Modules = Callable[[], Iterable[nn.Module]]
 class Source:
     """A tensor of a checkpoint: `name` in the model, `leaf` in `stored`, the files as accelerate lists them."""
 
-    stored: Mapping[str, Tensor]
+    stored: Any
     leaf: str
     name: str
 
     def read(self) -> Tensor:
         """The tensor on the CPU, in the dtype of the model. Raises a CheckpointError if its file is damaged."""
-        files: Any = self.stored
-        entry = files.dataset.index[f"{files.prefix}{self.leaf}"]
+        entry = self.stored.dataset.index[f"{self.stored.prefix}{self.leaf}"]
         with opened(Path(entry["safetensors_file"])) as handle:
             tensor: Tensor = handle.get_tensor(entry["weight_name"])
         return tensor.to(getattr(torch, entry["dtype"]))
