@@ -104,7 +104,7 @@ def headline(content: Content) -> Row:
 
 # What README offers: the goal, the row, the flags, and the model whose speed of generation was measured so.
 SETTINGS = (
-    ("nearest to dense: **the default**", "5.2 bits, dealt, balanced", "hasslefree compress MODEL OUT", None),
+    ("closest to dense: **the default**", "5.2 bits, dealt, balanced", "hasslefree compress MODEL OUT", None),
     ("smallest", "4.6 bits, dealt, fast", "hasslefree compress MODEL OUT --size 4.6bits --effort fast", None),
     ("fastest", "4 bits + rank 16, balanced", "hasslefree compress MODEL OUT --bits 4 --rank 16", "smollm2"),
 )
@@ -126,7 +126,7 @@ def settings(content: Content) -> Iterable[Row]:
 # What a reader of the results may be after, the row for it, and its name.
 GOALS = (
     ("", "dense", "dense, bfloat16"),
-    ("little loss in a third of the bytes: the default", "5.2 bits, dealt, balanced", "`--size 5.2bits`, `balanced`"),
+    ("little loss at a third of the size: the default", "5.2 bits, dealt, balanced", "`--size 5.2bits`, `balanced`"),
     ("fewer bytes, no training", "4.8 bits, dealt, fast", "`--size 4.8bits`, `fast`"),
     ("fewest bytes", "4.6 bits, dealt, fast", "`--size 4.6bits`, `fast`"),
     ("4 bits everywhere, for fast kernels", "4 bits + rank 16, balanced", "4 bits + rank 16, `balanced`"),
@@ -156,9 +156,10 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note="**The layers of SmolLM2-135M-Instruct shrink from 2.00 to {ours[bytes]:.2f} bytes per weight in "
             "{ours[cpu_minutes]:.0f} minutes on one CPU thread, and the perplexity on WikiText-2 rises from "
             "{dense[perplexity][wikitext2]:.1f} to {ours[perplexity][wikitext2]:.1f}.** llama.cpp's Q4_K_M reaches "
-            "{rival[perplexity][wikitext2]:.1f} with {rival[bytes]:.2f} bytes.\n\n"
-            "<sub>Bytes of the compressed layers; embeddings stay as they are. Calibrated on {samples} × {seqlen} "
-            "tokens of C4, one draw; perplexity on the first {max_tokens:,} tokens, in windows of {window}.</sub>",
+            "{rival[perplexity][wikitext2]:.1f} with {rival[bytes]:.2f} bytes per weight.\n\n"
+            "<sub>Bytes are those of the compressed layers; embeddings stay as they are. Calibrated on {samples} × "
+            "{seqlen} tokens of C4, drawn once; perplexity on the first {max_tokens:,} tokens, in windows of {window}."
+            "</sub>",
             facts=headline,
         ),
     ),
@@ -171,15 +172,15 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("", "{command}"),
                 ("bytes per weight", "{bytes:.3f}"),
                 ("perplexity, WikiText-2", "{perplexity[wikitext2]:.1f}"),
-                ("perplexity increase, three texts", "{percent:.1f} %"),
+                ("mean perplexity increase, three texts", "{percent:.1f} %"),
                 ("CPU minutes", "{cpu_minutes:.0f}"),
                 ("tokens per second vs dense", "{speed}"),
             ),
             settings,
-            note="<sub>Calibrated with `--samples 64 --seqlen 512`, one draw. Minutes are those of one CPU thread. "
-            "Speed: transformers on one thread of a CPU with AMX. Measured on an equivalent model whose weights [lie "
-            "on no grid](docs/results/quality.md#quantised-s-next-to-other-programs), because our copy of the weights "
-            "had once been stored in 4 bits.</sub>",
+            note="<sub>Calibrated with `--samples 64 --seqlen 512`, drawn once. Minutes are those of one CPU thread. "
+            "Speed: transformers on one thread of a CPU with AMX. Our copy of the model had once been stored in 4 "
+            "bits, which would flatter some methods, so we measured an [equivalent model whose weights lie on no "
+            "grid](docs/results/quality.md#quantised-s-next-to-other-programs).</sub>",
         ),
     ),
     "choices": (
@@ -209,8 +210,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("minutes", "{minutes:.1f}"),
             ),
             goals,
-            note="SmolLM2-135M-Instruct, {samples} × {seqlen} calibration tokens of C4. Minutes of 2:4 are on two CPU "
-            "threads; minutes of quantised rows are processor time of one thread.",
+            note="SmolLM2-135M-Instruct, {samples} × {seqlen} calibration tokens of C4. Minutes of the 2:4 rows are on "
+            "two CPU threads; minutes of the quantised rows are processor time of one thread.",
         ),
     ),
     "frontier": (
@@ -240,7 +241,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("", "{stored}"),
             ),
             four_bits,
-            note=REAL_NOTE + " The weights were taken off their grid with σ = {off_grid[sigma]} and seed "
+            note=REAL_NOTE + " The weights were moved off their grid with σ = {off_grid[sigma]} and seed "
             "{off_grid[seed]}. Other programs: {programs}.",
             facts=versions,
         ),
