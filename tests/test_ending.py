@@ -12,6 +12,7 @@ import pytest
 from rich.control import strip_control_codes
 from rich.text import Text
 
+import hasslefree
 from hasslefree.cli import run_app
 from hasslefree.cli.common import Console
 from hasslefree.errors import (
@@ -145,3 +146,21 @@ def test_a_full_standard_output():
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: hasslefree.compress(3, "OUT"), "model must be str .* got 3"),
+        (lambda: hasslefree.compress("M", 3), "out must be str .* got 3"),
+        (lambda: hasslefree.compress("M", "OUT", {"rank": 2}), "recipe must be .*Recipe .* got {'rank': 2}"),
+        (lambda: hasslefree.compress("M", "OUT\0"), "out must be str"),
+        (lambda: hasslefree.export("C", "E", max_shard_size=5), "max_shard_size must be str, got 5"),
+        (lambda: hasslefree.advise("M", 3), "recipe must be .*Recipe, got 3"),
+        (lambda: hasslefree.push(None, "me/it"), "folder must be str .* got None"),
+    ],
+)
+def test_arguments_of_another_type(call, message):
+    with pytest.raises(hasslefree.HasslefreeError, match=message) as raised:
+        call()
+    assert isinstance(raised.value, TypeError)

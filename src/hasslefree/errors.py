@@ -130,6 +130,10 @@ class FactorizationError(HasslefreeError):
     """A Gram matrix that is not positive definite at the damping in use."""
 
 
+class ArgumentError(HasslefreeError, TypeError):
+    """An argument of another type."""
+
+
 class OutputError(HasslefreeError):
     """An output folder that is in use, not writable, or on a disk that is too small; or a failed upload."""
 

@@ -2,14 +2,18 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
+from collections.abc import Callable
+from pathlib import Path
+from types import GenericAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from hasslefree.errors import BudgetError, HasslefreeError, with_arguments
+from hasslefree.errors import ArgumentError, BudgetError, HasslefreeError, with_arguments
 
 T = TypeVar("T")
 
@@ -72,6 +76,35 @@ def _fields(kind: Any) -> Any:
     fields: Any = {field.name: (hints[field.name], ...) for field in dataclasses.fields(kind)}
     config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
     return create_model(kind.__name__, __config__=config, **fields)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def typed(function: F) -> F:
+    """A function whose arguments must be of their types; an ArgumentError names the first that is not."""
+    signature, adapters = inspect.signature(function), dict[str, TypeAdapter[Any]]()
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if not adapters:
+            config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+            # In a tuple, since a dataclass may have a configuration of its own.
+            for name, kind in get_type_hints(function).items():
+                adapters[name] = TypeAdapter(cast(Any, GenericAlias(tuple, (kind,))), config=config)
+        for name, value in signature.bind(*args, **options).arguments.items():
+            wrong = isinstance(value, str | Path) and "\0" in str(value)
+            try:
+                adapters[name].validate_python((value,))
+            except ValidationError:
+                wrong = True
+            if wrong:
+                wanted = signature.parameters[name].annotation
+                words = wanted if isinstance(wanted, str) else inspect.formatannotation(wanted)
+                raise ArgumentError(f"{name} must be {words}, got {value!r:.60}", (name,))
+        return function(*args, **options)
+
+    return call  # type: ignore[return-value]
 
 
 def plain(value: Any) -> Any:

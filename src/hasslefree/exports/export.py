@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from hasslefree.checkpoint import read_json
 from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
 from hasslefree.exports.formats import write_adapter, write_dense, write_narrow
 from hasslefree.exports.gguf import write_gguf
@@ -20,6 +21,7 @@ from hasslefree.folder.read import QUANT_METHOD
 from hasslefree.models.load import auto_class, load_config, load_model, load_tokenizer
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.phases import LOADING, WRITING, Listener, Phases
+from hasslefree.validation import typed
 
 # (the model, changed in place; the folder to fill; its final path; the shard size) → the folders with a model
 # card, by its kind
@@ -33,6 +35,7 @@ EXPORTS: dict[str, Callable[..., dict[str, Path]]] = {
 }
 
 
+@typed
 def export(
     folder: str | Path,
     destination: str | Path,
@@ -102,6 +105,7 @@ def copy_rest(source: Path, part: Path, folders: dict[str, Path], auto: str) -> 
     tokenizer = load_tokenizer(str(source)) if (source / "tokenizer_config.json").exists() else None
     recorded = (source / "compression.json").exists()
     if recorded:
+        read_json(source / "compression.json")  # it may be damaged
         shutil.copyfile(source / "compression.json", part / "compression.json")
     for kind, folder in folders.items():
         if tokenizer is not None and kind != "gguf":  # a GGUF file has its own

@@ -9,8 +9,10 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from hasslefree.errors import OutputError, option
 from hasslefree.folder.card import NAME, PLACE, TAG
+from hasslefree.validation import typed
 
 
+@typed
 def push(folder: str | Path, name: str, *, private: bool = False) -> str:
     """Upload a folder that `compress` or `export` wrote to the Hugging Face Hub, and return its address there.
 

@@ -249,7 +249,10 @@ def read_progress(folder: Path) -> Progress:
     if not file.exists():
         return Progress()
     try:
-        return validated(Progress, read_json(file, remedy))
+        content = read_json(file, remedy)
+        if "parts" not in content:
+            raise CheckpointError(f"{file} was not written by hasslefree; move it away, or give another output folder")
+        return validated(Progress, content)
     except InvalidError as error:
         raise CheckpointError(f"{file} is damaged ({error}); {remedy}") from None
 

@@ -27,6 +27,7 @@ from hasslefree.run.estimate import Setup, check_memory
 from hasslefree.run.inputs import check_segments, draw, open_model
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.preflight import preflight
+from hasslefree.validation import typed
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Advice:
         return {name: value for name, value in vars(self).items() if name != "plan"}
 
 
+@typed
 def advise(
     model: str | Path | PreTrainedModel,
     recipe: Recipe,

@@ -35,10 +35,12 @@ from hasslefree.run.outputs import configuration, described, recorded, write_res
 from hasslefree.run.preflight import preflight
 from hasslefree.run.sharing import undivided
 from hasslefree.run.training import dense_reference, train_whole
+from hasslefree.validation import typed
 
 logger = logging.getLogger(__name__)
 
 
+@typed
 def compress(
     model: str | Path | PreTrainedModel,
     out: str | Path,

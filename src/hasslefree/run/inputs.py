@@ -42,15 +42,21 @@ def open_model(
     return name, model.eval(), tokenizer
 
 
-def draw(model: PreTrainedModel, tokenizer: Any, recipe: Fields, phases: Phases, device: torch.device) -> Tensor:
+def draw(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    recipe: Fields,
+    phases: Phases | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
     """The recipe's calibration segments: (samples, seqlen) token ids.
 
     phases: in which they are counted. device: where the model writes its own text, if its weights are on the disk.
     """
     seqlen = resolve_seqlen(model, recipe.seqlen)
-    with phases.phase(TEXT, recipe.samples, "segments") as phase:
+    with (phases or Phases()).phase(TEXT, recipe.samples, "segments") as phase:
         if recipe.calibration == SELF:
-            whole = whole_model(model, device)
+            whole = whole_model(model, device or model.device)
             return written_segments(whole, tokenizer, recipe.samples, seqlen, recipe.seed, phase.advance)
 
         def encoded(text: str) -> Tensor:
