@@ -3,7 +3,9 @@
 import errno
 import importlib
 import io
+import json
 import os
+import shutil
 import subprocess
 import sys
 import unicodedata
@@ -15,6 +17,7 @@ from rich.text import Text
 import hasslefree
 from hasslefree.cli import run_app
 from hasslefree.cli.common import Console
+from hasslefree.demo.run import MODEL
 from hasslefree.errors import (
     CheckpointError,
     HasslefreeError,
@@ -25,6 +28,8 @@ from hasslefree.errors import (
     WriteError,
 )
 from hasslefree.escaping import escaped, escaped_within
+from hasslefree.evaluation.harness import check_rows
+from hasslefree.evaluation.run import evaluate
 from hasslefree.folder.card import export_card
 from hasslefree.units import table
 
@@ -164,3 +169,21 @@ def test_arguments_of_another_type(call, message):
     with pytest.raises(hasslefree.HasslefreeError, match=message) as raised:
         call()
     assert isinstance(raised.value, TypeError)
+
+
+def test_a_tokenizer_of_another_model(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    content = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    content["model"]["vocab"] = {word: number + 2048 * (number > 300) for word, number in vocabulary.items()}
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "t.txt").write_text("import this, and then import that " * 20)
+    with pytest.raises(hasslefree.HasslefreeError, match="ids outside the model's vocabulary"):
+        evaluate(str(model), [str(tmp_path / "t.txt")])
+
+
+def test_rows_of_a_task_that_are_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "piqa.jsonl")
+    with pytest.raises(hasslefree.HasslefreeError, match="not a regular file"):
+        check_rows("piqa", tmp_path)

@@ -23,10 +23,13 @@ import yaml
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from hasslefree.checkpoint import read_small
 from hasslefree.errors import OutputError, TaskError, UnknownNameError, option
 from hasslefree.folder.record import versions
 from hasslefree.phases import SCORING, TASK_DATA, Phases
 
+# Bytes of the rows of a task.
+MOST_ROWS = 1 << 30
 REMEDY = 'pip install "hasslefree[eval]"'
 
 # Task → the harness's definition, and the forms in which its rows are published, the harness's own first: the fields
@@ -75,8 +78,8 @@ def check_rows(name: str, folder: Path) -> dict[str, Any]:
     """The changes to the harness's definition for the rows in FOLDER/<name>.jsonl, whose form the first row decides."""
     file, (_, forms) = folder / f"{name}.jsonl", TASKS[name]
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_small(file, MOST_ROWS).removeprefix("\ufeff").split("\n")
+    except (OSError, ValueError) as error:
         raise TaskError(
             f"the data of task {name} cannot be read: {error}; the folder of {option('task_data')} must contain "
             f"{name}.jsonl"
@@ -87,7 +90,7 @@ def check_rows(name: str, folder: Path) -> dict[str, Any]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise TaskError(f"{file}, line {number}: not JSON: {error}") from None
         given = set(row) if isinstance(row, dict) else set()
         fields = fields or next((form for form in forms if given.issuperset(form)), next(iter(forms)))

@@ -183,6 +183,9 @@ def text_perplexity(
     protocol = evaluation_protocol(text)
     with phases.phase(f"reading {name}"):
         tokens = encode(tokenizer, evaluation_text(text), max_tokens, protocol.special_tokens)
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    if embeddings is not None and len(tokens) and int(tokens.max()) >= embeddings.num_embeddings:
+        raise ModelError("the tokenizer has ids outside the model's vocabulary; use the tokenizer of this model")
     result = perplexity(
         model,
         tokens,
