@@ -47,6 +47,7 @@ def test_methods_reach_the_error_that_they_reach_on_the_cpu(name, gpu, monkeypat
     assert torch.equal(there.product(), solve("cuda").product())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
 def test_narrow_products_in_the_rounds_land_on_the_same_objective(precision, gpu):
     """Oracle: the same in float32, in the mean of eight problems."""

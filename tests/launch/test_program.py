@@ -144,6 +144,7 @@ metric_list: [{{metric: acc}}]
 """
 
 
+@pytest.mark.nightly
 def test_lm_eval_evaluates_a_folder(out, tmp_path):
     """Oracle: log-probabilities from whole forward passes in this process."""
     pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: pip install "hasslefree[eval]"')

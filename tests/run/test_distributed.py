@@ -129,8 +129,7 @@ def test_the_result_is_that_of_one_process(size, method, sequential, tmp_path, m
 
 
 @forked
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("probed", [32, 4096])
+@pytest.mark.parametrize(("probed", "size"), [(32, 3), (4096, 2)])
 def test_budgets_are_allocated_by_several_as_by_one(probed, size, tmp_path, monkeypatch):
     """Oracle: one process. With one probe there are processes that have none."""
     monkeypatch.setattr("hasslefree.models.moments.PROBED", probed)
