@@ -38,20 +38,6 @@ from harness.hostile.interrupted import all_faults, contents, run
 from harness.hostile.table import SAMPLED, faults, sample
 from harness.record import RESULTS, machine, write
 
-COMMANDS = (
-    "compress",
-    "plan",
-    "inspect",
-    "evaluate",
-    "generate",
-    "chat",
-    "export",
-    "report",
-    "methods",
-    "demo",
-    "python",
-)
-
 
 def chosen(arguments: argparse.Namespace) -> list[tuple[Any, str]]:
     """The cells to run. A part takes other commands of neighbouring rows."""

@@ -34,7 +34,7 @@ check(*{[name for name in HEAVY if name != "rich.table"]})  # the help of typer 
 
 
 def test_what_needs_no_tensor_loads_nothing_heavy():
-    run(LIGHT)
+    assert run(f"{LIGHT}print('light')") == "light\n"
 
 
 REGISTERED = """

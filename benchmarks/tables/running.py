@@ -13,6 +13,11 @@ WIDEST = "joint 4096x14336 2:4"
 WORKSPACE = "python benchmarks/memory.py layer"
 INFERENCE = "python benchmarks/inference.py"
 
+# The commands of the fault benchmark; python stands for calls of the library.
+HOSTILE_COMMANDS = (
+    "compress", "plan", "inspect", "evaluate", "generate", "chat", "export", "report", "methods", "demo", "python"
+)  # fmt: skip
+
 
 def small(content: Content) -> list[Row]:
     return [row for key, row in content["rows"].items() if key != WIDEST]
@@ -148,7 +153,7 @@ def hostile(content: Content) -> Iterable[Row]:
                 for column in (command, "all"):
                     cell = held.setdefault(row, {}).setdefault(column, {"before": [], "after": []})
                     cell[label].append(not wrong)
-    commands = [command for command in FAULTS_ON if command in held["all"]]
+    commands = [command for command in (*HOSTILE_COMMANDS, "all") if command in held["all"]]
     for kind in [*(kind for kind in held if kind != "all"), "all"]:
         cells = {command: held[kind].get(command) for command in commands}
         yield {
@@ -158,22 +163,6 @@ def hostile(content: Content) -> Iterable[Row]:
                 for command, cell in cells.items()
             },
         }
-
-
-FAULTS_ON = (
-    "compress",
-    "plan",
-    "inspect",
-    "evaluate",
-    "generate",
-    "chat",
-    "export",
-    "report",
-    "methods",
-    "demo",
-    "python",
-    "all",
-)
 
 
 def failures(content: Content) -> Iterable[Row]:
