@@ -32,7 +32,7 @@ def recipes(rounds: int) -> dict[str, Recipe]:
         "oats, 80 rounds": dataclasses.replace(base, method="oats"),
         f"hassle-free, {rounds} rounds": dataclasses.replace(base, method="hassle-free", rounds=rounds),
         "3basil": dataclasses.replace(base, method="3basil"),
-        "joint, layers alone": dataclasses.replace(base, method="joint", effort="fast", rounds=100),
+        "joint, not fine-tuned": dataclasses.replace(base, method="joint", effort="fast"),
         "joint": dataclasses.replace(base, method="joint"),
     }
 
