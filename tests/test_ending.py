@@ -159,7 +159,7 @@ def test_a_full_standard_output():
         (lambda: hasslefree.compress(3, "OUT"), "model must be str .* got 3"),
         (lambda: hasslefree.compress("M", 3), "out must be str .* got 3"),
         (lambda: hasslefree.compress("M", "OUT", {"rank": 2}), "recipe must be .*Recipe .* got {'rank': 2}"),
-        (lambda: hasslefree.compress("M", "OUT\0"), "out must be str"),
+        (lambda: hasslefree.compress("M", "OUT\0"), "out contains a null character"),
         (lambda: hasslefree.export("C", "E", max_shard_size=5), "max_shard_size must be str, got 5"),
         (lambda: hasslefree.advise("M", 3), "recipe must be .*Recipe, got 3"),
         (lambda: hasslefree.push(None, "me/it"), "folder must be str .* got None"),

@@ -93,15 +93,13 @@ def typed(function: F) -> F:
             for name, kind in get_type_hints(function).items():
                 adapters[name] = TypeAdapter(cast(Any, GenericAlias(tuple, (kind,))), config=config)
         for name, value in signature.bind(*args, **options).arguments.items():
-            wrong = isinstance(value, str | Path) and "\0" in str(value)
+            if isinstance(value, str | Path) and "\0" in str(value):
+                raise ArgumentError(f"{name} contains a null character: {str(value)!r:.60}; leave it out", (name,))
             try:
                 adapters[name].validate_python((value,))
             except ValidationError:
-                wrong = True
-            if wrong:
-                wanted = signature.parameters[name].annotation
-                words = wanted if isinstance(wanted, str) else inspect.formatannotation(wanted)
-                raise ArgumentError(f"{name} must be {words}, got {value!r:.60}", (name,))
+                words = inspect.formatannotation(signature.parameters[name].annotation).replace("'", "")
+                raise ArgumentError(f"{name} must be {words}, got {value!r:.60}", (name,)) from None
         return function(*args, **options)
 
     return call  # type: ignore[return-value]
