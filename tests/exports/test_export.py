@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
-from hasslefree.errors import ModelError, OutputError, UnknownNameError, WriteError
+from hasslefree.errors import CheckpointError, ModelError, OutputError, UnknownNameError, WriteError
 from hasslefree.exports import export as module
 from hasslefree.exports.formats import adapter_config
 from hasslefree.packed.linear import compressed_layers
@@ -335,3 +335,11 @@ def test_tokenizer_record_and_card_come_along(tmp_path):
             assert "import hasslefree" not in card
             assert ("The base alone lacks L." in card) == (folder.name == "peft")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "dense").dtype == torch.bfloat16
+
+
+def test_a_damaged_record_is_not_passed_on(tmp_path):
+    compress(with_biases("llama"), tmp_path / "packed")
+    (tmp_path / "packed" / "compression.json").write_text('{"\0": 1}')
+    with pytest.raises(CheckpointError, match="compression.json cannot be read"):
+        hasslefree.export(tmp_path / "packed", tmp_path / "dense", "dense")
+    assert not (tmp_path / "dense").exists()

@@ -337,3 +337,13 @@ def test_a_full_disk(whole, tmp_path):
         assert contents(small / "out") == whole
     finally:
         os.system(f"umount {small}")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_journal_of_somebody_else_stays(overwrite, tmp_path):
+    other = tmp_path / "out.unfinished" / "progress.json"
+    other.parent.mkdir()
+    other.write_text('{"mine": 1}')
+    with pytest.raises(CheckpointError, match="progress.json was not written by hasslefree; move it away"):
+        compress(tmp_path / "out", overwrite=overwrite)
+    assert other.read_text() == '{"mine": 1}'
