@@ -15,6 +15,7 @@ from hasslefree.cli import app, spread_lists
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.errors import OutputError, with_flags
 from hasslefree.folder.hub import prepare_push
+from hasslefree.folder.output import check_output
 from tests.hub import Repository
 
 EORA = Recipe(method="eora", rank=2)
@@ -140,6 +141,7 @@ def test_a_model_goes_to_the_hub_and_comes_back(ada, tmp_path, capsys):
     ):
         app(spread_lists(list(map(str, words))), standalone_mode=False)
         assert capsys.readouterr().out.endswith(f"Uploaded to {ada.url}/{words[-1 - ('--private' in words)]}.\n")
+        check_output(out if words[0] == "compress" else dense, overwrite=True)  # it is still hasslefree's own
     assert ada.repositories["ada/small"].private
     for name, folder in (("ada/small", out), ("ada/dense", dense)):
         ids = AutoTokenizer.from_pretrained(name)("Return a new dictionary", return_tensors="pt")

@@ -72,6 +72,12 @@ def test_pickled_weights_are_not_read(tmp_path):
         load_model(str(tmp_path), device="cpu")
 
 
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "README.md").write_text("read me")
+    with pytest.raises(ModelError, match="README.md is a file; give the folder of a model"):
+        load_model(str(tmp_path / "README.md"))
+
+
 def test_a_gguf_file_is_to_be_converted_first():
     with pytest.raises(ModelError, match=r"GGUF file; .*from_pretrained\('some', gguf_file='model.gguf'\)"):
         load_model("some/model.gguf", device="cpu")

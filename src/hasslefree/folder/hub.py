@@ -9,6 +9,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from hasslefree.errors import OutputError, option
 from hasslefree.folder.card import NAME, PLACE, TAG
+from hasslefree.folder.output import rewrite
 from hasslefree.validation import typed
 
 
@@ -51,7 +52,7 @@ def prepare_push(name: str, private: bool = False) -> None:
 def upload(folder: Path, name: str) -> str:
     """Upload a folder to a repository that `prepare_push` has checked."""
     card = folder / "README.md"
-    card.write_text(card.read_text(encoding="utf-8").replace(PLACE, name).replace(NAME, name), encoding="utf-8")
+    rewrite(card, card.read_text(encoding="utf-8").replace(PLACE, name).replace(NAME, name))
     later = f"{folder} is complete; upload it by {shlex.join(['hf', 'upload', name, str(folder), '--delete', '*'])}"
     try:
         done = upload_folder(repo_id=name, folder_path=folder, commit_message="Upload model", delete_patterns="*")

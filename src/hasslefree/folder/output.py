@@ -105,6 +105,14 @@ def complete(folder: Path) -> None:
         path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
 
 
+def rewrite(file: Path, text: str) -> None:
+    """Write a file of a finished folder again, and its size in the list of the folder's files."""
+    file.write_text(text, encoding="utf-8")
+    if (listed := file.with_name(FILES)).exists():
+        content = read_json(listed) | {file.name: file.stat().st_size}
+        listed.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def put_in_place(part: Path, folder: Path, overwrite: bool, old: Path) -> None:
     """Rename a finished folder to `folder`. If that is in use by now, both stay, and the WriteError says where.
 

@@ -63,6 +63,8 @@ def check_name(name: str) -> None:
             f"{str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(FOLDER), and the same with AutoTokenizer "
             "(transformers needs the package gguf for this)"
         )
+    if Path(name).is_file():
+        raise ModelError(f"{name} is a file; give the folder of a model, with config.json and weights")
     if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise ModelError(f"the model folder {name} does not exist")
     for file in (file for pattern in SETTINGS for file in Path(name).glob(pattern)):
