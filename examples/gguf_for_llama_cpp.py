@@ -1,6 +1,6 @@
 """Write a compressed model for llama.cpp: LLAMA_CPP=path/to/llama.cpp python gguf_for_llama_cpp.py [MODEL]
 
-It needs the converter of a clone of llama.cpp, and pip install "hasslefree[gguf]".
+It needs a clone of llama.cpp, and pip install "hasslefree[gguf]" sentencepiece for its converter.
 """
 
 import os
@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 import hasslefree
 
 model = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
-text = str(files("hasslefree.demo") / "calibration.jsonl")  # a small text of the package; "c4" is the better one
+text = str(files("hasslefree.demo") / "calibration.jsonl")  # a small text of the package; use "c4" for real models
 converter = Path(os.environ.get("LLAMA_CPP", "llama.cpp")) / "convert_hf_to_gguf.py"
 if not converter.exists():
     sys.exit(f"{converter} does not exist; clone https://github.com/ggml-org/llama.cpp and set LLAMA_CPP to its folder")
