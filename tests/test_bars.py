@@ -1,81 +1,120 @@
-"""How a terminal shows the phases of a run, and what a pipe gets."""
+"""How a terminal shows the phases of a run, what a pipe gets, and the bar of a call from Python."""
 
+import codecs
 import io
+import logging
+from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from rich.console import Console
-from rich.progress import Progress
 
-from hasslefree.cli import bars
-from hasslefree.phases import Phases, Step
+from hasslefree.bar import with_bar
+from hasslefree.cli import bars, in_ascii
+from hasslefree.phases import INPUTS, LOADING, SOLVING, Phases
 
 
-@pytest.fixture
-def screen(monkeypatch):
-    """Makes the console write to a file: as a terminal, or as a pipe."""
+class Screen(io.StringIO):
+    """A file that says it is a terminal."""
 
-    def made(terminal):
-        file = io.StringIO()
-        monkeypatch.setattr(bars, "console", Console(file=file, width=120, force_terminal=terminal))
-        monkeypatch.setattr(bars, "say", lambda line: file.write(f"{line}\n"))
-        return file
+    encoding = "utf-8"
 
-    return made
+    def isatty(self):
+        return True
 
 
 def run(listener):
     layer = SimpleNamespace(name="model.layers.0.mlp.up_proj", relative_error=0.0123456)
     phases = Phases(listener)
-    with phases.phase("loading the model"):
+    with phases.phase(LOADING):
         pass
+    phases.expect({INPUTS: 20.0, SOLVING: 4000.0})
     with (
-        phases.phase("collecting layer inputs", 4, "layers") as inputs,
-        phases.phase("solving", 4, "layers", running=False) as solving,
+        phases.phase(INPUTS, 1234, "layers") as inputs,
+        phases.phase(SOLVING, 1234, "layers", running=False) as solving,
     ):
-        inputs.advance(2)
+        inputs.advance(1000)
         with solving.running():
             solving.advance(1, layer)
         yield
 
 
-def test_a_terminal_has_a_bar_for_each_phase(screen):
-    """Oracle: the counts, by hand."""
-    file = screen(terminal=True)
-    with Progress(*bars.COLUMNS, console=bars.console) as progress:
-        for _ in run(lambda step: bars.update_bars(progress, step)):
-            progress.refresh()
-        assert [task.description for task in progress.tasks] == [
-            "loading the model",
-            "collecting layer inputs",
-            "solving",
-        ]
-        assert all(task.finished for task in progress.tasks)
-        bars.update_bars(progress, Step("loading the model", 0, 1, "", 0.0, None))  # of a second run
-        assert [task.description for task in progress.tasks] == ["loading the model"]
+@pytest.mark.parametrize("width", [80, 40])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_terminal_shows_what_is_under_way_and_cuts_nothing(width, encoding):
+    """Oracle: the lines by hand; a console that cuts would end them with an ellipsis."""
+    board, file = bars.Board(), io.TextIOWrapper(io.BytesIO(), encoding)
+    console = Console(file=file, width=width, force_terminal=True, color_system=None)
+    for _ in run(board.take):
+        console.print(board)
+    assert not board.steps
+    file.seek(0)
+    text = file.read()
+    assert max(map(len, text.splitlines())) <= width
+    words = Counter(word for word in text.split() if not set(word) & set("━╸╺-"))
+    shown = "collecting layer inputs 1,000/1,234 layers compressing layers 1/1,234 layers 0 s so far, about left"
+    assert Counter(shown.split()) <= words
+    assert "…" not in text
+    assert "model.layers.0.mlp.up_proj:relativeerror0.01235" in "".join(text.split())
+    assert ("━" in text) == (width == 80 and encoding == "utf-8")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_note_stands_above_the_bars_and_a_phase_is_no_note(terminal, monkeypatch):
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=terminal, color_system=None)
+    monkeypatch.setattr(bars, "console", console)
+    monkeypatch.setattr(bars, "say", lambda line: console.print(line, markup=False, highlight=False))
+    with bars.phase_bars() as listener:
+        for _ in run(listener):
+            logging.getLogger("hasslefree.run").info("no \x1b[31mred[/] name")
     text = file.getvalue()
-    assert "2/4 layers" in text
-    assert "1/4 layers" in text
-    assert "model.layers.0.mlp.up_proj error 0.01235" in text
+    assert r"no \x1b[31mred[/] name" in text
+    assert ("collecting layer inputs" in text) == terminal
     assert "started" not in text
 
 
-def test_a_terminal_shows_bars_without_the_lines_of_phases(screen):
-    file = screen(terminal=True)
-    with bars.phase_bars() as listener:
-        list(run(listener))
-    assert "started" not in file.getvalue()
+@with_bar
+def call(*, progress=None):
+    list(run(progress))
 
 
-def test_a_pipe_has_lines(screen):
-    file = screen(terminal=False)
-    with bars.phase_bars() as listener:
-        list(run(listener))
-    assert [line.partition(" ")[2] for line in file.getvalue().splitlines()] == [
-        "loading the model: started",
-        "loading the model: finished in 0 s",
-        "collecting layer inputs: started, 4 layers",
-        "solving: started, 4 layers",
-        "solving: finished, 4 layers in 0 s",
-        "collecting layer inputs: finished, 4 layers in 0 s",
-    ]
+@pytest.mark.parametrize(
+    ("environment", "disabled", "width", "wanted"),
+    [
+        ({}, False, 80, "  0 % compressing layers 0/1,234 layers, about 67 min left"),
+        ({}, False, 40, "  0 % compressing layers"),
+        ({"TQDM_DISABLE": "1"}, False, 80, None),
+        ({"RANK": "1"}, False, 80, None),
+        ({}, True, 80, None),
+    ],
+)
+def test_a_call_from_python_has_a_bar_that_the_usual_switches_turn_off(
+    monkeypatch, environment, disabled, width, wanted
+):
+    screen = Screen()
+    monkeypatch.setattr("sys.stderr", screen)
+    for name, value in ({"COLUMNS": str(width)} | environment).items():
+        monkeypatch.setenv(name, value)
+    if not disabled:
+        enable_progress_bars()
+    with disable_progress_bars() if disabled else nullcontext():
+        call()
+    shown = [line.partition(" |")[0] for line in screen.getvalue().split("\r")]
+    assert wanted in shown if wanted else shown == [""]
+
+
+def test_a_listener_replaces_the_bar(monkeypatch):
+    screen, steps = Screen(), []
+    monkeypatch.setattr("sys.stderr", screen)
+    call(progress=steps.append)
+    assert len(steps) == 8
+    assert screen.getvalue() == ""
+
+
+def test_a_terminal_without_utf_8_gets_plain_characters():
+    codecs.register_error("in_ascii", in_ascii)
+    assert "16×32 … λ\udcff".encode("ascii", "in_ascii") == rb"16x32 ... \u03bb\udcff"
+    assert "16×32 … λ".encode("latin-1", "in_ascii") == b"16\xd732 ... \\u03bb"

@@ -75,23 +75,41 @@ def test_an_error_ends_no_phase():
     assert phases.times()[-1] == PhaseTime("next", 2.0)
 
 
-def test_lines_come_at_both_ends_and_every_half_minute(caplog):
+def test_a_line_comes_every_minute_and_not_for_every_phase(caplog):
     """Oracle: the lines, written out."""
     clock = Clock()
     phases = Phases(clock=clock)
     with caplog.at_level(logging.INFO, "hasslefree"):
-        with phases.phase("loading the model"):
-            clock.passes(90)
+        for _ in range(50):
+            with phases.phase("quick", 4, "layers"):
+                clock.passes(1)
         with Phases(log=False, clock=clock).phase("another process"):
-            clock.passes(5)
+            clock.passes(110)
         for _ in phases.counted("allocation", range(10), 10, "blocks"):
-            clock.passes(14)
+            clock.passes(25)
     assert caplog.messages == [
-        "loading the model: started",
-        "loading the model: finished in 90 s",
-        "allocation: started, 10 blocks",
-        "allocation: 3 of 10 blocks in 42 s, about 98 s left",
-        "allocation: 6 of 10 blocks in 84 s, about 56 s left",
-        "allocation: 9 of 10 blocks in 2 min, about 14 s left",
-        "allocation: finished, 10 blocks in 2 min",
+        "allocation: 0 of 10 blocks, 3 min so far",
+        "allocation: 3 of 10 blocks, 4 min so far, about 3 min left",
+        "allocation: 6 of 10 blocks, 5 min so far, about 100 s left",
+        "allocation: 9 of 10 blocks, 6 min so far, about 25 s left",
     ]
+
+
+def test_the_time_left_is_that_of_the_whole_run():
+    """Oracle: the end of a run that takes twice the expected time: it is approached, and without a jump."""
+    clock, steps = Clock(), []
+    phases = Phases(steps.append, clock=clock)
+    with phases.phase("loading"):
+        clock.passes(3)
+    assert steps[-1].run_left is None
+    phases.expect({"solving": 100.0, "training": 300.0})
+    for name, seconds in (("solving", 200), ("training", 600)):
+        for _ in phases.counted(name, range(20), 20, "layers"):
+            clock.passes(seconds / 20)
+    left = {step.run_seconds: step.run_left for step in steps if step.run_left is not None}
+    assert left[3] == 400
+    assert all(0 < left[second] - left[second + 10] + 45 < 90 for second in range(3, 193, 10))
+    assert left[203] == pytest.approx(600, rel=0.2)
+    assert left[503] == pytest.approx(300, rel=0.05)
+    assert left[803] == 0
+    assert (steps[-1].left, steps[-1].seconds) == (0, 600)

@@ -11,13 +11,17 @@ sum to no more than those of the run. A phase whose work is spread over another 
 forward passes, is opened with `running=False`; its clock runs within `running()`.
 
 Clocks do not wait for a GPU: queued work counts in the phase that waits for it.
+
+The time left is that of the whole run, once `Phases.expect` has said how long the phases should take. A phase that is
+under way corrects its own estimate, and all of them so far correct those of the phases to come.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,18 +35,19 @@ logger = logging.getLogger(__name__)
 LOADING = "loading the model"
 TEXT = "reading the text"
 PREFLIGHT = "checking the model"
-REFERENCE_TEXT, REFERENCE = "reading the text to match on", "dense predictions"
-PROBES = "dense forward pass"
-ALLOCATION = "allocation"
+REFERENCE_TEXT, REFERENCE = "reading the training text", "running the dense model"
+PROBES, ALLOCATION = "probing the dense model", "choosing bits and ranks"
 RESUMED = "loading finished blocks"
 INPUTS = "collecting layer inputs"
-SOLVING = "solving"
-READ_BACK, PREDICTIONS = "reading blocks back", "prediction matching"
-WRITING = "writing"
+SOLVING = "compressing layers"
+READ_BACK, PREDICTIONS = "loading compressed blocks", "fine-tuning"
+WRITING = "writing files"
 TASK_DATA, SCORING = "reading the tasks", "answering the tasks"
 
-# Seconds between two log lines within a phase, at least.
-INTERVAL = 30.0
+# Seconds between two log lines, at least.
+INTERVAL = 60.0
+# What an expectation weighs against what was measured, as a share of a phase, or of the whole run.
+TRUST = 0.1
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class Step:
             before the first count.
         ended: it is the last step of its phase.
         layer: the `LayerRecord` of the layer that was just compressed; None in every other step.
+        run_seconds: that the run has taken so far. run_left: estimated seconds until the run ends, smoothed; None as
+            long as it is not known how long the phases should take.
     """
 
     phase: str
@@ -65,9 +72,15 @@ class Step:
     left: float | None
     ended: bool = False
     layer: Any = None
+    run_seconds: float = 0.0
+    run_left: float | None = None
 
 
 Listener = Callable[[Step], None]
+
+
+def ignore(step: Step) -> None:
+    """The listener of a run that shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,16 @@ class Phase:
     def __init__(self, phases: Phases, name: str, total: int, unit: str):
         self.phases, self.name, self.total, self.unit = phases, name, total, unit
         self.done, self.skipped, self.seconds = 0, 0, 0.0
+
+    @property
+    def measured(self) -> float:
+        """The share of the phase that took its seconds, without what was skipped."""
+        return (self.done - self.skipped) / max(self.total, 1)
+
+    @property
+    def open(self) -> float:
+        """The share of the phase that is still to do."""
+        return 1 - self.done / max(self.total, 1)
 
     def advance(self, count: int = 1, layer: Any = None) -> None:
         """Count what was done. layer: as for `Step`."""
@@ -116,7 +139,7 @@ class Phases:
 
     Args:
         listener: is called with every step, in the thread that works.
-        log: write lines of level INFO: at the beginning and the end of each phase, and every `INTERVAL` in between.
+        log: write a line of level INFO every `INTERVAL`.
         clock: gives seconds.
     """
 
@@ -126,7 +149,13 @@ class Phases:
         self.listener, self.log, self.clock = listener, log, clock
         self.phases: list[Phase] = []
         self.stack: list[Phase] = []
-        self.charged = self.logged = clock()
+        self.expected: Mapping[str, float] = {}
+        self.end = math.nan  # when the run should end, by the clock
+        self.began = self.charged = self.logged = self.estimated = clock()
+
+    def expect(self, seconds: Mapping[str, float]) -> None:
+        """Estimate the time left of the whole run from now on. seconds: that phases should take, by their names."""
+        self.expected = seconds
 
     @contextmanager
     def phase(self, name: str, total: int = 1, unit: str = "", running: bool = True) -> Iterator[Phase]:
@@ -161,25 +190,41 @@ class Phases:
         return tuple(PhaseTime(*item) for item in seconds.items())
 
     def notify(self, phase: Phase, event: str = "", layer: Any = None) -> None:
-        """Tell the listener and the log about a phase. event: "started", "finished", or empty in between."""
+        """Tell the listener about a phase, and the log if it is time. event: "started", "finished", or empty."""
         self.charge()
         if not phase.total:
             return
-        counted = phase.done - phase.skipped
-        left = phase.seconds / counted * (phase.total - phase.done) if counted else None
-        done, total, unit, seconds = phase.done, phase.total, phase.unit, phase.seconds
+        left = phase.seconds / phase.measured * phase.open if phase.measured else None
+        done, total, unit = phase.done, phase.total, phase.unit
+        run_seconds, run_left = self.charged - self.began, self.time_left()
+        step = Step(
+            phase.name, done, total, unit, phase.seconds, left, event == "finished", layer, run_seconds, run_left
+        )
         if self.listener:
-            self.listener(Step(phase.name, done, total, unit, seconds, left, event == "finished", layer))
-        if not self.log or not (event or self.charged - self.logged >= INTERVAL):
-            return
-        self.logged = self.charged
-        if event:
-            line = event + (f", {total:,} {unit}" if unit else "")
-            line += f" in {duration(seconds)}" if event == "finished" else ""
-        else:
-            line = f"{done:,} of {total:,} {unit} in {duration(seconds)}"
-            line += f", about {duration(left)} left" if left else ""
-        logger.info("%s: %s", phase.name, line)
+            self.listener(step)
+        if self.log and self.charged - self.logged >= INTERVAL:
+            self.logged = self.charged
+            logger.info(line_of(step))
+
+    def time_left(self) -> float | None:
+        """Estimated seconds until the run ends; an estimate that jumps is approached slowly."""
+        if not self.expected:
+            return None
+        begun = {phase.name: phase for phase in self.phases if phase.total}
+        known = [(phase, self.expected[name]) for name, phase in begun.items() if name in self.expected]
+        trusted = TRUST * sum(self.expected.values())
+        pace = trusted + sum(phase.seconds for phase, _ in known)
+        pace /= trusted + sum(phase.measured * seconds for phase, seconds in known)
+        left = sum(pace * seconds for name, seconds in self.expected.items() if name not in begun)
+        for name, phase in begun.items():
+            expected, trust = (pace * self.expected[name], TRUST) if name in self.expected else (0.0, 0.0)
+            if share := phase.measured + trust:
+                left += (phase.seconds + trust * expected) / share * phase.open
+        weight = 1 - math.exp((self.estimated - self.charged) / (10 + left / 50))
+        end = self.charged + left
+        self.end = end if math.isnan(self.end) else self.end + weight * (end - self.end)
+        self.estimated = self.charged
+        return max(self.end - self.charged, left / 2)
 
     def charge(self) -> None:
         """Add the time since the last call to the phase whose clock runs."""
@@ -187,3 +232,15 @@ class Phases:
         if self.stack:
             self.stack[-1].seconds += now - self.charged
         self.charged = now
+
+
+def about(left: float | None) -> str:
+    """The time left in words, after a comma; empty if it is not known or as good as over."""
+    return "" if left is None or left < 1 else f", about {duration(left)} left"
+
+
+def line_of(step: Step) -> str:
+    """A step as a line, with the time left of the whole run, or else of the phase."""
+    count = f"{step.done:,} of {step.total:,} {step.unit}, " if step.unit else ""
+    left = about(step.left if step.run_left is None else step.run_left)
+    return f"{step.phase}: {count}{duration(step.run_seconds)} so far{left}"

@@ -15,7 +15,7 @@ from hasslefree.errors import BudgetError, GridError, MemoryShortError, ModelErr
 from hasslefree.levers.train import segments_for
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import find_blocks
-from hasslefree.phases import ALLOCATION, INPUTS, PREDICTIONS, PROBES, SOLVING
+from hasslefree.phases import ALLOCATION, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
 from hasslefree.recipe.plan import make_plan
 from hasslefree.run.estimate import (
     LIBRARIES,
@@ -242,7 +242,8 @@ def test_flops_by_hand(tmp_path, free):
     assert flops[SOLVING] == build_method("joint", rounds=20).cost.flops * volume
     assert flops[PROBES] == 2 * tokens * (2 * block + head)
     assert flops[ALLOCATION] > 2 * flops[PROBES]
-    assert flops[PREDICTIONS] == 2 * segments_for(64, 16) * 16 * (10 * block + 3 * head)
+    assert flops[REFERENCE] == 2 * segments_for(64, 16) * 16 * 2 * block
+    assert flops[PREDICTIONS] == 2 * segments_for(64, 16) * 16 * (8 * block + 3 * head)
 
 
 def test_the_hidden_states_that_allocation_keeps_count(tmp_path, monkeypatch):

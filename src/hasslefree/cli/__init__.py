@@ -1,5 +1,6 @@
 """The command line."""
 
+import codecs
 import sys
 from io import TextIOWrapper
 from typing import Any
@@ -13,6 +14,7 @@ from hasslefree.cli.ending import report
 
 # These take several values after one flag, as in: --perplexity wikitext2 ptb my.txt
 _LISTS = ("--perplexity", "--tasks", "--leave-dense")
+_PLAIN = str.maketrans("×–−·", "x--*") | str.maketrans({"…": "...", "→": "->", "≈": "~", "ᵀ": "'"})
 
 
 def spread_lists(arguments: list[str]) -> list[str]:
@@ -30,12 +32,20 @@ def spread_lists(arguments: list[str]) -> list[str]:
     return spread
 
 
+def in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """An error handler of codecs: plain characters for those of our own texts, and backslashes for others."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].translate(_PLAIN)
+    return text.encode("ascii", "backslashreplace").decode(), error.end
+
+
 def run_app() -> None:
     """Run the command line; whatever ends it becomes a sentence and an exit code."""
+    codecs.register_error("hasslefree", in_ascii)
     register_post_import_hook(_quiet, "transformers.utils.logging")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # in a locale without UTF-8, and for names that are not UTF-8
+            stream.reconfigure(errors="hasslefree")  # in a locale without UTF-8, and for names that are not UTF-8
     if isinstance(sys.stdin, TextIOWrapper):  # bytes that are not UTF-8 are read as U+FFFD
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     arguments = sys.argv[1:]

@@ -1,95 +1,84 @@
-"""The progress of a run: a bar for each phase on a terminal, and log lines in a pipe or a file."""
+"""The progress of a run: a bar for each phase on a terminal, and a line per minute in a pipe or a file."""
 
 import logging
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
-from rich.logging import RichHandler
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Column
+from rich.console import ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from hasslefree.cli.common import console, say
 from hasslefree.escaping import escaped
-from hasslefree.phases import Listener, Step
+from hasslefree.phases import SOLVING, Listener, Step, about
 from hasslefree.phases import logger as phase_logger
 from hasslefree.units import duration
 
-# The spinner shows that a phase is running while its bar stands still.
-COLUMNS = (
-    SpinnerColumn(finished_text=" "),
-    TextColumn("{task.description}", markup=False),
-    BarColumn(bar_width=20),
-    TextColumn("{task.fields[count]}", justify="right"),
-    TextColumn("{task.fields[seconds]}", justify="right"),
-    TextColumn("{task.fields[left]}"),
-    TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-)
+# Columns of a terminal from which there is room for bars.
+WIDE = 72
 
 
 @contextmanager
 def phase_bars() -> Iterator[Listener]:
-    """A listener to the phases of a run. Log lines are printed, on a terminal above the bars."""
-    if not console.is_terminal:
-        lines = Lines()
-        lines.setFormatter(OneLine("%(asctime)s %(message)s", "%H:%M:%S"))
-        with logging_to(lines):
-            yield lambda step: None  # every phase is logged
-        return
-    with Progress(*COLUMNS, console=console, transient=True) as progress:
-        handler = RichHandler(console=progress.console, show_path=False, show_level=False, markup=False)
-        handler.setFormatter(OneLine())
-        handler.addFilter(lambda record: record.name != phase_logger.name)  # phases have bars
-        with logging_to(handler):
-            yield lambda step: update_bars(progress, step)
-
-
-@contextmanager
-def logging_to(handler: logging.Handler) -> Iterator[None]:
-    """Within it, the handler gets the log records of hasslefree from level INFO on."""
+    """A listener to the phases of a run. Within it, log lines are printed, on a terminal above the bars."""
+    board, drawn = Board(), console.is_interactive
+    lines = Lines("%(message)s" if drawn else "%(asctime)s %(message)s")
+    lines.addFilter(lambda record: not drawn or record.name != phase_logger.name)  # phases have bars
     logger = logging.getLogger("hasslefree")
     level = logger.level
-    logger.addHandler(handler)
+    logger.addHandler(lines)
     logger.setLevel(logging.INFO)
     try:
-        yield
+        with Live(board, console=console, transient=True) if drawn else nullcontext():
+            yield board.take
     finally:
-        logger.removeHandler(handler)
+        logger.removeHandler(lines)
         logger.setLevel(level)
 
 
-class OneLine(logging.Formatter):
-    """Each record as one line of plain text, whatever the names in it hold."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return escaped(super().format(record))
-
-
 class Lines(logging.Handler):
-    """Prints each log record as one line."""
+    """Prints each log record as one line of plain text, whatever the names in it hold."""
+
+    def __init__(self, form: str):
+        super().__init__()
+        self.setFormatter(logging.Formatter(form, "%H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(self.format(record))
+        say(escaped(self.format(record)))
 
 
-def update_bars(progress: Progress, step: Step) -> None:
-    """Draw the bar of the step's phase. When a phase that has ended begins again, the bars of ended phases go."""
-    bars = {task.description: task for task in progress.tasks}
-    if step.done == 0 and step.phase in bars and bars[step.phase].finished:
-        for name in [name for name, task in bars.items() if task.finished]:
-            progress.remove_task(bars.pop(name).id)
-    fields: dict[str, Any] = {
-        "total": step.total if step.unit or step.ended else None,  # None: an indeterminate bar
-        "completed": step.done,
-        "count": f"{step.done:,}/{step.total:,} {step.unit}" if step.unit else "",
-        "seconds": duration(step.seconds),
-        "left": "" if step.ended or step.left is None else f"{duration(step.left)} left",
-    }
-    if step.layer is not None:
-        fields["note"] = f"{step.layer.name} error {step.layer.relative_error:.5f}"
-    elif step.ended or step.phase not in bars:
-        fields["note"] = ""
-    if step.phase in bars:
-        progress.update(bars[step.phase].id, **fields)
-    else:
-        progress.add_task(step.phase, **fields)
+class Board:
+    """What a terminal shows of a run: the phases under way, the time of the whole run, and the last layer's error.
+
+    Lines are folded, and never cut. The clock goes on between steps.
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[str, Step] = {}
+        self.run: Step | None = None
+        self.layer, self.at = "", 0.0
+
+    def take(self, step: Step) -> None:
+        self.steps.pop(step.phase, None) if step.ended else self.steps.update({step.phase: step})
+        self.run, self.at = step, time.monotonic()
+        if step.layer is not None:
+            self.layer = f"{step.layer.name}: relative error {step.layer.relative_error:.5f}"
+
+    def __rich_console__(self, console: object, options: ConsoleOptions) -> RenderResult:
+        if self.run is None:
+            return
+        passed, wide = time.monotonic() - self.at, options.max_width >= WIDE
+        lines = Table.grid(padding=(0, 2, 0, 0))
+        for step in list(self.steps.values()):  # steps come from another thread
+            bar = ProgressBar(step.total if step.unit else None, step.done, width=20)
+            count = f"{step.done:,}/{step.total:,} {step.unit}" if step.unit else ""
+            left = about(step.left and step.left - passed) if step.run_left is None else ""
+            lines.add_row(Text(step.phase), *([bar] if wide else []), Text(count + left))
+        yield lines
+        left = about(self.run.run_left and self.run.run_left - passed)
+        yield Text(f"{duration(self.run.run_seconds + passed)} so far{left}", style="cyan")
+        if SOLVING in self.steps:
+            yield Text(escaped(self.layer), style="dim", overflow="fold")

@@ -1,6 +1,7 @@
 """The demo: a small Llama that ships with the package, compressed in six ways on two CPU cores."""
 
 import dataclasses
+import logging
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,12 @@ from rich.table import Table
 from hasslefree.evaluation.continuation import Sampling, Writer
 from hasslefree.evaluation.run import evaluate
 from hasslefree.models.load import load_model
-from hasslefree.phases import Listener, Phases
+from hasslefree.phases import Listener, Phases, ignore
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.run.compress import compress
 from hasslefree.units import table
+
+logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 MODEL = FOLDER / "model"
@@ -54,15 +57,16 @@ def run_demo(out: Path | None, rounds: int, progress: Listener | None = None) ->
     out: a folder for the compressed models; None for a temporary one. rounds: of hassle-free; the paper takes 80.
     """
     dense = load_model(str(MODEL)).num_parameters()
-    rows = [DemoRow("dense", held_out_perplexity(MODEL, progress), 0.0, dense, 0.0)]
+    rows = [DemoRow("dense", held_out_perplexity(MODEL), 0.0, dense, 0.0)]
     compared = recipes(rounds)
     with tempfile.TemporaryDirectory() as temporary:
-        models = Phases(progress).counted("comparison", compared.items(), len(compared), "models")
+        models = Phases(progress).counted("comparing methods", compared.items(), len(compared), "methods")
         for number, (name, recipe) in enumerate(models, 1):
             target = (out or Path(temporary)) / f"{number}-{recipe.method}"
-            report = compress(str(MODEL), target, recipe, overwrite=True, progress=progress)
+            report = compress(str(MODEL), target, recipe, overwrite=True, progress=ignore)
             stored = dense - report.dense_parameters + report.kept_parameters
-            perplexity = held_out_perplexity(target, progress)
+            perplexity = held_out_perplexity(target)
+            logger.info("%s: perplexity %.2f in %.0f s", name, perplexity, report.seconds)
             rows.append(DemoRow(name, perplexity, report.mean_relative_error, stored, report.seconds))
         return rows, {"dense": continuation(MODEL), name: continuation(target)}
 
@@ -89,7 +93,7 @@ def sample_table(samples: dict[str, str]) -> Table:
     return columns
 
 
-def held_out_perplexity(model: Path, progress: Listener | None = None) -> float:
+def held_out_perplexity(model: Path) -> float:
     """Perplexity of a model folder on text that the demo model was not trained on."""
-    results = evaluate(str(model), [str(HELD_OUT)], seqlen=SEQLEN, batch=16, dtype="float32", progress=progress)
+    results = evaluate(str(model), [str(HELD_OUT)], seqlen=SEQLEN, batch=16, dtype="float32", progress=ignore)
     return float(results["perplexity"][str(HELD_OUT)]["perplexity"])

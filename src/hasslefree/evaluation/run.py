@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hasslefree.bar import with_bar
 from hasslefree.data import check_text, evaluation_protocol, evaluation_text
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
 from hasslefree.evaluation.harness import check_harness, check_tasks, evaluate_tasks
@@ -90,6 +91,7 @@ def perplexity(
     return Perplexity(mean.exp().item(), len(tokens), scored, window)
 
 
+@with_bar
 def evaluate(
     model: str,
     texts: Sequence[str] = (),

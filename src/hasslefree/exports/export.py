@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from hasslefree.bar import with_bar
 from hasslefree.checkpoint import read_json
 from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
 from hasslefree.exports.formats import write_adapter, write_dense, write_narrow
@@ -36,6 +37,7 @@ EXPORTS: dict[str, Callable[..., dict[str, Path]]] = {
 
 
 @typed
+@with_bar
 def export(
     folder: str | Path,
     destination: str | Path,

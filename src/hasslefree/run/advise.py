@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hasslefree.bar import with_bar
 from hasslefree.distributed import ALONE
 from hasslefree.errors import RecipeError, option
 from hasslefree.levers.allocation import by_sensitivity
@@ -20,10 +21,10 @@ from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_tokenizer, resolve_device
 from hasslefree.models.streaming import Weights
-from hasslefree.phases import LOADING, Listener, Phases
+from hasslefree.phases import INPUTS, LOADING, SOLVING, Listener, Phases
 from hasslefree.recipe.plan import Plan, bytes_of, layer_room, uniform_plans, weights_on_disk
 from hasslefree.recipe.recipe import Recipe
-from hasslefree.run.estimate import Setup, check_memory
+from hasslefree.run.estimate import Setup, check_memory, seconds_by_phase
 from hasslefree.run.inputs import check_segments, draw, open_model
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.preflight import preflight
@@ -59,6 +60,7 @@ class Advice:
 
 
 @typed
+@with_bar
 def advise(
     model: str | Path | PreTrainedModel,
     recipe: Recipe,
@@ -101,6 +103,7 @@ def advise(
         setup = Setup(loaded, blocks, uniform[0], untrained, shape, target, activations)
         weights = Weights(loaded, target, prefetch=check_memory(setup).prefetch)
         options = {"storage": activations, "folder": Path(scratch), "phases": phases}
+        phases.expect(seconds_by_phase(setup, without=(INPUTS, SOLVING)))
         walk, _ = preflight(loaded, blocks, weights, uniform[0], segments[:1], options)
         dealt = by_sensitivity(walk, uniform[0], room, resolved, segments, ALONE)
         return [Advice.of(plan, dense, dealt.divergence(plan)) for plan in (dealt.plan, *uniform)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hasslefree.bar import with_bar
 from hasslefree.distributed import World, local_device, process_group
 from hasslefree.folder.journal import Progress, Unfinished, fingerprint, unfinished
 from hasslefree.folder.output import check_output
@@ -23,12 +24,12 @@ from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites,
 from hasslefree.models.load import load_tokenizer, resolve_device
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
-from hasslefree.phases import LOADING, WRITING, Listener, Phase, Phases
+from hasslefree.phases import LOADING, PREDICTIONS, REFERENCE, WRITING, Listener, Phase, Phases
 from hasslefree.recipe.plan import Plan, bytes_of, bytes_on_disk, digest, layer_room, plan_of
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.blockwise import compress_blocks
-from hasslefree.run.estimate import Setup, check_memory
+from hasslefree.run.estimate import Setup, check_memory, seconds_by_phase
 from hasslefree.run.inputs import check_segments, draw, open_model
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.outputs import configuration, described, recorded, write_rest
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 @typed
+@with_bar
 def compress(
     model: str | Path | PreTrainedModel,
     out: str | Path,
@@ -74,8 +76,9 @@ def compress(
         overwrite: replace a folder that is not empty, once the new one is complete; discard an unfinished compression.
         trust_remote_code: run code that comes with the model.
         progress: called with a `hasslefree.phases.Step` whenever a phase of the run begins, counts or ends; its field
-            `layer` is the record of the layer that was just compressed. Under torchrun every process calls its own. The
-            logger "hasslefree.phases" has the same as lines of level INFO, in the first process.
+            `layer` is the record of the layer that was just compressed. Under torchrun every process calls its own.
+            None for a bar on a terminal or in a notebook, unless bars of huggingface_hub or tqdm are switched off. The
+            logger "hasslefree.phases" has a line of level INFO per minute, in the first process.
 
     Raises:
         HasslefreeError: anything wrong with the input; as far as possible, before the first layer is changed.
@@ -151,6 +154,7 @@ def compress_dense(
     work.background_writes = walk.weights.prefetch
     local = world.share(segments).to(device)
     predictions = world.broadcast(work.predictions)  # of an earlier run, which had trained the model already
+    phases.expect(seconds_by_phase(setup, without=(REFERENCE, PREDICTIONS) if predictions else ()))
     tokenizer = None if dense.own_segments else dense.tokenizer
     reference = None if predictions else dense_reference(walk, resolved, tokenizer, segments, world)
     allocation = world.broadcast(allocate(walk, plan, dense.room, resolved, local, world))

@@ -8,7 +8,7 @@ written; a block is run and solved; all compressed blocks are trained together. 
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -27,11 +27,11 @@ from hasslefree.models.experts import share_of_tokens, split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.models.moments import BATCH, probes, sums_bytes, traffic
 from hasslefree.models.precision import product_dtype
-from hasslefree.phases import ALLOCATION, INPUTS, PREDICTIONS, PROBES, SOLVING
+from hasslefree.phases import ALLOCATION, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
 from hasslefree.recipe.plan import LayerPlan, Plan, bytes_on_disk, plan_of
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.run.machine import free_memory, in_one_pass, room_for_sums
+from hasslefree.run.machine import free_memory, in_one_pass, product_rate, room_for_sums
 from hasslefree.run.sharing import shared_layers, weight_of
 from hasslefree.solve.methods.joint import QUICK_PRUNING
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
@@ -263,14 +263,21 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
     probing = 2 * setup.probe_tokens * (parameters + head)
     looks = QUICK_PRUNING.cost.flops + len(resolved.grids) * SparseGPT().cost.flops
     phases = {
+        REFERENCE: 2 * setup.matched_tokens * parameters,
         PROBES: probing,
         ALLOCATION: 2 * probing + looks * volume if probing else 0.0,
         INPUTS: grams + passes * forward,
         SOLVING: resolved.method.cost.flops * volume,
-        # The dense model once, and a step of training; predictions of both models, and a backward pass of the head.
-        PREDICTIONS: 2 * setup.matched_tokens * (5 * parameters + 3 * head),
+        # A step runs a block forward, again and backward; predictions of both models, and a backward pass of the head.
+        PREDICTIONS: 2 * setup.matched_tokens * (4 * parameters + 3 * head),
     }
     return {name: float(flops) for name, flops in phases.items() if flops}
+
+
+def seconds_by_phase(setup: Setup, without: Collection[str] = ()) -> dict[str, float]:
+    """How long the phases of a compression should take on this machine. without: phases that it does not run."""
+    rate = product_rate(setup.device)
+    return {name: flops / rate for name, flops in flops_by_phase(setup).items() if name not in without}
 
 
 def fits(setup: Setup) -> bool:
