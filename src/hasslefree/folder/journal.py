@@ -20,7 +20,7 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hasslefree.checkpoint import INDEX, opened, read_json, run_in_background
+from hasslefree.checkpoint import INDEX, TensorFile, read_json, run_in_background
 from hasslefree.errors import CheckpointError, OutputError, option
 from hasslefree.folder.output import check_output, complete, disk_errors, fsync_and_rename, put_in_place, sync
 from hasslefree.folder.record import PredictionRecord
@@ -151,8 +151,8 @@ class Unfinished:
 
     def read(self, part: FinishedPart) -> dict[str, Tensor]:
         """The tensors of a part, on the CPU."""
-        with opened(self.model / part.file) as handle:
-            return dict(handle.get_tensors())
+        file = TensorFile(self.model / part.file)
+        return {name: file.get_tensor(name) for name in file.metas}
 
     def finish(self, fill: Callable[[Path], None]) -> None:
         """Replace OUT by the folder. fill: writes the files that are still missing."""

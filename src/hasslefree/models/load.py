@@ -9,16 +9,22 @@ from typing import Any, get_args
 
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
-from transformers import modeling_utils as transformers_loading
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    modeling_utils,
+)
+from transformers.integrations import accelerate
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from hasslefree.checkpoint import MOST_BYTES, read_json, weight_map
+from hasslefree.checkpoint import MOST_BYTES, TensorFile, read_json, weight_map
 from hasslefree.data import PIECE, WIDEST, pieces
 from hasslefree.errors import CheckpointError, HasslefreeError, ModelError, UnknownNameError, option
 from hasslefree.models.calls import replaced
@@ -89,32 +95,12 @@ def check_settings(file: Path) -> None:
 def loading(what: str, remedy: str) -> Iterator[None]:
     """Turn whatever transformers raises about a folder into a CheckpointError. what: could not be done."""
     try:
-        with replaced(transformers_loading, "safe_open", Unmapped):
+        with replaced(modeling_utils, "safe_open", TensorFile), replaced(accelerate, "safe_open", TensorFile):
             yield
     except (HasslefreeError, MemoryError, torch.OutOfMemoryError, BrokenPipeError):
         raise
     except Exception as error:
         raise CheckpointError(f"{what}: {_first_line(error)}; {remedy}") from error
-
-
-class Unmapped:
-    """A safetensors file whose tensors are read, as by `checkpoint.opened`: transformers maps them, but on Windows."""
-
-    def __init__(self, file: Any, framework: str, device: Any = "cpu", **_: Any):
-        self.handle: Any = safe_open(file, framework=framework, device=device, backend="pread")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.handle, name)
-
-    def __enter__(self) -> "Unmapped":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def get_slice(self, name: str) -> Any:
-        """A tensor to read; at once if it is empty, because slices that are read cannot be."""
-        part = self.handle.get_slice(name)
-        return self.handle.get_tensor(name) if 0 in part.get_shape() else part
 
 
 def no_model(name: str, error: Exception) -> ModelError:

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from hasslefree.checkpoint import opened, run_in_background
+from hasslefree.checkpoint import TensorFile, run_in_background
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.experts import SplitExperts
@@ -27,17 +26,20 @@ Modules = Callable[[], Iterable[nn.Module]]
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of a checkpoint: `name` in the model, `leaf` in `stored`, the files as accelerate lists them."""
+    """A tensor of a checkpoint: `name` in the model, `leaf` in `stored`, the files as accelerate lists them.
+
+    opened: a file by its path.
+    """
 
     stored: Any
     leaf: str
     name: str
+    opened: Callable[[str], TensorFile]
 
     def read(self) -> Tensor:
         """The tensor on the CPU, in the dtype of the model. Raises a CheckpointError if its file is damaged."""
         entry = self.stored.dataset.index[f"{self.stored.prefix}{self.leaf}"]
-        with opened(Path(entry["safetensors_file"])) as handle:
-            tensor: Tensor = handle.get_tensor(entry["weight_name"])
+        tensor = self.opened(entry["safetensors_file"]).get_tensor(entry["weight_name"])
         return tensor.to(getattr(torch, entry["dtype"]))
 
 
@@ -88,6 +90,7 @@ class Weights:
     def __init__(self, model: PreTrainedModel, device: torch.device, prefetch: bool = True):
         self.device, self.prefetch = device, prefetch
         self._prefetcher = Prefetcher(device)
+        self._opened = cache(TensorFile)
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         # Weak: a layer that was replaced takes its weight along.
         self._stored: WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = WeakKeyDictionary()
@@ -183,7 +186,7 @@ class Weights:
 
     def _source(self, module: nn.Module, name: str) -> Source:
         module, name = self._other_name.get((module, name), (module, name))
-        return Source(self._stored[module], name, f"{self._names[module]}.{name}")
+        return Source(self._stored[module], name, f"{self._names[module]}.{name}", self._opened)
 
     def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
         source = self._source(module, name)
