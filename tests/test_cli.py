@@ -82,8 +82,8 @@ def test_compress(compressed):
     assert f"now take {size(record['stored_bytes'])}, {record['stored_bytes'] / record['dense_bytes']:.0%}." in text
     assert "14 layers" in text
     assert "down_proj" in text
-    assert re.search(r"^\d\d:\d\d:\d\d solving: finished, 14 layers in \d", text, re.MULTILINE)
-    assert re.search(r"^ solving +\d+\.\d *$", text, re.MULTILINE)
+    assert not re.search(r"^\d\d:\d\d:\d\d ", text, re.MULTILINE), "lines come once a minute"
+    assert re.search(r"^ compressing layers +\d+\.\d *$", text, re.MULTILINE)
     files = {path.name for path in out.iterdir()}
     assert files >= {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
                      "README.md", "compression.json"}  # fmt: skip
@@ -119,7 +119,6 @@ def test_evaluate(compressed, monkeypatch, capsys, tmp_path):
     found = json.loads(results.read_text())["perplexity"]
     assert set(found) == {str(HELD_OUT), f"{CALIBRATION}[:1]"}
     assert found[str(HELD_OUT)]["tokens"] == 640
-    assert f"perplexity on {HELD_OUT.name}: finished, 10 windows in" in text
     assert 10 < found[str(HELD_OUT)]["perplexity"] < 200
 
 
@@ -228,7 +227,6 @@ def test_export(compressed, monkeypatch, capsys, tmp_path):
         code, text = run(monkeypatch, capsys, "export", out, "--to", to, tmp_path / to)
         assert code == 0, text
         assert f"Written to {tmp_path / to}" in text
-        assert "writing: finished in" in text
         assert (tmp_path / to / file).is_file()
     for arguments, message in [
         (
@@ -254,7 +252,7 @@ def test_a_checkpoint_that_is_cut_short(monkeypatch, capsys, tmp_path):
     weights.write_bytes(weights.read_bytes()[:100_000])
     code, text = run(monkeypatch, capsys, "compress", tmp_path / "model", tmp_path / "out", "--rank", "4", *QUICK)
     assert code == 1
-    assert "file not fully covered" in text
+    assert "is truncated" in text
 
 
 def test_lists_take_several_values():

@@ -81,6 +81,20 @@ def test_the_root_lists_every_command_in_one_line_under_a_heading():
     assert all(line.rstrip("│ ").endswith(".") for line in lines), "a line goes on below"
 
 
+@pytest.mark.parametrize("name", [None, *COMMANDS])
+def test_the_help_of_a_switch_has_no_type(name):
+    _, text, _ = invoke(*([name] if name else []), "--help")
+    assert "<bool>" not in text
+    assert not [line for line in text.splitlines() if len(line) > 80 or "…" in line.replace("cuda:1, …", "")]
+
+
+def test_the_first_screen_of_compress_has_the_common_options():
+    """Oracle: what README and the how-to pages use most."""
+    screen = "\n".join(invoke("compress", "-h")[1].splitlines()[:24])
+    common = "size bits rank pattern engine effort calibration samples seqlen device resume overwrite"
+    assert [name for name in common.split() if f"│ --{name} " not in screen] == []
+
+
 @pytest.mark.parametrize(
     ("table", "about"),
     [(methods.METHODS, methods.ABOUT), (pruners.PRUNERS, pruners.ABOUT),

@@ -88,10 +88,10 @@ def test_a_line_comes_every_minute_and_not_for_every_phase(caplog):
         for _ in phases.counted("allocation", range(10), 10, "blocks"):
             clock.passes(25)
     assert caplog.messages == [
-        "allocation: 0 of 10 blocks, 3 min so far",
-        "allocation: 3 of 10 blocks, 4 min so far, about 3 min left",
-        "allocation: 6 of 10 blocks, 5 min so far, about 100 s left",
-        "allocation: 9 of 10 blocks, 6 min so far, about 25 s left",
+        "allocation: 0/10 blocks, 3 min so far",
+        "allocation: 3/10 blocks, 4 min so far, about 3 min left",
+        "allocation: 6/10 blocks, 5 min so far, about 100 s left",
+        "allocation: 9/10 blocks, 6 min so far, about 25 s left",
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-from hasslefree.phases import Step, about
+from hasslefree.phases import Step
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -35,10 +35,9 @@ def with_bar(call: C) -> C:
 
 def move(bar: Any, step: Step) -> None:
     """Show a step: the share of the whole run, or of the phase as long as that is all that is known."""
-    count = f" {step.done:,}/{step.total:,} {step.unit}" if step.unit else ""
-    left = about(step.left if step.run_left is None else step.run_left)
     columns = shutil.get_terminal_size().columns
-    bar.set_description_str(step.phase + count * (columns >= 80) + left * (columns >= 60), refresh=False)
+    count, left = f" {step.count}" * (columns >= 80), step.about() * (columns >= 60)
+    bar.set_description_str(f"{step.phase}{count}{left}", refresh=False)
     run = None if step.run_left is None else step.run_seconds / max(step.run_seconds + step.run_left, 1e-9)
     bar.update((step.done / step.total if run is None else run) - bar.n)
     if not step.done:

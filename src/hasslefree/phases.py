@@ -75,6 +75,16 @@ class Step:
     run_seconds: float = 0.0
     run_left: float | None = None
 
+    @property
+    def count(self) -> str:
+        """What is done, of how much."""
+        return f"{self.done:,}/{self.total:,} {self.unit}" if self.unit else ""
+
+    def about(self, passed: float = 0.0) -> str:
+        """The time left of the run, or else of the phase, after a comma. passed: seconds since this step."""
+        left = self.left if self.run_left is None else self.run_left
+        return "" if left is None or left - passed < 1 else f", about {duration(left - passed)} left"
+
 
 Listener = Callable[[Step], None]
 
@@ -107,6 +117,10 @@ class Phase:
     def open(self) -> float:
         """The share of the phase that is still to do."""
         return 1 - self.done / max(self.total, 1)
+
+    def time_left(self, expected: float) -> float:
+        """Estimated seconds until it ends. expected: of the whole phase, before it began."""
+        return (self.seconds + TRUST * expected) / (self.measured + TRUST) * self.open
 
     def advance(self, count: int = 1, layer: Any = None) -> None:
         """Count what was done. layer: as for `Step`."""
@@ -167,11 +181,11 @@ class Phases:
         """
         phase = Phase(self, name, total, unit)
         self.phases.append(phase)
-        self.notify(phase, "started")
+        self.notify(phase)
         with phase.running() if running else nullcontext():
             yield phase
         phase.done = total
-        self.notify(phase, "finished")
+        self.notify(phase, ended=True)
 
     def counted(self, name: str, items: Iterable[T], total: int, unit: str) -> Iterator[T]:
         """The items of a loop; making an item and running the body are the phase, and each item counts after it."""
@@ -189,40 +203,33 @@ class Phases:
                 seconds[phase.name] = seconds.get(phase.name, 0.0) + phase.seconds
         return tuple(PhaseTime(*item) for item in seconds.items())
 
-    def notify(self, phase: Phase, event: str = "", layer: Any = None) -> None:
-        """Tell the listener about a phase, and the log if it is time. event: "started", "finished", or empty."""
+    def notify(self, phase: Phase, ended: bool = False, layer: Any = None) -> None:
+        """Tell the listener about a phase, and the log if it is time."""
         self.charge()
         if not phase.total:
             return
         left = phase.seconds / phase.measured * phase.open if phase.measured else None
-        done, total, unit = phase.done, phase.total, phase.unit
-        run_seconds, run_left = self.charged - self.began, self.time_left()
-        step = Step(
-            phase.name, done, total, unit, phase.seconds, left, event == "finished", layer, run_seconds, run_left
-        )
+        counted = phase.name, phase.done, phase.total, phase.unit, phase.seconds, left
+        step = Step(*counted, ended, layer, self.charged - self.began, self.time_left())
         if self.listener:
             self.listener(step)
         if self.log and self.charged - self.logged >= INTERVAL:
             self.logged = self.charged
-            logger.info(line_of(step))
+            count = f"{step.count}, " if step.unit else ""
+            logger.info("%s: %s%s so far%s", step.phase, count, duration(step.run_seconds), step.about())
 
     def time_left(self) -> float | None:
         """Estimated seconds until the run ends; an estimate that jumps is approached slowly."""
         if not self.expected:
             return None
         begun = {phase.name: phase for phase in self.phases if phase.total}
-        known = [(phase, self.expected[name]) for name, phase in begun.items() if name in self.expected]
+        phases = [(begun.get(name) or Phase(self, name, 1, ""), seconds) for name, seconds in self.expected.items()]
         trusted = TRUST * sum(self.expected.values())
-        pace = trusted + sum(phase.seconds for phase, _ in known)
-        pace /= trusted + sum(phase.measured * seconds for phase, seconds in known)
-        left = sum(pace * seconds for name, seconds in self.expected.items() if name not in begun)
-        for name, phase in begun.items():
-            expected, trust = (pace * self.expected[name], TRUST) if name in self.expected else (0.0, 0.0)
-            if share := phase.measured + trust:
-                left += (phase.seconds + trust * expected) / share * phase.open
-        weight = 1 - math.exp((self.estimated - self.charged) / (10 + left / 50))
-        end = self.charged + left
-        self.end = end if math.isnan(self.end) else self.end + weight * (end - self.end)
+        pace = trusted + sum(phase.seconds for phase, _ in phases)
+        pace /= trusted + sum(phase.measured * seconds for phase, seconds in phases)
+        left = sum(phase.time_left(pace * seconds) for phase, seconds in phases)
+        end, weight = self.charged + left, math.exp((self.estimated - self.charged) / (10 + left / 50))
+        self.end = end if math.isnan(self.end) else weight * self.end + (1 - weight) * end
         self.estimated = self.charged
         return max(self.end - self.charged, left / 2)
 
@@ -232,15 +239,3 @@ class Phases:
         if self.stack:
             self.stack[-1].seconds += now - self.charged
         self.charged = now
-
-
-def about(left: float | None) -> str:
-    """The time left in words, after a comma; empty if it is not known or as good as over."""
-    return "" if left is None or left < 1 else f", about {duration(left)} left"
-
-
-def line_of(step: Step) -> str:
-    """A step as a line, with the time left of the whole run, or else of the phase."""
-    count = f"{step.done:,} of {step.total:,} {step.unit}, " if step.unit else ""
-    left = about(step.left if step.run_left is None else step.run_left)
-    return f"{step.phase}: {count}{duration(step.run_seconds)} so far{left}"

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hasslefree.cli.common import console, say
 from hasslefree.escaping import escaped
-from hasslefree.phases import SOLVING, Listener, Step, about
+from hasslefree.phases import SOLVING, Listener, Step
 from hasslefree.phases import logger as phase_logger
 from hasslefree.units import duration
 
@@ -25,7 +25,8 @@ WIDE = 72
 def phase_bars() -> Iterator[Listener]:
     """A listener to the phases of a run. Within it, log lines are printed, on a terminal above the bars."""
     board, drawn = Board(), console.is_interactive
-    lines = Lines("%(message)s" if drawn else "%(asctime)s %(message)s")
+    lines = Lines()
+    lines.setFormatter(logging.Formatter("%(message)s" if drawn else "%(asctime)s %(message)s", "%H:%M:%S"))
     lines.addFilter(lambda record: not drawn or record.name != phase_logger.name)  # phases have bars
     logger = logging.getLogger("hasslefree")
     level = logger.level
@@ -41,10 +42,6 @@ def phase_bars() -> Iterator[Listener]:
 
 class Lines(logging.Handler):
     """Prints each log record as one line of plain text, whatever the names in it hold."""
-
-    def __init__(self, form: str):
-        super().__init__()
-        self.setFormatter(logging.Formatter(form, "%H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
         say(escaped(self.format(record)))
@@ -74,11 +71,10 @@ class Board:
         lines = Table.grid(padding=(0, 2, 0, 0))
         for step in list(self.steps.values()):  # steps come from another thread
             bar = ProgressBar(step.total if step.unit else None, step.done, width=20)
-            count = f"{step.done:,}/{step.total:,} {step.unit}" if step.unit else ""
-            left = about(step.left and step.left - passed) if step.run_left is None else ""
-            lines.add_row(Text(step.phase), *([bar] if wide else []), Text(count + left))
+            left = step.about(passed) if step.run_left is None else ""
+            lines.add_row(Text(step.phase), *([bar] if wide else []), Text(step.count + left))
         yield lines
-        left = about(self.run.run_left and self.run.run_left - passed)
+        left = "" if self.run.run_left is None else self.run.about(passed)
         yield Text(f"{duration(self.run.run_seconds + passed)} so far{left}", style="cyan")
         if SOLVING in self.steps:
             yield Text(escaped(self.layer), style="dim", overflow="fold")

@@ -3,8 +3,10 @@
 import json
 import os
 import platform
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,8 +43,11 @@ class Commands(TyperGroup):
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
+        for command in (self, *self.commands.values()):
+            command.get_params = untyped_switches(command.get_params)  # type: ignore[assignment, method-assign]
         for command in self.commands.values():  # --verbose may stand before a command or after it
             command.params += [option for option in self.params if option.name == "verbose"]
+            command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.help or ""))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -51,6 +56,17 @@ class Commands(TyperGroup):
             if not QUIET_PROCESS:
                 errors.print(str(interruption) or "Interrupted.", markup=False, highlight=False)
             raise typer.Exit(130) from None
+
+
+def untyped_switches(get_params: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+    """The parameters of a command; the help shows no type of a switch."""
+
+    def get(ctx: Any) -> list[Any]:
+        for option in (options := get_params(ctx)):
+            option.metavar = "" if getattr(option, "is_flag", False) else option.metavar
+        return options
+
+    return get
 
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -69,17 +85,15 @@ def print_versions(wanted: bool) -> None:
         raise typer.Exit
 
 
-ABOUT = "Print the versions of hasslefree, Python, torch and transformers."
-VERSIONS = flag(None, ABOUT, "--version", callback=print_versions, is_eager=True, show_default=False)
-TRACEBACK = "Show the traceback of an error too (default: off)."  # `ending.report` looks for it
+LIBRARIES = "Print the version, and those of libraries."
+VERSIONS = flag(None, LIBRARIES, "--version", callback=print_versions, is_eager=True, show_default=False)
+TRACEBACK = "Show tracebacks too (default: off)."  # `ending.report` looks for it
 VERBOSE = flag(None, TRACEBACK, "--verbose", expose_value=False, show_default=False)
 
 
-@app.callback(
-    epilog="`hasslefree demo` shows a compression in minutes, and `hasslefree COMMAND --help` lists all options."
-)
+@app.callback(epilog="Start with `hasslefree demo`; `hasslefree COMMAND -h` lists all options of a command.")
 def root(versions: Annotated[bool, VERSIONS] = False, verbose: Annotated[bool, VERBOSE] = False) -> None:
-    """Make a language model smaller: every linear layer of its blocks becomes sparse plus low-rank."""
+    """Make a language model smaller: quantised or sparse layers, plus low-rank ones."""
     console.quiet, console.stderr = QUIET_PROCESS, False
 
 
@@ -103,13 +117,12 @@ def check_output_file(output: Path | None) -> Path | None:
     return output
 
 
-ONLY_ERRORS = "Print errors only (and the JSON of --json)."
-AS_JSON = "Print the results as JSON on standard output, and everything else on standard error."
+AS_JSON = "Print the results as JSON on standard output, even if --quiet, and all else on standard error."
 Folder = Annotated[Path, typer.Argument(metavar="OUT", help="A folder that `hasslefree compress` wrote.")]
-Device = Annotated[str | None, flag(RUN, "cpu, cuda, cuda:1, … (default: the GPU if there is one).")]
+Device = Annotated[str | None, flag(None, "cpu, cuda, cuda:1, … (default: a GPU, if any).")]
 Trust = Annotated[bool, flag(RUN, "Run Python code that comes with the model (default: off).", "--trust-remote-code")]
 Dtype = Annotated[str, flag(RUN, "Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.")]
-Quiet = Annotated[bool, flag(OUTPUT, ONLY_ERRORS, "--quiet", "-q", callback=set_quiet, show_default=False)]
+Quiet = Annotated[bool, flag(OUTPUT, "Print errors only.", "--quiet", "-q", callback=set_quiet, show_default=False)]
 Json = Annotated[bool, flag(OUTPUT, AS_JSON, "--json", callback=leave_standard_output, show_default=False)]
 Output = Annotated[Path | None, flag(OUTPUT, "Write that JSON to FILE.", metavar="FILE", callback=check_output_file)]
 PushTo = Annotated[str | None, flag(OUTPUT, "Upload OUT to this name on the hub (default: none).", metavar="USER/NAME")]

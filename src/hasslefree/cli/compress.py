@@ -18,20 +18,34 @@ from hasslefree.errors import with_flags
 from hasslefree.recipe.recipe import BUDGET, GROUPS, NAMES, Fields, Recipe, help_of
 from hasslefree.units import size
 
-RESUME = "Resume an interrupted run from its last finished block (default: off)."
-OVERWRITE = "Replace OUT if it is not empty, and start from the first block (default: off)."
+RESUME = "Continue an interrupted run (default: off)."
+OVERWRITE = "Replace OUT, and start over (default: off)."
 SETTINGS = "List the settings of this method, pruner or low-rank solver instead."
 EXAMPLE = "Example: hasslefree compress MODEL OUT --size 1.5GB"
 PROCESSES = "Number of processes under torchrun; figures are for each."
+# The options that most users need stand before all headings, in a line or two; the page on recipes says more.
+COMMON = {
+    "size": "Bytes of all weights (1.5GB), or bits per weight (4.8bits) (default: 5.2bits).",
+    "bits": "Bits of S in every layer (default: by --size).",
+    "rank": "Rank of L, 0 for no L (default: by --size).",
+    "pattern": "Zeros of S, such as 2:4 (default: by method).",
+    "engine": "Program that runs the result (no default).",
+    "effort": "Training after the fit: fast (none), balanced or best (default: by method).",
+    "calibration": "Text: c4, a file or self",
+    "samples": "Number of calibration segments",
+    "seqlen": "Tokens in a segment (default: 2048 at most).",
+}
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model: a hub name or a local folder.")]
 Activations = Annotated[str, flag(RUN, "Where hidden states are kept between blocks: device, cpu (in RAM) or disk.")]
 
 
 def recipe_options() -> Iterator[Parameter]:
-    """An option for each field, group by group, which is None if it is not given."""
+    """An option for each field, first the common ones, then group by group. It is None if it is not given."""
     types = typing.get_type_hints(Fields)
-    for field in sorted(dataclasses.fields(Fields), key=lambda field: GROUPS.index(field.metadata["group"])):
-        text, group = help_of(field.name), field.metadata["group"]
+    fields = sorted(dataclasses.fields(Fields), key=lambda field: GROUPS.index(field.metadata["group"]))
+    for field in sorted(fields, key=lambda field: [*COMMON, field.name].index(field.name)):
+        text = COMMON.get(field.name) or help_of(field.name)
+        group = None if field.name in COMMON else field.metadata["group"]
         if field.default not in (None, ()):
             default = "off" if field.default is False else field.default
             text = f"{text.rstrip('.')} (default: {default})."
@@ -74,8 +88,8 @@ def call_compress(
     device: Device = None,
     activations: Activations = "device",
     trust_remote_code: Trust = False,
-    resume: Annotated[bool, flag(OUTPUT, RESUME, "--resume")] = False,
-    overwrite: Annotated[bool, flag(OUTPUT, OVERWRITE, "--overwrite")] = False,
+    resume: Annotated[bool, flag(None, RESUME, "--resume")] = False,
+    overwrite: Annotated[bool, flag(None, OVERWRITE, "--overwrite")] = False,
     push_to: common.PushTo = None,
     private: common.Private = False,
     quiet: Quiet = False,
@@ -146,7 +160,7 @@ def plan(
 
 @app.command(rich_help_panel=COMPRESS)
 def methods(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help=SETTINGS)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help=SETTINGS)] = None,
     as_json: Json = False,
 ) -> None:
     """List methods, pruners, low-rank solvers, patterns and efforts."""

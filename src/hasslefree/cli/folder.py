@@ -128,7 +128,7 @@ def inspect(
 
 @app.command("report", rich_help_panel=common.MEASURE)
 def write_report(
-    sources: Annotated[list[Path], typer.Argument(metavar="OUT...", help=SOURCES)],
+    sources: Annotated[list[Path], typer.Argument(metavar="OUT", help=SOURCES)],
     output: Annotated[Path, flag(OUTPUT, "The page to write.", metavar="FILE")] = Path("report.html"),
     figures: Annotated[Path | None, flag(OUTPUT, FIGURES)] = None,
     prompt: Annotated[list[str] | None, flag(SAMPLES, PROMPT)] = None,

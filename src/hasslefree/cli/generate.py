@@ -40,7 +40,7 @@ say_piece = partial(say, end="")
 def generate(
     folder: Folder,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="The text to continue (default: standard input).")
+        str | None, typer.Argument(metavar="PROMPT", help="The text to continue (default: standard input).")
     ] = None,
     dense: Dense = None,
     max_new_tokens: NewTokens = 64,

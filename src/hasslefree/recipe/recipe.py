@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # The headings of the help, in its order.
 BUDGET, METHOD, GRID = "What to compress to", "Method", "Quantisation"
-TEXT, LEVERS = "Calibration", "Beyond the layer"
+TEXT, LEVERS = "Calibration", "Training and allocation"
 GROUPS = (BUDGET, METHOD, GRID, TEXT, LEVERS)
 
 Allocate = Literal["uniform", "error"]
