@@ -5,6 +5,7 @@
     python benchmarks/models.py efforts MODEL TEXT… --calibration FILE [--only NAME …] [--seeds 0 1 2]
     python benchmarks/models.py tasks MODEL --task-data FOLDER --calibration FILE [--limit 500]
     python benchmarks/models.py demo
+    python benchmarks/models.py verdict
 
 TEXT and FILE are hub names, .txt or .jsonl files; FILE.jsonl[700:] takes some of its documents. Rows that the output
 file already holds are kept. Each row of `methods`, `systems` and `efforts` is measured in a separate process, for
@@ -25,12 +26,16 @@ tasks: zero-shot accuracy before and after a compression. FOLDER holds the tasks
 reads them.
 
 demo: the rows of `hasslefree demo`, and how long it takes.
+
+verdict: what `hasslefree compress` prints at the end of a run on the demo's model.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -43,6 +48,7 @@ from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, ROOT, machine, resumed, write
 
 import hasslefree
+from hasslefree.demo.run import CALIBRATION, MODEL
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -198,6 +204,15 @@ def run_demo(args: argparse.Namespace) -> None:
     print(result)
 
 
+def run_verdict(args: argparse.Namespace) -> None:
+    command = [sys.executable, "-m", "hasslefree", "compress", str(MODEL), "OUT", "--calibration", str(CALIBRATION)]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
+    result = {"machine": machine(), "seed": 0, "lines": done.stdout[done.stdout.index("Written to") :].splitlines()}
+    write(args.output, result)
+    print(done.stdout)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -239,6 +254,10 @@ def arguments() -> argparse.Namespace:
     demo.set_defaults(run=run_demo)
     demo.add_argument("--rounds", type=int, default=20)
     demo.add_argument("--output", type=Path, default=RESULTS / "demo.json")
+
+    verdict = commands.add_parser("verdict")
+    verdict.set_defaults(run=run_verdict)
+    verdict.add_argument("--output", type=Path, default=RESULTS / "verdict.json")
     return parser.parse_args()
 
 

@@ -76,14 +76,14 @@ def compressed(tmp_path_factory):
 
 def test_compress(compressed):
     out, text = compressed
-    assert f"Written to {out} in" in text
-    assert f"Next: hasslefree chat {out}, or" in " ".join(text.split())
+    assert f"Written to {out}:" in text
+    assert f"Next:  hasslefree chat '{out}'\n" in text
     record = json.loads((out / "compression.json").read_text())
-    assert f"now take {size(record['stored_bytes'])}, {record['stored_bytes'] / record['dense_bytes']:.0%}." in text
-    assert "14 layers" in text
-    assert "down_proj" in text
+    before, after = record["dense_bytes"], record["stored_bytes"]
+    assert f"compressed layers  {size(before)} → {size(after)} ({100 * after / before:.0f} %)" in text
+    assert f"perplexity         {record['held_out']['dense']:.2f} → {record['held_out']['compressed']:.2f} (+" in text
+    assert f"{100 * max(layer['relative_error'] for layer in record['layers']):.2g} % of the output of" in text
     assert not re.search(r"^\d\d:\d\d:\d\d ", text, re.MULTILINE), "lines come once a minute"
-    assert re.search(r"^ compressing layers +\d+\.\d *$", text, re.MULTILINE)
     files = {path.name for path in out.iterdir()}
     assert files >= {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
                      "README.md", "compression.json"}  # fmt: skip
@@ -119,7 +119,26 @@ def test_evaluate(compressed, monkeypatch, capsys, tmp_path):
     found = json.loads(results.read_text())["perplexity"]
     assert set(found) == {str(HELD_OUT), f"{CALIBRATION}[:1]"}
     assert found[str(HELD_OUT)]["tokens"] == 640
-    assert 10 < found[str(HELD_OUT)]["perplexity"] < 200
+    dense = json.loads(results.read_text())["dense"]
+    assert dense["model"] == str(MODEL)
+    row, before = found[str(HELD_OUT)], dense["perplexity"][str(HELD_OUT)]
+    assert 10 < before["perplexity"] < row["perplexity"] < 200
+    increase = 100 * (row["perplexity"] / before["perplexity"] - 1)
+    for shown in (f"{row['perplexity']:.3f}", f"{before['perplexity']:.3f}", f"{increase:+.1f} %"):
+        assert shown in text
+
+
+@pytest.mark.parametrize(("dense", "said"), [("none", None), (None, "name it with --dense"), (MODEL, None)])
+def test_the_dense_model_of_evaluate(dense, said, compressed, monkeypatch, capsys, tmp_path):
+    """Left out, or given if the folder names one that is not here."""
+    out = shutil.copytree(compressed[0], tmp_path / "out")
+    record = json.loads((out / "compression.json").read_text())
+    (out / "compression.json").write_text(json.dumps(record | {"model": "no/such"}))
+    words = ["evaluate", out, "--perplexity", HELD_OUT, "--max-tokens", "64", "--json"]
+    code, text = run(monkeypatch, capsys, *words, *(["--dense", dense] if dense else []))
+    assert code == 0, text
+    assert ('"dense"' in text) == (dense == MODEL)
+    assert said is None or said in text
 
 
 def test_a_recipe_and_options_that_win_over_it(monkeypatch, capsys, tmp_path):
@@ -137,7 +156,7 @@ def test_a_recipe_and_options_that_win_over_it(monkeypatch, capsys, tmp_path):
 def test_report(compressed, monkeypatch, capsys, tmp_path):
     (out, text), page = compressed, tmp_path / "page.html"
     seconds = json.loads(Path(f"{out}.seconds.json").read_text())["seconds"]
-    assert f"in {seconds:.0f} s" in text
+    assert f"time               {seconds:.0f} s" in text
     # Where the page names it, rich must not take it for markup.
     code, text = run(monkeypatch, capsys, "report", out, "--output", page, "--figures", tmp_path / "[red]")
     assert code == 0, text

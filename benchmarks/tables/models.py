@@ -43,6 +43,11 @@ def demo_screen(content: Content) -> Row:
     return {"screen": "\n".join(f"    {line}" for line in lines if line)}
 
 
+def verdict(content: Content) -> Row:
+    """The end of a run, as a block of code."""
+    return {"screen": "\n".join(f"    {line}".rstrip() for line in content["lines"])}
+
+
 def reference(content: Content) -> Iterable[Row]:
     """One table for each setting of the reference model."""
     for setting, results in content["results"].items():
@@ -126,6 +131,11 @@ TABLES: dict[str, tuple[Table, ...]] = {
         ),
     ),
     "demo_screen": (Table("demo", "python benchmarks/models.py demo", note="{screen}", facts=demo_screen),),
+    # In README and in the how-to.
+    **dict.fromkeys(
+        ("verdict", "end_of_run"),
+        (Table("verdict", "python benchmarks/models.py verdict", note="{screen}", facts=verdict),),
+    ),
     "reference": (
         Table(
             "reference_model",

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from hasslefree.errors import CalibrationError, UnknownNameError, option
 
+# The token ids of a text.
+Encode = Callable[[str], Sequence[int] | Tensor]
 # The calibration text that the model writes itself (`run.self_text`).
 SELF = "self"
 _SLICE = re.compile(r"(?P<path>.+\.jsonl)\[(?P<start>\d{0,18}):(?P<stop>\d{0,18})\]")
@@ -49,6 +51,8 @@ class HubText:
 PIECE, WIDEST = 1 << 18, 128
 # Bytes of a text file, which is held in memory.
 MOST_BYTES = 10**9
+# Text counts as repeated if this many consecutive tokens are, or half a window; and the base of their hash.
+RUN, MULTIPLIER = 32, 6364136223846793005
 # The shortest segment that an error proposes: fewer tokens say little about a layer's inputs.
 SHORTEST = 32
 _PTB = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank/{}/0000.parquet"
@@ -164,30 +168,49 @@ def _parse_jsonl(path: Path, lines: Iterable[str]) -> Iterator[str]:
 
 
 def disjoint_segments(
-    documents: Sequence[str], encode: Callable[[str], Sequence[int] | Tensor], most: int, seqlen: int, seed: int
+    documents: Sequence[str], encode: Encode, most: int, seqlen: int, seed: int, used: Tensor | None = None
 ) -> Tensor:
     """Windows of random documents that do not overlap, in random order: `most`, or all that there are.
 
     With the same seed, the documents that `draw_segments` takes first come last.
+
+    Args:
+        used: token ids (samples, seqlen) that no window may repeat. The first documents are then those halfway
+            between the documents that `draw_segments` takes first and last.
 
     Returns:
         (windows, seqlen) int64; no rows where no document is long enough.
     """
     generator = torch.Generator().manual_seed(seed)
     windows: list[Tensor] = []
-    for index in torch.randperm(len(documents), generator=generator).flip(0).tolist():
+    order, length = torch.randperm(len(documents), generator=generator).flip(0), min(RUN, max(seqlen // 2, 1))
+    seen = runs(torch.empty(0, seqlen, dtype=torch.int64) if used is None else used, length).unique()
+    for index in (order if used is None else order.roll(len(order) // 2)).tolist():
         tokens = torch.as_tensor(encode(documents[index]), dtype=torch.int64)
         start = int(torch.randint(len(tokens) % seqlen + 1, (), generator=generator))
-        windows += [tokens[i : i + seqlen] for i in range(start, len(tokens) - seqlen + 1, seqlen)]
+        if len(tokens) < seqlen:
+            continue
+        repeated = torch.isin(runs(tokens, length), seen)
+        while start + seqlen <= len(tokens):
+            repeats = repeated[start : start + seqlen - length + 1].nonzero()
+            if not len(repeats):
+                windows.append(tokens[start : start + seqlen])
+            start += int(repeats[-1]) + 1 if len(repeats) else seqlen
         if len(windows) >= most:
             break
-    order = torch.randperm(len(windows), generator=generator)[:most].tolist()
-    return torch.stack([windows[i] for i in order]) if order else torch.empty(0, seqlen, dtype=torch.int64)
+    chosen = torch.randperm(len(windows), generator=generator)[:most].tolist()
+    return torch.stack([windows[i] for i in chosen]) if chosen else torch.empty(0, seqlen, dtype=torch.int64)
 
 
-def draw_segments(
-    documents: Sequence[str], encode: Callable[[str], Sequence[int] | Tensor], samples: int, seqlen: int, seed: int
-) -> Tensor:
+def runs(tokens: Tensor, length: int) -> Tensor:
+    """A hash of every `length` consecutive tokens: (…, tokens) → (…, tokens − length + 1), int64."""
+    hashes = torch.zeros_like(tokens[..., length - 1 :])
+    for offset in range(length):
+        hashes = hashes * MULTIPLIER + tokens[..., offset : offset + hashes.shape[-1]]
+    return hashes
+
+
+def draw_segments(documents: Sequence[str], encode: Encode, samples: int, seqlen: int, seed: int) -> Tensor:
     """Random windows of random documents that are long enough, as SparseGPT draws them (arXiv 2301.00774).
 
     Documents are visited in random order, one window each; a text with fewer long documents than samples gives

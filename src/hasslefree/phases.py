@@ -41,6 +41,7 @@ RESUMED = "loading finished blocks"
 INPUTS = "collecting layer inputs"
 SOLVING = "compressing layers"
 READ_BACK, PREDICTIONS = "loading compressed blocks", "fine-tuning"
+HELD_OUT_TEXT, CHECK = "reading held-out text", "measuring perplexity"
 WRITING = "writing files"
 TASK_DATA, SCORING = "reading the tasks", "answering the tasks"
 

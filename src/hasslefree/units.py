@@ -63,10 +63,15 @@ class Size:
 
 
 def duration(seconds: float) -> str:
-    """Such as 42 s, 3 min or 1.5 h."""
+    """Such as 42 s, 3 min, 2 h 5 min, 13 h or 52 days."""
     if seconds < 120:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    if minutes < 600:
+        return f"{minutes // 60} h" + (f" {minutes % 60} min" if minutes % 60 else "")
+    return f"{minutes / 60:.0f} h" if minutes < 48 * 60 else f"{minutes / 1440:.0f} days"
 
 
 def significant(value: float, digits: int = 4) -> float:

@@ -95,6 +95,17 @@ def test_evaluations_find_their_models(folder, tmp_path, monkeypatch):
     assert {name: found.perplexity for name, found in content.others.items()} == {"a/base": {"held_out.txt": 30.0}}
 
 
+def test_an_evaluation_brings_that_of_its_dense_model(folder, tmp_path):
+    of_dense = {"model": "a/base", "perplexity": {"held_out.txt": {"perplexity": 30.0}}, "versions": {}}
+    evaluation(folder / "evaluation.json", "anywhere", 40.0, dense=of_dense)
+    content = read_content([folder])
+    assert content.runs[0].evaluation.perplexity == {"held_out.txt": 40.0}
+    assert {name: found.perplexity for name, found in content.others.items()} == {"a/base": {"held_out.txt": 30.0}}
+    evaluation(folder / "evaluation.json", "anywhere", 40.0, dense={"model": 3})
+    with pytest.raises(CheckpointError, match="no results of .*model must be a valid string"):
+        read_content([folder])
+
+
 def test_names_tell_folders_apart(tmp_path):
     assert distinct_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     assert distinct_names([tmp_path / "x/out", tmp_path / "y/out"]) == ["x/out", "y/out"]

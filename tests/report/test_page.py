@@ -73,6 +73,17 @@ def test_the_page_says_what_was_trained_after_the_errors_were_measured(made, tmp
     assert said in render(read_content([*made, compressed(tmp_path / "other", match_predictions=32)]))
 
 
+def test_the_perplexities_come_first(made, tmp_path):
+    folder = shutil.copytree(made[0], tmp_path / "out")
+    tags = render(read_content([folder]))
+    assert "not measured (the calibration tokens were given from Python)" in tags
+    edit(folder, lambda content: content.update(held_out={"dense": 20.0, "compressed": 25.0, "segments": 8}))
+    page = render(read_content([folder]))
+    assert "<dd>20.00 → 25.00 (+25.0 %)</dd>" in page
+    assert "on 8 × 16 held-out tokens of the calibration text; text of other kinds may lose more" in page
+    assert page.index("Perplexity") < page.index("Mean relative error")
+
+
 def test_whatever_a_folder_says_is_text(made, tmp_path):
     folder = shutil.copytree(made[0], tmp_path / "<b>evil")
 

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hasslefree.errors import BudgetError, GridError, MemoryShortError, ModelErr
 from hasslefree.levers.train import segments_for
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import find_blocks
-from hasslefree.phases import ALLOCATION, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
+from hasslefree.phases import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
 from hasslefree.recipe.plan import make_plan
 from hasslefree.run.estimate import (
     LIBRARIES,
@@ -31,10 +32,11 @@ from hasslefree.run.machine import free_memory
 from hasslefree.run.tables import plan_summary, plan_table
 from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.methods.prune import Prune
+from hasslefree.units import size
 from tests.tiny_models import FAMILIES, build, segments, tensors_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-FAST = Recipe(rank=2, effort="fast", samples=6, seqlen=16)
+FAST = Recipe(rank=2, effort="fast", samples=6, seqlen=16, check=False)
 
 
 @pytest.fixture
@@ -107,7 +109,8 @@ def test_bytes_of_a_grid_are_those_that_are_written(fields, tmp_path):
     assert report.dense_bytes == 4 * report.dense_parameters
     stored = json.loads((tmp_path / "out" / "compression.json").read_text())
     assert (stored["stored_bytes"], stored["dense_bytes"]) == (report.stored_bytes, report.dense_bytes)
-    assert f"{report.stored_bytes:,} of {report.dense_bytes:,}" in (tmp_path / "out" / "README.md").read_text()
+    sizes = f"| {size(report.dense_bytes)} → {size(report.stored_bytes)} ("
+    assert sizes in (tmp_path / "out" / "README.md").read_text()
     assert "int4" in as_text(setup)
     assert "int4 in groups of 16" in plan_summary(setup)["layers"][0]["pattern"]
 
@@ -133,6 +136,17 @@ def test_the_terms_by_hand(tmp_path, free):
     assert estimate(dataclasses.replace(setup, width=64)).activations == footprint.activations * 2
     wide = estimate(planned(tmp_path / "wide", vocab_size=10**6))
     assert wide.device_peak == LIBRARIES + 2 * 4 * (2 * 10**6 * 32 + 32) + wide.ram["prefetch"] + wide.activations
+
+
+def test_what_a_check_takes_by_hand(tmp_path):
+    """Its 32 segments of 16 tokens are kept for both models; 16 rows of logits over 10⁶ tokens are in memory."""
+    plain, checked = (
+        estimate(planned(tmp_path / str(check), vocab_size=10**6, recipe=dataclasses.replace(FAST, check=check)))
+        for check in (False, True)
+    )
+    assert checked.activations - plain.activations == 2 * 32 * 16 * 32 * 4
+    assert checked.ram["logits"] == 5 * 4 * 16 * 10**6
+    assert "logits" not in plain.ram
 
 
 def test_where_the_activations_count(tmp_path):
@@ -219,17 +233,41 @@ def test_wrong_plans(tmp_path):
 def test_the_table_and_the_json_agree(tmp_path):
     setup = planned(tmp_path)
     text, content = as_text(setup), json.loads(json.dumps(plan_summary(setup)))
-    for part in ("q_proj", "48×32", "2:4", "parameters kept", "peak of RAM", "about", "weights of OUT"):
+    for part in ("q_proj", "48×32", "2:4", "parameters kept", "peak of RAM", "about", "weights"):
         assert part in text
     assert content["ram_peak"] == estimate(setup).ram_peak == sum(content["memory"]["ram"].values())
     assert sum(layer["count"] for layer in content["layers"]) == 14
     assert content["layers"][0]["shape"] == [32, 32]
 
 
+def last_line(setup):
+    assert (plan_summary(setup)["problem"] is None) == ("It fits" in as_text(setup))
+    return " ".join(as_text(setup).rpartition("\n\n")[2].split())
+
+
+def test_a_plan_ends_with_whether_it_fits_and_what_to_change(tmp_path, free, monkeypatch):
+    """Oracle: what `check_memory` accepts, and the bytes that are free."""
+    setup = planned(tmp_path)
+    assert last_line(setup).startswith("It fits, in memory and on this disk, and takes about ")
+    large = dataclasses.replace(setup, tokens=(10**6, 16))
+    disk = dataclasses.replace(large, storage="disk", prefetch=False)
+    free(estimate(disk).ram_peak)
+    assert last_line(large) == "It does not fit in memory; it fits with --activations disk."
+    free(1)
+    assert last_line(large) == "It does not fit in memory; it needs a machine with more memory."
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=estimate(setup).disk - 1))
+    assert "This disk has 50.1 MB free of the 50.1 MB needed" in last_line(large)
+    free(10**15)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=estimate(setup).disk))
+    assert "It fits" in last_line(setup)
+    trained = planned(tmp_path / "trained", dataclasses.replace(FAST, match_predictions=64))
+    assert "This disk has" in last_line(trained), "blocks are written twice"
+
+
 def test_the_plan_names_what_is_done_beyond_the_layer(tmp_path):
-    assert "beyond the layer" not in as_text(planned(tmp_path))
-    best = as_text(planned(tmp_path, Recipe(rank=2, effort="best", samples=6, seqlen=16)))
-    assert all(lever in best for lever in ("allocation error", "prediction matching"))
+    fast, best = as_text(planned(tmp_path)), as_text(planned(tmp_path, Recipe(rank=2, effort="best", seqlen=16)))
+    assert [step in fast for step in (ALLOCATION, PREDICTIONS)] == [False, False]
+    assert [step in best for step in (ALLOCATION, PREDICTIONS)] == [True, True]
 
 
 def test_flops_by_hand(tmp_path, free):
@@ -238,7 +276,9 @@ def test_flops_by_hand(tmp_path, free):
     flops = flops_by_phase(planned(tmp_path / "dense", recipe))
     block, head, tokens = 7_744, 64 * 32, 6 * 16
     volume = 2 * (2 * 32 * 32**2 + 2 * 16 * 32**2 + 2 * 48 * 32**2 + 32 * 48**2)
-    assert flops[INPUTS] == 2 * tokens * (2 * (6 * 32**2 + 48**2) + 2 * block)
+    checked = 2 * 32 * 16  # of both models
+    assert flops[INPUTS] == 2 * tokens * (2 * (6 * 32**2 + 48**2) + 2 * block) + 2 * checked * 2 * block
+    assert flops[CHECK] == 2 * checked * head
     assert flops[SOLVING] == build_method("joint", rounds=20).cost.flops * volume
     assert flops[PROBES] == 2 * tokens * (2 * block + head)
     assert flops[ALLOCATION] > 2 * flops[PROBES]
@@ -253,7 +293,7 @@ def test_the_hidden_states_that_allocation_keeps_count(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Activations, "__init__", lambda self, *its: make(self, *its) or taken.append(self.states.nbytes)
     )
-    recipe = Recipe(rank=2, allocate="error", effort="fast", samples=6, seqlen=16, rounds=1)
+    recipe = Recipe(rank=2, allocate="error", effort="fast", samples=6, seqlen=16, rounds=1, check=False)
     setup = planned(tmp_path / "model", recipe)
     hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments(6, 16))
     assert estimate(setup).activations == sum(taken[:-1])

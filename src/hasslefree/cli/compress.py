@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import shlex
+import textwrap
 import time
 import typing
 from collections.abc import Callable, Iterator
@@ -16,7 +18,6 @@ from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import COMPRESS, OUTPUT, RUN, Device, Json, Output, Quiet, Trust, app, console, flag, say
 from hasslefree.errors import with_flags
 from hasslefree.recipe.recipe import BUDGET, GROUPS, NAMES, Fields, Recipe, help_of
-from hasslefree.units import size
 
 RESUME = "Continue an interrupted run (default: off)."
 OVERWRITE = "Replace OUT, and start over (default: off)."
@@ -47,7 +48,7 @@ def recipe_options() -> Iterator[Parameter]:
         text = COMMON.get(field.name) or help_of(field.name)
         group = None if field.name in COMMON else field.metadata["group"]
         if field.default not in (None, ()):
-            default = "off" if field.default is False else field.default
+            default = ("on" if field.default else "off") if types[field.name] is bool else field.default
             text = f"{text.rstrip('.')} (default: {default})."
         option = flag(group, text, *field.metadata.get("flags", ()))
         annotation: Any = Annotated[flag_type(types[field.name]) | None, option]
@@ -97,10 +98,8 @@ def call_compress(
     """Compress MODEL into the folder OUT, which transformers loads."""
     try:
         from hasslefree.folder.journal import describe_progress
-        from hasslefree.folder.record import summary_table
         from hasslefree.report.content import read_seconds, write_seconds
         from hasslefree.run.compress import compress
-        from hasslefree.run.tables import phase_table
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Interrupted before anything was written.") from None
 
@@ -112,14 +111,19 @@ def call_compress(
             report = compress(model, out, recipe, resume=resume, overwrite=overwrite, progress=progress, **options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted; {with_flags(describe_progress(out))}.") from None
-    console.print(summary_table(report))
-    console.print(phase_table(report))
-    before, after = report.dense_bytes, report.stored_bytes
-    say(f"The layers took {size(before)} and now take {size(after)}, {after / before:.0%}.")
-    say(f"Written to {out} in {report.seconds:.0f} s. Next: hasslefree chat {out}, or evaluate, report, export.")
+    say(f"Written to {out}:\n\n{textwrap.indent(report.summary(), ' ')}\n\n{next_commands(out, recipe)}")
     if not common.QUIET_PROCESS:
         write_seconds(out, report)
     common.push(out, push_to)
+
+
+def next_commands(out: Path, recipe: Recipe) -> str:
+    """What to type after a compression."""
+    folder, target = shlex.quote(str(out)), {"llama.cpp": "gguf --template DENSE.gguf", "mlx": "mlx"}
+    return f"""Next:  hasslefree chat {folder}
+       hasslefree report {folder}
+       vllm serve {folder}  # with hasslefree[vllm]
+       hasslefree export {folder} --to {target.get(recipe.engine or "", "dense")} DEST"""
 
 
 @app.command(rich_help_panel=COMPRESS)
@@ -155,7 +159,7 @@ def plan(
         setup = dataclasses.replace(setup, plan=advice[0].plan)
         content, tables = {"advice": [each.to_dict() for each in advice]}, [advice_table(advice)]
     setup = without_prefetch_if_tight(setup)
-    common.show(plan_summary(setup) | content, output, as_json, plan_table(setup), *tables)
+    common.show(plan_summary(setup) | content, output, as_json, plan_table(setup, *tables))
 
 
 @app.command(rich_help_panel=COMPRESS)

@@ -1,6 +1,7 @@
 """The commands that measure and use a model: `evaluate`, `inspect`, `report`, `export` and `run`."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ TASK_NAMES = "Tasks: piqa, hellaswag, arc_easy, arc_challenge, winogrande, rte, 
 TASK_DATA = "Folder with a file TASK.jsonl for each task (default: rows come from the hub)."
 CACHE = "Folder in which answers to tasks are kept (default: ~/.cache/hasslefree)."
 BATCH = "Windows or task sequences in a batch; auto is 1, and for tasks on a GPU what fits."
+BESIDE = "Dense model to measure too, or none (default: the one from which MODEL was made, if it is on this machine)."
 LAYERS = "List every layer, not only every kind of layer (default: off)."
 SOURCES = "Folders that compress wrote, and JSON files that evaluate wrote."
 FIGURES = "Folder for the figures as PNG and SVG (default: they are on the page alone)."
@@ -47,6 +49,7 @@ def call_evaluate(
     limit: Annotated[int | None, flag(TASKS, "Use only the first rows of each task (default: all).", min=1)] = None,
     task_data: Annotated[Path | None, flag(TASKS, TASK_DATA)] = None,
     cache: Annotated[Path | None, flag(TASKS, CACHE)] = None,
+    dense: Annotated[str | None, flag(RUN, BESIDE)] = None,
     batch_size: Annotated[str, flag(RUN, BATCH)] = "auto",
     dtype: Dtype = "auto",
     device: Device = None,
@@ -55,7 +58,11 @@ def call_evaluate(
     output: Output = None,
     quiet: Quiet = False,
 ) -> None:
-    """Measure perplexity on texts and accuracy on zero-shot tasks."""
+    """Measure perplexity on texts and accuracy on zero-shot tasks.
+
+    If MODEL is a compressed folder, its dense model is measured too.
+    """
+    from hasslefree.evaluation.continuation import dense_original
     from hasslefree.evaluation.harness import default_cache
     from hasslefree.evaluation.run import evaluate
 
@@ -63,36 +70,41 @@ def call_evaluate(
         raise RecipeError("name at least one text or task, such as --perplexity wikitext2 or --tasks piqa")
     if not re.fullmatch("auto|[1-9][0-9]{0,8}", batch_size):
         raise RecipeError(f"--batch-size must be auto or a whole number of at least 1, got {batch_size!r}")
+    if dense is None and (Path(model) / "compression.json").is_file():
+        dense, remark = dense_original(Path(model))
+        if remark is not None:
+            common.say(remark)
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    options |= {"seqlen": seqlen, "max_tokens": max_tokens, "limit": limit, "task_data": task_data}
+    options |= {"batch": None if batch_size == "auto" else int(batch_size), "cache": cache or default_cache()}
+    results: dict[str, Any] = {}
+
+    def keep(found: dict[str, Any], part: str | None = None) -> None:
+        results.update(found if part is None else {part: found})
+        if output is not None:
+            common.write_file(results, output)
+
     with phase_bars() as progress:
-        results = evaluate(
-            model,
-            perplexity or [],
-            tasks or [],
-            seqlen=seqlen,
-            max_tokens=max_tokens,
-            batch=None if batch_size == "auto" else int(batch_size),
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            limit=limit,
-            task_data=task_data,
-            cache=cache or default_cache(),
-            keep=lambda results: None if output is None else common.write_file(results, output),
-            progress=progress,
-        )
+        options["progress"] = progress
+        evaluate(model, perplexity or [], tasks or [], keep=keep, **options)
+        if dense not in (None, "none"):
+            evaluate(dense, perplexity or [], tasks or [], keep=partial(keep, part="dense"), **options)
     common.show(results, output, as_json, *result_tables(results))
 
 
 def result_tables(results: dict[str, Any]) -> list[Table]:
     """A table for the texts and one for the tasks, with accuracies in per cent, if the results have them."""
-    tables = []
+    tables, dense = [], results.get("dense", {})
     if "perplexity" in results:
-        texts = table(["text"], ["perplexity", "tokens", "window"], results["model"])
+        beside = ["dense", "increase"] if dense else []
+        texts = table(["text"], ["perplexity", *beside, "tokens", "window"], results["model"])
         for text, row in results["perplexity"].items():
-            texts.add_row(text, f"{row['perplexity']:.3f}", f"{row['tokens']:,}", str(row["window"]))
+            before = dense["perplexity"][text]["perplexity"] if dense else None
+            cells = [f"{before:.3f}", f"{100 * (row['perplexity'] / before - 1):+.1f} %"] if before else []
+            texts.add_row(text, f"{row['perplexity']:.3f}", *cells, f"{row['tokens']:,}", str(row["window"]))
         tables.append(texts)
     if "tasks" in results:
-        tasks = table(["task", "metric"], ["accuracy", "±", "rows"], results["model"])
+        tasks = table(["task", "metric"], ["accuracy", *(["dense"] if dense else []), "±", "rows"], results["model"])
         tasks.caption, tasks.caption_justify = "zero-shot, per cent", "left"
         if results["limit"] is not None:
             tasks.caption += f"; only the first {results['limit']} rows of each task"
@@ -101,9 +113,11 @@ def result_tables(results: dict[str, Any]) -> list[Table]:
         for task, row in results["tasks"].items():
             error = row[f"{row['metric']}_stderr"]
             spread = "" if error is None else f"{100 * error:.2f}"
-            tasks.add_row(task, row["metric"], f"{100 * row['value']:.2f}", spread, f"{row['rows']:,}")
+            cells = [f"{100 * dense['tasks'][task]['value']:.2f}"] if dense else []
+            tasks.add_row(task, row["metric"], f"{100 * row['value']:.2f}", *cells, spread, f"{row['rows']:,}")
         tasks.add_section()
-        tasks.add_row("average", "", f"{100 * results['average']:.2f}", "", "")
+        cells = [f"{100 * dense['average']:.2f}"] if dense else []
+        tasks.add_row("average", "", f"{100 * results['average']:.2f}", *cells, "", "")
         tables.append(tasks)
     return tables
 

@@ -148,9 +148,7 @@ class Solution:
 
 
 class Method(Sparsifier, ABC):
-    """Solves the whole problem. Attributes: step: the unit of the history of a solution, for the axis of a plot."""
-
-    step: ClassVar[str] = "measurement"
+    """Solves the whole problem."""
 
     def check(self, rank: int) -> None:
         """Raise BudgetError if the method cannot use this rank; every rank is accepted unless overridden."""

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from hasslefree.checkpoint import read_small
 from hasslefree.errors import OutputError, TaskError, UnknownNameError, option
 from hasslefree.folder.record import versions
+from hasslefree.models.calls import replaced
 from hasslefree.phases import SCORING, TASK_DATA, Phases
 
 # Bytes of the rows of a task.
@@ -293,10 +294,9 @@ def quiet_harness() -> Iterator[None]:
     def create_hidden(bar: Any, *arguments: Any, **options: Any) -> None:
         create(bar, *arguments, **options | {"disable": True})
 
-    logger.setLevel(logging.ERROR)
-    tqdm.__init__ = create_hidden
-    try:
-        yield
-    finally:
-        tqdm.__init__ = create
-        logger.setLevel(level)
+    with replaced(tqdm, "__init__", create_hidden):
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

@@ -168,9 +168,8 @@ def model_card(
         licence: of the base model, as from `base_licence`. auto: the name of the class that loads the model.
     """
     left = report.recipe.get("leave_dense")
-    worst = max(report.layers, key=lambda layer: layer.relative_error)
     kept = f"{report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%})"
-    stored = f"{report.stored_bytes:,} of {report.dense_bytes:,} ({report.stored_bytes / report.dense_bytes:.1%})"
+    verdict = "\n".join(f"| {name} | {_cell(text)} |" for name, text in report.verdict().items() if name != "time")
     name = report.model.rstrip("/").rpartition("/")[2]
     card = f"""---
 {_front(report, licence, auto).to_yaml()}
@@ -184,15 +183,15 @@ norms and the output head were not compressed.
 
 | | |
 |---|---|
-| bytes of the compressed layers | {stored} |
-| parameters that they keep | {kept} |
-| compressed layers | {len(report.layers)} |
-| mean relative error | {report.mean_relative_error:.5f} |
-| largest relative error | {worst.relative_error:.5f} ({worst.name}) |
+{verdict}
+| mean relative error | {report.mean_relative_error:.5f} of {len(report.layers)} layers |
+| parameters kept | {kept} |
 | calibration text | {report.tokens:,} tokens, in segments of {report.seqlen} |
 | dtype | {report.dtype} |
 
 {_LOAD_COMPRESSED.format(auto=auto)}
+{_repeat(report, trust_remote_code)}
+
 ## Errors
 
 ![Relative error of every layer, block by block]({FIGURE})
@@ -204,8 +203,6 @@ tr(R H Rᵀ) / tr(W H Wᵀ), where W is the dense weight, R = W − S − L, and
 ## Licence
 
 {_licence(report, licence)}
-
-{_repeat(report, trust_remote_code)}
 """
     return escaped(card, "\n")
 
@@ -236,24 +233,18 @@ def _licence(report: Record, licence: dict[str, str]) -> str:
 
 
 def _repeat(report: Record, trust_remote_code: bool) -> str:
-    """The command, and every field of the recipe."""
+    """The command, and what it depends on."""
     command = command_of(report, trust_remote_code=trust_remote_code)
-    given = "No command repeats this compression, because its calibration tokens were given from Python. The recipe:"
-    fields = {name: value for name, value in report.recipe.items() if value not in (None, (), [])}
-    rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in fields.items())
+    given = "No command repeats this compression, because its calibration tokens were given from Python."
     versions = ", ".join(f"{library} {version}" for library, version in report.versions.items())
     return f"""## Repeat the compression
 
 {given if command is None else f"    {command}"}
 
-| field | value |
-|---|---|
-{rows}
-
-All parameters of the method: `{report.method}`. Made with {versions}."""
+All parameters of the method: `{report.method}`. Made with {versions}; `compression.json` has all settings."""
 
 
 def _cell(value: Any) -> str:
     """A value in a line of a table."""
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return " ".join(text.replace("|", "\\|").split())
+    return "<br>".join(" ".join(line.replace("|", "\\|").split()) for line in text.splitlines())

@@ -23,7 +23,7 @@ from torch import Tensor
 from hasslefree.checkpoint import INDEX, TensorFile, read_json, run_in_background
 from hasslefree.errors import CheckpointError, OutputError, option
 from hasslefree.folder.output import check_output, complete, disk_errors, fsync_and_rename, put_in_place, sync
-from hasslefree.folder.record import PredictionRecord
+from hasslefree.folder.record import HeldOutRecord, PredictionRecord
 from hasslefree.validation import InvalidError, validated
 
 logger = logging.getLogger(__name__)
@@ -53,12 +53,13 @@ class Progress:
     """The content of a journal.
 
     identity: everything that the result depends on, as JSON. predictions: the record of prediction matching, once
-    all blocks have the matched values.
+    all blocks have the matched values. held_out: what was measured after it.
     """
 
     identity: dict[str, Any] | None = None
     parts: list[FinishedPart] = field(default_factory=list)
     predictions: PredictionRecord | None = None
+    held_out: HeldOutRecord | None = None
 
 
 class Unfinished:
@@ -72,7 +73,8 @@ class Unfinished:
 
     def __init__(self, out: Path, progress: Progress, overwrite: bool = False):
         self.out, self.overwrite = out, overwrite
-        self.identity, self.parts, self.predictions = progress.identity, progress.parts, progress.predictions
+        self.identity, self.parts = progress.identity, progress.parts
+        self.predictions, self.held_out = progress.predictions, progress.held_out
         self.folder = unfinished_folder(out)
         self.model, self.scratch = self.folder / "model", self.folder / "scratch"
         self.background_writes = True
@@ -167,7 +169,7 @@ class Unfinished:
             put_in_place(self.model, self.out, self.overwrite, self.folder / BEFORE)
 
     def _write_journal(self) -> None:
-        content = dataclasses.asdict(Progress(self.identity, self.parts, self.predictions))
+        content = dataclasses.asdict(Progress(self.identity, self.parts, self.predictions, self.held_out))
         temporary = self.folder / f".{JOURNAL}"
         temporary.write_text(json.dumps(content), encoding="utf-8")
         fsync_and_rename(temporary, self.folder / JOURNAL)

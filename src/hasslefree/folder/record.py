@@ -1,29 +1,31 @@
-"""The record of a compression: per layer and in total, as JSON, as a table, and as the command that repeats it."""
+"""The record of a compression: per layer and in total, as JSON, as a verdict, and as the command that repeats it."""
 
 from __future__ import annotations
 
 import dataclasses
+import html
 import importlib.metadata
 import json
 import math
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from typing_extensions import TypedDict
 
 from hasslefree.checkpoint import read_small
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import CheckpointError
+from hasslefree.escaping import escaped
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.phases import PhaseTime
 from hasslefree.recipe.recipe import Recipe
-from hasslefree.units import span, table
+from hasslefree.units import duration, size
 from hasslefree.validation import Count, Figure, validated
 
+# The layers that a verdict names.
+LOST_MOST = 3
 # Fields that recipes of earlier versions had.
 FORMER_FIELDS = {"dense_target", "match_blocks", "match_epochs", "rotate"}
 
@@ -88,6 +90,17 @@ class PredictionRecord(TypedDict):
     tokens: Count
 
 
+class HeldOutRecord(TypedDict):
+    """The perplexities on text that neither calibration nor training has read.
+
+    dense, compressed: None where they are not finite. segments: each of the record's `seqlen` tokens.
+    """
+
+    dense: Figure | None
+    compressed: Figure | None
+    segments: Count
+
+
 @dataclass(frozen=True)
 class Record:
     """A whole compression.
@@ -95,12 +108,13 @@ class Record:
     Args:
         recipe: its fields. method: with all its hyper-parameters. versions: of the libraries.
         seqlen: as resolved for the model. tokens: of the calibration text.
-        predictions: what prediction matching did; None without it.
+        predictions: what prediction matching did; None without it. held_out: None if no perplexity was measured.
         sensitivities: by the name of each layer, the estimated divergence of the model's predictions, in nats per
             token, when that layer alone is pruned, or rounded to the fewest bits that it may get. None where the
             allocation did not measure it.
         dense: the full names of what stayed dense automatically, such as routers.
         towers: the names of the modules for other inputs than text, which are unchanged.
+        other_bytes: of all tensors outside the compressed layers.
         own_segments: whether the calibration tokens were given, not drawn from the text that the recipe names.
         phases: how long each phase of the run took.
     """
@@ -116,9 +130,11 @@ class Record:
     seconds: Figure
     layers: tuple[LayerRecord, ...]
     predictions: PredictionRecord | None = None
+    held_out: HeldOutRecord | None = None
     sensitivities: dict[str, Figure] | None = None
     dense: tuple[str, ...] = ()
     towers: tuple[str, ...] = ()
+    other_bytes: Count = 0
     own_segments: bool = False
     phases: tuple[PhaseTime, ...] = ()
 
@@ -145,6 +161,29 @@ class Record:
     @property
     def dense_bytes(self) -> int:
         return sum(layer.dense_bytes for layer in self.layers)
+
+    def verdict(self) -> dict[str, str]:
+        """What came of the compression, by what it says: sizes, perplexity, the layers that lost most, and the time."""
+        rows = {"all weights": shrunk(self.dense_bytes + self.other_bytes, self.stored_bytes + self.other_bytes)}
+        rows = rows if self.other_bytes else {}  # folders of earlier versions do not say
+        rows |= {"compressed layers": shrunk(self.dense_bytes, self.stored_bytes), "perplexity": perplexities(self)}
+        worst = sorted(self.layers, key=lambda layer: -layer.relative_error)[:LOST_MOST]
+        lost = [f"{100 * layer.relative_error:.2g} % of the output of {layer.name}" for layer in worst]
+        rows["lost most"] = "\n".join(lost + ["(before the fine-tuning)"] * (self.predictions is not None))
+        return rows | ({"time": duration(self.seconds)} if self.seconds else {})
+
+    def summary(self) -> str:
+        """The verdict as text, for a terminal."""
+        rows = self.verdict()
+        width = max(map(len, rows)) + 2
+        lines = (f"{name:{width}}{text}".replace("\n", "\n" + " " * width) for name, text in rows.items())
+        return escaped("\n".join(lines), "\n")
+
+    def _repr_html_(self) -> str:
+        """The verdict as a table, for a notebook."""
+        cells = {name: html.escape(escaped(text, "\n")).replace("\n", "<br>") for name, text in self.verdict().items()}
+        rows = (f'<tr><th style="text-align:left">{name}</th><td>{cell}</td></tr>' for name, cell in cells.items())
+        return f"<table>{''.join(rows)}</table>"
 
     def to_json(self) -> str:
         """compression.json: all but the seconds, so that the same recipe, model and machine give the same bytes."""
@@ -188,24 +227,23 @@ def versions() -> dict[str, str]:
     return {package: importlib.metadata.version(package) for package in ("hasslefree", "torch", "transformers")}
 
 
-def summary_table(report: Record) -> Table:
-    """One line for each kind of layer (q_proj, down_proj, …): how many, the mean and the worst error, seconds."""
-    title = f"{report.model}: {len(report.layers)} layers, {report.kept_share:.1%} of their parameters kept"
-    lines = table(["kind"], ["layers", "rank", "mean relative error", "worst", "seconds"], title)
+def shrunk(dense: int, stored: int) -> str:
+    return f"{size(dense)} → {size(stored)} ({100 * stored / max(dense, 1):.0f} %)"
 
-    def add_row(name: str, layers: Sequence[LayerRecord], rank: str) -> None:
-        errors = [layer.relative_error for layer in layers]
-        mean, worst = f"{sum(errors) / len(errors):.5f}", f"{max(errors):.5f}"
-        lines.add_row(name, str(len(layers)), rank, mean, worst, f"{sum(layer.seconds for layer in layers):.1f}")
 
-    kinds: dict[str, list[LayerRecord]] = {}
-    for layer in report.layers:
-        kinds.setdefault(layer.name.rpartition(".")[2], []).append(layer)
-    for kind, layers in kinds.items():
-        add_row(kind, layers, span([layer.spec.rank for layer in layers]))
-    lines.add_section()
-    add_row("all", report.layers, "")
-    return lines
+def perplexities(report: Record) -> str:
+    """Before and after, with the text and what limits them; or why there are none."""
+    if report.held_out is None:
+        if report.own_segments:
+            return "not measured (the calibration tokens were given from Python)"
+        off = report.recipe.get("check") is False
+        return f"not measured ({'switched off' if off else 'too little text, or no output head'})"
+    before, after, segments = (report.held_out[name] for name in ("dense", "compressed", "segments"))
+    values = " → ".join("not finite" if value is None else f"{value:.2f}" for value in (before, after))
+    rise = f" ({100 * (after / before - 1):+.1f} %)" if before and after else ""
+    source = "that the model wrote itself" if report.recipe.get("calibration") == "self" else "of the calibration text"
+    tokens = f"on {segments} × {report.seqlen} held-out tokens {source};"
+    return f"{values}{rise}\n{tokens}\ntext of other kinds may lose more"
 
 
 def compress_command(model: str, out: str, recipe: Recipe) -> list[str]:

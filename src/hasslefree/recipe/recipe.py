@@ -105,6 +105,8 @@ class Fields:
     match_predictions: int | None = declared(None, LEVERS, ge=0, le=10**12)
     """Tokens of new calibration text on which what the layers store (values of S or scales of its grid, and L) is
     trained until the model predicts what the dense one does; 0 for none (default: the effort's)."""
+    check: bool = declared(True, TEXT)
+    """Measure the perplexity before and after, on text that was held out."""
     leave_dense: tuple[str, ...] = declared((), BUDGET, strict=False)
     """Globs over names of layers or parameters that stay as they are, such as '*.0.*' (default: none)."""
     dtype: Dtype = declared("auto", BUDGET)

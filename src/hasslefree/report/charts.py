@@ -136,9 +136,11 @@ def run_charts(run: Run, content: Content, selected: str = "") -> dict[str, Draw
     histories = {layer.name: layer.history for layer in record.layers}
     if any(len(history) > 1 for history in histories.values()):
         values = histories.values() if selected else [list(chain.from_iterable(histories.values()))]
-        note = "The method's own objective, relative and damped, measured or estimated."
-        y = _value("relative objective", values)
-        charts["rounds"] = _curves("Error during the run", histories, most, selected, run.step, y, note)
+        note = (
+            "What the method minimises, as a share of the layer's output, each time that it was measured or estimated."
+        )
+        x, y = "progress of the solver", _value("relative error, damped", values)
+        charts["rounds"] = _curves("Error during the run", histories, most, selected, x, y, note)
     if run.spectra:
         in_order = {layer.name: run.spectra.get(layer.name, ()) for layer in record.layers}
         y = alt.Y("share:Q", title="share of the largest", scale=alt.Scale(domain=[0, 1]))

@@ -3,32 +3,30 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from hasslefree.checkpoint import StoredTensor, read_json, stored_tensors, weight_files
 from hasslefree.core.factors import CodedRows
-from hasslefree.core.protocols import Method
 from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.folder.inspect import FolderSize, inspect_folder
 from hasslefree.folder.output import write_whole
 from hasslefree.folder.record import Record, command_of, read_record
 from hasslefree.phases import PhaseTime
-from hasslefree.solve.methods import METHODS
 from hasslefree.validation import Count, Figure, InvalidError, validated
 
 
-@dataclass(frozen=True)
-class _Perplexity:
+class _Perplexity(TypedDict):
     perplexity: Figure
 
 
-@dataclass(frozen=True)
-class _Accuracy:
+class _Accuracy(TypedDict):
     value: Figure
 
 
@@ -39,8 +37,8 @@ class _Results:
     model: str
     perplexity: dict[str, _Perplexity] = field(default_factory=dict)
     tasks: dict[str, _Accuracy] = field(default_factory=dict)
-    average: Figure | None = None
     limit: Count | None = None
+    dense: "_Results | None" = None
 
 
 @dataclass(frozen=True)
@@ -63,13 +61,17 @@ class Evaluation:
 
     Args:
         perplexity: by text, a file by its name alone. tasks: accuracies, as shares.
-        average: of the tasks; None without any. limit: rows of each task; None for all.
+        limit: rows of each task; None for all.
     """
 
     perplexity: dict[str, float] = field(default_factory=dict)
     tasks: dict[str, float] = field(default_factory=dict)
-    average: float | None = None
     limit: int | None = None
+
+    @property
+    def average(self) -> float | None:
+        """Of the tasks; None without any."""
+        return sum(self.tasks.values()) / len(self.tasks) if self.tasks else None
 
     def __or__(self, other: "Evaluation") -> "Evaluation":
         """Both; where both have a result, that of `other`."""
@@ -96,12 +98,6 @@ class Run:
     command: str | None
     seconds: float | None
 
-    @property
-    def step(self) -> str:
-        """After what the objective was measured, such as a round."""
-        method = METHODS.get(self.record.recipe.get("method", ""))
-        return Method.step if method is None else method.step
-
 
 @dataclass(frozen=True)
 class Content:
@@ -122,11 +118,13 @@ def read_content(paths: Sequence[Path]) -> Content:
         folders[path.resolve()] = path
     if not folders:
         raise ModelError("a report needs at least one folder that `hasslefree compress` wrote")
+    # A file that is named wins over those in the folders, and of these the first.
+    inside = [(file, owner) for owner in folders for file in sorted(owner.glob("evaluation*.json"), reverse=True)]
     evaluations: dict[Path | str, Evaluation] = {}
-    for file in (path for path in paths if not path.is_dir()):
-        model, evaluation = read_evaluation(file)
-        key = Path(model).resolve() if Path(model).resolve() in folders else model
-        evaluations[key] = evaluations.get(key, Evaluation()) | evaluation
+    for file, owner in [*inside, *((path, None) for path in paths if not path.is_dir())]:
+        for model, evaluation in read_evaluation(file, owner):
+            key = Path(model).resolve() if Path(model).resolve() in folders else model
+            evaluations[key] = evaluations.get(key, Evaluation()) | evaluation
     names = distinct_names([*folders])
     runs = [
         read_run(folder, name, evaluations.pop(resolved, Evaluation()))
@@ -136,20 +134,14 @@ def read_content(paths: Sequence[Path]) -> Content:
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of resolved paths, as many as it takes to tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(path[-count:]) for path in parts]
-        if len(set(names)) == len(names):
-            break
-    return names
+    """The paths of folders from where they part."""
+    common = os.path.commonpath([folder.resolve().parent for folder in folders])
+    return [folder.resolve().relative_to(common).as_posix() for folder in folders]
 
 
 def read_run(folder: Path, name: str, evaluation: Evaluation) -> Run:
-    """Load a folder's record, sizes, spectra and evaluations. evaluation: takes precedence over those in the folder."""
+    """Load a folder's record, sizes and spectra."""
     sizes, record = inspect_folder(folder), read_record(folder)
-    for file in sorted(folder.glob("evaluation*.json")):
-        evaluation = read_evaluation(file)[1] | evaluation
     command = command_of(record, trust_remote_code="auto_map" in read_json(folder / "config.json"))
     seconds = read_seconds(folder, (folder / "compression.json").read_text(encoding="utf-8"))
     if seconds is not None:
@@ -188,19 +180,21 @@ def read_seconds(folder: Path, compression: str) -> Seconds | None:
     return seconds if seconds.compression == hashlib.sha256(compression.encode()).hexdigest() else None
 
 
-def read_evaluation(file: Path) -> tuple[str, Evaluation]:
-    """The model and the results in a file that `evaluate` wrote."""
+def read_evaluation(file: Path, owner: Path | None = None) -> Iterator[tuple[str | Path, Evaluation]]:
+    """The model and the results in a file that `evaluate` wrote; then those of the dense model, if they are there.
+
+    owner: the folder of the model, if it is known.
+    """
     try:
         results = validated(_Results, read_json(file))
     except InvalidError as error:
         raise CheckpointError(f"{file} holds no results of `hasslefree evaluate` ({error})") from None
     if not results.perplexity and not results.tasks:
         raise CheckpointError(f"{file} holds no results of `hasslefree evaluate`: neither of texts nor of tasks")
-    if results.tasks and results.average is None:
-        raise CheckpointError(f"{file} has results of tasks without their average; run `hasslefree evaluate` again")
-    texts = {Path(text).name: row.perplexity for text, row in results.perplexity.items()}
-    tasks = {name: row.value for name, row in results.tasks.items()}
-    return results.model, Evaluation(texts, tasks, results.average, results.limit)
+    for each in filter(None, (results, results.dense)):
+        texts = {Path(text).name: row["perplexity"] for text, row in each.perplexity.items()}
+        tasks = {name: row["value"] for name, row in each.tasks.items()}
+        yield owner if owner and each is results else each.model, Evaluation(texts, tasks, each.limit)
 
 
 def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:

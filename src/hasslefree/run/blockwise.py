@@ -23,6 +23,7 @@ from hasslefree.models.walk import Visit, Walk
 from hasslefree.phases import INPUTS, RESUMED, SOLVING, Phase
 from hasslefree.recipe.plan import Plan
 from hasslefree.recipe.resolved import Resolved
+from hasslefree.run.held_out import Check
 from hasslefree.run.layers import Done, Task, compress_groups
 from hasslefree.run.machine import in_one_pass, room_for_sums
 from hasslefree.run.preflight import block_tensors, outside_tensors
@@ -31,7 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 def compress_blocks(
-    walk: Walk, plan: Plan, resolved: Resolved, segments: Tensor, work: Unfinished, world: World, writing: Phase
+    walk: Walk,
+    plan: Plan,
+    resolved: Resolved,
+    segments: Tensor,
+    work: Unfinished,
+    world: World,
+    writing: Phase,
+    check: Check | None = None,
 ) -> None:
     """Decompose, replace and write every planned layer; each block gets the outputs of the compressed ones before it.
 
@@ -39,7 +47,7 @@ def compress_blocks(
 
     Args:
         segments: of this process. work: holds the finished blocks, and takes the others.
-        writing: the phase in which files are counted.
+        writing: the phase in which files are counted. check: follows the blocks.
     """
     count, layers = len(walk.blocks.modules), sum(map(len, plan))
     with (
@@ -53,6 +61,7 @@ def compress_blocks(
             solving.advance(layer=record)
 
         visits = walk.visits(hidden, to_end=False)
+        visits = visits if check is None else check.following(visits)
         put_back(walk, visits, work, collecting, solving)
         for visit in visits:
             task = Task(visit, plan[visit.index], resolved, world, report_layer, collecting, solving)

@@ -19,23 +19,25 @@ from hasslefree.folder.journal import Progress, Unfinished, fingerprint, unfinis
 from hasslefree.folder.output import check_output
 from hasslefree.folder.record import Record
 from hasslefree.levers.allocation import Allocation, by_sensitivity
+from hasslefree.levers.train import reference_of
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
 from hasslefree.models.load import load_tokenizer, resolve_device
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
-from hasslefree.phases import LOADING, PREDICTIONS, REFERENCE, WRITING, Listener, Phase, Phases
+from hasslefree.phases import CHECK, LOADING, PREDICTIONS, REFERENCE, WRITING, Listener, Phase, Phases
 from hasslefree.recipe.plan import Plan, bytes_of, bytes_on_disk, digest, layer_room, plan_of
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.blockwise import compress_blocks
 from hasslefree.run.estimate import Setup, check_memory, seconds_by_phase
+from hasslefree.run.held_out import Check
 from hasslefree.run.inputs import check_segments, draw, open_model
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.outputs import configuration, described, recorded, write_rest
 from hasslefree.run.preflight import preflight
 from hasslefree.run.sharing import undivided
-from hasslefree.run.training import dense_reference, train_whole
+from hasslefree.run.training import matching_text, train_whole
 from hasslefree.validation import typed
 
 logger = logging.getLogger(__name__)
@@ -153,10 +155,18 @@ def compress_dense(
     walk, digests = open_walk(setup, segments[:1].to(device), options)
     work.background_writes = walk.weights.prefetch
     local = world.share(segments).to(device)
-    predictions = world.broadcast(work.predictions)  # of an earlier run, which had trained the model already
-    phases.expect(seconds_by_phase(setup, without=(REFERENCE, PREDICTIONS) if predictions else ()))
-    tokenizer = None if dense.own_segments else dense.tokenizer
-    reference = None if predictions else dense_reference(walk, resolved, tokenizer, segments, world)
+    # Of an earlier run, which had trained the model already.
+    predictions, work.held_out = world.broadcast((work.predictions, work.held_out))
+    skipped = (REFERENCE, PREDICTIONS, CHECK) if predictions else (CHECK,) if dense.own_segments else ()
+    phases.expect(seconds_by_phase(setup, without=skipped))
+    check, reference = None, None
+    if predictions is None:
+        tokenizer = None if dense.own_segments else dense.tokenizer
+        text = matching_text(walk, resolved, tokenizer, segments, world)
+        if resolved.recipe.check and tokenizer is not None:
+            used = segments if text is None else torch.cat([segments, text])
+            check = Check.of(walk, resolved.recipe, tokenizer, used)
+        reference = None if text is None else reference_of(walk, world.share(text).to(device), len(text))
     allocation = world.broadcast(allocate(walk, plan, dense.room, resolved, local, world))
     about = described(dense.name, model, resolved, segments) | dense.left
     about |= {"device": device.type, "own_segments": dense.own_segments}
@@ -164,11 +174,14 @@ def compress_dense(
         dense_digests = {"segments": fingerprint(segments), "weights": digests, "config": configuration(model)}
         work.begin(about | dense_digests | {"plan": digest(allocation.plan)})
     with writing_files(phases, resolved, work, len(plan)) as writing:
-        compress_blocks(walk, allocation.plan, resolved, local, work, world, writing)
-        if reference:
-            predictions = train_whole(walk, reference, work, world, writing)
+        compress_blocks(walk, allocation.plan, resolved, local, work, world, writing, check)
+        if reference is not None:
+            predictions = train_whole(walk, reference, work, world, writing, check)
+        elif check is not None:
+            work.held_out = check.measure()
         parts = world.broadcast(work.parts)
-        record = recorded(about, parts, predictions, allocation.sensitivities, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        record = recorded(about, parts, predictions, work.held_out, allocation.sensitivities, seconds)
         if world.writes:
             with writing.running():
                 work.finish(lambda part: write_rest(part, model, dense.tokenizer, parts, record))

@@ -7,6 +7,7 @@ written; a block is run and solved; all compressed blocks are trained together. 
 
 import dataclasses
 import logging
+import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,10 +28,11 @@ from hasslefree.models.experts import share_of_tokens, split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.models.moments import BATCH, probes, sums_bytes, traffic
 from hasslefree.models.precision import product_dtype
-from hasslefree.phases import ALLOCATION, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
+from hasslefree.phases import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
 from hasslefree.recipe.plan import LayerPlan, Plan, bytes_on_disk, plan_of
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
+from hasslefree.run.held_out import ROWS, segments_held_out
 from hasslefree.run.machine import free_memory, in_one_pass, product_rate, room_for_sums
 from hasslefree.run.sharing import shared_layers, weight_of
 from hasslefree.solve.methods.joint import QUICK_PRUNING
@@ -107,6 +109,11 @@ class Setup:
         return -(-segments_for(self.resolved.match_predictions, self.tokens[1]) // self.processes) * self.tokens[1]
 
     @property
+    def checked_tokens(self) -> int:
+        """Held-out tokens, at most; every process runs all of them."""
+        return segments_held_out(self.tokens[1]) * self.tokens[1] if self.resolved.recipe.check else 0
+
+    @property
     def at_once(self) -> bool:
         """Whether all segments run through a block at once, and its layers are solved meanwhile."""
         in_order = self.resolved.recipe.sequential == "layer"
@@ -162,6 +169,8 @@ def estimate(setup: Setup) -> Footprint:
     head = {"embeddings and head": 2 * outside}
     if setup.probe_tokens or setup.matched_tokens:
         head["logits"] = LOGITS * FLOAT * setup.tokens[1] * setup.embeddings.num_embeddings
+    elif setup.checked_tokens:
+        head["logits"] = LOGITS * FLOAT * min(ROWS, setup.tokens[1]) * setup.embeddings.num_embeddings
     block = {"block": max(map(block_bytes, repeat(setup), setup.blocks.modules, setup.plan))}
     moments: list[dict[str, int]] = [head, block | solving_terms(setup)]
     if setup.matched_tokens:
@@ -175,6 +184,7 @@ def estimate(setup: Setup) -> Footprint:
         read = 0 if setup.loaded else max(inside) * (1 if on_cpu else 2)
         ram["prefetch"] = read + 2 * max(sum(layer.bytes for layer in plans.values()) for plans in setup.plan)
     states = setup.matched_tokens + max(setup.text_tokens, (2 + len(setup.plan)) * setup.probe_tokens)
+    states += 2 * setup.checked_tokens
     activations = FLOAT * (setup.width or setup.embeddings.embedding_dim) * states
     if setup.storage != "disk":
         (device if setup.storage == "device" else ram)["hidden states"] = activations
@@ -266,10 +276,11 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
         REFERENCE: 2 * setup.matched_tokens * parameters,
         PROBES: probing,
         ALLOCATION: 2 * probing + looks * volume if probing else 0.0,
-        INPUTS: grams + passes * forward,
+        INPUTS: grams + passes * forward + 4 * setup.checked_tokens * parameters,
         SOLVING: resolved.method.cost.flops * volume,
         # A step runs a block forward, again and backward; predictions of both models, and a backward pass of the head.
         PREDICTIONS: 2 * setup.matched_tokens * (4 * parameters + 3 * head),
+        CHECK: 4 * setup.checked_tokens * head,
     }
     return {name: float(flops) for name, flops in phases.items() if flops}
 
@@ -294,8 +305,7 @@ def check_memory(setup: Setup) -> Setup:
     """The compression as it runs here."""
     lean = dataclasses.replace(setup, prefetch=False)
     if not fits(lean):
-        advice = next((f"it fits with {advice}" for other, advice in remedies(lean) if fits(other)), None)
-        lines = [f"not enough memory; {advice or 'it needs a machine with more memory'}"]
+        lines = [f"not enough memory; {remedy(lean)}"]
         raise MemoryShortError(LINE.join([*lines, *map(": ".join, peaks(lean).items())]))
     if setup.prefetch and not fits(setup):
         logger.info(
@@ -304,6 +314,23 @@ def check_memory(setup: Setup) -> Setup:
         )
         return lean
     return setup
+
+
+def remedy(setup: Setup) -> str:
+    """What to change in a compression that does not fit in memory."""
+    advice = next((f"it fits with {advice}" for other, advice in remedies(setup) if fits(other)), None)
+    return advice or "it needs a machine with more memory"
+
+
+def verdict(setup: Setup) -> str | None:
+    """Why a compression cannot run here, and what to change; None if it can."""
+    lean = dataclasses.replace(setup, prefetch=False)
+    need = estimate(lean).disk + (sum(layer.bytes for layer in setup.layers) if setup.matched_tokens else 0)
+    free = shutil.disk_usage(".").free
+    wrong = [] if fits(lean) else [f"It does not fit in memory; {remedy(lean)}."]
+    if need > free:
+        wrong.append(f"This disk has {size(free)} free of the {size(need)} needed; free some, or write to another.")
+    return " ".join(wrong) or None
 
 
 def peaks(setup: Setup) -> dict[str, str]:

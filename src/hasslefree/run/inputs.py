@@ -1,5 +1,6 @@
 """What a compression reads: a model, opened by name or as it was loaded, and calibration segments."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hasslefree.data import SELF, calibration_documents, draw_segments
+from hasslefree.data import SELF, calibration_documents, disjoint_segments, draw_segments
 from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, ModelError, option
 from hasslefree.models.experts import split_experts
 from hasslefree.models.load import encode, load_config, load_on_disk, load_tokenizer, refuse_compressed, resolve_seqlen
-from hasslefree.phases import TEXT, Phases
+from hasslefree.models.walk import Walk
+from hasslefree.phases import HELD_OUT_TEXT, REFERENCE_TEXT, TEXT, Phases
 from hasslefree.recipe.recipe import Fields
 from hasslefree.run.self_text import whole_model, written_segments
 
@@ -67,6 +69,21 @@ def draw(
 
         documents = calibration_documents(recipe.calibration, seqlen)
         return draw_segments(documents, encoded, recipe.samples, seqlen, recipe.seed)
+
+
+def more_text(
+    walk: Walk, recipe: Fields, tokenizer: Any, count: int, seqlen: int, used: Tensor | None = None
+) -> Tensor:
+    """More of the recipe's text than its calibration segments: (`count` or fewer, seqlen) token ids.
+
+    used: all text so far, (samples, seqlen), if this is the text that is held out; None for the text to train on.
+    """
+    with walk.phases.phase(REFERENCE_TEXT if used is None else HELD_OUT_TEXT, count, "segments") as phase:
+        if recipe.calibration == SELF:
+            model, seed = whole_model(walk.model, walk.weights.device), recipe.seed + (1 if used is None else 2)
+            return written_segments(model, tokenizer, count, seqlen, seed % 2**63, phase.advance)
+        documents, encoded = calibration_documents(recipe.calibration, seqlen), partial(encode, tokenizer)
+        return disjoint_segments(documents, encoded, count, seqlen, recipe.seed, used)
 
 
 def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:

@@ -11,7 +11,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from hasslefree.folder.card import FIGURE, base_licence, copy_processor, model_card
 from hasslefree.folder.journal import FinishedPart
 from hasslefree.folder.plugin import HasslefreeConfig
-from hasslefree.folder.record import LayerRecord, PredictionRecord, Record, versions
+from hasslefree.folder.record import HeldOutRecord, LayerRecord, PredictionRecord, Record, versions
 from hasslefree.models.load import auto_class
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.units import significant
@@ -40,15 +40,19 @@ def recorded(
     about: dict[str, Any],
     parts: list[FinishedPart],
     predictions: PredictionRecord | None,
+    held_out: HeldOutRecord | None,
     sensitivities: dict[str, float] | None,
     seconds: float,
 ) -> Record:
     """The record of a compression.
 
-    about: what `described` says, and more. predictions: what was matched. sensitivities: of an `Allocation`.
+    about: what `described` says, and more. predictions: what was matched. held_out: what was measured.
+    sensitivities: of an `Allocation`.
     """
     layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
+    total = sum(size for part in parts for size in part.tensors.values())
     rest = about | {name: tuple(about[name]) for name in ("dense", "towers")} | {"predictions": predictions}
+    rest |= {"held_out": held_out, "other_bytes": total - sum(layer.bytes for layer in layers)}
     if sensitivities is not None:
         rest["sensitivities"] = {name: significant(value) for name, value in sensitivities.items()}
     return Record(**rest, seconds=seconds, layers=layers)

@@ -1,18 +1,18 @@
-"""A plan as JSON and as a table for the terminal; tables of advice and of the seconds of a run."""
+"""A plan as JSON and as a table for the terminal, and a table of advice."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
-from hasslefree.folder.record import Record
+from hasslefree.errors import with_flags
 from hasslefree.models.blocks import by_kind, select_sites, towers
 from hasslefree.recipe.plan import ROOM
-from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.advise import Advice
-from hasslefree.run.estimate import Setup, estimate, flops_by_phase, peaks
+from hasslefree.run.estimate import Setup, estimate, flops_by_phase, peaks, verdict
 from hasslefree.run.machine import product_rate
 from hasslefree.units import duration, size, span, table
 
@@ -48,15 +48,16 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
         "ram_peak": footprint.ram_peak,
         "memory": {"device": footprint.device, "ram": footprint.ram},
         "dense_by_default": [*by_kind(sites.dense), *towers(setup.model, setup.blocks)],
-        "levers": list(levers_of(setup.resolved)),
         "unstated": list(setup.resolved.method.cost.unstated),
         "phases": flops,
         "flops": sum(flops.values()),
+        "model": sum(p.numel() * p.element_size() for p in setup.model.parameters()),
+        "problem": with_flags(problem) if (problem := verdict(setup)) else None,
     }
 
 
-def plan_table(setup: Setup) -> Group:
-    """The plan of each kind of layer, and the memory, disk and time that it takes."""
+def plan_table(setup: Setup, *more: Table) -> Group:
+    """The plan of each kind of layer, and the memory, disk and time that it takes; `more`; and whether it fits."""
     plan, rate = plan_summary(setup), product_rate(setup.device)
     title = f"{plan['blocks']} blocks, {len(setup.layers)} layers"
     layers = table(["kind", "pattern"], ["layers", "out×in", "rank", "size"], title)
@@ -70,46 +71,23 @@ def plan_table(setup: Setup) -> Group:
         layers.add_row(kind, pattern, str(count), shape, span([row["rank"] for row in rows]), size(stored))
     totals = Table.grid(padding=(0, 3, 0, 1), pad_edge=True)
     kept, dense = plan["kept"], plan["dense"]
-    totals.add_row("parameters kept", f"{kept / 1e6:,.1f} M of {dense / 1e6:,.1f} M ({kept / dense:.1%})")
-    totals.add_row("weights of OUT", f"{size(plan['disk'] - ROOM)}; {size(plan['disk'])} of free disk space are needed")
+    if kept < dense:  # a matrix on a grid keeps all of them, in fewer bits
+        totals.add_row("parameters kept", f"{kept / 1e6:,.1f} M of {dense / 1e6:,.1f} M ({kept / dense:.1%})")
+    stored, model = plan["disk"] - ROOM, plan["model"]
+    totals.add_row("weights", f"{size(model)} → {size(stored)} ({100 * stored / model:.0f} %)")
     totals.add_row("to run on a GPU", f"{size(plan['unpacked'])} more, for unpacked weights (none with backend dense)")
     for name, peak in peaks(setup).items():
         totals.add_row(name, peak)
     if plan["dense_by_default"]:
         totals.add_row("kept dense automatically", "\n".join(plan["dense_by_default"]))
-    if plan["levers"]:
-        totals.add_row("beyond the layer", "\n".join(plan["levers"]))
     if plan["unstated"]:
         note = "states no cost: memory and time are those of the most expensive plug-in of its kind"
         totals.add_row("counted by rule", f"{', '.join(plan['unstated'])} {note}")
+    time = f"about {duration(plan['flops'] / rate)}"
     phases = (f"{name} {duration(flops / rate)}" for name, flops in plan["phases"].items())
-    totals.add_row("time", "\n".join([f"about {duration(plan['flops'] / rate)}", *phases]))
-    return Group(layers, totals)
-
-
-def levers_of(resolved: Resolved) -> Iterator[str]:
-    """A sentence for each lever beyond single layers: what it does, and what it costs."""
-    if resolved.allocate == "error":
-        yield (
-            "allocation error: bits, ranks and non-zeros move between layers; on a few segments a forward and a "
-            "backward pass of the dense model, and a first look at every layer"
-        )
-    if resolved.match_predictions:
-        yield (
-            f"prediction matching: forward and backward passes of the whole model over {resolved.match_predictions:,} "
-            "tokens at most, and 16 bytes for each value that is kept"
-        )
-
-
-def phase_table(report: Record) -> Table:
-    """The seconds of each phase of a compression."""
-    phases = table(["phase"], ["seconds"])
-    for phase in report.phases:
-        phases.add_row(phase.name, f"{phase.seconds:.1f}")
-    phases.add_row("other", f"{report.seconds - sum(phase.seconds for phase in report.phases):.1f}")
-    phases.add_section()
-    phases.add_row("total", f"{report.seconds:.1f}")
-    return phases
+    totals.add_row("time", "\n".join([time, *phases]))
+    end = plan["problem"] or f"It fits, in memory and on this disk, and takes {time}."
+    return Group(layers, totals, *more, Text(f"\n{end}"))
 
 
 def advice_table(advice: Sequence[Advice]) -> Table:

@@ -2,36 +2,34 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hasslefree.data import SELF, calibration_documents, disjoint_segments
 from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, option
 from hasslefree.folder.journal import Unfinished
 from hasslefree.folder.record import PredictionRecord
-from hasslefree.levers.train import Reference, Training, reference_of, segments_for, train
-from hasslefree.models.load import encode
+from hasslefree.levers.train import Reference, Training, segments_for, train
 from hasslefree.models.moments import traffic
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
-from hasslefree.phases import READ_BACK, REFERENCE_TEXT, Phase
+from hasslefree.phases import READ_BACK, Phase
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.blockwise import part_file
+from hasslefree.run.held_out import Check
+from hasslefree.run.inputs import more_text
 from hasslefree.run.machine import in_one_pass
 from hasslefree.run.preflight import block_tensors
-from hasslefree.run.self_text import whole_model, written_segments
 
 logger = logging.getLogger(__name__)
 
 
-def dense_reference(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Tensor, world: World) -> Reference | None:
-    """What the dense model makes of the text that predictions are matched on; None where they are not.
+def matching_text(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Tensor, world: World) -> Tensor | None:
+    """The text that predictions are matched on, (samples, seqlen), of all processes; None if they are not matched.
 
-    The text is the recipe's, cut into windows that do not overlap, so that the validation windows are new.
+    It is the recipe's, cut into windows that do not overlap, so that the validation windows are new.
 
     Args:
         segments: of the calibration, of all processes. tokenizer: None where they were given in the place of a text;
@@ -42,13 +40,7 @@ def dense_reference(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Te
     seqlen, recipe = segments.shape[1], resolved.recipe
     count = segments_for(resolved.match_predictions, seqlen)
     if tokenizer is not None:
-        with walk.phases.phase(REFERENCE_TEXT, count, "segments") as phase:
-            if recipe.calibration == SELF:
-                model, seed = whole_model(walk.model, walk.weights.device), (recipe.seed + 1) % 2**63  # new text
-                segments = written_segments(model, tokenizer, count, seqlen, seed, phase.advance)
-            else:
-                documents, encoded = calibration_documents(recipe.calibration, seqlen), partial(encode, tokenizer)
-                segments = disjoint_segments(documents, encoded, count, seqlen, recipe.seed)
+        segments = more_text(walk, recipe, tokenizer, count, seqlen)
     if len(segments) < count:
         logger.warning("the text has %d of the %d segments that the training asks for", len(segments), count)
     segments = segments[:count]
@@ -57,12 +49,13 @@ def dense_reference(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Te
             f"prediction matching needs at least {least} segments of {seqlen} tokens, and the calibration text has "
             f"{len(segments)}; use a longer text, a smaller seqlen, or {option('match_predictions', 0)}"
         )
-    local = world.share(segments).to(walk.weights.device)
-    return reference_of(walk, local, len(segments))
+    return segments
 
 
-def train_whole(walk: Walk, reference: Reference, work: Unfinished, world: World, writing: Phase) -> PredictionRecord:
-    """Train the compressed model that `work` holds, and write its blocks again. writing: counts their files."""
+def train_whole(
+    walk: Walk, reference: Reference, work: Unfinished, world: World, writing: Phase, check: Check | None
+) -> PredictionRecord:
+    """Train and check the compressed model that `work` holds, and write it again. writing: counts its files."""
     work.parts[:] = world.broadcast(work.parts)
     blocks = walk.blocks.modules
     with walk.phases.phase(READ_BACK, len(blocks), "blocks") as phase:
@@ -74,6 +67,9 @@ def train_whole(walk: Walk, reference: Reference, work: Unfinished, world: World
     numbers = sum(traffic(block, sizes, tokens) for block, sizes in zip(blocks, shapes, strict=True))
     keep_graphs = in_one_pass(numbers, walk.weights.device)
     record = train(walk, reference, settings, lambda: bring_back(walk, work), world, optimizer_device, keep_graphs)
+    if check is not None:
+        check.run_again()
+        work.held_out = check.measure()
     world.total(0.0, walk.weights.device)  # all processes have read the files
     if world.writes:
         with writing.running():

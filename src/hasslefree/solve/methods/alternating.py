@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -44,7 +44,6 @@ class AlternatingMinimization(Method):
         >>> hasslefree.decompose(weight, gram, pattern="2:4", rank=64, method=method)
     """
 
-    step: ClassVar[str] = "round"
     pruner: Pruner = SparseGPT()
     low_rank: LowRankSolver = Adam()
     rounds: Positive = 80

@@ -115,7 +115,6 @@ class Joint(Method):
         >>> hasslefree.decompose(weight, gram, pattern="2:4", rank=64, method=Joint(rounds=50))
     """
 
-    step: ClassVar[str] = "part of the rounds, then sweep of the polish"
     row_wise: ClassVar[bool] = True
     rounds: Positive = 100
     damping: Figure = 0.01

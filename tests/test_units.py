@@ -1,0 +1,17 @@
+"""Sizes and durations as they are shown."""
+
+import pytest
+
+from hasslefree.units import duration
+
+DAY = 86_400
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (42, "42 s"), (119, "119 s"), (120, "2 min"), (7_000, "117 min"), (7_200, "2 h"),
+     (7_500, "2 h 5 min"), (35_990, "10 h"), (47_000, "13 h"), (2 * DAY - 60, "48 h"), (2 * DAY, "2 days"),
+     (1239.6 * 3600, "52 days")],
+)  # fmt: skip
+def test_durations_by_hand(seconds, text):
+    assert duration(seconds) == text
