@@ -181,7 +181,10 @@ BAD = {
     "unknown pattern": (["--pattern", "unstructred", "--rank", "4"], "Did you mean 'unstructured'"),
     "unknown pruner": (["--rank", "4", "--pruner", "sparsgpt"], "Did you mean 'sparsegpt'"),
     "N > M": (["--pattern", "5:4", "--rank", "4"], "5:4 is impossible"),
-    "width": (["--pattern", "2:7", "--rank", "4"], "divisible by 7, got 192"),
+    "width": (
+        ["--pattern", "2:7", "--rank", "4"],
+        "divides 192, or --pattern row --sparsity 0.71",
+    ),
     "rank": (["--rank", "65"], "rank 65 is larger than the narrowest weight (64×192)"),
     "ratio": (["--ratio", "0.6"], "largest feasible ratio is 0.5"),
     "two budgets": (["--ratio", "0.4", "--rank", "4"], "not both"),

@@ -122,9 +122,10 @@ def _from_hub(name: str, split: dict[str, Any]) -> Any:
     try:
         return datasets.load_dataset(**split)[HUB_TEXTS[name].field]
     except Exception as error:  # whatever the network, the hub and the reader of the file may raise
+        cause = "no connection" if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
         raise CalibrationError(
-            f"the text {name!r} could not be loaded from the hub ({type(error).__name__}: {error}); "
-            "with no network, give a local .txt or .jsonl file, or self for text that the model writes"
+            f"the text {name!r} could not be downloaded from the hub ({cause}); give a local .txt or .jsonl file, or, "
+            f"to compress, let the model write the text ({option('calibration', 'self')})"
         ) from error
 
 
@@ -135,18 +136,18 @@ def _local(name: str) -> list[str]:
     if path.suffix not in (".txt", ".jsonl", ".raw"):
         raise UnknownNameError("text", name, [*HUB_TEXTS, "a .txt file", "a .jsonl file"])
     if not path.is_file():
-        raise CalibrationError(f"the text file {path} does not exist")
+        raise CalibrationError(f"the text file {path} does not exist; check its path")
     try:
         if path.stat().st_size > MOST_BYTES:
             raise CalibrationError(f"{path} is larger than {MOST_BYTES:,} bytes; use a part of the text")
         with path.open(encoding="utf-8-sig") as lines:
             documents = list(_parse_jsonl(path, lines)) if path.suffix == ".jsonl" else [lines.read()]
     except UnicodeDecodeError as error:
-        raise CalibrationError(f"{path} is not UTF-8 text: {error}") from None
+        raise CalibrationError(f"{path} is not UTF-8 text: {error}; convert it") from None
     if match:
         documents = documents[int(match["start"] or 0) : int(match["stop"]) if match["stop"] else None]
     if not any(document.strip() for document in documents):
-        raise CalibrationError(f"the text file {name} is empty")
+        raise CalibrationError(f"the text file {name} is empty; give another")
     return documents
 
 
@@ -246,8 +247,8 @@ def draw_segments(documents: Sequence[str], encode: Encode, samples: int, seqlen
     if len(windows) < samples and have < samples * seqlen:
         raise CalibrationError(
             f"the calibration text is too short: {samples} samples × {seqlen} = {samples * seqlen} tokens are needed, "
-            f"and its documents of at least {seqlen} tokens have {have} in total; use fewer samples, a smaller seqlen "
-            "or a longer text"
+            f"and its documents of at least {seqlen} tokens have {have} in total; use "
+            f"{option('samples', have // seqlen)}, a smaller {option('seqlen')} or a longer text"
         )
     while len(windows) < samples:
         windows.append(window(long[int(torch.randint(len(long), (), generator=generator))]))

@@ -102,5 +102,5 @@ def test_errors_of_the_pattern():
         with pytest.raises(HasslefreeError, match=message):
             Budget(name, rank=1).resolve(8, 16)
         assert list(Budget(name, rank=1).problems()), kind
-    with pytest.raises(PatternError, match="divisible by 4"):
+    with pytest.raises(PatternError, match="no multiple of 4"):
         Budget("2:4", rank=1).resolve(8, 15)

@@ -271,7 +271,7 @@ def test_a_row_without_a_right_answer_is_an_error(tmp_path, task, changes, messa
 def test_names_and_a_harness_that_is_missing(monkeypatch):
     with pytest.raises(UnknownNameError, match="Did you mean 'winogrande'"):
         check_tasks(["winograde"], None)
-    with pytest.raises(TaskError, match="names rte more than once"):
+    with pytest.raises(TaskError, match="names rte twice; remove one"):
         check_tasks(["rte", "piqa", "rte"], None)
     check_tasks(list(TASKS), None)
     check_harness()

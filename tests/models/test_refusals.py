@@ -63,7 +63,7 @@ def test_infinite_activations_are_named(tmp_path):
 def test_the_layer_that_does_not_fit_is_named(tmp_path):
     model = build("llama", intermediate_size=50)
     assert_refused(
-        model, RECIPE, tmp_path, PatternError, r"divisible by 4, got 50.*\(model\.layers\.0\.mlp\.down_proj\)"
+        model, RECIPE, tmp_path, PatternError, r"50 inputs, no multiple of 4.*\(model\.layers\.0\.mlp\.down_proj\)"
     )
     assert_refused(
         build("llama"), Recipe(rank=20), tmp_path, BudgetError, r"rank 20 is larger.*16×32.*self_attn\.k_proj"

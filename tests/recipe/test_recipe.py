@@ -86,7 +86,7 @@ def test_files_that_are_no_recipes(tmp_path, content, message):
 
 
 def test_a_method_with_a_low_rank_part_needs_a_rank(text):
-    with pytest.raises(RecipeError, match="joint needs a rank, a ratio or a size"):
+    with pytest.raises(RecipeError, match="joint needs a budget: give a rank such as rank=64"):
         Recipe(calibration=text, pattern="2:4").resolve()
     Recipe(calibration=text, rank=0).resolve()
     Recipe(calibration=text, method="wanda").resolve()
@@ -178,9 +178,9 @@ def test_every_problem_has_its_file(tmp_path):
         ({"a": "rank: 1\nseqlen: 3\nrank: 2\n"}, "a.yaml:3: the recipe is not YAML: rank is given twice"),
         ({"a": "rank: 1\nseed: !!python/name:x y\n"}, "a.yaml:2: the recipe is not YAML: could not determine a constr"),
         ({"a": "rank: 1\nseed: 2026-13-45\n"}, "a.yaml: the recipe is not YAML: month must be"),
-        ({"a": "method: oats\n"}, "a.yaml: method oats needs a rank, a ratio or a size"),
+        ({"a": "method: oats\n"}, "a.yaml: method oats needs a budget"),
         ({"a": "pattern: row\nrank: four\n"}, "a.yaml: rank must be a valid integer, got 'four'"),
-        ({"a": "pattern: 2:4\n"}, "a.yaml: method joint needs a rank, a ratio or a size"),
+        ({"a": "pattern: 2:4\n"}, "a.yaml: method joint needs a budget: give a rank such as rank=64"),
         ({"a": "base: b.yaml\nrank: 1\n", "b": "method: oats\npruner: sparsgpt\n"}, "b.yaml: unknown pruner"),
     ],
 )  # fmt: skip
@@ -306,7 +306,7 @@ def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
             "rank must be 0, got 2; use rank 0, or a method with a low-rank part, such as caldera",
         ),
         ({"method": "gptq", "pattern": "dense", "sparsity": 0.5}, "pattern dense already fixes the sparsity"),
-        ({"method": "caldera"}, "method caldera needs a rank"),
+        ({"method": "caldera"}, "method caldera needs a budget"),
     ],
 )
 def test_what_does_not_go_with_a_grid(fields, message):

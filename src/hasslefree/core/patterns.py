@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.rows import WHOLE, Rows, largest_of_rows
-from hasslefree.errors import PatternError
+from hasslefree.errors import PatternError, option
 
 # Groups up to this size are ranked by comparing all pairs; beyond it a partial sort is faster.
 PAIRWISE = 8
@@ -77,8 +77,8 @@ class SemiStructured(Pattern):
     def check(self, shape: tuple[int, int]) -> None:
         if shape[1] % self.m:
             raise PatternError(
-                f"pattern {self} needs in_features divisible by {self.m}, got {shape[1]}; "
-                "use pattern row or unstructured"
+                f"pattern {self} does not fit a layer of {shape[1]} inputs, no multiple of {self.m}; use an M that "
+                f"divides {shape[1]}, or {option('pattern', 'row')} {option('sparsity', round(1 - self.n / self.m, 2))}"
             )
 
     def kept(self, shape: tuple[int, int]) -> int:

@@ -64,7 +64,7 @@ def check_tasks(names: Sequence[str], folder: Path | None) -> None:
         if name not in TASKS:
             raise UnknownNameError("task", name, TASKS)
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
-        raise TaskError(f"{option('tasks')} names {', '.join(twice)} more than once; once is enough")
+        raise TaskError(f"{option('tasks')} names {', '.join(twice)} twice; remove one")
     if folder is not None:
         for name in names:
             check_rows(name, folder)
@@ -100,7 +100,7 @@ def check_rows(name: str, folder: Path) -> dict[str, Any]:
                 f"{file}, line {number}: no field {', '.join(missing)}; every row needs {', '.join(fields)}"
             )
     if not fields:
-        raise TaskError(f"{file} is empty")
+        raise TaskError(f"{file} is empty; it needs one row per line")
     return forms[fields]
 
 
@@ -125,7 +125,8 @@ def _definition(name: str, folder: Path | None, cache: Path) -> dict[str, Any]:
 
     path = Path(str(lm_eval.__file__)).parent / "tasks" / TASKS[name][0]
     if not path.is_file():
-        raise TaskError(f"the installed lm-evaluation-harness has no task {name} at {path}: {REMEDY}")
+        installed = f"lm-evaluation-harness {importlib.metadata.version('lm_eval')}"
+        raise TaskError(f"{installed} has no task {name} (looked for {path}): {REMEDY}")
     definition: dict[str, Any] = {"include": str(path), "task": name, "num_fewshot": 0}
     if folder is None:
         return definition

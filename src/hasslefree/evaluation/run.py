@@ -68,7 +68,7 @@ def perplexity(
         tokens = tokens[: len(tokens) // window * window]
     for what, size in {"text": len(tokens), "window": window}.items():
         if size < 2:
-            raise CalibrationError(f"perplexity needs a {what} of at least 2 tokens, got {size}")
+            raise CalibrationError(f"perplexity needs a {what} of at least 2 tokens, got {size}; give a longer one")
     full = len(tokens) // window * window
     batches = list(tokens[:full].view(-1, window).split(batch)) if full else []
     if len(tokens) - full > 1:

@@ -76,9 +76,9 @@ def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_sha
     counts["self_attn.o_proj"] = accepted_count(config, len(heads[0]), counts["self_attn.o_proj"])
     if all(counts[reader] == len(masks[0]) for reader, masks in kept.items()):
         raise ModelError(
-            "this model cannot be made narrower: the compressed layers use every neuron, and every attention head or "
-            f"as many as transformers accepts; compress with {option('method', 'osscar')} "
-            f"{option('pattern', 'structured')} {option('rank', 0)} and a higher {option('sparsity')}"
+            "nothing to remove: every neuron is in use, and no attention head can be dropped; compress with "
+            f"{option('method', 'osscar')} {option('pattern', 'structured')} {option('rank', 0)} and a higher "
+            f"{option('sparsity')}"
         )
     for index, block in enumerate(blocks.modules):
         for reader in MAKERS:
@@ -105,8 +105,8 @@ def units_kept(block: nn.Module, reader: str) -> Tensor:
     units = layer.in_features // unit
     if any(maker.out_features % units for maker in makers):
         raise ModelError(
-            f"the outputs of {', '.join(MAKERS[reader])} are not a multiple of the {units} heads or neurons that "
-            f"{reader} reads; use {option('to', 'dense')}"
+            f"{option('to', 'narrow')} does not support {type(block).__name__}: {', '.join(MAKERS[reader])} do not "
+            f"split evenly into the {units} heads or neurons of {reader}; use {option('to', 'dense')}"
         )
     used: Tensor = (layer.weight != 0).any(0).view(units, unit).any(1)
     return used

@@ -72,7 +72,7 @@ def check_name(name: str) -> None:
     if Path(name).is_file():
         raise ModelError(f"{name} is a file; give the folder of a model, with config.json and weights")
     if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
-        raise ModelError(f"the model folder {name} does not exist")
+        raise ModelError(f"the model folder {name} does not exist; check its path")
     for file in (file for pattern in SETTINGS for file in Path(name).glob(pattern)):
         check_settings(file)
 

@@ -55,8 +55,8 @@ class Probe:
             model(input_ids=segment, use_cache=False)
         if not self.calls or len(self.calls) != len(blocks.modules):
             raise ModelError(
-                f"the model called blocks {len(self.calls)} times in one forward pass, but {blocks.name} has "
-                f"{len(blocks.modules)} blocks; only models that call each block once are supported"
+                f"{type(model).__name__} is not supported: it calls blocks {len(self.calls)} times in a forward pass, "
+                f"and has {len(blocks.modules)} of them in {blocks.name}; each must be called once"
             )
 
     @property
@@ -74,8 +74,8 @@ class Probe:
         states, call = split_call(args, kwargs)
         if self.calls and not torch.equal(self.output.to(states), states):
             raise ModelError(
-                f"the model changes the hidden states outside its blocks, before {self.blocks.prefix(index)}; models "
-                "of this kind are not supported"
+                f"this model is not supported: it changes the hidden states between its blocks (before "
+                f"{self.blocks.prefix(index)})"
             )
         self.calls.append(shaped(call, states))
         self.traces.append(BlockTrace(rebuilt(call.arguments), call.arguments, ()))

@@ -148,8 +148,7 @@ def check_rank(blocks: Blocks, selected: Sequence[Mapping[str, Site]], rank: int
     if site is not None and rank > narrowest:
         out, width = site.shape
         raise BudgetError(
-            f"rank {rank} is larger than the narrowest weight ({out}×{width}); the largest rank that every layer can "
-            f"have is {narrowest}"
+            f"rank {rank} is larger than the narrowest weight ({out}×{width}); use {option('rank', narrowest)} or less"
         ).within(f"{prefix}.{site.name}")
 
 

@@ -11,7 +11,7 @@ from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import BITS, Grid
 from hasslefree.core.protocols import Method
 from hasslefree.data import check_text
-from hasslefree.errors import HasslefreeError, Problem, RecipeError
+from hasslefree.errors import HasslefreeError, Problem, RecipeError, option
 from hasslefree.recipe.recipe import Allocate, Fields
 from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.methods.prune import Prune
@@ -211,7 +211,8 @@ def method_problems(recipe: Fields) -> Iterator[Problem]:
         yield Problem(error.fields or ("method",), error.message)
     else:
         if not isinstance(method, Prune) and recipe.rank is None and recipe.ratio is None and recipe.size is None:
-            message = f"method {recipe.method} needs a rank, a ratio or a size (rank 0 for S alone)"
+            budgets = f"{option('rank', 64)} (0 for S alone), {option('ratio')} or {option('size')}"
+            message = f"method {recipe.method} needs a budget: give a rank such as {budgets}"
             yield Problem(("method", "rank", "ratio"), message)
     if (bits := recipe.factor_bits) is None:
         return

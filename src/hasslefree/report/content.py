@@ -114,7 +114,7 @@ def read_content(paths: Sequence[Path]) -> Content:
     folders: dict[Path, Path] = {}
     for path in filter(Path.is_dir, paths):
         if path.resolve() in folders:
-            raise ModelError(f"the folder {path} is named twice; once is enough")
+            raise ModelError(f"the folder {path} is named twice; remove one")
         folders[path.resolve()] = path
     if not folders:
         raise ModelError("a report needs at least one folder that `hasslefree compress` wrote")

@@ -202,7 +202,7 @@ def open_walk(setup: Setup, segment: Tensor, options: dict[str, Any]) -> tuple[W
     walk, digests = preflight(setup.model, setup.blocks, weights, setup.plan, segment, options)
     if walk.width is not None:
         logger.info(
-            "the blocks take other tensors besides hidden states, %d values per token in all: only memory is affected",
+            "the blocks take extra inputs per token (%d values): more memory is used, results are unaffected",
             walk.width,
         )
         weights.prefetch = check_memory(dataclasses.replace(setup, width=walk.width)).prefetch
