@@ -56,7 +56,8 @@ class Measurement:
         return cls(**{name: getattr(args, name) for name in names} | {"texts": tuple(args.texts)})
 
     def recipe(self, **fields: Any) -> Recipe:
-        given = {"calibration": self.calibration, "samples": self.samples, "seqlen": self.seqlen, "seed": self.seed}
+        given: dict[str, Any] = {"calibration": self.calibration, "samples": self.samples, "seqlen": self.seqlen}
+        given |= {"seed": self.seed, "check": False}  # the rows have perplexities of their own
         return Recipe(**given | fields)
 
     def perplexities(self, model: Any) -> dict[str, float]:

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.data import disjoint_segments, draw_segments
+from hasslefree.data import calibration_documents, disjoint_segments, draw_segments
 from hasslefree.demo.run import MODEL
 from hasslefree.folder.journal import Unfinished
+from hasslefree.models.load import load_on_disk
 from hasslefree.run import held_out
 from tests.listeners import by_layer
 from tests.sharing import free_port
@@ -32,7 +33,7 @@ class Numbers:
     chat_template, bos_token_id = None, 1
 
     def __call__(self, text, **options):
-        return {"input_ids": [int(word) for word in text.split()]}
+        return {"input_ids": numbers(text)}
 
     def save_pretrained(self, folder):
         pass
@@ -41,9 +42,9 @@ class Numbers:
 @pytest.fixture
 def recipe(tmp_path):
     """For `fast`, on a text of 60 documents of random numbers."""
-    numbers = torch.randint(3, 64, (60, 3 * SEQLEN), generator=torch.Generator().manual_seed(1)).tolist()
+    documents = torch.randint(3, 64, (60, 3 * SEQLEN), generator=torch.Generator().manual_seed(1)).tolist()
     file = tmp_path / "text.jsonl"
-    file.write_text("".join(json.dumps({"text": " ".join(map(str, document))}) + "\n" for document in numbers))
+    file.write_text("".join(json.dumps({"text": " ".join(map(str, document))}) + "\n" for document in documents))
     return Recipe(rank=2, method="eora", calibration=str(file), samples=8, seqlen=SEQLEN)
 
 
@@ -105,8 +106,8 @@ def test_held_out_windows_repeat_nothing(lengths, samples, seqlen, seed):
     text = [" ".join(map(str, document)) for document in documents]
     if sum(length for length in lengths if length >= seqlen) < samples * seqlen:
         return
-    used = draw_segments(text, lambda t: list(map(int, t.split())), samples, seqlen, seed)
-    windows = disjoint_segments(text, lambda t: list(map(int, t.split())), 100, seqlen, seed, used)
+    used = draw_segments(text, numbers, samples, seqlen, seed)
+    windows = disjoint_segments(text, numbers, 100, seqlen, seed, used)
     run, seen = max(seqlen // 2, 1), {*used.flatten().tolist()}
     for window in windows.tolist():
         assert window == list(range(window[0], window[0] + seqlen))
@@ -115,6 +116,40 @@ def test_held_out_windows_repeat_nothing(lengths, samples, seqlen, seed):
     assert len({*windows.flatten().tolist()}) == windows.numel()
     free = max((len(part) for document in documents for part in unused(document, seen)), default=0)
     assert len(windows) or free < 3 * seqlen
+
+
+def test_no_text_that_was_used_is_held_out(recipe, read, tmp_path):
+    """Oracle: the segments themselves, drawn again from a text that has few more."""
+    recipe = dataclasses.replace(recipe, calibration=f"{recipe.calibration}[:12]", match_predictions=64)
+    compress(tmp_path / "out", recipe)
+    documents = calibration_documents(recipe.calibration)
+    drawn = draw_segments(documents, numbers, recipe.samples, SEQLEN, recipe.seed)
+    used = {run for segment in [*drawn, *disjoint_segments(documents, numbers, 5, SEQLEN, 0)] for run in runs(segment)}
+    assert 0 < len(read[0]) < held_out.SEGMENTS
+    assert not used & {run for segment in read[0] for run in runs(segment)}
+
+
+def numbers(text):
+    return [int(word) for word in text.split()]
+
+
+def runs(segment, length=SEQLEN // 2):
+    return [tuple(segment[i : i + length].tolist()) for i in range(len(segment) - length + 1)]
+
+
+def test_no_more_than_one_block_is_in_memory(recipe, tmp_path, monkeypatch):
+    build("llama", num_hidden_layers=3).save_pretrained(tmp_path / "dense")
+    models, seen, load, run = [], [], load_on_disk, held_out.run_block
+    monkeypatch.setattr("hasslefree.run.inputs.load_on_disk", lambda *args: models.append(load(*args)) or models[0])
+
+    def look(*args):
+        present = [name for name, parameter in models[0].named_parameters() if not parameter.is_meta]
+        seen.append({name.split(".")[2] for name in present})
+        run(*args)
+
+    monkeypatch.setattr(held_out, "run_block", look)
+    compress(tmp_path / "out", recipe, tmp_path / "dense", device="cpu")
+    assert seen == [{"0"}, {"0"}, {"1"}, {"1"}, {"2"}, {"2"}]
 
 
 def unused(document, seen):

@@ -184,7 +184,7 @@ norms and the output head were not compressed.
 | | |
 |---|---|
 {verdict}
-| mean relative error | {report.mean_relative_error:.5f} of {len(report.layers)} layers |
+| mean relative error | {report.mean_relative_error:.5f}, over {len(report.layers)} layers |
 | parameters kept | {kept} |
 | calibration text | {report.tokens:,} tokens, in segments of {report.seqlen} |
 | dtype | {report.dtype} |

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,9 +133,13 @@ def read_content(paths: Sequence[Path]) -> Content:
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """The paths of folders from where they part."""
-    common = os.path.commonpath([folder.resolve().parent for folder in folders])
-    return [folder.resolve().relative_to(common).as_posix() for folder in folders]
+    """The last parts of resolved paths, as many as it takes to tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(path[-count:]) for path in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
 
 
 def read_run(folder: Path, name: str, evaluation: Evaluation) -> Run:
