@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,6 +210,19 @@ def test_a_folder_that_was_moved_and_merged_is_the_dense_export(folders, family,
     assert merged.keys() == dense.keys()
     for name, weight in dense.items():
         torch.testing.assert_close(merged[name], weight, rtol=1e-6, atol=1e-7)
+
+
+def test_an_adapter_moves_with_the_directory_in_which_its_folder_was_named(folders, tmp_path, monkeypatch):
+    """Oracle: the logits of the compressed model; transformers resolves the path of the base."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    hasslefree.export(folders / "llama" / "packed", "DEST", "peft")
+    text = Path("DEST/adapter_config.json").read_text()
+    assert json.loads(text)["base_model_name_or_path"] == str(Path("DEST/base"))
+    assert str(tmp_path) not in text
+    monkeypatch.chdir((tmp_path / "here").rename(tmp_path / "there"))
+    found = logits(AutoModelForCausalLM.from_pretrained("DEST"), segments())
+    torch.testing.assert_close(found, torch.load(folders / "llama" / "logits.pt"), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])

@@ -89,7 +89,7 @@ def export(
     model._weight_conversions = None  # type: ignore[assignment]
     check_output(target, overwrite, bytes_needed(model))
     with phases.phase(WRITING), replaced_whole(target, overwrite) as part:
-        folders = write(model, part, target, max_shard_size)
+        folders = write(model, part, Path(destination), max_shard_size)
         copy_rest(source, part, folders, auto)
 
 

@@ -159,7 +159,7 @@ def remove_units(block: nn.Module, reader: str, kept: Tensor) -> None:
 def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_shard_size: str) -> dict[str, Path]:
     """Write the adapter into `part`, and the model with S as its weights, changed in place, into part/base.
 
-    destination: the final path of `part`, as the adapter names its base model by an absolute path.
+    destination: the final path of `part` as the user gave it, under which the adapter names its base model.
     """
     if experts := [name for name in compressed_layers(model) if experts_of(model, name)]:
         raise ModelError(
