@@ -114,14 +114,9 @@ class Phase:
         """The share of the phase that took its seconds, without what was skipped."""
         return (self.done - self.skipped) / max(self.total, 1)
 
-    @property
-    def open(self) -> float:
-        """The share of the phase that is still to do."""
-        return 1 - self.done / max(self.total, 1)
-
-    def time_left(self, expected: float) -> float:
-        """Estimated seconds until it ends. expected: of the whole phase, before it began."""
-        return (self.seconds + TRUST * expected) / (self.measured + TRUST) * self.open
+    def time_left(self, expected: float = 0.0, trust: float = 0.0) -> float:
+        """Estimated seconds until it ends. expected: of the whole, which counts as if this share were measured."""
+        return (self.seconds + trust * expected) / (self.measured + trust) * (1 - self.done / max(self.total, 1))
 
     def advance(self, count: int = 1, layer: Any = None) -> None:
         """Count what was done. layer: as for `Step`."""
@@ -209,7 +204,7 @@ class Phases:
         self.charge()
         if not phase.total:
             return
-        left = phase.seconds / phase.measured * phase.open if phase.measured else None
+        left = phase.time_left() if phase.measured else None
         counted = phase.name, phase.done, phase.total, phase.unit, phase.seconds, left
         step = Step(*counted, ended, layer, self.charged - self.began, self.time_left())
         if self.listener:
@@ -228,7 +223,7 @@ class Phases:
         trusted = TRUST * sum(self.expected.values())
         pace = trusted + sum(phase.seconds for phase, _ in phases)
         pace /= trusted + sum(phase.measured * seconds for phase, seconds in phases)
-        left = sum(phase.time_left(pace * seconds) for phase, seconds in phases)
+        left = sum(phase.time_left(pace * seconds, TRUST) for phase, seconds in phases)
         end, weight = self.charged + left, math.exp((self.estimated - self.charged) / (10 + left / 50))
         self.end = end if math.isnan(self.end) else weight * self.end + (1 - weight) * end
         self.estimated = self.charged

@@ -32,9 +32,8 @@ def spread_lists(arguments: list[str]) -> list[str]:
     return spread
 
 
-def in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """An error handler of codecs: plain characters for those of our own texts, and backslashes for others."""
-    assert isinstance(error, UnicodeEncodeError)
+def in_ascii(error: Any) -> tuple[str, int]:
+    """A handler of UnicodeEncodeError: plain characters for those of our own texts, and backslashes for others."""
     text = error.object[error.start : error.end].translate(_PLAIN)
     return text.encode("ascii", "backslashreplace").decode(), error.end
 

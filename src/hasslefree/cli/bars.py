@@ -71,10 +71,8 @@ class Board:
         lines = Table.grid(padding=(0, 2, 0, 0))
         for step in list(self.steps.values()):  # steps come from another thread
             bar = ProgressBar(step.total if step.unit else None, step.done, width=20)
-            left = step.about(passed) if step.run_left is None else ""
-            lines.add_row(Text(step.phase), *([bar] if wide else []), Text(step.count + left))
+            lines.add_row(Text(step.phase), *([bar] if wide else []), Text(step.count))
         yield lines
-        left = "" if self.run.run_left is None else self.run.about(passed)
-        yield Text(f"{duration(self.run.run_seconds + passed)} so far{left}", style="cyan")
+        yield Text(f"{duration(self.run.run_seconds + passed)} so far{self.run.about(passed)}", style="cyan")
         if SOLVING in self.steps:
             yield Text(escaped(self.layer), style="dim", overflow="fold")

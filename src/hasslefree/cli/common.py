@@ -5,6 +5,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from inspect import cleandoc
 from pathlib import Path
@@ -44,7 +45,7 @@ class Commands(TyperGroup):
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         for command in (self, *self.commands.values()):
-            command.get_params = untyped_switches(command.get_params)  # type: ignore[assignment, method-assign]
+            command.get_params = partial(untyped_switches, command.get_params)  # type: ignore[method-assign]
         for command in self.commands.values():  # --verbose may stand before a command or after it
             command.params += [option for option in self.params if option.name == "verbose"]
             command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.help or ""))
@@ -58,15 +59,11 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
 
 
-def untyped_switches(get_params: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+def untyped_switches(get_params: Callable[[Any], list[Any]], ctx: Any) -> list[Any]:
     """The parameters of a command; the help shows no type of a switch."""
-
-    def get(ctx: Any) -> list[Any]:
-        for option in (options := get_params(ctx)):
-            option.metavar = "" if getattr(option, "is_flag", False) else option.metavar
-        return options
-
-    return get
+    for option in (options := get_params(ctx)):
+        option.metavar = "" if getattr(option, "is_flag", False) else option.metavar
+    return options
 
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -87,8 +84,8 @@ def print_versions(wanted: bool) -> None:
 
 LIBRARIES = "Print the version, and those of libraries."
 VERSIONS = flag(None, LIBRARIES, "--version", callback=print_versions, is_eager=True, show_default=False)
-TRACEBACK = "Show tracebacks too (default: off)."  # `ending.report` looks for it
-VERBOSE = flag(None, TRACEBACK, "--verbose", expose_value=False, show_default=False)
+# `ending.report` looks for --verbose.
+VERBOSE = flag(None, "Show tracebacks too (default: off).", "--verbose", expose_value=False, show_default=False)
 
 
 @app.callback(epilog="Start with `hasslefree demo`; `hasslefree COMMAND -h` lists all options of a command.")

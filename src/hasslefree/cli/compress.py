@@ -19,11 +19,7 @@ from hasslefree.cli.common import COMPRESS, OUTPUT, RUN, Device, Json, Output, Q
 from hasslefree.errors import with_flags
 from hasslefree.recipe.recipe import BUDGET, GROUPS, NAMES, Fields, Recipe, help_of
 
-RESUME = "Continue an interrupted run (default: off)."
-OVERWRITE = "Replace OUT, and start over (default: off)."
 SETTINGS = "List the settings of this method, pruner or low-rank solver instead."
-EXAMPLE = "Example: hasslefree compress MODEL OUT --size 1.5GB"
-PROCESSES = "Number of processes under torchrun; figures are for each."
 # The options that most users need stand before all headings, in a line or two; the page on recipes says more.
 COMMON = {
     "size": "Bytes of all weights (1.5GB), or bits per weight (4.8bits) (default: 5.2bits).",
@@ -80,7 +76,7 @@ def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-@app.command("compress", rich_help_panel=COMPRESS, epilog=EXAMPLE)
+@app.command("compress", rich_help_panel=COMPRESS, epilog="Example: hasslefree compress MODEL OUT --size 1.5GB")
 @with_recipe
 def call_compress(
     model: Model,
@@ -89,8 +85,8 @@ def call_compress(
     device: Device = None,
     activations: Activations = "device",
     trust_remote_code: Trust = False,
-    resume: Annotated[bool, flag(None, RESUME, "--resume")] = False,
-    overwrite: Annotated[bool, flag(None, OVERWRITE, "--overwrite")] = False,
+    resume: Annotated[bool, flag(None, "Continue an interrupted run (default: off).", "--resume")] = False,
+    overwrite: Annotated[bool, flag(None, "Replace OUT, and start over (default: off).", "--overwrite")] = False,
     push_to: common.PushTo = None,
     private: common.Private = False,
     quiet: Quiet = False,
@@ -133,7 +129,7 @@ def plan(
     recipe: Any,
     device: Device = None,
     activations: Activations = "device",
-    processes: Annotated[int, flag(RUN, PROCESSES, min=1, max=2**20)] = 1,
+    processes: Annotated[int, flag(RUN, "Processes under torchrun; figures are for each.", min=1, max=2**20)] = 1,
     trust_remote_code: Trust = False,
     as_json: Json = False,
     output: Output = None,

@@ -17,16 +17,9 @@ from hasslefree.units import table
 # Headings of the help of `evaluate` and `report`.
 TEXTS, TASKS, SAMPLES = "Perplexity", "Zero-shot tasks", "Samples of text"
 
-SEQLEN = "Tokens in a window (default: 2048, or the model's limit if that is less)."
-MAX_TOKENS = "Use only the first tokens of each text (default: all)."
 TASK_NAMES = "Tasks: piqa, hellaswag, arc_easy, arc_challenge, winogrande, rte, openbookqa, boolq."
-TASK_DATA = "Folder with a file TASK.jsonl for each task (default: rows come from the hub)."
-CACHE = "Folder in which answers to tasks are kept (default: ~/.cache/hasslefree)."
 BATCH = "Windows or task sequences in a batch; auto is 1, and for tasks on a GPU what fits."
 BESIDE = "Dense model to measure too, or none (default: the one from which MODEL was made, if it is on this machine)."
-LAYERS = "List every layer, not only every kind of layer (default: off)."
-SOURCES = "Folders that compress wrote, and JSON files that evaluate wrote."
-FIGURES = "Folder for the figures as PNG and SVG (default: they are on the page alone)."
 PROMPT = "Text that the compressed and the dense model continue on the page; repeatable (default: none)."
 DENSE = "Dense model that continues the prompts, or none (default: the one from which OUT was made)."
 EXAMPLE = "Example: hasslefree evaluate OUT --perplexity wikitext2 --tasks piqa winogrande"
@@ -35,20 +28,18 @@ FORMATS = (
     "zero), or with the codes of a quantised S and a LoRA adapter: gguf (llama.cpp), mlx or compressed-tensors (vLLM)."
 )
 TEMPLATE = "For gguf: the dense model in bf16, f16 or f32, as llama.cpp's converter writes it (no default)."
-OVERWRITE = "Replace DEST if it is not empty (default: off)."
-PROGRAM = "A console script, a module that `python -m` runs, or a .py file."
 
 
 @app.command("evaluate", rich_help_panel=common.MEASURE, epilog=EXAMPLE)
 def call_evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub name or a local folder, dense or compressed.")],
     perplexity: Annotated[list[str] | None, flag(TEXTS, "Texts: wikitext2, ptb, c4, or .txt and .jsonl files.")] = None,
-    seqlen: Annotated[int | None, flag(TEXTS, SEQLEN, min=2)] = None,
-    max_tokens: Annotated[int | None, flag(TEXTS, MAX_TOKENS, min=2)] = None,
+    seqlen: Annotated[int | None, flag(TEXTS, "Tokens per window (default: 2048, or the limit).", min=2)] = None,
+    max_tokens: Annotated[int | None, flag(TEXTS, "First tokens of each text to use (default: all).", min=2)] = None,
     tasks: Annotated[list[str] | None, flag(TASKS, TASK_NAMES)] = None,
     limit: Annotated[int | None, flag(TASKS, "Use only the first rows of each task (default: all).", min=1)] = None,
-    task_data: Annotated[Path | None, flag(TASKS, TASK_DATA)] = None,
-    cache: Annotated[Path | None, flag(TASKS, CACHE)] = None,
+    task_data: Annotated[Path | None, flag(TASKS, "Folder with TASK.jsonl for each task (default: the hub).")] = None,
+    cache: Annotated[Path | None, flag(TASKS, "Folder that keeps answers (default: ~/.cache/hasslefree).")] = None,
     dense: Annotated[str | None, flag(RUN, BESIDE)] = None,
     batch_size: Annotated[str, flag(RUN, BATCH)] = "auto",
     dtype: Dtype = "auto",
@@ -125,7 +116,7 @@ def result_tables(results: dict[str, Any]) -> list[Table]:
 @app.command(rich_help_panel=common.MEASURE)
 def inspect(
     folder: Folder,
-    layers: Annotated[bool, flag(OUTPUT, LAYERS, "--layers")] = False,
+    layers: Annotated[bool, flag(OUTPUT, "List every layer, not only every kind (default: off).", "--layers")] = False,
     as_json: Json = False,
     output: Output = None,
     quiet: Quiet = False,
@@ -142,9 +133,9 @@ def inspect(
 
 @app.command("report", rich_help_panel=common.MEASURE)
 def write_report(
-    sources: Annotated[list[Path], typer.Argument(metavar="OUT", help=SOURCES)],
+    sources: Annotated[list[Path], typer.Argument(metavar="OUT", help="Compressed folders and evaluate's JSON files.")],
     output: Annotated[Path, flag(OUTPUT, "The page to write.", metavar="FILE")] = Path("report.html"),
-    figures: Annotated[Path | None, flag(OUTPUT, FIGURES)] = None,
+    figures: Annotated[Path | None, flag(OUTPUT, "Folder for the figures as PNG and SVG (default: none).")] = None,
     prompt: Annotated[list[str] | None, flag(SAMPLES, PROMPT)] = None,
     dense: Annotated[str | None, flag(SAMPLES, DENSE)] = None,
     max_new_tokens: Annotated[int, flag(SAMPLES, "Most tokens that continue a prompt.", min=1)] = 64,
@@ -189,7 +180,7 @@ def call_export(
     to: Annotated[str, flag(OUTPUT, FORMATS)],
     template: Annotated[Path | None, flag(OUTPUT, TEMPLATE, metavar="FILE")] = None,
     max_shard_size: Annotated[str, flag(OUTPUT, "Size of the largest weight file.")] = "5GB",
-    overwrite: Annotated[bool, flag(OUTPUT, OVERWRITE, "--overwrite")] = False,
+    overwrite: Annotated[bool, flag(OUTPUT, "Replace DEST if it is not empty (default: off).", "--overwrite")] = False,
     push_to: common.PushTo = None,
     private: common.Private = False,
     quiet: Quiet = False,
@@ -208,7 +199,7 @@ def call_export(
 # What follows PROGRAM belongs to that program, whatever it looks like.
 @app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=common.ELSEWHERE)
 def run(
-    program: Annotated[str, typer.Argument(metavar="PROGRAM", help=PROGRAM)],
+    program: Annotated[str, typer.Argument(metavar="PROGRAM", help="A console script, a module, or a .py file.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the program.")] = None,
 ) -> None:
     """Run a Python program that can load compressed folders.

@@ -21,14 +21,12 @@ if TYPE_CHECKING:
     from hasslefree.evaluation.continuation import Continuation, Sampling, Writer
 
 TEXT = "Text"
-DENSE = "Dense model to compare with; none for none (default: the one that was compressed to OUT)."
-TEMPERATURE = "0 takes the most probable token each time, more draws tokens."
 BACKEND = "How sparse weights are multiplied: dense, unpacked, numba or triton (default: chosen for each layer)."
 MOST_THREADS = 4 * (os.cpu_count() or 1)  # more only slow a machine down, and systems refuse thousands
 LONGEST = 1 << 22  # characters of a prompt
-Dense = Annotated[str | None, flag(None, DENSE)]
+Dense = Annotated[str | None, flag(None, "Dense model to compare with, or none (default: the original of OUT).")]
 NewTokens = Annotated[int, flag(TEXT, "Most tokens of a text.", min=1)]
-Temperature = Annotated[float, flag(TEXT, TEMPERATURE, min=0)]
+Temperature = Annotated[float, flag(TEXT, "0 takes the most probable token each time, more draws tokens.", min=0)]
 Seed = Annotated[int, flag(TEXT, "Seed of the draws.")]
 Threads = Annotated[int | None, flag(RUN, "Threads of the CPU (default: torch's).", min=1, max=MOST_THREADS)]
 Backend = Annotated[str | None, flag(RUN, BACKEND)]
