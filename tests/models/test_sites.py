@@ -14,7 +14,7 @@ from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.folder.inspect import inspect_folder
 from hasslefree.models import sites
 from hasslefree.models.calls import replaced
-from hasslefree.models.sites import Site, find_sites
+from hasslefree.models.sites import Site, find_sites, replace_module
 from tests.listeners import by_layer
 from tests.tiny_models import build, gram_of, logits, segments, tensors_of
 
@@ -147,5 +147,5 @@ def test_a_replaced_matrix_can_be_put_back():
             site.replace(torch.nn.Linear(site.shape[1], site.shape[0]))
         assert not torch.equal(logits(model, tokens), before)
         for site in found.values():
-            site.put_back()
+            replace_module(model, site.path, site.module)
         assert torch.equal(logits(model, tokens), before)

@@ -18,7 +18,7 @@ from hasslefree.errors import ModelError, option
 from hasslefree.models.blocks import find_blocks, head_unit
 from hasslefree.models.experts import experts_of, fuse_experts, split_experts
 from hasslefree.models.load import auto_class
-from hasslefree.models.sites import find_sites
+from hasslefree.models.sites import find_sites, replace_module
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
 
@@ -44,7 +44,7 @@ def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear]
         site = sites[name]
         site.set_weight(weight_of(layer).detach(), layer.bias)
         site.module.train(model.training)
-        site.under(model).put_back()
+        replace_module(model, site.path, site.module)
     fuse_experts(model)
 
 

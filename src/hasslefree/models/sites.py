@@ -3,10 +3,6 @@
 A kind of site is a class here and its entry in `KINDS`; nothing else knows how a model stores a matrix.
 """
 
-from __future__ import annotations
-
-import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,86 +14,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hasslefree.models.calls import replaced
-
-
-@dataclass(frozen=True)
-class Site(ABC):
-    """A weight matrix somewhere under `root`, a block or a model.
-
-    Args:
-        name: of the matrix under root; the tensors that take its place are saved under this name.
-        module: what holds the matrix in the dense model.
-    """
-
-    root: nn.Module
-    name: str
-    module: Any
-
-    # Whether the model stores the matrix as (in, out).
-    transposed: ClassVar[bool] = False
-
-    @classmethod
-    @abstractmethod
-    def at(cls, root: nn.Module, name: str, module: nn.Module) -> Iterator[Site]:
-        """The sites of this kind that a module itself holds, not those in its children. name: of the module."""
-
-    @property
-    def path(self) -> str:
-        """The name of the module under root."""
-        return self.name
-
-    @property
-    @abstractmethod
-    def parameter(self) -> nn.Parameter:
-        """The parameter that holds the matrix, in whichever form."""
-
-    @property
-    def bias(self) -> Tensor | None:
-        """(out,), or None."""
-        return None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)."""
-        first, second = self.parameter.shape
-        return (second, first) if self.transposed else (first, second)
-
-    def weight(self) -> Tensor:
-        """The matrix: (out, in)."""
-        weight = self.parameter.detach()
-        return weight.T.contiguous() if self.transposed else weight
-
-    @abstractmethod
-    def on_input(self, see: Callable[[Tensor], None]) -> Any:
-        """Call `see` with the inputs (…, in) whenever the matrix is multiplied. The result has `remove()`."""
-
-    @abstractmethod
-    def on_output(self, see: Callable[[Tensor], None]) -> Any:
-        """Call `see` with the outputs (…, out) whenever the matrix is multiplied. The result has `remove()`."""
-
-    @abstractmethod
-    def on_call(self, compute: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-        """Within it, `compute`, (…, in) → (…, out) with the bias, takes the place of the product."""
-
-    def wrapped(self, layer: nn.Module) -> nn.Module:
-        """The module that replaces `module` once `layer` computes the product."""
-        return layer
-
-    def replace(self, layer: nn.Module) -> None:
-        """Let a layer, (…, in) → (…, out) with the bias, take the place of the matrix."""
-        replace_module(self.root, self.path, self.wrapped(layer))
-
-    def put_back(self) -> None:
-        """Put the dense module in its place again."""
-        replace_module(self.root, self.path, self.module)
-
-    @abstractmethod
-    def set_weight(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Give the dense module a matrix (out, in) and a bias (out,)."""
-
-    def under(self, root: nn.Module) -> Site:
-        """The same module at the same place of another model of the same architecture."""
-        return dataclasses.replace(self, root=root)
 
 
 @cache
@@ -117,39 +33,83 @@ def multiplies(kind: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class LinearSite(Site):
-    """An `nn.Linear`."""
+class Site:
+    """A weight matrix somewhere under `root`, a block or a model: here of an `nn.Linear`; other kinds override.
+
+    Args:
+        name: of the matrix under root; the tensors that take its place are saved under this name.
+        module: what holds the matrix in the dense model.
+    """
+
+    root: nn.Module
+    name: str
+    module: Any
+
+    # Whether the model stores the matrix as (in, out).
+    transposed: ClassVar[bool] = False
 
     @classmethod
-    def at(cls, root: nn.Module, name: str, module: nn.Module) -> Iterator[Site]:
+    def at(cls, root: nn.Module, name: str, module: nn.Module) -> "Iterator[Site]":
+        """The sites of this kind that a module itself holds, not those in its children. name: of the module."""
         if isinstance(module, nn.Linear) and multiplies(type(module)):  # type: ignore[arg-type]
             yield cls(root, name, module)
 
     @property
+    def path(self) -> str:
+        """The name of the module under root."""
+        return self.name
+
+    @property
     def parameter(self) -> nn.Parameter:
+        """The parameter that holds the matrix, in whichever form."""
         parameter: nn.Parameter = self.module.weight
         return parameter
 
     @property
     def bias(self) -> Tensor | None:
-        return None if self.module.bias is None else self.module.bias.detach()
+        """(out,), or None."""
+        bias = getattr(self.module, "bias", None)
+        return None if bias is None else bias.detach()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        first, second = self.parameter.shape
+        return (second, first) if self.transposed else (first, second)
+
+    def weight(self) -> Tensor:
+        """The matrix: (out, in)."""
+        weight = self.parameter.detach()
+        return weight.T.contiguous() if self.transposed else weight
 
     def on_input(self, see: Callable[[Tensor], None]) -> Any:
+        """Call `see` with the inputs (…, in) whenever the matrix is multiplied. The result has `remove()`."""
         return self.module.register_forward_pre_hook(lambda module, args: see(args[0]))
 
     def on_output(self, see: Callable[[Tensor], None]) -> Any:
+        """Call `see` with the outputs (…, out) whenever the matrix is multiplied. The result has `remove()`."""
         return self.module.register_forward_hook(lambda module, args, output: see(output))
 
     def on_call(self, compute: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+        """Within it, `compute`, (…, in) → (…, out) with the bias, takes the place of the product."""
         return replaced(self.module, "forward", compute)
 
+    def wrapped(self, layer: nn.Module) -> nn.Module:
+        """The module that replaces `module` once `layer` computes the product."""
+        return layer
+
+    def replace(self, layer: nn.Module) -> None:
+        """Let a layer, (…, in) → (…, out) with the bias, take the place of the matrix."""
+        replace_module(self.root, self.path, self.wrapped(layer))
+
     def set_weight(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Give the dense module a matrix (out, in) and a bias (out,)."""
         self.module.weight = nn.Parameter(weight.T.contiguous() if self.transposed else weight)
         self.module.bias = bias
 
 
 @dataclass(frozen=True)
-class Conv1DSite(LinearSite):
+class Conv1DSite(Site):
     """GPT-2's `Conv1D`: a linear layer that stores its weight as (in, out)."""
 
     transposed: ClassVar[bool] = True
@@ -160,7 +120,7 @@ class Conv1DSite(LinearSite):
             yield cls(root, name, module)
 
 
-KINDS: list[type[Site]] = [LinearSite, Conv1DSite]
+KINDS: list[type[Site]] = [Site, Conv1DSite]
 
 
 def find_sites(root: nn.Module) -> dict[str, Site]:
