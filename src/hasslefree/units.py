@@ -3,8 +3,6 @@
 Tables lose nothing at 80 columns or in a pipe: long words are folded, and never cut.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ class Size:
     in_bits: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Size:
+    def parse(cls, text: str) -> "Size":
         """Of 150MB, 1.5 GB, 2000000 or 4.8bits. Raises BudgetError."""
         match = _SIZE.fullmatch(text.strip())
         if match is None:

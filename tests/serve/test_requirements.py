@@ -27,13 +27,10 @@ def test_other_versions_are_refused_with_the_remedy(version, remedy):
 
 
 def test_devices():
-    check_device("cpu", None)
-    check_device("cuda", (8, 0))
-    check_device("cuda", (12, 0))
-    with pytest.raises(ServeError, match=r"compute capability 8\.0, and this one has 7\.5: .*--to dense"):
-        check_device("cuda", (7, 5))
+    check_device("cpu")
+    check_device("cuda")
     with pytest.raises(ServeError, match="not on rocm: .*--to dense"):
-        check_device("rocm", None)
+        check_device("rocm")
 
 
 def test_experts_are_refused():

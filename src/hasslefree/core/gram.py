@@ -1,7 +1,5 @@
 """The second moment of a layer's inputs, and the loss that it defines."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +35,7 @@ class Gram:
             raise ShapeError(f"mean must have shape ({len(self.matrix)},), got {tuple(self.mean.shape)}")
 
     @classmethod
-    def from_activations(cls, x: Tensor) -> Gram:
+    def from_activations(cls, x: Tensor) -> "Gram":
         """The Gram of x: (..., in), any floating dtype; float64 stays, all else is summed in float32.
 
         Raises:
@@ -53,7 +51,7 @@ class Gram:
         return cls(matrix, len(rows), rows.sum(0) / max(len(rows), 1))
 
     @classmethod
-    def identity(cls, width: int) -> Gram:
+    def identity(cls, width: int) -> "Gram":
         """H = I, for inputs about which nothing is known: the loss is then that of the weight itself."""
         return cls(torch.eye(width, dtype=torch.float64), width, torch.zeros(width, dtype=torch.float64))
 
@@ -86,12 +84,12 @@ class Gram:
             )
         return self.mean
 
-    def to(self, like: Tensor) -> Gram:
+    def to(self, like: Tensor) -> "Gram":
         """The same Gram in the working dtype and on the device of `like`."""
         place = like.device, working_dtype(like)
         return Gram(self.matrix.to(*place), self.tokens, None if self.mean is None else self.mean.to(*place))
 
-    def damped(self, damping: float) -> Gram:
+    def damped(self, damping: float) -> "Gram":
         """H + λI with λ = damping · mean(diag H), as SparseGPT does (arXiv 2301.00774).
 
         A diagonal entry that is still zero is set to one, so that H + λI can be inverted.

@@ -9,8 +9,6 @@ offsets have the eight significant bits of bfloat16: they are the same numbers i
 (code − zero)·scale is exact in float32.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -76,7 +74,7 @@ class Grid(Checked):
         """The largest code."""
         return (1 << self.bits) - 1
 
-    def check(self, shape: tuple[int, int], pattern: Pattern | None = None) -> None:
+    def check(self, shape: tuple[int, int], pattern: "Pattern | None" = None) -> None:
         """Raise GridError where a weight (out, in) cannot have this grid, alone or with a pattern."""
         if self.group is not None and shape[1] % self.group:
             fitting = math.gcd(shape[1], 128)
@@ -157,13 +155,13 @@ class Grid(Checked):
         steps = ((entries - zero) / scale).round_() if self.offset else (entries / scale).round_().add_(zero)
         return steps.clamp_(0, self.top)
 
-    def scaling(self, matrix: Tensor) -> Scaling:
+    def scaling(self, matrix: Tensor) -> "Scaling":
         """Scales and zeros that suit a matrix (out, in); a GridError if the groups do not divide its inputs."""
         self.check((matrix.shape[0], matrix.shape[1]))
         scale, zero = self.fit(matrix.unflatten(1, (self.groups(matrix.shape[1]), -1)))
         return Scaling(self, scale.squeeze(-1), zero.squeeze(-1))
 
-    def empty_scaling(self, like: Tensor) -> Scaling:
+    def empty_scaling(self, like: Tensor) -> "Scaling":
         """A scaling for a matrix (out, in), to be written into group by group."""
         shape = (self.groups(like.shape[1]), like.shape[0])  # the column of a group lies in one piece
         return Scaling(self, like.new_ones(shape).T, like.new_zeros(shape).T)
@@ -215,7 +213,7 @@ class Quantised:
     scaling: Scaling
 
     @classmethod
-    def of(cls, matrix: Tensor, scaling: Scaling, dtype: torch.dtype) -> Quantised:
+    def of(cls, matrix: Tensor, scaling: Scaling, dtype: torch.dtype) -> "Quantised":
         """The codes of a matrix on the grid, with scales in another dtype; GridError if they do not fit it exactly."""
         scale, zero = scaling.scale.to(dtype), scaling.zero.to(dtype)
         if any(not torch.equal(new.to(old.dtype), old) for new, old in ((scale, scaling.scale), (zero, scaling.zero))):

@@ -6,8 +6,6 @@ rest is done for every weight, every round. Only the plug-in reads what its `pre
 on what was solved with it before.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -56,7 +54,7 @@ class Sparsifier(Checked):
         return None
 
     @property
-    def inner(self) -> Sparsifier | None:
+    def inner(self) -> "Sparsifier | None":
         """The plug-in that computes S; None for one that computes S itself."""
         return None
 

@@ -1,7 +1,5 @@
 """The record of a compression: per layer and in total, as JSON, as a verdict, and as the command that repeats it."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import importlib.metadata
@@ -54,7 +52,7 @@ class LayerRecord:
     dense_bytes: Count = 0
 
     @classmethod
-    def of(cls, name: str, spec: LayerSpec, result: Decomposition, seconds: float, stored: int) -> LayerRecord:
+    def of(cls, name: str, spec: LayerSpec, result: Decomposition, seconds: float, stored: int) -> "LayerRecord":
         """The record of a decomposition. spec: of the stored layer. stored: its size in bytes."""
         spec = dataclasses.replace(spec, nonzeros=int(result.sparse.count_nonzero()))
         errors = result.relative_error, result.relative_error_before_cast
@@ -68,7 +66,7 @@ class LayerRecord:
         return {"name": self.name, "out": out, "width": width, **spec, **rest}
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> LayerRecord:
+    def from_dict(cls, content: dict[str, Any]) -> "LayerRecord":
         """Read back what `to_dict` returned; seconds are 0 if it has none. Raises InvalidError or KeyError."""
         spec = content | {"shape": [content["out"], content["width"]]}
         return validated(cls, {"seconds": 0.0, **content, "spec": spec})
@@ -196,7 +194,7 @@ class Record:
         return json.dumps(content, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Record:
+    def from_json(cls, text: str) -> "Record":
         """Read back what `to_json` wrote; all seconds are 0."""
         try:
             content = json.loads(text)
@@ -212,7 +210,7 @@ class Record:
         return dataclasses.replace(record, layers=layers)
 
 
-def read_record(folder: Path) -> Record:
+def read_record(folder: Path) -> "Record":
     """The record in a folder's compression.json. Raises a CheckpointError if it is missing or damaged."""
     try:
         return Record.from_json(read_small(folder / "compression.json"))

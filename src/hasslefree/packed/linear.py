@@ -294,12 +294,8 @@ class SparseLowRankLinear(nn.Module):
 
     def extra_repr(self) -> str:
         spec, backend = self.spec, self.backend or choose(self._case(tokens=1, grad=False))
-        grid = f", grid={spec.grid}" if spec.grid else ""
-        factors = f", factors=int{spec.factor_bits}" if spec.factor_bits else ""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, pattern={spec.pattern}, "
-            f"rank={spec.rank}, bias={self.bias is not None}, backend={backend}{grid}{factors}"
-        )
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, rank={spec.rank}"
+        return f"{sizes}, bias={self.bias is not None}, backend={backend}, {spec.kind}"
 
 
 def add_low_rank(y: Tensor, x: Tensor, u: Tensor, v: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 vLLM's scheme for this layout chooses the kernel, such as Marlin on a GPU, and brings the codes into its order.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

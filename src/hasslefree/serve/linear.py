@@ -1,7 +1,5 @@
 """vLLM's linear layers with compressed weights: how they are divided, loaded and multiplied."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Mapping
@@ -75,7 +73,7 @@ class StackedLinearMethod(LinearMethodBase):
 class WeightSlot(nn.Parameter):
     """A parameter without elements, which passes the tensors that vLLM loads to the stack. dtype: of these tensors."""
 
-    def __new__(cls, leaf: str, buffer: LoadBuffer, dtype: torch.dtype) -> WeightSlot:
+    def __new__(cls, leaf: str, buffer: LoadBuffer, dtype: torch.dtype) -> "WeightSlot":
         return super().__new__(cls, torch.empty(0, dtype=dtype), requires_grad=False)
 
     def __init__(self, leaf: str, buffer: LoadBuffer, dtype: torch.dtype):

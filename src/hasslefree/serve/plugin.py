@@ -3,8 +3,6 @@
 A vLLM without the names imported here logs that the plugin cannot be loaded, and still serves other models.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from vllm.platforms import current_platform
 
 from hasslefree.errors import ServeError
 from hasslefree.folder.read import QUANT_METHOD, Entry, check_format_version, read_entries
-from hasslefree.serve.requirements import DENSE, LEAST_CAPABILITY, check_device, check_layers, check_vllm
+from hasslefree.serve.requirements import DENSE, check_device, check_layers, check_vllm
 
 
 class ServedConfig(QuantizationConfig):
@@ -27,11 +25,10 @@ class ServedConfig(QuantizationConfig):
         self.entries = entries
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> ServedConfig:
+    def from_config(cls, config: dict[str, Any]) -> "ServedConfig":
         """Read the entry of config.json, and refuse what cannot be served before any weight is read."""
         check_vllm(vllm.__version__)
-        capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-        check_device(current_platform.device_name, capability and (capability.major, capability.minor))
+        check_device(current_platform.device_name)
         check_format_version(config.get("version"), config.get("layout"))
         entries = read_entries(config.get("modules"))
         check_layers(entries)
@@ -47,8 +44,7 @@ class ServedConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        major, minor = LEAST_CAPABILITY
-        return 10 * major + minor
+        return 80  # compute capability 8.0, for which the kernels are compiled
 
     @staticmethod
     def get_config_filenames() -> list[str]:
