@@ -53,6 +53,8 @@ PIECE, WIDEST = 1 << 18, 128
 MOST_BYTES = 10**9
 # Text counts as repeated if this many consecutive tokens are, or half a window; and the base of their hash.
 RUN, MULTIPLIER = 32, 6364136223846793005
+# Documents in a row without a segment, after which no more are looked at: a tokenizer takes a minute for a million.
+MOST_SHORT = 1 << 16
 # The shortest segment that an error proposes: fewer tokens say little about a layer's inputs.
 SHORTEST = 32
 _PTB = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank/{}/0000.parquet"
@@ -168,6 +170,17 @@ def _parse_jsonl(path: Path, lines: Iterable[str]) -> Iterator[str]:
         yield document
 
 
+def in_turn(documents: Sequence[str], order: Tensor, encode: Encode, seqlen: int) -> Iterator[Tensor]:
+    """The tokens of documents in this order, up to `MOST_SHORT` in a row that have fewer than `seqlen`: int64 each."""
+    short = 0
+    for index in order.tolist():
+        tokens = torch.as_tensor(encode(documents[index]), dtype=torch.int64)
+        short = short + 1 if len(tokens) < seqlen else 0
+        yield tokens
+        if short == MOST_SHORT:
+            return
+
+
 def disjoint_segments(
     documents: Sequence[str], encode: Encode, most: int, seqlen: int, seed: int, used: Tensor | None = None
 ) -> Tensor:
@@ -186,8 +199,7 @@ def disjoint_segments(
     windows: list[Tensor] = []
     order, length = torch.randperm(len(documents), generator=generator).flip(0), min(RUN, max(seqlen // 2, 1))
     seen = runs(torch.empty(0, seqlen, dtype=torch.int64) if used is None else used, length).unique()
-    for index in (order if used is None else order.roll(len(order) // 2)).tolist():
-        tokens = torch.as_tensor(encode(documents[index]), dtype=torch.int64)
+    for tokens in in_turn(documents, order if used is None else order.roll(len(order) // 2), encode, seqlen):
         start = int(torch.randint(len(tokens) % seqlen + 1, (), generator=generator))
         if len(tokens) < seqlen:
             continue
@@ -228,19 +240,18 @@ def draw_segments(documents: Sequence[str], encode: Encode, samples: int, seqlen
 
     windows: list[Tensor] = []
     long: list[Tensor] = []
-    longest = 0
-    for index in torch.randperm(len(documents), generator=generator).tolist():
-        if len(windows) == samples:
-            break
-        tokens = torch.as_tensor(encode(documents[index]), dtype=torch.int64)
-        longest = max(longest, len(tokens))
+    longest = tried = 0
+    for tokens in in_turn(documents, torch.randperm(len(documents), generator=generator), encode, seqlen):
+        longest, tried = max(longest, len(tokens)), tried + 1
         if len(tokens) >= seqlen:
             long.append(tokens)
             windows.append(window(tokens))
+        if len(windows) == samples:
+            break
     if not long:
         remedy = f"longer documents or {option('seqlen', longest)}" if longest >= SHORTEST else "longer documents"
         raise CalibrationError(
-            f"no document of the calibration text has {seqlen} tokens: the longest of {len(documents)} has {longest}; "
+            f"no document of the calibration text has {seqlen} tokens: the longest of {tried} has {longest}; "
             f"use {remedy}"
         )
     have = sum(map(len, long))

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasslefree.data import (
+    MOST_SHORT,
     calibration_documents,
     check_text,
     disjoint_segments,
@@ -141,6 +142,26 @@ def test_disjoint_windows_share_no_token_and_leave_less_than_one_in_each_documen
     assert torch.equal(found, found[:, :1] + torch.arange(seqlen))
     assert found.unique().numel() == found.numel()
     assert torch.equal(found, disjoint_segments(documents, encode, most, seqlen, seed))
+
+
+@pytest.mark.parametrize("draw", [draw_segments, disjoint_segments])
+def test_a_million_short_lines_are_not_all_tokenised(draw):
+    """The last of them would do, in the order of seed 0; a text without such a run is looked at as a whole."""
+    tried = []
+
+    def count(text):
+        tried.append(text)
+        return range(len(text))
+
+    order = torch.randperm(MOST_SHORT + 2, generator=torch.Generator().manual_seed(0))
+    last = int(order[-1] if draw is draw_segments else order[0])
+    documents = ["long enough" if index == last else "short" for index in range(MOST_SHORT + 2)]
+    if draw is draw_segments:
+        with pytest.raises(CalibrationError, match=f"has 8 tokens: the longest of {MOST_SHORT} has 5"):
+            draw(documents, count, 1, 8, 0)
+    else:
+        assert len(draw(documents, count, 1, 8, 0)) == 0
+    assert len(tried) == MOST_SHORT
 
 
 def test_a_long_document_is_drawn_from_in_pieces_and_others_are_as_they_were(tmp_path):

@@ -225,7 +225,7 @@ def checkpoints() -> Iterator[Fault]:
             if number < 4
             else {c: everyone[c] for c in [[*everyone][(number + step) % 6] for step in (0, 2, 3)]}
         )
-        yield Fault(kind, what, lines, damage, exits=EITHER if number not in (8, 9, 10, 12) else WORKS_OR_NOT)
+        yield Fault(kind, what, lines, damage, exits=EITHER if number not in (8, 9, 10, 12, 13) else WORKS_OR_NOT)
     loading = usual("evaluate", "generate", "export", "inspect", "report")
     at = f"C/{INDEX}"
     indices: dict[str, Any] = {
