@@ -179,7 +179,7 @@ def cases(draw) -> Case:
     rank = 0 if alone else draw(st.integers(0, min(out, width)))
     return Case(
         out, width,
-        tokens=draw(st.integers(0, 3 * width)),
+        tokens=draw(st.integers(1, 3 * width)),
         pattern=pattern,
         rank=rank,
         dtype=draw(st.sampled_from(list(DTYPES))),

@@ -77,3 +77,9 @@ def test_remarks_count_dead_inputs_and_tokens():
     dead, few = Gram.from_activations(x).remarks()
     assert dead == "2 of 8 inputs are always zero: they get no weight"
     assert few == "more inputs (8) than tokens (5): H has rank at most 5"
+
+
+@pytest.mark.parametrize("x", [None, [[1.0]], torch.zeros(0, 8), torch.zeros(3)], ids=["None", "list", "empty", "flat"])
+def test_activations_that_are_none(x):
+    with pytest.raises(ShapeError, match=r"x must be a tensor \(\.\.\., tokens, in\) with at least one token, got"):
+        Gram.from_activations(x)

@@ -301,6 +301,23 @@ def test_a_journal_names_no_file_outside_its_folder(file, tmp_path):
         compress(tmp_path / "out", resume=True)
 
 
+TAMPERED = {
+    "twice": (lambda parts: parts.append(parts[-1]), r"progress\.json is damaged \(its parts do not follow each other"),
+    "size": (lambda parts: parts[0]["tensors"].update(x=9), r"progress\.json does not list the tensors of \S+00001-of"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), TAMPERED.values(), ids=TAMPERED)
+def test_a_journal_agrees_with_its_files(change, message, tmp_path):
+    left = interrupted(tmp_path / "out", 8)
+    content = json.loads((left / "progress.json").read_text())
+    change(content["parts"])
+    (left / "progress.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=message):
+        compress(tmp_path / "out", resume=True)
+    assert left.exists()
+
+
 def test_what_appears_at_out_during_the_run_stays_and_so_does_the_work(whole, tmp_path):
     """Oracle: the folder of an uninterrupted run."""
     out = tmp_path / "out"

@@ -398,7 +398,7 @@ def interruptions() -> Iterator[Fault]:
     kind = "interruptions"
     moments: dict[str, tuple[tuple[str, ...], Callable[[Path, int], bool]]] = {
         "at the start": (("compress", "plan", "export", "report", "generate", "evaluate", "demo"), worked(0.01)),
-        "on the way": (("export", "evaluate", "generate", "report", "demo"), worked(0.2)),
+        "on the way": (("export", "evaluate", "generate", "report", "demo"), worked(0.1)),
         "after a block": (("compress",), FIRST_BLOCK),
     }
     for moment, (commands, when) in moments.items():

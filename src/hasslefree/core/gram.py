@@ -36,11 +36,14 @@ class Gram:
 
     @classmethod
     def from_activations(cls, x: Tensor) -> "Gram":
-        """The Gram of x: (..., in), any floating dtype; float64 stays, all else is summed in float32.
+        """The Gram of x: (..., tokens, in), any floating dtype; float64 stays, all else is summed in float32.
 
         Raises:
-            NonFiniteError: x holds NaN or Inf, or its squares overflow.
+            NonFiniteError: x holds NaN or Inf, or its squares overflow. ShapeError: x is no such tensor.
         """
+        if not isinstance(x, Tensor) or x.ndim < 2 or not x.numel():
+            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ShapeError(f"x must be a tensor (..., tokens, in) with at least one token, got {given}")
         rows = x.detach().reshape(-1, x.shape[-1]).to(working_dtype(x))
         if not torch.isfinite(rows).all():
             raise NonFiniteError("the activations contain NaN or Inf; mask or drop those tokens")

@@ -254,7 +254,10 @@ def read_progress(folder: Path) -> Progress:
         content = read_json(file, remedy)
         if "parts" not in content:
             raise CheckpointError(f"{file} was not written by hasslefree; move it away, or give another output folder")
-        return validated(Progress, content)
+        progress = validated(Progress, content)
+        if [int(part.file.split("-")[1]) for part in progress.parts] != [*range(1, len(progress.parts) + 1)]:
+            raise InvalidError("parts", "its parts do not follow each other")
+        return progress
     except InvalidError as error:
         raise CheckpointError(f"{file} is damaged ({error}); {remedy}") from None
 
@@ -271,6 +274,8 @@ def _finished(folder: Path) -> Progress:
                 f"{file} is damaged (wrong SHA-256). Delete it and use {option('resume', True)}: its block and all "
                 "later blocks are compressed again; if prediction matching was finished, all blocks are"
             )
+        if part.tensors != {name: meta.nbytes for name, meta in TensorFile(file).metas.items()}:
+            raise CheckpointError(f"{folder / JOURNAL} does not list the tensors of {file}; delete it to start again")
         parts.append(part)
     # All blocks are trained together: if the file of one is missing, all are dropped.
     if progress.predictions is not None and len(parts) < len(progress.parts):
