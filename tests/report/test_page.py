@@ -5,6 +5,7 @@ import hashlib
 import json
 import multiprocessing
 import re
+import resource
 import shutil
 import sys
 import xml.etree.ElementTree as ET
@@ -12,6 +13,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from hasslefree.errors import MemoryShortError
 from hasslefree.report.charts import frontiers, heat_map, thinned, write_figures
 from hasslefree.report.content import read_content
 from hasslefree.report.page import leading, percent, render
@@ -178,3 +180,17 @@ def test_a_forked_process_draws_the_same():
     expected = draw(0.5)
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply_async(draw, (0.5,)).get(timeout=60) == expected
+
+
+def draw_in_little(error):
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    return draw(error)
+
+
+def test_a_process_whose_address_space_is_limited_gets_a_sentence():
+    """V8 would abort it. The engine of this process is a child, which may fail."""
+    with (
+        multiprocessing.get_context("fork").Pool(1) as pool,
+        pytest.raises(MemoryShortError, match="charts could not be drawn: lift the limit on address space"),
+    ):
+        pool.apply_async(draw_in_little, (0.5,)).get(timeout=60)

@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 import altair as alt
 import vl_convert
 
+from hasslefree.errors import MemoryShortError
 from hasslefree.escaping import escaped, escaped_within
 from hasslefree.folder.output import write_whole
 from hasslefree.folder.record import LayerRecord
@@ -97,11 +99,14 @@ def png(svg: str) -> bytes:
 
 
 def _vega_svg(definition: str) -> str:
-    if _engine_process() == os.getpid():
+    if _engine_process() == os.getpid() and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         return vl_convert.vegalite_to_svg(definition)
     script = "import sys, vl_convert; sys.stdout.write(vl_convert.vegalite_to_svg(sys.stdin.read()))"
     command = [sys.executable, "-X", "utf8", "-c", script]
-    return subprocess.run(command, input=definition, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout
+    done = subprocess.run(command, input=definition, capture_output=True, encoding="utf-8", check=False)
+    if done.returncode:  # V8 reserves more than 64 GB of addresses, and aborts if it gets none
+        raise MemoryShortError("the charts could not be drawn: lift the limit on address space (ulimit -v), and repeat")
+    return done.stdout
 
 
 def write_figures(content: Content, folder: Path) -> list[Path]:
