@@ -87,6 +87,8 @@ def test_evaluations_find_their_models(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tasks = {"tasks": {"piqa": {"value": 0.75}}, "average": 0.75, "limit": 8}
     evaluation(folder / "evaluation.json", "anywhere", 40.0)
+    evaluation(folder / "evaluation-1.json", "anywhere", 39.0)
+    assert read_content([folder]).runs[0].evaluation.perplexity == {"held_out.txt": 39.0}, "the first file wins"
     named = evaluation(tmp_path / "tasks.json", "./out", 41.0, **tasks)
     dense = evaluation(tmp_path / "dense.json", "a/base", 30.0)
     content = read_content([folder, dense, named])

@@ -70,14 +70,17 @@ def transformers_perplexity(model, segments):
 
 @pytest.mark.parametrize("rows", [256, 5])
 @pytest.mark.parametrize(
-    ("family", "fields"), [("llama", {}), ("llama", {"match_predictions": 64}), ("gemma4_text", {})]
+    ("family", "fields"), [("llama", {}), ("llama", {"match_predictions": 256}), ("gemma4_text", {})]
 )
 def test_the_perplexities_are_those_of_transformers(family, fields, rows, recipe, read, tmp_path, monkeypatch):
     monkeypatch.setattr(held_out, "ROWS", rows)
-    build(family).save_pretrained(tmp_path / "dense")
+    model = build(family)
+    model.get_output_embeddings().weight.data *= 30  # else all predictions are nearly uniform
+    model.save_pretrained(tmp_path / "dense")
     recipe = dataclasses.replace(recipe, **fields)
     report = compress(tmp_path / "out", recipe, tmp_path / "dense", device="cpu")
-    found = report.held_out
+    found, trained = report.held_out, report.predictions
+    assert not fields or trained["after"] < trained["before"]
     assert found["segments"] == len(read[0]) == held_out.SEGMENTS
     for name, folder in {"dense": "dense", "compressed": "out"}.items():
         model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
@@ -107,15 +110,15 @@ def test_held_out_windows_repeat_nothing(lengths, samples, seqlen, seed):
     if sum(length for length in lengths if length >= seqlen) < samples * seqlen:
         return
     used = draw_segments(text, numbers, samples, seqlen, seed)
-    windows = disjoint_segments(text, numbers, 100, seqlen, seed, used)
+    windows = disjoint_segments(text, numbers, 1000, seqlen, seed, used)
     run, seen = max(seqlen // 2, 1), {*used.flatten().tolist()}
     for window in windows.tolist():
         assert window == list(range(window[0], window[0] + seqlen))
         repeated = [token in seen for token in window]
         assert not any(all(repeated[i : i + run]) for i in range(seqlen - run + 1))
     assert len({*windows.flatten().tolist()}) == windows.numel()
-    free = max((len(part) for document in documents for part in unused(document, seen)), default=0)
-    assert len(windows) or free < 3 * seqlen
+    left = [part for document in documents for part in unused(document, seen | {*windows.flatten().tolist()})]
+    assert all(len(part) < seqlen * (2 if int(part[0]) % 1000 == 0 else 1) for part in left if part), "all that is free"
 
 
 def test_no_text_that_was_used_is_held_out(recipe, read, tmp_path):

@@ -82,6 +82,9 @@ def compress(
             None for a bar on a terminal or in a notebook, unless bars of huggingface_hub or tqdm are switched off. The
             logger "hasslefree.phases" has a line of level INFO per minute, in the first process.
 
+    Returns:
+        What was done, layer by layer; `summary()` is the verdict as text, and a notebook shows it as a table.
+
     Raises:
         HasslefreeError: anything wrong with the input; as far as possible, before the first layer is changed.
     """
