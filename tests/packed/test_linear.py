@@ -251,7 +251,7 @@ def test_a_layer_on_a_grid_computes_what_its_decomposition_says(pattern, dtype, 
         for backend in (None, "unpacked", "dense"):
             layer.use(backend)
             torch.testing.assert_close(layer(x).double(), expected, **tight)
-    assert "grid=int4 in groups of 8" in repr(layer)
+    assert f"{pattern}, int4 in groups of 8" in repr(layer)
     assert not hasattr(layer, "values")
     assert {n for n, _ in layer.named_parameters()} == {"weight_scale", "low_rank_u", "low_rank_v", "bias"}
     assert layer.stored_bytes == sum(t.nbytes for n, t in layer.state_dict().items() if n != "bias")
@@ -309,7 +309,7 @@ def test_a_layer_with_coded_factors_computes_what_its_decomposition_says(pattern
     torch.testing.assert_close(layer(x).double(), expected, **tight)
     with torch.no_grad():
         torch.testing.assert_close(layer(x).double(), expected, **tight)
-    assert "factors=int8" in repr(layer)
+    assert "factors in int8" in repr(layer)
     assert {n for n, _ in layer.named_parameters()} == {"values", "low_rank_u_scale", "low_rank_v_scale", "bias"}
     sizes = {name: tensor.nbytes for name, tensor in layer.state_dict().items() if name.startswith("low_rank")}
     assert sum(sizes.values()) == 2 * (10 + 24) + (10 + 2) * dtype.itemsize

@@ -131,7 +131,10 @@ class MomentSums:
                 self.chunk = max(len(rows), 1)
         self.count += len(rows)
         for part in rows.split(self.chunk):
-            factor = part if multiplied_narrow(part) else part.to(self.dtype)
+            narrow = (
+                part.device.type == "cuda" and part.dtype == torch.bfloat16
+            )  # multiplied as it is, summed in float32
+            factor = part if narrow else part.to(self.dtype)
             self.first.add_(factor.sum(0, dtype=self.dtype))
             with bfloat16_products(part.device) if part.dtype == torch.bfloat16 else nullcontext():
                 _add_square(self.second, factor)
@@ -147,7 +150,9 @@ class MomentSums:
             add(total)
         if not (tokens := int(count)):
             return Gram(torch.eye(len(self.second)).to(self.first.device, self.dtype), 0, self.first.to(self.dtype))
-        return Gram(_mirror(self.second).div_(tokens).to(self.dtype), tokens, self.first.div_(tokens).to(self.dtype))
+        for panel, after in _panels(self.second):  # what `_add_square` left out
+            self.second[after, panel] = self.second[panel, after].T
+        return Gram(self.second.div_(tokens).to(self.dtype), tokens, self.first.div_(tokens).to(self.dtype))
 
 
 def sums_bytes(width: int) -> int:
@@ -209,11 +214,6 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def multiplied_narrow(rows: Tensor) -> bool:
-    """Whether inputs are multiplied in bfloat16, with float32 sums: on CUDA, where they are bfloat16."""
-    return rows.device.type == "cuda" and rows.dtype == torch.bfloat16
-
-
 def _add_square(total: Tensor, rows: Tensor) -> None:
     """Add rowsᵀ rows, for rows (tokens, in): only the blocks from the diagonal on, since it is symmetric."""
     with torch.autocast(rows.device.type, enabled=False):
@@ -222,13 +222,6 @@ def _add_square(total: Tensor, rows: Tensor) -> None:
             narrow = rows.dtype == torch.bfloat16
             product = torch.mm(left, right, out_dtype=torch.float32) if narrow else torch.mm(left, right)
             total[panel, panel.start :].add_(product)
-
-
-def _mirror(total: Tensor) -> Tensor:
-    """Fill the blocks below the diagonal from those above it."""
-    for panel, after in _panels(total):
-        total[after, panel] = total[panel, after].T
-    return total
 
 
 def _panels(total: Tensor) -> Iterator[tuple[slice, slice]]:
