@@ -34,6 +34,7 @@ def test_every_dtype_and_shape_is_read_as_safetensors_reads_it(code, name, tmp_p
             for read in (file.get_tensor(kind), part[...]):
                 assert (read.dtype, read.shape, read.device) == (tensor.dtype, tensor.shape, tensor.device)
                 assert read.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+            assert part.get_dtype() == expected.get_slice(kind).get_dtype() == code
             assert (part.meta.dtype, part.get_shape()) == (tensor.dtype, list(tensor.shape))
 
 

@@ -170,6 +170,9 @@ class StoredTensor:
     def get_shape(self) -> list[int]:
         return list(self.meta.shape)
 
+    def get_dtype(self) -> str:
+        return next(code for code, name in DTYPES.items() if getattr(torch, name, None) == self.meta.dtype)
+
 
 def meta_of(entry: Any) -> Tensor:
     """The shape and dtype in an entry of a header, as a tensor without values."""
