@@ -12,7 +12,7 @@ from hasslefree import Gram, Grid, Prune, SparseGPT, SparseLowRankLinear, use_ba
 from hasslefree.core.factors import CodedFactors, nearest
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
-from hasslefree.errors import KernelError, PatternError, ShapeError, UnknownNameError
+from hasslefree.errors import ArgumentError, KernelError, PatternError, ShapeError, UnknownNameError
 from hasslefree.packed.linear import layers_without_numba, unpacked_once
 from hasslefree.packed.spec import LayerSpec
 from tests import oracles
@@ -410,3 +410,9 @@ def test_a_copy_of_a_layer_has_arrays_of_its_own():
         layer.values.zero_()
         assert torch.equal(twin(x), expected)
         assert twin.prepared.arrays[0] is not layer.prepared.arrays[0]
+
+
+@pytest.mark.parametrize(("model", "backend"), [(None, "dense"), (torch.nn.Identity(), 3)])
+def test_the_backend_of_what_is_no_model_or_no_name(model, backend):
+    with pytest.raises(ArgumentError, match="(model|backend) must be"):
+        hasslefree.use_backend(model, backend)

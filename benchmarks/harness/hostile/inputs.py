@@ -494,7 +494,6 @@ def library() -> Iterator[Fault]:
         "decompose(W, G, pattern=3)",
         "decompose(W, G, pattern='2:0')",
         "decompose('W', G, rank=1)",
-        "decompose(W, None, rank=1)",
         "decompose(W[0], G, rank=1)",
         "decompose(W.long(), G, rank=1)",
         "decompose(W * float('nan'), G, rank=1)",

@@ -29,6 +29,7 @@ from hasslefree.packed.kernels.ops import TRITON_TOKENS, Prepared, PreparedFacto
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import Storage, pack_codes, unpack_codes
+from hasslefree.validation import typed
 
 logger = logging.getLogger(__name__)
 FACTORS = ("low_rank_u", "low_rank_v")
@@ -342,6 +343,7 @@ def layers_without_numba(model: nn.Module) -> list[str]:
     return [name for name, layer in layers if wants_numba(layer._case(tokens=1, grad=False))]
 
 
+@typed
 def use_backend(model: nn.Module, backend: str | None) -> None:
     """`SparseLowRankLinear.use` for every such layer of a model.
 
