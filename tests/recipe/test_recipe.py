@@ -218,9 +218,9 @@ def test_a_file_that_is_no_text(tmp_path):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"rank": 4}, {"effort": "balanced", "allocate": "uniform", "match_predictions": 49_152}),
-        ({"rank": 4, "effort": "best"}, {"allocate": "error", "match_predictions": 204_800}),
-        ({"rank": 4, "effort": "fast"}, {"match_predictions": 0, "allocate": "uniform"}),
+        ({"rank": 4}, {"effort": "balanced", "allocate": "error", "match_predictions": 24_576, "rounds": 50}),
+        ({"rank": 4, "effort": "best"}, {"allocate": "error", "match_predictions": 204_800, "rounds": 100}),
+        ({"rank": 4, "effort": "fast"}, {"match_predictions": 0, "allocate": "uniform", "rounds": 20}),
         # What is given wins over the effort.
         ({"rank": 4, "effort": "best", "match_predictions": 0, "rounds": 7},
          {"match_predictions": 0, "rounds": 7, "allocate": "error"}),
@@ -231,7 +231,7 @@ def test_a_file_that_is_no_text(tmp_path):
         # A grid and factors in eight bits are trained too.
         ({"rank": 4, "method": "caldera", "effort": "best"}, {"match_predictions": 204_800}),
         ({"rank": 4, "factor_bits": 8, "effort": "best"}, {"match_predictions": 204_800}),
-        ({"rank": 4, "method": "joint-grid"}, {"effort": "balanced", "offset": True, "match_predictions": 49_152}),
+        ({"rank": 4, "method": "joint-grid"}, {"effort": "balanced", "offset": True, "allocate": "uniform", "match_predictions": 49_152, "rounds": 20}),
         ({"rank": 4, "method": "joint-grid", "symmetric": True}, {"offset": None}),
         # A grid or an engine stands for a method that quantises, unless the pattern prunes.
         ({"bits": 4}, {"method": "joint-grid", "size": "5.2bits", "pattern": "dense"}),
@@ -240,6 +240,7 @@ def test_a_file_that_is_no_text(tmp_path):
         ({"pattern": "2:4", "size": "5bits"}, {"method": "joint"}),
         ({"rank": 4, "method": "joint-grid", "pattern": "2:4"}, {"offset": None}),
         # Without ranks, layers of N:M have nothing to give each other.
+        ({"rank": 0}, {"allocate": "uniform", "match_predictions": 49_152, "rounds": 50}),
         ({"rank": 0, "effort": "best"}, {"allocate": "uniform", "match_predictions": 204_800}),
         ({"pattern": "unstructured", "sparsity": 0.5, "rank": 0, "effort": "best"}, {"allocate": "error"}),
     ],

@@ -27,13 +27,17 @@ class Levers:
     match_predictions: int = 0
 
 
-# The levers of each effort, if the recipe leaves them open; and the rounds of `joint` in all of them.
+# The levers of each effort, and the rounds of `joint`, if the recipe leaves them open. MOVING is `balanced` for a sparse S
+# whose layers can trade rank or non-zeros: that is worth more than the tokens of training that take as long.
 EFFORTS = {
     "fast": Levers(),
     "balanced": Levers(match_predictions=49_152),
     "best": Levers(allocate="error", match_predictions=204_800),
 }
-ROUNDS = 20
+MOVING = Levers(allocate="error", match_predictions=24_576)
+ROUNDS = {"fast": 20, "balanced": 50, "best": 100}
+# Those of `joint-grid`, in all efforts.
+GRID_ROUNDS = 20
 # The methods of this project, which are trained by default; the others are as published.
 OURS = ("joint", "joint-grid")
 QUANTISING = ", ".join(name for name, method in METHODS.items() if method.grid)
@@ -97,9 +101,10 @@ def filled(recipe: Fields) -> Fields:
     quantised = has_grid(recipe)
     recipe = dataclasses.replace(recipe, pattern=recipe.pattern or ("dense" if quantised else "2:4"))
     effort = recipe.effort or ("balanced" if recipe.method in OURS else None)
-    defaults = dataclasses.asdict(EFFORTS[effort or "fast"])
+    moving = effort == "balanced" and not quantised and movable(recipe)
+    defaults = dataclasses.asdict(MOVING if moving else EFFORTS[effort or "fast"])
     if recipe.method in OURS:
-        defaults["rounds"] = ROUNDS
+        defaults["rounds"] = GRID_ROUNDS if quantised else ROUNDS[effort or "fast"]
     if recipe.method == "joint-grid" and recipe.pattern == "dense" and not recipe.symmetric:
         defaults["offset"] = True
     given = recipe.bits, recipe.group_size, recipe.symmetric, recipe.offset
