@@ -231,7 +231,8 @@ def test_a_file_that_is_no_text(tmp_path):
         # A grid and factors in eight bits are trained too.
         ({"rank": 4, "method": "caldera", "effort": "best"}, {"match_predictions": 204_800}),
         ({"rank": 4, "factor_bits": 8, "effort": "best"}, {"match_predictions": 204_800}),
-        ({"rank": 4, "method": "joint-grid"}, {"effort": "balanced", "offset": True, "allocate": "uniform", "match_predictions": 49_152, "rounds": 20}),
+        ({"rank": 4, "method": "joint-grid"},
+         {"effort": "balanced", "offset": True, "allocate": "uniform", "match_predictions": 49_152, "rounds": 20}),
         ({"rank": 4, "method": "joint-grid", "symmetric": True}, {"offset": None}),
         # A grid or an engine stands for a method that quantises, unless the pattern prunes.
         ({"bits": 4}, {"method": "joint-grid", "size": "5.2bits", "pattern": "dense"}),

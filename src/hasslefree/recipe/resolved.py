@@ -27,8 +27,9 @@ class Levers:
     match_predictions: int = 0
 
 
-# The levers of each effort, and the rounds of `joint`, if the recipe leaves them open. MOVING is `balanced` for a sparse S
-# whose layers can trade rank or non-zeros: that is worth more than the tokens of training that take as long.
+# The levers of each effort, and the rounds of `joint`, if the recipe leaves them open. MOVING is `balanced` for a
+# sparse S whose layers can trade rank or non-zeros: that is worth more than the tokens of training that take as
+# long.
 EFFORTS = {
     "fast": Levers(),
     "balanced": Levers(match_predictions=49_152),
