@@ -157,7 +157,7 @@ def identity_of_files(folder: Path) -> dict[str, tuple[int, int]]:
 # What `balanced` was then.
 BALANCED = {"rounds": 100, "allocate": "error", "match_predictions": 0}
 # Fields that did not exist, and have no effect there.
-NEW = {"match_predictions": 0, "offset": None, "size": None, "engine": None, "check": True}
+NEW = {"match_predictions": 0, "offset": None, "size": None, "engine": None, "check": True, "minutes": None}
 # What a configuration has besides that of the model itself.
 UNCOMPARED = {"_name_or_path", "transformers_version"}
 # Fields that exist no longer.

@@ -41,7 +41,7 @@ def walk_of(model, tokens, folder, storage="device"):
 
 def pruned(layer, plan):
     sparse = layer.changed(plan.pattern, None)
-    return sparse, layer.divergence(sparse)
+    return (sparse, layer.output_weights()), layer.divergence(sparse)
 
 
 def look(model, tokens, folder, storage="device"):
@@ -68,8 +68,10 @@ def test_it_is_the_mean_square_of_what_moves_the_labels_likelihood(family, place
     loss = F.cross_entropy(predicted.flatten(0, 1), labels.repeat(2), reduction="sum")
     gradients = dict(zip(y, torch.autograd.grad(loss, list(y.values())), strict=True))
     for index, layers in enumerate(found):
-        for name, (sparse, sensitivity) in layers.items():
+        for name, ((sparse, weights), sensitivity) in layers.items():
             full = f"{blocks.prefix(index)}.{name}"
+            squares = gradients[full].flatten(0, -2).double().square().mean(0)
+            torch.testing.assert_close(weights.double(), (squares / squares.mean()).clamp_min(1e-3), rtol=1e-3, atol=0)
             change = (sites[full].weight() - sparse).double()
             rows = zip(gradients[full].flatten(0, -2).double(), x[full].flatten(0, -2).double(), strict=True)
             squares = [float(g @ change @ each) ** 2 for g, each in rows]
@@ -83,7 +85,7 @@ def test_it_is_close_to_the_divergence_of_a_model_with_that_layer_pruned(family,
     wanted = F.log_softmax(logits(model, tokens).double(), -1)
     blocks, pairs = find_blocks(model), []
     for index, layers in enumerate(look(model, tokens, tmp_path)):
-        for name, (sparse, sensitivity) in layers.items():
+        for name, ((sparse, _), sensitivity) in layers.items():
             changed = copy.deepcopy(model)
             linear = changed.get_submodule(f"{blocks.prefix(index)}.{name}")
             with torch.no_grad():

@@ -149,6 +149,36 @@ def test_a_rate_that_is_too_high_is_retreated_from_and_at_worst_the_model_is_as_
         assert torch.equal(tensor, before[name]), name
 
 
+def test_a_training_with_a_deadline_reads_the_text_until_then(two_held_out, monkeypatch):
+    """Oracle: a clock on which a step takes a second. In 19 seconds, the four mini-batches are read nearly five times,
+    and the rate of each step is that of 19 steps: it falls to zero at the deadline."""
+    walk, reference, *_ = prepared("llama")
+    now, rates = [100.0], []
+    walk.phases.clock = lambda: now[0]
+    step = Trainer.step
+
+    def timed(self, segments, rate):
+        step(self, segments, rate)
+        rates.append(rate)
+        now[0] += 1
+
+    monkeypatch.setattr(Trainer, "step", timed)
+    settings = Training(batch=32)
+    record = train(walk, reference, settings, back_to(walk, state(walk)), deadline=119.0)
+    assert now[0] == 119
+    assert record["tokens"] == 19 * 32
+    assert record["after"] < record["before"]
+    assert len(record["history"]) == settings.validations
+    assert rates[1:] == pytest.approx([settings.rate(step, 20) for step in range(1, 19)])
+    assert rates[-1] < 0.01 < max(rates)
+
+
+def test_a_training_whose_deadline_has_passed_leaves_a_model_no_worse(two_held_out):
+    walk, reference, *_ = prepared("llama")
+    record = train(walk, reference, Training(batch=32), back_to(walk, state(walk)), deadline=walk.phases.clock() - 5)
+    assert record["after"] <= record["before"]
+
+
 def test_predictions_that_are_nan_are_an_error():
     walk, reference, *_ = prepared("llama")
     compressed_layers(walk.model)["model.layers.1.mlp.up_proj"].values.data[0, 0] = math.inf

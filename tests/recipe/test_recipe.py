@@ -221,6 +221,7 @@ def test_a_file_that_is_no_text(tmp_path):
         ({"rank": 4}, {"effort": "balanced", "allocate": "error", "match_predictions": 24_576, "rounds": 50}),
         ({"rank": 4, "effort": "best"}, {"allocate": "error", "match_predictions": 204_800, "rounds": 100}),
         ({"rank": 4, "effort": "fast"}, {"match_predictions": 0, "allocate": "uniform", "rounds": 20}),
+        ({"rank": 4, "minutes": 30}, {"effort": "best", "match_predictions": 204_800}),
         # What is given wins over the effort.
         ({"rank": 4, "effort": "best", "match_predictions": 0, "rounds": 7},
          {"match_predictions": 0, "rounds": 7, "allocate": "error"}),
@@ -276,6 +277,13 @@ def test_every_method_with_a_low_rank_part_takes_factors_in_eight_bits():
             pattern = {"pattern": "structured", "sparsity": 0.5} if name == "losparse" else {}
             resolved = Recipe(method=name, rank=2, factor_bits=8, **pattern).resolve(with_text=False)
             assert resolved.recipe.factor_bits == 8
+
+
+@pytest.mark.parametrize("field", ["effort", "match_predictions"])
+def test_a_time_for_fine_tuning_is_rejected_where_there_is_none(field):
+    given = {"effort": "fast"} if field == "effort" else {"match_predictions": 0}
+    with pytest.raises(RecipeError, match=f"with this {field} there is none: leave out minutes or {field}"):
+        Recipe(rank=2, minutes=30, **given).resolve(with_text=False)
 
 
 QUANTISED = ["rtn", "gptq", "loftq", "lq-lora", "caldera", "joint-grid"]

@@ -1,11 +1,16 @@
 """How a block is run on the calibration text."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import hasslefree
 from hasslefree import Recipe
+from hasslefree.errors import RecipeError
 from hasslefree.models.moments import gather
+from hasslefree.phases import Phases
+from hasslefree.run import blockwise
 from tests.tiny_models import build, logits, segments
 
 RECIPE = Recipe(rank=2, method="eora")
@@ -71,3 +76,22 @@ def test_blocks_that_do_not_take_several_segments_get_one_at_a_time(tmp_path):
     assert set(most) == {1, 2}
     for one, other in zip(report.layers, expected.layers, strict=True):
         assert one.relative_error == pytest.approx(other.relative_error, rel=1e-3)
+
+
+def test_minutes_that_the_layers_alone_take_are_an_error_after_three_blocks(tmp_path, monkeypatch):
+    """Oracle: a clock on which a block takes ten minutes, so six blocks take an hour."""
+    blocks, at = [], [0.0]
+    monkeypatch.setattr("hasslefree.run.compress.Phases", partial(Phases, clock=lambda: at[0]))
+
+    def compressed(task, hidden, compress=blockwise.compress_block):
+        blocks.append(task.visit.index)
+        at[0] += 600
+        return compress(task, hidden)
+
+    monkeypatch.setattr(blockwise, "compress_block", compressed)
+    model, recipe = build("llama", num_hidden_layers=6), Recipe(rank=2, minutes=40)
+    with pytest.raises(RecipeError, match="40 minutes are too short.* the layers alone take 60.* give minutes=120"):
+        hasslefree.compress(model, tmp_path / "out", recipe, segments=segments(40))
+    assert blocks == [0, 1, 2]
+    assert (tmp_path / "out.unfinished").exists()
+    assert not (tmp_path / "out").exists()

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -51,11 +51,13 @@ class Allocation:
 
     Args:
         sensitivities: by the full name of each layer, in nats per token; None if the allocation does not measure them.
+        output_weights: of layers whose S is not on a grid, by their full names; see `ProbedLayer.output_weights`.
         choices: of each block, by the name of each layer.
     """
 
     plan: Plan
     sensitivities: dict[str, float] | None = None
+    output_weights: Mapping[str, Tensor] = field(default_factory=dict)
     choices: Sequence[Mapping[str, Choice]] = ()
 
     def divergence(self, plan: Plan) -> float:
@@ -75,11 +77,17 @@ def by_sensitivity(walk: Walk, plan: Plan, room: int, resolved: Resolved, segmen
         plan: the uniform one. room: in bytes, at least those of the plan. segments: of this process.
     """
 
+    output_weights: dict[str, Tensor] = {}
+
     def inspect(layer: ProbedLayer, its_plan: LayerPlan) -> tuple[Choice, float]:
         if its_plan.spec.grid is not None:
             return choice_on_grids(layer, its_plan, resolved)
         sparse = layer.changed(its_plan.pattern, None)
-        return choice_of(layer.weight, sparse, layer.gram, its_plan), layer.divergence(sparse)
+        weight, divergence = layer.weight.to(sparse.dtype), layer.divergence(sparse)
+        if (weights := layer.output_weights()) is not None:
+            output_weights[layer.full], root = weights.cpu(), weights.sqrt().unsqueeze(1)
+            weight, sparse = weight * root, sparse * root
+        return choice_of(weight, sparse, layer.gram, its_plan), divergence
 
     measured = sensitivities(walk, plan, segments, world, inspect, resolved.recipe.seed)
     choices: list[dict[str, Choice]] = [{} for _ in measured]
@@ -93,7 +101,7 @@ def by_sensitivity(walk: Walk, plan: Plan, room: int, resolved: Resolved, segmen
     least = sum(choice.plan(*(0 for _ in choice.curves)).bytes for choice in every)
     steps = iter(greedy_allocate(curves, room - least))
     moved = [{name: its.plan(*(next(steps) for _ in its.curves)) for name, its in block.items()} for block in choices]
-    return Allocation(moved, by_name, choices)
+    return Allocation(moved, by_name, output_weights, choices)
 
 
 def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> Choice:

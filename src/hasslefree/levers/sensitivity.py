@@ -45,6 +45,8 @@ from hasslefree.solve.methods.joint_on_grid import JointOnGrid
 T = TypeVar("T")
 # Tokens of whose predictions labels are sampled at a time.
 TOKENS = 256
+# The least weight of an output, relative to the mean: one that no gradient reached on the probes still counts a little.
+LEAST_WEIGHT = 1e-3
 # Between the seeds of two segments.
 SPREAD = 0x9E3779B97F4A7C15
 
@@ -179,6 +181,19 @@ class ProbedLayer:
             kept.copy_(approximation(quick(grid), weight, self.gram, self.prepared, pattern, 0, 0).sparse)
         self.world.broadcast_(kept, self.owner)
         return kept
+
+    def output_weights(self) -> Tensor | None:
+        """The mean square of the gradient at each output over that of all outputs, at least `LEAST_WEIGHT`: (out,).
+
+        In the working dtype, the same in all processes; None if no gradient reaches the layer.
+        """
+        if self.gradients is None:
+            return None
+        squares = self.gradients.square().sum(0, dtype=widest_dtype(self.gradients.device))
+        self.world.add(squares)
+        if not (mean := squares.mean()) > 0:
+            return None
+        return (squares / mean).clamp_min(LEAST_WEIGHT).to(self.gram.matrix.dtype)
 
     def divergence(self, changed: Tensor) -> float:
         """An estimate of the mean KL(dense ‖ changed) of a token, in nats, with another weight (out, in) in its place.

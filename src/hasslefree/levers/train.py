@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -72,8 +73,8 @@ class Training:
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-12
 
-    def rate(self, step: int, steps: int) -> float:
-        """The share of the peak learning rate in step `step` of `steps`."""
+    def rate(self, step: float, steps: float) -> float:
+        """The share of the peak learning rate in step `step` of `steps`, or as many seconds after the start."""
         warm = self.warm_up * steps
         if step + 1 < warm:
             return (step + 1) / warm
@@ -136,6 +137,7 @@ def train(
     world: World = ALONE,
     optimizer_device: torch.device | None = None,
     keep_graphs: bool = False,
+    deadline: float | None = None,
 ) -> PredictionRecord:
     """Train the surviving values of all blocks in place, so that the model predicts what the dense one does.
 
@@ -144,16 +146,20 @@ def train(
         world: the processes that share the segments as `World.share` does, each with the same model.
         optimizer_device: of the masters and the moments of Adam, where Adam also runs; None for that of each block.
         keep_graphs: keep all activations of a step for the backward pass, instead of running each block again.
+        deadline: train until then, by the clock of the phases of `walk`; None for one pass over the text.
 
     Returns:
         What was done; where the model would be worse on the validation segments, it is left as it was.
     """
-    steps = math.ceil(len(reference.training) * reference.seqlen / settings.tokens(reference.seqlen))
-    with walk.phases.phase(PREDICTIONS, steps, "steps") as phase:
+    length, unit = math.ceil(len(reference.training) * reference.seqlen / settings.tokens(reference.seqlen)), "steps"
+    if deadline is not None:
+        length, unit = max(round(deadline - walk.phases.clock()), 1), "seconds"
+    with walk.phases.phase(PREDICTIONS, length, unit) as phase:
         for retreat in range(settings.retreats + 1):
             tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
-            trainer = Trainer(walk, reference, tried, world, optimizer_device, keep_graphs)
+            trainer = Trainer(walk, reference, tried, world, optimizer_device, keep_graphs, deadline)
             before, history = trainer.train(retreat == settings.retreats, phase.reach)
+            tokens = trainer.tokens
             trainer.close()
             del trainer  # before the next one is made: its masters are the largest arrays of all
             if history[-1] >= before:
@@ -165,7 +171,7 @@ def train(
         after=min(before, history[-1]),
         history=history,
         learning_rate=tried.learning_rate,
-        tokens=len(reference.training) * reference.seqlen,
+        tokens=tokens,
     )
 
 
@@ -210,9 +216,10 @@ class Trainer:
         world: World = ALONE,
         optimizer_device: torch.device | None = None,
         keep_graphs: bool = False,
+        deadline: float | None = None,
     ):
         self.walk, self.reference, self.settings, self.world = walk, reference, settings, world
-        self.keep_graphs = keep_graphs
+        self.keep_graphs, self.deadline, self.tokens = keep_graphs, deadline, 0
         self.blocks, self.calls, self.masters = walk.blocks.modules, list[BlockCall](), list[Masters]()
         hidden = walk.entering(reference.segments[:MEASURED])
         # A weight of several blocks cannot change while the graph of one of them still needs it.
@@ -232,12 +239,12 @@ class Trainer:
             for layer in compressed_layers(block).values():
                 layer.wide_factors.clear()
 
-    def train(self, last: bool, reached: Callable[[int], None] = lambda step: None) -> tuple[float, list[float]]:
-        """One pass over the training segments.
+    def train(self, last: bool, reached: Callable[[int], None] = lambda done: None) -> tuple[float, list[float]]:
+        """One pass over the training segments, or as many as there is time for.
 
         Args:
             last: continue even if the first validation is no better than before training.
-            reached: called after each step with its number, from 1.
+            reached: called after each step with the steps or seconds so far.
 
         Returns:
             The mean divergence of a token, in nats, before training and at each validation.
@@ -248,27 +255,45 @@ class Trainer:
                 "the predictions of the compressed model contain NaN or Inf; try another dtype "
                 f"({option('dtype', 'float32')})"
             )
-        training, validations = self.reference.training, self.settings.validations
-        size = self.settings.tokens(self.reference.seqlen) // self.reference.seqlen
-        batches = [training[i : i + size] for i in range(0, len(training), size)]
-        validated = {math.ceil(len(batches) * number / validations) for number in range(1, validations + 1)}
         history: list[float] = []
         with ExitStack() as opened:
             for block, masters in zip(self.blocks, self.masters, strict=True):
                 opened.enter_context(only_trained(block, [variable.leaf for variable in masters.variables]))
-            for step, batch in enumerate(batches, 1):
+            validated = 0
+            for batch, done, length in self.batches():
                 # The rate is zero one step after the last.
-                self.step(self.world.local(batch), self.settings.rate(step - 1, len(batches) + 1))
-                reached(step)
-                if step in validated:
+                self.step(self.world.local(batch), self.settings.rate(done - 1, length + 1))
+                self.tokens += len(batch) * self.reference.seqlen
+                reached(int(done))
+                if (quarter := int(done * self.settings.validations / length)) > validated:
+                    validated = quarter
                     history.append(self.validate())
                     logger.info(
-                        "%s: step %d/%d, KL %.4f (before training %.4f)",
-                        PREDICTIONS, step, len(batches), history[-1], before,
-                    )  # fmt: skip
+                        "%s: %d tokens, KL %.4f (before training %.4f)", PREDICTIONS, self.tokens, history[-1], before
+                    )
                     if not last and history[0] >= before:
                         break
         return before, history
+
+    def batches(self) -> Iterator[tuple[Sequence[int], float, float]]:
+        """Mini-batches of segments, by their global indices; what is done after each, of how much.
+
+        That is steps in one pass over the text, and otherwise seconds until the deadline.
+        """
+        training, size = self.reference.training, self.settings.tokens(self.reference.seqlen) // self.reference.seqlen
+        batches = [training[i : i + size] for i in range(0, len(training), size)]
+        if self.deadline is None:
+            yield from ((batch, step, len(batches)) for step, batch in enumerate(batches, 1))
+            return
+        clock, begun = self.walk.phases.clock, self.walk.phases.clock()
+        length = max(self.deadline - begun, 1.0)
+        for steps, batch in enumerate(cycle(batches)):
+            passed = clock() - begun
+            # All processes end together; the next step takes as long as those so far.
+            done = self.world.broadcast(min(passed + passed / max(steps, 1), length))
+            yield batch, done, length
+            if done == length:
+                return
 
     def step(self, segments: Sequence[int], rate: float) -> None:
         """Train on some segments, by their local indices. rate: as a share of the peak."""

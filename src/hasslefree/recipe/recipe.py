@@ -105,6 +105,9 @@ class Fields:
     match_predictions: int | None = declared(None, LEVERS, ge=0, le=10**12)
     """Tokens of new calibration text on which what the layers store (values of S or scales of its grid, and L) is
     trained until the model predicts what the dense one does; 0 for none (default: the effort's)."""
+    minutes: float | None = declared(None, LEVERS, gt=0, le=10**6)
+    """Time for the whole run: fine-tuning reads its text again until the time is over, so the result depends on the
+    speed of the machine (no default: fine-tuning reads its text once; with minutes, the effort is best)."""
     check: bool = declared(True, TEXT)
     """Measure the perplexity before and after, on text that was held out."""
     leave_dense: tuple[str, ...] = declared((), BUDGET, strict=False)

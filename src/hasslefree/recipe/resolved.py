@@ -101,7 +101,8 @@ def filled(recipe: Fields) -> Fields:
         recipe = dataclasses.replace(recipe, method="joint-grid" if on_grid else "joint")
     quantised = has_grid(recipe)
     recipe = dataclasses.replace(recipe, pattern=recipe.pattern or ("dense" if quantised else "2:4"))
-    effort = recipe.effort or ("balanced" if recipe.method in OURS else None)
+    default = "balanced" if recipe.method in OURS else None
+    effort = recipe.effort or ("best" if recipe.minutes else default)
     moving = effort == "balanced" and not quantised and movable(recipe)
     defaults = dataclasses.asdict(MOVING if moving else EFFORTS[effort or "fast"])
     if recipe.method in OURS:
@@ -162,6 +163,12 @@ def problems(recipe: Fields, with_text: bool = True) -> Iterator[Problem]:
     if recipe.engine:
         yield from engine_problems(recipe)
     yield from size_problems(recipe)
+    if recipe.minutes and not recipe.match_predictions:
+        given = "effort" if recipe.effort == "fast" else "match_predictions"
+        message = (
+            f"minutes is a time for fine-tuning, and with this {given} there is none: leave out minutes or {given}"
+        )
+        yield Problem(("minutes", given), message)
     if recipe.allocate == "error" and not recipe.size and not movable(recipe):
         remedy = "leave out allocate" if pattern == "dense" else "give a rank, or leave out allocate"
         message = f"allocate error moves bits and rank between layers, and here is none to move (pattern {pattern})"

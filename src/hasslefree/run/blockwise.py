@@ -1,6 +1,7 @@
 """Block by block: the calibration text runs through, each linear layer becomes S + L, and the block is written."""
 
 import logging
+import math
 from collections.abc import Container, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from hasslefree.distributed import World
+from hasslefree.errors import RecipeError, option
 from hasslefree.folder.journal import FinishedPart, Unfinished
 from hasslefree.folder.plugin import empty_layer
 from hasslefree.folder.read import entry_of, read_entries
 from hasslefree.folder.record import LayerRecord
+from hasslefree.levers.allocation import Allocation
 from hasslefree.models.activations import Activations
 from hasslefree.models.experts import every_expert_called, experts_of
 from hasslefree.models.moments import MomentSums, checked, gather, groups_by_input, sums_bytes, traffic
@@ -21,7 +24,6 @@ from hasslefree.models.precision import as_multiplied, computing, solving
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.phases import INPUTS, RESUMED, SOLVING, Phase
-from hasslefree.recipe.plan import Plan
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.held_out import Check
 from hasslefree.run.layers import Done, Task, compress_groups
@@ -30,16 +32,20 @@ from hasslefree.run.preflight import block_tensors, outside_tensors
 
 logger = logging.getLogger(__name__)
 
+# After this number of blocks, we check whether the others end before a deadline.
+TIMED = 3
+
 
 def compress_blocks(
     walk: Walk,
-    plan: Plan,
+    allocation: Allocation,
     resolved: Resolved,
     segments: Tensor,
     work: Unfinished,
     world: World,
     writing: Phase,
     check: Check | None = None,
+    deadline: float | None = None,
 ) -> None:
     """Decompose, replace and write every planned layer; each block gets the outputs of the compressed ones before it.
 
@@ -48,8 +54,10 @@ def compress_blocks(
     Args:
         segments: of this process. work: holds the finished blocks, and takes the others.
         writing: the phase in which files are counted. check: follows the blocks.
+        deadline: when the whole run is to end, by the clock of the phases of `walk`; None for no such time.
     """
-    count, layers = len(walk.blocks.modules), sum(map(len, plan))
+    plan, count = allocation.plan, len(walk.blocks.modules)
+    layers = sum(map(len, plan))
     with (
         walk.phases.phase(INPUTS, layers, "layers") as collecting,
         walk.phases.phase(SOLVING, layers, "layers", running=False) as solving,
@@ -63,8 +71,12 @@ def compress_blocks(
         visits = walk.visits(hidden, to_end=False)
         visits = visits if check is None else check.following(visits)
         put_back(walk, visits, work, collecting, solving)
-        for visit in visits:
-            task = Task(visit, plan[visit.index], resolved, world, report_layer, collecting, solving)
+        begun = walk.phases.clock()
+        for number, visit in enumerate(visits):
+            if deadline is not None and number == TIMED:
+                check_time(walk, (walk.phases.clock() - begun) / TIMED * (count - visit.index), deadline, world)
+            plans, weights = plan[visit.index], allocation.output_weights
+            task = Task(visit, plans, weights, resolved, world, report_layer, collecting, solving)
             done = compress_block(task, hidden)
             if world.writes:
                 with writing.running():
@@ -77,6 +89,20 @@ def compress_blocks(
                     writing.advance()
         with writing.running():
             work.wait()
+
+
+def check_time(walk: Walk, needed: float, deadline: float, world: World) -> None:
+    """Raise a RecipeError if blocks that need so many seconds more do not end before the deadline."""
+    began = walk.phases.began
+    end = world.broadcast(walk.phases.clock() + needed)  # by the clock of one process
+    if end >= deadline:
+        least = math.ceil((end - began) / 60)
+        raise RecipeError(
+            f"{(deadline - began) / 60:g} minutes are too short: by the speed of the first {TIMED} blocks, the layers "
+            f"alone take {least}, and fine-tuning comes after them; give {option('minutes', 2 * least)}, or "
+            f"{option('effort', 'fast')}, which does not fine-tune",
+            ("minutes",),
+        )
 
 
 def first_states(walk: Walk, segments: Tensor, work: Unfinished, world: World, writing: Phase) -> Activations:

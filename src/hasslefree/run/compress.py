@@ -163,6 +163,8 @@ def compress_dense(
     skipped = (REFERENCE, PREDICTIONS, CHECK) if predictions else (CHECK,) if dense.own_segments else ()
     phases.expect(seconds_by_phase(setup, without=skipped))
     check, reference = None, None
+    minutes = resolved.recipe.minutes
+    deadline = None if minutes is None else phases.began + 60 * minutes
     if predictions is None:
         tokenizer = None if dense.own_segments else dense.tokenizer
         text = matching_text(walk, resolved, tokenizer, segments, world)
@@ -177,9 +179,9 @@ def compress_dense(
         dense_digests = {"segments": fingerprint(segments), "weights": digests, "config": configuration(model)}
         work.begin(about | dense_digests | {"plan": digest(allocation.plan)})
     with writing_files(phases, resolved, work, len(plan)) as writing:
-        compress_blocks(walk, allocation.plan, resolved, local, work, world, writing, check)
+        compress_blocks(walk, allocation, resolved, local, work, world, writing, check, deadline)
         if reference is not None:
-            predictions = train_whole(walk, reference, work, world, writing, check)
+            predictions = train_whole(walk, reference, work, world, writing, check, deadline)
         elif check is not None:
             work.held_out = check.measure()
         parts = world.broadcast(work.parts)
@@ -196,7 +198,7 @@ def allocate(walk: Walk, plan: Plan, room: int, resolved: Resolved, segments: Te
     if resolved.allocate == "uniform":
         return Allocation(plan)
     found = by_sensitivity(walk, plan, room, resolved, segments, world)
-    return Allocation(found.plan, found.sensitivities)  # other processes need no choices
+    return dataclasses.replace(found, choices=())  # other processes need none
 
 
 def open_walk(setup: Setup, segment: Tensor, options: dict[str, Any]) -> tuple[Walk, dict[str, str]]:

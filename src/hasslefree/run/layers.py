@@ -31,6 +31,7 @@ from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.sharing import assign_layers, shared_layers
 from hasslefree.solve.decompose import gathered, solve_layer
 from hasslefree.solve.methods import with_grid
+from hasslefree.solve.methods.weighted import Weighted
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +49,13 @@ class Task:
 
     Args:
         plans: of its layers. report_layer: called with the record of each.
+        output_weights: of layers of the model, by their full names; see `Weighted`.
         collecting, solving: the phases in which its layers are counted.
     """
 
     visit: Visit
     plans: Mapping[str, LayerPlan]
+    output_weights: Mapping[str, Tensor]
     resolved: Resolved
     world: World
     report_layer: Callable[[LayerRecord], None]
@@ -92,6 +95,8 @@ def compress_group(task: Task, plans: Mapping[str, LayerPlan], shared: Container
             rows = Rows(task.world, plan.spec.shape[0]) if name in shared else WHOLE
             weight = rows.local(sites[name].weight()).to(plan.dtype)  # it may be `computing`
             solver = with_grid(method, plan.spec.grid)
+            if (weights := task.output_weights.get(f"{visit.prefix}.{name}")) is not None:
+                solver = Weighted(solver, rows.local(weights))
             result = solve_with_room(weight, gram, solver, prepared, plan, resolved.recipe.seed, rows)
             layer = SparseLowRankLinear.from_decomposition(result, sites[name].bias, plan.spec.pattern)
             seconds = time.perf_counter() - start + preparing

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,9 +54,18 @@ def matching_text(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Tens
 
 
 def train_whole(
-    walk: Walk, reference: Reference, work: Unfinished, world: World, writing: Phase, check: Check | None
+    walk: Walk,
+    reference: Reference,
+    work: Unfinished,
+    world: World,
+    writing: Phase,
+    check: Check | None,
+    deadline: float | None = None,
 ) -> PredictionRecord:
-    """Train and check the compressed model that `work` holds, and write it again. writing: counts its files."""
+    """Train and check the compressed model that `work` holds, and write it again.
+
+    writing: counts its files. deadline: as for `train`.
+    """
     work.parts[:] = world.broadcast(work.parts)
     blocks = walk.blocks.modules
     with walk.phases.phase(READ_BACK, len(blocks), "blocks") as phase:
@@ -66,7 +76,8 @@ def train_whole(
     shapes = ({name: layer.spec.shape for name, layer in compressed_layers(block).items()} for block in blocks)
     numbers = sum(traffic(block, sizes, tokens) for block, sizes in zip(blocks, shapes, strict=True))
     keep_graphs = in_one_pass(numbers, walk.weights.device)
-    record = train(walk, reference, settings, lambda: bring_back(walk, work), world, optimizer_device, keep_graphs)
+    restore = partial(bring_back, walk, work)
+    record = train(walk, reference, settings, restore, world, optimizer_device, keep_graphs, deadline)
     if check is not None:
         check.run_again()
         work.held_out = check.measure()

@@ -1,0 +1,54 @@
+"""Weighted outputs: a method that minimises tr(G R H Rᵀ), R = W − S − L, for a diagonal G."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Generator, Tensor
+
+from hasslefree.core.cost import Cost
+from hasslefree.core.gram import Gram
+from hasslefree.core.low_rank import LowRank
+from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Method, Solution
+from hasslefree.core.rows import WHOLE, Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Weighted(Method):
+    """A method on √G W, whose S and u are then multiplied by G^(−½): G weighs the errors of the outputs.
+
+    Given L, the rows of S do not depend on each other, so it is L that serves the rows that count more; a pattern that
+    counts over all rows keeps more entries of them too. With g_i the mean square of the gradient of the model's
+    log-likelihood with respect to output i, the objective is a layer's second-order loss if inputs and gradients are
+    independent (Martens and Grosse, arXiv 1503.05671) and outputs do not interact.
+
+    Args:
+        method: without a grid. weights: the diagonal of G, (out,), positive, of the rows of the layer that
+            this process holds.
+    """
+
+    method: Method
+    weights: Tensor = field(repr=False)
+
+    @property
+    def inner(self) -> Method:
+        return self.method
+
+    def prepare(self, gram: Gram) -> Any:
+        return self.method.prepare(gram)
+
+    def solve(
+        self, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
+    ) -> Solution:
+        root = self.weights.to(weight).sqrt().unsqueeze(1)
+        solution = self.method.solve(weight * root, prepared, pattern, rank, generator, rows)
+        low_rank = LowRank(solution.low_rank.u / root, solution.low_rank.v)
+        return dataclasses.replace(solution, sparse=solution.sparse / root, low_rank=low_rank)
+
+    def shares_rows(self, pattern: Pattern) -> bool:
+        return self.method.shares_rows(pattern)
+
+    @property
+    def cost(self) -> Cost:
+        return self.method.cost
