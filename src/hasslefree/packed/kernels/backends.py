@@ -72,11 +72,6 @@ def check_backend(name: str) -> None:
         raise UnknownNameError("backend", name, BACKENDS)
 
 
-def wants_numba(case: Case) -> bool:
-    """Whether S is unpacked at every call for no other reason than that Numba is not installed."""
-    return not HAS_NUMBA and case.device == "cpu" and not isinstance(case.layout, Columns) and not case.grid
-
-
 def product(
     backend: str, x: Tensor, values: Tensor, index: Tensor, layout: Any,
     us: Sequence[Tensor] = (), v: Tensor | None = None, bias: Tensor | None = None,
