@@ -138,7 +138,7 @@ def test_rounded_directions_end_where_exact_ones_do(seed):
     target, h = oracles.problem(96, 128, seed=seed)
     mask = torch.rand(96, 128, generator=torch.Generator().manual_seed(seed)) < 0.5
     start = target * mask
-    exact, rounded = (masked_cg(h, target, start, mask, 5, rounded=each) for each in (False, True))
+    exact, rounded = (masked_cg(h, target, start, mask, 5, narrow=each) for each in (False, True))
     before, one, other = (oracles.loss(target - sparse, h) for sparse in (start, exact, rounded))
     assert one < 0.9 * before
     assert abs(other - one) < 2e-3 * (before - one)

@@ -76,11 +76,7 @@ ENGINES = {
 
 
 def grid_for(
-    name: str,
-    bits: int | None = None,
-    group: int | None = None,
-    symmetric: bool | None = None,
-    offset: bool | None = None,
+    name: str, bits: int | None, group: int | None, symmetric: bool | None, offset: bool | None
 ) -> Grid | None:
     """The grid of an engine with the given settings and its own for the others; None if it holds no such grid.
 

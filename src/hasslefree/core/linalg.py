@@ -112,13 +112,7 @@ def orthonormal(matrix: Tensor, rows: Rows = WHOLE) -> Tensor:
 
 
 def masked_cg(
-    matrix: Tensor,
-    target: Tensor,
-    start: Tensor,
-    mask: Tensor,
-    steps: int,
-    tolerance: float = 0.0,
-    rounded: bool = False,
+    matrix: Tensor, target: Tensor, start: Tensor, mask: Tensor, steps: int, tolerance: float = 0, narrow: bool = False
 ) -> Tensor:
     """S on a support with tr((T − S) H (T − S)ᵀ) small, by conjugate gradients on every row, Jacobi-preconditioned.
 
@@ -129,7 +123,7 @@ def masked_cg(
         matrix: H, (in, in), positive semi-definite with a positive diagonal.
         target: T, (out, in). start: the initial S, zero off the support `mask`, bool (out, in).
         tolerance: stop when in every row g diag(H)⁻¹ gᵀ ≤ tolerance²·Σ t²·H_jj, with g the gradient on the support.
-        rounded: compute the products of directions with H as `narrow_products`, but not the first one, of the residual.
+        narrow: compute the products of directions with H as `narrow_products`, but not the first one, of the residual.
     """
     sparse = start.clone()
     inverse_diagonal = 1 / matrix.diagonal()
@@ -143,7 +137,7 @@ def masked_cg(
             break
         image = direction.square()
         least = image.mv(rounding).unsqueeze(1)
-        with narrow_products(matrix.device) if rounded else nullcontext():
+        with narrow_products(matrix.device) if narrow else nullcontext():
             torch.mm(direction, matrix, out=image).mul_(mask)
         curvature = torch.linalg.vecdot(direction, image).unsqueeze(1)
         length = torch.where(curvature > least, energy / curvature, 0.0)

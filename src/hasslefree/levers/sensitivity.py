@@ -26,6 +26,7 @@ from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method
+from hasslefree.core.rows import WHOLE
 from hasslefree.distributed import World
 from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, option
 from hasslefree.models.activations import Activations
@@ -176,7 +177,7 @@ class ProbedLayer:
         kept = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
         if self.owner == self.world.rank:
             weight = self.weight.to(kept.dtype)
-            kept.copy_(approximation(quick(grid), weight, self.gram, self.prepared, pattern, 0, 0).sparse)
+            kept.copy_(approximation(quick(grid), weight, self.gram, self.prepared, pattern, 0, 0, WHOLE).sparse)
         self.world.broadcast_(kept, self.owner)
         return kept
 
@@ -216,7 +217,7 @@ def block_sensitivities(
         rows = inputs[group[0]]
         sums = MomentSums(states.states.shape[1])
         sums.take(rows)
-        gram = checked(sums.gram(world.add), f"{visit.prefix}.{group[0]}")
+        gram = checked(sums.gram(world), f"{visit.prefix}.{group[0]}")
         owners = world.assign([plans[name].spec.dense_parameters for name in group])
         prepared = quick(plans[group[0]].spec.grid).prepare(gram) if world.rank in owners else None
         for name, owner in zip(group, owners, strict=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import eigh, unit_diagonal_scale
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.rows import WHOLE, Rows
+from hasslefree.core.rows import Rows
 from hasslefree.errors import FactorizationError
 
 
@@ -63,12 +63,7 @@ class SupportPenalty:
     settled: int
 
     def run(
-        self,
-        weight: Tensor,
-        spectrum: ScaledSpectrum,
-        pattern: Pattern,
-        fit: Callable[[Tensor], Tensor],
-        rows: Rows = WHOLE,
+        self, weight: Tensor, spectrum: ScaledSpectrum, pattern: Pattern, fit: Callable[[Tensor], Tensor], rows: Rows
     ) -> Tensor:
         """Z, the dense copy of S that the ADMM ends with: (out, in). Everything in the units of unit diagonal.
 

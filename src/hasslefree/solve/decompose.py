@@ -156,14 +156,7 @@ def live(weight: Tensor, gram: Gram) -> Tensor:
 
 
 def approximation(
-    method: Method,
-    weight: Tensor,
-    gram: Gram,
-    prepared: Any,
-    pattern: Pattern,
-    rank: int,
-    seed: int,
-    rows: Rows = WHOLE,
+    method: Method, weight: Tensor, gram: Gram, prepared: Any, pattern: Pattern, rank: int, seed: int, rows: Rows
 ) -> Solution:
     """S and L of a weight in the working dtype, without a measurement of their error; arguments as in `solve_layer`."""
     alive, weight = gram.alive, live(weight, gram)

@@ -26,7 +26,7 @@ from hasslefree import (
 from hasslefree.core.low_rank import truncated_svd
 from hasslefree.core.rows import WHOLE
 from hasslefree.solve.methods import METHODS
-from hasslefree.solve.methods.joint import ScaledProblem
+from hasslefree.solve.methods.joint import Problem
 from tests import oracles
 
 PATTERNS = [SemiStructured(2, 4), Row(7), Unstructured(90)]
@@ -96,7 +96,7 @@ def one_run(weight, sparse, low_rank, pattern, rho, rounds):
     """joint's rounds with H = I from S, L and the dual that belongs to them at ρ: Y = (W − S − L) / ρ."""
     joint = Joint(rounds=rounds, growth=1.5, precision="float32")
     power = round(torch.log(torch.tensor(rho, dtype=torch.float64)).item() / torch.log(torch.tensor(1.5)).item())
-    problem = ScaledProblem(torch.ones(16, dtype=torch.float64), Gram.identity(16))
+    problem = Problem(torch.ones(16, dtype=torch.float64), Gram.identity(16))
     state = sparse + (weight - sparse - low_rank) / 1.5**power
     start = truncated_svd(low_rank, 3)
     found, _, fitted, _ = joint._search(weight, problem, pattern, start, power, state, WHOLE)

@@ -10,16 +10,9 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
+from hasslefree.core import linalg
 from hasslefree.core.cost import Cost, cache_bytes
 from hasslefree.core.gram import Gram
-from hasslefree.core.linalg import (
-    inverse_,
-    masked_cg,
-    matmul_precision,
-    multiplies_bfloat16,
-    orthonormal,
-    unit_diagonal_scale,
-)
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Solution
@@ -47,7 +40,7 @@ Precision = Literal["auto", "float32", "tf32", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class ScaledProblem:
+class Problem:
     """What depends on the Gram alone, in units where a penalty of one number suits all inputs.
 
     Args:
@@ -63,7 +56,7 @@ class ScaledProblem:
         """K = H(H + ρI)⁻¹ = I − ρ(H + ρI)⁻¹: (in, in)."""
         shifted = self.gram.matrix.clone()
         shifted.diagonal().add_(rho)
-        kernel = inverse_(shifted).mul_(-rho)
+        kernel = linalg.inverse_(shifted).mul_(-rho)
         kernel.diagonal().add_(1)
         return kernel.to(dtype)
 
@@ -123,20 +116,14 @@ class Joint(Method):
     sweeps: Count = 2
     precision: Precision = "auto"
 
-    def prepare(self, gram: Gram) -> ScaledProblem:
+    def prepare(self, gram: Gram) -> Problem:
         damped = gram.damped(self.damping)
         scale = refit_scale(damped.matrix)
         outer = torch.outer(scale, scale)
-        return ScaledProblem(scale, Gram(torch.div(damped.matrix, outer, out=outer), damped.tokens))
+        return Problem(scale, Gram(torch.div(damped.matrix, outer, out=outer), damped.tokens))
 
     def solve(
-        self,
-        weight: Tensor,
-        prepared: ScaledProblem,
-        pattern: Pattern,
-        rank: int,
-        generator: Generator,
-        rows: Rows = WHOLE,
+        self, weight: Tensor, prepared: Problem, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
     ) -> Solution:
         low_rank = LowRank.gaussian_start(weight, rank, generator, rows)
         scaled = weight * prepared.scale
@@ -144,9 +131,9 @@ class Joint(Method):
         density = pattern.kept((out, width)) / (out * width)
         relief = math.exp(-RANK_RELIEF * rank * (out + width) / (out * width))
         power = self.first_power(density, relief)
-        with matmul_precision(weight.device, tf32=self.precision in ("auto", "tf32")):
+        with linalg.matmul_precision(weight.device, tf32=self.precision in ("auto", "tf32")):
             searched = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief, rows)
-        with matmul_precision(weight.device):
+        with linalg.matmul_precision(weight.device):
             return self._polish(scaled, prepared, *searched, rows)
 
     @property
@@ -178,18 +165,11 @@ class Joint(Method):
         """What T − L and K are rounded to for their product."""
         if self.precision == "bfloat16":
             return torch.bfloat16
-        fast = self.precision == "auto" and weight.dtype == torch.float32 and multiplies_bfloat16(weight.device)
+        fast = self.precision == "auto" and weight.dtype == torch.float32 and linalg.multiplies_bfloat16(weight.device)
         return torch.bfloat16 if fast else weight.dtype
 
     def _search(
-        self,
-        weight: Tensor,
-        problem: ScaledProblem,
-        pattern: Pattern,
-        low_rank: LowRank,
-        power: int,
-        state: Tensor,
-        rows: Rows,
+        self, weight: Tensor, problem: Problem, pattern: Pattern, start: LowRank, power: int, state: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor, LowRank, list[float]]:
         """S, its support, and L, by ADMM; and `sampled_loss` after every part of the rounds but the last.
 
@@ -197,7 +177,7 @@ class Joint(Method):
         Y = X − S.
         """
         dtype = self._product_dtype(weight)
-        low_rank = LowRank(orthonormal(low_rank.u, rows), low_rank.v)
+        low_rank = LowRank(linalg.orthonormal(start.u, rows), start.v)
         target = torch.empty_like(weight)
         mask = pattern.mask(torch.mul(state, state, out=target))
         sparse = state * mask
@@ -228,7 +208,7 @@ class Joint(Method):
     def _polish(
         self,
         weight: Tensor,
-        problem: ScaledProblem,
+        problem: Problem,
         sparse: Tensor,
         mask: Tensor,
         low_rank: LowRank,
@@ -239,14 +219,16 @@ class Joint(Method):
 
         course: of the rounds, on some rows. The history begins with it, times what all rows are over those at the end.
         """
-        gram, rounded = problem.gram, self.precision in ("auto", "bfloat16")
+        gram, narrow = problem.gram, self.precision in ("auto", "bfloat16")
         history: list[float] = []
         remarks: list[str] = []
         norm = gram.loss(weight, rows) or 1.0
         for sweep in range(self.sweeps + 1):
             before = sparse, low_rank
             if sweep:
-                sparse = masked_cg(gram.matrix, weight - low_rank.product(), sparse, mask, CG_STEPS, rounded=rounded)
+                sparse = linalg.masked_cg(
+                    gram.matrix, weight - low_rank.product(), sparse, mask, CG_STEPS, narrow=narrow
+                )
             if low_rank.rank:
                 low_rank = subspace_steps(weight - sparse, gram.matrix, low_rank.u, 1, rows)
             error = gram.loss(low_rank.residual(weight, sparse), rows) / norm
@@ -271,11 +253,11 @@ def sampled_loss(gram: Gram, weight: Tensor, sparse: Tensor, low_rank: LowRank, 
 
 def refit_scale(matrix: Tensor) -> Tensor:
     """D, (in,), with D² = 1/[H⁻¹]_jj, for a positive semi-definite H (in, in) with a positive diagonal."""
-    diagonal = unit_diagonal_scale(matrix.diagonal())
+    diagonal = linalg.unit_diagonal_scale(matrix.diagonal())
     unit = torch.outer(diagonal, diagonal)
     torch.div(matrix, unit, out=unit)
     unit.diagonal().add_(1e-2)
-    return diagonal * inverse_(unit).diagonal().rsqrt()
+    return diagonal * linalg.inverse_(unit).diagonal().rsqrt()
 
 
 # A quick estimate of what a pattern costs a layer: few rounds, without the polish, which gains nearly the same in every
