@@ -1,5 +1,7 @@
 """Blocks that are given what depends on the text beside the hidden states, and other shapes of those."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,9 +29,9 @@ def test_block_by_block_is_the_whole_model_on_other_texts(family):
     """Oracle: what leaves the last block in an ordinary forward pass of each text."""
     model, tokens = build(family), segments(seed=1)
     blocks = find_blocks(model)
-    calls = block_calls(model, blocks, segments(1), Weights(model, model.device))
+    calls = block_calls(model, blocks, segments(1), Weights(model, model.device), lambda index: None, lambda: None)
     assert calls[0].extra is not None
-    hidden = first_hidden_states(model, blocks, tokens, calls=calls)
+    hidden = first_hidden_states(model, blocks, calls, tokens, "device", Path())
     for block, call in zip(blocks.modules, calls, strict=True):
         assert with_batching(block, call, hidden).batched
         run_block(block, call, hidden)

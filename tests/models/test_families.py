@@ -1,6 +1,7 @@
 """Every family goes through the whole pipeline without code of its own."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
+from hasslefree.distributed import ALONE
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.moments import first_hidden_states, gather, groups_by_input, run_block
@@ -46,12 +48,12 @@ def test_streamed_grams_are_those_of_the_whole_model(family):
     for handle in handles:
         handle.remove()
 
-    calls = block_calls(model, blocks, tokens[:1], Weights(model, model.device))
-    hidden = first_hidden_states(model, blocks, tokens)
+    calls = block_calls(model, blocks, tokens[:1], Weights(model, model.device), lambda index: None, lambda: None)
+    hidden = first_hidden_states(model, blocks, [], tokens, "device", Path())
     seen = set()
     for index, block in enumerate(blocks.modules):
         groups = groups_by_input(block, calls[index], hidden[0], find_sites(block))
-        grams = gather(block, blocks.prefix(index), calls[index], hidden, groups)
+        grams = gather(block, blocks.prefix(index), calls[index], hidden, groups, ALONE)
         for group, gram in zip(groups, grams, strict=True):
             for name in (f"{blocks.prefix(index)}.{n}" for n in group):
                 assert gram.tokens == tokens.numel()

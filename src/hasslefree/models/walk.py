@@ -94,7 +94,7 @@ class Walk:
     def entering(self, segments: Tensor) -> Activations:
         """What enters the first block, for segments (samples, tokens)."""
         with self.outside():
-            return first_hidden_states(self.model, self.blocks, segments, self.storage, self.folder, self.calls)
+            return first_hidden_states(self.model, self.blocks, self.calls, segments, self.storage, self.folder)
 
     def visits(self, hidden: Activations, to_end: bool = True) -> Iterator[Visit]:
         """The blocks in order, one in memory at a time, with `hidden` as their inputs.

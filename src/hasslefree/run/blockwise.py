@@ -136,7 +136,7 @@ def compress_block(task: Task, hidden: Activations) -> list[Done]:
             visit.has_run = True
             return done
         for together in [groups] if resolved.recipe.sequential == "block" else passes(task, groups, hidden.device):
-            grams = gather(block, visit.prefix, call, hidden, together, task.world.add)
+            grams = gather(block, visit.prefix, call, hidden, together, task.world)
             task.collecting.advance(sum(map(len, together)))
             with task.solving.running():
                 done += compress_groups(task, together, grams)
@@ -183,7 +183,7 @@ def compress_in_one_pass(task: Task, hidden: Activations, groups: list[list[str]
         rows = as_multiplied(x.reshape(-1, x.shape[-1]))  # in the dtype of products, which `solving` turns off
         with solving(x.device):
             sums.take(rows)
-            gram = checked(sums.gram(task.world.add), f"{task.visit.prefix}.{group[0]}")
+            gram = checked(sums.gram(task.world), f"{task.visit.prefix}.{group[0]}")
             del sums, rows  # not needed while the layers are solved: twice the Gram matrix in float64, and a copy
             task.collecting.advance(len(group))
             with task.solving.running():

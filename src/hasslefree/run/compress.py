@@ -142,19 +142,13 @@ class Dense:
 
 
 def compress_dense(
-    dense: Dense,
-    resolved: Resolved,
-    device: torch.device,
-    activations: str,
-    work: Unfinished,
-    world: World,
-    phases: Phases,
+    dense: Dense, resolved: Resolved, device: torch.device, storage: str, work: Unfinished, world: World, phases: Phases
 ) -> Record:
-    """Compress a model and write it. activations: where they are, as for `compress`."""
+    """Compress a model and write it. storage: of hidden states, as for `Activations`."""
     model, plan, segments = dense.model, dense.plan, dense.segments
     start, shape = time.perf_counter(), (segments.shape[0], segments.shape[1])
-    setup = Setup(model, dense.blocks, plan, resolved, shape, device, activations, world.size)
-    options = {"storage": activations, "folder": work.scratch, "phases": phases}
+    setup = Setup(model, dense.blocks, plan, resolved, shape, device, storage, world.size)
+    options = {"storage": storage, "folder": work.scratch, "phases": phases}
     walk, digests = open_walk(setup, segments[:1].to(device), options)
     work.background_writes = walk.weights.prefetch
     local = world.share(segments).to(device)

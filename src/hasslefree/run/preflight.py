@@ -1,6 +1,7 @@
 """A check of a model before hours of work: it runs block by block, and its weights are finite."""
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,14 @@ def preflight(
     """
     with weights.present(outside(model, blocks)):
         digests = {"outside": checked(outside_tensors(model, blocks))}
-    reached: set[str] = set()
-    handles = []
+
+    def note(name: str, _: Tensor) -> None:
+        reached.add(name)
+
+    reached, handles = set[str](), []
     for index, (block, plans) in enumerate(zip(blocks.modules, plan, strict=True)):
         sites = find_sites(block)
-        handles += [sites[name].on_input(noting(reached, f"{blocks.prefix(index)}.{name}")) for name in plans]
+        handles += [sites[name].on_input(partial(note, f"{blocks.prefix(index)}.{name}")) for name in plans]
 
     def inspect(index: int) -> None:
         digests[blocks.prefix(index)] = checked(block_tensors(blocks.modules[index], blocks.prefix(index)))
@@ -51,10 +55,6 @@ def preflight(
             f"{option('leave_dense')}"
         )
     return walk, digests
-
-
-def noting(reached: set[str], name: str) -> Callable[[Tensor], None]:
-    return lambda x: reached.add(name)
 
 
 def checked(tensors: Mapping[str, Tensor]) -> str:
