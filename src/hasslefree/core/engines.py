@@ -45,9 +45,8 @@ def block_of(grid: Grid) -> str | None:
 class Engine:
     """What a program can hold of S.
 
-    Args:
-        bits: of a code, for each kind of grid that it holds; in a recipe that leaves the kind open, the first counts.
-        groups: the group sizes that it has, the largest first. group: what a recipe that leaves it open gets.
+    bits: of a code, for each kind of grid that it holds; in a recipe that leaves the kind open, the first counts.
+    groups: the group sizes that it has, the largest first. group: what a recipe that leaves it open gets.
     """
 
     bits: Mapping[str, tuple[int, ...]]
@@ -80,8 +79,7 @@ def grid_for(
 ) -> Grid | None:
     """The grid of an engine with the given settings and its own for the others; None if it holds no such grid.
 
-    Args:
-        group: 0 for a row, as `group_size` of a recipe.
+    group: 0 for a row, as `group_size` of a recipe.
     """
     size = ENGINES[name].group if group is None else group
     for kind in ENGINES[name].bits:

@@ -77,10 +77,8 @@ _EXPORTS["mlx-base"] = _EXPORTS["base"]
 def export_card(kind: str, source: str, recorded: bool, auto: str = "AutoModelForCausalLM") -> str:
     """The card of one folder.
 
-    Args:
-        kind: of the folder, as in `_EXPORTS`; "base" is the base model of an adapter.
-        source: the name of the compressed folder.
-        recorded: compression.json lies in the exported folder. auto: the name of the class that loads the model.
+    kind: of the folder, as in `_EXPORTS`; "base" is the base model of an adapter. source: the name of the compressed
+    folder. recorded: compression.json lies in the exported folder. auto: the name of the class that loads the model.
     """
     fetch = (
         f"DIR is this folder; `hf download {NAME} --local-dir DIR` fetches it from the hub. The base alone lacks L.\n\n"
@@ -164,8 +162,7 @@ def model_card(
 ) -> str:
     """The card of a compressed folder, with the picture `FIGURE` beside it.
 
-    Args:
-        licence: of the base model, as from `base_licence`. auto: the name of the class that loads the model.
+    licence: of the base model, as from `base_licence`. auto: the name of the class that loads the model.
     """
     left = report.recipe.get("leave_dense")
     kept = f"{report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%})"

@@ -21,9 +21,8 @@ from hasslefree.units import size, span, table
 class LayerSize:
     """One compressed layer.
 
-    Args:
-        dtype: of the values, or of the grid's scales. bytes: of all its tensors. dense_bytes: of the dense layer in the
-            same dtype. relative_error: from compression.json; None if the folder has no such file.
+    dtype: of the values, or of the grid's scales. bytes: of all its tensors. dense_bytes: of the dense layer in the
+    same dtype. relative_error: from compression.json; None if the folder has no such file.
     """
 
     name: str

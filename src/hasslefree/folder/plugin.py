@@ -25,9 +25,7 @@ logger = logging.getLogger(__name__)
 class HasslefreeConfig(QuantizationConfigMixin):
     """The `quantization_config` entry of config.json.
 
-    Args:
-        modules: full layer name → its entry (`read.Entry`).
-        layout: how S is stored. version: of this entry.
+    modules: full layer name → its entry (`read.Entry`). layout: how S is stored. version: of this entry.
     """
 
     def __init__(self, modules: Any = None, layout: str = read.LAYOUT, version: int = read.VERSION, **_: Any):

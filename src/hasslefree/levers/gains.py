@@ -17,9 +17,8 @@ FEW, SPARE, ITERATIONS = 4, 8, 6
 class GainCurve:
     """Steps that can be taken one after the other.
 
-    Args:
-        gains: the gain of each further step, (steps,) float64; falling for a byte. cost: of a step, in bytes: the same
-            for all, or (steps,) int64.
+    gains: the gain of each further step, (steps,) float64; falling for a byte. cost: of a step, in bytes: the same for
+    all, or (steps,) int64.
     """
 
     gains: Tensor

@@ -82,8 +82,7 @@ def sensitivities(
     nats, on the first segments (`probes`), with this layer changed alone. A layer that no gradient reaches, such as an
     indexer of attention, which only selects, gets the mean of the others.
 
-    Args:
-        segments: of this process. seed: of the labels.
+    segments: of this process. seed: of the labels.
     """
     measured: list[dict[str, tuple[T, float]]] = [{} for _ in plan]
     for reverse in walk.phases.counted(ALLOCATION, backwards(walk, segments, world, seed), len(plan), "blocks"):

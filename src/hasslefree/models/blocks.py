@@ -25,9 +25,8 @@ SHOWN = 12
 class Blocks:
     """The decoder blocks in order.
 
-    Args:
-        name: the module list in the model, such as model.layers.
-        shared: the full names of parameters that several blocks have in common.
+    name: the module list in the model, such as model.layers. shared: the full names of parameters that several blocks
+    have in common.
     """
 
     name: str

@@ -23,9 +23,8 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 class Share:
     """Where a weight (out, in) or bias (out,) of an expert is in a fused tensor.
 
-    Args:
-        source: the name of the tensor. half: 0 for the gate, 1 for what it multiplies, None if the tensor is not split.
-        concatenated: whether one half follows the other; else their rows alternate. transposed: stored as (in, out).
+    source: the name of the tensor. half: 0 for the gate, 1 for what it multiplies, None if the tensor is not split.
+    concatenated: whether one half follows the other; else their rows alternate. transposed: stored as (in, out).
     """
 
     source: str
@@ -62,9 +61,8 @@ def expert_shares(fused: Any) -> dict[str, dict[str, Share]]:
 class SplitExperts(nn.Module):
     """The experts of a module of transformers, named 0, 1, …; each has `gate_proj`, or not, `up_proj` and `down_proj`.
 
-    Args:
-        fused: the module. It gives up its weights, and keeps gates, activations and norms.
-        config: of the model, if the module has none.
+    fused: the module. It gives up its weights, and keeps gates, activations and norms. config: of the model, if the
+    module has none.
     """
 
     fused: Any

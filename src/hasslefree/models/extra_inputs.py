@@ -36,8 +36,7 @@ class BlockTrace:
 class Column:
     """Additional columns of the hidden states, from `first` on, that represent one tensor.
 
-    Args:
-        shape: of the tensor for one segment, without its first axis. axis: which of the tensor's axes is the tokens.
+    shape: of the tensor for one segment, without its first axis. axis: which of the tensor's axes is the tokens.
     """
 
     first: int
@@ -72,10 +71,8 @@ class Column:
 class ExtraInputs:
     """The columns of a model, and what one block does with them.
 
-    Args:
-        columns: in order, from `width`, that of the hidden states, on.
-        reads: the column of each argument. writes: of each entry that the block writes into an argument. yields: of
-            each output after the hidden states, by its number.
+    columns: in order, from `width`, that of the hidden states, on. reads: the column of each argument. writes: of each
+    entry that the block writes into an argument. yields: of each output after the hidden states, by its number.
     """
 
     width: int
@@ -144,8 +141,7 @@ def learn(
 ) -> list[ExtraInputs]:
     """Which columns every block reads and writes, from forward passes of two segments that differ in their last token.
 
-    Args:
-        width: of the hidden states. tokens: of a segment. names: of the blocks.
+    width: of the hidden states. tokens: of a segment. names: of the blocks.
     """
     made: dict[int, Key] = {}  # by the identity of the tensor, which `first` keeps
     text: dict[int, Key] = {}

@@ -36,9 +36,8 @@ def multiplies(kind: Any) -> bool:
 class Site:
     """A weight matrix somewhere under `root`, a block or a model: here of an `nn.Linear`; other kinds override.
 
-    Args:
-        name: of the matrix under root; the tensors that take its place are saved under this name.
-        module: what holds the matrix in the dense model.
+    name: of the matrix under root; the tensors that take its place are saved under this name. module: what holds the
+    matrix in the dense model.
     """
 
     root: nn.Module

@@ -82,9 +82,8 @@ class Weights:
     Parameters that accelerate left on disk (`device_map={"": "disk"}`) are read for as long as they are needed; those
     in memory stay where they are.
 
-    Args:
-        model: accelerate's hooks are removed, and buffers moved to `device`.
-        prefetch: read the weights of the next part in the background, which takes the memory of one more part.
+    model: accelerate's hooks are removed, and buffers moved to `device`. prefetch: read the weights of the next part in
+    the background, which takes the memory of one more part.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, prefetch: bool = True):

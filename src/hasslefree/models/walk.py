@@ -24,8 +24,7 @@ from hasslefree.phases import PREFLIGHT, Phases
 class Visit:
     """A block while it is in memory.
 
-    Args:
-        prefix: its name in the model. call: how it is called. has_run: whether its inputs were replaced by its outputs.
+    prefix: its name in the model. call: how it is called. has_run: whether its inputs were replaced by its outputs.
     """
 
     index: int
@@ -44,9 +43,8 @@ class Visit:
 class Walk:
     """A model that is run block by block.
 
-    Args:
-        calls: how each block is called. storage, folder: where hidden states are between blocks; see `Activations`.
-        phases: of the run that walks, in which the blocks are counted.
+    calls: how each block is called. storage, folder: where hidden states are between blocks; see `Activations`. phases:
+    of the run that walks, in which the blocks are counted.
     """
 
     model: PreTrainedModel

@@ -58,8 +58,7 @@ CONFIG: dict[str, Any] = {
 class Drawing:
     """A chart and its data.
 
-    Args:
-        note: how to read it; empty where the title is enough. rows: the data set that the chart calls "rows".
+    note: how to read it; empty where the title is enough. rows: the data set that the chart calls "rows".
     """
 
     title: str
@@ -130,9 +129,8 @@ def file_name(text: str) -> str:
 def run_charts(run: Run, content: Content, selected: str = "") -> dict[str, Drawing]:
     """The charts of one folder by name.
 
-    Args:
-        content: the report, whose folders share one scale of colours.
-        selected: the layer that is marked and whose curves are shown; empty for the curves of all layers.
+    content: the report, whose folders share one scale of colours. selected: the layer that is marked and whose curves
+    are shown; empty for the curves of all layers.
     """
     layers, record = [layer for other in content.runs for layer in other.record.layers], run.record
     most = max(12, POINTS // (2 * len(layers)))
@@ -171,8 +169,7 @@ def comparisons(content: Content) -> dict[str, Drawing]:
 def heat_map(layers: Iterable[LayerRecord], errors: tuple[float, float] | None = None, selected: str = "") -> Drawing:
     """The relative error of every layer: blocks down, kinds across.
 
-    Args:
-        errors: the ends of the logarithmic scale of colours; None for those of these layers.
+    errors: the ends of the logarithmic scale of colours; None for those of these layers.
     """
     rows = layer_rows(layers)
     least, most = errors or error_range([row["error"] for row in rows])

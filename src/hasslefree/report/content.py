@@ -44,8 +44,7 @@ class _Results:
 class Seconds:
     """How long a compression took, in all, by layer and by phase.
 
-    Args:
-        compression: the SHA-256 of its compression.json. phases: those of the last run, where it was resumed.
+    compression: the SHA-256 of its compression.json. phases: those of the last run, where it was resumed.
     """
 
     compression: str
@@ -58,9 +57,7 @@ class Seconds:
 class Evaluation:
     """What was measured on one model.
 
-    Args:
-        perplexity: by text, a file by its name alone. tasks: accuracies, as shares.
-        limit: rows of each task; None for all.
+    perplexity: by text, a file by its name alone. tasks: accuracies, as shares. limit: rows of each task; None for all.
     """
 
     perplexity: dict[str, float] = field(default_factory=dict)

@@ -24,8 +24,7 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
 def places(names: Iterable[str], merge_experts: bool = False) -> dict[str, tuple[int, str]]:
     """The block and the shortened kind of each layer.
 
-    Args:
-        merge_experts: mlp.experts.5.w1 becomes mlp.experts.w1, so that all experts of a block are one kind.
+    merge_experts: mlp.experts.5.w1 becomes mlp.experts.w1, so that all experts of a block are one kind.
     """
     long = {name: place(name) for name in names}
     if merge_experts:

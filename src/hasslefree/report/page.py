@@ -24,8 +24,7 @@ from hasslefree.units import duration, size
 def render(content: Content, samples: Sequence[Samples] = ()) -> str:
     """The page. Whatever comes from a folder is escaped; the browser runs the page's own two scripts and no other.
 
-    Args:
-        samples: of each run, in their order; empty for a page without samples.
+    samples: of each run, in their order; empty for a page without samples.
     """
     options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
     # Texts lose their control characters; the page's own markup stays.

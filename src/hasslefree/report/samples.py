@@ -61,9 +61,8 @@ def sample_folders(
 ) -> list[Samples]:
     """Let the model of each folder and its dense model continue the prompts. One model is in memory at a time.
 
-    Args:
-        dense: the dense model of all folders; None for the one that each folder names, if it is on this machine;
-            "none" for none. how: the device and trust_remote_code of `load_model`.
+    dense: the dense model of all folders; None for the one that each folder names, if it is on this machine; "none" for
+    none. how: the device and trust_remote_code of `load_model`.
     """
     sampling, by_model, samples = Sampling(max_new_tokens), dict[str, list[Written]](), []
     for folder in folders:

@@ -35,9 +35,8 @@ from hasslefree.validation import typed
 class Advice:
     """A plan within a size, and what it costs.
 
-    Args:
-        bits, rank: the least and the most of a layer; no bits without a grid.
-        bytes: of all weights of the model, as stored. divergence: the estimate above, in nats a token.
+    bits, rank: the least and the most of a layer; no bits without a grid. bytes: of all weights of the model, as
+    stored. divergence: the estimate above, in nats a token.
     """
 
     plan: Plan = dataclasses.field(repr=False)

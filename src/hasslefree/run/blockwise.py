@@ -45,9 +45,8 @@ def compress_blocks(
 
     A block is read and the one before it written while a block is decomposed; all are written at the end.
 
-    Args:
-        segments: of this process. work: holds the finished blocks, and takes the others.
-        writing: the phase in which files are counted. check: follows the blocks.
+    segments: of this process. work: holds the finished blocks, and takes the others. writing: the phase in which files
+    are counted. check: follows the blocks.
     """
     count, layers = len(walk.blocks.modules), sum(map(len, plan))
     with (
@@ -123,8 +122,7 @@ def put_block_back(visit: Visit, work: Unfinished, part: FinishedPart, tied: Con
 def compress_block(task: Task, hidden: Activations) -> list[Done]:
     """Decompose and replace the planned layers of one block, each process its share; returns them with their records.
 
-    Args:
-        hidden: the inputs of the block; afterwards its outputs, if the visit `has_run`.
+    hidden: the inputs of the block; afterwards its outputs, if the visit `has_run`.
     """
     visit, resolved = task.visit, task.resolved
     block, call, done = visit.block, visit.call, list[Done]()

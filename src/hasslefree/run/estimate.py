@@ -143,9 +143,8 @@ def setup_of(
 class Footprint:
     """What a compression takes on one process, at most. Sizes are in bytes.
 
-    Args:
-        device, ram: by what takes them, at the peak; the same where the device is the CPU.
-        activations: hidden states, wherever they are. disk: the folder.
+    device, ram: by what takes them, at the peak; the same where the device is the CPU. activations: hidden states,
+    wherever they are. disk: the folder.
     """
 
     device: dict[str, int]

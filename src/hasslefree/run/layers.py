@@ -46,9 +46,8 @@ Done = tuple[SparseLowRankLinear, LayerRecord]
 class Task:
     """A block to compress.
 
-    Args:
-        plans: of its layers. report_layer: called with the record of each.
-        collecting, solving: the phases in which its layers are counted.
+    plans: of its layers. report_layer: called with the record of each. collecting, solving: the phases in which its
+    layers are counted.
     """
 
     visit: Visit

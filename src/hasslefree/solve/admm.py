@@ -17,9 +17,8 @@ from hasslefree.errors import FactorizationError
 class ScaledSpectrum:
     """The problem in the units where H has a unit diagonal: D⁻¹HD⁻¹ = Q diag(λ) Qᵀ with D = diag(H)^½.
 
-    Args:
-        scale: D, (in,). matrix: D⁻¹HD⁻¹, (in, in). values: λ, (in,), in float64. vectors: Q, (in, in); computed in
-            float64, and cast, for they are multiplied whenever ρ changes.
+    scale: D, (in,). matrix: D⁻¹HD⁻¹, (in, in). values: λ, (in,), in float64. vectors: Q, (in, in); computed in float64,
+    and cast, for they are multiplied whenever ρ changes.
     """
 
     scale: Tensor

@@ -43,9 +43,7 @@ Precision = Literal["auto", "float32", "tf32", "bfloat16"]
 class Problem:
     """What depends on the Gram alone, in units where a penalty of one number suits all inputs.
 
-    Args:
-        scale: D, (in,): W D takes the place of W.
-        gram: D⁻¹HD⁻¹, of the damped H.
+    scale: D, (in,): W D takes the place of W. gram: D⁻¹HD⁻¹, of the damped H.
     """
 
     scale: Tensor
