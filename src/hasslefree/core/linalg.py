@@ -181,20 +181,18 @@ def bfloat16_products(device: torch.device) -> Iterator[None]:
 
 def matmul_precision(device: torch.device, tf32: bool = False) -> AbstractContextManager[None]:
     """Run float32 products on CUDA in full, or in TF32, and restore torch's setting; a no-op on other devices."""
-    return _matmul_setting(tf32) if device.type == "cuda" else nullcontext()
-
-
-def narrow_products(device: torch.device) -> AbstractContextManager[None]:
-    """Round the factors of float32 products to what the device multiplies fastest: TF32 on CUDA, or bfloat16."""
-    return matmul_precision(device, tf32=True) if device.type == "cuda" else bfloat16_products(device)
-
-
-def _matmul_setting(tf32: bool) -> AbstractContextManager[None]:
+    if device.type != "cuda":
+        return nullcontext()
     # The older of torch's two settings must not be touched where the user may have used the newer one.
     settings = torch.backends.cuda.matmul
     if hasattr(settings, "fp32_precision"):
         return _setting(settings, "fp32_precision", "tf32" if tf32 else "ieee")
     return _setting(settings, "allow_tf32", tf32)
+
+
+def narrow_products(device: torch.device) -> AbstractContextManager[None]:
+    """Round the factors of float32 products to what the device multiplies fastest: TF32 on CUDA, or bfloat16."""
+    return matmul_precision(device, tf32=True) if device.type == "cuda" else bfloat16_products(device)
 
 
 @contextmanager

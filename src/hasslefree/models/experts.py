@@ -7,12 +7,14 @@ calibrated and trained on the tokens routed to the expert.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from hasslefree.models.calls import replaced
 
 # What `use_experts_implementation` says of the experts of a module.
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "_apply_gate")
@@ -61,8 +63,7 @@ def expert_shares(fused: Any) -> dict[str, dict[str, Share]]:
 class SplitExperts(nn.Module):
     """The experts of a module of transformers, named 0, 1, …; each has `gate_proj`, or not, `up_proj` and `down_proj`.
 
-    fused: the module. It gives up its weights, and keeps gates, activations and norms. config: of the model, if the
-    module has none.
+    fused: the module, which gives up its weights, and keeps gates, activations and norms. config: if it has none.
     """
 
     fused: Any
@@ -229,14 +230,11 @@ def fuse_experts(model: Any) -> None:
 @contextmanager
 def every_expert_called(root: nn.Module) -> Iterator[None]:
     """Within it, all experts under root are called in every pass, with no rows if no token is routed to them."""
-    modules = [module for module in root.modules() if isinstance(module, SplitExperts)]
-    try:
-        for module in modules:
-            module.calls_every_expert = True
+    with ExitStack() as changes:
+        for module in root.modules():
+            if isinstance(module, SplitExperts):
+                changes.enter_context(replaced(module, "calls_every_expert", True))
         yield
-    finally:
-        for module in modules:
-            module.calls_every_expert = False
 
 
 def experts_of(root: nn.Module, name: str) -> tuple[SplitExperts, int] | None:

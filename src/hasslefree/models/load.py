@@ -19,10 +19,7 @@ from transformers import (
     modeling_utils,
 )
 from transformers.integrations import accelerate
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto import modeling_auto
 
 from hasslefree.checkpoint import MOST_BYTES, TensorFile, read_json, weight_map
 from hasslefree.data import PIECE, WIDEST, pieces
@@ -30,8 +27,9 @@ from hasslefree.errors import CheckpointError, HasslefreeError, ModelError, Unkn
 from hasslefree.models.calls import replaced
 from hasslefree.validation import Dtype
 
-# By type of model, the class that takes images or sound beside text.
-MULTIMODAL: dict[str, str] = dict(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+# By type of model, the class that takes text alone, and the one that takes images or sound beside it.
+CAUSAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MULTIMODAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
 # Files of a folder that transformers reads whole, and the most layers or experts that one of them may ask for.
 SETTINGS = ("*config.json", "*token*.json", "*.index.json", "vocab*", "merges.txt", "*.model", "chat_template*")
 MOST_MODULES = 4096
@@ -47,7 +45,7 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers does not check what the file holds
         raise no_model(name, error) from error
-    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.model_type in MULTIMODAL
+    known = config.model_type in CAUSAL or config.model_type in MULTIMODAL
     own = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     parts = (config, config.get_text_config(decoder=True))
     if not (known or own) or any(getattr(part, "is_encoder_decoder", False) for part in parts):
@@ -138,7 +136,7 @@ def auto_class(config: Any) -> Any:
     """The Auto class of transformers for a configuration: multimodal if it names such a model."""
     multimodal = MULTIMODAL.get(config.model_type)
     named = getattr(config, "architectures", None)
-    if multimodal and (config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or named == [multimodal]):
+    if multimodal and (config.model_type not in CAUSAL or named == [multimodal]):
         return AutoModelForMultimodalLM
     return AutoModelForCausalLM
 
