@@ -33,11 +33,8 @@ def _grid(kind: str, bits: int, group: int | None = None) -> Grid:
 
 
 def block_of(grid: Grid) -> str | None:
-    """The smallest block type of llama.cpp that holds the values of a grid, such as "Q4_0"; None if none does.
-
-    With a whole zero, code − zero takes one bit more than the code.
-    """
-    bits = grid.bits + (kind_of(grid) == WHOLE_ZERO)
+    """The smallest block type of llama.cpp that holds the values of a grid, such as "Q4_0"; None if none does."""
+    bits = grid.bits + (kind_of(grid) == WHOLE_ZERO)  # code − zero takes one bit more than the code
     return next((name for most, name in (WITH_MINIMUM if grid.offset else SIGNED).items() if bits <= most), None)
 
 
@@ -77,10 +74,7 @@ ENGINES = {
 def grid_for(
     name: str, bits: int | None, group: int | None, symmetric: bool | None, offset: bool | None
 ) -> Grid | None:
-    """The grid of an engine with the given settings and its own for the others; None if it holds no such grid.
-
-    group: 0 for a row, as `group_size` of a recipe.
-    """
+    """The grid of an engine with these settings, else its own; None if it holds no such grid. group: 0 for a row."""
     size = ENGINES[name].group if group is None else group
     for kind in ENGINES[name].bits:
         grid = _grid(kind, bits or 4, size or None)

@@ -108,8 +108,7 @@ def units_kept(block: nn.Module, reader: str) -> Tensor:
             f"{option('to', 'narrow')} does not support {type(block).__name__}: {', '.join(MAKERS[reader])} do not "
             f"split evenly into the {units} heads or neurons of {reader}; use {option('to', 'dense')}"
         )
-    used: Tensor = (layer.weight != 0).any(0).view(units, unit).any(1)
-    return used
+    return (layer.weight != 0).any(0).view(units, unit).any(1)
 
 
 def common_count(reader: str, kept: list[Tensor]) -> int:

@@ -23,10 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class HasslefreeConfig(QuantizationConfigMixin):
-    """The `quantization_config` entry of config.json.
-
-    modules: full layer name → its entry (`read.Entry`). layout: how S is stored. version: of this entry.
-    """
+    """The `quantization_config` entry of config.json. modules: full layer name → its entry (`read.Entry`)."""
 
     def __init__(self, modules: Any = None, layout: str = read.LAYOUT, version: int = read.VERSION, **_: Any):
         read.check_format_version(version, layout)

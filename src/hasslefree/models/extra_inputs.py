@@ -139,10 +139,7 @@ def rebuilt(value: Any, put: Callable[[Path, Any], Any] = lambda path, leaf: lea
 def learn(
     width: int, tokens: int, names: Sequence[str], first: Sequence[BlockTrace], second: Sequence[BlockTrace]
 ) -> list[ExtraInputs]:
-    """Which columns every block reads and writes, from forward passes of two segments that differ in their last token.
-
-    width: of the hidden states. tokens: of a segment. names: of the blocks.
-    """
+    """Which columns every block reads and writes, from passes of two segments that differ in their last token."""
     made: dict[int, Key] = {}  # by the identity of the tensor, which `first` keeps
     text: dict[int, Key] = {}
     roles: list[tuple[dict[Path, Key], dict[Path, Tensor], dict[int, Tensor]]] = []

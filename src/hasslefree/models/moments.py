@@ -42,10 +42,7 @@ def probes(samples: int, seqlen: int) -> int:
 def first_hidden_states(
     model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segments: Tensor, storage: str, folder: Path
 ) -> Activations:
-    """What enters the first block, for segments (samples, tokens), in float32 at least.
-
-    storage, folder: as for `Activations`. calls: as for `entering`.
-    """
+    """What enters the first block, for segments (samples, tokens), in float32 at least."""
     states = (entering(model, blocks, calls, segment[None]) for segment in segments)
     first = next(states)
     hidden = Activations((len(segments), first.shape[1], first.shape[2]), first.dtype, first.device, storage, folder)
@@ -62,10 +59,7 @@ def run_block(block: nn.Module, call: BlockCall, hidden: Activations) -> None:
 
 
 def with_batching(block: nn.Module, call: BlockCall, hidden: Activations) -> BlockCall:
-    """The call, `batched` if the block gives the same outputs for two segments together as for each alone.
-
-    It does if the other arguments are the same for all segments, and the block broadcasts them.
-    """
+    """The call, `batched` if the block gives the same outputs for two segments together as for each alone."""
     singly, batched = replace(call, batched=False), replace(call, batched=True)
     if len(hidden) < 2:
         return singly
@@ -159,10 +153,7 @@ def checked(gram: Gram, name: str) -> Gram:
 def gather(
     block: nn.Module, prefix: str, call: BlockCall, hidden: Activations, groups: list[list[str]], world: World
 ) -> list[Gram]:
-    """The Gram matrix of each group's common input, over all segments, in one pass that ends at the last group.
-
-    prefix: the name of the block. world: the processes whose segments are summed.
-    """
+    """The Gram of each group's input, over the segments of all processes, in one pass that ends at the last group."""
     sums = {group[0]: MomentSums(hidden.states.shape[1]) for group in groups}
     with computing(block), torch.no_grad():
         for batch in hidden.batches(BATCH if call.batched else 0):

@@ -138,8 +138,7 @@ def block_calls(
 def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor) -> Tensor:
     """What enters the first block for a segment (1, tokens), in float32 at least: (1, tokens, width).
 
-    The forward pass ends once everything that depends on the text alone is known; blocks return their inputs.
-    calls: empty if there are no extra inputs.
+    The pass ends once all that depends on the text alone is known. calls: empty if there are no extra inputs.
     """
     entered: list[Tensor] = []
     reads = [call.extra.reads.values() if call.extra else () for call in calls]

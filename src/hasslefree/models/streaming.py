@@ -26,10 +26,7 @@ Modules = Callable[[], Iterable[nn.Module]]
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of a checkpoint: `name` in the model, `leaf` in `stored`, the files as accelerate lists them.
-
-    opened: a file by its path.
-    """
+    """A tensor of a checkpoint: `name` in the model, `leaf` in `stored`, accelerate's files. opened: a file by path."""
 
     stored: Any
     leaf: str

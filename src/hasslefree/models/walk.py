@@ -22,10 +22,7 @@ from hasslefree.phases import PREFLIGHT, Phases
 
 @dataclass
 class Visit:
-    """A block while it is in memory.
-
-    prefix: its name in the model. call: how it is called. has_run: whether its inputs were replaced by its outputs.
-    """
+    """A block while it is in memory. prefix: its name. has_run: whether its inputs were replaced by its outputs."""
 
     index: int
     prefix: str
@@ -43,8 +40,7 @@ class Visit:
 class Walk:
     """A model that is run block by block.
 
-    calls: how each block is called. storage, folder: where hidden states are between blocks; see `Activations`. phases:
-    of the run that walks, in which the blocks are counted.
+    calls: how each block is called. storage, folder: as for `Activations`. phases: those in which blocks are counted.
     """
 
     model: PreTrainedModel

@@ -80,11 +80,7 @@ def plan_of(model: torch.nn.Module, blocks: Blocks, resolved: Resolved) -> Plan:
 
 
 def uniform_plans(model: torch.nn.Module, blocks: Blocks, resolved: Resolved) -> list[Plan]:
-    """For each number of bits, from the most on, the plan with the largest rank within the recipe's size.
-
-    Raises:
-        BudgetError: no plan is within the size (with the least possible one), or the dense model is.
-    """
+    """For each number of bits, from the most on, the plan with the largest rank in the size. Raises as `layer_room`."""
     sites = select_sites(blocks, resolved.recipe.leave_dense).sites
     narrowest = min(min(site.shape) for layers in sites for site in layers.values())
     grids: Sequence[Grid | None] = resolved.grids or (None,)

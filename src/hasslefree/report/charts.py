@@ -56,10 +56,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart and its data.
-
-    note: how to read it; empty where the title is enough. rows: the data set that the chart calls "rows".
-    """
+    """A chart and its data, which it calls "rows". note: how to read it; empty where the title is enough."""
 
     title: str
     chart: alt.Chart | alt.LayerChart | alt.FacetChart
@@ -167,10 +164,7 @@ def comparisons(content: Content) -> dict[str, Drawing]:
 
 
 def heat_map(layers: Iterable[LayerRecord], errors: tuple[float, float] | None = None, selected: str = "") -> Drawing:
-    """The relative error of every layer: blocks down, kinds across.
-
-    errors: the ends of the logarithmic scale of colours; None for those of these layers.
-    """
+    """The relative error of every layer: blocks down, kinds across. errors: the ends of the scale; None: those here."""
     rows = layer_rows(layers)
     least, most = errors or error_range([row["error"] for row in rows])
     most = max(most, 1.01 * least)  # a scale needs a range

@@ -42,10 +42,7 @@ class _Results:
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long a compression took, in all, by layer and by phase.
-
-    compression: the SHA-256 of its compression.json. phases: those of the last run, where it was resumed.
-    """
+    """How long a compression took. compression: SHA-256 of its compression.json. phases: of the last, resumed run."""
 
     compression: str
     seconds: Figure
@@ -55,10 +52,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured on one model.
-
-    perplexity: by text, a file by its name alone. tasks: accuracies, as shares. limit: rows of each task; None for all.
-    """
+    """Perplexities by text, and accuracies of tasks as shares, of one model. limit: rows of each task; None for all."""
 
     perplexity: dict[str, float] = field(default_factory=dict)
     tasks: dict[str, float] = field(default_factory=dict)
@@ -166,10 +160,7 @@ def write_seconds(folder: Path, report: Record) -> None:
 
 
 def read_seconds(folder: Path, compression: str) -> Seconds | None:
-    """What `write_seconds` wrote; None if there is nothing, or it is of another compression.
-
-    Raises a CheckpointError if it is something else.
-    """
+    """What `write_seconds` wrote; None without a file, or of another compression; a CheckpointError if damaged."""
     file, remedy = seconds_file(folder), "move or delete it: hasslefree keeps the seconds of a run there"
     if not file.exists():
         return None
@@ -181,10 +172,7 @@ def read_seconds(folder: Path, compression: str) -> Seconds | None:
 
 
 def read_evaluation(file: Path, owner: Path | None = None) -> Iterator[tuple[str | Path, Evaluation]]:
-    """The model and the results in a file that `evaluate` wrote; then those of the dense model, if they are there.
-
-    owner: the folder of the model, if it is known.
-    """
+    """The model and results in a file of `evaluate`; then the dense model's, if any. owner: the model's folder."""
     try:
         results = validated(_Results, read_json(file))
     except InvalidError as error:

@@ -22,10 +22,7 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def places(names: Iterable[str], merge_experts: bool = False) -> dict[str, tuple[int, str]]:
-    """The block and the shortened kind of each layer.
-
-    merge_experts: mlp.experts.5.w1 becomes mlp.experts.w1, so that all experts of a block are one kind.
-    """
+    """The block and the shortened kind of each layer. merge_experts: experts.5.w1 becomes experts.w1, one kind."""
     long = {name: place(name) for name in names}
     if merge_experts:
         long = {name: (block, _EXPERT.sub("", kind)) for name, (block, kind) in long.items()}

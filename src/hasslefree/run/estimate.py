@@ -143,8 +143,7 @@ def setup_of(
 class Footprint:
     """What a compression takes on one process, at most. Sizes are in bytes.
 
-    device, ram: by what takes them, at the peak; the same where the device is the CPU. activations: hidden states,
-    wherever they are. disk: the folder.
+    device, ram: by what takes them, at the peak; the same on a CPU. activations: hidden states. disk: the folder.
     """
 
     device: dict[str, int]

@@ -44,11 +44,7 @@ def recorded(
     sensitivities: dict[str, float] | None,
     seconds: float,
 ) -> Record:
-    """The record of a compression.
-
-    about: what `described` says, and more. predictions: what was matched. held_out: what was measured.
-    sensitivities: of an `Allocation`.
-    """
+    """The record of a compression. about: what `described` says, and more. sensitivities: of an `Allocation`."""
     layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
     total = sum(size for part in parts for size in part.tensors.values())
     rest = about | {name: tuple(about[name]) for name in ("dense", "towers")} | {"predictions": predictions}

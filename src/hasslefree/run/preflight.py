@@ -24,11 +24,7 @@ def preflight(
 ) -> tuple[Walk, dict[str, str]]:
     """One segment (1, tokens) through the whole model, before hours of work are spent.
 
-    Args:
-        walk_options: `storage`, `folder` and `phases` of `Walk`.
-
-    Returns:
-        How to walk through the model; and a checksum of each part of the model by its name.
+    Returns how to walk through the model, and a checksum of each part by its name. walk_options: of `Walk.open`.
     """
     with weights.present(outside(model, blocks)):
         digests = {"outside": checked(outside_tensors(model, blocks))}
@@ -69,10 +65,7 @@ def checked(tensors: Mapping[str, Tensor]) -> str:
 
 
 def block_tensors(block: nn.Module, prefix: str, tied: Container[str] = ()) -> dict[str, Tensor]:
-    """The parameters and stored buffers of a block by their names in the model.
-
-    tied: names of parameters that are another one's, which holds them.
-    """
+    """The parameters and stored buffers of a block by their names in the model, without those in `tied`."""
     named = ((f"{prefix}.{name}", tensor) for name, tensor in block.state_dict().items())
     return {name: tensor for name, tensor in named if name not in tied}
 

@@ -64,14 +64,10 @@ class SupportPenalty:
     def run(
         self, weight: Tensor, spectrum: ScaledSpectrum, pattern: Pattern, fit: Callable[[Tensor], Tensor], rows: Rows
     ) -> Tensor:
-        """Z, the dense copy of S that the ADMM ends with: (out, in). Everything in the units of unit diagonal.
+        """Z, the dense copy of S that the ADMM ends with, for a weight W: (out, in), in the units of unit diagonal.
 
-        Args:
-            weight: W, (out, in). fit: L for a target W − Z, called once a round. rows: those of W, where processes
-                share them.
-
-        With Y the dual over ρ, the minimum over Z of tr((W−Z−L) H (W−Z−L)ᵀ) + ρ‖Z − S + Y‖² is
-        Z = M + (S − Y − M)·ρ(H + ρI)⁻¹ with M = W − L.
+        fit: L for a target W − Z, called once a round. With Y the dual over ρ, the minimum over Z of
+        tr((W−Z−L) H (W−Z−L)ᵀ) + ρ‖Z − S + Y‖² is Z = M + (S − Y − M)·ρ(H + ρI)⁻¹ with M = W − L.
         """
         rho, grown = self.start, False
         resolvent = spectrum.resolvent(rho)

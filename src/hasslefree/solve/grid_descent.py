@@ -21,8 +21,7 @@ SINGULAR = 1e-6
 def descend(target: Tensor, swept: Pruned, norm: Tensor, support: Tensor | None, passes: int) -> Pruned:
     """S on its grid and its support, with a loss no larger than that of `swept`, up to rounding.
 
-    target: T, (out, in). swept: S and its scaling. norm: H, damped, (in, in). passes: over all groups. support: bool
-    (out, in); None where every entry has a code.
+    target: T, (out, in). norm: H, damped, (in, in). support: bool (out, in); None where every entry has a code.
     """
     assert swept.scaling is not None
     grid, width = swept.scaling.grid, len(norm)

@@ -35,10 +35,7 @@ NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
 
 @dataclass(frozen=True)
 class Case:
-    """What decides the backend of a product. tokens: the rows of x. grad: whether x or the values need a gradient.
-
-    grid, shape: of a quantised S (out, in).
-    """
+    """What decides the backend of x Sᵀ. grad: x or the values need a gradient. grid, shape: of a quantised S."""
 
     device: str
     dtype: torch.dtype

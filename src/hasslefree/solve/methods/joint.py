@@ -149,10 +149,7 @@ class Joint(Method):
         return round(math.log(max(self.penalty * odds * relief, 0.01), self.growth))
 
     def moves_too_much(self, mask: Tensor, last: Tensor, done: int, rows: Rows = WHOLE) -> bool:
-        """Whether ρ must grow: too much of the support, bool (out, in), changed from `last` to `mask` in a round.
-
-        done: rounds so far.
-        """
+        """Whether ρ must grow: after `done` rounds, too much of the support (out, in) changed from `last` to `mask`."""
         if done == self.rounds or done * LOOKS // self.rounds == (done - 1) * LOOKS // self.rounds:
             return False
         planned = MOVING * max(1 - done / (SETTLED * self.rounds), 0.0)
