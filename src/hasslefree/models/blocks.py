@@ -23,11 +23,7 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class Blocks:
-    """The decoder blocks in order.
-
-    name: the module list in the model, such as model.layers. shared: the full names of parameters that several blocks
-    have in common.
-    """
+    """The decoder blocks in order. name: of the module list. shared: names of parameters that several blocks have."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -97,12 +93,10 @@ def towers(model: Any, blocks: Blocks) -> list[str]:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which matrices in the blocks are compressed and which stay dense.
+    """Which matrices in the blocks are compressed, by their name in each block, and which stay dense.
 
-    Args:
-        sites: the matrices of each block to compress, by their name there.
-        dense: the full names of those that stay dense automatically: weights shared by several blocks, routers,
-            projections of time steps, depthwise convolutions, and small matrices outside linear layers.
+    dense: the full names of those that stay dense automatically: weights shared by several blocks, routers,
+    projections of time steps, depthwise convolutions, and small matrices outside linear layers.
     """
 
     sites: list[dict[str, Site]]

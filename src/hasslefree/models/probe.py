@@ -28,10 +28,7 @@ Inspect, Advance = Callable[[int], None], Callable[[], None]
 
 
 class Probe:
-    """A forward pass of a segment (1, tokens) up to the last block, with one block in memory at a time.
-
-    calls: how each block is called. traces: of each, the arguments that may be extra inputs. output: of the last block.
-    """
+    """A forward pass of a segment (1, tokens) up to the last block, with one block in memory at a time."""
 
     output: Tensor
 
@@ -166,10 +163,7 @@ def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segme
 def logits_of(
     model: PreTrainedModel, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor, states: Tensor
 ) -> Tensor:
-    """The logits (tokens, vocabulary) for `states` as the output of the last block; the blocks do not run.
-
-    Gradients flow to the states if they require them. segment: token ids (tokens,). states: (1, tokens, width).
-    """
+    """The logits (tokens, vocabulary) for `states` (1, tokens, width) as the last block's output; no block runs."""
     with ExitStack() as changes:
         for name in OUTPUT_OPTIONS:
             if getattr(model.config, name, False):

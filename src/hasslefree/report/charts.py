@@ -124,11 +124,7 @@ def file_name(text: str) -> str:
 
 
 def run_charts(run: Run, content: Content, selected: str = "") -> dict[str, Drawing]:
-    """The charts of one folder by name.
-
-    content: the report, whose folders share one scale of colours. selected: the layer that is marked and whose curves
-    are shown; empty for the curves of all layers.
-    """
+    """The charts of one folder by name, in the colours of `content`. selected: the marked layer; "" for all curves."""
     layers, record = [layer for other in content.runs for layer in other.record.layers], run.record
     most = max(12, POINTS // (2 * len(layers)))
     errors = error_range([layer.relative_error for layer in layers])

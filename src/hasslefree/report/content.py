@@ -203,9 +203,7 @@ def _factor(stored: Mapping[str, StoredTensor], name: str) -> Tensor:
 
 
 def spectrum(u: Tensor, v: Tensor) -> Tensor:
-    """The singular values of u v, float64, the largest first, for u: (out, r), v: (r, in).
-
-    With u = Q R and vᵀ = P T they are those of R Tᵀ, which is small.
-    """
+    """The singular values of u v, float64, the largest first, of u: (out, r), v: (r, in): those of R Tᵀ."""
+    # u = Q R and vᵀ = P T.
     left, right = (torch.linalg.qr(factor.double(), mode="r").R for factor in (u, v.T))
     return torch.linalg.svdvals(left @ right.T)

@@ -120,10 +120,7 @@ def put_block_back(visit: Visit, work: Unfinished, part: FinishedPart, tied: Con
 
 
 def compress_block(task: Task, hidden: Activations) -> list[Done]:
-    """Decompose and replace the planned layers of one block, each process its share; returns them with their records.
-
-    hidden: the inputs of the block; afterwards its outputs, if the visit `has_run`.
-    """
+    """Decompose and replace the layers of a block, each process its share. hidden: inputs; outputs if it `has_run`."""
     visit, resolved = task.visit, task.resolved
     block, call, done = visit.block, visit.call, list[Done]()
     groups = groups_by_input(block, call, hidden[0], task.plans)

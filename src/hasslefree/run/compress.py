@@ -124,10 +124,8 @@ def compress(
 class Dense:
     """A model to compress, and the text that it reads.
 
-    Args:
-        plan: what becomes of its layers, before any allocation. room: the bytes that they may take.
-        left: what stays as it is, as `Record` has it.
-        segments: token ids (samples, seqlen). own_segments: they were given, and not drawn from the recipe's text.
+    plan, room: of its layers before any allocation, and the bytes that they may take. left: what stays as it is, as in
+    `Record`. segments: token ids (samples, seqlen). own_segments: they were given, not drawn from the recipe's text.
     """
 
     name: str

@@ -68,10 +68,7 @@ class Check:
             run_block(block, call, self.compressed)
 
     def measure(self) -> HeldOutRecord | None:
-        """Both perplexities, once the text has left the last block; None, with a warning, for a model without a head.
-
-        Each segment is a window: its first token is not scored.
-        """
+        """Both perplexities, once the text has left the last block; None, with a warning, for a model without head."""
         walk = self.walk
         try:
             with walk.outside(), computing(walk.model, walk.outer(), unpack=False), torch.no_grad():

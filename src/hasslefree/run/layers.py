@@ -44,11 +44,7 @@ Done = tuple[SparseLowRankLinear, LayerRecord]
 
 @dataclass(frozen=True)
 class Task:
-    """A block to compress.
-
-    plans: of its layers. report_layer: called with the record of each. collecting, solving: the phases in which its
-    layers are counted.
-    """
+    """A block to compress, the plans of its layers, what takes each record, and the phases that count the layers."""
 
     visit: Visit
     plans: Mapping[str, LayerPlan]

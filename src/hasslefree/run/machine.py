@@ -79,10 +79,7 @@ def memory_reused() -> Iterator[None]:
 
 
 def in_one_pass(numbers: float, device: torch.device) -> bool:
-    """Whether a quarter of the memory holds a pass in which layers read and write this many numbers (`traffic`).
-
-    A quarter of all memory, not of free memory: the answer is the same in every run.
-    """
+    """Whether a quarter of all memory, the same in every run, holds a pass of this many numbers (`traffic`)."""
     return pass_bytes(numbers) <= total_memory(device) / 4
 
 

@@ -10,10 +10,7 @@ Plans = Mapping[str, LayerPlan]
 
 
 def shared_layers(method: Method, plans: Plans, processes: int) -> frozenset[str]:
-    """The layers whose rows the processes share, of those that are solved at the same time: `World.too_large`.
-
-    A layer with fewer rows than processes is not shared, and none is by a method that cannot.
-    """
+    """The layers, of those solved at the same time, whose rows the processes share: if large, and the method can."""
     flagged = World(0, processes).too_large([weight_of(layer) for layer in plans.values()])
     return frozenset(
         name

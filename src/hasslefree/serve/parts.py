@@ -141,10 +141,7 @@ class Division:
     ranks: int
 
     def parts(self, entries: Mapping[str, Entry | None]) -> list[Part]:
-        """The layers of the folder that make up the layer, each of one slice or of several that follow each other.
-
-        entries: by name, in the order of their outputs; None for a layer that stayed dense, which is one slice.
-        """
+        """The layers of the folder that make up the layer, in the order of their outputs; None: dense, one slice."""
         parts: list[Part] = []
         first = 0
         for name, entry in entries.items():

@@ -47,10 +47,8 @@ def descend(target: Tensor, swept: Pruned, norm: Tensor, support: Tensor | None,
 def rescale(grid: Grid, part: Tensor, kept: Tensor, scale: Tensor, zero: Tensor, slope: Tensor, inner: Tensor) -> None:
     """Give a group the scale and the offset that suit its codes best, in the rows where they lower the loss.
 
-    All tensors but the last are changed in place, except `kept`.
-
-    part, kept, slope: of S, of its support (0 or 1) and of H Rᵀ, (group, out). scale, zero: (out,). inner: of H,
-    (group, group).
+    All tensors but the last are changed in place, except `kept`. part, kept, slope: of S, of its support (0 or 1) and
+    of H Rᵀ, (group, out). scale, zero: (out,). inner: of H, (group, group).
     """
     steps = ((part - zero) / scale if grid.offset else part / scale).round_().mul_(kept)
     weighed = inner @ steps

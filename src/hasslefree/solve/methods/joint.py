@@ -41,10 +41,7 @@ Precision = Literal["auto", "float32", "tf32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Problem:
-    """What depends on the Gram alone, in units where a penalty of one number suits all inputs.
-
-    scale: D, (in,): W D takes the place of W. gram: D⁻¹HD⁻¹, of the damped H.
-    """
+    """What depends on the Gram alone, in units where one penalty suits all inputs. scale: D, (in,). gram: D⁻¹HD⁻¹."""
 
     scale: Tensor
     gram: Gram
@@ -141,10 +138,7 @@ class Joint(Method):
         return Cost(flops, squares=4.1, arrays=11, cached=min(self.rounds, LOOKS) - 1)
 
     def first_power(self, density: float, relief: float) -> int:
-        """log ρ to the base `growth`, at first: a whole number, so that layers with the same input meet the same ρ.
-
-        density: the share of the parameters that S keeps. relief: e^(−7s), s being the share that L holds.
-        """
+        """log ρ to the base `growth`, at first: a whole number, so that layers with the same input meet the same ρ."""
         odds = max((1 - density) / max(density, 0.02), 1.0)
         return round(math.log(max(self.penalty * odds * relief, 0.01), self.growth))
 
