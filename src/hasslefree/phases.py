@@ -16,8 +16,6 @@ The time left is that of the whole run, once `Phases.expect` has said how long t
 under way corrects its own estimate, and all of them so far correct those of the phases to come.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -105,7 +103,7 @@ class PhaseTime:
 class Phase:
     """One phase of a run, made by `Phases.phase`. seconds: while its clock ran."""
 
-    def __init__(self, phases: Phases, name: str, total: int, unit: str):
+    def __init__(self, phases: "Phases", name: str, total: int, unit: str):
         self.phases, self.name, self.total, self.unit = phases, name, total, unit
         self.done, self.skipped, self.seconds = 0, 0, 0.0
 

@@ -181,7 +181,6 @@ def text_perplexity(
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     if embeddings is not None and len(tokens) and int(tokens.max()) >= embeddings.num_embeddings:
         raise ModelError("the tokenizer has ids outside the model's vocabulary; use the tokenizer of this model")
-    options = {"windows": protocol.windows, "remainder": protocol.remainder}
-    in_phase = {"phases": phases, "name": f"perplexity on {name}"}
-    result = perplexity(model, tokens, resolve_seqlen(model, seqlen), batch, **options, **in_phase)
+    options: dict[str, Any] = {"windows": protocol.windows, "remainder": protocol.remainder, "phases": phases}
+    result = perplexity(model, tokens, resolve_seqlen(model, seqlen), batch, name=f"perplexity on {name}", **options)
     return dataclasses.asdict(result) | {"protocol": dataclasses.asdict(protocol)}

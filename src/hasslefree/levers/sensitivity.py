@@ -10,8 +10,6 @@ give g at the output of every layer. Blocks run backwards one at a time, each fr
 more than one block is in memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -74,7 +72,7 @@ class Reverse:
 
 
 def sensitivities(
-    walk: Walk, plan: Plan, segments: Tensor, world: World, inspect: Inspect[T], seed: int = 0
+    walk: Walk, plan: Plan, segments: Tensor, world: World, inspect: "Inspect[T]", seed: int = 0
 ) -> list[dict[str, tuple[T, float]]]:
     """For each block, by the name of each planned layer: what `inspect` returns, a result and a sensitivity.
 

@@ -90,7 +90,11 @@ def pass_bytes(numbers: float) -> int:
 def groups_by_input(block: nn.Module, call: BlockCall, states: Tensor, names: Iterable[str]) -> list[list[str]]:
     """The named sites in order of data flow; those that read the very same tensor (q, k, v) form a group."""
     inputs, sites = defaultdict[str, list[Tensor]](list), find_sites(block)
-    watching = hooks(sites[name].on_input(lambda x, name=name: inputs[name].append(x)) for name in names)
+
+    def keep(name: str, x: Tensor) -> None:
+        inputs[name].append(x)
+
+    watching = hooks(sites[name].on_input(partial(keep, name)) for name in names)
     with watching, every_expert_called(block), computing(block), torch.no_grad():
         call.run(block, states)
     groups: dict[tuple[int, ...], list[str]] = {}

@@ -24,7 +24,8 @@ OUTPUT_OPTIONS = ("output_router_logits", "output_attentions", "output_hidden_st
 
 
 # Called with the index of each block while it is in memory; and after each block.
-Inspect, Advance = Callable[[int], None], Callable[[], None]
+Inspect = Callable[[int], None]
+Advance = Callable[[], None]
 
 
 class Probe:

@@ -1,7 +1,5 @@
 """The plan of every layer, decided and checked before the first layer is changed: by a budget, or within a size."""
 
-from __future__ import annotations
-
 import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
@@ -55,7 +53,7 @@ class LayerPlan:
         dtype: torch.dtype,
         grid: Grid | None = None,
         factor_bits: int | None = None,
-    ) -> LayerPlan:
+    ) -> "LayerPlan":
         """The plan of a weight (out, in). factor_bits: without effect at rank 0."""
         return cls(LayerSpec(str(pattern), shape, rank, pattern.kept(shape), grid, factor_bits), pattern, dtype)
 

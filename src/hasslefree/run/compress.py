@@ -175,8 +175,8 @@ def compress_dense(
         elif check is not None:
             work.held_out = check.measure()
         parts = world.broadcast(work.parts)
-        seconds = time.perf_counter() - start
-        record = recorded(about, parts, predictions, work.held_out, allocation.sensitivities, seconds)
+        about |= {"predictions": predictions, "held_out": work.held_out, "seconds": time.perf_counter() - start}
+        record = recorded(about, parts, allocation.sensitivities)
         if world.writes:
             with writing.running():
                 work.finish(lambda part: write_rest(part, model, dense.tokenizer, parts, record))
