@@ -5,8 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +15,9 @@ from hasslefree.core.linalg import bfloat16_products
 from hasslefree.distributed import World
 from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.activations import Activations
-from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, Stop, hooks
 from hasslefree.models.experts import every_expert_called, share_of_tokens
 from hasslefree.models.precision import as_multiplied, computing
-from hasslefree.models.probe import entering
 from hasslefree.models.sites import find_sites
 
 # Rows of inputs whose squares are summed in float32 at a time, and columns.
@@ -37,18 +33,6 @@ PROBED = 4096
 def probes(samples: int, seqlen: int) -> int:
     """How many of the segments, the first ones, are probes: one at least."""
     return min(samples, max(PROBED // seqlen, 1))
-
-
-def first_hidden_states(
-    model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segments: Tensor, storage: str, folder: Path
-) -> Activations:
-    """What enters the first block, for segments (samples, tokens), in float32 at least."""
-    states = (entering(model, blocks, calls, segment[None]) for segment in segments)
-    first = next(states)
-    hidden = Activations((len(segments), first.shape[1], first.shape[2]), first.dtype, first.device, storage, folder)
-    for index, entered in enumerate(chain([first], states)):
-        hidden[index] = entered
-    return hidden
 
 
 def run_block(block: nn.Module, call: BlockCall, hidden: Activations) -> None:

@@ -19,15 +19,9 @@ from hasslefree.units import significant
 
 def described(name: str, model: PreTrainedModel, resolved: Resolved, segments: Tensor) -> dict[str, Any]:
     """The model, recipe, method and text of a compression, as in `Record` and the journal."""
-    return {
-        "model": name,
-        "recipe": resolved.to_dict(),
-        "method": repr(resolved.method),
-        "versions": versions(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "seqlen": segments.shape[1],
-        "tokens": segments.numel(),
-    }
+    text = {"seqlen": segments.shape[1], "tokens": segments.numel()}
+    how = {"recipe": resolved.to_dict(), "method": repr(resolved.method), "versions": versions()}
+    return {"model": name, **how, "dtype": str(model.dtype).removeprefix("torch."), **text}
 
 
 def configuration(model: PreTrainedModel) -> dict[str, Any]:
