@@ -33,10 +33,10 @@ from hasslefree.run.blockwise import compress_blocks
 from hasslefree.run.estimate import Setup, check_memory, seconds_by_phase
 from hasslefree.run.held_out import Check
 from hasslefree.run.inputs import check_segments, draw, open_model
+from hasslefree.run.layers import undivided
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.outputs import configuration, described, recorded, write_rest
 from hasslefree.run.preflight import preflight
-from hasslefree.run.sharing import undivided
 from hasslefree.run.training import matching_text, train_whole
 from hasslefree.validation import typed
 
