@@ -24,8 +24,7 @@ from hasslefree.errors import MemoryShortError
 from hasslefree.escaping import escaped, escaped_within
 from hasslefree.folder.output import write_whole
 from hasslefree.folder.record import LayerRecord
-from hasslefree.report.content import Content, Run
-from hasslefree.report.layer_map import error_range, place, places
+from hasslefree.report.content import Content, Run, error_range, place, places
 from hasslefree.units import significant
 
 ASSETS = Path(__file__).parent / "assets"

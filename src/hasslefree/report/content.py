@@ -3,7 +3,8 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from hasslefree.folder.output import write_whole
 from hasslefree.folder.record import Record, command_of, read_record
 from hasslefree.phases import PhaseTime
 from hasslefree.validation import Count, Figure, InvalidError, validated
+
+_BLOCK = re.compile(r"(?:.*?\.)?(\d+)\.(.+)")
+_EXPERT = re.compile(r"\.\d+(?=\.)")
 
 
 class _Perplexity(TypedDict):
@@ -71,13 +75,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """A compressed folder.
+    """A compressed folder. name: unlike that of any other run. record: with seconds, where they are known.
 
-    Args:
-        name: unlike that of any other run. record: with the seconds of its layers and phases, where they are known.
-        spectra: by layer the singular values of L, the largest first.
-        command: repeats the compression; None where its text was given from Python.
-        seconds: of the whole compression; None where they are unknown.
+    spectra: by layer the singular values of L, the largest first. command: repeats the compression; None where its text
+    was given from Python. seconds: of the whole compression; None where they are unknown.
     """
 
     name: str
@@ -207,3 +208,32 @@ def spectrum(u: Tensor, v: Tensor) -> Tensor:
     # u = Q R and vᵀ = P T.
     left, right = (torch.linalg.qr(factor.double(), mode="r").R for factor in (u, v.T))
     return torch.linalg.svdvals(left @ right.T)
+
+
+def place(name: str) -> tuple[int, str]:
+    """The block of a layer and its kind: model.layers.3.mlp.up_proj → 3, mlp.up_proj. Without a number, block 0."""
+    match = _BLOCK.fullmatch(name)
+    return (int(match[1]), match[2]) if match else (0, name)
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """The last part of each name where that tells them apart, else all of it."""
+    leaves: dict[str, set[str]] = {}
+    for name in names:
+        leaves.setdefault(name.rpartition(".")[2], set()).add(name)
+    return {name: leaf if len(alike) == 1 else name for leaf, alike in leaves.items() for name in alike}
+
+
+def places(names: Iterable[str], merge_experts: bool = False) -> dict[str, tuple[int, str]]:
+    """The block and the shortened kind of each layer. merge_experts: experts.5.w1 becomes experts.w1, one kind."""
+    long = {name: place(name) for name in names}
+    if merge_experts:
+        long = {name: (block, _EXPERT.sub("", kind)) for name, (block, kind) in long.items()}
+    short = short_names(kind for _, kind in long.values())
+    return {name: (block, short[kind]) for name, (block, kind) in long.items()}
+
+
+def error_range(errors: Iterable[float]) -> tuple[float, float]:
+    """The least error above 0 and the most; both 1 where all are 0."""
+    positive = [error for error in errors if error > 0] or [1.0]
+    return min(positive), max(positive)

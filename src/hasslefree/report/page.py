@@ -15,8 +15,7 @@ from markupsafe import Markup
 from hasslefree.escaping import escaped_within
 from hasslefree.folder.card import trained
 from hasslefree.report.charts import ASSETS, CONFIG, comparisons, dense_bytes, run_charts
-from hasslefree.report.content import Content
-from hasslefree.report.layer_map import place
+from hasslefree.report.content import Content, place
 from hasslefree.report.samples import Samples
 from hasslefree.units import duration, size
 
