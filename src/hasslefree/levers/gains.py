@@ -53,8 +53,7 @@ def greedy_allocate(curves: Sequence[GainCurve], budget: int) -> list[int]:
 def hull(points: Sequence[tuple[int, float]]) -> list[int]:
     """The choices (bytes, loss) that can be best for some price of a byte, by their indices, from the fewest bytes on.
 
-    They are the corners of the lower convex hull, up to the least loss: each step between them gains less for a byte
-    than the one before.
+    They are the corners of the lower convex hull, up to the least loss: each step gains less for a byte than the last.
     """
     corners: list[int] = []
     for index in sorted(range(len(points)), key=lambda index: points[index]):

@@ -59,10 +59,8 @@ def quick(grid: Grid | None) -> Method:
 class Reverse:
     """A block while the gradients run backwards through the model.
 
-    Args:
-        states: the inputs of the block for the probes. gradients: with respect to the output of the block; once the
-            gradients have passed it, to its input. tokens: the number of probe tokens of this process, the first ones;
-            a process without probes runs one segment that does not count.
+    states: its inputs for the probes. gradients: with respect to its output; once they have passed it, to its input.
+    tokens: of the probes of this process, the first ones; one without probes runs a segment that does not count.
     """
 
     visit: Visit
@@ -179,10 +177,7 @@ class ProbedLayer:
         return kept
 
     def divergence(self, changed: Tensor) -> float:
-        """An estimate of the mean KL(dense ‖ changed) of a token, in nats, with another weight (out, in) in its place.
-
-        0 if no gradient reaches the layer.
-        """
+        """The estimated mean KL(dense ‖ changed) a token, in nats, for another weight (out, in); 0 without gradient."""
         if self.gradients is None:
             return 0.0
         change = (self.weight.to(self.gram.matrix.dtype) - changed).T

@@ -167,10 +167,7 @@ class BatchedLayout:
 
 
 class BatchedExperts(SplitExperts):
-    """Experts that each get a row for every token, of zeros where the token is not routed to them, as in Llama 4.
-
-    Their weights are (experts, in, out), and the gate's rows precede those that it multiplies.
-    """
+    """Experts that get a row for each token, zeros if it is not theirs, as in Llama 4; weights (experts, in, out)."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """Rows (experts · tokens, width) after the expert that they belong to."""

@@ -173,10 +173,7 @@ def load_shapes(name: str, dtype: str = "auto", trust_remote_code: bool = False)
 
 
 def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model in evaluation mode with its parameters still in their files (`models.streaming.Weights` reads them).
-
-    Buffers are there. folder: for weights that have to be converted first; it must last as long as the model.
-    """
+    """The model in evaluation mode, its parameters still in files; those to convert in `folder`, which must last."""
     where = {"device_map": {"": "disk"}, "offload_folder": str(folder)}
     # accelerate warns that weights stay on the disk, which is wanted here.
     with replaced(logging.getLogger("accelerate.big_modeling"), "disabled", True):
@@ -250,10 +247,9 @@ def resolve_seqlen(model: nn.Module, asked: int | None) -> int:
 
 
 def encode(tokenizer: Any, text: str, most: int | None = None, special_tokens: bool = True) -> Tensor:
-    """Token ids of a text of any length: (tokens,) int64. most: the first ones alone.
+    """Token ids of a text: (tokens,) int64. most: the first ones alone. special_tokens: as by default, once.
 
     A text of more than 4 million characters is tokenised in pieces, so that time and memory stay in proportion to it.
-    special_tokens: as the tokenizer adds them by default, once.
     """
     size, ids = WHOLE if most is None else min(WHOLE, PIECE + 4 * WIDEST * most), list[Tensor]()
     for piece in pieces(text, size):

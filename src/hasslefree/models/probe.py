@@ -89,10 +89,9 @@ class Probe:
 
 
 def sees_later_tokens(before: Tensor, after: Tensor, dtype: torch.dtype) -> bool:
-    """Whether outputs at some tokens, before and after a later token was changed, differ by more than rounding.
+    """Whether outputs, before and after a change of a later token, differ by more than rounding in the dtype.
 
     The experts of a mixture sum in another order when one token changes, so in float32 some rounding must be allowed.
-    dtype: in which both were computed.
     """
     tolerance = max(4 * torch.finfo(dtype).eps, 1e-4) * before.abs().amax()
     return bool((before - after).abs().amax() > tolerance)

@@ -106,10 +106,7 @@ def bytes_of(plan: Plan) -> int:
 
 
 def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
-    """The bytes that the planned layers may take: those of the recipe's size or, without one, of the plan.
-
-    Raises a BudgetError if the dense model is within the size, or the plan is not.
-    """
+    """The bytes for the planned layers: by the recipe's size, or the plan's. A BudgetError if the size does not do."""
     if (size := resolved.size) is None:
         return bytes_of(plan)
     layers = [layer for plans in plan for layer in plans.values()]

@@ -43,10 +43,8 @@ def compress_blocks(
 ) -> None:
     """Decompose, replace and write every planned layer; each block gets the outputs of the compressed ones before it.
 
-    A block is read and the one before it written while a block is decomposed; all are written at the end.
-
-    segments: of this process. work: holds the finished blocks, and takes the others. writing: the phase in which files
-    are counted. check: follows the blocks.
+    A block is read and the one before it written while a block is decomposed; all are written at the end. segments: of
+    this process. work: holds the finished blocks, and takes the others. check: follows the blocks.
     """
     count, layers = len(walk.blocks.modules), sum(map(len, plan))
     with (

@@ -57,10 +57,7 @@ def narrowed(spec: LayerSpec, tensors: Mapping[str, Tensor], shard: Shard) -> di
 
 @dataclass(frozen=True)
 class Part:
-    """One layer of the folder by its name in vLLM's model, and what this rank holds of it.
-
-    entry: None for a layer that stayed dense. slices: which outputs of vLLM's layer it makes up, by number.
-    """
+    """A layer of the folder, and this rank's share of it. entry: None if dense. slices: the outputs that it makes up."""
 
     name: str
     entry: Entry | None

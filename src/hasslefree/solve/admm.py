@@ -49,10 +49,9 @@ class ScaledSpectrum:
 class SupportPenalty:
     """ρ grows while the support changes, faster the more it changes; the loop ends when the support is stable.
 
-    Args:
-        start: the initial ρ. every: rounds between two checks. most: the maximum of rounds.
-        growth: the factor of ρ where more than 10 %, more than 0.5 %, and at least one of the kept entries changed.
-        settled: after this number of rounds, fewer than 0.03 % of changes end the loop.
+    start: the initial ρ. every: rounds between two checks. most: the maximum of rounds. growth: the factor of ρ where
+    more than 10 %, more than 0.5 %, and at least one of the kept entries changed. settled: after this number of rounds,
+    fewer than 0.03 % of changes end the loop.
     """
 
     start: float
