@@ -143,11 +143,9 @@ def evaluate(
         "device": str(loaded.device),
         "versions": versions() | ({"lm_eval": importlib.metadata.version("lm_eval")} if tasks else {}),
     }
-    if texts:
-        results["perplexity"] = {}
     for text in texts:
         measured = text_perplexity(loaded, tokenizer, text, seqlen, max_tokens, batch or 1, phases)
-        results["perplexity"][text] = measured
+        results.setdefault("perplexity", {})[text] = measured
         keep(results)
     if tasks:
         scores = evaluate_tasks(

@@ -75,10 +75,8 @@ class LayerRecord:
 class PredictionRecord(TypedDict):
     """What prediction matching did to a model.
 
-    Args:
-        before, after: mean KL(dense ‖ compressed) per token, in nats, on the validation segments. after ≤ before.
-        history: the same whenever it was measured since the last retreat. learning_rate: since that retreat.
-        tokens: the number of training tokens.
+    before, after: mean KL(dense ‖ compressed) per token, in nats, on the validation segments. after ≤ before. history: the
+    same, measured since the last retreat. learning_rate: since that retreat. tokens: the number of training tokens.
     """
 
     before: Figure

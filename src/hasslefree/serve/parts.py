@@ -57,7 +57,7 @@ def narrowed(spec: LayerSpec, tensors: Mapping[str, Tensor], shard: Shard) -> di
 
 @dataclass(frozen=True)
 class Part:
-    """A layer of the folder, and this rank's share of it. entry: None if dense. slices: the outputs that it makes up."""
+    """A layer of the folder, and this rank's share of it. entry: None if dense. slices: the outputs that it has."""
 
     name: str
     entry: Entry | None
