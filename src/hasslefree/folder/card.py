@@ -75,7 +75,7 @@ _EXPORTS["mlx-base"] = _EXPORTS["base"]
 
 
 def export_card(kind: str, source: str, recorded: bool, auto: str = "AutoModelForCausalLM") -> str:
-    """The card of one folder. kind: as in `_EXPORTS`. source: the compressed folder's name. recorded: there is a record."""
+    """The card of one folder. kind: as in `_EXPORTS`. source: name of the compressed folder. recorded: with record."""
     fetch = (
         f"DIR is this folder; `hf download {NAME} --local-dir DIR` fetches it from the hub. The base alone lacks L.\n\n"
     )

@@ -75,8 +75,8 @@ class LayerRecord:
 class PredictionRecord(TypedDict):
     """What prediction matching did to a model.
 
-    before, after: mean KL(dense ‖ compressed) per token, in nats, on the validation segments. after ≤ before. history: the
-    same, measured since the last retreat. learning_rate: since that retreat. tokens: the number of training tokens.
+    before, after: mean KL(dense ‖ compressed) per token, in nats, on the validation segments. after ≤ before.
+    history, learning_rate: the same, and the rate, since the last retreat. tokens: the number of training tokens.
     """
 
     before: Figure
