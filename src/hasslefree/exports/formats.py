@@ -156,7 +156,7 @@ def remove_units(block: nn.Module, reader: str, kept: Tensor) -> None:
 
 
 def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_shard_size: str) -> dict[str, Path]:
-    """Write the adapter into `part`, and the model of S into part/base. destination: the final path, the base's name."""
+    """Write the adapter into `part`, and the model of S into part/base. destination: the final path, for the base."""
     if experts := [name for name in compressed_layers(model) if experts_of(model, name)]:
         raise ModelError(
             f"{len(experts)} compressed layers belong to experts, such as {experts[0]}: PEFT adds adapters to linear "
