@@ -14,7 +14,7 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model, load_tokenizer
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.phases import SOLVING, Listener, Phases
-from hasslefree.report.layer_map import short_names
+from hasslefree.report.content import short_names
 from hasslefree.run.inputs import draw
 from hasslefree.solve.methods import build_method
 

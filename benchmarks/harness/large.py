@@ -23,7 +23,7 @@ from hasslefree.core.protocols import Method
 from hasslefree.models.blocks import find_blocks
 from hasslefree.recipe.plan import LayerPlan, make_plan
 from hasslefree.run.estimate import Setup, estimate
-from hasslefree.run.sharing import assign_layers, shared_layers, weight_of
+from hasslefree.run.layers import assign_layers, shared_layers, weight_of
 from hasslefree.solve.methods import build_method
 from hasslefree.solve.methods.joint import FIRST_STEPS, Joint
 

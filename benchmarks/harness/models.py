@@ -27,6 +27,7 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model, load_tokenizer
 from hasslefree.models.sites import find_sites
 from hasslefree.packed.linear import compressed_layers
+from hasslefree.phases import Phases
 
 __all__ = ["CALIBRATION", "MODEL", "TASKS", "load_tokenizer"]
 
@@ -64,7 +65,7 @@ class Measurement:
         """Of a loaded model on every text, by the name of its file: the paths of the machine are not committed."""
         tokenizer, found = load_tokenizer(self.model), {}
         for text in self.texts:
-            one = text_perplexity(model, tokenizer, text, self.window or self.seqlen, self.max_tokens, batch=4)
+            one = text_perplexity(model, tokenizer, text, self.window or self.seqlen, self.max_tokens, 4, Phases())
             found[Path(text).name] = one["perplexity"]
         return found
 

@@ -13,6 +13,7 @@ import torch
 from harness.models import CALIBRATION, MODEL
 from hasslefree import Gram
 from hasslefree.data import calibration_documents, draw_segments
+from hasslefree.distributed import ALONE
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import encode, load_model, load_tokenizer
 from hasslefree.models.moments import gather
@@ -102,7 +103,7 @@ def model_layers(
     hidden, last = walk.entering(segments), len(blocks.modules) - 1
     for visit in walk.visits(hidden):
         if visit.index in (0, last // 2, last):
-            grams = gather(visit.block, visit.prefix, visit.call, hidden, [[name] for name in LAYERS])
+            grams = gather(visit.block, visit.prefix, visit.call, hidden, [[name] for name in LAYERS], ALONE)
             sites = visit.sites(LAYERS)
             for name, gram in zip(LAYERS, grams, strict=True):
                 yield visit.index, name, sites[name].weight(), gram

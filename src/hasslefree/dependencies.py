@@ -11,10 +11,7 @@ OLDEST = {"torch": (2, 6), "transformers": (5, 20)}
 
 
 def check_version(library: ModuleType) -> None:
-    """Raise a VersionError if an imported library of `OLDEST` is too old.
-
-    Inside vLLM any version passes: vLLM chooses its transformers, and the plugin for vLLM imports none of it.
-    """
+    """Raise a VersionError if an imported library is too old; not inside vLLM, which chooses its transformers."""
     major, minor = OLDEST[library.__name__]
     numbers = re.match(r"(\d+)\.(\d+)", str(library.__version__))
     if numbers is None or (int(numbers[1]), int(numbers[2])) >= (major, minor) or "vllm" in sys.modules:

@@ -16,8 +16,6 @@ The time left is that of the whole run, once `Phases.expect` has said how long t
 under way corrects its own estimate, and all of them so far correct those of the phases to come.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -105,7 +103,7 @@ class PhaseTime:
 class Phase:
     """One phase of a run, made by `Phases.phase`. seconds: while its clock ran."""
 
-    def __init__(self, phases: Phases, name: str, total: int, unit: str):
+    def __init__(self, phases: "Phases", name: str, total: int, unit: str):
         self.phases, self.name, self.total, self.unit = phases, name, total, unit
         self.done, self.skipped, self.seconds = 0, 0, 0.0
 
@@ -147,10 +145,8 @@ class Phase:
 class Phases:
     """The phases of one run, which a listener and the log follow.
 
-    Args:
-        listener: is called with every step, in the thread that works.
-        log: write a line of level INFO every `INTERVAL`.
-        clock: gives seconds.
+    listener: called with every step, in the thread that works. log: write a line of level INFO every `INTERVAL`.
+    clock: gives seconds.
     """
 
     def __init__(
@@ -171,9 +167,8 @@ class Phases:
     def phase(self, name: str, total: int = 1, unit: str = "", running: bool = True) -> Iterator[Phase]:
         """A phase from beginning to end, at which everything is counted as done, unless an error ends it.
 
-        Args:
-            total: what there is to do; phases with total 0 are not reported. unit: of the total, in the plural.
-            running: whether its clock runs all the time, except within inner phases.
+        total: what there is to do; phases with total 0 are not reported. unit: of the total, in the plural.
+        running: whether its clock runs all the time, except within inner phases.
         """
         phase = Phase(self, name, total, unit)
         self.phases.append(phase)

@@ -20,15 +20,13 @@ from hasslefree.escaping import escaped
 __all__ = ["Size", "duration", "significant", "size", "span", "table"]
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kMGT]?)B?|(bits?))", re.IGNORECASE)
+# A kB is a thousand bytes.
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a compressed model: bytes of all weights as stored, or bits for each weight of the compressed layers.
-
-    A kB is a thousand bytes.
-    """
+    """The size of a compressed model: bytes of all stored weights, or bits for each weight of the compressed layers."""
 
     amount: float
     in_bits: bool = False

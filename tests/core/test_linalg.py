@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from hasslefree.core import linalg
 from hasslefree.core.linalg import (
-    _matmul_setting,
     bfloat16_products,
     eigh,
     inverse_,
@@ -88,7 +87,7 @@ def test_the_precision_of_products_is_put_back_even_after_an_error(before, tf32)
     original, inside = settings.fp32_precision, None
     settings.fp32_precision = before
     try:
-        with contextlib.suppress(ZeroDivisionError), _matmul_setting(tf32):
+        with contextlib.suppress(ZeroDivisionError), matmul_precision(torch.device("cuda"), tf32):
             inside = settings.fp32_precision
             _ = 1 / 0
         assert inside == ("tf32" if tf32 else "ieee")
@@ -138,7 +137,7 @@ def test_rounded_directions_end_where_exact_ones_do(seed):
     target, h = oracles.problem(96, 128, seed=seed)
     mask = torch.rand(96, 128, generator=torch.Generator().manual_seed(seed)) < 0.5
     start = target * mask
-    exact, rounded = (masked_cg(h, target, start, mask, 5, rounded=each) for each in (False, True))
+    exact, rounded = (masked_cg(h, target, start, mask, 5, narrow=each) for each in (False, True))
     before, one, other = (oracles.loss(target - sparse, h) for sparse in (start, exact, rounded))
     assert one < 0.9 * before
     assert abs(other - one) < 2e-3 * (before - one)
@@ -146,11 +145,11 @@ def test_rounded_directions_end_where_exact_ones_do(seed):
 
 def test_nothing_is_set_where_there_is_no_cuda(monkeypatch):
     touched = []
-    monkeypatch.setattr(linalg, "_matmul_setting", lambda tf32: touched.append(tf32) or contextlib.nullcontext())
+    monkeypatch.setattr(linalg, "_setting", lambda *how: touched.append(how[-1]) or contextlib.nullcontext())
     for device in ("cpu", "cuda"):
         with matmul_precision(torch.device(device), tf32=True):
             touched.append(device)
-    assert touched == ["cpu", True, "cuda"]
+    assert touched == ["cpu", "tf32", "cuda"]
 
 
 @pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 23), (torch.float64, 52)])

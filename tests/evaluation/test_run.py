@@ -14,6 +14,7 @@ from hasslefree.data import Protocol, calibration_documents
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
 from hasslefree.errors import ModelError
 from hasslefree.evaluation.run import check_causal, evaluate, text_perplexity
+from hasslefree.phases import Phases
 
 
 def test_an_evaluation_takes_its_dtype_and_window():
@@ -79,7 +80,7 @@ def test_special_tokens_come_once_before_the_whole_text(wanted, monkeypatch, tmp
 
     (tmp_path / "t.txt").write_text("12345678")
     monkeypatch.setattr("hasslefree.evaluation.run.evaluation_protocol", lambda _: Protocol(special_tokens=wanted))
-    text_perplexity(Model(), tokenizer, str(tmp_path / "t.txt"), None, None, 1)
+    text_perplexity(Model(), tokenizer, str(tmp_path / "t.txt"), None, None, 1, Phases())
     assert seen == [0] * wanted + [1, 2, 3, 4, 5, 6, 7] + [8] * (not wanted)
 
 

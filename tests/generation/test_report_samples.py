@@ -13,7 +13,7 @@ from hasslefree.errors import PromptError
 from hasslefree.evaluation.continuation import Continuation
 from hasslefree.report.content import read_content
 from hasslefree.report.page import render
-from hasslefree.report.samples import Sample, Text, Written, sample, sample_folders
+from hasslefree.report.samples import Sample, Text, sample, sample_folders
 
 
 def tokenizer_of_bytes():
@@ -37,10 +37,8 @@ def tokenizer_of_bytes():
 )
 def test_the_texts_part_at_the_first_different_token(compressed, dense, expected):
     tokenizer = tokenizer_of_bytes()
-    texts = (
-        Written(Continuation(text, tuple(tokenizer(text)["input_ids"]), 1.0), tokenizer) for text in (compressed, dense)
-    )
-    assert sample("p", *texts) == expected
+    texts = (Continuation(text, tuple(tokenizer(text)["input_ids"]), 1.0) for text in (compressed, dense))
+    assert sample(tokenizer, "p", *texts) == expected
     assert expected.same == (compressed == dense)
 
 

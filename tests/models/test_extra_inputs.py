@@ -11,7 +11,7 @@ from hasslefree.errors import ModelError
 from hasslefree.levers.sensitivity import sensitivities
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.extra_inputs import Column, leaves, rebuilt
-from hasslefree.models.moments import first_hidden_states, run_block, with_batching
+from hasslefree.models.moments import run_block, with_batching
 from hasslefree.models.probe import block_calls
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
@@ -27,9 +27,9 @@ def test_block_by_block_is_the_whole_model_on_other_texts(family):
     """Oracle: what leaves the last block in an ordinary forward pass of each text."""
     model, tokens = build(family), segments(seed=1)
     blocks = find_blocks(model)
-    calls = block_calls(model, blocks, segments(1), Weights(model, model.device))
+    calls = block_calls(model, blocks, segments(1), Weights(model, model.device), lambda index: None, lambda: None)
     assert calls[0].extra is not None
-    hidden = first_hidden_states(model, blocks, tokens, calls=calls)
+    hidden = Walk(model, blocks, Weights(model, model.device), calls).entering(tokens)
     for block, call in zip(blocks.modules, calls, strict=True):
         assert with_batching(block, call, hidden).batched
         run_block(block, call, hidden)

@@ -8,12 +8,14 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
+from hasslefree.distributed import ALONE
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.moments import first_hidden_states, gather, groups_by_input, run_block
+from hasslefree.models.moments import gather, groups_by_input, run_block
 from hasslefree.models.probe import block_calls
 from hasslefree.models.sites import find_sites
 from hasslefree.models.streaming import Weights
+from hasslefree.models.walk import Walk
 from tests import oracles
 from tests.tiny_models import FAMILIES, build, gram_of, logits, segments, tensors_of
 
@@ -46,12 +48,12 @@ def test_streamed_grams_are_those_of_the_whole_model(family):
     for handle in handles:
         handle.remove()
 
-    calls = block_calls(model, blocks, tokens[:1], Weights(model, model.device))
-    hidden = first_hidden_states(model, blocks, tokens)
+    calls = block_calls(model, blocks, tokens[:1], Weights(model, model.device), lambda index: None, lambda: None)
+    hidden = Walk(model, blocks, Weights(model, model.device), calls).entering(tokens)
     seen = set()
     for index, block in enumerate(blocks.modules):
         groups = groups_by_input(block, calls[index], hidden[0], find_sites(block))
-        grams = gather(block, blocks.prefix(index), calls[index], hidden, groups)
+        grams = gather(block, blocks.prefix(index), calls[index], hidden, groups, ALONE)
         for group, gram in zip(groups, grams, strict=True):
             for name in (f"{blocks.prefix(index)}.{n}" for n in group):
                 assert gram.tokens == tokens.numel()

@@ -27,7 +27,11 @@ def last_states(model, blocks, segment):
 def prepared(family, dtype=torch.float32, **changes):
     model = build(family, dtype, **changes)
     blocks = find_blocks(model)
-    return model, blocks, block_calls(model, blocks, segments()[:1], Weights(model, model.device))
+    return (
+        model,
+        blocks,
+        block_calls(model, blocks, segments()[:1], Weights(model, model.device), lambda index: None, lambda: None),
+    )
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "mixtral", "bamba", "rwkv"])

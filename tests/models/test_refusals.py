@@ -131,10 +131,10 @@ def test_a_layer_that_no_token_reaches_is_named(tmp_path):
 def test_rounding_is_no_dependence_on_the_text():
     """Threads may round sines and cosines differently from one call to the next; masks and positions are exact."""
     angles = torch.linspace(0, 100, 64)
-    assert same({"position": (angles.cos(),)}, {"position": (angles.cos() * (1 + 1e-7),)})
-    assert not same({"position": (angles.cos(),)}, {"position": (angles.sin(),)})
-    assert not same((torch.tensor([1, 2]),), (torch.tensor([1, 3]),))
-    assert not same((torch.ones(2),), (torch.ones(3),))
+    assert same(angles.cos(), angles.cos() * (1 + 1e-7))
+    assert not same(angles.cos(), angles.sin())
+    assert not same(torch.tensor([1, 2]), torch.tensor([1, 3]))
+    assert not same(torch.ones(2), torch.ones(3))
 
 
 @pytest.mark.parametrize(("dtype", "rounding", "more"), [(torch.float32, 5e-5, 2e-4), (torch.bfloat16, 0.03, 0.04)])

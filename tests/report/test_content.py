@@ -14,12 +14,14 @@ from hasslefree.folder.record import Record
 from hasslefree.phases import PhaseTime
 from hasslefree.report.content import (
     distinct_names,
+    error_range,
+    place,
+    places,
     read_content,
     seconds_file,
     spectrum,
     write_seconds,
 )
-from hasslefree.report.layer_map import error_range, place, places
 from tests.report.folders import compressed, edit, evaluation
 
 

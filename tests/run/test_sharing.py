@@ -11,7 +11,7 @@ import hasslefree
 from hasslefree import Recipe, SemiStructured
 from hasslefree.distributed import World
 from hasslefree.recipe.plan import LayerPlan
-from hasslefree.run.sharing import assign_layers, shared_layers, undivided
+from hasslefree.run.layers import assign_layers, shared_layers, undivided
 from hasslefree.solve.methods import METHODS
 from tests.tiny_models import build, segments
 

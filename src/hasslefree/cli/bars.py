@@ -48,10 +48,7 @@ class Lines(logging.Handler):
 
 
 class Board:
-    """What a terminal shows of a run: the phases under way, the time of the whole run, and the last layer's error.
-
-    Lines are folded, and never cut. The clock goes on between steps.
-    """
+    """What a terminal shows: phases under way, the time of the run, the last layer's error. No line is ever cut."""
 
     def __init__(self) -> None:
         self.steps: dict[str, Step] = {}

@@ -63,9 +63,8 @@ def generate(
     from hasslefree.evaluation.continuation import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, seed)
-    writers = load_writers(
-        folder, dense, backend, threads, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-    )
+    options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    writers = load_writers(folder, dense, backend, threads, options)
     texts = []
     for role, writer in writers.items():
         say(f"[{role}]", style="cyan")
@@ -95,9 +94,8 @@ def chat(
     from hasslefree.evaluation.continuation import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, seed)
-    writers = load_writers(
-        folder, dense, backend, threads, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-    )
+    options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    writers = load_writers(folder, dense, backend, threads, options)
     console.print(writer_table(writers))
     if any(writer.tokenizer.chat_template is None for writer in writers.values()):
         say("The tokenizer has no chat template: each line is continued on its own, without the lines before it.")
@@ -141,7 +139,7 @@ def answer(writer: Writer, history: list[dict[str, str]], message: str, sampling
 
 
 def load_writers(
-    folder: Path, dense: str | None, backend: str | None, threads: int | None, **options: Any
+    folder: Path, dense: str | None, backend: str | None, threads: int | None, options: dict[str, Any]
 ) -> dict[str, Writer]:
     """The dense model, if it is wanted and on this machine, and the compressed one; a line says why one is missing."""
     import torch

@@ -35,13 +35,8 @@ class Cost:
 
     def joined(self, other: "Cost", flops: float) -> "Cost":
         """The cost of two parts that run in turn. flops: of both together, as above."""
-        return Cost(
-            flops,
-            max(self.squares, other.squares),
-            max(self.arrays, other.arrays),
-            max(self.cached, other.cached),
-            self.unstated + other.unstated,
-        )
+        squares, arrays = max(self.squares, other.squares), max(self.arrays, other.arrays)
+        return Cost(flops, squares, arrays, max(self.cached, other.cached), self.unstated + other.unstated)
 
     def bytes(self, out: int, width: int, rank: int, device: str = "cpu") -> int:
         """An upper bound of the memory besides W and H for a layer (out, in). device: its type."""

@@ -33,11 +33,8 @@ def _grid(kind: str, bits: int, group: int | None = None) -> Grid:
 
 
 def block_of(grid: Grid) -> str | None:
-    """The smallest block type of llama.cpp that holds the values of a grid, such as "Q4_0"; None if none does.
-
-    With a whole zero, code − zero takes one bit more than the code.
-    """
-    bits = grid.bits + (kind_of(grid) == WHOLE_ZERO)
+    """The smallest block type of llama.cpp that holds the values of a grid, such as "Q4_0"; None if none does."""
+    bits = grid.bits + (kind_of(grid) == WHOLE_ZERO)  # code − zero takes one bit more than the code
     return next((name for most, name in (WITH_MINIMUM if grid.offset else SIGNED).items() if bits <= most), None)
 
 
@@ -45,9 +42,8 @@ def block_of(grid: Grid) -> str | None:
 class Engine:
     """What a program can hold of S.
 
-    Args:
-        bits: of a code, for each kind of grid that it holds; in a recipe that leaves the kind open, the first counts.
-        groups: the group sizes that it has, the largest first. group: what a recipe that leaves it open gets.
+    bits: of a code, for each kind of grid that it holds; in a recipe that leaves the kind open, the first counts.
+    groups: the group sizes that it has, the largest first. group: what a recipe that leaves it open gets.
     """
 
     bits: Mapping[str, tuple[int, ...]]
@@ -76,17 +72,9 @@ ENGINES = {
 
 
 def grid_for(
-    name: str,
-    bits: int | None = None,
-    group: int | None = None,
-    symmetric: bool | None = None,
-    offset: bool | None = None,
+    name: str, bits: int | None, group: int | None, symmetric: bool | None, offset: bool | None
 ) -> Grid | None:
-    """The grid of an engine with the given settings and its own for the others; None if it holds no such grid.
-
-    Args:
-        group: 0 for a row, as `group_size` of a recipe.
-    """
+    """The grid of an engine with these settings, else its own; None if it holds no such grid. group: 0 for a row."""
     size = ENGINES[name].group if group is None else group
     for kind in ENGINES[name].bits:
         grid = _grid(kind, bits or 4, size or None)

@@ -112,13 +112,7 @@ def orthonormal(matrix: Tensor, rows: Rows = WHOLE) -> Tensor:
 
 
 def masked_cg(
-    matrix: Tensor,
-    target: Tensor,
-    start: Tensor,
-    mask: Tensor,
-    steps: int,
-    tolerance: float = 0.0,
-    rounded: bool = False,
+    matrix: Tensor, target: Tensor, start: Tensor, mask: Tensor, steps: int, tolerance: float = 0, narrow: bool = False
 ) -> Tensor:
     """S on a support with tr((T − S) H (T − S)ᵀ) small, by conjugate gradients on every row, Jacobi-preconditioned.
 
@@ -129,7 +123,7 @@ def masked_cg(
         matrix: H, (in, in), positive semi-definite with a positive diagonal.
         target: T, (out, in). start: the initial S, zero off the support `mask`, bool (out, in).
         tolerance: stop when in every row g diag(H)⁻¹ gᵀ ≤ tolerance²·Σ t²·H_jj, with g the gradient on the support.
-        rounded: compute the products of directions with H as `narrow_products`, but not the first one, of the residual.
+        narrow: compute the products of directions with H as `narrow_products`, but not the first one, of the residual.
     """
     sparse = start.clone()
     inverse_diagonal = 1 / matrix.diagonal()
@@ -143,7 +137,7 @@ def masked_cg(
             break
         image = direction.square()
         least = image.mv(rounding).unsqueeze(1)
-        with narrow_products(matrix.device) if rounded else nullcontext():
+        with narrow_products(matrix.device) if narrow else nullcontext():
             torch.mm(direction, matrix, out=image).mul_(mask)
         curvature = torch.linalg.vecdot(direction, image).unsqueeze(1)
         length = torch.where(curvature > least, energy / curvature, 0.0)
@@ -187,20 +181,18 @@ def bfloat16_products(device: torch.device) -> Iterator[None]:
 
 def matmul_precision(device: torch.device, tf32: bool = False) -> AbstractContextManager[None]:
     """Run float32 products on CUDA in full, or in TF32, and restore torch's setting; a no-op on other devices."""
-    return _matmul_setting(tf32) if device.type == "cuda" else nullcontext()
-
-
-def narrow_products(device: torch.device) -> AbstractContextManager[None]:
-    """Round the factors of float32 products to what the device multiplies fastest: TF32 on CUDA, or bfloat16."""
-    return matmul_precision(device, tf32=True) if device.type == "cuda" else bfloat16_products(device)
-
-
-def _matmul_setting(tf32: bool) -> AbstractContextManager[None]:
+    if device.type != "cuda":
+        return nullcontext()
     # The older of torch's two settings must not be touched where the user may have used the newer one.
     settings = torch.backends.cuda.matmul
     if hasattr(settings, "fp32_precision"):
         return _setting(settings, "fp32_precision", "tf32" if tf32 else "ieee")
     return _setting(settings, "allow_tf32", tf32)
+
+
+def narrow_products(device: torch.device) -> AbstractContextManager[None]:
+    """Round the factors of float32 products to what the device multiplies fastest: TF32 on CUDA, or bfloat16."""
+    return matmul_precision(device, tf32=True) if device.type == "cuda" else bfloat16_products(device)
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 A score (out, in) is the loss that removing an entry costs, so that `Structured` may add scores up.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
@@ -52,7 +50,7 @@ class Pattern(ABC):
         """The entries to keep, bool (out, in), of the largest scores (out, in)."""
 
     @abstractmethod
-    def restricted(self, start: int, stop: int, width: int) -> Pattern:
+    def restricted(self, start: int, stop: int, width: int) -> "Pattern":
         """The share of the pattern of a weight with `width` inputs that falls to inputs start … stop − 1."""
 
 
@@ -90,7 +88,7 @@ class SemiStructured(Pattern):
         kept = largest(groups, self.n) if self.m > PAIRWISE else largest_by_pairs(groups, self.n)
         return kept.reshape(score.shape)
 
-    def restricted(self, start: int, stop: int, width: int) -> SemiStructured:
+    def restricted(self, start: int, stop: int, width: int) -> "SemiStructured":
         return self
 
 
@@ -114,7 +112,7 @@ class Unstructured(Pattern):
             return largest_of_rows(score, self.count, self.rows)
         return largest(score.flatten(), self.count).reshape(score.shape)
 
-    def restricted(self, start: int, stop: int, width: int) -> Unstructured:
+    def restricted(self, start: int, stop: int, width: int) -> "Unstructured":
         return replace(self, count=_share(self.count, start, stop, width))
 
 
@@ -135,7 +133,7 @@ class Row(Pattern):
         self.check((score.shape[0], score.shape[1]))
         return largest(score, self.count)
 
-    def restricted(self, start: int, stop: int, width: int) -> Row:
+    def restricted(self, start: int, stop: int, width: int) -> "Row":
         return Row(_share(self.count, start, stop, width))
 
 
@@ -170,7 +168,7 @@ class Structured(Pattern):
         units = largest(totals, self.count // self.unit)
         return units.repeat_interleave(self.unit).expand(score.shape)
 
-    def restricted(self, start: int, stop: int, width: int) -> Structured:
+    def restricted(self, start: int, stop: int, width: int) -> "Structured":
         return replace(self, count=_share(self.count, start, stop, width), unit=1)
 
 
@@ -195,7 +193,7 @@ class KnownSupport(Pattern):
         self.check((score.shape[0], score.shape[1]))
         return self.known
 
-    def restricted(self, start: int, stop: int, width: int) -> KnownSupport:
+    def restricted(self, start: int, stop: int, width: int) -> "KnownSupport":
         return KnownSupport(self.known[:, start:stop])
 
 

@@ -64,8 +64,9 @@ def largest_of_rows(score: Tensor, count: int, rows: Rows) -> Tensor:
     """
     if not count:
         return torch.zeros_like(score, dtype=torch.bool)
-    keys = _ordered(score)
-    info = torch.iinfo(keys.dtype)
+    whole = torch.int32 if score.dtype == torch.float32 else torch.int64
+    info, keys = torch.iinfo(whole), (score + 0.0).view(whole)  # −0.0 becomes 0.0
+    keys = torch.where(keys < 0, keys ^ info.max, keys)
     threshold, above = info.min, info.max  # at least `count` are at or over the one, fewer over the other
     while threshold < above:
         middle = (threshold + above + 1) // 2
@@ -80,10 +81,3 @@ def largest_of_rows(score: Tensor, count: int, rows: Rows) -> Tensor:
         equal = keys == threshold
         mask &= ~equal | (equal.flatten().cumsum(0) <= max(room, 0)).view_as(equal)
     return mask
-
-
-def _ordered(score: Tensor) -> Tensor:
-    """Whole numbers of the width of a floating-point tensor that are in the same order; equal where it is equal."""
-    whole = torch.int32 if score.dtype == torch.float32 else torch.int64
-    keys = (score + 0.0).view(whole)  # −0.0 becomes 0.0
-    return torch.where(keys < 0, keys ^ torch.iinfo(whole).max, keys)

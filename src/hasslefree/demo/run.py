@@ -52,10 +52,7 @@ class DemoRow:
 
 
 def run_demo(out: Path | None, rounds: int, progress: Listener | None = None) -> tuple[list[DemoRow], dict[str, str]]:
-    """The rows, with the dense model first, and the continuations of PROMPT by the dense and the last model.
-
-    out: a folder for the compressed models; None for a temporary one. rounds: of hassle-free; the paper takes 80.
-    """
+    """The rows, first the dense model's, and the texts of the dense and the last model. out: where models are kept."""
     dense = load_model(str(MODEL)).num_parameters()
     rows = [DemoRow("dense", held_out_perplexity(MODEL), 0.0, dense, 0.0)]
     compared = recipes(rounds)

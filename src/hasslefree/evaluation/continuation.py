@@ -27,9 +27,8 @@ MOST_TOKENS = 1 << 20
 class Sampling(Checked):
     """How a text is continued.
 
-    Args:
-        max_new_tokens: the maximum length; the model may end the text earlier.
-        temperature: 0 takes the most probable token each time; above 0, the model's own top_k and top_p apply too.
+    max_new_tokens: the maximum length; the model may end the text earlier. temperature: 0 takes the most probable token
+    each time; above 0, the model's own top_k and top_p apply too.
     """
 
     max_new_tokens: Positive = 64

@@ -131,15 +131,13 @@ def _definition(name: str, folder: Path | None, cache: Path) -> dict[str, Any]:
     if folder is None:
         return definition
     files = {"validation": str((folder / f"{name}.jsonl").resolve())}
+    splits = {"training_split": None, "validation_split": "validation", "test_split": None}
     data = {
         "dataset_path": "json",
         "dataset_name": None,
         "dataset_kwargs": {"data_files": files, "cache_dir": str(cache)},
-        "training_split": None,
-        "validation_split": "validation",
-        "test_split": None,
     }
-    return definition | data | check_rows(name, folder)
+    return definition | data | splits | check_rows(name, folder)
 
 
 def _load(manager: Any, name: str, folder: Path | None, limit: int | None) -> Any:

@@ -143,11 +143,9 @@ def evaluate(
         "device": str(loaded.device),
         "versions": versions() | ({"lm_eval": importlib.metadata.version("lm_eval")} if tasks else {}),
     }
-    if texts:
-        results["perplexity"] = {}
     for text in texts:
         measured = text_perplexity(loaded, tokenizer, text, seqlen, max_tokens, batch or 1, phases)
-        results["perplexity"][text] = measured
+        results.setdefault("perplexity", {})[text] = measured
         keep(results)
     if tasks:
         scores = evaluate_tasks(
@@ -172,30 +170,15 @@ def check_causal(model: Any) -> None:
 
 
 def text_perplexity(
-    model: Any,
-    tokenizer: Any,
-    text: str,
-    seqlen: int | None,
-    max_tokens: int | None,
-    batch: int,
-    phases: Phases | None = None,
+    model: Any, tokenizer: Any, text: str, seqlen: int | None, max_tokens: int | None, batch: int, phases: Phases
 ) -> dict[str, Any]:
     """The perplexity on one text by its own protocol; the arguments are those of `evaluate`."""
-    phases, name = phases or Phases(), Path(text).name
-    protocol = evaluation_protocol(text)
+    name, protocol = Path(text).name, evaluation_protocol(text)
     with phases.phase(f"reading {name}"):
         tokens = encode(tokenizer, evaluation_text(text), max_tokens, protocol.special_tokens)
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     if embeddings is not None and len(tokens) and int(tokens.max()) >= embeddings.num_embeddings:
         raise ModelError("the tokenizer has ids outside the model's vocabulary; use the tokenizer of this model")
-    result = perplexity(
-        model,
-        tokens,
-        resolve_seqlen(model, seqlen),
-        batch,
-        windows=protocol.windows,
-        remainder=protocol.remainder,
-        phases=phases,
-        name=f"perplexity on {name}",
-    )
+    options: dict[str, Any] = {"windows": protocol.windows, "remainder": protocol.remainder, "phases": phases}
+    result = perplexity(model, tokens, resolve_seqlen(model, seqlen), batch, name=f"perplexity on {name}", **options)
     return dataclasses.asdict(result) | {"protocol": dataclasses.asdict(protocol)}

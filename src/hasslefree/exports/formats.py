@@ -108,8 +108,7 @@ def units_kept(block: nn.Module, reader: str) -> Tensor:
             f"{option('to', 'narrow')} does not support {type(block).__name__}: {', '.join(MAKERS[reader])} do not "
             f"split evenly into the {units} heads or neurons of {reader}; use {option('to', 'dense')}"
         )
-    used: Tensor = (layer.weight != 0).any(0).view(units, unit).any(1)
-    return used
+    return (layer.weight != 0).any(0).view(units, unit).any(1)
 
 
 def common_count(reader: str, kept: list[Tensor]) -> int:
@@ -157,10 +156,7 @@ def remove_units(block: nn.Module, reader: str, kept: Tensor) -> None:
 
 
 def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_shard_size: str) -> dict[str, Path]:
-    """Write the adapter into `part`, and the model with S as its weights, changed in place, into part/base.
-
-    destination: the final path of `part` as the user gave it, under which the adapter names its base model.
-    """
+    """Write the adapter into `part`, and the model of S into part/base. destination: the final path, for the base."""
     if experts := [name for name in compressed_layers(model) if experts_of(model, name)]:
         raise ModelError(
             f"{len(experts)} compressed layers belong to experts, such as {experts[0]}: PEFT adds adapters to linear "

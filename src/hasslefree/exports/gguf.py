@@ -49,11 +49,7 @@ def write_gguf(
 def find_places(
     model: PreTrainedModel, layers: Layers, template: Template
 ) -> tuple[dict[str, Place], dict[str, Tensor]]:
-    """Where each layer is in the template, and the vectors that are not the template's, by their name there.
-
-    Raises:
-        ModelError: the template is of another model.
-    """
+    """Where each layer is in the template, and by their name there, the vectors that differ; or a ModelError."""
     sites, plain = find_sites(model), dict[str, Tensor]()
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[0] not in layers:

@@ -125,10 +125,7 @@ def find_matrices(
 
 
 def row_order(ours: Tensor, theirs: Tensor) -> Tensor | None:
-    """The rows of ours (out, in) that are those of theirs, as `Place` has them; None if that is not clear.
-
-    If the order differs, each row must be the nearest of the other's nearest row.
-    """
+    """The rows of ours (out, in) that are those of theirs, mutually nearest, as in `Place`; None if not clear."""
     same = torch.arange(len(ours))
     if in_place(ours, theirs):
         return same

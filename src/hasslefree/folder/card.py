@@ -75,13 +75,7 @@ _EXPORTS["mlx-base"] = _EXPORTS["base"]
 
 
 def export_card(kind: str, source: str, recorded: bool, auto: str = "AutoModelForCausalLM") -> str:
-    """The card of one folder.
-
-    Args:
-        kind: of the folder, as in `_EXPORTS`; "base" is the base model of an adapter.
-        source: the name of the compressed folder.
-        recorded: compression.json lies in the exported folder. auto: the name of the class that loads the model.
-    """
+    """The card of one folder. kind: as in `_EXPORTS`. source: name of the compressed folder. recorded: with record."""
     fetch = (
         f"DIR is this folder; `hf download {NAME} --local-dir DIR` fetches it from the hub. The base alone lacks L.\n\n"
     )
@@ -162,11 +156,7 @@ def _remarks(report: Record) -> str:
 def model_card(
     report: Record, licence: dict[str, str], auto: str = "AutoModelForCausalLM", trust_remote_code: bool = False
 ) -> str:
-    """The card of a compressed folder, with the picture `FIGURE` beside it.
-
-    Args:
-        licence: of the base model, as from `base_licence`. auto: the name of the class that loads the model.
-    """
+    """The card of a compressed folder with the picture `FIGURE`. licence: from `base_licence`. auto: what loads it."""
     left = report.recipe.get("leave_dense")
     kept = f"{report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%})"
     verdict = "\n".join(f"| {name} | {_cell(text)} |" for name, text in report.verdict().items() if name != "time")

@@ -19,12 +19,7 @@ from hasslefree.units import size, span, table
 
 @dataclass(frozen=True)
 class LayerSize:
-    """One compressed layer.
-
-    Args:
-        dtype: of the values, or of the grid's scales. bytes: of all its tensors. dense_bytes: of the dense layer in the
-            same dtype. relative_error: from compression.json; None if the folder has no such file.
-    """
+    """A compressed layer: the dtype of its values or scales, and its bytes. relative_error: None without a record."""
 
     name: str
     spec: LayerSpec

@@ -12,35 +12,22 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hasslefree.checkpoint import stored_tensors
 from hasslefree.errors import CheckpointError
-from hasslefree.folder.read import (
-    LAYOUT,
-    QUANT_METHOD,
-    VERSION,
-    Entry,
-    check_format_version,
-    check_stored,
-    read_entries,
-)
+from hasslefree.folder import read
 from hasslefree.models.experts import SplitExperts, split_experts
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.packed.kernels.backends import HAS_TRITON
-from hasslefree.packed.linear import SparseLowRankLinear, bytes_unpacked, keep_unpacked, layers_without_numba
+from hasslefree.packed.linear import SparseLowRankLinear, keep_unpacked, layers_without_numba
 from hasslefree.units import size
 
 logger = logging.getLogger(__name__)
 
 
 class HasslefreeConfig(QuantizationConfigMixin):
-    """The `quantization_config` entry of config.json.
+    """The `quantization_config` entry of config.json. modules: full layer name → its entry (`read.Entry`)."""
 
-    Args:
-        modules: full layer name → its entry (`read.Entry`).
-        layout: how S is stored. version: of this entry.
-    """
-
-    def __init__(self, modules: Any = None, layout: str = LAYOUT, version: int = VERSION, **_: Any):
-        check_format_version(version, layout)
-        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
+    def __init__(self, modules: Any = None, layout: str = read.LAYOUT, version: int = read.VERSION, **_: Any):
+        read.check_format_version(version, layout)
+        self.quant_method = read.QUANT_METHOD  # type: ignore[assignment]
         self.modules, self.layout, self.version = modules, layout, version
 
 
@@ -53,7 +40,7 @@ class HasslefreeQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
-        entries = read_entries(self.quantization_config.modules)
+        entries = read.read_entries(self.quantization_config.modules)
         split_experts(model)
         biased = set()
         sites = find_sites(model)
@@ -68,7 +55,7 @@ class HasslefreeQuantizer(HfQuantizer):
             if layer.bias is not None:
                 biased.add(name)
         if checkpoint_files:  # none where the caller brought a state dict
-            check_stored(entries, stored_tensors([Path(file) for file in checkpoint_files]), biased, indices=True)
+            read.check_stored(entries, stored_tensors([Path(file) for file in checkpoint_files]), biased, indices=True)
 
     def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
         """Without those that fuse experts, which are separate layers here."""
@@ -83,8 +70,7 @@ class HasslefreeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         # For transformers this forbids .half(), .float() and training; here the values are floats like any others.
         model.is_quantized = False  # type: ignore[assignment]
-        keep_unpacked(model)
-        if kept := bytes_unpacked(model):
+        if kept := keep_unpacked(model):
             logger.info(
                 "%s of GPU memory will hold unpacked copies of the packed weights, for %s. To save that memory, call "
                 'hasslefree.use_backend(model, "dense"): it keeps no copy and unpacks at every call, which is slow',
@@ -110,7 +96,7 @@ class HasslefreeQuantizer(HfQuantizer):
         return True
 
 
-def empty_layer(site: Site, name: str, entry: Entry) -> SparseLowRankLinear:
+def empty_layer(site: Site, name: str, entry: read.Entry) -> SparseLowRankLinear:
     """The layer to load into, with the dtype and device of the one that it replaces. name: in the model."""
     if entry.spec.shape != site.shape:
         raise CheckpointError(
@@ -123,9 +109,9 @@ def empty_layer(site: Site, name: str, entry: Entry) -> SparseLowRankLinear:
 
 def register_format() -> None:
     """Make the quantizer known to transformers. Calling it again does nothing."""
-    if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantizer(QUANT_METHOD)(HasslefreeQuantizer)
-        register_quantization_config(QUANT_METHOD)(HasslefreeConfig)
+    if read.QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(read.QUANT_METHOD)(HasslefreeQuantizer)
+        register_quantization_config(read.QUANT_METHOD)(HasslefreeConfig)
 
 
 register_format()

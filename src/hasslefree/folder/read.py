@@ -84,10 +84,7 @@ def _read_entry(name: str, content: Any) -> Entry:
 def check_stored(
     entries: Mapping[str, Entry], stored: Mapping[str, StoredTensor], biased: Container[str], indices: bool
 ) -> None:
-    """Compare the tensors of every compressed layer with its entry.
-
-    biased: the layers that have a bias. indices: read the index tensors, and check their content too.
-    """
+    """Compare the tensors of every compressed layer with its entry. indices: read the index tensors, and check them."""
     layers: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         layer, _, leaf = name.rpartition(".")

@@ -75,10 +75,8 @@ class LayerRecord:
 class PredictionRecord(TypedDict):
     """What prediction matching did to a model.
 
-    Args:
-        before, after: mean KL(dense ‖ compressed) per token, in nats, on the validation segments. after ≤ before.
-        history: the same whenever it was measured since the last retreat. learning_rate: since that retreat.
-        tokens: the number of training tokens.
+    before, after: mean KL(dense ‖ compressed) per token, in nats, on the validation segments. after ≤ before.
+    history, learning_rate: the same, and the rate, since the last retreat. tokens: the number of training tokens.
     """
 
     before: Figure
@@ -89,10 +87,7 @@ class PredictionRecord(TypedDict):
 
 
 class HeldOutRecord(TypedDict):
-    """The perplexities on text that neither calibration nor training has read.
-
-    dense, compressed: None where they are not finite. segments: each of the record's `seqlen` tokens.
-    """
+    """Perplexities on text that nothing has read; None if not finite. segments: each of the record's seqlen tokens."""
 
     dense: Figure | None
     compressed: Figure | None
@@ -260,10 +255,7 @@ def compress_command(model: str, out: str, recipe: Recipe) -> list[str]:
 
 
 def command_of(report: Record, out: str = "OUT", trust_remote_code: bool = False) -> str | None:
-    """The command line that makes the same folder again; None if the calibration tokens were given from Python.
-
-    It lists what differs from the defaults of this version, and seqlen, whose default depends on the model.
-    """
+    """The command that makes the same folder again, without this version's defaults; None if its tokens were given."""
     if report.own_segments:
         return None
     given = {name: value for name, value in report.recipe.items() if value is not None and name not in FORMER_FIELDS}

@@ -15,11 +15,9 @@ FEW, SPARE, ITERATIONS = 4, 8, 6
 
 @dataclass(frozen=True)
 class GainCurve:
-    """Steps that can be taken one after the other.
+    """Steps that can be taken one after the other, each with less gain for a byte than the one before.
 
-    Args:
-        gains: the gain of each further step, (steps,) float64; falling for a byte. cost: of a step, in bytes: the same
-            for all, or (steps,) int64.
+    gains: (steps,) float64. cost: of a step, in bytes: the same for all, or (steps,) int64.
     """
 
     gains: Tensor
@@ -55,8 +53,7 @@ def greedy_allocate(curves: Sequence[GainCurve], budget: int) -> list[int]:
 def hull(points: Sequence[tuple[int, float]]) -> list[int]:
     """The choices (bytes, loss) that can be best for some price of a byte, by their indices, from the fewest bytes on.
 
-    They are the corners of the lower convex hull, up to the least loss: each step between them gains less for a byte
-    than the one before.
+    They are the corners of the lower convex hull, up to the least loss: each step gains less for a byte than the last.
     """
     corners: list[int] = []
     for index in sorted(range(len(points)), key=lambda index: points[index]):
@@ -73,16 +70,11 @@ def hull(points: Sequence[tuple[int, float]]) -> list[int]:
 
 
 def rank_gains(residual: Tensor, gram: Gram, count: int) -> tuple[Tensor, float]:
-    """By how much each further rank of L lowers tr(R H Rᵀ), for R = W − S, and what there is to lower.
+    """By how much each further rank of L lowers tr(R H Rᵀ), R = W − S: (count,) or fewer, falling; and that trace.
 
-    They are the squared singular values of R H^½ (Eckart and Young), the eigenvalues of A = R H Rᵀ. Where `count` is a
-    small part of them they come from orthogonal iteration, without A itself, and are slightly below the true ones.
-
-    Args:
-        residual: R, (out, in). count: how many ranks.
-
-    Returns:
-        (count,) or fewer, falling, float64; and the trace of A.
+    They are the squared singular values of R H^½ (Eckart and Young), the eigenvalues of A = R H Rᵀ, in float64. Where
+    `count` is a small part of them they come from orthogonal iteration, without A, slightly below the true ones.
+    residual: R, (out, in).
     """
     wide, matrix = residual.to(gram.matrix.dtype), gram.matrix
     total, least = gram.loss(wide), min(wide.shape)

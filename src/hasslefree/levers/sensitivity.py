@@ -10,8 +10,6 @@ give g at the output of every layer. Blocks run backwards one at a time, each fr
 more than one block is in memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method
+from hasslefree.core.rows import WHOLE
 from hasslefree.distributed import World
 from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, option
 from hasslefree.models.activations import Activations
@@ -62,10 +61,8 @@ def quick(grid: Grid | None) -> Method:
 class Reverse:
     """A block while the gradients run backwards through the model.
 
-    Args:
-        states: the inputs of the block for the probes. gradients: with respect to the output of the block; once the
-            gradients have passed it, to its input. tokens: the number of probe tokens of this process, the first ones;
-            a process without probes runs one segment that does not count.
+    states: its inputs for the probes. gradients: with respect to its output; once they have passed it, to its input.
+    tokens: of the probes of this process, the first ones; one without probes runs a segment that does not count.
     """
 
     visit: Visit
@@ -75,7 +72,7 @@ class Reverse:
 
 
 def sensitivities(
-    walk: Walk, plan: Plan, segments: Tensor, world: World, inspect: Inspect[T], seed: int = 0
+    walk: Walk, plan: Plan, segments: Tensor, world: World, inspect: "Inspect[T]", seed: int = 0
 ) -> list[dict[str, tuple[T, float]]]:
     """For each block, by the name of each planned layer: what `inspect` returns, a result and a sensitivity.
 
@@ -83,8 +80,7 @@ def sensitivities(
     nats, on the first segments (`probes`), with this layer changed alone. A layer that no gradient reaches, such as an
     indexer of attention, which only selects, gets the mean of the others.
 
-    Args:
-        segments: of this process. seed: of the labels.
+    segments: of this process. seed: of the labels.
     """
     measured: list[dict[str, tuple[T, float]]] = [{} for _ in plan]
     for reverse in walk.phases.counted(ALLOCATION, backwards(walk, segments, world, seed), len(plan), "blocks"):
@@ -178,7 +174,7 @@ class ProbedLayer:
         kept = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
         if self.owner == self.world.rank:
             weight = self.weight.to(kept.dtype)
-            kept.copy_(approximation(quick(grid), weight, self.gram, self.prepared, pattern, 0, 0).sparse)
+            kept.copy_(approximation(quick(grid), weight, self.gram, self.prepared, pattern, 0, 0, WHOLE).sparse)
         self.world.broadcast_(kept, self.owner)
         return kept
 
@@ -196,10 +192,7 @@ class ProbedLayer:
         return (squares / mean).clamp_min(LEAST_WEIGHT).to(self.gram.matrix.dtype)
 
     def divergence(self, changed: Tensor) -> float:
-        """An estimate of the mean KL(dense ‖ changed) of a token, in nats, with another weight (out, in) in its place.
-
-        0 if no gradient reaches the layer.
-        """
+        """The estimated mean KL(dense ‖ changed) a token, in nats, for another weight (out, in); 0 without gradient."""
         if self.gradients is None:
             return 0.0
         change = (self.weight.to(self.gram.matrix.dtype) - changed).T
@@ -231,7 +224,7 @@ def block_sensitivities(
         rows = inputs[group[0]]
         sums = MomentSums(states.states.shape[1])
         sums.take(rows)
-        gram = checked(sums.gram(world.add), f"{visit.prefix}.{group[0]}")
+        gram = checked(sums.gram(world), f"{visit.prefix}.{group[0]}")
         owners = world.assign([plans[name].spec.dense_parameters for name in group])
         prepared = quick(plans[group[0]].spec.grid).prepare(gram) if world.rank in owners else None
         for name, owner in zip(group, owners, strict=True):

@@ -24,10 +24,8 @@ def check_storage(storage: str) -> None:
 class Activations:
     """Hidden states (samples, tokens, width), read and replaced a few segments at a time.
 
-    Args:
-        shape: (samples, tokens, width). device: where segments are handed out.
-        storage: "device", "cpu" (RAM), or "disk": a file without a name in `folder`, mapped into memory, which is gone
-            with the process.
+    shape: (samples, tokens, width). device: where segments are handed out. storage: "device", "cpu" (RAM), or "disk": a
+    file without a name in `folder`, mapped into memory, which is gone with the process.
     """
 
     def __init__(

@@ -23,12 +23,7 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class Blocks:
-    """The decoder blocks in order.
-
-    Args:
-        name: the module list in the model, such as model.layers.
-        shared: the full names of parameters that several blocks have in common.
-    """
+    """The decoder blocks in order. name: of the module list. shared: names of parameters that several blocks have."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -82,12 +77,10 @@ def around(model: Any) -> list[str]:
 
 def towers(model: Any, blocks: Blocks) -> list[str]:
     """The names of the modules, beside those that hold the blocks, that process other inputs than text."""
-    names = []
-    inner = next(prefix for prefix in around(model) if f"{blocks.name}.".startswith(f"{prefix}." if prefix else ""))
-    parts = inner.split(".") if inner else []
-    head = model.get_output_embeddings()
-    for depth in range(len(parts)):
-        prefix = ".".join(parts[:depth])
+    names, head, prefixes = [], model.get_output_embeddings(), around(model)
+    while not f"{blocks.name}.".startswith(f"{prefixes[0]}." if prefixes[0] else ""):
+        prefixes.pop(0)
+    for prefix in reversed(prefixes[1:]):  # those around the module that holds the blocks
         for name, child in model.get_submodule(prefix).named_children():
             full = f"{prefix}.{name}" if prefix else name
             inside = any(module is head for module in child.modules()) or blocks.name.startswith(f"{full}.")
@@ -98,12 +91,10 @@ def towers(model: Any, blocks: Blocks) -> list[str]:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which matrices in the blocks are compressed and which stay dense.
+    """Which matrices in the blocks are compressed, by their name in each block, and which stay dense.
 
-    Args:
-        sites: the matrices of each block to compress, by their name there.
-        dense: the full names of those that stay dense automatically: weights shared by several blocks, routers,
-            projections of time steps, depthwise convolutions, and small matrices outside linear layers.
+    dense: the full names of those that stay dense automatically: weights shared by several blocks, routers,
+    projections of time steps, depthwise convolutions, and small matrices outside linear layers.
     """
 
     sites: list[dict[str, Site]]
@@ -160,22 +151,15 @@ def by_kind(names: Iterable[str]) -> list[str]:
 
 def routers(block: nn.Module, sites: Mapping[str, Site]) -> set[str]:
     """The names of the routers: sites beside experts with one output, or one output for each expert."""
-    counts = {
-        name.rpartition(".")[0]: module.count
-        for name, module in block.named_modules()
-        if isinstance(module, SplitExperts)
-    }
-    experts = {name: counts.get(name.rpartition(".")[0]) for name in sites}
-    return {name for name, count in experts.items() if count is not None and sites[name].shape[0] in (1, count)}
+    counts = {n.rpartition(".")[0]: m.count for n, m in block.named_modules() if isinstance(m, SplitExperts)}
+    beside = {name: counts.get(name.rpartition(".")[0]) for name in sites}
+    return {name for name, count in beside.items() if count is not None and sites[name].shape[0] in (1, count)}
 
 
 def read_by_kernels(block: nn.Module, sites: Mapping[str, Site]) -> set[str]:
     """The projections of time steps, whose weights the kernels of state-space layers read without a call."""
-    return {
-        name
-        for name in sites
-        if name.rpartition(".")[2] == "dt_proj" and hasattr(block.get_submodule(name.rpartition(".")[0]), "A_log")
-    }
+    parents = {name: name.rpartition(".")[0] for name in sites if name.rpartition(".")[2] == "dt_proj"}
+    return {name for name, parent in parents.items() if hasattr(block.get_submodule(parent), "A_log")}
 
 
 def head_unit(block: nn.Module, name: str) -> int:

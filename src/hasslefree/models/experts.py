@@ -7,12 +7,14 @@ calibrated and trained on the tokens routed to the expert.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from hasslefree.models.calls import replaced
 
 # What `use_experts_implementation` says of the experts of a module.
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "_apply_gate")
@@ -23,9 +25,8 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 class Share:
     """Where a weight (out, in) or bias (out,) of an expert is in a fused tensor.
 
-    Args:
-        source: the name of the tensor. half: 0 for the gate, 1 for what it multiplies, None if the tensor is not split.
-        concatenated: whether one half follows the other; else their rows alternate. transposed: stored as (in, out).
+    source: the name of the tensor. half: 0 for the gate, 1 for what it multiplies, None if the tensor is not split.
+    concatenated: whether one half follows the other; else their rows alternate. transposed: stored as (in, out).
     """
 
     source: str
@@ -62,9 +63,7 @@ def expert_shares(fused: Any) -> dict[str, dict[str, Share]]:
 class SplitExperts(nn.Module):
     """The experts of a module of transformers, named 0, 1, …; each has `gate_proj`, or not, `up_proj` and `down_proj`.
 
-    Args:
-        fused: the module. It gives up its weights, and keeps gates, activations and norms.
-        config: of the model, if the module has none.
+    fused: the module, which gives up its weights, and keeps gates, activations and norms. config: if it has none.
     """
 
     fused: Any
@@ -168,10 +167,7 @@ class BatchedLayout:
 
 
 class BatchedExperts(SplitExperts):
-    """Experts that each get a row for every token, of zeros where the token is not routed to them, as in Llama 4.
-
-    Their weights are (experts, in, out), and the gate's rows precede those that it multiplies.
-    """
+    """Experts that get a row for each token, zeros if it is not theirs, as in Llama 4; weights (experts, in, out)."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """Rows (experts · tokens, width) after the expert that they belong to."""
@@ -231,14 +227,11 @@ def fuse_experts(model: Any) -> None:
 @contextmanager
 def every_expert_called(root: nn.Module) -> Iterator[None]:
     """Within it, all experts under root are called in every pass, with no rows if no token is routed to them."""
-    modules = [module for module in root.modules() if isinstance(module, SplitExperts)]
-    try:
-        for module in modules:
-            module.calls_every_expert = True
+    with ExitStack() as changes:
+        for module in root.modules():
+            if isinstance(module, SplitExperts):
+                changes.enter_context(replaced(module, "calls_every_expert", True))
         yield
-    finally:
-        for module in modules:
-            module.calls_every_expert = False
 
 
 def experts_of(root: nn.Module, name: str) -> tuple[SplitExperts, int] | None:

@@ -34,11 +34,7 @@ class BlockTrace:
 
 @dataclass(frozen=True)
 class Column:
-    """Additional columns of the hidden states, from `first` on, that represent one tensor.
-
-    Args:
-        shape: of the tensor for one segment, without its first axis. axis: which of the tensor's axes is the tokens.
-    """
+    """Columns of the hidden states, from `first` on, for a tensor of this shape after its first axis. axis: tokens."""
 
     first: int
     shape: tuple[int, ...]
@@ -72,10 +68,8 @@ class Column:
 class ExtraInputs:
     """The columns of a model, and what one block does with them.
 
-    Args:
-        columns: in order, from `width`, that of the hidden states, on.
-        reads: the column of each argument. writes: of each entry that the block writes into an argument. yields: of
-            each output after the hidden states, by its number.
+    columns: in order, from `width`, that of the hidden states, on. reads: the column of each argument. writes: of each
+    entry that the block writes into an argument. yields: of each output after the hidden states, by its number.
     """
 
     width: int
@@ -142,11 +136,7 @@ def rebuilt(value: Any, put: Callable[[Path, Any], Any] = lambda path, leaf: lea
 def learn(
     width: int, tokens: int, names: Sequence[str], first: Sequence[BlockTrace], second: Sequence[BlockTrace]
 ) -> list[ExtraInputs]:
-    """Which columns every block reads and writes, from forward passes of two segments that differ in their last token.
-
-    Args:
-        width: of the hidden states. tokens: of a segment. names: of the blocks.
-    """
+    """Which columns every block reads and writes, from passes of two segments that differ in their last token."""
     made: dict[int, Key] = {}  # by the identity of the tensor, which `first` keeps
     text: dict[int, Key] = {}
     roles: list[tuple[dict[Path, Key], dict[Path, Tensor], dict[int, Tensor]]] = []
@@ -192,14 +182,8 @@ def depends(name: str, path: Path) -> ModelError:
     )
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        # Threads may round sines and cosines differently from one call to the next.
-        return torch.allclose(one, other, rtol=1e-3, atol=1e-5) if one.is_floating_point() else torch.equal(one, other)
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return type(one) is type(other)
+def same(one: Tensor, other: Tensor | None) -> bool:
+    if other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    # Threads may round sines and cosines differently from one call to the next.
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-5) if one.is_floating_point() else torch.equal(one, other)

@@ -19,10 +19,7 @@ from transformers import (
     modeling_utils,
 )
 from transformers.integrations import accelerate
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto import modeling_auto
 
 from hasslefree.checkpoint import MOST_BYTES, TensorFile, read_json, weight_map
 from hasslefree.data import PIECE, WIDEST, pieces
@@ -30,8 +27,9 @@ from hasslefree.errors import CheckpointError, HasslefreeError, ModelError, Unkn
 from hasslefree.models.calls import replaced
 from hasslefree.validation import Dtype
 
-# By type of model, the class that takes images or sound beside text.
-MULTIMODAL: dict[str, str] = dict(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+# By type of model, the class that takes text alone, and the one that takes images or sound beside it.
+CAUSAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MULTIMODAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
 # Files of a folder that transformers reads whole, and the most layers or experts that one of them may ask for.
 SETTINGS = ("*config.json", "*token*.json", "*.index.json", "vocab*", "merges.txt", "*.model", "chat_template*")
 MOST_MODULES = 4096
@@ -47,7 +45,7 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers does not check what the file holds
         raise no_model(name, error) from error
-    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.model_type in MULTIMODAL
+    known = config.model_type in CAUSAL or config.model_type in MULTIMODAL
     own = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     parts = (config, config.get_text_config(decoder=True))
     if not (known or own) or any(getattr(part, "is_encoder_decoder", False) for part in parts):
@@ -138,7 +136,7 @@ def auto_class(config: Any) -> Any:
     """The Auto class of transformers for a configuration: multimodal if it names such a model."""
     multimodal = MULTIMODAL.get(config.model_type)
     named = getattr(config, "architectures", None)
-    if multimodal and (config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or named == [multimodal]):
+    if multimodal and (config.model_type not in CAUSAL or named == [multimodal]):
         return AutoModelForMultimodalLM
     return AutoModelForCausalLM
 
@@ -175,10 +173,7 @@ def load_shapes(name: str, dtype: str = "auto", trust_remote_code: bool = False)
 
 
 def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model in evaluation mode with its parameters still in their files (`models.streaming.Weights` reads them).
-
-    Buffers are there. folder: for weights that have to be converted first; it must last as long as the model.
-    """
+    """The model in evaluation mode, its parameters still in files; those to convert in `folder`, which must last."""
     where = {"device_map": {"": "disk"}, "offload_folder": str(folder)}
     # accelerate warns that weights stay on the disk, which is wanted here.
     with replaced(logging.getLogger("accelerate.big_modeling"), "disabled", True):
@@ -252,10 +247,9 @@ def resolve_seqlen(model: nn.Module, asked: int | None) -> int:
 
 
 def encode(tokenizer: Any, text: str, most: int | None = None, special_tokens: bool = True) -> Tensor:
-    """Token ids of a text of any length: (tokens,) int64. most: the first ones alone.
+    """Token ids of a text: (tokens,) int64. most: the first ones alone. special_tokens: as by default, once.
 
     A text of more than 4 million characters is tokenised in pieces, so that time and memory stay in proportion to it.
-    special_tokens: as the tokenizer adds them by default, once.
     """
     size, ids = WHOLE if most is None else min(WHOLE, PIECE + 4 * WIDEST * most), list[Tensor]()
     for piece in pieces(text, size):

@@ -1,10 +1,10 @@
 """Run blocks on the calibration segments, and collect the Gram matrices of their layers."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from itertools import chain
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from hasslefree.core.cost import FLOAT
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.linalg import bfloat16_products
+from hasslefree.distributed import World
 from hasslefree.errors import NonFiniteError, option
 from hasslefree.models.activations import Activations
-from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, Stop, hooks
 from hasslefree.models.experts import every_expert_called, share_of_tokens
 from hasslefree.models.precision import as_multiplied, computing
-from hasslefree.models.probe import entering
 from hasslefree.models.sites import find_sites
 
 # Rows of inputs whose squares are summed in float32 at a time, and columns.
@@ -36,26 +35,6 @@ def probes(samples: int, seqlen: int) -> int:
     return min(samples, max(PROBED // seqlen, 1))
 
 
-def first_hidden_states(
-    model: nn.Module,
-    blocks: Blocks,
-    segments: Tensor,
-    storage: str = "device",
-    folder: Path = Path(),
-    calls: Sequence[BlockCall] = (),
-) -> Activations:
-    """What enters the first block, for segments (samples, tokens), in float32 at least.
-
-    storage, folder: as for `Activations`. calls: as for `entering`.
-    """
-    states = (entering(model, blocks, calls, segment[None]) for segment in segments)
-    first = next(states)
-    hidden = Activations((len(segments), first.shape[1], first.shape[2]), first.dtype, first.device, storage, folder)
-    for index, entered in enumerate(chain([first], states)):
-        hidden[index] = entered
-    return hidden
-
-
 def run_block(block: nn.Module, call: BlockCall, hidden: Activations) -> None:
     """Put the block's outputs in the place of its inputs."""
     with computing(block), torch.no_grad():
@@ -64,10 +43,7 @@ def run_block(block: nn.Module, call: BlockCall, hidden: Activations) -> None:
 
 
 def with_batching(block: nn.Module, call: BlockCall, hidden: Activations) -> BlockCall:
-    """The call, `batched` if the block gives the same outputs for two segments together as for each alone.
-
-    It does if the other arguments are the same for all segments, and the block broadcasts them.
-    """
+    """The call, `batched` if the block gives the same outputs for two segments together as for each alone."""
     singly, batched = replace(call, batched=False), replace(call, batched=True)
     if len(hidden) < 2:
         return singly
@@ -97,13 +73,12 @@ def pass_bytes(numbers: float) -> int:
 
 def groups_by_input(block: nn.Module, call: BlockCall, states: Tensor, names: Iterable[str]) -> list[list[str]]:
     """The named sites in order of data flow; those that read the very same tensor (q, k, v) form a group."""
-    inputs: dict[str, list[Tensor]] = {}
-    sites = find_sites(block)
+    inputs, sites = defaultdict[str, list[Tensor]](list), find_sites(block)
 
-    def record(name: str) -> Callable[[Tensor], None]:
-        return lambda x: inputs.setdefault(name, []).append(x)
+    def keep(name: str, x: Tensor) -> None:
+        inputs[name].append(x)
 
-    watching = hooks(sites[name].on_input(record(name)) for name in names)
+    watching = hooks(sites[name].on_input(partial(keep, name)) for name in names)
     with watching, every_expert_called(block), computing(block), torch.no_grad():
         call.run(block, states)
     groups: dict[tuple[int, ...], list[str]] = {}
@@ -131,23 +106,17 @@ class MomentSums:
                 self.chunk = max(len(rows), 1)
         self.count += len(rows)
         for part in rows.split(self.chunk):
-            narrow = (
-                part.device.type == "cuda" and part.dtype == torch.bfloat16
-            )  # multiplied as it is, summed in float32
-            factor = part if narrow else part.to(self.dtype)
+            bfloat16 = part.dtype == torch.bfloat16  # on CUDA multiplied as it is, and summed in float32
+            factor = part if bfloat16 and part.is_cuda else part.to(self.dtype)
             self.first.add_(factor.sum(0, dtype=self.dtype))
-            with bfloat16_products(part.device) if part.dtype == torch.bfloat16 else nullcontext():
+            with bfloat16_products(part.device) if bfloat16 else nullcontext():
                 _add_square(self.second, factor)
 
-    def gram(self, add: Callable[[Tensor], None]) -> Gram:
-        """The Gram matrix over all tokens; H = I with 0 tokens where there are none, as for an expert never routed to.
-
-        Args:
-            add: sums a tensor over all processes, in place.
-        """
+    def gram(self, world: World) -> Gram:
+        """The Gram over the tokens of all processes; H = I with 0 tokens if none, as for an expert never routed to."""
         count = torch.tensor(self.count, device=self.second.device)
         for total in (count, self.second, self.first):
-            add(total)
+            world.add(total)
         if not (tokens := int(count)):
             return Gram(torch.eye(len(self.second)).to(self.first.device, self.dtype), 0, self.first.to(self.dtype))
         for panel, after in _panels(self.second):  # what `_add_square` left out
@@ -170,24 +139,15 @@ def checked(gram: Gram, name: str) -> Gram:
 
 
 def gather(
-    block: nn.Module,
-    prefix: str,
-    call: BlockCall,
-    hidden: Activations,
-    groups: Sequence[Sequence[str]],
-    add: Callable[[Tensor], None] = lambda sums: None,
+    block: nn.Module, prefix: str, call: BlockCall, hidden: Activations, groups: list[list[str]], world: World
 ) -> list[Gram]:
-    """The Gram matrix of each group's common input, over all segments, in one pass that ends at the last group.
-
-    Args:
-        prefix: the name of the block. add: adds to a tensor, in place, its values in other processes.
-    """
+    """The Gram of each group's input, over the segments of all processes, in one pass that ends at the last group."""
     sums = {group[0]: MomentSums(hidden.states.shape[1]) for group in groups}
     with computing(block), torch.no_grad():
         for batch in hidden.batches(BATCH if call.batched else 0):
             for name, rows in inputs_of(block, call, hidden[batch], list(sums)).items():
                 sums[name].take(rows)
-    return [checked(total.gram(add), f"{prefix}.{name}") for name, total in sums.items()]
+    return [checked(total.gram(world), f"{prefix}.{name}") for name, total in sums.items()]
 
 
 def inputs_of(block: nn.Module, call: BlockCall, states: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
@@ -195,16 +155,13 @@ def inputs_of(block: nn.Module, call: BlockCall, states: Tensor, names: Sequence
     caught: dict[str, Tensor] = {}
     sites = find_sites(block)
 
-    def catch(name: str) -> Callable[[Tensor], None]:
-        def see(x: Tensor) -> None:
-            rows = as_multiplied(x.reshape(-1, x.shape[-1]))
-            caught[name] = rows.clone() if rows.data_ptr() == x.data_ptr() else rows
-            if len(caught) == len(names):
-                raise Stop
+    def keep(name: str, x: Tensor) -> None:
+        rows = as_multiplied(x.reshape(-1, x.shape[-1]))
+        caught[name] = rows.clone() if rows.data_ptr() == x.data_ptr() else rows
+        if len(caught) == len(names):
+            raise Stop
 
-        return see
-
-    with hooks(sites[name].on_input(catch(name)) for name in names), suppress(Stop):
+    with hooks(sites[name].on_input(partial(keep, name)) for name in names), suppress(Stop):
         call.run(block, states)
     return {name: caught[name] for name in names}
 

@@ -30,10 +30,7 @@ def computing(block: nn.Module, modules: Iterable[nn.Module] | None = None, unpa
 
     Tensors that no product reads are float32 meanwhile; all tensors are, if products are not in the block's dtype.
     Afterwards they have their dtype again, with their current values; an unchanged tensor keeps its bits.
-
-    Args:
-        modules: the modules of a model that run; None for all of the block.
-        unpack: False if S may change meanwhile; it is then unpacked at every call.
+    modules: those that run; None for all. unpack: False if S may change meanwhile, and is unpacked at every call.
     """
     running = list(block.modules() if modules is None else modules)
     matrix = max((p for module in running for p in module.parameters(recurse=False)), key=nn.Parameter.numel)

@@ -23,27 +23,18 @@ from hasslefree.models.streaming import Weights, outside
 OUTPUT_OPTIONS = ("output_router_logits", "output_attentions", "output_hidden_states")
 
 
+# Called with the index of each block while it is in memory; and after each block.
+Inspect = Callable[[int], None]
+Advance = Callable[[], None]
+
+
 class Probe:
-    """A forward pass of a segment (1, tokens) up to the last block, with one block in memory at a time.
-
-    Args:
-        inspect: called with the index of each block while it is in memory. advance: called after each block.
-
-    Attributes:
-        calls: how each block is called. traces: of each, the arguments that may be extra inputs.
-        output: what the last block returns.
-    """
+    """A forward pass of a segment (1, tokens) up to the last block, with one block in memory at a time."""
 
     output: Tensor
 
     def __init__(
-        self,
-        model: nn.Module,
-        blocks: Blocks,
-        segment: Tensor,
-        weights: Weights,
-        inspect: Callable[[int], None],
-        advance: Callable[[], None],
+        self, model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, inspect: Inspect, advance: Advance
     ) -> None:
         self.blocks, self.weights, self.inspect, self.advance = blocks, weights, inspect, advance
         self.calls: list[BlockCall] = []
@@ -98,30 +89,21 @@ class Probe:
 
 
 def sees_later_tokens(before: Tensor, after: Tensor, dtype: torch.dtype) -> bool:
-    """Whether outputs at some tokens, before and after a later token was changed, differ by more than rounding.
+    """Whether outputs, before and after a change of a later token, differ by more than rounding in the dtype.
 
     The experts of a mixture sum in another order when one token changes, so in float32 some rounding must be allowed.
-
-    Args:
-        before, after: of one shape. dtype: in which they were computed.
     """
     tolerance = max(4 * torch.finfo(dtype).eps, 1e-4) * before.abs().amax()
     return bool((before - after).abs().amax() > tolerance)
 
 
 def block_calls(
-    model: nn.Module,
-    blocks: Blocks,
-    segment: Tensor,
-    weights: Weights,
-    inspect: Callable[[int], None] = lambda index: None,
-    advance: Callable[[], None] = lambda: None,
+    model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, inspect: Inspect, advance: Advance
 ) -> list[BlockCall]:
     """How a model calls each block, after a check that it can be run block by block and is a decoder.
 
     A second segment differs in its last token: a causal model gives the same output before it, and the arguments that
-    differ are those that depend on the text. segment: (1, tokens). inspect: as for `Probe`, in the first pass.
-    advance: as for `Probe`, in both.
+    differ are those that depend on the text. segment: (1, tokens). inspect: in the first pass; advance: in both.
     """
     first = Probe(model, blocks, segment, weights, inspect, advance)
     changed = segment.clone()
@@ -153,16 +135,11 @@ def block_calls(
 def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor) -> Tensor:
     """What enters the first block for a segment (1, tokens), in float32 at least: (1, tokens, width).
 
-    The forward pass ends once everything that depends on the text alone is known; blocks return their inputs.
-
-    Args:
-        calls: of the blocks; none if there are no extra inputs.
+    The pass ends once all that depends on the text alone is known. calls: empty if there are no extra inputs.
     """
     entered: list[Tensor] = []
-    readers = (
-        i for i, call in enumerate(calls) if call.extra and any(k[0] == "text" for k in call.extra.reads.values())
-    )
-    last = max(readers, default=0)
+    reads = [call.extra.reads.values() if call.extra else () for call in calls]
+    last = max((index for index, keys in enumerate(reads) if any(key[0] == "text" for key in keys)), default=0)
 
     def record(index: int, *args: Any, **kwargs: Any) -> Any:
         hidden, call = split_call(args, kwargs)
@@ -186,13 +163,7 @@ def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segme
 def logits_of(
     model: PreTrainedModel, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor, states: Tensor
 ) -> Tensor:
-    """The logits (tokens, vocabulary) for `states` as the output of the last block; the blocks do not run.
-
-    Gradients flow to the states if they require them.
-
-    Args:
-        calls: how each block is called. segment: token ids (tokens,). states: (1, tokens, width).
-    """
+    """The logits (tokens, vocabulary) for `states` (1, tokens, width) as the last block's output; no block runs."""
     with ExitStack() as changes:
         for name in OUTPUT_OPTIONS:
             if getattr(model.config, name, False):

@@ -36,9 +36,7 @@ def multiplies(kind: Any) -> bool:
 class Site:
     """A weight matrix somewhere under `root`, a block or a model: here of an `nn.Linear`; other kinds override.
 
-    Args:
-        name: of the matrix under root; the tensors that take its place are saved under this name.
-        module: what holds the matrix in the dense model.
+    name: of the matrix under root, and of the tensors that replace it. module: what holds it in the dense model.
     """
 
     root: nn.Module
@@ -62,8 +60,7 @@ class Site:
     @property
     def parameter(self) -> nn.Parameter:
         """The parameter that holds the matrix, in whichever form."""
-        parameter: nn.Parameter = self.module.weight
-        return parameter
+        return self.module.weight
 
     @property
     def bias(self) -> Tensor | None:

@@ -26,10 +26,7 @@ Modules = Callable[[], Iterable[nn.Module]]
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of a checkpoint: `name` in the model, `leaf` in `stored`, the files as accelerate lists them.
-
-    opened: a file by its path.
-    """
+    """A tensor of a checkpoint: `name` in the model, `leaf` in `stored`, accelerate's files. opened: a file by path."""
 
     stored: Any
     leaf: str
@@ -80,11 +77,8 @@ class Weights:
     """The parameters of a model; `present` brings those of a part of it to `device`.
 
     Parameters that accelerate left on disk (`device_map={"": "disk"}`) are read for as long as they are needed; those
-    in memory stay where they are.
-
-    Args:
-        model: accelerate's hooks are removed, and buffers moved to `device`.
-        prefetch: read the weights of the next part in the background, which takes the memory of one more part.
+    in memory stay where they are. model: its hooks of accelerate are removed, and buffers moved to `device`. prefetch:
+    read the weights of the next part in the background, which takes the memory of one more part.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, prefetch: bool = True):
@@ -128,8 +122,8 @@ class Weights:
     def present(self, part: Modules, then: Modules | None = None) -> Iterator[None]:
         """Within it, the parameters of a part of the model are on the device.
 
-        Afterwards they are freed, with the compressed layers that were put into the part; a part that was in memory
-        before stays there. then: the next part, read in the background if `prefetch`.
+        Afterwards they are freed, with compressed layers that were put into the part; what was in memory before stays.
+        then: the next part, read in the background if `prefetch`.
         """
         if not self._missing(part):
             yield

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -13,8 +14,8 @@ from transformers import PreTrainedModel
 from hasslefree.models.activations import Activations
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall
-from hasslefree.models.moments import first_hidden_states, run_block, with_batching
-from hasslefree.models.probe import block_calls
+from hasslefree.models.moments import run_block, with_batching
+from hasslefree.models.probe import block_calls, entering
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.streaming import Weights, outside
 from hasslefree.phases import PREFLIGHT, Phases
@@ -22,11 +23,7 @@ from hasslefree.phases import PREFLIGHT, Phases
 
 @dataclass
 class Visit:
-    """A block while it is in memory.
-
-    Args:
-        prefix: its name in the model. call: how it is called. has_run: whether its inputs were replaced by its outputs.
-    """
+    """A block while it is in memory. prefix: its name. has_run: whether its inputs were replaced by its outputs."""
 
     index: int
     prefix: str
@@ -44,9 +41,7 @@ class Visit:
 class Walk:
     """A model that is run block by block.
 
-    Args:
-        calls: how each block is called. storage, folder: where hidden states are between blocks; see `Activations`.
-        phases: of the run that walks, in which the blocks are counted.
+    calls: how each block is called. storage, folder: as for `Activations`. phases: those in which blocks are counted.
     """
 
     model: PreTrainedModel
@@ -92,15 +87,20 @@ class Walk:
         return list(outside(self.model, self.blocks)())
 
     def entering(self, segments: Tensor) -> Activations:
-        """What enters the first block, for segments (samples, tokens)."""
+        """What enters the first block, for segments (samples, tokens), in float32 at least."""
         with self.outside():
-            return first_hidden_states(self.model, self.blocks, segments, self.storage, self.folder, self.calls)
+            states = (entering(self.model, self.blocks, self.calls, segment[None]) for segment in segments)
+            first = next(states)
+            shape = (len(segments), first.shape[1], first.shape[2])
+            hidden = Activations(shape, first.dtype, first.device, self.storage, self.folder)
+            for index, entered in enumerate(chain([first], states)):
+                hidden[index] = entered
+        return hidden
 
     def visits(self, hidden: Activations, to_end: bool = True) -> Iterator[Visit]:
         """The blocks in order, one in memory at a time, with `hidden` as their inputs.
 
-        After each visit `hidden` runs through the block as it is then, unless it `has_run`. to_end: through the last
-        block too.
+        `hidden` then runs through the block as it is, unless it `has_run`. to_end: through the last block too.
         """
         for index, block in enumerate(self.blocks.modules):
             with self.weights.present(block.modules, self.blocks.part(index + 1)):

@@ -212,10 +212,7 @@ def layout_of(pattern: str) -> Layout:
 
 
 class Placed(torch.autograd.Function):
-    """Values at their positions in a matrix (out, in), counted row by row; zero elsewhere.
-
-    On a CPU it is faster, forwards and backwards, than torch's selections by a mask.
-    """
+    """Values at their places in a matrix, counted row by row: on a CPU faster, both ways, than selections by a mask."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:

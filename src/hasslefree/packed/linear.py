@@ -13,20 +13,10 @@ from torch.nn import functional as F
 from hasslefree.core.factors import BITS, CodedRows
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError
-from hasslefree.packed.kernels.backends import (
-    BACKENDS,
-    HAS_NUMBA,
-    HAS_TRITON,
-    Case,
-    check_backend,
-    choose,
-    product,
-    takes_layer,
-    wants_numba,
-)
+from hasslefree.packed.kernels import backends
 from hasslefree.packed.kernels.int4 import Int4, plain
 from hasslefree.packed.kernels.ops import TRITON_TOKENS, Prepared, PreparedFactors, is_traced, takes_few
-from hasslefree.packed.layouts import PackedGroups
+from hasslefree.packed.layouts import Columns, PackedGroups
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import Storage, pack_codes, unpack_codes
 from hasslefree.validation import typed
@@ -196,10 +186,10 @@ class SparseLowRankLinear(nn.Module):
 
     def _prepare_int4(self) -> None:
         """Make `int4`, where it is the backend; on a CPU the buffer then holds the codes in its order."""
-        tensors, case = self.tensors(), self._case(tokens=1, grad=False)
+        tensors, case = self.tensors(), self._case()
         self.int4 = self.prepared_factors = None
-        if choose(case, self.backend) != "int4":
-            obstacle = BACKENDS["int4"](case)
+        if backends.choose(case, self.backend) != "int4":
+            obstacle = backends.BACKENDS["int4"](case)
             if obstacle and case.device == "cpu" and self.spec.pattern == "dense":
                 log_slower(str(self.spec.grid), obstacle)
             return
@@ -207,7 +197,7 @@ class SparseLowRankLinear(nn.Module):
         self.int4 = Int4.of(codes, tensors["weight_scale"].detach(), self.storage.lowest(tensors))
         if case.device == "cpu":
             self._buffers["weight_packed"] = self.int4.codes
-            if HAS_NUMBA and (factors := self.factors()) is not None:
+            if backends.HAS_NUMBA and (factors := self.factors()) is not None:
                 u, v = factors
                 self.prepared_factors = PreparedFactors(u.contiguous(), v.contiguous(), self.bias)
 
@@ -225,7 +215,7 @@ class SparseLowRankLinear(nn.Module):
             return None
         layout = self.storage.layout
         assert isinstance(layout, PackedGroups)
-        if self.spec.pattern == "2:4" and HAS_NUMBA and self.backend in (None, "numba") and not is_traced(x):
+        if self.spec.pattern == "2:4" and backends.HAS_NUMBA and self.backend in (None, "numba") and not is_traced(x):
             on_cpu = x.device.type == self.values.device.type == "cpu"
             if on_cpu and x.shape[-1] == self.in_features and takes_few(x):
                 tensors = self._tensors()
@@ -235,11 +225,11 @@ class SparseLowRankLinear(nn.Module):
                     self.prepared = Prepared(self.values, self.index, self.low_rank_u, self.low_rank_v, self.bias, key)
                 if self.prepared is not None and self.prepared.key == key:
                     return self.prepared(x)
-        backend = choose(self._case(x.numel() // self.in_features, grad=False), self.backend)
-        if not takes_layer(backend, x, layout, self.spec.rank):
+        backend = backends.choose(self._case(x.numel() // self.in_features), self.backend)
+        if not backends.takes_layer(backend, x, layout, self.spec.rank):
             return None
         us = [] if self.low_rank_u is None else [self.low_rank_u]
-        return product(backend, x, self.values, self.index, layout, us, self.low_rank_v, self.bias)
+        return backends.product(backend, x, self.values, self.index, layout, us, self.low_rank_v, self.bias)
 
     def _tensors(self) -> list[Tensor | None]:
         """S that is on no grid, u, v and the bias. Python's overhead counts here: no look-up by the module."""
@@ -256,9 +246,9 @@ class SparseLowRankLinear(nn.Module):
         grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         if self._pinned is not None and not grad:
             return F.linear(x, self._pinned)
-        backend = choose(self._case(x.numel() // self.in_features, grad), self.backend)
+        backend = backends.choose(self._case(x.numel() // self.in_features, grad), self.backend)
         if backend in ("numba", "triton"):
-            return product(backend, x, self.values, self.index, self.storage.layout)
+            return backends.product(backend, x, self.values, self.index, self.storage.layout)
         return F.linear(x, self._cached() if backend == "unpacked" and self.keeps_unpacked else self.unpacked())
 
     def _cached(self) -> Tensor:
@@ -284,17 +274,17 @@ class SparseLowRankLinear(nn.Module):
             UnknownNameError: no such backend. KernelError: it is not possible here; the message says why.
         """
         if backend is not None:
-            choose(self._case(tokens=1, grad=False), backend)
+            backends.choose(self._case(), backend)
         with torch.no_grad(), remedy_for_copies(self.spec.shape):
             self.cached_sparse = self.unpacked() if backend == "unpacked" else None
         self.backend, self.cache_key = backend, None
 
-    def _case(self, tokens: int, grad: bool) -> Case:
+    def _case(self, tokens: int = 1, grad: bool = False) -> backends.Case:
         weight, spec = self.weight, self.spec
-        return Case(weight.device.type, weight.dtype, self.storage.layout, tokens, grad, spec.grid, spec.shape)
+        return backends.Case(weight.device.type, weight.dtype, self.storage.layout, tokens, grad, spec.grid, spec.shape)
 
     def extra_repr(self) -> str:
-        spec, backend = self.spec, self.backend or choose(self._case(tokens=1, grad=False))
+        spec, backend = self.spec, self.backend or backends.choose(self._case())
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, rank={spec.rank}"
         return f"{sizes}, bias={self.bias is not None}, backend={backend}, {spec.kind}"
 
@@ -313,7 +303,7 @@ def log_slower(grid: str, obstacle: str) -> None:
 
 @cache
 def log_without_triton() -> None:
-    if not HAS_TRITON:
+    if not backends.HAS_TRITON:
         logger.info(
             "Triton 3.4 or newer is not installed, so compressed layers on a GPU are unpacked once and take the memory "
             "of dense layers; pip install triton"
@@ -339,8 +329,12 @@ def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:
 
 def layers_without_numba(model: nn.Module) -> list[str]:
     """The layers that unpack S at every call because Numba is not installed, by their full name."""
-    layers = compressed_layers(model).items()
-    return [name for name, layer in layers if wants_numba(layer._case(tokens=1, grad=False))]
+    if backends.HAS_NUMBA:
+        return []
+    cases = {name: layer._case() for name, layer in compressed_layers(model).items()}
+    return [
+        n for n, case in cases.items() if case.device == "cpu" and not (isinstance(case.layout, Columns) or case.grid)
+    ]
 
 
 @typed
@@ -352,23 +346,19 @@ def use_backend(model: nn.Module, backend: str | None) -> None:
     """
     layers = compressed_layers(model).values()
     if backend is not None:
-        check_backend(backend)
+        backends.check_backend(backend)
         for layer in layers:
-            choose(layer._case(tokens=1, grad=False), backend)
+            backends.choose(layer._case(), backend)
     for layer in layers:
         layer.use(backend)
 
 
-def keep_unpacked(model: nn.Module) -> None:
-    """Let layers on a GPU keep S unpacked after the first call for which there is no kernel, not unpack it at each."""
-    for layer in compressed_layers(model).values():
+def keep_unpacked(model: nn.Module) -> int:
+    """Let layers on a GPU keep S unpacked after the first call without a kernel for it; the bytes that this takes."""
+    layers = compressed_layers(model).values()
+    for layer in layers:
         layer.keeps_unpacked = True
-
-
-def bytes_unpacked(model: nn.Module) -> int:
-    """The bytes that the layers of a model on a GPU will keep unpacked, or keep already."""
-    layers = [layer for layer in compressed_layers(model).values() if layer.keeps_unpacked and layer.backend is None]
-    return sum(layer.spec.dense_bytes(layer.weight.dtype) for layer in layers if layer.weight.device.type == "cuda")
+    return sum(layer.spec.dense_bytes(layer.weight.dtype) for layer in layers if layer.weight.is_cuda)
 
 
 @contextmanager

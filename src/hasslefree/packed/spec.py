@@ -1,6 +1,5 @@
 """The description of a compressed layer without its values, used by the plan, the folder, the reports and the layer."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -80,8 +79,5 @@ class LayerSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; the grid and the bits of factors only where there are any."""
-        grid = self.grid
-        on_grid = {"grid": grid.to_dict()} if grid else {}
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields |= {"shape": list(self.shape)} | on_grid
+        fields = vars(self) | {"shape": list(self.shape), "grid": self.grid and self.grid.to_dict()}
         return {name: value for name, value in fields.items() if value is not None}

@@ -1,7 +1,5 @@
 """The plan of every layer, decided and checked before the first layer is changed: by a budget, or within a size."""
 
-from __future__ import annotations
-
 import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
@@ -55,7 +53,7 @@ class LayerPlan:
         dtype: torch.dtype,
         grid: Grid | None = None,
         factor_bits: int | None = None,
-    ) -> LayerPlan:
+    ) -> "LayerPlan":
         """The plan of a weight (out, in). factor_bits: without effect at rank 0."""
         return cls(LayerSpec(str(pattern), shape, rank, pattern.kept(shape), grid, factor_bits), pattern, dtype)
 
@@ -80,11 +78,7 @@ def plan_of(model: torch.nn.Module, blocks: Blocks, resolved: Resolved) -> Plan:
 
 
 def uniform_plans(model: torch.nn.Module, blocks: Blocks, resolved: Resolved) -> list[Plan]:
-    """For each number of bits, from the most on, the plan with the largest rank within the recipe's size.
-
-    Raises:
-        BudgetError: no plan is within the size (with the least possible one), or the dense model is.
-    """
+    """For each number of bits, from the most on, the plan with the largest rank in the size. Raises as `layer_room`."""
     sites = select_sites(blocks, resolved.recipe.leave_dense).sites
     narrowest = min(min(site.shape) for layers in sites for site in layers.values())
     grids: Sequence[Grid | None] = resolved.grids or (None,)
@@ -112,10 +106,7 @@ def bytes_of(plan: Plan) -> int:
 
 
 def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
-    """The bytes that the planned layers may take: those of the recipe's size or, without one, of the plan.
-
-    Raises a BudgetError if the dense model is within the size, or the plan is not.
-    """
+    """The bytes for the planned layers: by the recipe's size, or the plan's. A BudgetError if the size does not do."""
     if (size := resolved.size) is None:
         return bytes_of(plan)
     layers = [layer for plans in plan for layer in plans.values()]

@@ -24,8 +24,7 @@ from hasslefree.errors import MemoryShortError
 from hasslefree.escaping import escaped, escaped_within
 from hasslefree.folder.output import write_whole
 from hasslefree.folder.record import LayerRecord
-from hasslefree.report.content import Content, Run
-from hasslefree.report.layer_map import error_range, place, places
+from hasslefree.report.content import Content, Run, error_range, place, places
 from hasslefree.units import significant
 
 ASSETS = Path(__file__).parent / "assets"
@@ -56,11 +55,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart and its data.
-
-    Args:
-        note: how to read it; empty where the title is enough. rows: the data set that the chart calls "rows".
-    """
+    """A chart and its data, which it calls "rows". note: how to read it; empty where the title is enough."""
 
     title: str
     chart: alt.Chart | alt.LayerChart | alt.FacetChart
@@ -128,12 +123,7 @@ def file_name(text: str) -> str:
 
 
 def run_charts(run: Run, content: Content, selected: str = "") -> dict[str, Drawing]:
-    """The charts of one folder by name.
-
-    Args:
-        content: the report, whose folders share one scale of colours.
-        selected: the layer that is marked and whose curves are shown; empty for the curves of all layers.
-    """
+    """The charts of one folder by name, in the colours of `content`. selected: the marked layer; "" for all curves."""
     layers, record = [layer for other in content.runs for layer in other.record.layers], run.record
     most = max(12, POINTS // (2 * len(layers)))
     errors = error_range([layer.relative_error for layer in layers])
@@ -169,11 +159,7 @@ def comparisons(content: Content) -> dict[str, Drawing]:
 
 
 def heat_map(layers: Iterable[LayerRecord], errors: tuple[float, float] | None = None, selected: str = "") -> Drawing:
-    """The relative error of every layer: blocks down, kinds across.
-
-    Args:
-        errors: the ends of the logarithmic scale of colours; None for those of these layers.
-    """
+    """The relative error of every layer: blocks down, kinds across. errors: the ends of the scale; None: those here."""
     rows = layer_rows(layers)
     least, most = errors or error_range([row["error"] for row in rows])
     most = max(most, 1.01 * least)  # a scale needs a range

@@ -3,7 +3,8 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from hasslefree.folder.output import write_whole
 from hasslefree.folder.record import Record, command_of, read_record
 from hasslefree.phases import PhaseTime
 from hasslefree.validation import Count, Figure, InvalidError, validated
+
+_BLOCK = re.compile(r"(?:.*?\.)?(\d+)\.(.+)")
+_EXPERT = re.compile(r"\.\d+(?=\.)")
 
 
 class _Perplexity(TypedDict):
@@ -42,11 +46,7 @@ class _Results:
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long a compression took, in all, by layer and by phase.
-
-    Args:
-        compression: the SHA-256 of its compression.json. phases: those of the last run, where it was resumed.
-    """
+    """How long a compression took. compression: SHA-256 of its compression.json. phases: of the last, resumed run."""
 
     compression: str
     seconds: Figure
@@ -56,12 +56,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured on one model.
-
-    Args:
-        perplexity: by text, a file by its name alone. tasks: accuracies, as shares.
-        limit: rows of each task; None for all.
-    """
+    """Perplexities by text, and accuracies of tasks as shares, of one model. limit: rows of each task; None for all."""
 
     perplexity: dict[str, float] = field(default_factory=dict)
     tasks: dict[str, float] = field(default_factory=dict)
@@ -80,13 +75,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """A compressed folder.
+    """A compressed folder. name: unlike that of any other run. record: with seconds, where they are known.
 
-    Args:
-        name: unlike that of any other run. record: with the seconds of its layers and phases, where they are known.
-        spectra: by layer the singular values of L, the largest first.
-        command: repeats the compression; None where its text was given from Python.
-        seconds: of the whole compression; None where they are unknown.
+    spectra: by layer the singular values of L, the largest first. command: repeats the compression; None where its text
+    was given from Python. seconds: of the whole compression; None where they are unknown.
     """
 
     name: str
@@ -169,10 +161,7 @@ def write_seconds(folder: Path, report: Record) -> None:
 
 
 def read_seconds(folder: Path, compression: str) -> Seconds | None:
-    """What `write_seconds` wrote; None if there is nothing, or it is of another compression.
-
-    Raises a CheckpointError if it is something else.
-    """
+    """What `write_seconds` wrote; None without a file, or of another compression; a CheckpointError if damaged."""
     file, remedy = seconds_file(folder), "move or delete it: hasslefree keeps the seconds of a run there"
     if not file.exists():
         return None
@@ -184,10 +173,7 @@ def read_seconds(folder: Path, compression: str) -> Seconds | None:
 
 
 def read_evaluation(file: Path, owner: Path | None = None) -> Iterator[tuple[str | Path, Evaluation]]:
-    """The model and the results in a file that `evaluate` wrote; then those of the dense model, if they are there.
-
-    owner: the folder of the model, if it is known.
-    """
+    """The model and results in a file of `evaluate`; then the dense model's, if any. owner: the model's folder."""
     try:
         results = validated(_Results, read_json(file))
     except InvalidError as error:
@@ -218,9 +204,36 @@ def _factor(stored: Mapping[str, StoredTensor], name: str) -> Tensor:
 
 
 def spectrum(u: Tensor, v: Tensor) -> Tensor:
-    """The singular values of u v, float64, the largest first, for u: (out, r), v: (r, in).
-
-    With u = Q R and vᵀ = P T they are those of R Tᵀ, which is small.
-    """
+    """The singular values of u v, float64, the largest first, of u: (out, r), v: (r, in): those of R Tᵀ."""
+    # u = Q R and vᵀ = P T.
     left, right = (torch.linalg.qr(factor.double(), mode="r").R for factor in (u, v.T))
     return torch.linalg.svdvals(left @ right.T)
+
+
+def place(name: str) -> tuple[int, str]:
+    """The block of a layer and its kind: model.layers.3.mlp.up_proj → 3, mlp.up_proj. Without a number, block 0."""
+    match = _BLOCK.fullmatch(name)
+    return (int(match[1]), match[2]) if match else (0, name)
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """The last part of each name where that tells them apart, else all of it."""
+    leaves: dict[str, set[str]] = {}
+    for name in names:
+        leaves.setdefault(name.rpartition(".")[2], set()).add(name)
+    return {name: leaf if len(alike) == 1 else name for leaf, alike in leaves.items() for name in alike}
+
+
+def places(names: Iterable[str], merge_experts: bool = False) -> dict[str, tuple[int, str]]:
+    """The block and the shortened kind of each layer. merge_experts: experts.5.w1 becomes experts.w1, one kind."""
+    long = {name: place(name) for name in names}
+    if merge_experts:
+        long = {name: (block, _EXPERT.sub("", kind)) for name, (block, kind) in long.items()}
+    short = short_names(kind for _, kind in long.values())
+    return {name: (block, short[kind]) for name, (block, kind) in long.items()}
+
+
+def error_range(errors: Iterable[float]) -> tuple[float, float]:
+    """The least error above 0 and the most; both 1 where all are 0."""
+    positive = [error for error in errors if error > 0] or [1.0]
+    return min(positive), max(positive)

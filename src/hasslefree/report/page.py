@@ -15,25 +15,20 @@ from markupsafe import Markup
 from hasslefree.escaping import escaped_within
 from hasslefree.folder.card import trained
 from hasslefree.report.charts import ASSETS, CONFIG, comparisons, dense_bytes, run_charts
-from hasslefree.report.content import Content
-from hasslefree.report.layer_map import place
+from hasslefree.report.content import Content, place
 from hasslefree.report.samples import Samples
 from hasslefree.units import duration, size
 
 
 def render(content: Content, samples: Sequence[Samples] = ()) -> str:
-    """The page. Whatever comes from a folder is escaped; the browser runs the page's own two scripts and no other.
-
-    Args:
-        samples: of each run, in their order; empty for a page without samples.
-    """
+    """The page, which escapes what comes from a folder, and runs its own scripts alone. samples: of each run, or ()."""
     options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
     # Texts lose their control characters; the page's own markup stays.
     options["finalize"] = lambda value: value if isinstance(value, Markup) else escaped_within(value)
     environment = Environment(loader=FileSystemLoader(ASSETS), undefined=StrictUndefined, **options)
     environment.filters |= {
         "percent": percent,
-        "error": error_text,
+        "error": lambda value: f"{value:.5f}" if value >= 1e-4 or value == 0 else f"{value:.2e}",
         "size": size,
         "duration": duration,
         "precise": lambda seconds: f"{seconds:.1f} s" if seconds < 9.95 else duration(seconds),
@@ -80,10 +75,6 @@ def leading(values: Sequence[float], share: float) -> int:
     squares = [value * value for value in values]
     sums, least = enumerate(accumulate(squares), 1), share * sum(squares)
     return next((count for count, held in sums if held >= least > 0), 0)
-
-
-def error_text(value: float) -> str:
-    return f"{value:.5f}" if value >= 1e-4 or value == 0 else f"{value:.2e}"
 
 
 def layer_text(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -40,53 +41,45 @@ class Samples:
     remark: str | None = None
 
 
-@dataclass(frozen=True)
-class Written:
-    """What one model wrote after one prompt."""
-
-    continuation: Continuation
-    tokenizer: Any
-
-    def split(self, tokens: int) -> Text:
-        """The text in two parts, the first of so many tokens."""
-        text = self.continuation.text
-        start = self.tokenizer.decode(self.continuation.tokens[:tokens], skip_special_tokens=True)
-        # A character may be of several tokens: without the last of them, it is decoded as another one.
-        same = shared(start, text)
-        return Text(text[:same], text[same:])
-
-
 def sample_folders(
     folders: Iterable[Path], prompts: Sequence[str], dense: str | None = None, max_new_tokens: int = 64, **how: Any
 ) -> list[Samples]:
     """Let the model of each folder and its dense model continue the prompts. One model is in memory at a time.
 
-    Args:
-        dense: the dense model of all folders; None for the one that each folder names, if it is on this machine;
-            "none" for none. how: the device and trust_remote_code of `load_model`.
+    dense: for all folders; None for what each folder names, if it is on this machine; "none" for none. how: of
+    `load_model`.
     """
-    sampling, by_model, samples = Sampling(max_new_tokens), dict[str, list[Written]](), []
+    sampling, by_model, samples = Sampling(max_new_tokens), dict[str, list[Continuation]](), []
     for folder in folders:
         name, remark = dense_original(folder) if dense is None else (dense, None)
-        compressed = write(Writer.load(str(folder), **how), prompts, sampling)
+        compressed, tokenizer = write(str(folder), prompts, sampling, how)
         if name is None or name == "none":
-            texts = (Text(written.continuation.text, "") for written in compressed)
+            texts = (Text(continuation.text, "") for continuation in compressed)
             samples.append(Samples(tuple(map(Sample, prompts, texts)), remark))
             continue
         if name not in by_model:
-            by_model[name] = write(Writer.load(name, **how), prompts, sampling)
-        samples.append(Samples(tuple(map(sample, prompts, compressed, by_model[name]))))
+            by_model[name], _ = write(name, prompts, sampling, how)
+        samples.append(Samples(tuple(map(partial(sample, tokenizer), prompts, compressed, by_model[name]))))
     return samples
 
 
-def write(writer: Writer, prompts: Iterable[str], sampling: Sampling) -> list[Written]:
-    return [Written(writer.write(prompt, sampling), writer.tokenizer) for prompt in prompts]
+def write(name: str, prompts: Iterable[str], sampling: Sampling, how: dict[str, Any]) -> tuple[list[Continuation], Any]:
+    """What a model writes after each prompt, and its tokenizer; the model is not kept."""
+    writer = Writer.load(name, **how)
+    return [writer.write(prompt, sampling) for prompt in prompts], writer.tokenizer
 
 
-def sample(prompt: str, compressed: Written, dense: Written) -> Sample:
+def sample(tokenizer: Any, prompt: str, compressed: Continuation, dense: Continuation) -> Sample:
     """Both texts, parted at the first token that differs."""
-    tokens = shared(compressed.continuation.tokens, dense.continuation.tokens)
-    return Sample(prompt, compressed.split(tokens), dense.split(tokens), tokens)
+    tokens = shared(compressed.tokens, dense.tokens)
+    start = tokenizer.decode(compressed.tokens[:tokens], skip_special_tokens=True)
+
+    def parted(text: str) -> Text:
+        # A character may be of several tokens: without the last of them, it is decoded as another one.
+        same = shared(start, text)
+        return Text(text[:same], text[same:])
+
+    return Sample(prompt, parted(compressed.text), parted(dense.text), tokens)
 
 
 def shared(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -33,12 +33,7 @@ from hasslefree.validation import typed
 
 @dataclass(frozen=True)
 class Advice:
-    """A plan within a size, and what it costs.
-
-    Args:
-        bits, rank: the least and the most of a layer; no bits without a grid.
-        bytes: of all weights of the model, as stored. divergence: the estimate above, in nats a token.
-    """
+    """A plan within a size: least and most bits and rank, the model's bytes, and the estimate above in nats a token."""
 
     plan: Plan = dataclasses.field(repr=False)
     bits: tuple[int, int] | None

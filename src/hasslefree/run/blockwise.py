@@ -49,12 +49,9 @@ def compress_blocks(
 ) -> None:
     """Decompose, replace and write every planned layer; each block gets the outputs of the compressed ones before it.
 
-    A block is read and the one before it written while a block is decomposed; all are written at the end.
-
-    Args:
-        segments: of this process. work: holds the finished blocks, and takes the others.
-        writing: the phase in which files are counted. check: follows the blocks.
-        deadline: when the whole run is to end, by the clock of the phases of `walk`; None for no such time.
+    A block is read and the one before it written while a block is decomposed; all are written at the end. segments: of
+    this process. work: holds the finished blocks, and takes the others. check: follows the blocks. deadline: when the
+    whole run is to end, by the clock of the phases of `walk`; None for no such time.
     """
     plan, count = allocation.plan, len(walk.blocks.modules)
     layers = sum(map(len, plan))
@@ -147,11 +144,7 @@ def put_block_back(visit: Visit, work: Unfinished, part: FinishedPart, tied: Con
 
 
 def compress_block(task: Task, hidden: Activations) -> list[Done]:
-    """Decompose and replace the planned layers of one block, each process its share; returns them with their records.
-
-    Args:
-        hidden: the inputs of the block; afterwards its outputs, if the visit `has_run`.
-    """
+    """Decompose and replace the layers of a block, each process its share. hidden: inputs; outputs if it `has_run`."""
     visit, resolved = task.visit, task.resolved
     block, call, done = visit.block, visit.call, list[Done]()
     groups = groups_by_input(block, call, hidden[0], task.plans)
@@ -162,7 +155,7 @@ def compress_block(task: Task, hidden: Activations) -> list[Done]:
             visit.has_run = True
             return done
         for together in [groups] if resolved.recipe.sequential == "block" else passes(task, groups, hidden.device):
-            grams = gather(block, visit.prefix, call, hidden, together, task.world.add)
+            grams = gather(block, visit.prefix, call, hidden, together, task.world)
             task.collecting.advance(sum(map(len, together)))
             with task.solving.running():
                 done += compress_groups(task, together, grams)
@@ -209,7 +202,7 @@ def compress_in_one_pass(task: Task, hidden: Activations, groups: list[list[str]
         rows = as_multiplied(x.reshape(-1, x.shape[-1]))  # in the dtype of products, which `solving` turns off
         with solving(x.device):
             sums.take(rows)
-            gram = checked(sums.gram(task.world.add), f"{task.visit.prefix}.{group[0]}")
+            gram = checked(sums.gram(task.world), f"{task.visit.prefix}.{group[0]}")
             del sums, rows  # not needed while the layers are solved: twice the Gram matrix in float64, and a copy
             task.collecting.advance(len(group))
             with task.solving.running():

@@ -33,10 +33,10 @@ from hasslefree.run.blockwise import compress_blocks
 from hasslefree.run.estimate import Setup, check_memory, seconds_by_phase
 from hasslefree.run.held_out import Check
 from hasslefree.run.inputs import check_segments, draw, open_model
+from hasslefree.run.layers import undivided
 from hasslefree.run.machine import memory_reused
 from hasslefree.run.outputs import configuration, described, recorded, write_rest
 from hasslefree.run.preflight import preflight
-from hasslefree.run.sharing import undivided
 from hasslefree.run.training import matching_text, train_whole
 from hasslefree.validation import typed
 
@@ -124,10 +124,8 @@ def compress(
 class Dense:
     """A model to compress, and the text that it reads.
 
-    Args:
-        plan: what becomes of its layers, before any allocation. room: the bytes that they may take.
-        left: what stays as it is, as `Record` has it.
-        segments: token ids (samples, seqlen). own_segments: they were given, and not drawn from the recipe's text.
+    plan, room: of its layers before any allocation, and the bytes that they may take. left: what stays as it is, as in
+    `Record`. segments: token ids (samples, seqlen). own_segments: they were given, not drawn from the recipe's text.
     """
 
     name: str
@@ -142,19 +140,13 @@ class Dense:
 
 
 def compress_dense(
-    dense: Dense,
-    resolved: Resolved,
-    device: torch.device,
-    activations: str,
-    work: Unfinished,
-    world: World,
-    phases: Phases,
+    dense: Dense, resolved: Resolved, device: torch.device, storage: str, work: Unfinished, world: World, phases: Phases
 ) -> Record:
-    """Compress a model and write it. activations: where they are, as for `compress`."""
+    """Compress a model and write it. storage: of hidden states, as for `Activations`."""
     model, plan, segments = dense.model, dense.plan, dense.segments
     start, shape = time.perf_counter(), (segments.shape[0], segments.shape[1])
-    setup = Setup(model, dense.blocks, plan, resolved, shape, device, activations, world.size)
-    options = {"storage": activations, "folder": work.scratch, "phases": phases}
+    setup = Setup(model, dense.blocks, plan, resolved, shape, device, storage, world.size)
+    options = {"storage": storage, "folder": work.scratch, "phases": phases}
     walk, digests = open_walk(setup, segments[:1].to(device), options)
     work.background_writes = walk.weights.prefetch
     local = world.share(segments).to(device)
@@ -185,8 +177,8 @@ def compress_dense(
         elif check is not None:
             work.held_out = check.measure()
         parts = world.broadcast(work.parts)
-        seconds = time.perf_counter() - start
-        record = recorded(about, parts, predictions, work.held_out, allocation.sensitivities, seconds)
+        about |= {"predictions": predictions, "held_out": work.held_out, "seconds": time.perf_counter() - start}
+        record = recorded(about, parts, allocation.sensitivities)
         if world.writes:
             with writing.running():
                 work.finish(lambda part: write_rest(part, model, dense.tokenizer, parts, record))

@@ -33,8 +33,8 @@ from hasslefree.recipe.plan import LayerPlan, Plan, bytes_on_disk, plan_of
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.run.held_out import ROWS, segments_held_out
+from hasslefree.run.layers import shared_layers, weight_of
 from hasslefree.run.machine import free_memory, in_one_pass, product_rate, room_for_sums
-from hasslefree.run.sharing import shared_layers, weight_of
 from hasslefree.solve.methods.joint import QUICK_PRUNING
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
 from hasslefree.units import size
@@ -143,9 +143,7 @@ def setup_of(
 class Footprint:
     """What a compression takes on one process, at most. Sizes are in bytes.
 
-    Args:
-        device, ram: by what takes them, at the peak; the same where the device is the CPU.
-        activations: hidden states, wherever they are. disk: the folder.
+    device, ram: by what takes them, at the peak; the same on a CPU. activations: hidden states. disk: the folder.
     """
 
     device: dict[str, int]

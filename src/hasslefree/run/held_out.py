@@ -35,9 +35,7 @@ def segments_held_out(seqlen: int) -> int:
 class Check:
     """Held-out text on its way through both models, in the walk that compresses: no block is read for it again.
 
-    Every process runs all segments, one at a time, so that the perplexities depend on the weights alone.
-
-    segments: token ids (samples, tokens), on the device.
+    Every process runs all segments, (samples, tokens), one at a time: the perplexities depend on the weights alone.
     """
 
     def __init__(self, walk: Walk, segments: Tensor):
@@ -47,10 +45,7 @@ class Check:
 
     @classmethod
     def of(cls, walk: Walk, recipe: Fields, tokenizer: Any, used: Tensor) -> Self | None:
-        """The check of a compression; None, with a warning, if the recipe's text has nothing else than `used`.
-
-        used: token ids (samples, tokens).
-        """
+        """The check of a compression; None, with a warning, if its text has nothing but `used`, (samples, tokens)."""
         seqlen = used.shape[1]
         text = more_text(walk, recipe, tokenizer, segments_held_out(seqlen), seqlen, used)
         if not len(text):
@@ -73,10 +68,7 @@ class Check:
             run_block(block, call, self.compressed)
 
     def measure(self) -> HeldOutRecord | None:
-        """Both perplexities, once the text has left the last block; None, with a warning, for a model without a head.
-
-        Each segment is a window: its first token is not scored.
-        """
+        """Both perplexities, once the text has left the last block; None, with a warning, for a model without head."""
         walk = self.walk
         try:
             with walk.outside(), computing(walk.model, walk.outer(), unpack=False), torch.no_grad():

@@ -1,6 +1,6 @@
 """The layers of a block whose inputs are known: decomposed, each process its share, and put in their place.
 
-A layer belongs to one process, or all processes share its rows (`run.sharing`)."""
+A layer belongs to one process, or all processes share its rows."""
 
 import dataclasses
 import logging
@@ -26,9 +26,8 @@ from hasslefree.models.streaming import trim
 from hasslefree.models.walk import Visit
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.phases import Phase
-from hasslefree.recipe.plan import LayerPlan
+from hasslefree.recipe.plan import LayerPlan, Plan
 from hasslefree.recipe.resolved import Resolved
-from hasslefree.run.sharing import assign_layers, shared_layers
 from hasslefree.solve.decompose import gathered, solve_layer
 from hasslefree.solve.methods import with_grid
 from hasslefree.solve.methods.weighted import Weighted
@@ -39,18 +38,16 @@ T = TypeVar("T")
 # The remark on a layer of an expert that no calibration token was routed to.
 NEVER_ROUTED = "no calibration token was routed to this expert: it was fitted without inputs (H = I)"
 
+Plans = Mapping[str, LayerPlan]
 # A layer that was compressed, and its report.
 Done = tuple[SparseLowRankLinear, LayerRecord]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A block to compress.
+    """A block to compress, the plans of its layers, what takes each record, and the phases that count the layers.
 
-    Args:
-        plans: of its layers. report_layer: called with the record of each.
-        output_weights: of layers of the model, by their full names; see `Weighted`.
-        collecting, solving: the phases in which its layers are counted.
+    output_weights: of layers of the model, by their full names; see `Weighted`.
     """
 
     visit: Visit
@@ -157,3 +154,39 @@ def install_layer(task: Task, name: str, owner: int | None, done: Done | None) -
         world.broadcast_(tensor, owner)
     site.replace(layer)
     return layer, report
+
+
+def shared_layers(method: Method, plans: Plans, processes: int) -> frozenset[str]:
+    """The layers, of those solved at the same time, whose rows the processes share: if large, and the method can."""
+    flagged = World(0, processes).too_large([weight_of(layer) for layer in plans.values()])
+    return frozenset(
+        name
+        for (name, layer), large in zip(plans.items(), flagged, strict=True)
+        if large and processes > 1 and layer.spec.shape[0] >= processes and method.shares_rows(layer.pattern)
+    )
+
+
+def undivided(method: Method, plan: Plan, processes: int) -> str | None:
+    """A remark where the method cannot share rows, so that one process solves each layer; None where it can."""
+    layers = [layer for plans in plan for layer in plans.values()]
+    whole = {str(layer.pattern) for layer in layers if not method.shares_rows(layer.pattern)}
+    if processes == 1 or not whole:
+        return None
+    patterns = " and ".join(sorted(whole))
+    return (
+        f"{type(method).__name__} cannot split a layer of pattern {patterns} between processes: each layer is solved "
+        f"by one of the {processes} processes, and the others wait until all layers of a group are solved"
+    )
+
+
+def weight_of(layer: LayerPlan) -> float:
+    """What the cost of a layer is proportional to: every method does products out × in × in most of the time."""
+    out, width = layer.spec.shape
+    return out * width**2
+
+
+def assign_layers(plans: Plans, shared: frozenset[str], processes: int) -> dict[str, int | None]:
+    """The rank that solves each layer; None for one that is shared."""
+    whole = [name for name in plans if name not in shared]
+    owners = World(0, processes).assign([weight_of(plans[name]) for name in whole])
+    return dict.fromkeys(plans) | dict(zip(whole, owners, strict=True))

@@ -55,7 +55,8 @@ def cgroup_limits() -> Iterator[int]:
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 # glibc's defaults, and the values with which memory of arrays up to 64 MB is kept for the next ones. That of larger
 # arrays is not all used again: with `wanda`, a block of Llama-3.2-1B took 2.9 GB instead of 2.5 GB.
-DEFAULT, KEPT = (128 << 10, 128 << 10), (1 << 26, 2**31 - 1)
+DEFAULT = {MMAP_THRESHOLD: 128 << 10, TRIM_THRESHOLD: 128 << 10}
+KEPT = {MMAP_THRESHOLD: 1 << 26, TRIM_THRESHOLD: 2**31 - 1}
 
 
 @contextmanager
@@ -66,23 +67,21 @@ def memory_reused() -> Iterator[None]:
     takes a good part of a forward pass on a CPU. With other C libraries nothing changes.
     """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if adjust is None:
+        yield
+        return
     try:
-        if adjust:
-            for which, size in zip((MMAP_THRESHOLD, TRIM_THRESHOLD), KEPT, strict=True):
-                adjust(which, size)
+        for option, size in KEPT.items():
+            adjust(option, size)
         yield
     finally:
-        if adjust:
-            for which, size in zip((MMAP_THRESHOLD, TRIM_THRESHOLD), DEFAULT, strict=True):
-                adjust(which, size)
-            trim()
+        for option, size in DEFAULT.items():
+            adjust(option, size)
+        trim()
 
 
 def in_one_pass(numbers: float, device: torch.device) -> bool:
-    """Whether a quarter of the memory holds a pass in which layers read and write this many numbers (`traffic`).
-
-    A quarter of all memory, not of free memory: the answer is the same in every run.
-    """
+    """Whether a quarter of all memory, the same in every run, holds a pass of this many numbers (`traffic`)."""
     return pass_bytes(numbers) <= total_memory(device) / 4
 
 

@@ -11,7 +11,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from hasslefree.folder.card import FIGURE, base_licence, copy_processor, model_card
 from hasslefree.folder.journal import FinishedPart
 from hasslefree.folder.plugin import HasslefreeConfig
-from hasslefree.folder.record import HeldOutRecord, LayerRecord, PredictionRecord, Record, versions
+from hasslefree.folder.record import LayerRecord, Record, versions
 from hasslefree.models.load import auto_class
 from hasslefree.recipe.resolved import Resolved
 from hasslefree.units import significant
@@ -19,15 +19,9 @@ from hasslefree.units import significant
 
 def described(name: str, model: PreTrainedModel, resolved: Resolved, segments: Tensor) -> dict[str, Any]:
     """The model, recipe, method and text of a compression, as in `Record` and the journal."""
-    return {
-        "model": name,
-        "recipe": resolved.to_dict(),
-        "method": repr(resolved.method),
-        "versions": versions(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "seqlen": segments.shape[1],
-        "tokens": segments.numel(),
-    }
+    text = {"seqlen": segments.shape[1], "tokens": segments.numel()}
+    how = {"recipe": resolved.to_dict(), "method": repr(resolved.method), "versions": versions()}
+    return {"model": name, **how, "dtype": str(model.dtype).removeprefix("torch."), **text}
 
 
 def configuration(model: PreTrainedModel) -> dict[str, Any]:
@@ -36,26 +30,15 @@ def configuration(model: PreTrainedModel) -> dict[str, Any]:
     return {name: value for name, value in content.items() if name not in ("_name_or_path", "transformers_version")}
 
 
-def recorded(
-    about: dict[str, Any],
-    parts: list[FinishedPart],
-    predictions: PredictionRecord | None,
-    held_out: HeldOutRecord | None,
-    sensitivities: dict[str, float] | None,
-    seconds: float,
-) -> Record:
-    """The record of a compression.
-
-    about: what `described` says, and more. predictions: what was matched. held_out: what was measured.
-    sensitivities: of an `Allocation`.
-    """
+def recorded(about: dict[str, Any], parts: list[FinishedPart], sensitivities: dict[str, float] | None) -> Record:
+    """The record of a compression. about: its other fields. sensitivities: of an `Allocation`."""
     layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
     total = sum(size for part in parts for size in part.tensors.values())
-    rest = about | {name: tuple(about[name]) for name in ("dense", "towers")} | {"predictions": predictions}
-    rest |= {"held_out": held_out, "other_bytes": total - sum(layer.bytes for layer in layers)}
+    rest = about | {name: tuple(about[name]) for name in ("dense", "towers")}
+    rest["other_bytes"] = total - sum(layer.bytes for layer in layers)
     if sensitivities is not None:
         rest["sensitivities"] = {name: significant(value) for name, value in sensitivities.items()}
-    return Record(**rest, seconds=seconds, layers=layers)
+    return Record(**rest, layers=layers)
 
 
 def write_rest(folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list[FinishedPart], report: Record) -> None:

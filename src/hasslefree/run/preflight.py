@@ -1,6 +1,7 @@
 """A check of a model before hours of work: it runs block by block, and its weights are finite."""
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,19 +24,18 @@ def preflight(
 ) -> tuple[Walk, dict[str, str]]:
     """One segment (1, tokens) through the whole model, before hours of work are spent.
 
-    Args:
-        walk_options: `storage`, `folder` and `phases` of `Walk`.
-
-    Returns:
-        How to walk through the model; and a checksum of each part of the model by its name.
+    Returns how to walk through the model, and a checksum of each part by its name. walk_options: of `Walk.open`.
     """
     with weights.present(outside(model, blocks)):
         digests = {"outside": checked(outside_tensors(model, blocks))}
-    reached: set[str] = set()
-    handles = []
+
+    def note(name: str, _: Tensor) -> None:
+        reached.add(name)
+
+    reached, handles = set[str](), []
     for index, (block, plans) in enumerate(zip(blocks.modules, plan, strict=True)):
         sites = find_sites(block)
-        handles += [sites[name].on_input(noting(reached, f"{blocks.prefix(index)}.{name}")) for name in plans]
+        handles += [sites[name].on_input(partial(note, f"{blocks.prefix(index)}.{name}")) for name in plans]
 
     def inspect(index: int) -> None:
         digests[blocks.prefix(index)] = checked(block_tensors(blocks.modules[index], blocks.prefix(index)))
@@ -53,10 +53,6 @@ def preflight(
     return walk, digests
 
 
-def noting(reached: set[str], name: str) -> Callable[[Tensor], None]:
-    return lambda x: reached.add(name)
-
-
 def checked(tensors: Mapping[str, Tensor]) -> str:
     """CRC-32 of the bytes of tensors, one after the other. Raises a NonFiniteError if one contains NaN or Inf."""
     crc = 0
@@ -69,10 +65,7 @@ def checked(tensors: Mapping[str, Tensor]) -> str:
 
 
 def block_tensors(block: nn.Module, prefix: str, tied: Container[str] = ()) -> dict[str, Tensor]:
-    """The parameters and stored buffers of a block by their names in the model.
-
-    tied: names of parameters that are another one's, which holds them.
-    """
+    """The parameters and stored buffers of a block by their names in the model, without those in `tied`."""
     named = ((f"{prefix}.{name}", tensor) for name, tensor in block.state_dict().items())
     return {name: tensor for name, tensor in named if name not in tied}
 

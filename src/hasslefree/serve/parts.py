@@ -57,10 +57,7 @@ def narrowed(spec: LayerSpec, tensors: Mapping[str, Tensor], shard: Shard) -> di
 
 @dataclass(frozen=True)
 class Part:
-    """One layer of the folder by its name in vLLM's model, and what this rank holds of it.
-
-    entry: None for a layer that stayed dense. slices: which outputs of vLLM's layer it makes up, by number.
-    """
+    """A layer of the folder, and this rank's share of it. entry: None if dense. slices: the outputs that it has."""
 
     name: str
     entry: Entry | None
@@ -141,10 +138,7 @@ class Division:
     ranks: int
 
     def parts(self, entries: Mapping[str, Entry | None]) -> list[Part]:
-        """The layers of the folder that make up the layer, each of one slice or of several that follow each other.
-
-        entries: by name, in the order of their outputs; None for a layer that stayed dense, which is one slice.
-        """
+        """The layers of the folder that make up the layer, in the order of their outputs; None: dense, one slice."""
         parts: list[Part] = []
         first = 0
         for name, entry in entries.items():

@@ -9,7 +9,7 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import eigh, unit_diagonal_scale
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.rows import WHOLE, Rows
+from hasslefree.core.rows import Rows
 from hasslefree.errors import FactorizationError
 
 
@@ -17,9 +17,8 @@ from hasslefree.errors import FactorizationError
 class ScaledSpectrum:
     """The problem in the units where H has a unit diagonal: D⁻¹HD⁻¹ = Q diag(λ) Qᵀ with D = diag(H)^½.
 
-    Args:
-        scale: D, (in,). matrix: D⁻¹HD⁻¹, (in, in). values: λ, (in,), in float64. vectors: Q, (in, in); computed in
-            float64, and cast, for they are multiplied whenever ρ changes.
+    scale: D, (in,). matrix: D⁻¹HD⁻¹, (in, in). values: λ, (in,), in float64. vectors: Q, (in, in); computed in float64,
+    and cast, for they are multiplied whenever ρ changes.
     """
 
     scale: Tensor
@@ -50,10 +49,9 @@ class ScaledSpectrum:
 class SupportPenalty:
     """ρ grows while the support changes, faster the more it changes; the loop ends when the support is stable.
 
-    Args:
-        start: the initial ρ. every: rounds between two checks. most: the maximum of rounds.
-        growth: the factor of ρ where more than 10 %, more than 0.5 %, and at least one of the kept entries changed.
-        settled: after this number of rounds, fewer than 0.03 % of changes end the loop.
+    start: the initial ρ. every: rounds between two checks. most: the maximum of rounds. growth: the factor of ρ where
+    more than 10 %, more than 0.5 %, and at least one of the kept entries changed. settled: after this number of rounds,
+    fewer than 0.03 % of changes end the loop.
     """
 
     start: float
@@ -63,21 +61,12 @@ class SupportPenalty:
     settled: int
 
     def run(
-        self,
-        weight: Tensor,
-        spectrum: ScaledSpectrum,
-        pattern: Pattern,
-        fit: Callable[[Tensor], Tensor],
-        rows: Rows = WHOLE,
+        self, weight: Tensor, spectrum: ScaledSpectrum, pattern: Pattern, fit: Callable[[Tensor], Tensor], rows: Rows
     ) -> Tensor:
-        """Z, the dense copy of S that the ADMM ends with: (out, in). Everything in the units of unit diagonal.
+        """Z, the dense copy of S that the ADMM ends with, for a weight W: (out, in), in the units of unit diagonal.
 
-        Args:
-            weight: W, (out, in). fit: L for a target W − Z, called once a round. rows: those of W, where processes
-                share them.
-
-        With Y the dual over ρ, the minimum over Z of tr((W−Z−L) H (W−Z−L)ᵀ) + ρ‖Z − S + Y‖² is
-        Z = M + (S − Y − M)·ρ(H + ρI)⁻¹ with M = W − L.
+        fit: L for a target W − Z, called once a round. With Y the dual over ρ, the minimum over Z of
+        tr((W−Z−L) H (W−Z−L)ᵀ) + ρ‖Z − S + Y‖² is Z = M + (S − Y − M)·ρ(H + ρI)⁻¹ with M = W − L.
         """
         rho, grown = self.start, False
         resolvent = spectrum.resolvent(rho)

@@ -113,10 +113,8 @@ def solve_layer(
 ) -> Decomposition:
     """`decompose` for inputs that were checked, with `prepared` = method.prepare(gram) shared between layers.
 
-    Args:
-        factor_bits: as for `decompose`; without effect at rank 0.
-        rows: those of W, where processes share a layer (`core.rows`), and the method can. Then `pattern` is for
-            these rows (`of_rows`), and so are S and u of the result; its errors are those of all rows.
+    factor_bits: without effect at rank 0. rows: those of W, where processes share a layer (`core.rows`): `pattern` is
+    then for these rows (`of_rows`), and so are S and u of the result; its errors are those of all rows.
 
     Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method; on a grid with offsets,
     S has the value nearest to zero.
@@ -156,14 +154,7 @@ def live(weight: Tensor, gram: Gram) -> Tensor:
 
 
 def approximation(
-    method: Method,
-    weight: Tensor,
-    gram: Gram,
-    prepared: Any,
-    pattern: Pattern,
-    rank: int,
-    seed: int,
-    rows: Rows = WHOLE,
+    method: Method, weight: Tensor, gram: Gram, prepared: Any, pattern: Pattern, rank: int, seed: int, rows: Rows
 ) -> Solution:
     """S and L of a weight in the working dtype, without a measurement of their error; arguments as in `solve_layer`."""
     alive, weight = gram.alive, live(weight, gram)

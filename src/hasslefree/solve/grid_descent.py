@@ -21,9 +21,7 @@ SINGULAR = 1e-6
 def descend(target: Tensor, swept: Pruned, norm: Tensor, support: Tensor | None, passes: int) -> Pruned:
     """S on its grid and its support, with a loss no larger than that of `swept`, up to rounding.
 
-    Args:
-        target: T, (out, in). swept: S and its scaling. norm: H, damped, (in, in). passes: over all groups.
-        support: bool (out, in); None where every entry has a code.
+    target: T, (out, in). norm: H, damped, (in, in). support: bool (out, in); None where every entry has a code.
     """
     assert swept.scaling is not None
     grid, width = swept.scaling.grid, len(norm)
@@ -49,11 +47,8 @@ def descend(target: Tensor, swept: Pruned, norm: Tensor, support: Tensor | None,
 def rescale(grid: Grid, part: Tensor, kept: Tensor, scale: Tensor, zero: Tensor, slope: Tensor, inner: Tensor) -> None:
     """Give a group the scale and the offset that suit its codes best, in the rows where they lower the loss.
 
-    All tensors but the last are changed in place, except `kept`.
-
-    Args:
-        part, kept, slope: of S, of its support (0 or 1) and of H Rᵀ, (group, out). scale, zero: (out,).
-        inner: of H, (group, group).
+    All tensors but the last are changed in place, except `kept`. part, kept, slope: of S, of its support (0 or 1) and
+    of H Rᵀ, (group, out). scale, zero: (out,). inner: of H, (group, group).
     """
     steps = ((part - zero) / scale if grid.offset else part / scale).round_().mul_(kept)
     weighed = inner @ steps

@@ -20,14 +20,10 @@ GROUPS = (4, 8)
 
 
 def project_step(pattern: Pattern, weight: Tensor, state: Tensor, sparse: Tensor, target: Tensor) -> Tensor:
-    """One round's X, support, S and next target.
+    """One round's X, support, S and next target; the support, bool (out, in), is returned.
 
-    Args:
-        weight: W, (out, in). state: P at first, then X; (out, in). sparse: S of the round before, then of this one.
-            target: overwritten by T. All contiguous, of one dtype and on one device.
-
-    Returns:
-        The support, bool (out, in).
+    weight: W, (out, in). state: P at first, then X. sparse: S of the round before, then of this one. target: becomes T.
+    All are contiguous, of one dtype and on one device.
     """
     compiled = HAS_NUMBA and weight.dtype == torch.float32 and weight.device.type == "cpu"
     if compiled and isinstance(pattern, SemiStructured) and pattern.m in GROUPS:

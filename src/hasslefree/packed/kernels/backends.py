@@ -35,10 +35,7 @@ NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
 
 @dataclass(frozen=True)
 class Case:
-    """What decides the backend of a product. tokens: the rows of x. grad: whether x or the values need a gradient.
-
-    grid, shape: of a quantised S (out, in).
-    """
+    """What decides the backend of x Sᵀ. grad: x or the values need a gradient. grid, shape: of a quantised S."""
 
     device: str
     dtype: torch.dtype
@@ -70,11 +67,6 @@ def choose(case: Case, backend: str | None = None) -> str:
 def check_backend(name: str) -> None:
     if name not in BACKENDS:
         raise UnknownNameError("backend", name, BACKENDS)
-
-
-def wants_numba(case: Case) -> bool:
-    """Whether S is unpacked at every call for no other reason than that Numba is not installed."""
-    return not HAS_NUMBA and case.device == "cpu" and not isinstance(case.layout, Columns) and not case.grid
 
 
 def product(

@@ -268,10 +268,8 @@ def prefetch(typing, row, at, ahead):
 
 @row_function
 def expand_positions(values, start, codes, n, m, bits, row):
-    """One row of N:M from its positions. values: flat, the row's from `start`; codes: bytes.
-
-    Unsigned indices, for Numba tests signed ones for being negative.
-    """
+    """One row of N:M from its positions. values: flat, the row's from `start`; codes: bytes."""
+    # Unsigned indices: Numba tests signed ones for being negative.
     window = np.zeros(codes.shape[0] + WINDOW, u8)
     window[: codes.shape[0]] = codes
     row[:] = 0

@@ -31,10 +31,9 @@ ALIGNED = 32
 
 @dataclass(frozen=True)
 class Int4:
-    """S (out, in) as the operators take it.
+    """S (out, in) as the operators take it, in groups of `group` inputs.
 
-    codes: on a CPU uint8 (out, in/2), on CUDA int32. terms: scales and centres, (groups, out, 2) bfloat16. group: the
-    inputs of a group.
+    codes: on a CPU uint8 (out, in/2), on CUDA int32. terms: scales and centres, (groups, out, 2) bfloat16.
     """
 
     codes: Tensor

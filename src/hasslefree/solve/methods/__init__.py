@@ -33,10 +33,7 @@ METHODS: dict[str, Method] = {
     "3basil": ThreeBlock(),
     "godec": AlternatingMinimization(Magnitude(), SVD(), damping=0.0, low_rank_first=True, keep_best=False),
     "losparse": AlternatingMinimization(OSSCAR(), Exact(), rounds=10),
-    "magnitude": Prune(PRUNERS["magnitude"], damping=0.0),
-    "wanda": Prune(PRUNERS["wanda"], damping=0.0),
-    "dsnot": Prune(PRUNERS["dsnot"], damping=0.0),
-    "rtn": Prune(PRUNERS["rtn"], damping=0.0),
+    **{name: Prune(PRUNERS[name], damping=0.0) for name in ("magnitude", "wanda", "dsnot", "rtn")},
     "loftq": AlternatingMinimization(RoundToNearest(), SVD(), rounds=5, damping=0.0, keep_best=False),
     "lq-lora": AlternatingMinimization(
         RoundToNearest(weighted=True), DiagonalSVD(RandomizedSVD()), rounds=20, damping=0.0

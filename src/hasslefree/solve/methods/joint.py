@@ -10,16 +10,9 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
+from hasslefree.core import linalg
 from hasslefree.core.cost import Cost, cache_bytes
 from hasslefree.core.gram import Gram
-from hasslefree.core.linalg import (
-    inverse_,
-    masked_cg,
-    matmul_precision,
-    multiplies_bfloat16,
-    orthonormal,
-    unit_diagonal_scale,
-)
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Solution
@@ -48,12 +41,7 @@ Precision = Literal["auto", "float32", "tf32", "bfloat16"]
 
 @dataclass(frozen=True)
 class ScaledProblem:
-    """What depends on the Gram alone, in units where a penalty of one number suits all inputs.
-
-    Args:
-        scale: D, (in,): W D takes the place of W.
-        gram: D⁻¹HD⁻¹, of the damped H.
-    """
+    """What depends on the Gram alone, in units where one penalty suits all inputs. scale: D, (in,). gram: D⁻¹HD⁻¹."""
 
     scale: Tensor
     gram: Gram
@@ -63,7 +51,7 @@ class ScaledProblem:
         """K = H(H + ρI)⁻¹ = I − ρ(H + ρI)⁻¹: (in, in)."""
         shifted = self.gram.matrix.clone()
         shifted.diagonal().add_(rho)
-        kernel = inverse_(shifted).mul_(-rho)
+        kernel = linalg.inverse_(shifted).mul_(-rho)
         kernel.diagonal().add_(1)
         return kernel.to(dtype)
 
@@ -144,9 +132,9 @@ class Joint(Method):
         density = pattern.kept((out, width)) / (out * width)
         relief = math.exp(-RANK_RELIEF * rank * (out + width) / (out * width))
         power = self.first_power(density, relief)
-        with matmul_precision(weight.device, tf32=self.precision in ("auto", "tf32")):
+        with linalg.matmul_precision(weight.device, tf32=self.precision in ("auto", "tf32")):
             searched = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief, rows)
-        with matmul_precision(weight.device):
+        with linalg.matmul_precision(weight.device):
             return self._polish(scaled, prepared, *searched, rows)
 
     @property
@@ -156,18 +144,12 @@ class Joint(Method):
         return Cost(flops, squares=4.1, arrays=11, cached=min(self.rounds, LOOKS) - 1)
 
     def first_power(self, density: float, relief: float) -> int:
-        """log ρ to the base `growth`, at first: a whole number, so that layers with the same input meet the same ρ.
-
-        density: the share of the parameters that S keeps. relief: e^(−7s), s being the share that L holds.
-        """
+        """log ρ to the base `growth`, at first: a whole number, so that layers with the same input meet the same ρ."""
         odds = max((1 - density) / max(density, 0.02), 1.0)
         return round(math.log(max(self.penalty * odds * relief, 0.01), self.growth))
 
     def moves_too_much(self, mask: Tensor, last: Tensor, done: int, rows: Rows = WHOLE) -> bool:
-        """Whether ρ must grow: too much of the support, bool (out, in), changed from `last` to `mask` in a round.
-
-        done: rounds so far.
-        """
+        """Whether ρ must grow: after `done` rounds, too much of the support (out, in) changed from `last` to `mask`."""
         if done == self.rounds or done * LOOKS // self.rounds == (done - 1) * LOOKS // self.rounds:
             return False
         planned = MOVING * max(1 - done / (SETTLED * self.rounds), 0.0)
@@ -178,7 +160,7 @@ class Joint(Method):
         """What T − L and K are rounded to for their product."""
         if self.precision == "bfloat16":
             return torch.bfloat16
-        fast = self.precision == "auto" and weight.dtype == torch.float32 and multiplies_bfloat16(weight.device)
+        fast = self.precision == "auto" and weight.dtype == torch.float32 and linalg.multiplies_bfloat16(weight.device)
         return torch.bfloat16 if fast else weight.dtype
 
     def _search(
@@ -186,7 +168,7 @@ class Joint(Method):
         weight: Tensor,
         problem: ScaledProblem,
         pattern: Pattern,
-        low_rank: LowRank,
+        start: LowRank,
         power: int,
         state: Tensor,
         rows: Rows,
@@ -197,7 +179,7 @@ class Joint(Method):
         Y = X − S.
         """
         dtype = self._product_dtype(weight)
-        low_rank = LowRank(orthonormal(low_rank.u, rows), low_rank.v)
+        low_rank = LowRank(linalg.orthonormal(start.u, rows), start.v)
         target = torch.empty_like(weight)
         mask = pattern.mask(torch.mul(state, state, out=target))
         sparse = state * mask
@@ -239,14 +221,16 @@ class Joint(Method):
 
         course: of the rounds, on some rows. The history begins with it, times what all rows are over those at the end.
         """
-        gram, rounded = problem.gram, self.precision in ("auto", "bfloat16")
+        gram, narrow = problem.gram, self.precision in ("auto", "bfloat16")
         history: list[float] = []
         remarks: list[str] = []
         norm = gram.loss(weight, rows) or 1.0
         for sweep in range(self.sweeps + 1):
             before = sparse, low_rank
             if sweep:
-                sparse = masked_cg(gram.matrix, weight - low_rank.product(), sparse, mask, CG_STEPS, rounded=rounded)
+                sparse = linalg.masked_cg(
+                    gram.matrix, weight - low_rank.product(), sparse, mask, CG_STEPS, narrow=narrow
+                )
             if low_rank.rank:
                 low_rank = subspace_steps(weight - sparse, gram.matrix, low_rank.u, 1, rows)
             error = gram.loss(low_rank.residual(weight, sparse), rows) / norm
@@ -271,11 +255,11 @@ def sampled_loss(gram: Gram, weight: Tensor, sparse: Tensor, low_rank: LowRank, 
 
 def refit_scale(matrix: Tensor) -> Tensor:
     """D, (in,), with D² = 1/[H⁻¹]_jj, for a positive semi-definite H (in, in) with a positive diagonal."""
-    diagonal = unit_diagonal_scale(matrix.diagonal())
+    diagonal = linalg.unit_diagonal_scale(matrix.diagonal())
     unit = torch.outer(diagonal, diagonal)
     torch.div(matrix, unit, out=unit)
     unit.diagonal().add_(1e-2)
-    return diagonal * inverse_(unit).diagonal().rsqrt()
+    return diagonal * linalg.inverse_(unit).diagonal().rsqrt()
 
 
 # A quick estimate of what a pattern costs a layer: few rounds, without the polish, which gains nearly the same in every

@@ -71,10 +71,7 @@ class OSSCAR(Pruner):
 
 
 class Swept:
-    """T and A = H⁻¹, swept on the removed channels, in units of `unit` consecutive channels.
-
-    target: (out, in): the refitted weight in the kept channels. gone: the removed units, bool (units,).
-    """
+    """T (out, in), refitted in the kept channels, and A = H⁻¹, swept on the others. gone: removed units, (units,)."""
 
     def __init__(self, inverse: Tensor, target: Tensor, unit: int):
         self.inverse, self.target, self.unit = inverse, target.clone(), unit

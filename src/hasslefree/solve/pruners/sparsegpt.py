@@ -83,9 +83,8 @@ class SparseGPT(Pruner):
     ) -> Tensor:
         """Decide columns: (b, out) in place, the inputs start … start + b − 1; return the scaled errors (b, out).
 
-        Args:
-            scaling: written at the first column of each group of its grid.
-            known: what is removed, bool (b, out), of a pattern without groups; None to choose it here.
+        scaling: written at the first column of each group of its grid. known: what is removed, bool (b, out), of a
+        pattern without groups; None to choose it here.
         """
         group = pattern.group or len(columns)
         removed = torch.zeros_like(columns, dtype=torch.bool) if known is None else known
