@@ -272,7 +272,7 @@ def test_the_plan_names_what_is_done_beyond_the_layer(tmp_path):
 
 def test_flops_by_hand(tmp_path, free):
     """Oracle: the parameters of Llama: two blocks, a head, and layers with 32 and with 48 inputs."""
-    recipe = Recipe(rank=2, allocate="error", match_predictions=64, samples=6, seqlen=16)
+    recipe = Recipe(rank=2, allocate="error", match_predictions=64, rounds=20, samples=6, seqlen=16)
     flops = flops_by_phase(planned(tmp_path / "dense", recipe))
     block, head, tokens = 7_744, 64 * 32, 6 * 16
     volume = 2 * (2 * 32 * 32**2 + 2 * 16 * 32**2 + 2 * 48 * 32**2 + 32 * 48**2)
