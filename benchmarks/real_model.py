@@ -3,6 +3,7 @@
     python benchmarks/real_model.py rows MODEL TEXT… --calibration FILE [--rows NAME …] [--seeds 0 1 2]
         [--tasks FOLDER [--limit 200]] [--shared]
     python benchmarks/real_model.py ablations MODEL TEXT… --calibration FILE [--rows NAME …] [--seeds 0 1 2]
+    python benchmarks/real_model.py two-four MODEL TEXT… --calibration FILE [--rows NAME …] [--seeds 0 1 2]
     python benchmarks/real_model.py frontier MODEL TEXT… --calibration FILE [--rows NAME …]
     python benchmarks/real_model.py energies MODEL --calibration FILE
     python benchmarks/real_model.py speed MODEL --calibration FILE --against CHECKOUT [--runs 2]
@@ -21,6 +22,9 @@ With --shared, the machine does other work at the same time: no seconds are writ
 ablations: rows as above, of `--effort best` without one of its parts, in a file of their own. What a part costs is
 given to prediction matching as more tokens, so that the CPU seconds of all rows are about the same. The file also keeps
 rows of options that were deleted; they name the commit that measured them, and cannot be measured again.
+
+two-four: rows as above at 2:4 + rank 16, of the efforts and of what lies between them, in a file of their own. One row
+fits layers without the weights of their outputs, as no option does.
 
 frontier: rows as above, of patterns and ranks with `--effort fast`, in a file of their own. Quantised rows are those of
 benchmarks/four_bits.py, on a model whose weights lie on no grid.
@@ -50,6 +54,7 @@ from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, ROOT, machine, resumed, write
 
 import hasslefree
+from hasslefree.levers.sensitivity import ProbedLayer
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
@@ -69,13 +74,22 @@ RIVALS: dict[str, dict[str, Any]] = {
 ABLATIONS: dict[str, dict[str, Any]] = {
     "best, no allocation": EFFORTS["best"] | {"allocate": "uniform", "match_predictions": 225_280}
 }
+# From `fast` to `best`.
+ALLOCATED = EFFORTS["fast"] | {"allocate": "error"}
+TWO_FOUR: dict[str, dict[str, Any]] = {
+    "fast": EFFORTS["fast"],
+    "fast, allocation, outputs not weighted": ALLOCATED | {"weighted": False},
+    "fast, allocation": ALLOCATED,
+    "balanced": EFFORTS["balanced"],
+    "best": EFFORTS["best"],
+}
 # What a user chooses from. Rows whose S is on a grid are in benchmarks/four_bits.py.
 FRONTIER: dict[str, dict[str, Any]] = {
     f"{pattern} + rank {rank}": {"pattern": pattern, "rank": rank, "effort": "fast"}
     for pattern in ("2:4", "4:8", "5:8", "6:8")
     for rank in (0, 16, 48, 96)
 }
-ROWS: dict[str, dict[str, Any] | None] = {"dense": None, **EFFORTS, **ABLATIONS, **RIVALS, **FRONTIER}
+ROWS: dict[str, dict[str, Any] | None] = {"dense": None, **TWO_FOUR, **EFFORTS, **ABLATIONS, **RIVALS, **FRONTIER}
 
 
 def source(tree: Path = ROOT) -> str:
@@ -87,7 +101,10 @@ def source(tree: Path = ROOT) -> str:
 def row(
     measurement: Measurement, fields: dict[str, Any] | None, tasks: Path | None, limit: int, timed: bool
 ) -> dict[str, Any]:
-    """Compress, and measure. fields: of the recipe; None for the dense model."""
+    """Compress, and measure. fields: of the recipe, and whether outputs are weighted; None for the dense model."""
+    fields = None if fields is None else dict(fields)
+    if fields is not None and not fields.pop("weighted", True):
+        ProbedLayer.output_weights = lambda layer: None  # type: ignore[method-assign]  # the row has its own process
     found: dict[str, Any] = {"source": source(), "processor": machine()["processor"]}
     with tempfile.TemporaryDirectory() as scratch:
         folder = measurement.model if fields is None else f"{scratch}/out"
@@ -174,6 +191,7 @@ def arguments() -> argparse.Namespace:
     for command, names, output, plot in (
         ("rows", ["dense", *EFFORTS, *RIVALS], "real_model.json", None),
         ("ablations", ["dense", "best", *ABLATIONS], "ablations.json", None),
+        ("two-four", ["dense", *TWO_FOUR], "two_four.json", None),
         ("frontier", ["dense", *FRONTIER], "frontier.json", ROOT / "docs" / "results" / "frontier.png"),
     ):
         rows = commands.add_parser(command, parents=[models.options(max_tokens=16 * 1024)])
