@@ -13,6 +13,7 @@ from harness.hostile.damage import (
     file,
     folder,
     link,
+    renamed_everywhere,
     sparse,
 )
 from harness.hostile.fault import (
@@ -439,6 +440,9 @@ def numbers() -> Iterator[Fault]:
         yield Fault(kind, f"{words:.30}", usual("evaluate", more=words), exits=exits)
     for words in (f"--max-new-tokens {huge}", "--max-new-tokens 0", "--prompt ''"):
         yield Fault(kind, f"{words:.30}", usual("report", more=f"--prompt hi --dense none {words}"), exits=WORKS_OR_NOT)
+    for word in ("²", "9" * 5000, "٣"):
+        named = renamed_everywhere("layers.0", f"layers.{word}")
+        yield Fault(kind, f"block {word:.6}", usual("inspect", "report", "generate"), named, exits=WORKS_OR_NOT)
     for words in (f"--rounds {huge}", f"--rounds {digits}", "--rounds 0", "--rounds nan"):
         yield Fault(kind, f"{words:.30}", {"demo": f"demo --out D -q {words}"}, exits=TYPED_WRONG)
 

@@ -27,6 +27,7 @@ from hasslefree.checkpoint import read_small
 from hasslefree.errors import OutputError, TaskError, UnknownNameError, option
 from hasslefree.folder.record import versions
 from hasslefree.models.calls import replaced
+from hasslefree.models.load import AGAIN, loading
 from hasslefree.phases import SCORING, TASK_DATA, Phases
 
 # Bytes of the rows of a task.
@@ -221,7 +222,8 @@ def evaluate_tasks(
                 phase.advance()
 
             lm.cache_hook.add_partial = keep_and_count
-            results = evaluate(answering, {"tasks": loaded}, limit=limit)
+            with loading("the tasks cannot be answered", AGAIN):  # also of what the tokenizer raises
+                results = evaluate(answering, {"tasks": loaded}, limit=limit)
         return {name: _task_results(results, lm, name) for name in tasks}
 
 

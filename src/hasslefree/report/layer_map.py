@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-_BLOCK = re.compile(r"(?:.*?\.)?(\d+)\.(.+)")
+_BLOCK = re.compile(r"(?:.*?\.)?(\d{1,9})\.(.+)")
 _EXPERT = re.compile(r"\.\d+(?=\.)")
 
 
