@@ -5,6 +5,8 @@ import json
 import os
 import pickle
 import re
+import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +19,10 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.errors import ModelError, RecipeError
-from hasslefree.models.load import load_model, load_shapes
+from hasslefree.demo.run import MODEL
+from hasslefree.errors import CheckpointError, ModelError, RecipeError
+from hasslefree.models import load
+from hasslefree.models.load import encode, load_model, load_shapes, load_tokenizer, rendered
 from hasslefree.packed.linear import compressed_layers
 from tests.tiny_models import build, segments
 
@@ -209,6 +213,50 @@ def test_a_config_with_sizes_that_the_weights_do_not_have(folder):
         folder, r"could not be loaded|gate_proj\.weight has the shape \[48, 32\] in the checkpoint, but \[64, 32\]"
     )
     assert torch.get_default_dtype() == torch.float32, "an error in the middle of loading leaves torch as it was"
+
+
+REPLACE = {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * 1000}
+TOKENIZERS = {
+    "panic": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "panic while loading": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "no unknown token": {"model": {"type": "WordLevel", "unk_token": "nope", "vocab": {"a": 1}}},
+    "growth": {"normalizer": REPLACE},
+    "growth of growth": {"normalizer": {"type": "Sequence", "normalizers": [REPLACE | {"content": "x" * 20}] * 2}},
+    "growth of the output": {"decoder": REPLACE},
+}
+
+
+@pytest.mark.parametrize("fields", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_a_tokenizer_that_panics_or_multiplies_a_text(fields, tmp_path, capfd):
+    """Rust's panics are no `Exception` in Python, and print a trace of their own."""
+    shutil.copytree(MODEL, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with pytest.raises(CheckpointError, match=rf"the tokenizer of '{tmp_path}/model' cannot be used: .*original model"):
+        encode(load_tokenizer(str(tmp_path / "model")), "some words")
+    assert capfd.readouterr().err == ""
+
+
+TEMPLATES = {
+    "number": "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "power": "{{ 3 ** (10 ** 9) }}",
+    "time": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "memory": "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's")
+@pytest.mark.parametrize("bound", TEMPLATES)
+def test_a_chat_template_without_end(bound, monkeypatch):
+    """Oracle: the limits of the process are afterwards what they were before."""
+    monkeypatch.setattr(load, "TEMPLATE_SECONDS", 1)
+    tokenizer, before = load_tokenizer(str(MODEL)), resource.getrlimit(resource.RLIMIT_AS)
+    tokenizer.chat_template = TEMPLATES[bound]
+    with pytest.raises(CheckpointError, match=r"chat template of .* cannot be used: (it takes more than|math range)"):
+        rendered(tokenizer, [{"role": "user", "content": "hi"}])
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    tokenizer.chat_template = "{{ messages[0]['content'] }}!"
+    assert rendered(tokenizer, [{"role": "user", "content": "hi"}]) == "hi!"
 
 
 def failing_cells(output, *choice):

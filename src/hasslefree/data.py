@@ -159,14 +159,15 @@ def _parse_jsonl(path: Path, lines: Iterable[str]) -> Iterator[str]:
             continue
         try:
             document = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            document = None
-        if not isinstance(document, str):
-            raise CalibrationError(f'{path}, line {number}: expected a JSON object with a string field "text"')
-        if any("\ud800" <= character <= "\udfff" for character in document):
+            document.encode()
+        except UnicodeEncodeError:
             raise CalibrationError(
                 f"{path}, line {number}: the text contains a lone surrogate, which is not valid Unicode; remove it"
-            )
+            ) from None
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise CalibrationError(
+                f'{path}, line {number}: expected a JSON object with a string field "text"'
+            ) from None
         yield document
 
 

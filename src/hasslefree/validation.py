@@ -92,7 +92,11 @@ def typed(function: F) -> F:
             # In a tuple, since a dataclass may have a configuration of its own.
             for name, kind in get_type_hints(function).items():
                 adapters[name] = TypeAdapter(cast(Any, GenericAlias(tuple, (kind,))), config=config)
-        for name, value in signature.bind(*args, **options).arguments.items():
+        try:
+            given = signature.bind(*args, **options).arguments
+        except TypeError as error:
+            raise ArgumentError(f"{function.__name__}: {error}") from None
+        for name, value in given.items():
             if isinstance(value, str | Path) and "\0" in str(value):
                 raise ArgumentError(f"{name} contains a null character: {str(value)!r:.60}; leave it out", (name,))
             try:

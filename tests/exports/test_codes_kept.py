@@ -1,6 +1,8 @@
 """Exports that keep the codes of S. Oracles: the gguf package for GGUF; for the others, their definition in NumPy."""
 
 import json
+import os
+import struct
 import sys
 
 import numpy as np
@@ -357,12 +359,17 @@ def test_a_template_of_something_else_is_refused(case, work, tmp_path):
 def test_a_template_that_is_no_gguf_file(work, tmp_path, monkeypatch):
     root, _ = work
     whole = (root / "template.gguf").read_bytes()
-    for name, content in {"empty": b"", "text": b"a text of a few words", "short": whole[: len(whole) // 2]}.items():
+    parts = struct.pack("<4sIQQQ11sIQ1s", b"GGUF", 3, 0, 1, 11, b"split.count", 8, 1, b"x")  # a word, and no number
+    contents = {"empty": b"", "text": b"a text of a few words", "short": whole[: len(whole) // 2], "parts": parts}
+    for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ModelError, match="cannot be read as a GGUF file"):
             read_template(tmp_path / name)
     with pytest.raises(ModelError, match="cannot be read as a GGUF file"):
         read_template(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ModelError, match="cannot be read as a GGUF file"):
+        read_template(tmp_path / "pipe")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ModelError, match=r'not installed: pip install "hasslefree\[gguf\]"'):
         read_template(root / "template.gguf")

@@ -279,6 +279,7 @@ FOREIGN = {
     "file": lambda path: path.write_text("mine"),
     "folder": lambda path: (path.mkdir(), (path / "model").mkdir(), (path / "model" / "mine").touch()),
     "link": lambda path: path.symlink_to("elsewhere"),
+    "lock": lambda path: (path.mkdir(), (path / "lock").touch(), (path / "model").mkdir()),
 }
 
 
@@ -289,6 +290,24 @@ def test_what_somebody_else_has_at_the_place_of_the_work_stays(make, tmp_path):
     with pytest.raises(OutputError, match=r"out\.unfinished.* was not written by hasslefree"):
         compress(tmp_path / "out", overwrite=True)
     assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("again", ["resume", "overwrite"])
+def test_notes_among_finished_blocks_stay(again, tmp_path):
+    left = interrupted(tmp_path / "out", 8)
+    (left / "model" / "notes").write_text("mine")
+    with pytest.raises(OutputError, match=r"out\.unfinished/model/notes was not written by hasslefree"):
+        compress(tmp_path / "out", **{again: True})
+    assert (left / "model" / "notes").read_text() == "mine"
+    (left / "model" / "notes").rename(tmp_path / "notes")
+    compress(tmp_path / "out", **{again: True})
+    assert not left.exists()
+
+
+def test_notes_that_appear_beside_finished_blocks_stay(tmp_path):
+    out, left = tmp_path / "out", tmp_path / "out.unfinished"
+    compress(out, progress=by_layer(lambda layer, done, total: done == 8 and (left / "notes").touch()))
+    assert [path.name for path in left.iterdir()] == ["notes"]
 
 
 @pytest.mark.parametrize("file", ["/etc/passwd", "../mine", "..", 3, None])

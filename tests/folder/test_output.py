@@ -6,7 +6,7 @@ import tempfile
 import pytest
 
 from hasslefree.errors import OutputError, WriteError
-from hasslefree.folder.output import check_file, check_output, replaced_whole, write_whole
+from hasslefree.folder.output import PAGE, check_file, check_output, replaced_whole, write_whole
 
 RESULTS = '{\n "model": "m"\n}\n'
 
@@ -66,6 +66,9 @@ def test_a_file_is_replaced_by_one_of_its_kind_alone(out, tmp_path):
         assert json.loads(path.read_text()) == {"model": "n"}
     with pytest.raises(OutputError, match="not from this command"):
         write_whole(tmp_path / "new.json", "<!doctype html>")
+    (tmp_path / "mine.html").write_text("<!doctype html>\n<title>mine</title>")
+    with pytest.raises(OutputError, match="not from this command"):
+        write_whole(tmp_path / "mine.html", PAGE + b"<title>report</title>")
 
 
 def test_what_cannot_be_written_is_kept_elsewhere(tmp_path, monkeypatch):

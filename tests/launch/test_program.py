@@ -112,10 +112,13 @@ def test_an_interpreter_without_hasslefree_says_so_and_goes_on(tmp_path):
         (["json"], "there is no program 'json'"),  # a package without __main__
         (["none.py"], "there is no file none.py"),
         (["a..b"], "there is no program 'a..b'"),
+        (["broken.part"], "there is no program 'broken.part'"),  # a package that cannot be imported
         ([], "Missing argument"),
     ],
 )
 def test_a_program_that_is_not_there_is_one_message_and_exit_code_2(tmp_path, arguments, message):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text("1 / 0")
     done = run(tmp_path, *arguments)
     assert done.returncode == 2
     assert message in done.stderr

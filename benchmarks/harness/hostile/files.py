@@ -183,6 +183,14 @@ def neighbours() -> Iterator[Fault]:
         yield Fault(kind, f"OUT.seconds.json {what}", usual("compress"), before, exits=WORKS_OR_NOT)
     notes = all_of(unfinished, file("OUT.unfinished/notes"), file("OUT.unfinished/model/notes"))
     yield Fault(kind, "notes in an unfinished run", usual("compress", more="--resume"), notes, exits=WORKS_OR_NOT)
+    for more in ("--resume", "--overwrite"):
+        notes = all_of(unfinished, file("OUT.unfinished/model/notes"))
+        yield Fault(kind, f"notes among the finished blocks {more}", usual("compress", more=more), notes)
+    for name in ("model/notes", "scratch/notes"):
+        somebodys = all_of(file("OUT.unfinished/lock"), file(f"OUT.unfinished/{name}"))
+        yield Fault(kind, f"OUT.unfinished holds `lock` and {name}", usual("compress"), somebodys)
+    appear = During(FIRST_BLOCK, doing(file("OUT.unfinished/notes")))
+    yield Fault(kind, "notes appear in OUT.unfinished", usual("compress"), during=appear, exits=WORKS_OR_NOT)
 
 
 def outputs() -> Iterator[Fault]:
@@ -201,6 +209,8 @@ def outputs() -> Iterator[Fault]:
     yield Fault(kind, "the configuration", usual("plan", more="--output M/config.json"))
     yield Fault(kind, "the results", {"report": "report C dense.json --output dense.json -q"})
     yield Fault(kind, "the results, in another way", {"report": "report C dense.json --output M/../dense.json -q"})
+    page = file("own.html", "<!doctype html>\n<title>mine</title>\n")
+    yield Fault(kind, "somebody's page", {"report": "report C --output own.html -q"}, page)
     good = usual("evaluate", more="--output C/evaluation.json")
     yield Fault(kind, "evaluation.json, which is allowed", good, exits=WORKS)
 

@@ -63,6 +63,8 @@ def configurations() -> Iterator[Fault]:
         "layer_types of three": {"layer_types": ["full_attention"] * 3},
         "auto_map": {"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}, "model_type": "own"},
         "auto_map is a number": {"auto_map": 3},
+        "10^9 labels": {"num_labels": 10**9},
+        "sub_configs is a number": {"sub_configs": 3},
     }
     # Without all of what it says about layers, C could not be read for another reason.
     fine = {
@@ -79,6 +81,7 @@ def configurations() -> Iterator[Fault]:
         "rms_norm_eps is a word",
         "dtype is an attribute",
         "an unknown dtype",
+        "sub_configs is a number",
         "max_position_embeddings is a word",
     }
     for number, (what, fields) in enumerate(values.items()):
@@ -142,9 +145,42 @@ def configurations() -> Iterator[Fault]:
         lambda content: content["added_tokens"].append({**content["added_tokens"][0], "id": 9**18}),
     )
     yield Fault(kind, "a token of id 9^18", usual("evaluate", "generate"), many, exits=WORKS_OR_NOT)
+    tokenizers: dict[str, dict[str, Any]] = {
+        "cuts words of no letters": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        "cuts for ever": {"pre_tokenizer": split("(([a-z ]+)+)+[0-9]$")},
+        "has a map that is none": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        "replaces nothing": {"normalizer": replaces({"String": ""}, "x")},
+        "replaces a letter by 5 MB": {"normalizer": replaces({"Regex": "."}, "x" * 5_000_000)},
+        "replaces replacements": {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [replaces({"String": old}, new * 1000) for old, new in ("ab", "bc", "cd", "de")],
+            }
+        },
+        "decodes to 5 MB": {"decoder": replaces({"Regex": "."}, "x" * 5_000_000)},
+        "adds a billion tokens": {"post_processor": adds(30_000, 100_000)},
+        "adds an unknown token": {"post_processor": {**adds(1, 1), "special_tokens": {}}},
+        "knows no word": {"model": {"type": "WordLevel", "unk_token": "nope", "vocab": {"a": 1}}},
+        "knows no letter": {"model": {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0]]}},
+    }
+    for what, fields in tokenizers.items():
+        damage = with_fields("{model}/tokenizer.json", **fields)
+        lines = usual("compress", "evaluate", "generate", "chat")
+        yield Fault(kind, f"a tokenizer that {what}", lines, damage, exits=WORKS_OR_NOT)
+    for what, fields in {
+        "model_max_length is a word": {"model_max_length": "x"},
+        "tokenizer_class is of another kind": {"tokenizer_class": "AutoConfig"},
+    }.items():
+        damage = with_fields("{model}/tokenizer_config.json", **fields)
+        yield Fault(kind, f"tokenizer_config.json: {what}", usual("compress", "generate"), damage, exits=WORKS_OR_NOT)
     templates = {
         "multiplies a letter": "{{ 'a' * 10**10 }}",
         "does not end": "{% for i in range(10**9) %}{% for j in range(10**9) %}{% endfor %}{% endfor %}",
+        "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "doubles a text": "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "pads a text": "{{ 'a' | center(10**11) }}",
+        "raises to a power": "{{ 3 ** (10 ** 9) }}",
+        "writes 20 MB": "{{ 'a ' * 10**7 }}",
         "is wrong": "{% if %}",
         "reads attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "divides by zero": "{{ 1 // 0 }}",
@@ -168,6 +204,24 @@ def configurations() -> Iterator[Fault]:
         with_fields("{model}/tokenizer_config.json", chat_template=3),
         exits=WORKS_OR_NOT,
     )
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def replaces(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def adds(tokens: int, times: int) -> dict[str, Any]:
+    """What a tokenizer puts before a text: so many tokens, so many times."""
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "q", "type_id": 0}}] * times + [{"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+        "special_tokens": {"q": {"id": "q", "ids": [0] * tokens, "tokens": ["a"] * tokens}},
+    }
 
 
 def checkpoints() -> Iterator[Fault]:

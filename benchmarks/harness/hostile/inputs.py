@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from harness.hostile.damage import (
     file,
     folder,
     link,
+    renamed_everywhere,
     sparse,
 )
 from harness.hostile.fault import (
@@ -259,6 +261,12 @@ def paths() -> Iterator[Fault]:
     )
     yield Fault(kind, "a template that is no GGUF", {"export": "export C E --to gguf --template t.txt -q"})
     yield Fault(kind, "a template without end", {"export": "export C E --to gguf --template /dev/zero -q"})
+    yield Fault(kind, "a template that is a pipe", {"export": "export C E --to gguf --template f -q"}, fifo("f"))
+    count = struct.pack("<4sIQQQ11sIQ1s", b"GGUF", 3, 0, 1, 11, b"split.count", 8, 1, b"x")
+    gguf = {"export": "export C E --to gguf --template t.gguf -q"}
+    yield Fault(kind, "a template of x parts", gguf, file("t.gguf", count))
+    for what, content in {"raises": "1 / 0", "exits": "raise SystemExit(3)", "is no Python": "(("}.items():
+        yield Fault(kind, f"a package that {what}", {"run": "run a.b"}, file("a/__init__.py", content))
     yield Fault(
         kind,
         "data of tasks that is a pipe",
@@ -439,6 +447,9 @@ def numbers() -> Iterator[Fault]:
         yield Fault(kind, f"{words:.30}", usual("evaluate", more=words), exits=exits)
     for words in (f"--max-new-tokens {huge}", "--max-new-tokens 0", "--prompt ''"):
         yield Fault(kind, f"{words:.30}", usual("report", more=f"--prompt hi --dense none {words}"), exits=WORKS_OR_NOT)
+    for word in ("²", "9" * 5000, "٣"):
+        named = renamed_everywhere("layers.0", f"layers.{word}")
+        yield Fault(kind, f"block {word:.6}", usual("inspect", "report", "generate"), named, exits=WORKS_OR_NOT)
     for words in (f"--rounds {huge}", f"--rounds {digits}", "--rounds 0", "--rounds nan"):
         yield Fault(kind, f"{words:.30}", {"demo": f"demo --out D -q {words}"}, exits=TYPED_WRONG)
 

@@ -148,12 +148,12 @@ def write_report(
     The page needs no network. Perplexities and tasks are taken from the files evaluation*.json in each folder, and from
     the JSON files that are named beside the folders, which may be those of the dense model.
     """
-    from hasslefree.folder.output import check_file, write_whole
+    from hasslefree.folder.output import PAGE, check_file, write_whole
     from hasslefree.report.charts import write_figures
     from hasslefree.report.content import read_content
     from hasslefree.report.page import render
 
-    check_file(output, b"<!do")
+    check_file(output, PAGE)
     if figures is not None and figures.exists() and not figures.is_dir():
         raise OutputError(f"--figures {figures} is a file; give a folder")
     if "" in (prompts := prompt or []):

@@ -119,15 +119,12 @@ def answer(writer: Writer, history: list[dict[str, str]], message: str, sampling
     """The model's answer to a message; both join the history in the form of chat templates, if there is a template."""
     if writer.tokenizer.chat_template is None:
         return writer.write(message, sampling, say_piece)
-    from hasslefree.models.load import loading
+    from hasslefree.models.load import rendered
 
     question = {"role": "user", "content": message}
-    with loading(f"the chat template of {writer.name} cannot be used", "correct it, or use `hasslefree generate`"):
-        prompt: Any = writer.tokenizer.apply_chat_template(
-            [*history, question], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+    prompt = rendered(writer.tokenizer, [*history, question], add_generation_prompt=True)
     try:
-        text = writer.write(prompt["input_ids"], sampling, say_piece)
+        text = writer.write(prompt, sampling, say_piece, special_tokens=False)
     except PromptError as error:
         if not history:
             raise

@@ -78,12 +78,20 @@ class Writer:
         return int(self.model.get_memory_footprint()) + sum(copy.nbytes for copy in copies if copy is not None)
 
     def write(
-        self, prompt: str | Tensor, sampling: Sampling, show: Callable[[str], None] = lambda text: None
+        self,
+        prompt: str | Tensor,
+        sampling: Sampling,
+        show: Callable[[str], None] = lambda text: None,
+        special_tokens: bool = True,
     ) -> Continuation:
-        """The continuation of a text or of token ids (1, length); `show` gets each piece as its words are complete."""
+        """The continuation of a text or of token ids (1, length); `show` gets each piece as its words are complete.
+
+        special_tokens: for `encode`.
+        """
         limit = most_positions(self.model)
         if isinstance(prompt, str):
-            prompt = encode(self.tokenizer, prompt, MOST_TOKENS if limit is None else limit + 1)[None]
+            most = MOST_TOKENS if limit is None else limit + 1
+            prompt = encode(self.tokenizer, prompt, most, special_tokens)[None]
         length = prompt.shape[1]
         more = " or more" if limit is not None and length > limit else ""
         if not length:
@@ -98,7 +106,7 @@ class Writer:
         generate: Any = self.model.generate
         with loading(f"{self.name} could not write text", "correct its generation_config.json, or download it again"):
             generate(ids, attention_mask=torch.ones_like(ids), streamer=stream, **sampling.arguments)
-        text = self.tokenizer.decode(stream.tokens, skip_special_tokens=True)
+            text = self.tokenizer.decode(stream.tokens, skip_special_tokens=True)
         return Continuation(text, tuple(stream.tokens), stream.times[-1] - stream.times[0])
 
 

@@ -27,10 +27,11 @@ from hasslefree.checkpoint import read_small
 from hasslefree.errors import OutputError, TaskError, UnknownNameError, option
 from hasslefree.folder.record import versions
 from hasslefree.models.calls import replaced
+from hasslefree.models.load import AGAIN, loading
 from hasslefree.phases import SCORING, TASK_DATA, Phases
 
-# Bytes of the rows of a task.
-MOST_ROWS = 1 << 30
+# Bytes of the rows of a task, and characters of one, which the harness tokenises whole.
+MOST_ROWS, MOST_LETTERS = 1 << 30, 1 << 20
 REMEDY = 'pip install "hasslefree[eval]"'
 
 # Task → the harness's definition, and the forms in which its rows are published, the harness's own first: the fields
@@ -91,8 +92,11 @@ def check_rows(name: str, folder: Path) -> dict[str, Any]:
             continue
         try:
             row = json.loads(line)
+            json.dumps(row, ensure_ascii=False).encode()  # halves of surrogate pairs
+            if len(line) > MOST_LETTERS:
+                raise ValueError(f"more than {MOST_LETTERS:,} characters")
         except (ValueError, RecursionError) as error:
-            raise TaskError(f"{file}, line {number}: not JSON: {error}") from None
+            raise TaskError(f"{file}, line {number}: not JSON that can be used: {error}") from None
         given = set(row) if isinstance(row, dict) else set()
         fields = fields or next((form for form in forms if given.issuperset(form)), next(iter(forms)))
         if missing := [field for field in fields if field not in given]:
@@ -219,7 +223,8 @@ def evaluate_tasks(
                 phase.advance()
 
             lm.cache_hook.add_partial = keep_and_count
-            results = evaluate(answering, {"tasks": loaded}, limit=limit)
+            with loading("the tasks cannot be answered", AGAIN):  # also of what the tokenizer raises
+                results = evaluate(answering, {"tasks": loaded}, limit=limit)
         return {name: _task_results(results, lm, name) for name in tasks}
 
 

@@ -24,6 +24,7 @@ from hasslefree.folder.record import versions
 from hasslefree.models.load import encode, load_model, load_tokenizer, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
 from hasslefree.phases import LOADING, Listener, Phases
+from hasslefree.validation import typed
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Perplexity:
     window: int
 
 
+@typed
 @torch.no_grad()
 def perplexity(
     model: nn.Module,

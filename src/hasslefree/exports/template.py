@@ -73,12 +73,17 @@ def read_template(path: str | Path | None) -> Template:
     except ImportError:
         remedy = 'pip install "hasslefree[gguf]"'
         raise ModelError(f"{option('to', 'gguf')} needs the package gguf, which is not installed: {remedy}") from None
+    empty = Template(Path(path), None, {})
     try:
+        if not empty.path.is_file():  # a pipe would be waited for
+            raise ValueError("it is no regular file")
         reader = GGUFReader(path)
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise Template(Path(path), None, {}).error(f"cannot be read as a GGUF file ({error})") from None
-    template = Template(Path(path), reader, {tensor.name: tensor for tensor in reader.tensors})
-    if (parts := reader.get_field("split.count")) and parts.contents() > 1:
+        parts = reader.get_field("split.count")
+        count = int(parts.contents()) if parts else 1
+    except Exception as error:  # the reader checks nothing
+        raise empty.error(f"cannot be read as a GGUF file ({error})") from None
+    template = Template(empty.path, reader, {tensor.name: tensor for tensor in reader.tensors})
+    if count > 1:
         raise template.error("is one of several parts")
     for tensor in reader.tensors:
         if tensor.tensor_type.name not in PLAIN:

@@ -5,10 +5,11 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,14 +23,15 @@ from torch import Tensor
 
 from hasslefree.checkpoint import INDEX, TensorFile, read_json, run_in_background
 from hasslefree.errors import CheckpointError, OutputError, option
-from hasslefree.folder.output import check_output, complete, disk_errors, fsync_and_rename, put_in_place, sync
+from hasslefree.folder.output import FILES, check_output, complete, disk_errors, fsync_and_rename, put_in_place, sync
 from hasslefree.folder.record import HeldOutRecord, PredictionRecord
 from hasslefree.validation import InvalidError, validated
 
 logger = logging.getLogger(__name__)
 
 JOURNAL, BEFORE, OWNER = "progress.json", "before", "owner"
-OWN = {JOURNAL, f".{JOURNAL}", BEFORE, OWNER, "lock", "model", "scratch"}
+OWN = ("model", "scratch", BEFORE, f".{JOURNAL}", JOURNAL, "lock", OWNER)  # as they are removed
+PART = r"(model|fitted)-\d+-of-\d+\.safetensors"
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class FinishedPart:
         entries: those of config.json for its compressed layers. layers: their records.
     """
 
-    file: Annotated[str, Field(pattern=r"^(model|fitted)-\d+-of-\d+\.safetensors$")]
+    file: Annotated[str, Field(pattern=f"^{PART}$")]
     sha256: str
     tensors: dict[str, int]
     entries: dict[str, Any] = field(default_factory=dict)
@@ -159,6 +161,7 @@ class Unfinished:
     def finish(self, fill: Callable[[Path], None]) -> None:
         """Replace OUT by the folder. fill: writes the files that are still missing."""
         with resumable(self.model):
+            (self.model / FILES).touch()  # for `check_own`
             fill(self.model)
             files = {name: part.file for part in self.parts for name in part.tensors}
             index = {"metadata": {"total_size": self.bytes_done}, "weight_map": dict(sorted(files.items()))}
@@ -230,15 +233,25 @@ def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]
             work.close()
             shutil.rmtree(work.scratch, ignore_errors=True)
             if not work.parts or not work.model.exists():
-                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):
+                    for path in map(folder.joinpath, OWN):
+                        shutil.rmtree(path, ignore_errors=True)
+                        path.unlink(missing_ok=True)
+                    folder.rmdir()  # unless something else is in it
 
 
 def check_own(folder: Path) -> None:
-    """Raise an OutputError if the name of an unfinished folder is taken by what is none."""
+    """Raise an OutputError if the name of an unfinished folder is taken by what is none, or if others' files are in it.
+
+    In `model`, those are known until `finish` begins.
+    """
     is_folder = folder.is_dir() and not folder.is_symlink()
     content = list(folder.iterdir()) if is_folder else [folder] * os.path.lexists(folder)
     others = [path for path in content if path.name not in OWN or path.is_symlink()]
-    if others or (content and not {OWNER, JOURNAL, "lock"} & {path.name for path in content}):
+    if not others and not (folder / "model" / FILES).exists():
+        others = [path for path in (folder / "model").glob("*") if not re.fullmatch(rf"\.?{PART}", path.name)]
+    names = {path.name for path in content}
+    if others or (names and not {OWNER, JOURNAL} & names and names != {"lock"}):
         raise OutputError(
             f"{(others or content)[0]} was not written by hasslefree, which needs the name {folder} for its work; "
             "move it away, or give another output folder"

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from hasslefree.checkpoint import read_json
 from hasslefree.errors import OutputError, WriteError, option
 
-# The file in a folder that lists the others as they were written, and how the results of `evaluate` begin.
-FILES, RESULTS = "files.json", b'{\n "model'
+# The file in a folder that lists the others as they were written, and how the results of `evaluate` and a page begin.
+FILES, RESULTS, PAGE = "files.json", b'{\n "model', b"<!doctype html><!-- a page of hasslefree report -->"
 
 
 def check_output(folder: Path, overwrite: bool, bytes_needed: int = 0, source: Path | None = None) -> None:
@@ -165,7 +165,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     data, file = content.encode() if isinstance(content, str) else content, path.resolve()
     with disk_errors(path, "if there was such a file, it is unchanged"):
         try:
-            check_file(path, data[: len(RESULTS)])
+            check_file(path, PAGE if data.startswith(PAGE) else data[: len(RESULTS)])
             with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as folder:
                 part = Path(folder) / "part"
                 part.write_bytes(data)

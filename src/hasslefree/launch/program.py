@@ -54,7 +54,7 @@ def is_runnable(module: str) -> bool:
     sys.path.insert(0, os.getcwd())  # as `python -m` looks there first
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
+    except (Exception, SystemExit):  # whatever a package raises that is imported on the way
         return False
     finally:
         del sys.path[0]

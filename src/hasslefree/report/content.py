@@ -21,7 +21,7 @@ from hasslefree.folder.record import Record, command_of, read_record
 from hasslefree.phases import PhaseTime
 from hasslefree.validation import Count, Figure, InvalidError, validated
 
-_BLOCK = re.compile(r"(?:.*?\.)?(\d+)\.(.+)")
+_BLOCK = re.compile(r"(?:.*?\.)?(\d{1,9})\.(.+)")
 _EXPERT = re.compile(r"\.\d+(?=\.)")
 
 
@@ -137,6 +137,8 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 def read_run(folder: Path, name: str, evaluation: Evaluation) -> Run:
     """Load a folder's record, sizes and spectra."""
     sizes, record = inspect_folder(folder), read_record(folder)
+    if len(record.layers) != len(sizes.layers):
+        raise CheckpointError(f"compression.json in {folder} is of another model; download or copy the folder again")
     command = command_of(record, trust_remote_code="auto_map" in read_json(folder / "config.json"))
     seconds = read_seconds(folder, (folder / "compression.json").read_text(encoding="utf-8"))
     if seconds is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from hasslefree.errors import CalibrationError, MemoryShortError, option
-from hasslefree.models.load import load_model
+from hasslefree.models.load import encode, load_model, rendered
 from hasslefree.run.machine import free_memory
 from hasslefree.units import size
 
@@ -76,8 +76,8 @@ def beginning(tokenizer: Any) -> list[int]:
     """The token ids that a text begins with."""
     if tokenizer.chat_template is not None:
         mark = "QUESTION"
-        text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
-        ids: list[int] = tokenizer(text[: text.index(mark)], add_special_tokens=False)["input_ids"]
+        text = rendered(tokenizer, [{"role": "user", "content": mark}]).partition(mark)[0]
+        ids: list[int] = encode(tokenizer, text, special_tokens=False).tolist()
         if ids:
             return ids
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
