@@ -227,6 +227,7 @@ def main() -> None:
     jobs = {(name, seed): (measurement, ROWS[name], dense, programs, timed) for name in names if name != "dense"}
     models.fill(content, args.output, jobs, row)
     frontier.draw(args.plot, four_bits=args.output)
+    frontier.draw_next_to_others(args.plot.with_name("next_to_others.png"), args.output)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,19 @@ def shown(table):
     return file.getvalue().splitlines()
 
 
+def test_nothing_is_cut_in_40_columns(monkeypatch):
+    """Oracle: the letters of the same text in 80 columns, and the names of the options."""
+
+    def text(words, columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return CliRunner().invoke(app, words, prog_name="hasslefree").stdout
+
+    assert sorted("".join(text(["methods"], 40).split())) == sorted("".join(text(["methods"], 80).split()))
+    for name, command in COMMANDS.items():
+        found = re.findall(r"--[a-z-]+", text([name, "-h"], 40))
+        assert {name for option in command.params for name in option.opts if name[:2] == "--"} <= set(found)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_has_a_sentence_with_its_default(name):
     for parameter in COMMANDS[name].params:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,19 @@ from harness.record import RESULTS
 
 # Of every curve: the bytes of a weight, the gap and the label of each point.
 Curves = dict[str, list[tuple[float, float, str]]]
+
+# The picture that README begins with: rows of four_bits.json, by curve, and the label of each.
+NEXT_TO_OTHERS = {
+    "hasslefree --size": {
+        "4.3 bits, dealt, best": "4.3bits, best",
+        "4.6 bits, dealt, best": "4.6bits, best",
+        "5.2 bits, dealt, balanced": "default",
+    },
+    "hasslefree --bits 4 --rank 16": {"4 bits + rank 16, balanced": ""},
+    "llama.cpp": {f"llama.cpp {kind}": kind for kind in ("Q3_K_M", "Q4_0", "Q4_K_M", "Q5_0")},
+    "AutoRound": {"AutoRound, 50 iterations, 4 bits": "50 iterations"},
+    "GPTQ (llm-compressor)": {"llm-compressor GPTQ, 4 bits": "4 bits"},
+}
 
 
 def results(path: Path) -> dict[str, Any]:
@@ -37,3 +51,14 @@ def draw(plot: Path, frontier: Path = RESULTS / "frontier.json", four_bits: Path
     programs = {row["curve"] for row in quantised.values() if row["program"]}
     title = "SmolLM2-135M-Instruct, lower left is better; labels are ranks, or types of other programs"
     plots.frontier({name: sorted(points) for name, points in curves.items()}, programs, title, plot)
+
+
+def draw_next_to_others(plot: Path, four_bits: Path = RESULTS / "four_bits.json") -> None:
+    """Draw a few quantised rows next to those of other programs."""
+    rows = results(four_bits)
+    curves: Curves = {}
+    for name, points in NEXT_TO_OTHERS.items():
+        found = ((rows[row], label) for row, label in points.items())
+        curves[name] = [(row["bytes_a_weight"], 100 * math.expm1(row["gap"]), label) for row, label in found]
+    programs = {name for name in curves if not name.startswith("hasslefree")}
+    plots.next_to_others(curves, programs, "SmolLM2-135M-Instruct: lower left is better", plot)

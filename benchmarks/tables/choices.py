@@ -164,7 +164,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             "{ours[cpu_minutes]:.0f} minutes on one CPU thread, and the perplexity on WikiText-2 rises from "
             "{dense[perplexity][wikitext2]:.1f} to {ours[perplexity][wikitext2]:.1f}.** llama.cpp's Q4_K_M reaches "
             "{rival[perplexity][wikitext2]:.1f} with {rival[bytes]:.2f} bytes per weight.\n\n"
-            "<sub>Bytes are those of the compressed layers; embeddings stay as they are. Calibrated on {samples} × "
+            "<sub>Bytes of the compressed layers; embeddings stay as they are. Calibrated on {samples} × "
             "{seqlen} tokens of C4, drawn once; perplexity on the first {max_tokens:,} tokens, in windows of {window}."
             "</sub>",
             facts=headline,
@@ -176,7 +176,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             f"python benchmarks/four_bits.py {MODEL}",
             (
                 ("SmolLM2-135M-Instruct", "{goal}"),
-                ("", "{command}"),
+                ("command", "{command}"),
                 ("bytes per weight", "{bytes:.3f}"),
                 ("perplexity, WikiText-2", "{perplexity[wikitext2]:.1f}"),
                 ("mean perplexity increase, three texts", "{percent:.1f} %"),
@@ -184,7 +184,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("tokens per second vs dense", "{speed}"),
             ),
             settings,
-            note="<sub>Calibrated with `--samples 64 --seqlen 512`, drawn once. Minutes are those of one CPU thread. "
+            note="<sub>Calibrated with `--samples 64 --seqlen 512`, drawn once. Minutes on one CPU thread. "
             "Speed: transformers on one thread of a CPU with AMX. Our copy of the model had once been stored in 4 "
             "bits, which would flatter some methods, so we measured an [equivalent model whose weights lie on no "
             "grid](docs/results/quality.md#quantised-s-next-to-other-programs).</sub>",
@@ -210,7 +210,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
             FRONTIER,
             (
                 ("if you want", "{goal}"),
-                ("", "{words}"),
+                ("setting", "{words}"),
                 ("bytes per weight", "{bytes:.2f}"),
                 ("perplexity, WikiText-2", "{perplexity[wikitext2]:.1f}"),
                 ("gap", "{gap:.3f}"),

@@ -100,10 +100,8 @@ def reproduction(name: str) -> tuple[Table, ...]:
         ("kept", "{kept}"),
         ("paper: *", "{paper[*]:.2f}"),
     )
-    note = (
-        "Calibrated on {samples} × {seqlen} tokens, {own_rounds}; {texts}. The paper's figures are those of {beside}."
-    )
-    ahead = "`joint` is before the others in {ahead} of {settings} settings. On {where}."
+    note = "Calibrated on {samples} × {seqlen} tokens, {own_rounds}; {texts}. The paper's figures are for {beside}."
+    ahead = "`joint` is ahead of the others in {ahead} of {settings} settings. On {where}."
     pairs = (
         ("settings in which", "{pair}"),
         ("the paper has it so", "{paper}"),

@@ -265,7 +265,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("effort", "{effort}"),
                 ("minutes", "{minutes:.1f}"),
                 ("*", "{works[*]:.2f}"),
-                ("peak memory / that of `plan`", "{peak:.2f}"),
+                ("peak memory / estimate of `plan`", "{peak:.2f}"),
             ),
             simulated,
             note="Simulated with torch {machine[torch]}; nothing ran on a GPU.{dropped}",

@@ -110,7 +110,7 @@ def test_an_upload_that_fails_loses_nothing(step, ada, compressed_copy):
     with pytest.raises(OutputError) as caught:
         hasslefree.push(out, "ada/new")
     command = f"hf upload ada/new {out} --delete '*'"
-    assert str(caught.value).endswith(f"{out} is complete; upload it by {command}")
+    assert str(caught.value).endswith(f"{out} is complete; upload it with {command}")
     assert "not uploaded: the hub failed (" in str(caught.value)
     ada.fails.clear()
     hf_upload(ada, command)

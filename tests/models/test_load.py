@@ -98,7 +98,7 @@ def test_a_folder_that_is_not_there_is_named(load, tmp_path):
         ("bob/secret", "'bob/secret' is neither a local folder nor a model that you can see .*private, run `hf auth"),
         ("meta/lama", "'meta/lama' is neither .* check the spelling;"),
         ("lama", "'lama' is neither .* check the spelling;"),
-        ("a lama", "no model at 'a lama': .* must use alphanumeric chars"),
+        ("a lama", "cannot load 'a lama': .* must use alphanumeric chars"),
         ("meta/down", "couldn't connect to .* check name and network, or give a local folder"),
     ],
 )

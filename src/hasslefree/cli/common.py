@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
@@ -49,6 +50,8 @@ class Commands(TyperGroup):
         for command in self.commands.values():  # --verbose may stand before a command or after it
             command.params += [option for option in self.params if option.name == "verbose"]
             command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.help or ""))
+            if (width := shutil.get_terminal_size().columns) < 60:  # rich would cut the names of options
+                command.rich_markup_mode, command.context_settings["terminal_width"] = None, width
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -82,7 +85,7 @@ def print_versions(wanted: bool) -> None:
         raise typer.Exit
 
 
-LIBRARIES = "Print the version, and those of libraries."
+LIBRARIES = "Print the versions of hasslefree, Python, torch and transformers."
 VERSIONS = flag(None, LIBRARIES, "--version", callback=print_versions, is_eager=True, show_default=False)
 # `ending.report` looks for --verbose.
 VERBOSE = flag(None, "Show tracebacks too (default: off).", "--verbose", expose_value=False, show_default=False)
@@ -122,7 +125,8 @@ Dtype = Annotated[str, flag(RUN, "Dtype of the weights: auto (the checkpoint's),
 Quiet = Annotated[bool, flag(OUTPUT, "Print errors only.", "--quiet", "-q", callback=set_quiet, show_default=False)]
 Json = Annotated[bool, flag(OUTPUT, AS_JSON, "--json", callback=leave_standard_output, show_default=False)]
 Output = Annotated[Path | None, flag(OUTPUT, "Write that JSON to FILE.", metavar="FILE", callback=check_output_file)]
-PushTo = Annotated[str | None, flag(OUTPUT, "Upload OUT to this name on the hub (default: none).", metavar="USER/NAME")]
+PUSH = "Upload the result to this name on the hub (default: none)."
+PushTo = Annotated[str | None, flag(OUTPUT, PUSH, metavar="USER/NAME")]
 Private = Annotated[bool, flag(OUTPUT, "Make a new repository private (default: off).", "--private")]
 
 

@@ -129,7 +129,7 @@ def plan(
     recipe: Any,
     device: Device = None,
     activations: Activations = "device",
-    processes: Annotated[int, flag(RUN, "Processes under torchrun; figures are for each.", min=1, max=2**20)] = 1,
+    processes: Annotated[int, flag(RUN, "Processes under torchrun; estimates are per process.", min=1, max=2**20)] = 1,
     trust_remote_code: Trust = False,
     as_json: Json = False,
     output: Output = None,

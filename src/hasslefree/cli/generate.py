@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from hasslefree.evaluation.continuation import Continuation, Sampling, Writer
 
 TEXT = "Text"
-BACKEND = "How sparse weights are multiplied: dense, unpacked, numba or triton (default: chosen for each layer)."
+BACKEND = "How S is multiplied: dense, unpacked, numba, triton or int4 (default: chosen for each layer)."
 MOST_THREADS = 4 * (os.cpu_count() or 1)  # more only slow a machine down, and systems refuse thousands
 LONGEST = 1 << 22  # characters of a prompt
 Dense = Annotated[str | None, flag(None, "Dense model to compare with, or none (default: the original of OUT).")]
-NewTokens = Annotated[int, flag(TEXT, "Most tokens of a text.", min=1)]
+NewTokens = Annotated[int, flag(TEXT, "Maximum number of tokens to generate.", min=1)]
 Temperature = Annotated[float, flag(TEXT, "0 takes the most probable token each time, more draws tokens.", min=0)]
 Seed = Annotated[int, flag(TEXT, "Seed of the draws.")]
 Threads = Annotated[int | None, flag(RUN, "Threads of the CPU (default: torch's).", min=1, max=MOST_THREADS)]

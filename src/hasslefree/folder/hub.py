@@ -53,7 +53,7 @@ def upload(folder: Path, name: str) -> str:
     """Upload a folder to a repository that `prepare_push` has checked."""
     card = folder / "README.md"
     rewrite(card, card.read_text(encoding="utf-8").replace(PLACE, name).replace(NAME, name))
-    later = f"{folder} is complete; upload it by {shlex.join(['hf', 'upload', name, str(folder), '--delete', '*'])}"
+    later = f"{folder} is complete; upload it with {shlex.join(['hf', 'upload', name, str(folder), '--delete', '*'])}"
     try:
         done = upload_folder(repo_id=name, folder_path=folder, commit_message="Upload model", delete_patterns="*")
     except KeyboardInterrupt:

@@ -171,7 +171,7 @@ def no_model(name: str, error: Exception) -> ModelError:
             "model is private, run `hf auth login` with a token that can read it"
         )
     return ModelError(
-        f"no model at {name!r}: {_first_line(error).rstrip('.')}; check name and network, or give a local folder"
+        f"cannot load {name!r}: {_first_line(error).rstrip('.')}; check name and network, or give a local folder"
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
@@ -23,7 +24,7 @@ NOTES = (
 )
 ABOUT_EFFORTS = {
     "fast": About("decomposes single layers, and nothing more", "docs: levers"),
-    "balanced": About("also trains the kept values of the model", "docs: levers"),
+    "balanced": About("also fine-tunes what the layers store", "docs: levers"),
     "best": About("trains longer, and moves rank between layers", "docs: levers"),
 }
 # What each option takes.
@@ -43,13 +44,14 @@ def overview() -> tuple[dict[str, Any], Group]:
     """All tables as JSON, and as text with a line for each entry; there a pruner, which is a method too, is once."""
     parts: list[RenderableType] = []
     for (heading, entries), option in zip(TABLES.items(), OPTIONS, strict=True):
-        rows = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-        for width in (14, 45, 17):  # of a name, a line and a reference: 80 columns in all
-            rows.add_column(min_width=width, overflow="fold")
+        rows = Table.grid(padding=(0, 2, 0, 0), pad_edge=False, expand=True)
+        rows.add_column(width=14)
+        for width in (45, 17):  # of a line and a reference; with a name, 80 columns
+            rows.add_column(ratio=width, overflow="fold")
         for name, about in entries.items():
             if heading != "methods" or name not in pruners.ABOUT:
                 rows.add_row(name, about.line, about.reference)
-        parts += [Text(f"{heading} ({option})", style="bold"), rows, Text()]
+        parts += [Text(f"{heading} ({option})", style="bold"), Constrain(rows, 80), Text()]
     content = {heading: {name: asdict(about) for name, about in entries.items()} for heading, entries in TABLES.items()}
     return content, Group(*parts, Text(NOTES))
 

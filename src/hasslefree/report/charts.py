@@ -255,7 +255,7 @@ def parameters(layers: Iterable[LayerRecord]) -> Drawing:
     points = cells.mark_point(color=INK, filled=True, size=16, cursor="pointer")
     points = points.encode(alt.Y("rank:Q", title="rank of L (points)", axis=WHOLE, scale=ranks))
     chart = alt.layer(bars, points).resolve_scale(y="independent").properties(width=560, height=240)
-    return Drawing("Parameters kept, in per cent of those of the dense weight", chart, rows)
+    return Drawing("Parameters kept, in per cent of the dense weight's", chart, rows)
 
 
 def _by_block(title: str, total: str, y: str, values: Iterable[tuple[str, int, float]]) -> Drawing:
