@@ -117,6 +117,24 @@ def test_an_index_cannot_leave_the_folder(name, folder, tmp_path):
     assert_refused(folder, "which is not the name of a file in the same folder|7 is missing")
 
 
+def test_an_index_cannot_leave_the_folder_by_a_link(folder, tmp_path):
+    """But the cache of the hub consists of links to its blobs."""
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), "weights.safetensors")
+    content = {"metadata": {"total_size": 0}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    for place, refused in ((tmp_path / "elsewhere", True), (tmp_path / "hub" / "blobs", False)):
+        place.mkdir(parents=True)
+        shutil.copy(folder / "model.safetensors", place / "0123")
+        snapshot = tmp_path / "hub" / "snapshots" / place.name
+        shutil.copytree(folder, snapshot)
+        (snapshot / "model.safetensors").unlink()
+        (snapshot / "weights.safetensors").symlink_to(place / "0123")
+        if refused:
+            assert_refused(snapshot, "weights.safetensors, a link out of the folder; put the file itself in its place")
+        else:
+            load_model(str(snapshot))
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "gone.safetensors"}}'])
 def test_an_index_that_is_none(content, folder):
     (folder / "model.safetensors").unlink()

@@ -75,7 +75,16 @@ def weight_map(folder: Path) -> dict[str, Path]:
             )
         if not (folder / name).is_file():
             raise CheckpointError(f"{index} lists {name}, but {folder / name} is missing; download or copy it")
+        if not is_inside(folder / name, folder):
+            raise CheckpointError(f"{index} lists {name}, a link out of the folder; put the file itself in its place")
     return {tensor: folder / str(name) for tensor, name in names.items()}
+
+
+def is_inside(file: Path, folder: Path) -> bool:
+    """Whether a file is in a folder, and no link out of it except to the blobs that the cache of the hub consists of."""
+    folder, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
+    blobs = folder.parent.with_name("blobs") if folder.parent.name == "snapshots" else folder
+    return target.is_relative_to(folder) or target.parent == blobs
 
 
 def weight_files(folder: Path) -> list[Path]:
