@@ -81,7 +81,7 @@ def weight_map(folder: Path) -> dict[str, Path]:
 
 
 def is_inside(file: Path, folder: Path) -> bool:
-    """Whether a file is in a folder, and no link out of it except to the blobs that the cache of the hub consists of."""
+    """Whether a file is in a folder, and no link out of it, except to the blobs of which the hub's cache consists."""
     folder, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
     blobs = folder.parent.with_name("blobs") if folder.parent.name == "snapshots" else folder
     return target.is_relative_to(folder) or target.parent == blobs
