@@ -39,8 +39,19 @@ def gap_of(perplexity: dict[str, float], dense: dict[str, float]) -> float:
 
 
 def real_model(content: Content) -> Iterable[Row]:
-    """The dense model, the efforts, and the published methods."""
-    return measured(content, content["results"])
+    """The dense model, layers alone, and the published methods."""
+    return measured(content, [name for name in content["results"] if name not in ("balanced", "best")])
+
+
+def two_four(content: Content) -> Iterable[Row]:
+    """The efforts at 2:4, and what lies between them, by the seconds of one thread."""
+    results = content["results"]
+    for row in measured(content, results):
+        if row["name"] == "dense":
+            yield row | {"cpu_seconds": None, "over_fast": None}
+            continue
+        [seconds, fast] = (over_seeds(results[name], "cpu_seconds") for name in (row["name"], "fast"))
+        yield row | {"cpu_seconds": seconds, "over_fast": seconds / fast}
 
 
 def ablations(content: Content) -> Iterable[Row]:
@@ -203,6 +214,21 @@ TABLES: dict[str, tuple[Table, ...]] = {
             note=REAL_NOTE,
         ),
     ),
+    "two_four": (
+        Table(
+            "two_four",
+            f"python benchmarks/real_model.py two-four {MODEL}",
+            (
+                ("2:4 + rank 16", "{name}"),
+                ("*", "{perplexity[*]:.2f}"),
+                ("gap", "{gap:.3f}{spread}"),
+                ("CPU seconds", "{cpu_seconds:.0f}"),
+                ("seconds / `fast`", "{over_fast:.2f}"),
+            ),
+            two_four,
+            note=REAL_NOTE,
+        ),
+    ),
     "ablations": (
         Table(
             "ablations",
@@ -241,8 +267,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
             "python benchmarks/families.py",
             note="Of the {total} families that transformers {machine[transformers]} lists for causal language models, "
             "{compress} passed this test: a tiny model with random weights was compressed, saved and loaded again, and "
-            "gave the same output as before. {refused} are rejected ({encoders} are encoders), and {unbuilt} were not "
-            "tested, because the test script cannot build a small version of them "
+            "gave the same output as before. {refused} were rejected, {encoders} of them as encoders, and "
+            "{unbuilt} could not be tested, because the test script cannot build a small version of them "
             "([the list](docs/results/appendix.md#families-of-models)).",
             facts=family_counts,
         ),

@@ -218,7 +218,7 @@ def test_a_file_that_is_no_text(tmp_path):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"rank": 4}, {"effort": "balanced", "allocate": "error", "match_predictions": 24_576, "rounds": 50}),
+        ({"rank": 4}, {"effort": "balanced", "allocate": "error", "match_predictions": 18_432, "rounds": 50}),
         ({"rank": 4, "effort": "best"}, {"allocate": "error", "match_predictions": 204_800, "rounds": 100}),
         ({"rank": 4, "effort": "fast"}, {"match_predictions": 0, "allocate": "uniform", "rounds": 20}),
         ({"rank": 4, "minutes": 30}, {"effort": "best", "match_predictions": 204_800}),

@@ -35,7 +35,7 @@ EFFORTS = {
     "balanced": Levers(match_predictions=49_152),
     "best": Levers(allocate="error", match_predictions=204_800),
 }
-MOVING = Levers(allocate="error", match_predictions=24_576)
+MOVING = Levers(allocate="error", match_predictions=18_432)
 ROUNDS = {"fast": 20, "balanced": 50, "best": 100}
 # Those of `joint-grid`, in all efforts.
 GRID_ROUNDS = 20
