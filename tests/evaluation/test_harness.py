@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
-from hasslefree.errors import OutputError, TaskError, UnknownNameError
+from hasslefree.errors import CheckpointError, OutputError, TaskError, UnknownNameError
 from hasslefree.evaluation.harness import TASKS, cache_name, check_harness, check_tasks, harness_tasks
 from hasslefree.evaluation.run import evaluate
 from hasslefree.phases import SCORING
@@ -154,7 +154,7 @@ def test_what_was_answered_before_a_crash_is_not_asked_again(monkeypatch, tmp_pa
     assert all_of_it.calls == 12
     with monkeypatch.context() as patch:
         Counter(patch, most=5)
-        with pytest.raises(RuntimeError, match="power cut"):
+        with pytest.raises(CheckpointError, match="power cut"):
             evaluate(str(MODEL), **options, cache=tmp_path / "cache")
     with monkeypatch.context() as patch:
         rest, steps = Counter(patch), []

@@ -65,7 +65,7 @@ def test_it_computes_the_matrix_of_the_codes(grid, rank, bias, tokens):
 @pytest.mark.parametrize("numba", [True, False])
 @pytest.mark.parametrize(("coded", "rank"), [(True, 3), (True, 16), (False, 3)])
 def test_the_low_rank_part_of_a_token(monkeypatch, numba, coded, rank):
-    monkeypatch.setattr(linear, "HAS_NUMBA", numba)
+    monkeypatch.setattr(linear.backends, "HAS_NUMBA", numba)
     layer, matrix, b = layer_of(coded=coded, rank=rank)
     x = torch.randn(1, 192).bfloat16()
     assert close(layer(x), F.linear(x.double(), matrix, b))
