@@ -7,7 +7,7 @@ import torch
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.errors import RecipeError
+from hasslefree.errors import OutputError, RecipeError
 from hasslefree.models.moments import gather
 from hasslefree.phases import Phases
 from hasslefree.run import blockwise
@@ -95,3 +95,10 @@ def test_minutes_that_the_layers_alone_take_are_an_error_after_three_blocks(tmp_
     assert blocks == [0, 1, 2]
     assert (tmp_path / "out.unfinished").exists()
     assert not (tmp_path / "out").exists()
+
+
+def test_a_finished_folder_is_not_resumed(tmp_path):
+    tokens = segments(6)
+    hasslefree.compress(build("llama"), tmp_path / "out", RECIPE, segments=tokens)
+    with pytest.raises(OutputError, match="out is finished: there is nothing to resume"):
+        hasslefree.compress(build("llama"), tmp_path / "out", RECIPE, segments=tokens, resume=True)

@@ -3,6 +3,7 @@
 import codecs
 import sys
 from io import TextIOWrapper
+from logging import ERROR, getLogger
 from typing import Any
 
 from wrapt import register_post_import_hook
@@ -59,4 +60,5 @@ def run_app() -> None:
 def _quiet(logging: Any) -> None:
     """Leave progress to the package's own bars: of transformers, only errors are shown."""
     logging.disable_progress_bar()
+    getLogger("huggingface_hub").setLevel(ERROR)  # it would show every retry
     logging.set_verbosity_error()

@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
@@ -37,7 +38,7 @@ class Console(rich.console.Console):
 # Under torchrun, which sets both variables, the first process alone speaks, but for errors.
 QUIET_PROCESS = "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
 console = Console(quiet=QUIET_PROCESS)
-errors = Console(stderr=True, soft_wrap=True)
+errors = Console(stderr=True, soft_wrap=not sys.stderr or not sys.stderr.isatty())  # a terminal wraps within words
 
 
 class Commands(TyperGroup):

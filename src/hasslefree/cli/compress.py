@@ -22,7 +22,7 @@ from hasslefree.recipe.recipe import BUDGET, GROUPS, NAMES, Fields, Recipe, help
 SETTINGS = "List the settings of this method, pruner or low-rank solver instead."
 # The options that most users need stand before all headings, in a line or two; the page on recipes says more.
 COMMON = {
-    "size": "Bytes of all weights (1.5GB), or bits per weight (4.8bits) (default: 5.2bits).",
+    "size": "Total bytes (1.5GB) or bits per compressed weight (4.8bits; default: 5.2bits).",
     "bits": "Bits of S in every layer (default: by --size).",
     "rank": "Rank of L, 0 for no L (default: by --size).",
     "pattern": "Zeros of S, such as 2:4 (default: by method).",

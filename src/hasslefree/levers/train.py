@@ -268,7 +268,7 @@ class Trainer:
                 if (quarter := int(done * self.settings.validations / length)) > validated:
                     validated = quarter
                     history.append(self.validate())
-                    logger.info(
+                    logger.debug(
                         "%s: %d tokens, KL %.4f (before training %.4f)", PREDICTIONS, self.tokens, history[-1], before
                     )
                     if not last and history[0] >= before:

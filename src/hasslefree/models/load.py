@@ -171,7 +171,8 @@ def no_model(name: str, error: Exception) -> ModelError:
             "model is private, run `hf auth login` with a token that can read it"
         )
     return ModelError(
-        f"cannot load {name!r}: {_first_line(error).rstrip('.')}; check name and network, or give a local folder"
+        f"{name!r} is no folder here, and as a name on the hub it cannot be loaded: {_first_line(error).rstrip('.')}; "
+        "check name and network"
     )
 
 

@@ -23,6 +23,7 @@ from hasslefree.validation import typed
 
 logger = logging.getLogger(__name__)
 FACTORS = ("low_rank_u", "low_rank_v")
+OTHER_BITS = "only 4 bits have fast operators; the backend unpacked is faster, and takes the dense model's memory"
 
 
 class SparseLowRankLinear(nn.Module):
@@ -191,7 +192,8 @@ class SparseLowRankLinear(nn.Module):
         if backends.choose(case, self.backend) != "int4":
             obstacle = backends.BACKENDS["int4"](case)
             if obstacle and case.device == "cpu" and self.spec.pattern == "dense":
-                log_slower(str(self.spec.grid), obstacle)
+                other = self.spec.grid is not None and self.spec.grid.bits != 4
+                log_slower(OTHER_BITS if other else obstacle)
             return
         codes = unpack_codes(tensors["weight_packed"], 4, self.in_features)
         self.int4 = Int4.of(codes, tensors["weight_scale"].detach(), self.storage.lowest(tensors))
@@ -297,8 +299,8 @@ def add_low_rank(y: Tensor, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 @cache
-def log_slower(grid: str, obstacle: str) -> None:
-    logger.warning("S in %s is unpacked at every call, which is slow: %s", grid, obstacle)
+def log_slower(obstacle: str) -> None:
+    logger.warning("S is unpacked at every call, which is slow: %s", obstacle)
 
 
 @cache

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from hasslefree.bar import with_bar
 from hasslefree.distributed import World, local_device, process_group
-from hasslefree.folder.journal import Progress, Unfinished, fingerprint, unfinished
-from hasslefree.folder.output import check_output
+from hasslefree.errors import OutputError
+from hasslefree.folder.journal import Progress, Unfinished, fingerprint, unfinished, unfinished_folder
+from hasslefree.folder.output import FILES, check_output
 from hasslefree.folder.record import Record
 from hasslefree.levers.allocation import Allocation, by_sensitivity
 from hasslefree.levers.train import reference_of
@@ -93,6 +94,8 @@ def compress(
     resolved = recipe.resolve(with_text=segments is None)
     folder = Path(out).resolve()
     source = model.config._name_or_path if isinstance(model, PreTrainedModel) else model
+    if resume and not overwrite and (folder / FILES).is_file() and not unfinished_folder(folder).exists():
+        raise OutputError(f"{folder} is finished: there is nothing to resume")
     check_output(folder, overwrite, source=Path(source) if source else None)
     check_storage(activations)
     target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device or local_device())
