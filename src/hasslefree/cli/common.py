@@ -52,7 +52,8 @@ class Commands(TyperGroup):
             command.params += [option for option in self.params if option.name == "verbose"]
             command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.help or ""))
             if (width := shutil.get_terminal_size().columns) < 60:  # rich would cut the names of options
-                command.rich_markup_mode, command.context_settings["terminal_width"] = None, width
+                command.rich_markup_mode = None  # type: ignore[attr-defined]
+                command.context_settings["terminal_width"] = width
 
     def invoke(self, ctx: Any) -> Any:
         try:

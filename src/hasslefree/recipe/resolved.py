@@ -101,8 +101,7 @@ def filled(recipe: Fields) -> Fields:
         recipe = dataclasses.replace(recipe, method="joint-grid" if on_grid else "joint")
     quantised = has_grid(recipe)
     recipe = dataclasses.replace(recipe, pattern=recipe.pattern or ("dense" if quantised else "2:4"))
-    default = "balanced" if recipe.method in OURS else None
-    effort = recipe.effort or ("best" if recipe.minutes else default)
+    effort = recipe.effort or ("best" if recipe.minutes else "balanced" if recipe.method in OURS else None)
     moving = effort == "balanced" and not quantised and movable(recipe)
     defaults = dataclasses.asdict(MOVING if moving else EFFORTS[effort or "fast"])
     if recipe.method in OURS:

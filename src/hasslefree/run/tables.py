@@ -70,6 +70,9 @@ def plan_table(setup: Setup, *more: Table) -> Group:
         count, stored = (sum(row[name] for row in rows) for name in ("count", "bytes"))
         layers.add_row(kind, pattern, str(count), shape, span([row["rank"] for row in rows]), size(stored))
     totals = Table.grid(padding=(0, 3, 0, 1), pad_edge=True)
+    if (chosen := setup.resolved.recipe.size) and not more:
+        note = f"the same everywhere in this table; compress chooses them by layer, as plan --size {chosen} shows"
+        totals.add_row("bits and ranks", note)
     kept, dense = plan["kept"], plan["dense"]
     if kept < dense:  # a matrix on a grid keeps all of them, in fewer bits
         totals.add_row("parameters kept", f"{kept / 1e6:,.1f} M of {dense / 1e6:,.1f} M ({kept / dense:.1%})")
