@@ -223,7 +223,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
             ),
             goals,
             note="SmolLM2-135M-Instruct, {samples} × {seqlen} calibration tokens of C4. Minutes are processor time of "
-            "one thread, except for `fast` and `best` at 2:4, which ran on two threads.",
+            "one thread, except for `fast` and `best` at 2:4, which ran on two threads; `balanced` at 2:4 ran on a "
+            "slower processor, without AMX.",
         ),
     ),
     "frontier": (
