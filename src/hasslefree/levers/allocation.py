@@ -83,11 +83,9 @@ def by_sensitivity(walk: Walk, plan: Plan, room: int, resolved: Resolved, segmen
         if its_plan.spec.grid is not None:
             return choice_on_grids(layer, its_plan, resolved)
         sparse = layer.changed(its_plan.pattern, None)
-        weight, divergence = layer.weight.to(sparse.dtype), layer.divergence(sparse)
         if (weights := layer.output_weights()) is not None:
-            output_weights[layer.full], root = weights.cpu(), weights.sqrt().unsqueeze(1)
-            weight, sparse = weight * root, sparse * root
-        return choice_of(weight, sparse, layer.gram, its_plan), divergence
+            output_weights[layer.full] = weights.cpu()
+        return choice_of(layer.weight, sparse, layer.gram, its_plan), layer.divergence(sparse)
 
     measured = sensitivities(walk, plan, segments, world, inspect, resolved.recipe.seed)
     choices: list[dict[str, Choice]] = [{} for _ in measured]
