@@ -318,3 +318,15 @@ def test_tasks_and_texts_of_one_model(monkeypatch, capsys, tmp_path):
         code, text = run(monkeypatch, capsys, "evaluate", MODEL, *arguments)
         assert code == 2, text
         assert message in text.replace("\n", " "), text
+
+
+def test_retries_of_a_hub_that_is_out_of_reach_are_not_shown(monkeypatch, capsys):
+    import huggingface_hub.utils.logging as hub
+
+    before = hub.get_verbosity()
+    try:
+        hub.set_verbosity_warning()  # in which it logs each of them
+        run(monkeypatch, capsys, "--version")
+        assert hub.get_verbosity() == hub.ERROR
+    finally:
+        hub.set_verbosity(before)

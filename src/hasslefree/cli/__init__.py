@@ -3,7 +3,6 @@
 import codecs
 import sys
 from io import TextIOWrapper
-from logging import ERROR, getLogger
 from typing import Any
 
 from wrapt import register_post_import_hook
@@ -43,6 +42,8 @@ def run_app() -> None:
     """Run the command line; whatever ends it becomes a sentence and an exit code."""
     codecs.register_error("hasslefree", in_ascii)
     register_post_import_hook(_quiet, "transformers.utils.logging")
+    # Of a hub that is out of reach, the error at the end, and not every retry.
+    register_post_import_hook(lambda logging: logging.set_verbosity_error(), "huggingface_hub.utils.logging")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="hasslefree")  # in a locale without UTF-8, and for names that are not UTF-8
@@ -60,5 +61,4 @@ def run_app() -> None:
 def _quiet(logging: Any) -> None:
     """Leave progress to the package's own bars: of transformers, only errors are shown."""
     logging.disable_progress_bar()
-    getLogger("huggingface_hub").setLevel(ERROR)  # it would show every retry
     logging.set_verbosity_error()

@@ -75,7 +75,7 @@ def compress(
         activations: where the hidden states between blocks are kept: on the "device", in RAM ("cpu"), or in a file next
             to OUT ("disk").
         resume: continue an interrupted compression after its last finished block, if there is one. The result is the
-            same, bit for bit.
+            same, bit for bit. If OUT is finished already, that is an error.
         overwrite: replace a folder that is not empty, once the new one is complete; discard an unfinished compression.
         trust_remote_code: run code that comes with the model.
         progress: called with a `hasslefree.phases.Step` whenever a phase of the run begins, counts or ends; its field

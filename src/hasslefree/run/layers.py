@@ -51,7 +51,7 @@ class Task:
     """
 
     visit: Visit
-    plans: Mapping[str, LayerPlan]
+    plans: Plans
     output_weights: Mapping[str, Tensor]
     resolved: Resolved
     world: World
@@ -77,7 +77,7 @@ def compress_groups(task: Task, groups: list[list[str]], grams: Sequence[Gram]) 
     return done
 
 
-def compress_group(task: Task, plans: Mapping[str, LayerPlan], shared: Container[str], gram: Gram) -> dict[str, Done]:
+def compress_group(task: Task, plans: Plans, shared: Container[str], gram: Gram) -> dict[str, Done]:
     """Decompose layers that share one input, with what depends on its Gram matrix computed once."""
     visit, resolved = task.visit, task.resolved
     start, done = time.perf_counter(), {}

@@ -70,7 +70,7 @@ def plan_table(setup: Setup, *more: Table) -> Group:
         count, stored = (sum(row[name] for row in rows) for name in ("count", "bytes"))
         layers.add_row(kind, pattern, str(count), shape, span([row["rank"] for row in rows]), size(stored))
     totals = Table.grid(padding=(0, 3, 0, 1), pad_edge=True)
-    if (chosen := setup.resolved.recipe.size) and not more:
+    if (chosen := setup.resolved.recipe.size) and setup.resolved.allocate == "error" and not more:
         note = f"the same everywhere in this table; compress chooses them by layer, as plan --size {chosen} shows"
         totals.add_row("bits and ranks", note)
     kept, dense = plan["kept"], plan["dense"]
