@@ -10,6 +10,8 @@ import hasslefree
 from hasslefree import Joint, Recipe
 from hasslefree.core.protocols import Method
 from hasslefree.errors import MemoryShortError
+from hasslefree.run import compress as driver
+from hasslefree.run import layers
 from tests.tiny_models import build, segments
 
 
@@ -48,3 +50,30 @@ def test_memory_that_runs_out_is_logged_and_tried_again_and_then_named(kind, mes
         MemoryShortError, match=rf"memory on cpu to {message}; use activations='cpu', .*model\.layers\.0"
     ):
         hasslefree.compress(build("llama"), tmp_path / "two", Recipe(rank=2), segments=segments())
+
+
+@pytest.mark.parametrize(("allocate", "weighted"), [("error", True), ("uniform", False)])
+def test_layers_are_fitted_with_the_weights_of_their_outputs(allocate, weighted, tmp_path, monkeypatch):
+    """Oracle: what the allocation measured, by the names of all layers."""
+    measured, given = {}, {}
+    solve, find = layers.solve_with_room, driver.by_sensitivity
+
+    def remembered(*args):
+        allocation = find(*args)
+        measured.update(allocation.output_weights)
+        return allocation
+
+    def solved(weight, gram, method, *rest):
+        given[len(given)] = getattr(method, "weights", None)
+        return solve(weight, gram, method, *rest)
+
+    monkeypatch.setattr(driver, "by_sensitivity", remembered)
+    monkeypatch.setattr(layers, "solve_with_room", solved)
+    recipe = Recipe(rank=2, effort="fast", allocate=allocate)
+    record = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments(6))
+    names = [layer.name for layer in record.layers]
+    assert (set(measured) == set(names)) == weighted
+    expected = [measured[name] if weighted else None for name in names]
+    assert all(
+        one is other if other is None else one.equal(other) for one, other in zip(given.values(), expected, strict=True)
+    )
