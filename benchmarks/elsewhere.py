@@ -46,7 +46,8 @@ from harness.record import RESULTS, ROOT, machine, write
 
 import hasslefree
 from hasslefree.folder.read import QUANT_METHOD
-from hasslefree.models.load import load_model, load_tokenizer
+from hasslefree.models.load import load_model
+from hasslefree.models.tokenizer import load_tokenizer
 
 HARNESS = ROOT / "benchmarks" / "harness"
 HELD_OUT = MODEL.parent / "held_out.txt"

@@ -21,8 +21,9 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import MODEL
 from hasslefree.errors import CheckpointError, ModelError, RecipeError
-from hasslefree.models import load
-from hasslefree.models.load import encode, load_model, load_shapes, load_tokenizer, rendered
+from hasslefree.models import tokenizer as tokenizers
+from hasslefree.models.load import load_model, load_shapes
+from hasslefree.models.tokenizer import encode, load_tokenizer, rendered
 from hasslefree.packed.linear import compressed_layers
 from tests.tiny_models import build, segments
 
@@ -267,7 +268,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("bound", TEMPLATES)
 def test_a_chat_template_without_end(bound, monkeypatch):
     """Oracle: the limits of the process are afterwards what they were before."""
-    monkeypatch.setattr(load, "TEMPLATE_SECONDS", 1)
+    monkeypatch.setattr(tokenizers, "TEMPLATE_SECONDS", 1)
     tokenizer, before = load_tokenizer(str(MODEL)), resource.getrlimit(resource.RLIMIT_AS)
     tokenizer.chat_template = TEMPLATES[bound]
     with pytest.raises(CheckpointError, match=r"chat template of .* cannot be used: (it takes more than|math range)"):

@@ -11,8 +11,9 @@ from torch import Tensor
 from hasslefree import Gram, Recipe, decompose
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.load import load_model, load_tokenizer
+from hasslefree.models.load import load_model
 from hasslefree.models.sites import Site, find_sites
+from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.phases import SOLVING, Listener, Phases
 from hasslefree.report.content import short_names
 from hasslefree.run.inputs import draw

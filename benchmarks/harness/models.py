@@ -24,8 +24,9 @@ from hasslefree.demo.run import CALIBRATION, MODEL, run_demo
 from hasslefree.evaluation.harness import TASKS, check_tasks, evaluate_tasks
 from hasslefree.evaluation.run import text_perplexity
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.load import load_model, load_tokenizer
+from hasslefree.models.load import load_model
 from hasslefree.models.sites import find_sites
+from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.phases import Phases
 

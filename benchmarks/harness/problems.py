@@ -15,9 +15,10 @@ from hasslefree import Gram
 from hasslefree.data import calibration_documents, draw_segments
 from hasslefree.distributed import ALONE
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.load import encode, load_model, load_tokenizer
+from hasslefree.models.load import load_model
 from hasslefree.models.moments import gather
 from hasslefree.models.streaming import Weights
+from hasslefree.models.tokenizer import encode, load_tokenizer
 from hasslefree.models.walk import Walk
 
 # Pattern, sparsity where the pattern does not say, rank.

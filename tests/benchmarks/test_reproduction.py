@@ -16,7 +16,8 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
 from hasslefree.errors import CalibrationError, HasslefreeError, ModelError, RecipeError, TaskError, UnknownNameError
-from hasslefree.models.load import load_model, load_tokenizer
+from hasslefree.models.load import load_model
+from hasslefree.models.tokenizer import load_tokenizer
 from tests.tiny_models import gram_of
 
 pytestmark = pytest.mark.nightly

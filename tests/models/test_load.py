@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import ModelError
-from hasslefree.models.load import load_config, load_model, load_tokenizer, resolve_device, resolve_seqlen
+from hasslefree.models.load import load_config, load_model, resolve_device, resolve_seqlen
+from hasslefree.models.tokenizer import load_tokenizer
 from tests.hub import Repository
 from tests.tiny_models import NO_TOKENIZER, build, segments
 

@@ -12,7 +12,7 @@ from hasslefree.data import (
     evaluation_text,
 )
 from hasslefree.errors import CalibrationError, UnknownNameError
-from hasslefree.models.load import encode as encode_whole
+from hasslefree.models.tokenizer import encode as encode_whole
 
 
 def encode(text):

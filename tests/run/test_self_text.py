@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from hasslefree import Recipe, compress
 from hasslefree.demo.run import MODEL
 from hasslefree.errors import CalibrationError
-from hasslefree.models.load import load_model, load_on_disk, load_tokenizer
+from hasslefree.models.load import load_model, load_on_disk
+from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.run.self_text import beginning, whole_model, written_segments
 
 SEQLEN = 48

@@ -119,7 +119,7 @@ def answer(writer: Writer, history: list[dict[str, str]], message: str, sampling
     """The model's answer to a message; both join the history in the form of chat templates, if there is a template."""
     if writer.tokenizer.chat_template is None:
         return writer.write(message, sampling, say_piece)
-    from hasslefree.models.load import rendered
+    from hasslefree.models.tokenizer import rendered
 
     question = {"role": "user", "content": message}
     prompt = rendered(writer.tokenizer, [*history, question], add_generation_prompt=True)

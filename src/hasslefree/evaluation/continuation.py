@@ -15,7 +15,8 @@ from transformers.generation.streamers import TextStreamer
 
 from hasslefree.errors import CheckpointError, PromptError, option
 from hasslefree.folder.record import read_record
-from hasslefree.models.load import encode, load_model, load_tokenizer, loading, most_positions
+from hasslefree.models.load import load_model, loading, most_positions
+from hasslefree.models.tokenizer import encode, load_tokenizer
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.validation import Checked, Figure, Positive, Seed
 

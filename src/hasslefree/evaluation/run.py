@@ -21,8 +21,9 @@ from hasslefree.data import check_text, evaluation_protocol, evaluation_text
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
 from hasslefree.evaluation.harness import check_harness, check_tasks, evaluate_tasks
 from hasslefree.folder.record import versions
-from hasslefree.models.load import encode, load_model, load_tokenizer, resolve_seqlen
+from hasslefree.models.load import load_model, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
+from hasslefree.models.tokenizer import encode, load_tokenizer
 from hasslefree.phases import LOADING, Listener, Phases
 from hasslefree.validation import typed
 

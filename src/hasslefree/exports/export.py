@@ -19,7 +19,8 @@ from hasslefree.exports.template import read_template
 from hasslefree.folder.card import copy_processor, export_card
 from hasslefree.folder.output import check_output, replaced_whole
 from hasslefree.folder.read import QUANT_METHOD
-from hasslefree.models.load import auto_class, load_config, load_model, load_tokenizer
+from hasslefree.models.load import auto_class, load_config, load_model
+from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.phases import LOADING, WRITING, Listener, Phases
 from hasslefree.validation import typed

@@ -19,8 +19,9 @@ from hasslefree.errors import RecipeError, option
 from hasslefree.levers.allocation import by_sensitivity
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.load import load_tokenizer, resolve_device
+from hasslefree.models.load import resolve_device
 from hasslefree.models.streaming import Weights
+from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.phases import INPUTS, LOADING, SOLVING, Listener, Phases
 from hasslefree.recipe.plan import Plan, bytes_of, layer_room, uniform_plans, weights_on_disk
 from hasslefree.recipe.recipe import Recipe

@@ -23,8 +23,9 @@ from hasslefree.levers.allocation import Allocation, by_sensitivity
 from hasslefree.levers.train import reference_of
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
-from hasslefree.models.load import load_tokenizer, resolve_device
+from hasslefree.models.load import resolve_device
 from hasslefree.models.streaming import Weights
+from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.walk import Walk
 from hasslefree.phases import CHECK, LOADING, PREDICTIONS, REFERENCE, WRITING, Listener, Phase, Phases
 from hasslefree.recipe.plan import Plan, bytes_of, bytes_on_disk, digest, layer_room, plan_of

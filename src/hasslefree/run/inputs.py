@@ -12,7 +12,8 @@ from hasslefree.data import SELF, calibration_documents, disjoint_segments, draw
 from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, ModelError, option
 from hasslefree.models.experts import split_experts
-from hasslefree.models.load import encode, load_config, load_on_disk, load_tokenizer, refuse_compressed, resolve_seqlen
+from hasslefree.models.load import load_config, load_on_disk, refuse_compressed, resolve_seqlen
+from hasslefree.models.tokenizer import encode, load_tokenizer
 from hasslefree.models.walk import Walk
 from hasslefree.phases import HELD_OUT_TEXT, REFERENCE_TEXT, TEXT, Phases
 from hasslefree.recipe.recipe import Fields

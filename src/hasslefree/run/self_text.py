@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from hasslefree.errors import CalibrationError, MemoryShortError, option
-from hasslefree.models.load import encode, load_model, rendered
+from hasslefree.models.load import load_model
+from hasslefree.models.tokenizer import encode, rendered
 from hasslefree.run.machine import free_memory
 from hasslefree.units import size
 
