@@ -41,6 +41,7 @@ FREE = {"empty", "empty_like", "new_empty", "empty_strided", "detach", "alias", 
 # The kind of work, by the first of these files that any running function is in.
 KINDS = {
     "levers/train.py": "prediction matching",
+    "levers/gradients.py": "prediction matching",
     "run/training.py": "prediction matching",
     "levers/": "allocation",
     "solve/": "solving",

@@ -16,9 +16,9 @@ from hasslefree import Recipe
 from hasslefree.core.low_rank import LowRank
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, RecipeError
 from hasslefree.folder.record import Record
+from hasslefree.levers.gradients import Divergence
 from hasslefree.levers.masters import Masters
 from hasslefree.levers.train import (
-    Divergence,
     Reference,
     Trainer,
     Training,
@@ -252,7 +252,7 @@ def test_the_learning_rate_rises_and_falls_to_zero():
 @pytest.mark.parametrize("entries", [1, 30, 2**20])
 def test_the_divergence_and_its_gradient_are_those_of_the_definition(entries, monkeypatch):
     """Oracle: the definition in float64, by autograd. One token is ruled out by both, and has no part in it."""
-    monkeypatch.setattr("hasslefree.levers.train.ENTRIES", entries)
+    monkeypatch.setattr("hasslefree.levers.gradients.ENTRIES", entries)
     generator = torch.Generator().manual_seed(0)
     target, logits = (3 * torch.randn(7, 11, generator=generator) for _ in range(2))
     for each in (target, logits):
