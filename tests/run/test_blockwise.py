@@ -79,22 +79,31 @@ def test_blocks_that_do_not_take_several_segments_get_one_at_a_time(tmp_path):
 
 
 def test_minutes_that_the_layers_alone_take_are_an_error_after_three_blocks(tmp_path, monkeypatch):
-    """Oracle: a clock on which a block takes ten minutes, so six blocks take an hour."""
-    blocks, at = [], [0.0]
-    monkeypatch.setattr("hasslefree.run.compress.Phases", partial(Phases, clock=lambda: at[0]))
+    """Oracle: a clock on which a block takes ten minutes, so six blocks take an hour. With more time, they go on."""
+    blocks, at, tick = [], [0.0], [0.0]
+
+    def clock():
+        at[0] += tick[0]
+        return at[0]
 
     def compressed(task, hidden, compress=blockwise.compress_block):
         blocks.append(task.visit.index)
         at[0] += 600
         return compress(task, hidden)
 
+    def run(minutes, **options):
+        model, recipe = build("llama", num_hidden_layers=6), Recipe(rank=2, minutes=minutes)
+        return hasslefree.compress(model, tmp_path / "out", recipe, segments=segments(40), **options)
+
+    monkeypatch.setattr("hasslefree.run.compress.Phases", partial(Phases, clock=clock))
     monkeypatch.setattr(blockwise, "compress_block", compressed)
-    model, recipe = build("llama", num_hidden_layers=6), Recipe(rank=2, minutes=40)
-    with pytest.raises(RecipeError, match="40 minutes are too short.* the layers alone take 60.* give minutes=120"):
-        hasslefree.compress(model, tmp_path / "out", recipe, segments=segments(40))
+    with pytest.raises(RecipeError, match="40 minutes are too short.* take 60.* give resume=True and minutes=120"):
+        run(40)
     assert blocks == [0, 1, 2]
-    assert (tmp_path / "out.unfinished").exists()
     assert not (tmp_path / "out").exists()
+    tick[0] = 5.0  # or the training would not end
+    assert run(120, resume=True).predictions["tokens"] > 0
+    assert blocks == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_finished_folder_is_not_resumed(tmp_path):

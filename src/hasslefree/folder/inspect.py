@@ -80,6 +80,7 @@ def inspect_folder(folder: Path) -> FolderSize:
     records = read_record(folder).layers if (folder / "compression.json").is_file() else ()
     errors = {record.name: record.relative_error for record in records}
     layers, order = [], {name: place for place, name in enumerate(errors)}  # the model's, where there is a record
+    # Numbers by their length, then by their digits: Python does not convert thousands of them.
     numbered = sorted(entries, key=lambda name: [(len(p) * p.isdecimal(), p) for p in name.split(".")])
     for name in sorted(numbered, key=lambda name: order.get(name, len(order))):  # else layers.2 before layers.10
         spec, (out, width) = entries[name].spec, entries[name].spec.shape

@@ -96,8 +96,8 @@ def check_time(walk: Walk, needed: float, deadline: float, world: World) -> None
         least = math.ceil((end - began) / 60)
         raise RecipeError(
             f"{(deadline - began) / 60:g} minutes are too short: by the speed of the first {TIMED} blocks, the layers "
-            f"alone take {least}, and fine-tuning comes after them; give {option('minutes', 2 * least)}, or "
-            f"{option('effort', 'fast')}, which does not fine-tune",
+            f"alone take {least}, and fine-tuning comes after them; give {option('resume', True)} and "
+            f"{option('minutes', 2 * least)}",
             ("minutes",),
         )
 

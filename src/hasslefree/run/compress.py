@@ -173,7 +173,9 @@ def compress_dense(
     about |= {"device": device.type, "own_segments": dense.own_segments}
     if world.writes:
         dense_digests = {"segments": fingerprint(segments), "weights": digests, "config": configuration(model)}
-        work.begin(about | dense_digests | {"plan": digest(allocation.plan)})
+        # No block depends on the minutes.
+        settings = {name: value for name, value in about["recipe"].items() if name != "minutes"}
+        work.begin(about | dense_digests | {"plan": digest(allocation.plan), "recipe": settings})
     with writing_files(phases, resolved, work, len(plan)) as writing:
         compress_blocks(walk, allocation, resolved, local, work, world, writing, check, deadline)
         if reference is not None:
