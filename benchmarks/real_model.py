@@ -23,8 +23,9 @@ ablations: rows as above, of `--effort best` without one of its parts, in a file
 given to prediction matching as more tokens, so that the CPU seconds of all rows are about the same. The file also keeps
 rows of options that were deleted; they name the commit that measured them, and cannot be measured again.
 
-two-four: rows as above at 2:4 + rank 16, of the efforts and of what lies between them, in a file of their own. One row
-fits layers without the weights of their outputs, as no option does.
+two-four: rows as above at 2:4 + rank 16, of the efforts, of what lies between them and of rivals, in a file of their
+own, with a picture of the gap against the seconds. One row fits layers without the weights of their outputs, as no
+option does.
 
 frontier: rows as above, of patterns and ranks with `--effort fast`, in a file of their own. Quantised rows are those of
 benchmarks/four_bits.py, on a model whose weights lie on no grid.
@@ -74,7 +75,7 @@ RIVALS: dict[str, dict[str, Any]] = {
 ABLATIONS: dict[str, dict[str, Any]] = {
     "best, no allocation": EFFORTS["best"] | {"allocate": "uniform", "match_predictions": 225_280}
 }
-# From `fast` to `best`.
+# The efforts, what lies between them, and rivals, by their seconds.
 ALLOCATED = EFFORTS["fast"] | {"allocate": "error"}
 TWO_FOUR: dict[str, dict[str, Any]] = {
     "fast": EFFORTS["fast"],
@@ -82,6 +83,8 @@ TWO_FOUR: dict[str, dict[str, Any]] = {
     "fast, allocation": ALLOCATED,
     "balanced": EFFORTS["balanced"],
     "best": EFFORTS["best"],
+    "an hour": SETTING | {"minutes": 60},
+    **{name: RIVALS[name] for name in ("sparsegpt", "oats", "3basil")},
 }
 # What a user chooses from. Rows whose S is on a grid are in benchmarks/four_bits.py.
 FRONTIER: dict[str, dict[str, Any]] = {
@@ -105,7 +108,7 @@ def row(
     fields = None if fields is None else dict(fields)
     if fields is not None and not fields.pop("weighted", True):
         ProbedLayer.output_weights = lambda layer: None  # type: ignore[method-assign]  # the row has its own process
-    found: dict[str, Any] = {"source": source(), "processor": machine()["processor"]}
+    found: dict[str, Any] = {"source": source(), "processor": machine()["processor"], "threads": torch.get_num_threads()}
     with tempfile.TemporaryDirectory() as scratch:
         folder = measurement.model if fields is None else f"{scratch}/out"
         if fields is not None:
@@ -136,7 +139,7 @@ def run_rows(args: argparse.Namespace) -> None:
     }
     models.fill(content, args.output, jobs, row)
     if args.plot:
-        frontier.draw(args.plot, frontier=args.output)
+        args.draw(args.plot, args.output)
 
 
 def run_energies(args: argparse.Namespace) -> None:
@@ -188,14 +191,15 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
 
-    for command, names, output, plot in (
-        ("rows", ["dense", *EFFORTS, *RIVALS], "real_model.json", None),
-        ("ablations", ["dense", "best", *ABLATIONS], "ablations.json", None),
-        ("two-four", ["dense", *TWO_FOUR], "two_four.json", None),
-        ("frontier", ["dense", *FRONTIER], "frontier.json", ROOT / "docs" / "results" / "frontier.png"),
+    pictures = ROOT / "docs" / "results"
+    for command, names, output, draw_picture, plot in (
+        ("rows", ["dense", *EFFORTS, *RIVALS], "real_model.json", None, None),
+        ("ablations", ["dense", "best", *ABLATIONS], "ablations.json", None, None),
+        ("two-four", ["dense", *TWO_FOUR], "two_four.json", frontier.draw_by_seconds, pictures / "two_four.png"),
+        ("frontier", ["dense", *FRONTIER], "frontier.json", frontier.draw, pictures / "frontier.png"),
     ):
         rows = commands.add_parser(command, parents=[models.options(max_tokens=16 * 1024)])
-        rows.set_defaults(run=run_rows, samples=64, seqlen=512)
+        rows.set_defaults(run=run_rows, draw=draw_picture, samples=64, seqlen=512)
         rows.add_argument("--window", type=int, default=1024, help="tokens of a window of text")
         rows.add_argument("--rows", nargs="+", default=names, choices=names)
         rows.add_argument("--seeds", nargs="+", type=int, default=[0])

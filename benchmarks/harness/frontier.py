@@ -1,4 +1,4 @@
-"""The picture of perplexity against bytes: patterns and ranks, quantised rows, and other programs."""
+"""Pictures of the gap: against bytes, with patterns, ranks, bits and other programs; and against seconds."""
 
 from __future__ import annotations
 
@@ -62,3 +62,12 @@ def draw_next_to_others(plot: Path, four_bits: Path = RESULTS / "four_bits.json"
         curves[name] = [(row["bytes_a_weight"], 100 * math.expm1(row["gap"]), label) for row, label in found]
     programs = {name for name in curves if not name.startswith("hasslefree")}
     plots.next_to_others(curves, programs, "SmolLM2-135M-Instruct: lower left is better", plot)
+
+
+def draw_by_seconds(plot: Path, two_four: Path = RESULTS / "two_four.json") -> None:
+    """Draw the gap of every row at 2:4, the mean over its draws, against its CPU seconds over those of `fast`."""
+    from tables import real
+
+    rows = list(real.two_four(json.loads(two_four.read_text(encoding="utf-8"))))
+    places = {row["name"]: (row["over_fast"], row["gap"]) for row in rows if row["name"] != "dense"}
+    plots.by_seconds(places, {"fast", "balanced", "best", "an hour"}, plot)

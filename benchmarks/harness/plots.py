@@ -162,6 +162,30 @@ def next_to_others(
     save(figure, path)
 
 
+def by_seconds(places: dict[str, tuple[float, float]], joined: set[str], path: Path) -> None:
+    """The gap against seconds.
+
+    Args:
+        places: for each row, its seconds over those of `fast`, and its gap. joined: rows with a line through them.
+    """
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    curve = sorted(place for name, place in places.items() if name in joined)
+    axes.plot([x for x, _ in curve], [y for _, y in curve], "o-", color="C3")
+    for name, place in places.items():
+        colour = "C3" if name in joined else "black"
+        axes.plot(*place, "o" if name in joined else "s", color=colour, markersize=5)
+        axes.annotate(name, place, (6, 5), textcoords="offset points", fontsize=9, color=colour)
+    axes.set(xscale="log", xlabel="CPU seconds / those of fast", ylabel="log(perplexity / dense perplexity)")
+    axes.set_title("SmolLM2-135M-Instruct, 2:4 + rank 16: lower left is better", fontsize=11)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
+    axes.set_xticks([0.5, 1, 2, 5, 10, 20])
+    axes.margins(x=0.12)
+    axes.grid(alpha=0.3, which="both")
+    save(figure, path)
+
+
 def grouped_bars(groups: dict[str, dict[str, float]], label: str, path: Path) -> None:
     """Bars of several methods for each of several layers. groups: method → layer → height. label: of the y-axis."""
     layers = list(next(iter(groups.values())))

@@ -78,9 +78,7 @@ def rows_by_name(content: Content) -> dict[str, Row]:
 
     Minutes are those of the clock if the machine did nothing else, and otherwise of the processor.
     """
-    balanced = [row for row in two_four(load("two_four")) if row["name"] == "balanced"]
-    efforts = [*balanced, *measured(load("real_model"), ("fast", "best", "sparsegpt"))]
-    rows = (*four_bits(load("four_bits")), *efforts, *frontier(content))
+    rows = (*four_bits(load("four_bits")), *two_four(load("two_four")), *frontier(content))
     found = {}
     for row in rows:
         cpu_minutes = row["cpu_seconds"] / 60 if row.get("cpu_seconds") else row.get("cpu_minutes")
