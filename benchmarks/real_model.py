@@ -108,7 +108,8 @@ def row(
     fields = None if fields is None else dict(fields)
     if fields is not None and not fields.pop("weighted", True):
         ProbedLayer.output_weights = lambda layer: None  # type: ignore[method-assign]  # the row has its own process
-    found: dict[str, Any] = {"source": source(), "processor": machine()["processor"], "threads": torch.get_num_threads()}
+    here = machine()
+    found: dict[str, Any] = {"source": source(), "processor": here["processor"], "threads": here["threads"]}
     with tempfile.TemporaryDirectory() as scratch:
         folder = measurement.model if fields is None else f"{scratch}/out"
         if fields is not None:

@@ -102,8 +102,8 @@ def test_a_quantised_row_that_is_not_measured_is_left_out(tables, monkeypatch):
         return {"perplexity": {"a": value}, "bytes_a_weight": 1.0, "cpu_seconds": 90.0, **fields}
 
     files = {
-        "real_model": content(dense=row(10), fast=row(20), best=row(20), sparsegpt=row(20)),
-        "two_four": content(dense=row(10), fast=row(20), balanced=row(20)),
+        "real_model": content(dense=row(10), sparsegpt=row(20)),
+        "two_four": content(dense=row(10), fast=row(20), balanced=row(20), best=row(20)),
         "four_bits": content(**{"dense": row(5), "llama.cpp Q4_K_M": row(5, program="llama.cpp", kinds={"Q5_0": 1})}),
     }
     monkeypatch.setattr(choices, "load", files.__getitem__)

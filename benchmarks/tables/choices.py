@@ -78,7 +78,8 @@ def rows_by_name(content: Content) -> dict[str, Row]:
 
     Minutes are those of the clock if the machine did nothing else, and otherwise of the processor.
     """
-    rows = (*four_bits(load("four_bits")), *two_four(load("two_four")), *frontier(content))
+    efforts = [*two_four(load("two_four")), *measured(load("real_model"), ["sparsegpt"])]
+    rows = (*four_bits(load("four_bits")), *efforts, *frontier(content))
     found = {}
     for row in rows:
         cpu_minutes = row["cpu_seconds"] / 60 if row.get("cpu_seconds") else row.get("cpu_minutes")
@@ -220,9 +221,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("minutes", "{minutes:.1f}"),
             ),
             goals,
-            note="SmolLM2-135M-Instruct, {samples} × {seqlen} calibration tokens of C4. Minutes are processor time of "
-            "one thread, except for `fast` and `best` at 2:4, which ran on two threads; `balanced` at 2:4 ran on a "
-            "slower processor, without AMX.",
+            note="SmolLM2-135M-Instruct, {samples} × {seqlen} calibration tokens of C4. Minutes are processor time; "
+            "`fast`, `balanced` and `best` at 2:4 ran on a slower processor, without AMX.",
         ),
     ),
     "frontier": (
