@@ -17,6 +17,8 @@ measured with: a rival is not measured anew for a change of `joint`.
 With --tasks, the zero-shot accuracy of every row on the eight tasks is measured too; FOLDER holds them as
 `hasslefree evaluate --task-data` reads them.
 
+With --threads, rows run on another number of threads than the file names.
+
 With --shared, the machine does other work at the same time: no seconds are written, except those of the processor.
 
 ablations: rows as above, of `--effort best` without one of its parts, in a file of their own. What a part costs is
@@ -102,14 +104,14 @@ def source(tree: Path = ROOT) -> str:
 
 
 def row(
-    measurement: Measurement, fields: dict[str, Any] | None, tasks: Path | None, limit: int, timed: bool
+    measurement: Measurement, fields: dict[str, Any] | None, tasks: Path | None, limit: int, timed: bool, threads: int
 ) -> dict[str, Any]:
     """Compress, and measure. fields: of the recipe, and whether outputs are weighted; None for the dense model."""
+    torch.set_num_threads(threads)
     fields = None if fields is None else dict(fields)
     if fields is not None and not fields.pop("weighted", True):
         ProbedLayer.output_weights = lambda layer: None  # type: ignore[method-assign]  # the row has its own process
-    here = machine()
-    found: dict[str, Any] = {"source": source(), "processor": here["processor"], "threads": here["threads"]}
+    found: dict[str, Any] = {"source": source(), "processor": machine()["processor"], "threads": threads}
     with tempfile.TemporaryDirectory() as scratch:
         folder = measurement.model if fields is None else f"{scratch}/out"
         if fields is not None:
@@ -133,8 +135,9 @@ def run_rows(args: argparse.Namespace) -> None:
     header = {name: getattr(args, name) for name in ("samples", "seqlen", "window", "max_tokens")}
     content = resumed(args.output, header | {"model": Path(args.model).name}, "results")
     measurement = Measurement.of(args)
+    settings = args.tasks, args.limit, not args.shared, args.threads or torch.get_num_threads()
     jobs = {
-        (name, str(seed)): (replace(measurement, seed=seed), ROWS[name], args.tasks, args.limit, not args.shared)
+        (name, str(seed)): (replace(measurement, seed=seed), ROWS[name], *settings)
         for seed, name in itertools.product(args.seeds, args.rows)
         if ROWS[name] is not None or seed == args.seeds[0]  # the dense model has no seed
     }
@@ -207,6 +210,7 @@ def arguments() -> argparse.Namespace:
         rows.add_argument("--tasks", type=Path)
         rows.add_argument("--limit", type=int, default=200, help="questions of each task")
         rows.add_argument("--shared", action="store_true")
+        rows.add_argument("--threads", type=int, help="of every row; the default is that of the file")
         rows.add_argument("--output", type=Path, default=RESULTS / output)
         rows.add_argument("--plot", type=Path, default=plot)
 
