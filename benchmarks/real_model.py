@@ -104,14 +104,28 @@ def source(tree: Path = ROOT) -> str:
 
 
 def row(
-    measurement: Measurement, fields: dict[str, Any] | None, tasks: Path | None, limit: int, timed: bool, threads: int
+    measurement: Measurement,
+    fields: dict[str, Any] | None,
+    tasks: Path | None,
+    limit: int,
+    timed: bool,
+    threads: int | None = None,
 ) -> dict[str, Any]:
-    """Compress, and measure. fields: of the recipe, and whether outputs are weighted; None for the dense model."""
-    torch.set_num_threads(threads)
+    """Compress, and measure.
+
+    Args:
+        fields: of the recipe, and whether outputs are weighted; None for the dense model.
+        threads: None for those of this process.
+    """
+    torch.set_num_threads(threads or torch.get_num_threads())
     fields = None if fields is None else dict(fields)
     if fields is not None and not fields.pop("weighted", True):
         ProbedLayer.output_weights = lambda layer: None  # type: ignore[method-assign]  # the row has its own process
-    found: dict[str, Any] = {"source": source(), "processor": machine()["processor"], "threads": threads}
+    found: dict[str, Any] = {
+        "source": source(),
+        "processor": machine()["processor"],
+        "threads": torch.get_num_threads(),
+    }
     with tempfile.TemporaryDirectory() as scratch:
         folder = measurement.model if fields is None else f"{scratch}/out"
         if fields is not None:
@@ -135,7 +149,7 @@ def run_rows(args: argparse.Namespace) -> None:
     header = {name: getattr(args, name) for name in ("samples", "seqlen", "window", "max_tokens")}
     content = resumed(args.output, header | {"model": Path(args.model).name}, "results")
     measurement = Measurement.of(args)
-    settings = args.tasks, args.limit, not args.shared, args.threads or torch.get_num_threads()
+    settings = args.tasks, args.limit, not args.shared, args.threads
     jobs = {
         (name, str(seed)): (replace(measurement, seed=seed), ROWS[name], *settings)
         for seed, name in itertools.product(args.seeds, args.rows)
