@@ -177,7 +177,7 @@ def by_seconds(places: dict[str, tuple[float, float]], joined: set[str], path: P
         axes.annotate(name, place, (6, 5), textcoords="offset points", fontsize=9, color=colour)
     axes.set(xscale="log", xlabel="CPU seconds / those of fast", ylabel="log(perplexity / dense perplexity)")
     axes.set_title("SmolLM2-135M-Instruct, 2:4 + rank 16: lower left is better", fontsize=11)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("")
     axes.set_xticks([0.5, 1, 2, 5, 10, 20])
