@@ -1,6 +1,7 @@
 """Training: its gradients are those of the whole model, and it never leaves a model worse."""
 
 import copy
+import dataclasses
 import math
 import re
 
@@ -22,6 +23,7 @@ from hasslefree.levers.train import (
     Reference,
     Trainer,
     Training,
+    passes_over,
     reference_of,
     segments_for,
     train,
@@ -147,6 +149,34 @@ def test_a_rate_that_is_too_high_is_retreated_from_and_at_worst_the_model_is_as_
     assert record["after"] == record["before"] < record["history"][-1]
     for name, tensor in walk.model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("segments", "tokens", "passes"),
+    [(34, 100, 1), (34, 512, 1), (34, 760, 1), (34, 780, 2), (34, 1024, 2), (34, 10**6, 3), (2, 10**6, 3)],
+)
+def test_how_often_a_text_is_read_by_hand(segments, tokens, passes):
+    """Of 34 segments of 16 tokens, 32 are trained on."""
+    assert passes_over(segments, tokens, 16) == passes
+
+
+def test_a_short_text_is_read_several_times(two_held_out, monkeypatch):
+    """Oracle: by hand. Eight segments, two a step, three times, at the rates of twelve steps."""
+    walk, reference, *_ = prepared("llama")
+    read, rates, step = [], [], Trainer.step
+
+    def noted(self, segments, rate):
+        step(self, segments, rate)
+        read.append(list(segments))
+        rates.append(rate)
+
+    monkeypatch.setattr(Trainer, "step", noted)
+    settings = Training(batch=32)
+    record = train(walk, dataclasses.replace(reference, passes=3), settings, back_to(walk, state(walk)))
+    assert read == 3 * [[2, 3], [4, 5], [6, 7], [8, 9]]
+    assert rates == pytest.approx([settings.rate(step, 13) for step in range(12)])
+    assert record["tokens"] == 3 * 8 * 16
+    assert record["after"] < record["before"]
 
 
 def test_a_training_with_a_deadline_reads_the_text_until_then(two_held_out, monkeypatch):

@@ -5,8 +5,8 @@ biases of all blocks are trained together (`levers.masters`), with the support a
 
     mean over tokens of KL(dense ‖ compressed)
 
-between the predictions, on new calibration text as far as there is enough of it: several passes over a short text
-would overfit it. A step is a forward and a backward pass, block by block; the gradients of a block are freed before
+between the predictions, on new calibration text as far as there is enough of it; a short text is read a few times. A
+step is a forward and a backward pass, block by block; the gradients of a block are freed before
 those of the block before it are computed. Where memory is short, only the input of each block is kept, and the block
 runs once more in the backward pass, so that one block at a time has S unpacked and its activations in memory.
 """
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 # Training segments per validation segment.
 TRAINING_PER_VALIDATION = 16
+# How often a text that is too short is read at most.
+MOST_PASSES = 3
 # Segments on which the inputs of layers are measured.
 MEASURED = 16
 
@@ -88,12 +90,13 @@ class Reference:
 
     Args:
         segments: token ids (samples, tokens) of this process. states: what leaves the last block for them.
-        total: the number of segments of all processes.
+        total: the number of segments of all processes. passes: how often those to train on are read.
     """
 
     segments: Tensor
     states: Activations
     total: int
+    passes: int = 1
 
     @property
     def validation(self) -> range:
@@ -116,13 +119,19 @@ def segments_for(tokens: int, seqlen: int) -> int:
     return training + math.ceil(training / TRAINING_PER_VALIDATION)
 
 
-def reference_of(walk: Walk, segments: Tensor, total: int) -> Reference:
-    """The reference of segments (samples, tokens) of this process. total: segments of all processes."""
+def passes_over(segments: int, tokens: int, seqlen: int) -> int:
+    """How often this number of segments is read, so that training reads about as many tokens as it asks for."""
+    training = max(segments * TRAINING_PER_VALIDATION // (TRAINING_PER_VALIDATION + 1), 1)
+    return min(max(round(tokens / (training * seqlen)), 1), MOST_PASSES)
+
+
+def reference_of(walk: Walk, segments: Tensor, total: int, passes: int = 1) -> Reference:
+    """The reference of segments (samples, tokens) of this process. total, passes: as for `Reference`."""
     hidden = walk.entering(segments)
     check_predictions(walk, segments, hidden)
     for _ in walk.phases.counted(REFERENCE, walk.visits(hidden), len(walk.blocks.modules), "blocks"):
         pass
-    return Reference(segments, hidden, total)
+    return Reference(segments, hidden, total, passes)
 
 
 def train(
@@ -142,12 +151,13 @@ def train(
         world: the processes that share the segments as `World.share` does, each with the same model.
         optimizer_device: of the masters and the moments of Adam, where Adam also runs; None for that of each block.
         keep_graphs: keep all activations of a step for the backward pass, instead of running each block again.
-        deadline: train until then, by the clock of the phases of `walk`; None for one pass over the text.
+        deadline: train until then, by the clock of the phases of `walk`; None for the passes of the reference.
 
     Returns:
         What was done; where the model would be worse on the validation segments, it is left as it was.
     """
-    length, unit = math.ceil(len(reference.training) * reference.seqlen / settings.tokens(reference.seqlen)), "steps"
+    length = math.ceil(len(reference.training) * reference.seqlen / settings.tokens(reference.seqlen))
+    length, unit = length * reference.passes, "steps"
     if deadline is not None:
         length, unit = max(round(deadline - walk.phases.clock()), 1), "seconds"
     with walk.phases.phase(PREDICTIONS, length, unit) as phase:
@@ -206,7 +216,7 @@ class Trainer:
                 layer.wide_factors.clear()
 
     def train(self, last: bool, reached: Callable[[int], None] = lambda done: None) -> tuple[float, list[float]]:
-        """One pass over the training segments, or as many as there is time for.
+        """The passes over the training segments, or as many as there is time for.
 
         Args:
             last: continue even if the first validation is no better than before training.
@@ -244,11 +254,12 @@ class Trainer:
     def batches(self) -> Iterator[tuple[Sequence[int], float, float]]:
         """Mini-batches of segments, by their global indices; what is done after each, of how much.
 
-        That is steps in one pass over the text, and otherwise seconds until the deadline.
+        That is steps without a deadline, and otherwise seconds until then.
         """
         training, size = self.reference.training, self.settings.tokens(self.reference.seqlen) // self.reference.seqlen
         batches = [training[i : i + size] for i in range(0, len(training), size)]
         if self.deadline is None:
+            batches *= self.reference.passes
             yield from ((batch, step, len(batches)) for step, batch in enumerate(batches, 1))
             return
         clock, begun = self.walk.phases.clock, self.walk.phases.clock()

@@ -12,7 +12,7 @@ from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, option
 from hasslefree.folder.journal import Unfinished
 from hasslefree.folder.record import PredictionRecord
-from hasslefree.levers.train import Reference, Training, segments_for, train
+from hasslefree.levers.train import Reference, Training, passes_over, segments_for, train
 from hasslefree.models.moments import traffic
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
@@ -43,7 +43,9 @@ def matching_text(walk: Walk, resolved: Resolved, tokenizer: Any, segments: Tens
     if tokenizer is not None:
         segments = more_text(walk, recipe, tokenizer, count, seqlen)
     if len(segments) < count:
-        logger.warning("the text has %d of the %d segments that the training asks for", len(segments), count)
+        passes = passes_over(len(segments), resolved.match_predictions, seqlen)
+        again = ", and is read again" if passes > 1 or resolved.recipe.minutes else ""
+        logger.warning("the text has %d of the %d segments that the training asks for%s", len(segments), count, again)
     segments = segments[:count]
     if len(segments) < (least := max(2, world.size)):
         raise CalibrationError(
