@@ -172,11 +172,19 @@ def test_a_short_text_is_read_several_times(two_held_out, monkeypatch):
 
     monkeypatch.setattr(Trainer, "step", noted)
     settings = Training(batch=32)
-    record = train(walk, dataclasses.replace(reference, passes=3), settings, back_to(walk, state(walk)))
+    record = train(walk, dataclasses.replace(reference, tokens=3 * 8 * 16), settings, back_to(walk, state(walk)))
     assert read == 3 * [[2, 3], [4, 5], [6, 7], [8, 9]]
     assert rates == pytest.approx([settings.rate(step, 13) for step in range(12)])
     assert record["tokens"] == 3 * 8 * 16
     assert record["after"] < record["before"]
+
+
+def test_a_compression_reads_a_short_text_again_and_says_so(tmp_path, caplog):
+    """Oracle: by hand. Five of six segments of 16 tokens are trained on; twice, they are as many tokens as asked."""
+    recipe = Recipe(rank=2, rounds=2, allocate="uniform", match_predictions=160)
+    record = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments(6, 16))
+    assert record.predictions["tokens"] == 160
+    assert "the text has 6 of the 11 segments that the training asks for, and is read again" in caplog.text
 
 
 def test_a_training_with_a_deadline_reads_the_text_until_then(two_held_out, monkeypatch):

@@ -55,7 +55,7 @@ def test_memory_that_runs_out_is_logged_and_tried_again_and_then_named(kind, mes
 @pytest.mark.parametrize(("allocate", "weighted"), [("error", True), ("uniform", False)])
 def test_layers_are_fitted_with_the_weights_of_their_outputs(allocate, weighted, tmp_path, monkeypatch):
     """Oracle: what the allocation measured, by the names of all layers."""
-    measured, given = {}, {}
+    measured, given = {}, []
     solve, find = layers.solve_with_room, driver.by_sensitivity
 
     def remembered(*args):
@@ -64,7 +64,7 @@ def test_layers_are_fitted_with_the_weights_of_their_outputs(allocate, weighted,
         return allocation
 
     def solved(weight, gram, method, *rest):
-        given[len(given)] = getattr(method, "weights", None)
+        given.append(getattr(method, "weights", None))
         return solve(weight, gram, method, *rest)
 
     monkeypatch.setattr(driver, "by_sensitivity", remembered)
@@ -74,6 +74,4 @@ def test_layers_are_fitted_with_the_weights_of_their_outputs(allocate, weighted,
     names = [layer.name for layer in record.layers]
     assert (set(measured) == set(names)) == weighted
     expected = [measured[name] if weighted else None for name in names]
-    assert all(
-        one is other if other is None else one.equal(other) for one, other in zip(given.values(), expected, strict=True)
-    )
+    assert all(one is other if other is None else one.equal(other) for one, other in zip(given, expected, strict=True))

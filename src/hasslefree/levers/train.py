@@ -6,9 +6,9 @@ biases of all blocks are trained together (`levers.masters`), with the support a
     mean over tokens of KL(dense ‖ compressed)
 
 between the predictions, on new calibration text as far as there is enough of it; a short text is read a few times. A
-step is a forward and a backward pass, block by block; the gradients of a block are freed before
-those of the block before it are computed. Where memory is short, only the input of each block is kept, and the block
-runs once more in the backward pass, so that one block at a time has S unpacked and its activations in memory.
+step is a forward and a backward pass, block by block; the gradients of a block are freed before those of the block
+before it are computed. Where memory is short, only the input of each block is kept, and the block runs once more in the
+backward pass, so that one block at a time has S unpacked and its activations in memory.
 """
 
 from __future__ import annotations
@@ -90,18 +90,18 @@ class Reference:
 
     Args:
         segments: token ids (samples, tokens) of this process. states: what leaves the last block for them.
-        total: the number of segments of all processes. passes: how often those to train on are read.
+        total: the number of segments of all processes. tokens: how many the training asks for.
     """
 
     segments: Tensor
     states: Activations
     total: int
-    passes: int = 1
+    tokens: int = 0
 
     @property
     def validation(self) -> range:
         """Global indices of the segments that are held out: the first ones, at least one."""
-        return range(self.total - self.total * TRAINING_PER_VALIDATION // (TRAINING_PER_VALIDATION + 1))
+        return range(self.total - trained_of(self.total))
 
     @property
     def training(self) -> range:
@@ -112,6 +112,11 @@ class Reference:
     def seqlen(self) -> int:
         return self.segments.shape[1]
 
+    @property
+    def passes(self) -> int:
+        """How often the segments to train on are read, if no deadline says how long."""
+        return passes_over(self.total, self.tokens, self.seqlen)
+
 
 def segments_for(tokens: int, seqlen: int) -> int:
     """How many segments hold this number of training tokens, plus the validation segments."""
@@ -119,19 +124,23 @@ def segments_for(tokens: int, seqlen: int) -> int:
     return training + math.ceil(training / TRAINING_PER_VALIDATION)
 
 
+def trained_of(segments: int) -> int:
+    """How many of these segments are trained on; the others are for validation."""
+    return segments * TRAINING_PER_VALIDATION // (TRAINING_PER_VALIDATION + 1)
+
+
 def passes_over(segments: int, tokens: int, seqlen: int) -> int:
     """How often this number of segments is read, so that training reads about as many tokens as it asks for."""
-    training = max(segments * TRAINING_PER_VALIDATION // (TRAINING_PER_VALIDATION + 1), 1)
-    return min(max(round(tokens / (training * seqlen)), 1), MOST_PASSES)
+    return min(max(round(tokens / (max(trained_of(segments), 1) * seqlen)), 1), MOST_PASSES)
 
 
-def reference_of(walk: Walk, segments: Tensor, total: int, passes: int = 1) -> Reference:
-    """The reference of segments (samples, tokens) of this process. total, passes: as for `Reference`."""
+def reference_of(walk: Walk, segments: Tensor, total: int, tokens: int = 0) -> Reference:
+    """The reference of segments (samples, tokens) of this process. total, tokens: as for `Reference`."""
     hidden = walk.entering(segments)
     check_predictions(walk, segments, hidden)
     for _ in walk.phases.counted(REFERENCE, walk.visits(hidden), len(walk.blocks.modules), "blocks"):
         pass
-    return Reference(segments, hidden, total, passes)
+    return Reference(segments, hidden, total, tokens)
 
 
 def train(
@@ -156,8 +165,8 @@ def train(
     Returns:
         What was done; where the model would be worse on the validation segments, it is left as it was.
     """
-    length = math.ceil(len(reference.training) * reference.seqlen / settings.tokens(reference.seqlen))
-    length, unit = length * reference.passes, "steps"
+    steps = math.ceil(len(reference.training) * reference.seqlen / settings.tokens(reference.seqlen))
+    length, unit = steps * reference.passes, "steps"
     if deadline is not None:
         length, unit = max(round(deadline - walk.phases.clock()), 1), "seconds"
     with walk.phases.phase(PREDICTIONS, length, unit) as phase:

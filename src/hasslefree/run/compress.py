@@ -20,7 +20,7 @@ from hasslefree.folder.journal import Progress, Unfinished, fingerprint, unfinis
 from hasslefree.folder.output import FILES, check_output
 from hasslefree.folder.record import Record
 from hasslefree.levers.allocation import Allocation, by_sensitivity
-from hasslefree.levers.train import passes_over, reference_of
+from hasslefree.levers.train import reference_of
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
 from hasslefree.models.load import resolve_device
@@ -168,8 +168,7 @@ def compress_dense(
             used = segments if text is None else torch.cat([segments, text])
             check = Check.of(walk, resolved.recipe, tokenizer, used)
         if text is not None:
-            passes = passes_over(len(text), resolved.match_predictions, text.shape[1])
-            reference = reference_of(walk, world.share(text).to(device), len(text), passes)
+            reference = reference_of(walk, world.share(text).to(device), len(text), resolved.match_predictions)
     allocation = world.broadcast(allocate(walk, plan, dense.room, resolved, local, world))
     about = described(dense.name, model, resolved, segments) | dense.left
     about |= {"device": device.type, "own_segments": dense.own_segments}
