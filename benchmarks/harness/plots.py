@@ -170,7 +170,7 @@ def by_seconds(places: dict[str, tuple[float, float]], joined: set[str], path: P
     """
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
     curve = sorted(place for name, place in places.items() if name in joined)
-    axes.plot([x for x, _ in curve], [y for _, y in curve], "o-", color="C3")
+    axes.plot([x for x, _ in curve], [y for _, y in curve], color="C3")
     for name, place in places.items():
         colour = "C3" if name in joined else "black"
         axes.plot(*place, "o" if name in joined else "s", color=colour, markersize=5)
