@@ -41,11 +41,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.models import MODEL
-from harness.record import RESULTS, ROOT, machine, write
 
 import hasslefree
-from hasslefree.folder.read import QUANT_METHOD
+from harness.models import MODEL
+from harness.record import RESULTS, ROOT, machine, write
+from hasslefree.checkpoint.entries import QUANT_METHOD
 from hasslefree.models.load import load_model
 from hasslefree.models.tokenizer import load_tokenizer
 

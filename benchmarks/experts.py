@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.products import random_layer
-from harness.record import RESULTS, machine, write
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import hasslefree
+from harness.products import random_layer
+from harness.record import RESULTS, machine, write
 from hasslefree.models.experts import split_experts
 from hasslefree.models.sites import find_sites
 from hasslefree.packed.linear import compressed_layers

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.record import RESULTS, resumed, write
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -27,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 import hasslefree
+from harness.record import RESULTS, resumed, write
 from hasslefree.errors import HasslefreeError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import auto_class

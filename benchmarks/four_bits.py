@@ -30,18 +30,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import real_model
 import torch
+from safetensors.torch import load_file
+
+import real_model
 from elsewhere import HARNESS, named
 from harness import frontier, models
 from harness.models import Measurement
 from harness.record import RESULTS, ROOT, machine, resumed
-from off_grid import RECORD
-from safetensors.torch import load_file
-
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
-from hasslefree.run.inputs import draw
+from hasslefree.pipeline.inputs import draw
+from off_grid import RECORD
 
 
 @dataclass(frozen=True)

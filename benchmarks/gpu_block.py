@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from harness.layers import build_method, matmul_precision, solved
 from harness.record import RESULTS, machine, write
-
 from hasslefree import Gram, Joint, SemiStructured
 
 # (layers with one input, their rows; the width of the input)

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 import triton
-from harness.record import RESULTS, machine, write
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from harness.record import RESULTS, machine, write
 from hasslefree.packed.kernels.triton import add_up, constants, multiply
 
 ARCHITECTURES = (80, 90, 100)

@@ -21,15 +21,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hasslefree
 from harness.fake_cuda import CudaTensor, FakeGpu, fake_cuda
 from harness.guesses import Guesses
 from harness.record import RESULTS, resumed, write
 from harness.roofline import BANDWIDTH, RATES, Roofline
-from transformers import LlamaConfig, LlamaForCausalLM
-
-import hasslefree
-from hasslefree.run import compress as driver
-from hasslefree.run.estimate import LIBRARIES, Setup, estimate
+from hasslefree.pipeline import compress as driver
+from hasslefree.planning.memory import LIBRARIES, Setup, estimate
 
 BLOCKS = 32
 SHAPES = {

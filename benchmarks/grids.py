@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import hasslefree
 from harness.layers import METHODS, build_method, stored_bytes
 from harness.problems import Problem, few_problems
 from harness.record import RESULTS, geometric_mean, machine, resumed, write
 from harness.rounding import BRAIN, WAYS, Twice
-
-import hasslefree
 from hasslefree import Budget, Gram, Prune
 
 # Name → the method, the pattern, how many times the rank, and the bits of the factors.

@@ -40,15 +40,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import hasslefree
 from harness import plots
 from harness.memory import resident
 from harness.models import CALIBRATION, MODEL
 from harness.products import RANK, Layer, possible, random_layer, write_models
 from harness.record import RESULTS, ROOT, geometric_mean, machine, resumed, write
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-
-import hasslefree
 from hasslefree.core.grids import Grid
 
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096)]

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import hasslefree
 from harness import plots
 from harness.layers import CURVES, ROOMS, flops, possible, row_flops, run
 from harness.models import CALIBRATION, MODEL
 from harness.problems import BUDGETS, SHAPES, Problem, model_problems, synthetic, synthetic_problems
 from harness.record import RESULTS, ROOT, geometric_mean, machine, resumed, write
-
-import hasslefree
 from hasslefree import Joint
 
 

@@ -35,15 +35,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from harness.large import ASSUMED, PROCESSES, SIZES, row
 from harness.layers import METHODS, UNMEASURED, default_pattern, short, solved
 from harness.memory import Peak, command_peak, idle_mb, planned_mb
 from harness.models import CALIBRATION, MODEL
 from harness.record import RESULTS, machine, resumed, write
 from harness.sharing import LATENCY, LINKS
-from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from hasslefree import Budget, Gram, Prune, Recipe
 
 NAMES = [name for name in METHODS if name not in UNMEASURED]

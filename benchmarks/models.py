@@ -42,12 +42,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hasslefree
 from harness import models, plots
 from harness.models import Measurement
 from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, ROOT, machine, resumed, write
-
-import hasslefree
 from hasslefree.demo.run import CALIBRATION, MODEL
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.models import CALIBRATION
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from harness.models import CALIBRATION
 
 RECORD = "off_grid.json"
 TOKENS = 512

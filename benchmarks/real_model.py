@@ -51,17 +51,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import hasslefree
 from harness import frontier, models, plots
 from harness.models import Measurement
 from harness.paper import LAYERS_ALONE
 from harness.record import RESULTS, ROOT, machine, resumed, write
-
-import hasslefree
-from hasslefree.levers.sensitivity import ProbedLayer
+from hasslefree.allocate.sensitivity import ProbedLayer
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
-from hasslefree.run.inputs import draw
+from hasslefree.models.weights import Weights
+from hasslefree.pipeline.inputs import draw
 
 # By name, the fields of each recipe. The setting that decides: 2:4 + rank 16.
 SETTING = {"pattern": "2:4", "rank": 16}

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.layers import build_method
-from harness.record import RESULTS, geometric_mean, machine, write
 from safetensors.torch import load_file
 
 import hasslefree
+from harness.layers import build_method
+from harness.record import RESULTS, geometric_mean, machine, write
 from hasslefree import Row, Unstructured
 
 # Our name → the name in recorded.json.

@@ -24,27 +24,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
+from rich.text import Text
+
 from harness.figure1 import COMPARED, layer_errors
 from harness.paper import MODELS, Job, Scale, table_jobs
 from harness.plots import grouped_bars
 from harness.record import RESULTS, ROOT, machine, mean, write
-from rich.table import Table
-from rich.text import Text
-
-from hasslefree.checkpoint import read_json
+from hasslefree.checkpoint.record import Record
 from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import console, say
 from hasslefree.errors import HasslefreeError, UnknownNameError, with_flags
 from hasslefree.evaluation.harness import check_harness, default_cache
 from hasslefree.evaluation.run import evaluate
-from hasslefree.folder.record import Record
+from hasslefree.files import read_json
 from hasslefree.models.load import resolve_device
-from hasslefree.phases import Listener
+from hasslefree.pipeline.compress import compress
+from hasslefree.planning.machine import product_rate
+from hasslefree.planning.memory import setup_of
+from hasslefree.planning.tables import plan_summary
+from hasslefree.progress import Listener
 from hasslefree.report.content import read_seconds, seconds_file, write_seconds
-from hasslefree.run.compress import compress
-from hasslefree.run.estimate import setup_of
-from hasslefree.run.machine import product_rate
-from hasslefree.run.tables import plan_summary
 from hasslefree.units import duration, size, table
 
 PARTS = ("table1", "table2", "table3", "table4", "figure1")

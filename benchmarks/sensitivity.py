@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import models
-from harness.models import Measurement
-from harness.record import RESULTS, machine, resumed
 from torch import Tensor
 from torch.nn import functional as F
 
 import hasslefree
-from hasslefree.levers.sensitivity import ProbedLayer
-from hasslefree.phases import ALLOCATION, PROBES
-from hasslefree.run.inputs import draw
+from harness import models
+from harness.models import Measurement
+from harness.record import RESULTS, machine, resumed
+from hasslefree.allocate.sensitivity import ProbedLayer
+from hasslefree.pipeline.inputs import draw
+from hasslefree.progress import ALLOCATION, PROBES
 
 RECIPE = {"pattern": "2:4", "rank": 16, "effort": "fast"}
 ROWS = {"uniform": RECIPE, "estimate": RECIPE | {"allocate": "error"}, "exact": RECIPE | {"allocate": "error"}}

@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.record import RESULTS, resumed, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hasslefree  # noqa: F401  registers the format
+from harness.record import RESULTS, resumed, write
 from hasslefree.demo.run import HELD_OUT
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 32, 64

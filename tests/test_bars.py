@@ -13,7 +13,7 @@ from rich.console import Console
 
 from hasslefree.bar import with_bar
 from hasslefree.cli import bars, in_ascii
-from hasslefree.phases import INPUTS, LOADING, SOLVING, Phases
+from hasslefree.progress import INPUTS, LOADING, SOLVING, Phases
 
 
 class Screen(io.StringIO):
@@ -69,7 +69,7 @@ def test_a_note_stands_above_the_bars_and_a_phase_is_no_note(terminal, monkeypat
     monkeypatch.setattr(bars, "say", lambda line: console.print(line, markup=False, highlight=False))
     with bars.phase_bars() as listener:
         for _ in run(listener):
-            logging.getLogger("hasslefree.run").info("no \x1b[31mred[/] name")
+            logging.getLogger("hasslefree.pipeline").info("no \x1b[31mred[/] name")
     text = file.getvalue()
     assert r"no \x1b[31mred[/] name" in text
     assert ("collecting layer inputs" in text) == terminal

@@ -15,6 +15,7 @@ from rich.control import strip_control_codes
 from rich.text import Text
 
 import hasslefree
+from hasslefree.checkpoint.card import export_card
 from hasslefree.cli import run_app
 from hasslefree.cli.common import Console
 from hasslefree.demo.run import MODEL
@@ -30,7 +31,6 @@ from hasslefree.errors import (
 from hasslefree.escaping import escaped, escaped_within
 from hasslefree.evaluation.harness import check_rows
 from hasslefree.evaluation.run import evaluate
-from hasslefree.folder.card import export_card
 from hasslefree.units import table
 
 REORDERING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI", "BN"}  # BN: also all without a width
@@ -62,7 +62,7 @@ def end(monkeypatch, capsys, error, *flags):
     def raising(*_):
         raise error
 
-    monkeypatch.setattr(importlib.import_module("hasslefree.folder.inspect"), "inspect_folder", raising)
+    monkeypatch.setattr(importlib.import_module("hasslefree.checkpoint.inspect"), "inspect_folder", raising)
     monkeypatch.setattr(sys, "argv", ["hasslefree", "inspect", "out", *flags])
     with pytest.raises(SystemExit) as caught:
         run_app()

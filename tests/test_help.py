@@ -18,11 +18,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hasslefree import Recipe
+from hasslefree.checkpoint.entries import LayerSpec
+from hasslefree.checkpoint.inspect import FolderSize, LayerSize, kind_table, layer_table
 from hasslefree.cli import app
 from hasslefree.cli.folder import result_tables
 from hasslefree.demo.run import CALIBRATION, MODEL
-from hasslefree.folder.inspect import FolderSize, LayerSize, kind_table, layer_table
-from hasslefree.folder.read import LayerSpec
 from hasslefree.recipe import listing
 from hasslefree.recipe.recipe import GROUPS, Fields
 from hasslefree.recipe.resolved import EFFORTS
@@ -228,7 +228,7 @@ def interrupt_at(monkeypatch, name):
 
 
 def test_an_interruption_while_libraries_are_imported_says_so(monkeypatch, capsys, tmp_path):
-    interrupt_at(monkeypatch, "hasslefree.run.compress")
+    interrupt_at(monkeypatch, "hasslefree.pipeline.compress")
     message = "Interrupted before anything was written.\n"
     assert invoke("compress", *PLAN[1:2], tmp_path / "out", *PLAN[2:]) == (130, "", message)
     assert not list(tmp_path.iterdir())
@@ -243,5 +243,5 @@ def test_any_command_that_is_interrupted_says_so(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("hasslefree.folder.inspect"), "inspect_folder", interrupted)
+    monkeypatch.setattr(importlib.import_module("hasslefree.checkpoint.inspect"), "inspect_folder", interrupted)
     assert invoke("inspect", "out") == (130, "", "Interrupted.\n")

@@ -48,7 +48,7 @@ assert AUTO_QUANTIZATION_CONFIG_MAPPING["hasslefree"].__name__ == "HasslefreeCon
     "imports",
     ["from transformers import AutoModelForCausalLM; import hasslefree",
      "import hasslefree; from transformers import AutoModelForCausalLM",
-     "from hasslefree.folder.plugin import HasslefreeConfig"],
+     "from hasslefree.checkpoint.plugin import HasslefreeConfig"],
 )  # fmt: skip
 def test_the_format_is_registered_whichever_is_imported_first(imports):
     assert run(f"{imports}{REGISTERED}print('registered')") == "registered\n"

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import HasslefreeError, Recipe
+from hasslefree.allocate.allocation import Allocation
 from hasslefree.cli import run_app as main
-from hasslefree.levers.allocation import Allocation
 
 FIXTURES = Path(__file__).parent / "fixtures"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
@@ -132,7 +132,7 @@ def unfinished(tmp_path, monkeypatch) -> dict:
                 plans[name] = dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, rank=rank))
         return Allocation(plan)
 
-    monkeypatch.setattr("hasslefree.run.compress.allocate", allocate)
+    monkeypatch.setattr("hasslefree.pipeline.compress.allocate", allocate)
     shutil.copytree(FIXTURES / "dense", tmp_path / "dense")
     shutil.copytree(FIXTURES / f"{OUT}.unfinished", tmp_path / f"{OUT}.unfinished")
     shutil.copy(FIXTURES / "calibration.txt", tmp_path)

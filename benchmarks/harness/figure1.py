@@ -14,9 +14,9 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model
 from hasslefree.models.sites import Site, find_sites
 from hasslefree.models.tokenizer import load_tokenizer
-from hasslefree.phases import SOLVING, Listener, Phases
+from hasslefree.pipeline.inputs import draw
+from hasslefree.progress import SOLVING, Listener, Phases
 from hasslefree.report.content import short_names
-from hasslefree.run.inputs import draw
 from hasslefree.solve.methods import build_method
 
 # The methods of the figure, as the arguments of `build_method`.

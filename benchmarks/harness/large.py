@@ -21,9 +21,9 @@ from harness.sharing import block_seconds
 from hasslefree import Recipe
 from hasslefree.core.protocols import Method
 from hasslefree.models.blocks import find_blocks
-from hasslefree.recipe.plan import LayerPlan, make_plan
-from hasslefree.run.estimate import Setup, estimate
-from hasslefree.run.layers import assign_layers, shared_layers, weight_of
+from hasslefree.pipeline.layers import assign_layers, shared_layers, weight_of
+from hasslefree.planning.memory import Setup, estimate
+from hasslefree.planning.plan import LayerPlan, make_plan
 from hasslefree.solve.methods import build_method
 from hasslefree.solve.methods.joint import FIRST_STEPS, Joint
 

@@ -17,7 +17,7 @@ from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import LowRankSolver, Method
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import GridError
-from hasslefree.recipe.plan import LayerPlan
+from hasslefree.planning.plan import LayerPlan
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.methods import METHODS, build_method, settings_of
 

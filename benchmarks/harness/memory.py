@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hasslefree import Recipe
-from hasslefree.run.estimate import estimate, setup_of
+from hasslefree.planning.memory import estimate, setup_of
 
 
 class Peak:
@@ -50,7 +50,7 @@ def resident() -> int:
 
 def idle_mb() -> int:
     """MB of a process that has imported hasslefree and done nothing."""
-    script = "import hasslefree.run.compress, resource as r; print(r.getrusage(r.RUSAGE_SELF).ru_maxrss)"
+    script = "import hasslefree.pipeline.compress, resource as r; print(r.getrusage(r.RUSAGE_SELF).ru_maxrss)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return int(done.stdout) // 1024
 

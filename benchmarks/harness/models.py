@@ -28,7 +28,7 @@ from hasslefree.models.load import load_model
 from hasslefree.models.sites import find_sites
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.packed.linear import compressed_layers
-from hasslefree.phases import Phases
+from hasslefree.progress import Phases
 
 __all__ = ["CALIBRATION", "MODEL", "TASKS", "load_tokenizer"]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.record import ROOT
-from hasslefree.data import check_text
 from hasslefree.errors import RecipeError, UnknownNameError
 from hasslefree.evaluation.harness import check_tasks
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.solve.methods import METHODS, settings_of
+from hasslefree.texts import check_text
 
 RECIPES = ROOT / "recipes"
 PRINTED = ROOT / "docs" / "results" / "paper_tables.csv"

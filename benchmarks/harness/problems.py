@@ -12,14 +12,14 @@ import torch
 
 from harness.models import CALIBRATION, MODEL
 from hasslefree import Gram
-from hasslefree.data import calibration_documents, draw_segments
 from hasslefree.distributed import ALONE
 from hasslefree.models.blocks import find_blocks
+from hasslefree.models.calibrate import gather
 from hasslefree.models.load import load_model
-from hasslefree.models.moments import gather
-from hasslefree.models.streaming import Weights
 from hasslefree.models.tokenizer import encode, load_tokenizer
 from hasslefree.models.walk import Walk
+from hasslefree.models.weights import Weights
+from hasslefree.texts import calibration_documents, draw_segments
 
 # Pattern, sparsity where the pattern does not say, rank.
 Setting = tuple[str, float | None, int]

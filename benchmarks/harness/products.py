@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hasslefree import Decomposition, LowRank, SemiStructured, SparseLowRankLinear
+from hasslefree.checkpoint.entries import entry_of
+from hasslefree.checkpoint.plugin import HasslefreeConfig
 from hasslefree.core.grids import Grid, Quantised
-from hasslefree.folder.plugin import HasslefreeConfig
-from hasslefree.folder.read import entry_of
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
 from hasslefree.packed.kernels.backends import BACKENDS, Case

@@ -21,8 +21,8 @@ from hasslefree.core.patterns import of_rows
 from hasslefree.core.protocols import Method
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.distributed import World
-from hasslefree.recipe.plan import LayerPlan
-from hasslefree.run.layers import assign_layers, shared_layers
+from hasslefree.pipeline.layers import assign_layers, shared_layers
+from hasslefree.planning.plan import LayerPlan
 from hasslefree.solve.decompose import gathered, solve_layer
 
 # GPUs that NVLink connects; bytes a second that an H100 sends over it, and over the network between nodes; and seconds

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from harness.layers import CURVES, METHODS, ROOMS, UNMEASURED, build_method
-
 from tables.engine import Content, load, shown
 
 

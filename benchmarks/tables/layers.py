@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from harness.record import geometric_mean, mean
-
 from tables.engine import Content, Row, Table, where
 
 # The order of the rows; JSON has that of the measurements. A method that is not named comes last.

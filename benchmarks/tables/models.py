@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from harness.record import RESULTS, mean
-
 from tables.engine import Content, Row, Table, load
 
 # The texts of the reference model, and what they are called.

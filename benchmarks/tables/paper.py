@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 from harness.paper import TASKS, TEXTS
-
 from tables.engine import Content, Row, Table
 from tables.models import per_cent
 

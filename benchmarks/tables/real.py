@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 
 from harness.record import geometric_mean, mean
-
 from tables.engine import Content, Row, Table, load
 from tables.models import MODEL, named, over_seeds
 

@@ -1,7 +1,9 @@
-"""hasslefree: make a language model smaller: every linear layer of its blocks becomes sparse plus low-rank.
+"""hasslefree: make a language model smaller: every linear layer of its blocks becomes sparse plus
+low-rank.
 
-Importing this package registers its format with transformers, before or after transformers is imported itself, so that
-`from_pretrained` loads the folders that `compress` writes. The public names are listed in __init__.pyi.
+Importing this package registers its format with transformers, before or after transformers is
+imported itself, so that `from_pretrained` loads the folders that `compress` writes. The public
+names are listed in __init__.pyi.
 """
 
 import sys
@@ -18,11 +20,11 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def _register(_module: ModuleType) -> None:
-    plugin = sys.modules.get("hasslefree.folder.plugin")
+    plugin = sys.modules.get("hasslefree.checkpoint.plugin")
     if plugin is not None and not hasattr(plugin, "register"):
         return  # it is being imported, and registers itself at its end
 
-    from hasslefree.folder.plugin import register_format
+    from hasslefree.checkpoint.plugin import register_format
 
     register_format()
 

@@ -1,4 +1,4 @@
-"""The public names. `lazy_loader` reads this file: a name is imported when it is used for the first time."""
+"""The public names, read by `lazy_loader`, which imports a name when it is first used."""
 
 from .core.budgets import Budget as Budget
 from .core.gram import Gram as Gram
@@ -12,12 +12,12 @@ from .core.protocols import Decomposition as Decomposition
 from .errors import HasslefreeError as HasslefreeError
 from .evaluation.run import perplexity as perplexity
 from .exports.export import export as export
-from .folder.hub import push as push
+from .checkpoint.hub import push as push
 from .packed.linear import SparseLowRankLinear as SparseLowRankLinear
 from .packed.linear import use_backend as use_backend
 from .recipe.recipe import Recipe as Recipe
-from .run.advise import advise as advise
-from .run.compress import compress as compress
+from .planning.advise import advise as advise
+from .pipeline.compress import compress as compress
 from .solve.decompose import decompose as decompose
 from .solve.low_rank.adam import Adam as Adam
 from .solve.low_rank.exact import Exact as Exact

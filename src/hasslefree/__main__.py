@@ -1,16 +1,22 @@
-"""The command `hasslefree`, and `python -m hasslefree`: nothing is imported before an interruption can be reported."""
+"""The command `hasslefree`, and `python -m hasslefree`: nothing is imported before an interruption
+can be reported.
+"""
 
 import signal
 import sys
 from typing import Any
 
 # Ctrl-C, what schedulers send, and the end of a terminal, which Windows does not have.
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
 received = [signal.SIGINT]
 
 
 def interrupt(number: int, _frame: Any) -> None:
-    """Raise a KeyboardInterrupt, unless one is being handled: what puts things in order is not interrupted again."""
+    """Raise a KeyboardInterrupt, unless one is being handled: what puts things in order is not
+    interrupted again.
+    """
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
@@ -30,9 +36,13 @@ def repeat(dropped: Any) -> None:
 
 
 def main() -> None:
-    """Run the command line. SIGTERM and SIGHUP are treated as Ctrl-C; the exit code is 128 + the signal."""
+    """Run the command line. SIGTERM and SIGHUP are treated as Ctrl-C; the exit code is 128 + the
+    signal.
+    """
     for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup, and a shell's background jobs, have it
+        if (
+            signal.getsignal(number) != signal.SIG_IGN
+        ):  # as nohup, and a shell's background jobs, have it
             signal.signal(number, interrupt)
     sys.unraisablehook = repeat
     try:
@@ -45,7 +55,9 @@ def main() -> None:
     except SystemExit as end:
         sys.exit(128 + received[-1] if end.code == 130 else end.code)
     finally:
-        for number in SIGNALS:  # nothing is left to put in order: from now on the system ends the process
+        for (
+            number
+        ) in SIGNALS:  # nothing is left to put in order: from now on the system ends the process
             if signal.getsignal(number) == interrupt:
                 signal.signal(number, signal.SIG_DFL)
 

@@ -1,4 +1,6 @@
-"""Refuse a torch or transformers that is older than the package needs, in one sentence, when it is imported."""
+"""Refuse a torch or transformers that is older than the package needs, in one sentence, when it is
+imported.
+"""
 
 import re
 import sys
@@ -11,10 +13,21 @@ OLDEST = {"torch": (2, 6), "transformers": (5, 20)}
 
 
 def check_version(library: ModuleType) -> None:
-    """Raise a VersionError if an imported library is too old; not inside vLLM, which chooses its transformers."""
+    """Raise a VersionError if an imported library is too old; not inside vLLM, which chooses its
+    transformers.
+    """
     major, minor = OLDEST[library.__name__]
     numbers = re.match(r"(\d+)\.(\d+)", str(library.__version__))
-    if numbers is None or (int(numbers[1]), int(numbers[2])) >= (major, minor) or "vllm" in sys.modules:
+    if (
+        numbers is None
+        or (int(numbers[1]), int(numbers[2])) >= (major, minor)
+        or "vllm" in sys.modules
+    ):
         return
-    installed, needed = f"{library.__name__} {library.__version__}", f"{library.__name__}>={major}.{minor}"
-    raise VersionError(f'{installed} is too old for hasslefree, which needs {needed}: pip install "{needed}"')
+    installed, needed = (
+        f"{library.__name__} {library.__version__}",
+        f"{library.__name__}>={major}.{minor}",
+    )
+    raise VersionError(
+        f'{installed} is too old for hasslefree, which needs {needed}: pip install "{needed}"'
+    )

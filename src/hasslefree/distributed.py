@@ -1,4 +1,6 @@
-"""The processes of one compression under `torchrun`: how work is divided and results are combined."""
+"""The processes of one compression under `torchrun`: how work is divided and results are
+combined.
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,13 +15,16 @@ from torch import Tensor
 
 from hasslefree.errors import DistributedError, option
 
-# How long a process waits for the others: longer than any layer takes. The death of a process is noticed at once.
+# How long a process waits for the others: longer than any layer takes. The death of a process is
+# noticed at once.
 PATIENCE = timedelta(hours=12)
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes. rank: rank 0 writes files. size: the number of processes."""
+    """This process among all processes. rank: rank 0 writes files. size: the number of
+    processes.
+    """
 
     rank: int = 0
     size: int = 1
@@ -74,7 +79,9 @@ class World:
         return owners
 
     def too_large(self, costs: Sequence[float]) -> list[bool]:
-        """Which jobs all ranks must share: from the largest on, those that cost more than 1/size of what is left."""
+        """Which jobs all ranks must share: from the largest on, those that cost more than 1/size of
+        what is left.
+        """
         left, flags = sum(costs), [False] * len(costs)
         for job in sorted(range(len(costs)), key=lambda job: -costs[job]):
             if costs[job] * self.size <= left:
@@ -89,20 +96,28 @@ ALONE = World()
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[World]:
-    """The processes that `torchrun` started, or this one alone. device: NCCL is used for GPUs, gloo for CPUs."""
+    """The processes that `torchrun` started, or this one alone. device: NCCL is used for GPUs, gloo
+    for CPUs.
+    """
     if dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size())
     elif (size := os.environ.get("WORLD_SIZE", "1")) == "1":
         yield ALONE
-    elif not (size.isdecimal() and os.environ.get("RANK", "").isdecimal() and "MASTER_ADDR" in os.environ):
+    elif not (
+        size.isdecimal() and os.environ.get("RANK", "").isdecimal() and "MASTER_ADDR" in os.environ
+    ):
         raise DistributedError(
-            f"WORLD_SIZE is {size!r}, but RANK and MASTER_ADDR do not say which process this is; start the processes "
-            "by torchrun, or unset WORLD_SIZE"
+            f"WORLD_SIZE is {size!r}, but RANK and MASTER_ADDR do not say which process this is;"
+            " start the processes by torchrun, or unset WORLD_SIZE"
         )
     else:
         if device.type == "cuda":
-            device = device if device.index is not None else torch.device(local_device() or "cuda:0")
-            torch.cuda.set_device(device)  # else every process sends its objects through the first GPU
+            device = (
+                device if device.index is not None else torch.device(local_device() or "cuda:0")
+            )
+            torch.cuda.set_device(
+                device
+            )  # else every process sends its objects through the first GPU
             dist.init_process_group("nccl", timeout=PATIENCE, device_id=device)
         else:
             dist.init_process_group("gloo", timeout=PATIENCE)
@@ -115,7 +130,11 @@ def process_group(device: torch.device) -> Iterator[World]:
 def local_device() -> str | None:
     """The GPU of this process under `torchrun`; None where there is no torchrun or no GPU."""
     rank = os.environ.get("LOCAL_RANK")
-    return f"cuda:{int(rank) % torch.cuda.device_count()}" if rank and torch.cuda.is_available() else None
+    return (
+        f"cuda:{int(rank) % torch.cuda.device_count()}"
+        if rank and torch.cuda.is_available()
+        else None
+    )
 
 
 @contextmanager
@@ -125,7 +144,7 @@ def lost_peers() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise DistributedError(
-            f"another process of this compression has failed; the last lines of torchrun's output say which one. "
-            f"Finished blocks are kept: correct the cause, and use {option('resume', True)} "
-            f"({str(error).splitlines()[0][:200]})"
+            "another process of this compression has failed; the last lines of torchrun's output"
+            " say which one. Finished blocks are kept: correct the cause, and use"
+            f" {option('resume', True)} ({str(error).splitlines()[0][:200]})"
         ) from error

@@ -1,4 +1,6 @@
-"""Every exception that a user can cause. The command line prints the message alone and exits with its exit code."""
+"""Every exception that a user can cause. The command line prints the message alone and exits with
+its exit code.
+"""
 
 import difflib
 import re
@@ -8,17 +10,20 @@ from typing import Any, Self
 
 from hasslefree.escaping import escaped
 
-# An option in a message stands between the outer two, its two forms on either side of the one in the middle. The last
+# An option in a message stands between the outer two, its two forms on either side of the one in
+# the middle. The last
 # one separates the lines of a message: a line feed would be part of a name.
 _BEGIN, _MIDDLE, _END, LINE = "\ue000", "\ue001", "\ue002", "\ue003"
 _OPTION = re.compile(f"{_BEGIN}(.*?){_MIDDLE}(.*?){_END}", re.DOTALL)
 
 
 def option(name: str, value: Any = None) -> str:
-    """An argument in a message: `damping=0.01` for a caller from Python, `--damping 0.01` for the command line."""
+    """An argument in a message: `damping=0.01` for a caller from Python, `--damping 0.01` for the
+    command line.
+    """
     argument = f"{name}=" if value is None else f"{name}={value!r}"
     flag = f"--{name.replace('_', '-')}"
-    return f"{_BEGIN}{argument}{_MIDDLE}{flag if value is None or value is True else f'{flag} {value}'}{_END}"
+    return f"{_BEGIN}{argument}{_MIDDLE}{flag if value is None or value is True else f'{flag} {value}'}{_END}"  # noqa: E501
 
 
 def with_arguments(message: str) -> str:
@@ -33,7 +38,9 @@ def with_flags(message: str) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with given values. fields: their names, first the one to change. where: the file that has them."""
+    """What is wrong with given values. fields: their names, first the one to change. where: the
+    file that has them.
+    """
 
     fields: tuple[str, ...]
     message: str
@@ -47,7 +54,8 @@ class HasslefreeError(ValueError):
     """Base class: the message names the thing, where it is, and the remedy.
 
     Args:
-        message: options in it are from `option`; `str` gives them as arguments, `with_flags` as flags.
+        message: options in it are from `option`; `str` gives them as arguments, `with_flags` as
+            flags.
         fields: the names of the arguments that it concerns, as in a recipe.
     """
 
@@ -101,7 +109,10 @@ class RecipeError(HasslefreeError):
     def of(cls, problems: Iterable[Problem]) -> Self:
         """The error that lists these problems, one in a line."""
         problems = tuple(problems)
-        error = cls(LINE.join(map(str, problems)), tuple(name for problem in problems for name in problem.fields))
+        error = cls(
+            LINE.join(map(str, problems)),
+            tuple(name for problem in problems for name in problem.fields),
+        )
         error.problems = problems
         return error
 
@@ -111,7 +122,9 @@ class CalibrationError(HasslefreeError):
 
 
 class TaskError(HasslefreeError):
-    """A zero-shot task that cannot be run: its data are missing or malformed, or the harness is not installed."""
+    """A zero-shot task that cannot be run: its data are missing or malformed, or the harness is not
+    installed.
+    """
 
 
 class ModelError(HasslefreeError):
@@ -135,7 +148,9 @@ class ArgumentError(HasslefreeError, TypeError):
 
 
 class OutputError(HasslefreeError):
-    """An output folder that is in use, not writable, or on a disk that is too small; or a failed upload."""
+    """An output folder that is in use, not writable, or on a disk that is too small; or a failed
+    upload.
+    """
 
 
 class WriteError(OutputError, OSError):
@@ -167,10 +182,13 @@ class ProgramError(HasslefreeError):
 
 
 class ServeError(HasslefreeError):
-    """A compressed folder that vLLM cannot serve here: because of its version, the GPU, or tensor parallelism."""
+    """A compressed folder that vLLM cannot serve here: because of its version, the GPU, or tensor
+    parallelism.
+    """
 
 
-# What goes wrong whatever was typed: the command line exits with code 1 for these, and with 2 for all others.
+# What goes wrong whatever was typed: the command line exits with code 1 for these, and with 2 for
+# all others.
 WENT_WRONG = (
     CheckpointError,
     DistributedError,

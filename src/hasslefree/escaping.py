@@ -1,9 +1,12 @@
-"""What comes from a stranger's folder, shown so that a terminal, a log or a page takes it for text and nothing else."""
+"""What comes from a stranger's folder, shown so that a terminal, a log or a page takes it for text
+and nothing else.
+"""
 
 import re
 from typing import Any
 
-# Control characters; those that reorder text, take no room, or end a line; and halves of surrogate pairs. Joiners stay
+# Control characters; those that reorder text, take no room, or end a line; and halves of surrogate
+# pairs. Joiners stay
 # between letters that are not ASCII: Persian, the scripts of India and emoji need them.
 _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
@@ -12,7 +15,9 @@ _HIDDEN = re.compile(
 
 
 def escaped(text: str, keep: str = "") -> str:
-    r"""The text with what hides or does something written out, such as \x1b. keep: "\n\t" for a text of many lines."""
+    r"""The text with what hides or does something written out, such as \x1b. keep: "\n\t" for a
+    text of many lines.
+    """
     return _HIDDEN.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text)
 
 

@@ -26,7 +26,9 @@ _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a compressed model: bytes of all stored weights, or bits for each weight of the compressed layers."""
+    """The size of a compressed model: bytes of all stored weights, or bits for each weight of the
+    compressed layers.
+    """
 
     amount: float
     in_bits: bool = False
@@ -37,8 +39,9 @@ class Size:
         match = _SIZE.fullmatch(text.strip())
         if match is None:
             raise BudgetError(
-                f"{text!r} is not a size; give bytes of all weights, such as {option('size', '150MB')}, 1.5GB or "
-                f"2000000, or bits for each weight of the compressed layers, such as {option('size', '4.8bits')}",
+                f"{text!r} is not a size; give bytes of all weights, such as"
+                f" {option('size', '150MB')}, 1.5GB or 2000000, or bits for each weight of the"
+                f" compressed layers, such as {option('size', '4.8bits')}",
                 ("size",),
             )
         if match[3]:
@@ -54,7 +57,9 @@ class Size:
         """As `parse` reads it, with three or four digits."""
         if self.in_bits:
             return f"{math.ceil(100 * self.amount) / 100:g}bits"
-        prefix, factor = next(item for item in reversed(_PREFIXES.items()) if self.amount >= item[1])
+        prefix, factor = next(
+            item for item in reversed(_PREFIXES.items()) if self.amount >= item[1]
+        )
         return f"{math.ceil(10 * self.amount / factor) / 10:g}{prefix}B"
 
 
@@ -83,9 +88,13 @@ class _Rows(Table):
 
 
 def table(text: Sequence[str], numbers: Sequence[str] = (), title: str = "") -> Table:
-    """A table without rows. text, numbers: headings of the columns on the left, and of those on the right."""
+    """A table without rows. text, numbers: headings of the columns on the left, and of those on the
+    right.
+    """
     # As wide as the title, which is wrapped to the width of the table.
-    rows = _Rows(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, min_width=len(title) or None)
+    rows = _Rows(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, min_width=len(title) or None
+    )
     if title:
         rows.title, rows.title_justify = Text(escaped(title)), "left"
     for heading in text:

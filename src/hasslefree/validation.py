@@ -1,4 +1,6 @@
-"""Checks by pydantic of what a file or a user gives: types are strict, and an error names the field."""
+"""Checks by pydantic of what a file or a user gives: types are strict, and an error names the
+field.
+"""
 
 import dataclasses
 import functools
@@ -30,7 +32,9 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class InvalidError(ValueError):
-    """A value that is not of its type. field: empty for the whole. cause: what is wrong with it, in words."""
+    """A value that is not of its type. field: empty for the whole. cause: what is wrong with it, in
+    words.
+    """
 
     def __init__(self, field: str, cause: str):
         super().__init__(with_arguments(cause))
@@ -41,9 +45,11 @@ _adapter = functools.cache(TypeAdapter)
 
 
 def validated(kind: type[T], content: Any) -> T:
-    """An instance of a dataclass or another annotation from what `json.loads` gave, without unknown fields.
+    """An instance of a dataclass or another annotation from what `json.loads` gave, without unknown
+    fields.
 
-    Raises an InvalidError about the first value that is missing, not of its type, or rejected by `__post_init__`.
+    Raises an InvalidError about the first value that is missing, not of its type, or rejected by
+    `__post_init__`.
     """
     try:
         instance: T = _adapter(kind).validate_json(json.dumps(content), strict=True)  # type: ignore[arg-type]
@@ -53,7 +59,9 @@ def validated(kind: type[T], content: Any) -> T:
 
 
 class Checked:
-    """A frozen dataclass whose fields must be of their types and within their limits; an `error` names the first."""
+    """A frozen dataclass whose fields must be of their types and within their limits; an `error`
+    names the first.
+    """
 
     error: ClassVar[type[HasslefreeError]] = BudgetError
 
@@ -82,7 +90,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def typed(function: F) -> F:
-    """A function whose arguments must be of their types; an ArgumentError names the first that is not."""
+    """A function whose arguments must be of their types; an ArgumentError names the first that is
+    not.
+    """
     signature, adapters = inspect.signature(function), dict[str, TypeAdapter[Any]]()
 
     @functools.wraps(function)
@@ -98,11 +108,15 @@ def typed(function: F) -> F:
             raise ArgumentError(f"{function.__name__}: {error}") from None
         for name, value in given.items():
             if isinstance(value, str | Path) and "\0" in str(value):
-                raise ArgumentError(f"{name} contains a null character: {str(value)!r:.60}; leave it out", (name,))
+                raise ArgumentError(
+                    f"{name} contains a null character: {str(value)!r:.60}; leave it out", (name,)
+                )
             try:
                 adapters[name].validate_python((value,))
             except ValidationError:
-                words = inspect.formatannotation(signature.parameters[name].annotation).replace("'", "")
+                words = inspect.formatannotation(signature.parameters[name].annotation).replace(
+                    "'", ""
+                )
                 raise ArgumentError(f"{name} must be {words}, got {value!r:.60}", (name,)) from None
         return function(*args, **options)
 
@@ -115,7 +129,9 @@ def plain(value: Any) -> Any:
 
 
 def describe(error: ErrorDetails) -> tuple[str, str]:
-    """The field of an error of pydantic (empty for the whole), and what is wrong with it in a sentence."""
+    """The field of an error of pydantic (empty for the whole), and what is wrong with it in a
+    sentence.
+    """
     field = next((part for part in reversed(error["loc"]) if isinstance(part, str)), "")
     if error["type"] == "value_error":
         refusal = error["ctx"]["error"]

@@ -172,7 +172,7 @@ def test_the_cost_of_the_missing_rows():
 
 def test_figure_1_is_each_layer_on_the_gram_of_the_dense_model():
     """Oracle: Grams from whole forward passes, and `decompose`."""
-    from hasslefree.run.inputs import draw
+    from hasslefree.pipeline.inputs import draw
 
     recipe = SMALL.recipe("joint-2-4-rank-64.yaml")
     errors = layer_errors(str(MODEL), recipe, ("oats", "hassle-free, unscaled"), block=2, rounds=2)

@@ -10,8 +10,8 @@ from hasslefree.errors import MemoryShortError
 from hasslefree.packed.kernels import backends
 from hasslefree.packed.layouts import layout_of
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, use_backend
-from hasslefree.run import compress as driver
-from hasslefree.run.estimate import LIBRARIES, estimate
+from hasslefree.pipeline import compress as driver
+from hasslefree.planning.memory import LIBRARIES, estimate
 from tests.cuda.plain import decoded
 from tests.tiny_models import NO_TOKENIZER, build, logits, segments
 
@@ -38,7 +38,7 @@ def test_a_compression_comes_out_as_on_the_cpu(name, gpu, tmp_path, monkeypatch)
     setups = []
     monkeypatch.setattr(driver, "check_memory", lambda setup: setups.append(setup) or setup)
     # The matrices of 4 MB whose product is timed are freed before the work; those of the model are smaller here.
-    monkeypatch.setattr("hasslefree.run.estimate.product_rate", lambda device: 1e12)
+    monkeypatch.setattr("hasslefree.planning.memory.product_rate", lambda device: 1e12)
     here, _ = compressed(tmp_path, RECIPES[name], "cpu")
     there, out = compressed(tmp_path, RECIPES[name], "cuda")
     assert there.device == "cuda"

@@ -10,7 +10,7 @@ from harness.roofline import BANDWIDTH, LAUNCH, LINK, RATES, Roofline
 from harness.sharing import LATENCY, LINKS, FakeRows, block_seconds
 
 from hasslefree import SemiStructured
-from hasslefree.recipe.plan import LayerPlan
+from hasslefree.planning.plan import LayerPlan
 from hasslefree.solve.methods.joint import Joint
 
 pytestmark = pytest.mark.nightly

@@ -6,8 +6,8 @@ from harness.fake_cuda import fake_cuda
 
 from hasslefree.core.linalg import orthonormal
 from hasslefree.distributed import ALONE
-from hasslefree.models import moments
-from hasslefree.models.moments import MomentSums
+from hasslefree.models import calibrate as moments
+from hasslefree.models.calibrate import MomentSums
 
 
 def inputs(tokens, width, seed=0):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hasslefree.data import calibration_documents
 from hasslefree.demo import run as demo
 from hasslefree.demo.run import (
     CALIBRATION,
@@ -20,6 +19,7 @@ from hasslefree.demo.run import (
     run_demo,
     sample_table,
 )
+from hasslefree.texts import calibration_documents
 
 
 def test_the_held_out_perplexity_is_the_one_that_training_recorded():

@@ -14,7 +14,7 @@ from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.errors import CheckpointError, OutputError, TaskError, UnknownNameError
 from hasslefree.evaluation.harness import TASKS, cache_name, check_harness, check_tasks, harness_tasks
 from hasslefree.evaluation.run import evaluate
-from hasslefree.phases import SCORING
+from hasslefree.progress import SCORING
 from tests.evaluation.task_rows import ROWS, questions, write_rows
 
 pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: pip install "hasslefree[eval]"')

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig
 
 import hasslefree
-from hasslefree.data import Protocol, calibration_documents
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
 from hasslefree.errors import ModelError
 from hasslefree.evaluation.run import check_causal, evaluate, text_perplexity
-from hasslefree.phases import Phases
+from hasslefree.progress import Phases
+from hasslefree.texts import Protocol, calibration_documents
 
 
 def test_an_evaluation_takes_its_dtype_and_window():

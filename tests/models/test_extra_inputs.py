@@ -6,16 +6,16 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe
+from hasslefree.allocate.sensitivity import sensitivities
 from hasslefree.distributed import ALONE
 from hasslefree.errors import ModelError
-from hasslefree.levers.sensitivity import sensitivities
 from hasslefree.models.blocks import find_blocks
+from hasslefree.models.calibrate import run_block, with_batching
 from hasslefree.models.extra_inputs import Column, leaves, rebuilt
-from hasslefree.models.moments import run_block, with_batching
 from hasslefree.models.probe import block_calls
-from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
-from hasslefree.recipe.plan import make_plan
+from hasslefree.models.weights import Weights
+from hasslefree.planning.plan import make_plan
 from tests.listeners import by_layer
 from tests.tiny_models import BESIDE, NO_TOKENIZER, build, logits, segments, tensors_of
 

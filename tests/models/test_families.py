@@ -11,11 +11,11 @@ from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.distributed import ALONE
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.moments import gather, groups_by_input, run_block
+from hasslefree.models.calibrate import gather, groups_by_input, run_block
 from hasslefree.models.probe import block_calls
 from hasslefree.models.sites import find_sites
-from hasslefree.models.streaming import Weights
 from hasslefree.models.walk import Walk
+from hasslefree.models.weights import Weights
 from tests import oracles
 from tests.tiny_models import FAMILIES, build, gram_of, logits, segments, tensors_of
 

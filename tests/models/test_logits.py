@@ -8,7 +8,7 @@ from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calls import BlockCall, hooks
 from hasslefree.models.probe import block_calls, logits_of
-from hasslefree.models.streaming import Weights
+from hasslefree.models.weights import Weights
 from tests.tiny_models import FAMILIES, build, logits, segments
 
 

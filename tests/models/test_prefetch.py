@@ -16,7 +16,7 @@ from hasslefree import Recipe
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_on_disk
-from hasslefree.models.streaming import Prefetcher, Source, Weights
+from hasslefree.models.weights import Prefetcher, Source, Weights
 from tests.listeners import by_layer
 from tests.tiny_models import NO_TOKENIZER, build, segments
 
@@ -78,7 +78,9 @@ def test_the_bytes_are_those_of_one_step_after_the_other(name, reads, tmp_path, 
     build(name if name == "mixtral" else "llama", num_hidden_layers=3).save_pretrained(tmp_path / "dense")
     for beside in (True, False):
         reads.clear()
-        monkeypatch.setattr("hasslefree.run.estimate.fits", lambda setup, beside=beside: beside or not setup.prefetch)
+        monkeypatch.setattr(
+            "hasslefree.planning.memory.fits", lambda setup, beside=beside: beside or not setup.prefetch
+        )
         hasslefree.compress(
             tmp_path / "dense", tmp_path / str(beside), RECIPES[name], tokenizer=NO_TOKENIZER, segments=segments(),
             device="cpu",

@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
-from hasslefree.folder.inspect import inspect_folder
+from hasslefree.checkpoint.inspect import inspect_folder
 from hasslefree.models import sites
 from hasslefree.models.calls import replaced
 from hasslefree.models.sites import Site, find_sites, replace_module

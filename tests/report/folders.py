@@ -7,7 +7,7 @@ from pathlib import Path
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.folder.record import LayerRecord
+from hasslefree.checkpoint.record import LayerRecord
 from hasslefree.packed.spec import LayerSpec
 from tests.tiny_models import build, segments
 

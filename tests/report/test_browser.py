@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from hasslefree.phases import PhaseTime
+from hasslefree.progress import PhaseTime
 from hasslefree.report.content import Content, Evaluation, read_content, seconds_file, write_seconds
 from hasslefree.report.page import render
 from hasslefree.report.samples import Sample, Samples, Text

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hasslefree.checkpoint import read_json
+from hasslefree.checkpoint.record import Record
 from hasslefree.errors import CheckpointError, ModelError
-from hasslefree.folder.record import Record
-from hasslefree.phases import PhaseTime
+from hasslefree.files import read_json
+from hasslefree.progress import PhaseTime
 from hasslefree.report.content import (
     distinct_names,
     error_range,

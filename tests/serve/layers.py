@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from hasslefree import Grid
+from hasslefree.checkpoint.entries import Entry, crc32
 from hasslefree.core.factors import nearest
 from hasslefree.core.grids import Quantised
-from hasslefree.folder.read import Entry, crc32
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import Storage
 

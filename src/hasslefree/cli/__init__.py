@@ -7,7 +7,8 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-# Each module adds its commands to the application; within a heading, the help lists them in this order.
+# Each module adds its commands to the application; within a heading, the help lists them in this
+# order.
 from hasslefree.cli import compress, folder, generate  # noqa: F401
 from hasslefree.cli.common import app
 from hasslefree.cli.ending import report
@@ -18,7 +19,9 @@ _PLAIN = str.maketrans("×–−·", "x--*") | str.maketrans({"…": "...", "→
 
 
 def spread_lists(arguments: list[str]) -> list[str]:
-    """Repeat a list flag before each of its values, but not for `run`, whose arguments are another program's."""
+    """Repeat a list flag before each of its values, but not for `run`, whose arguments are another
+    program's.
+    """
     if arguments[:1] == ["run"]:
         return arguments
     spread: list[str] = []
@@ -33,7 +36,9 @@ def spread_lists(arguments: list[str]) -> list[str]:
 
 
 def in_ascii(error: Any) -> tuple[str, int]:
-    """A handler of UnicodeEncodeError: plain characters for those of our own texts, and backslashes for others."""
+    """A handler of UnicodeEncodeError: plain characters for those of our own texts, and backslashes
+    for others.
+    """
     text = error.object[error.start : error.end].translate(_PLAIN)
     return text.encode("ascii", "backslashreplace").decode(), error.end
 
@@ -43,10 +48,14 @@ def run_app() -> None:
     codecs.register_error("hasslefree", in_ascii)
     register_post_import_hook(_quiet, "transformers.utils.logging")
     # Of a hub that is out of reach, the error at the end, and not every retry.
-    register_post_import_hook(lambda logging: logging.set_verbosity_error(), "huggingface_hub.utils.logging")
+    register_post_import_hook(
+        lambda logging: logging.set_verbosity_error(), "huggingface_hub.utils.logging"
+    )
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="hasslefree")  # in a locale without UTF-8, and for names that are not UTF-8
+            stream.reconfigure(
+                errors="hasslefree"
+            )  # in a locale without UTF-8, and for names that are not UTF-8
     if isinstance(sys.stdin, TextIOWrapper):  # bytes that are not UTF-8 are read as U+FFFD
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     arguments = sys.argv[1:]

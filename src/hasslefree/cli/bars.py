@@ -1,4 +1,6 @@
-"""The progress of a run: a bar for each phase on a terminal, and a line per minute in a pipe or a file."""
+"""The progress of a run: a bar for each phase on a terminal, and a line per minute in a pipe or a
+file.
+"""
 
 import logging
 import time
@@ -13,8 +15,8 @@ from rich.text import Text
 
 from hasslefree.cli.common import console, say
 from hasslefree.escaping import escaped
-from hasslefree.phases import SOLVING, Listener, Step
-from hasslefree.phases import logger as phase_logger
+from hasslefree.progress import SOLVING, Listener, Step
+from hasslefree.progress import logger as phase_logger
 from hasslefree.units import duration
 
 # Columns of a terminal from which there is room for bars.
@@ -23,11 +25,17 @@ WIDE = 72
 
 @contextmanager
 def phase_bars() -> Iterator[Listener]:
-    """A listener to the phases of a run. Within it, log lines are printed, on a terminal above the bars."""
+    """A listener to the phases of a run. Within it, log lines are printed, on a terminal above the
+    bars.
+    """
     board, drawn = Board(), console.is_interactive
     lines = Lines()
-    lines.setFormatter(logging.Formatter("%(message)s" if drawn else "%(asctime)s %(message)s", "%H:%M:%S"))
-    lines.addFilter(lambda record: not drawn or record.name != phase_logger.name)  # phases have bars
+    lines.setFormatter(
+        logging.Formatter("%(message)s" if drawn else "%(asctime)s %(message)s", "%H:%M:%S")
+    )
+    lines.addFilter(
+        lambda record: not drawn or record.name != phase_logger.name
+    )  # phases have bars
     logger = logging.getLogger("hasslefree")
     level = logger.level
     logger.addHandler(lines)
@@ -48,7 +56,9 @@ class Lines(logging.Handler):
 
 
 class Board:
-    """What a terminal shows: phases under way, the time of the run, the last layer's error. No line is ever cut."""
+    """What a terminal shows: phases under way, the time of the run, the last layer's error. No line
+    is ever cut.
+    """
 
     def __init__(self) -> None:
         self.steps: dict[str, Step] = {}
@@ -70,6 +80,9 @@ class Board:
             bar = ProgressBar(step.total if step.unit else None, step.done, width=20)
             lines.add_row(Text(step.phase), *([bar] if wide else []), Text(step.count))
         yield lines
-        yield Text(f"{duration(self.run.run_seconds + passed)} so far{self.run.about(passed)}", style="cyan")
+        yield Text(
+            f"{duration(self.run.run_seconds + passed)} so far{self.run.about(passed)}",
+            style="cyan",
+        )
         if SOLVING in self.steps:
             yield Text(escaped(self.layer), style="dim", overflow="fold")

@@ -28,21 +28,31 @@ RUN, OUTPUT = "Where to run", "Output"
 
 
 class Console(rich.console.Console):
-    """A console that shows control characters in a text escaped. Styles are apart from the text, and stay."""
+    """A console that shows control characters in a text escaped. Styles are apart from the text,
+    and stay.
+    """
 
     def render(self, *content: Any, **options: Any) -> Iterator[Segment]:
         for segment in super().render(*content, **options):
-            yield segment if segment.control else Segment(escaped(segment.text, "\n\t"), segment.style)
+            yield (
+                segment
+                if segment.control
+                else Segment(escaped(segment.text, "\n\t"), segment.style)
+            )
 
 
 # Under torchrun, which sets both variables, the first process alone speaks, but for errors.
 QUIET_PROCESS = "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
 console = Console(quiet=QUIET_PROCESS)
-errors = Console(stderr=True, soft_wrap=not sys.stderr or not sys.stderr.isatty())  # a terminal wraps within words
+errors = Console(
+    stderr=True, soft_wrap=not sys.stderr or not sys.stderr.isatty()
+)  # a terminal wraps within words
 
 
 class Commands(TyperGroup):
-    """The commands; an interruption ends each of them with a line that says so, and exit code 130."""
+    """The commands; an interruption ends each of them with a line that says so, and exit code
+    130.
+    """
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
@@ -51,7 +61,9 @@ class Commands(TyperGroup):
         for command in self.commands.values():  # --verbose may stand before a command or after it
             command.params += [option for option in self.params if option.name == "verbose"]
             command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.help or ""))
-            if (width := shutil.get_terminal_size().columns) < 60:  # rich would cut the names of options
+            if (
+                width := shutil.get_terminal_size().columns
+            ) < 60:  # rich would cut the names of options
                 command.rich_markup_mode = None  # type: ignore[attr-defined]
                 command.context_settings["terminal_width"] = width
 
@@ -72,7 +84,9 @@ def untyped_switches(get_params: Callable[[Any], list[Any]], ctx: Any) -> list[A
 
 
 HELP = {"help_option_names": ["-h", "--help"]}
-app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP)
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP
+)
 
 
 def flag(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
@@ -83,18 +97,31 @@ def flag(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
 def print_versions(wanted: bool) -> None:
     if wanted:
         libraries = (f"{name} {version(name)}" for name in ("torch", "transformers"))
-        print(f"hasslefree {hasslefree.__version__}", f"python {platform.python_version()}", *libraries, sep="\n")
+        print(
+            f"hasslefree {hasslefree.__version__}",
+            f"python {platform.python_version()}",
+            *libraries,
+            sep="\n",
+        )
         raise typer.Exit
 
 
 LIBRARIES = "Print the versions of hasslefree, Python, torch and transformers."
-VERSIONS = flag(None, LIBRARIES, "--version", callback=print_versions, is_eager=True, show_default=False)
+VERSIONS = flag(
+    None, LIBRARIES, "--version", callback=print_versions, is_eager=True, show_default=False
+)
 # `ending.report` looks for --verbose.
-VERBOSE = flag(None, "Show tracebacks too (default: off).", "--verbose", expose_value=False, show_default=False)
+VERBOSE = flag(
+    None, "Show tracebacks too (default: off).", "--verbose", expose_value=False, show_default=False
+)
 
 
-@app.callback(epilog="Start with `hasslefree demo`; `hasslefree COMMAND -h` lists all options of a command.")
-def root(versions: Annotated[bool, VERSIONS] = False, verbose: Annotated[bool, VERBOSE] = False) -> None:
+@app.callback(
+    epilog="Start with `hasslefree demo`; `hasslefree COMMAND -h` lists all options of a command."
+)
+def root(
+    versions: Annotated[bool, VERSIONS] = False, verbose: Annotated[bool, VERBOSE] = False
+) -> None:
     """Make a language model smaller: quantised or sparse layers, plus low-rank ones."""
     console.quiet, console.stderr = QUIET_PROCESS, False
 
@@ -105,7 +132,9 @@ def set_quiet(quiet: bool) -> bool:
 
 
 def leave_standard_output(as_json: bool) -> bool:
-    """With --json, standard output is for the JSON alone: bars, tables and remarks go to standard error."""
+    """With --json, standard output is for the JSON alone: bars, tables and remarks go to standard
+    error.
+    """
     console.stderr = as_json
     return as_json
 
@@ -113,27 +142,50 @@ def leave_standard_output(as_json: bool) -> bool:
 def check_output_file(output: Path | None) -> Path | None:
     """Raise an OutputError if --output cannot be written."""
     if output is not None:
-        from hasslefree.folder.output import check_file
+        from hasslefree.checkpoint.output import check_file
 
         check_file(output, b'{\n "')
     return output
 
 
-AS_JSON = "Print the results as JSON on standard output, even if --quiet, and all else on standard error."
-Folder = Annotated[Path, typer.Argument(metavar="OUT", help="A folder that `hasslefree compress` wrote.")]
+AS_JSON = (
+    "Print the results as JSON on standard output, even if --quiet, and all else on standard error."
+)
+Folder = Annotated[
+    Path, typer.Argument(metavar="OUT", help="A folder that `hasslefree compress` wrote.")
+]
 Device = Annotated[str | None, flag(None, "cpu, cuda, cuda:1, … (default: a GPU, if any).")]
-Trust = Annotated[bool, flag(RUN, "Run Python code that comes with the model (default: off).", "--trust-remote-code")]
-Dtype = Annotated[str, flag(RUN, "Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.")]
-Quiet = Annotated[bool, flag(OUTPUT, "Print errors only.", "--quiet", "-q", callback=set_quiet, show_default=False)]
-Json = Annotated[bool, flag(OUTPUT, AS_JSON, "--json", callback=leave_standard_output, show_default=False)]
-Output = Annotated[Path | None, flag(OUTPUT, "Write that JSON to FILE.", metavar="FILE", callback=check_output_file)]
+Trust = Annotated[
+    bool,
+    flag(RUN, "Run Python code that comes with the model (default: off).", "--trust-remote-code"),
+]
+Dtype = Annotated[
+    str, flag(RUN, "Dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.")
+]
+Quiet = Annotated[
+    bool,
+    flag(OUTPUT, "Print errors only.", "--quiet", "-q", callback=set_quiet, show_default=False),
+]
+Json = Annotated[
+    bool, flag(OUTPUT, AS_JSON, "--json", callback=leave_standard_output, show_default=False)
+]
+Output = Annotated[
+    Path | None,
+    flag(OUTPUT, "Write that JSON to FILE.", metavar="FILE", callback=check_output_file),
+]
 PUSH = "Upload the result to this name on the hub (default: none)."
 PushTo = Annotated[str | None, flag(OUTPUT, PUSH, metavar="USER/NAME")]
-Private = Annotated[bool, flag(OUTPUT, "Make a new repository private (default: off).", "--private")]
+Private = Annotated[
+    bool, flag(OUTPUT, "Make a new repository private (default: off).", "--private")
+]
 
 
-def show(results: dict[str, Any], output: Path | None, as_json: bool, *tables: RenderableType) -> None:
-    """The results of a command: as tables, or as JSON with --json; and as JSON in the file of --output."""
+def show(
+    results: dict[str, Any], output: Path | None, as_json: bool, *tables: RenderableType
+) -> None:
+    """The results of a command: as tables, or as JSON with --json; and as JSON in the file of
+    --output.
+    """
     if not as_json:
         for table in tables:
             console.print(table)
@@ -145,7 +197,7 @@ def show(results: dict[str, Any], output: Path | None, as_json: bool, *tables: R
 
 
 def write_file(results: dict[str, Any], output: Path) -> None:
-    from hasslefree.folder.output import write_whole
+    from hasslefree.checkpoint.output import write_whole
 
     write_whole(output, json.dumps(results, indent=1) + "\n")
 
@@ -158,7 +210,7 @@ def say(text: str, **settings: Any) -> None:
 def prepare_push(name: str | None, private: bool) -> None:
     """Check --push-to before the work. Under torchrun the first process uploads."""
     if name is not None and not QUIET_PROCESS:
-        from hasslefree.folder.hub import prepare_push
+        from hasslefree.checkpoint.hub import prepare_push
 
         prepare_push(name, private)
 
@@ -168,7 +220,7 @@ def push(folder: Path, name: str | None) -> None:
     if name is not None and not QUIET_PROCESS:
         from huggingface_hub.utils import enable_progress_bars  # type: ignore[attr-defined]
 
-        from hasslefree.folder.hub import upload
+        from hasslefree.checkpoint.hub import upload
 
         if not console.quiet:
             enable_progress_bars()

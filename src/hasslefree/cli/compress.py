@@ -15,12 +15,26 @@ import typer
 
 from hasslefree.cli import common
 from hasslefree.cli.bars import phase_bars
-from hasslefree.cli.common import COMPRESS, OUTPUT, RUN, Device, Json, Output, Quiet, Trust, app, console, flag, say
+from hasslefree.cli.common import (
+    COMPRESS,
+    OUTPUT,
+    RUN,
+    Device,
+    Json,
+    Output,
+    Quiet,
+    Trust,
+    app,
+    console,
+    flag,
+    say,
+)
 from hasslefree.errors import with_flags
 from hasslefree.recipe.recipe import BUDGET, GROUPS, NAMES, Fields, Recipe, help_of
 
 SETTINGS = "List the settings of this method, pruner or low-rank solver instead."
-# The options that most users need stand before all headings, in a line or two; the page on recipes says more.
+# The options that most users need stand before all headings, in a line or two; the page on recipes
+# says more.
 COMMON = {
     "size": "Total bytes (1.5GB) or bits per compressed weight (4.8bits; default: 5.2bits).",
     "bits": "Bits of S in every layer (default: by --size).",
@@ -32,19 +46,29 @@ COMMON = {
     "samples": "Number of calibration segments",
     "seqlen": "Tokens in a segment (default: 2048 at most).",
 }
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model: a hub name or a local folder.")]
-Activations = Annotated[str, flag(RUN, "Where hidden states are kept between blocks: device, cpu (in RAM) or disk.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="The model: a hub name or a local folder.")
+]
+Activations = Annotated[
+    str, flag(RUN, "Where hidden states are kept between blocks: device, cpu (in RAM) or disk.")
+]
 
 
 def recipe_options() -> Iterator[Parameter]:
-    """An option for each field, first the common ones, then group by group. It is None if it is not given."""
+    """An option for each field, first the common ones, then group by group. It is None if it is not
+    given.
+    """
     types = typing.get_type_hints(Fields)
-    fields = sorted(dataclasses.fields(Fields), key=lambda field: GROUPS.index(field.metadata["group"]))
+    fields = sorted(
+        dataclasses.fields(Fields), key=lambda field: GROUPS.index(field.metadata["group"])
+    )
     for field in sorted(fields, key=lambda field: [*COMMON, field.name].index(field.name)):
         text = COMMON.get(field.name) or help_of(field.name)
         group = None if field.name in COMMON else field.metadata["group"]
         if field.default not in (None, ()):
-            default = ("on" if field.default else "off") if types[field.name] is bool else field.default
+            default = (
+                ("on" if field.default else "off") if types[field.name] is bool else field.default
+            )
             text = f"{text.rstrip('.')} (default: {default})."
         option = flag(group, text, *field.metadata.get("flags", ()))
         annotation: Any = Annotated[flag_type(types[field.name]) | None, option]
@@ -52,31 +76,51 @@ def recipe_options() -> Iterator[Parameter]:
 
 
 def flag_type(hint: Any) -> Any:
-    """The type of a value on the command line: int for int | None, list[str] for tuple[str, …], str for a Literal."""
+    """The type of a value on the command line: int for int | None, list[str] for tuple[str, …], str
+    for a Literal.
+    """
     if typing.get_origin(hint) is tuple:
         return list[str]
-    return next((kind for kind in (bool, int, float) if kind in (hint, *typing.get_args(hint))), str)
+    return next(
+        (kind for kind in (bool, int, float) if kind in (hint, *typing.get_args(hint))), str
+    )
 
 
 def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of a recipe, and `--recipe`; the command gets the resulting recipe as `recipe`."""
+    """Give a command the options of a recipe, and `--recipe`; the command gets the resulting recipe
+    as `recipe`.
+    """
 
     @functools.wraps(command)
     def wrapped(recipe: Path | None, **values: Any) -> None:
         given = {name: value for name in NAMES if (value := values.pop(name)) not in (None, [])}
         command(recipe=Recipe.from_yaml(recipe, **given) if recipe else Recipe(**given), **values)
 
-    text = "YAML file (-: standard input) with any of these options; the command line wins over it (default: none)."
+    text = (
+        "YAML file (-: standard input) with any of these options; the command line wins over it"
+        " (default: none)."
+    )
     file = Annotated[Path | None, flag(BUDGET, text, metavar="FILE")]
-    parameters = [Parameter("recipe", Parameter.KEYWORD_ONLY, default=None, annotation=file), *recipe_options()]
-    others = (parameter for name, parameter in signature(command, eval_str=True).parameters.items() if name != "recipe")
+    parameters = [
+        Parameter("recipe", Parameter.KEYWORD_ONLY, default=None, annotation=file),
+        *recipe_options(),
+    ]
+    others = (
+        parameter
+        for name, parameter in signature(command, eval_str=True).parameters.items()
+        if name != "recipe"
+    )
     parameters += [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in others]
     wrapped.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapped
 
 
-@app.command("compress", rich_help_panel=COMPRESS, epilog="Example: hasslefree compress MODEL OUT --size 1.5GB")
+@app.command(
+    "compress",
+    rich_help_panel=COMPRESS,
+    epilog="Example: hasslefree compress MODEL OUT --size 1.5GB",
+)
 @with_recipe
 def call_compress(
     model: Model,
@@ -85,29 +129,42 @@ def call_compress(
     device: Device = None,
     activations: Activations = "device",
     trust_remote_code: Trust = False,
-    resume: Annotated[bool, flag(None, "Continue an interrupted run (default: off).", "--resume")] = False,
-    overwrite: Annotated[bool, flag(None, "Replace OUT, and start over (default: off).", "--overwrite")] = False,
+    resume: Annotated[
+        bool, flag(None, "Continue an interrupted run (default: off).", "--resume")
+    ] = False,
+    overwrite: Annotated[
+        bool, flag(None, "Replace OUT, and start over (default: off).", "--overwrite")
+    ] = False,
     push_to: common.PushTo = None,
     private: common.Private = False,
     quiet: Quiet = False,
 ) -> None:
     """Compress MODEL into the folder OUT, which transformers loads."""
     try:
-        from hasslefree.folder.journal import describe_progress
+        from hasslefree.checkpoint.resume import describe_progress
+        from hasslefree.pipeline.compress import compress
         from hasslefree.report.content import read_seconds, write_seconds
-        from hasslefree.run.compress import compress
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Interrupted before anything was written.") from None
 
-    options: dict[str, Any] = {"device": device, "activations": activations, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {
+        "device": device,
+        "activations": activations,
+        "trust_remote_code": trust_remote_code,
+    }
     read_seconds(out, "")  # raises an error if their file is another one
     common.prepare_push(push_to, private)
     try:
         with phase_bars() as progress:
-            report = compress(model, out, recipe, resume=resume, overwrite=overwrite, progress=progress, **options)
+            report = compress(
+                model, out, recipe, resume=resume, overwrite=overwrite, progress=progress, **options
+            )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted; {with_flags(describe_progress(out))}.") from None
-    say(f"Written to {out}:\n\n{textwrap.indent(report.summary(), ' ')}\n\n{next_commands(out, recipe)}")
+    say(
+        "Written to"
+        f" {out}:\n\n{textwrap.indent(report.summary(), ' ')}\n\n{next_commands(out, recipe)}"
+    )
     if not common.QUIET_PROCESS:
         write_seconds(out, report)
     common.push(out, push_to)
@@ -115,7 +172,13 @@ def call_compress(
 
 def next_commands(out: Path, recipe: Recipe) -> str:
     """What to type after a compression."""
-    folder, target = shlex.quote(str(out)), {"llama.cpp": "gguf --template DENSE.gguf", "mlx": "mlx"}
+    folder, target = (
+        shlex.quote(str(out)),
+        {
+            "llama.cpp": "gguf --template DENSE.gguf",
+            "mlx": "mlx",
+        },
+    )
     return f"""Next:  hasslefree chat {folder}
        hasslefree report {folder}
        vllm serve {folder}  # with hasslefree[vllm]
@@ -129,7 +192,9 @@ def plan(
     recipe: Any,
     device: Device = None,
     activations: Activations = "device",
-    processes: Annotated[int, flag(RUN, "Processes under torchrun; estimates are per process.", min=1, max=2**20)] = 1,
+    processes: Annotated[
+        int, flag(RUN, "Processes under torchrun; estimates are per process.", min=1, max=2**20)
+    ] = 1,
     trust_remote_code: Trust = False,
     as_json: Json = False,
     output: Output = None,
@@ -137,19 +202,26 @@ def plan(
 ) -> None:
     """Show the memory, disk and time that `compress` would take.
 
-    The options are those of `compress`. Only the configuration of MODEL is read, and no weights. With --size MODEL and
-    the calibration text are read too, and the bits and ranks of each kind of layer are shown.
+    The options are those of `compress`. Only the configuration of MODEL is read, and no weights.
+    With --size MODEL and the calibration text are read too, and the bits and ranks of each kind of
+    layer are shown.
     """
     from hasslefree.models.load import resolve_device
-    from hasslefree.run.estimate import setup_of, without_prefetch_if_tight
-    from hasslefree.run.tables import advice_table, plan_summary, plan_table
+    from hasslefree.planning.memory import setup_of, without_prefetch_if_tight
+    from hasslefree.planning.tables import advice_table, plan_summary, plan_table
 
-    setup = setup_of(model, recipe, resolve_device(device), activations, processes, trust_remote_code)
+    setup = setup_of(
+        model, recipe, resolve_device(device), activations, processes, trust_remote_code
+    )
     content, tables = dict[str, Any](), list[Any]()
     if recipe.size and setup.resolved.allocate == "error":
-        from hasslefree.run.advise import advise
+        from hasslefree.planning.advise import advise
 
-        options: dict[str, Any] = {"device": device, "activations": activations, "trust_remote_code": trust_remote_code}
+        options: dict[str, Any] = {
+            "device": device,
+            "activations": activations,
+            "trust_remote_code": trust_remote_code,
+        }
         with phase_bars() as progress:
             advice = advise(model, recipe, progress=progress, **options)
         setup = dataclasses.replace(setup, plan=advice[0].plan)
@@ -172,13 +244,18 @@ def methods(
 
 @app.command(rich_help_panel=common.TRY)
 def demo(
-    out: Annotated[Path | None, flag(OUTPUT, "Folder for the compressed models (default: they are not kept).")] = None,
-    rounds: Annotated[int, flag(None, "Rounds of hassle-free; the paper takes 80.", min=1, max=10**6)] = 20,
+    out: Annotated[
+        Path | None, flag(OUTPUT, "Folder for the compressed models (default: they are not kept).")
+    ] = None,
+    rounds: Annotated[
+        int, flag(None, "Rounds of hassle-free; the paper takes 80.", min=1, max=10**6)
+    ] = 20,
     quiet: Quiet = False,
 ) -> None:
     """Compress a small model that ships with the package, in minutes.
 
-    Several methods are compared by perplexity; then the dense and the last compressed model continue a prompt.
+    Several methods are compared by perplexity; then the dense and the last compressed model
+    continue a prompt.
     """
     from hasslefree.demo.run import demo_table, run_demo, sample_table
 

@@ -1,4 +1,6 @@
-"""How a command ends: with its result, or with one sentence that names the thing and the remedy, and an exit code."""
+"""How a command ends: with its result, or with one sentence that names the thing and the remedy,
+and an exit code.
+"""
 
 import os
 import platform
@@ -18,25 +20,33 @@ COLUMNS, LINES = 80, 3
 
 
 def report(error: Exception, arguments: list[str]) -> int:
-    """Print the sentence for an error, with --verbose after its traceback, and return the exit code."""
+    """Print the sentence for an error, with --verbose after its traceback, and return the exit
+    code.
+    """
     verbose = "--verbose" in arguments
     if type(error).__name__ == "NoArgsIsHelpError":
         return 2  # it printed the help
     try:
         print(end="", flush=True)
-    except OSError:  # what standard output does not take is discarded: Python would try again when it exits
+    except (
+        OSError
+    ):  # what standard output does not take is discarded: Python would try again when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sentence, code = sentence_for(error, arguments)
     with suppress(OSError):
         how: Any = {"markup": False, "highlight": False}
         if verbose:
             errors.print("".join(traceback.format_exception(error)).rstrip(), **how)
-        errors.print(f"error: {sentence}" if verbose else shortened(f"error: {sentence}"), style="red", **how)
+        errors.print(
+            f"error: {sentence}" if verbose else shortened(f"error: {sentence}"), style="red", **how
+        )
     return code
 
 
 def sentence_for(error: Exception, arguments: list[str]) -> tuple[str, int]:
-    """What to say about an exception, and the exit code: 2 for what was typed wrong, 1 for what went wrong."""
+    """What to say about an exception, and the exit code: 2 for what was typed wrong, 1 for what
+    went wrong.
+    """
     text = escaped(str(error).strip().partition("\n")[0])
     if isinstance(error, HasslefreeError):
         return with_flags(error.message), 1 if isinstance(error, WENT_WRONG) else 2
@@ -47,21 +57,43 @@ def sentence_for(error: Exception, arguments: list[str]) -> tuple[str, int]:
         return f"{text}; give another path", 1
     if isinstance(error, OSError):
         place = escaped(str(error.filename or "a file, or standard output"))
-        return f"{place} cannot be used: {error.strerror or text}; correct this, or give another path", 1
-    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate" in text:
-        return f"not enough memory ({text or 'MemoryError'}); use smaller inputs, or a machine with more memory", 1
+        return (
+            f"{place} cannot be used: {error.strerror or text}; correct this, or give another path",
+            1,
+        )
+    if (
+        isinstance(error, MemoryError)
+        or "OutOfMemory" in type(error).__name__
+        or "can't allocate" in text
+    ):
+        return (
+            (
+                f"not enough memory ({text or 'MemoryError'}); use smaller inputs, or a machine"
+                " with more memory"
+            ),
+            1,
+        )
     if isinstance(error, UnicodeError):
         return f"a text or a name is not UTF-8 ({text}); convert or rename it", 1
     if isinstance(error, RecursionError):
         return "a file is nested too deeply to be read; download or write it again", 1
     if isinstance(error, OverflowError):
         return f"a number is too large ({text}); give a smaller one", 1
-    return f"this is a defect of hasslefree ({type(error).__name__}: {text:.60}); {keep(error, arguments)}", 1
+    return (
+        (
+            f"this is a defect of hasslefree ({type(error).__name__}: {text:.60});"
+            f" {keep(error, arguments)}"
+        ),
+        1,
+    )
 
 
 def keep(error: Exception, arguments: list[str]) -> str:
     """Write a traceback to a file, and say what to send."""
-    lines = [f"hasslefree {hasslefree.__version__}, Python {platform.python_version()}, {platform.platform()}"]
+    lines = [
+        f"hasslefree {hasslefree.__version__}, Python {platform.python_version()},"
+        f" {platform.platform()}"
+    ]
     lines += [f"hasslefree {' '.join(arguments)}", *traceback.format_exception(error)]
     try:
         descriptor, name = tempfile.mkstemp(".txt", "hasslefree-")
@@ -73,7 +105,9 @@ def keep(error: Exception, arguments: list[str]) -> str:
 
 
 def shortened(message: str) -> str:
-    """A message in three lines of 80 columns: what is longer loses its middle, between the thing and the remedy."""
+    """A message in three lines of 80 columns: what is longer loses its middle, between the thing
+    and the remedy.
+    """
     lines = message.split("\n")
     if sum(-(-len(line) // COLUMNS) for line in lines) <= LINES:
         return message

@@ -21,14 +21,24 @@ if TYPE_CHECKING:
     from hasslefree.evaluation.continuation import Continuation, Sampling, Writer
 
 TEXT = "Text"
-BACKEND = "How S is multiplied: dense, unpacked, numba, triton or int4 (default: chosen for each layer)."
-MOST_THREADS = 4 * (os.cpu_count() or 1)  # more only slow a machine down, and systems refuse thousands
+BACKEND = (
+    "How S is multiplied: dense, unpacked, numba, triton or int4 (default: chosen for each layer)."
+)
+MOST_THREADS = 4 * (
+    os.cpu_count() or 1
+)  # more only slow a machine down, and systems refuse thousands
 LONGEST = 1 << 22  # characters of a prompt
-Dense = Annotated[str | None, flag(None, "Dense model to compare with, or none (default: the original of OUT).")]
+Dense = Annotated[
+    str | None, flag(None, "Dense model to compare with, or none (default: the original of OUT).")
+]
 NewTokens = Annotated[int, flag(TEXT, "Maximum number of tokens to generate.", min=1)]
-Temperature = Annotated[float, flag(TEXT, "0 takes the most probable token each time, more draws tokens.", min=0)]
+Temperature = Annotated[
+    float, flag(TEXT, "0 takes the most probable token each time, more draws tokens.", min=0)
+]
 Seed = Annotated[int, flag(TEXT, "Seed of the draws.")]
-Threads = Annotated[int | None, flag(RUN, "Threads of the CPU (default: torch's).", min=1, max=MOST_THREADS)]
+Threads = Annotated[
+    int | None, flag(RUN, "Threads of the CPU (default: torch's).", min=1, max=MOST_THREADS)
+]
 Backend = Annotated[str | None, flag(RUN, BACKEND)]
 
 say_piece = partial(say, end="")
@@ -38,7 +48,8 @@ say_piece = partial(say, end="")
 def generate(
     folder: Folder,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The text to continue (default: standard input).")
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The text to continue (default: standard input)."),
     ] = None,
     dense: Dense = None,
     max_new_tokens: NewTokens = 64,
@@ -56,7 +67,9 @@ def generate(
     """
     if prompt is None:
         if sys.stdin.isatty():
-            raise PromptError("there is no prompt; give it after the model's folder, or through a pipe")
+            raise PromptError(
+                "there is no prompt; give it after the model's folder, or through a pipe"
+            )
         prompt = bounded(sys.stdin.read).removesuffix("\n")
     if not prompt:
         raise PromptError("the prompt is empty; give some text to continue")
@@ -98,7 +111,10 @@ def chat(
     writers = load_writers(folder, dense, backend, threads, options)
     console.print(writer_table(writers))
     if any(writer.tokenizer.chat_template is None for writer in writers.values()):
-        say("The tokenizer has no chat template: each line is continued on its own, without the lines before it.")
+        say(
+            "The tokenizer has no chat template: each line is continued on its own, without the"
+            " lines before it."
+        )
     histories: dict[str, list[dict[str, str]]] = {role: [] for role in writers}
     for message in messages():
         for role, writer in writers.items():
@@ -110,13 +126,19 @@ def chat(
                 say(with_flags(error.message), style="red")
                 continue
             console.print()
-            rate = "" if text.tokens_per_second is None else f", {text.tokens_per_second:.1f} tokens/s"
+            rate = (
+                "" if text.tokens_per_second is None else f", {text.tokens_per_second:.1f} tokens/s"
+            )
             plural = "s" if len(text.tokens) > 1 else ""
             console.print(f"{len(text.tokens)} token{plural}{rate}", style="dim", highlight=False)
 
 
-def answer(writer: Writer, history: list[dict[str, str]], message: str, sampling: Sampling) -> Continuation:
-    """The model's answer to a message; both join the history in the form of chat templates, if there is a template."""
+def answer(
+    writer: Writer, history: list[dict[str, str]], message: str, sampling: Sampling
+) -> Continuation:
+    """The model's answer to a message; both join the history in the form of chat templates, if
+    there is a template.
+    """
     if writer.tokenizer.chat_template is None:
         return writer.write(message, sampling, say_piece)
     from hasslefree.models.tokenizer import rendered
@@ -129,16 +151,23 @@ def answer(writer: Writer, history: list[dict[str, str]], message: str, sampling
         if not history:
             raise
         raise PromptError(
-            f"the conversation has become too long; start `hasslefree chat` again for a new one: {error.message}"
+            "the conversation has become too long; start `hasslefree chat` again for a new one:"
+            f" {error.message}"
         ) from None
     history += [question, {"role": "assistant", "content": text.text}]
     return text
 
 
 def load_writers(
-    folder: Path, dense: str | None, backend: str | None, threads: int | None, options: dict[str, Any]
+    folder: Path,
+    dense: str | None,
+    backend: str | None,
+    threads: int | None,
+    options: dict[str, Any],
 ) -> dict[str, Writer]:
-    """The dense model, if it is wanted and on this machine, and the compressed one; a line says why one is missing."""
+    """The dense model, if it is wanted and on this machine, and the compressed one; a line says why
+    one is missing.
+    """
     import torch
 
     from hasslefree.evaluation.continuation import Sampling, Writer, dense_original
@@ -152,7 +181,9 @@ def load_writers(
             dense, remark = dense_original(folder)
         compressed = Writer.load(str(folder), **options)
         if not compressed_layers(compressed.model):
-            raise ModelError(f"{folder} has no compressed layers; give a folder that `hasslefree compress` wrote")
+            raise ModelError(
+                f"{folder} has no compressed layers; give a folder that `hasslefree compress` wrote"
+            )
         use_backend(compressed.model, backend)
         # Kernels are compiled, or read from their cache, when they are first called.
         compressed.write(torch.zeros(1, 2, dtype=torch.long), Sampling(max_new_tokens=2))
@@ -166,7 +197,9 @@ def messages() -> Iterator[str]:
     """The lines of standard input that are not blank; those of a pipe are printed too."""
     typed = sys.stdin.isatty()
     if typed:
-        with suppress(ImportError):  # it gives input() a history and keys to edit with; Windows has none
+        with suppress(
+            ImportError
+        ):  # it gives input() a history and keys to edit with; Windows has none
             import readline  # noqa: F401
     while True:
         try:
@@ -191,7 +224,9 @@ def bounded(read: Callable[[int], str]) -> str:
 
 
 def writer_table(writers: dict[str, Writer], texts: Sequence[Continuation] = ()) -> Table:
-    """The models and the memory of their weights; with texts, the number of tokens and the speed after the first."""
+    """The models and the memory of their weights; with texts, the number of tokens and the speed
+    after the first.
+    """
     comparison = table(["", "model"], ["weights", *(["tokens", "tokens/s"] if texts else [])])
     for index, (role, writer) in enumerate(writers.items()):
         cells = [role, writer.name, size(writer.bytes)]

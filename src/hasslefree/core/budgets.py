@@ -1,4 +1,6 @@
-"""What the user grants a layer: a pattern, and a rank or a compression ratio (arXiv 2502.00899, section 4)."""
+"""What the user grants a layer: a pattern, and a rank or a compression ratio (arXiv 2502.00899,
+section 4).
+"""
 
 import math
 import re
@@ -31,13 +33,14 @@ class Budget(Checked):
     """A budget in one of three modes, the same for layers of every shape.
 
     Args:
-        pattern: "N:M", "unstructured", "row", "structured" or "dense"; or a `Pattern` with its exact count.
+        pattern: "N:M", "unstructured", "row", "structured" or "dense"; or a `Pattern` with its
+            exact count.
         rank: the rank r of L (fixed rank; 0 if it is not given).
         sparsity: the share of zeros in S, for the patterns that do not imply it. With `rank`.
         ratio: ρ, the share of the parameters that is saved. With N:M it fixes the rank,
             r = ⌊(1 − ρ − N/M)·out·in / (out + in)⌋.
-        rank_share: κ, the share of the kept parameters that goes to L, for the other patterns. With `ratio`:
-            r = ⌊κ(1 − ρ)·out·in / (out + in)⌋ and k = ⌊(1 − κ)(1 − ρ)·out·in⌋.
+        rank_share: κ, the share of the kept parameters that goes to L, for the other patterns. With
+            `ratio`: r = ⌊κ(1 − ρ)·out·in / (out + in)⌋ and k = ⌊(1 − κ)(1 − ρ)·out·in⌋.
 
     Example:
         >>> Budget("2:8", ratio=0.5).resolve(4096, 4096)
@@ -52,9 +55,13 @@ class Budget(Checked):
 
     def problems(self) -> Iterator[Problem]:
         """Everything that is wrong before any shape is known."""
-        given = tuple(name for name in ("sparsity", "ratio", "rank_share") if getattr(self, name) is not None)
+        given = tuple(
+            name for name in ("sparsity", "ratio", "rank_share") if getattr(self, name) is not None
+        )
         if self.rank is not None and self.ratio is not None:
-            yield Problem(("rank", "ratio"), "give rank or ratio, not both: the ratio fixes the rank")
+            yield Problem(
+                ("rank", "ratio"), "give rank or ratio, not both: the ratio fixes the rank"
+            )
         try:
             semi = parse_pattern(self.pattern) if isinstance(self.pattern, str) else None
         except HasslefreeError as error:
@@ -65,43 +72,63 @@ class Budget(Checked):
             elif isinstance(self.pattern, str):
                 yield from self._counted_problems()
             elif given:
-                message = f"leave out {', '.join(given)}: the pattern is an object that already holds its count"
+                message = (
+                    f"leave out {', '.join(given)}: the pattern is an object that already holds its"
+                    " count"
+                )
                 yield Problem(given, message)
 
-    def _semi_structured_problems(self, semi: SemiStructured, given: Iterable[str]) -> Iterator[Problem]:
+    def _semi_structured_problems(
+        self, semi: SemiStructured, given: Iterable[str]
+    ) -> Iterator[Problem]:
         for name in given:
             if name != "ratio":
-                message = f"pattern {semi} already fixes the {name.replace('_', ' ')}: leave out {name}"
+                message = (
+                    f"pattern {semi} already fixes the {name.replace('_', ' ')}: leave out {name}"
+                )
                 yield Problem((name, "pattern"), message)
         feasible = 1 - Fraction(semi.n, semi.m)
         if self.ratio is not None and _exact(self.ratio) > feasible:
             message = (
-                f"ratio {self.ratio} is infeasible with {semi}: S alone keeps {semi.n}/{semi.m} of the weights; "
-                f"the largest feasible ratio is {float(feasible):g} (rank 0)"
+                f"ratio {self.ratio} is infeasible with {semi}: S alone keeps {semi.n}/{semi.m} of"
+                f" the weights; the largest feasible ratio is {float(feasible):g} (rank 0)"
             )
             yield Problem(("ratio", "pattern"), message)
 
     def _counted_problems(self) -> Iterator[Problem]:
         match self.sparsity is not None, self.ratio is not None, self.rank_share is not None:
             case False, False, _:
-                message = f"pattern {self.pattern} needs a sparsity (with rank) or a ratio (with rank_share)"
+                message = (
+                    f"pattern {self.pattern} needs a sparsity (with rank) or a ratio (with"
+                    " rank_share)"
+                )
                 yield Problem(("pattern", "sparsity", "ratio", "rank"), message)
             case True, True, _:
-                yield Problem(("sparsity", "ratio"), "give sparsity (with rank) or ratio (with rank_share), not both")
+                yield Problem(
+                    ("sparsity", "ratio"),
+                    "give sparsity (with rank) or ratio (with rank_share), not both",
+                )
             case False, True, False:
                 share = "rank_share, the share of the kept parameters that goes to L"
-                yield Problem(("ratio", "rank_share"), f"ratio with pattern {self.pattern} needs {share}")
+                yield Problem(
+                    ("ratio", "rank_share"), f"ratio with pattern {self.pattern} needs {share}"
+                )
             case True, False, True:
-                yield Problem(("rank_share",), "rank_share can only be combined with ratio; with sparsity, give rank")
+                yield Problem(
+                    ("rank_share",),
+                    "rank_share can only be combined with ratio; with sparsity, give rank",
+                )
 
     def resolve(self, out: int, width: int, unit: int = 1) -> tuple[Pattern, int]:
         """The pattern with its exact count, and the rank, of a weight (out, width).
 
         Args:
-            unit: with "structured", the number of consecutive channels that are kept or removed together.
+            unit: with "structured", the number of consecutive channels that are kept or removed
+                together.
 
         Raises:
-            BudgetError, PatternError: with every problem, or where the weight is too small or does not divide.
+            BudgetError, PatternError: with every problem, or where the weight is too small or does
+                not divide.
         """
         if problems := list(self.problems()):
             raise BudgetError("; ".join(problem.message for problem in problems))
@@ -111,7 +138,8 @@ class Budget(Checked):
         pattern.check((out, width))
         if rank > min(out, width):
             raise BudgetError(
-                f"rank {rank} is larger than the weight ({out}×{width}); the largest rank is {min(out, width)}"
+                f"rank {rank} is larger than the weight ({out}×{width}); the largest rank is"
+                f" {min(out, width)}"
             )
         return pattern, rank
 
@@ -121,7 +149,11 @@ class Budget(Checked):
         kept = 1 - _exact(self.ratio or 0)
         per_rank = Fraction(out * width, out + width)
         if semi := parse_pattern(self.pattern):
-            rank = self.rank or 0 if self.ratio is None else (kept - Fraction(semi.n, semi.m)) * per_rank
+            rank = (
+                self.rank or 0
+                if self.ratio is None
+                else (kept - Fraction(semi.n, semi.m)) * per_rank
+            )
             return semi, math.floor(rank)
         if self.ratio is None:
             density, rank = 1 - _exact(self.sparsity or 0), self.rank or 0
@@ -133,13 +165,17 @@ class Budget(Checked):
 
 
 def parse_pattern(name: str) -> SemiStructured | None:
-    """The N:M pattern of this name (dense is 1:1); None for a pattern that needs a count to be complete."""
+    """The N:M pattern of this name (dense is 1:1); None for a pattern that needs a count to be
+    complete.
+    """
     if name == "dense":
         return SemiStructured(1, 1)
     if match := _N_OF_M.fullmatch(name):
         return SemiStructured(int(match[1]), int(match[2]))
     if ":" in name:
-        raise PatternError(f"pattern {name!r} is not of the form N:M with two whole numbers, such as 2:4")
+        raise PatternError(
+            f"pattern {name!r} is not of the form N:M with two whole numbers, such as 2:4"
+        )
     if name not in COUNTED:
         raise UnknownNameError("pattern", name, ["2:4", *ABOUT])
     return None

@@ -2,9 +2,10 @@
 
     u_ik = scale_i · code_ik,   v_kj = scale_k · code_kj        u: (out, r), v: (r, in)
 
-As for S on a grid, a scale has the eight significant bits of bfloat16, and a value is rounded once, to the dtype of
-its scale. The factors are not unique: L = (u R)(R⁻¹ v) for every invertible R, and once v is rounded the best u is
-a least squares problem. `quantised` uses both; docs/results/quality.md says what each is worth.
+As for S on a grid, a scale has the eight significant bits of bfloat16, and a value is rounded once,
+to the dtype of its scale. The factors are not unique: L = (u R)(R⁻¹ v) for every invertible R, and
+once v is rounded the best u is a least squares problem. `quantised` uses both;
+docs/results/quality.md says what each is worth.
 """
 
 import math
@@ -28,7 +29,9 @@ FLOOR = 1e-6
 
 @dataclass(frozen=True)
 class CodedRows:
-    """A matrix (m, n) as codes, int8 (m, n) from −127 to 127, and a scale for each row, floating (m,)."""
+    """A matrix (m, n) as codes, int8 (m, n) from −127 to 127, and a scale for each row, floating
+    (m,).
+    """
 
     codes: Tensor
     scale: Tensor
@@ -50,22 +53,27 @@ class CodedFactors:
 
 
 def check_factor_bits(bits: int | None, rank: int | None = None) -> None:
-    """GridError if bits is neither 8 nor None (the model's dtype), BudgetError if the rank is known to be 0."""
+    """GridError if bits is neither 8 nor None (the model's dtype), BudgetError if the rank is known
+    to be 0.
+    """
     if bits not in (None, BITS):
         raise GridError(
-            f"factor_bits must be {BITS}, got {bits}; leave it out to keep the factors in the model's dtype"
+            f"factor_bits must be {BITS}, got {bits}; leave it out to keep the factors in the"
+            " model's dtype"
         )
     if bits is not None and rank == 0:
         raise BudgetError(
-            "factor_bits quantises the factors of L, and with rank 0 there are none; give a rank, or leave out "
-            "factor_bits"
+            "factor_bits quantises the factors of L, and with rank 0 there are none; give a rank,"
+            " or leave out factor_bits"
         )
 
 
 def factor_tensors(
     out: int, width: int, rank: int, bits: int | None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-    """The tensors that hold the factors, with their shapes and dtypes, None for the model's; none for rank 0."""
+    """The tensors that hold the factors, with their shapes and dtypes, None for the model's; none
+    for rank 0.
+    """
     if not rank:
         return {}
     dtype = torch.int8 if bits else None
@@ -75,12 +83,19 @@ def factor_tensors(
 
 
 def quantised(
-    low_rank: LowRank, weight: Tensor, sparse: Tensor, gram: Gram, dtype: torch.dtype, rows: Rows = WHOLE
+    low_rank: LowRank,
+    weight: Tensor,
+    sparse: Tensor,
+    gram: Gram,
+    dtype: torch.dtype,
+    rows: Rows = WHOLE,
 ) -> CodedFactors:
-    """Factors in eight bits with tr((T − L) H (T − L)ᵀ) small, T = W − S, from a good L in floating point.
+    """Factors in eight bits with tr((T − L) H (T − L)ᵀ) small, T = W − S, from a good L in floating
+    point.
 
-    The balanced factors are mixed, so that all components have similar sizes. v is rounded to nearest, u is refitted to
-    the rounded v, and the columns of u are rounded in turn. dtype: of the scales, the model's.
+    The balanced factors are mixed, so that all components have similar sizes. v is rounded to
+    nearest, u is refitted to the rounded v, and the columns of u are rounded in turn. dtype: of the
+    scales, the model's.
     """
     balanced, mixing = low_rank.balanced(rows), hartley(low_rank.u)
     v = nearest(mixing @ balanced.v.double(), dtype)
@@ -88,13 +103,16 @@ def quantised(
     image = gram.matrix @ used.T
     norm = positive_definite((used @ image).double())
     lost = LowRank(start.to(weight.dtype), used).residual(weight, sparse)
-    # A step of Newton's in a norm of at least v H vᵀ: it does not raise the loss, and is exact where that is regular.
+    # A step of Newton's in a norm of at least v H vᵀ: it does not raise the loss, and is exact
+    # where that is regular.
     u = start + torch.linalg.solve(norm, (lost @ image).double(), left=False)
     return CodedFactors(swept(u, norm, dtype), v)
 
 
 def hartley(like: Tensor) -> Tensor:
-    """The discrete Hartley transform, (cos + sin)(2πjk / r) / √r: (r, r), its own inverse (Bracewell, 1983)."""
+    """The discrete Hartley transform, (cos + sin)(2πjk / r) / √r: (r, r), its own inverse
+    (Bracewell, 1983).
+    """
     rank = like.shape[1]
     steps = torch.arange(rank, device=like.device)
     angle = (torch.outer(steps, steps) % rank).double() * (2 * math.pi / rank)
@@ -102,7 +120,9 @@ def hartley(like: Tensor) -> Tensor:
 
 
 def positive_definite(norm: Tensor) -> Tensor:
-    """A symmetric matrix (r, r) with its eigenvalues raised to FLOOR times the largest; the identity for zeros."""
+    """A symmetric matrix (r, r) with its eigenvalues raised to FLOOR times the largest; the
+    identity for zeros.
+    """
     values, vectors = eigh(norm)
     largest = float(values[-1])
     if largest <= 0:
@@ -111,9 +131,13 @@ def positive_definite(norm: Tensor) -> Tensor:
 
 
 def row_scale(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale of each row, (m,), that gives its largest entry the largest code; 1 for zeros, and never subnormal."""
+    """The scale of each row, (m,), that gives its largest entry the largest code; 1 for zeros, and
+    never subnormal.
+    """
     largest = matrix.abs().amax(1)
-    least = max(128 * torch.finfo(kind).tiny * torch.finfo(kind).eps for kind in (dtype, torch.bfloat16))
+    least = max(
+        128 * torch.finfo(kind).tiny * torch.finfo(kind).eps for kind in (dtype, torch.bfloat16)
+    )
     scale = (largest / TOP).clamp_min(least).bfloat16()
     return torch.where(largest > 0, scale, 1.0).to(dtype)
 
@@ -125,10 +149,12 @@ def nearest(matrix: Tensor, dtype: torch.dtype) -> CodedRows:
 
 
 def swept(u: Tensor, norm: Tensor, dtype: torch.dtype) -> CodedRows:
-    """The codes of u (out, r), float64, with tr((u − û) G (u − û)ᵀ) small, for a positive definite G (r, r).
+    """The codes of u (out, r), float64, with tr((u − û) G (u − û)ᵀ) small, for a positive definite
+    G (r, r).
 
-    With G = C Cᵀ, C lower triangular, column k of (u − û) C depends on û_k and the columns after it alone: the sweep of
-    GPTQ (arXiv 2210.17323), from the last to the first. A row for which nearest rounding is better takes that.
+    With G = C Cᵀ, C lower triangular, column k of (u − û) C depends on û_k and the columns after it
+    alone: the sweep of GPTQ (arXiv 2210.17323), from the last to the first. A row for which nearest
+    rounding is better takes that.
     """
     plain = nearest(u, dtype)
     wide, factor = plain.scale.to(u.dtype), torch.linalg.cholesky(norm)

@@ -32,31 +32,43 @@ class Gram:
         if self.matrix.ndim != 2 or self.matrix.shape[0] != self.matrix.shape[1]:
             raise ShapeError(f"a Gram matrix must be square, got shape {tuple(self.matrix.shape)}")
         if self.mean is not None and self.mean.shape != self.matrix.shape[:1]:
-            raise ShapeError(f"mean must have shape ({len(self.matrix)},), got {tuple(self.mean.shape)}")
+            raise ShapeError(
+                f"mean must have shape ({len(self.matrix)},), got {tuple(self.mean.shape)}"
+            )
 
     @classmethod
     def from_activations(cls, x: Tensor) -> "Gram":
-        """The Gram of x: (..., tokens, in), any floating dtype; float64 stays, all else is summed in float32.
+        """The Gram of x: (..., tokens, in), any floating dtype; float64 stays, all else is summed
+        in float32.
 
         Raises:
-            NonFiniteError: x holds NaN or Inf, or its squares overflow. ShapeError: x is no such tensor.
+            NonFiniteError: x holds NaN or Inf, or its squares overflow. ShapeError: x is no such
+                tensor.
         """
         if not isinstance(x, Tensor) or x.ndim < 2 or not x.numel():
             given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ShapeError(f"x must be a tensor (..., tokens, in) with at least one token, got {given}")
+            raise ShapeError(
+                f"x must be a tensor (..., tokens, in) with at least one token, got {given}"
+            )
         rows = x.detach().reshape(-1, x.shape[-1]).to(working_dtype(x))
         if not torch.isfinite(rows).all():
             raise NonFiniteError("the activations contain NaN or Inf; mask or drop those tokens")
         matrix = rows.T @ rows / max(len(rows), 1)
         if not torch.isfinite(matrix).all():
             name = str(rows.dtype).removeprefix("torch.")
-            raise NonFiniteError(f"the squares of the activations overflow {name}; scale them down, or pass float64")
+            raise NonFiniteError(
+                f"the squares of the activations overflow {name}; scale them down, or pass float64"
+            )
         return cls(matrix, len(rows), rows.sum(0) / max(len(rows), 1))
 
     @classmethod
     def identity(cls, width: int) -> "Gram":
-        """H = I, for inputs about which nothing is known: the loss is then that of the weight itself."""
-        return cls(torch.eye(width, dtype=torch.float64), width, torch.zeros(width, dtype=torch.float64))
+        """H = I, for inputs about which nothing is known: the loss is then that of the weight
+        itself.
+        """
+        return cls(
+            torch.eye(width, dtype=torch.float64), width, torch.zeros(width, dtype=torch.float64)
+        )
 
     @property
     def diagonal(self) -> Tensor:
@@ -70,7 +82,8 @@ class Gram:
 
     @property
     def variances(self) -> Tensor:
-        """(in,): H_jj − mean², the variance of each input; negative values, from rounding, are set to zero.
+        """(in,): H_jj − mean², the variance of each input; negative values, from rounding, are set
+        to zero.
 
         Raises:
             MomentError: the Gram has no mean.
@@ -82,15 +95,17 @@ class Gram:
         """(in,): the mean of each input. Raises MomentError where the Gram has none."""
         if self.mean is None:
             raise MomentError(
-                "this method also needs the mean of the inputs; create the Gram with Gram.from_activations(x), or "
-                "pass the mean: Gram(matrix, tokens, mean)"
+                "this method also needs the mean of the inputs; create the Gram with"
+                " Gram.from_activations(x), or pass the mean: Gram(matrix, tokens, mean)"
             )
         return self.mean
 
     def to(self, like: Tensor) -> "Gram":
         """The same Gram in the working dtype and on the device of `like`."""
         place = like.device, working_dtype(like)
-        return Gram(self.matrix.to(*place), self.tokens, None if self.mean is None else self.mean.to(*place))
+        return Gram(
+            self.matrix.to(*place), self.tokens, None if self.mean is None else self.mean.to(*place)
+        )
 
     def damped(self, damping: float) -> "Gram":
         """H + λI with λ = damping · mean(diag H), as SparseGPT does (arXiv 2301.00774).
@@ -109,7 +124,10 @@ class Gram:
         if dead := width - int(torch.count_nonzero(self.alive)):
             remarks.append(f"{dead} of {width} inputs are always zero: they get no weight")
         if 0 < self.tokens < width:
-            remarks.append(f"more inputs ({width}) than tokens ({self.tokens}): H has rank at most {self.tokens}")
+            remarks.append(
+                f"more inputs ({width}) than tokens ({self.tokens}): H has rank at most"
+                f" {self.tokens}"
+            )
         return tuple(remarks)
 
     def loss(self, residual: Tensor, rows: Rows = WHOLE) -> float:
@@ -121,7 +139,9 @@ class Gram:
         return max(rows.sum(torch.sum(product.mul_(residual), dtype=torch.float64)).item(), 0.0)
 
     def relative_error(self, residual: Tensor, weight: Tensor, rows: Rows = WHOLE) -> float:
-        """tr(R H Rᵀ) / tr(W H Wᵀ); 0 where both vanish. residual, weight: (out, in). rows: as for `loss`."""
+        """tr(R H Rᵀ) / tr(W H Wᵀ); 0 where both vanish. residual, weight: (out, in). rows: as for
+        `loss`.
+        """
         return relative(self.loss(residual, rows), self.loss(weight, rows))
 
 

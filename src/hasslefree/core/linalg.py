@@ -14,7 +14,8 @@ from torch import Tensor
 from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import FactorizationError, option
 
-# Up to this size a matrix is inverted in one piece: factorisations of small ones are faster than products.
+# Up to this size a matrix is inverted in one piece: factorisations of small ones are faster than
+# products.
 BLOCK = {"cpu": 384, "cuda": 2048}
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
@@ -23,22 +24,25 @@ LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-
 def lower_cholesky(matrix: Tensor) -> Tensor:
     """C with matrix = C Cᵀ: (n, n), lower triangular, in float64.
 
-    C_jj² / H_jj is the share of input j that the inputs before it do not explain; a FactorizationError if that share is
-    rounding error, as everything computed with C would then be.
+    C_jj² / H_jj is the share of input j that the inputs before it do not explain; a
+    FactorizationError if that share is rounding error, as everything computed with C would then be.
     """
     factor, info = torch.linalg.cholesky_ex(matrix.double())
     rounding = max(torch.finfo(matrix.dtype).eps, len(matrix) * torch.finfo(torch.float64).eps)
     if info.item() != 0 or (factor.diagonal().square() <= rounding * matrix.diagonal()).any():
         raise FactorizationError(
-            f"the damped Gram matrix (XᵀX of the layer's {len(matrix)} inputs) is not positive definite: some inputs "
-            f"are linearly dependent; raise the damping ({option('damping', 0.01)}), or use more calibration tokens "
-            "than the layer has inputs"
+            f"the damped Gram matrix (XᵀX of the layer's {len(matrix)} inputs) is not positive"
+            " definite: some inputs are linearly dependent; raise the damping"
+            f" ({option('damping', 0.01)}), or use more calibration tokens than the layer has"
+            " inputs"
         )
     return factor
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, rising, and eigenvectors of a symmetric matrix (n, n); FactorizationError if LAPACK fails."""
+    """Eigenvalues, rising, and eigenvectors of a symmetric matrix (n, n); FactorizationError if
+    LAPACK fails.
+    """
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except LinAlgError as error:
@@ -49,7 +53,9 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_factor(matrix: Tensor) -> Tensor:
-    """The upper U with matrix⁻¹ = UᵀU, in the dtype of `matrix`: U = A⁻¹ for matrix = A Aᵀ with A upper."""
+    """The upper U with matrix⁻¹ = UᵀU, in the dtype of `matrix`: U = A⁻¹ for matrix = A Aᵀ with A
+    upper.
+    """
     upper = lower_cholesky(matrix.flip(0, 1)).flip(0, 1)
     identity = torch.eye(len(matrix), dtype=upper.dtype, device=upper.device)
     return torch.linalg.solve_triangular(upper, identity, upper=True).to(matrix.dtype)
@@ -61,14 +67,20 @@ def unit_diagonal_scale(diagonal: Tensor) -> Tensor:
 
 
 def inverse_(matrix: Tensor) -> Tensor:
-    """Overwrite a well-conditioned positive definite matrix (n, n) by its inverse; in float64 where factoring fails."""
+    """Overwrite a well-conditioned positive definite matrix (n, n) by its inverse; in float64 where
+    factoring fails.
+    """
     with matmul_precision(matrix.device):
         inverse = _inverse_by_blocks(matrix)
-    return matrix.copy_(torch.cholesky_inverse(lower_cholesky(matrix)) if inverse is None else inverse)
+    return matrix.copy_(
+        torch.cholesky_inverse(lower_cholesky(matrix)) if inverse is None else inverse
+    )
 
 
 def _inverse_by_blocks(matrix: Tensor) -> Tensor | None:
-    """The inverse by halves, mostly products: of the upper left block, then of its Schur complement; or None."""
+    """The inverse by halves, mostly products: of the upper left block, then of its Schur
+    complement; or None.
+    """
     if len(matrix) <= BLOCK.get(matrix.device.type, BLOCK["cpu"]):
         factor, info = torch.linalg.cholesky_ex(matrix)
         return torch.cholesky_inverse(factor) if info.item() == 0 else None
@@ -91,9 +103,9 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor | None:
 def orthonormal(matrix: Tensor, rows: Rows = WHOLE) -> Tensor:
     """An orthonormal basis of the columns of a matrix (n, r), by a QR factorisation.
 
-    On CUDA, where QR runs column by column, and where processes share the rows, by three Cholesky factorisations of the
-    columns' products, (r, r) (CholeskyQR3: Fukaya et al., arXiv 1809.11085), each shifted by its rounding; the last
-    shifts only columns in the span of others.
+    On CUDA, where QR runs column by column, and where processes share the rows, by three Cholesky
+    factorisations of the columns' products, (r, r) (CholeskyQR3: Fukaya et al., arXiv 1809.11085),
+    each shifted by its rounding; the last shifts only columns in the span of others.
     """
     if not matrix.shape[1] or (matrix.device.type != "cuda" and rows.size == 1):
         return torch.linalg.qr(matrix).Q
@@ -112,18 +124,27 @@ def orthonormal(matrix: Tensor, rows: Rows = WHOLE) -> Tensor:
 
 
 def masked_cg(
-    matrix: Tensor, target: Tensor, start: Tensor, mask: Tensor, steps: int, tolerance: float = 0, narrow: bool = False
+    matrix: Tensor,
+    target: Tensor,
+    start: Tensor,
+    mask: Tensor,
+    steps: int,
+    tolerance: float = 0,
+    narrow: bool = False,
 ) -> Tensor:
-    """S on a support with tr((T − S) H (T − S)ᵀ) small, by conjugate gradients on every row, Jacobi-preconditioned.
+    """S on a support with tr((T − S) H (T − S)ᵀ) small, by conjugate gradients on every row,
+    Jacobi-preconditioned.
 
-    No step raises the loss. Where H is singular, no step is taken along a direction d with d H dᵀ at the level of
-    rounding.
+    No step raises the loss. Where H is singular, no step is taken along a direction d with d H dᵀ
+    at the level of rounding.
 
     Args:
         matrix: H, (in, in), positive semi-definite with a positive diagonal.
         target: T, (out, in). start: the initial S, zero off the support `mask`, bool (out, in).
-        tolerance: stop when in every row g diag(H)⁻¹ gᵀ ≤ tolerance²·Σ t²·H_jj, with g the gradient on the support.
-        narrow: compute the products of directions with H as `narrow_products`, but not the first one, of the residual.
+        tolerance: stop when in every row g diag(H)⁻¹ gᵀ ≤ tolerance²·Σ t²·H_jj, with g the gradient
+            on the support.
+        narrow: compute the products of directions with H as `narrow_products`, but not the first
+            one, of the residual.
     """
     sparse = start.clone()
     inverse_diagonal = 1 / matrix.diagonal()
@@ -131,7 +152,9 @@ def masked_cg(
     gradient = torch.sub(target, sparse).mm(matrix).mul_(mask)  # of −loss / 2
     direction = gradient * inverse_diagonal
     energy = torch.linalg.vecdot(gradient, direction).unsqueeze(1)
-    enough = target.square().mv(matrix.diagonal()).mul_(tolerance**2).unsqueeze(1) if tolerance else None
+    enough = (
+        target.square().mv(matrix.diagonal()).mul_(tolerance**2).unsqueeze(1) if tolerance else None
+    )
     for step in range(steps):
         if enough is not None and (energy <= enough).all():
             break
@@ -152,25 +175,33 @@ def masked_cg(
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether products of bfloat16 are known to be faster than float32's: on x86 with instructions for them."""
+    """Whether products of bfloat16 are known to be faster than float32's: on x86 with instructions
+    for them.
+    """
     return device.type == "cpu" and any(map(_capable, ("avx512_bf16", "amx_bf16")))
 
 
 @cache
 def multiplies_tiles() -> bool:
-    """Whether this processor multiplies tiles of bfloat16 (AMX): dense products are then several times as fast."""
+    """Whether this processor multiplies tiles of bfloat16 (AMX): dense products are then several
+    times as fast.
+    """
     return _capable("amx_bf16")
 
 
 def _capable(instructions: str) -> bool:
-    """Whether torch's products use these instructions; False for versions of torch that do not report them."""
+    """Whether torch's products use these instructions; False for versions of torch that do not
+    report them.
+    """
     capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return torch.backends.mkldnn.is_available() and bool(capabilities.get(instructions))
 
 
 @contextmanager
 def bfloat16_products(device: torch.device) -> Iterator[None]:
-    """Round the factors of float32 products to bfloat16 where `multiplies_bfloat16`, and sum in float32."""
+    """Round the factors of float32 products to bfloat16 where `multiplies_bfloat16`, and sum in
+    float32.
+    """
     settings = getattr(torch.backends.mkldnn, "matmul", None)
     if not multiplies_bfloat16(device) or not hasattr(settings, "fp32_precision"):
         yield
@@ -180,10 +211,13 @@ def bfloat16_products(device: torch.device) -> Iterator[None]:
 
 
 def matmul_precision(device: torch.device, tf32: bool = False) -> AbstractContextManager[None]:
-    """Run float32 products on CUDA in full, or in TF32, and restore torch's setting; a no-op on other devices."""
+    """Run float32 products on CUDA in full, or in TF32, and restore torch's setting; a no-op on
+    other devices.
+    """
     if device.type != "cuda":
         return nullcontext()
-    # The older of torch's two settings must not be touched where the user may have used the newer one.
+    # The older of torch's two settings must not be touched where the user may have used the newer
+    # one.
     settings = torch.backends.cuda.matmul
     if hasattr(settings, "fp32_precision"):
         return _setting(settings, "fp32_precision", "tf32" if tf32 else "ieee")
@@ -191,8 +225,12 @@ def matmul_precision(device: torch.device, tf32: bool = False) -> AbstractContex
 
 
 def narrow_products(device: torch.device) -> AbstractContextManager[None]:
-    """Round the factors of float32 products to what the device multiplies fastest: TF32 on CUDA, or bfloat16."""
-    return matmul_precision(device, tf32=True) if device.type == "cuda" else bfloat16_products(device)
+    """Round the factors of float32 products to what the device multiplies fastest: TF32 on CUDA, or
+    bfloat16.
+    """
+    return (
+        matmul_precision(device, tf32=True) if device.type == "cuda" else bfloat16_products(device)
+    )
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Sparsity patterns: which entries of S may be non-zero. Every pattern keeps an exact count, ties going to the left.
+"""Sparsity patterns: which entries of S may be non-zero. Every pattern keeps an exact count, ties
+going to the left.
 
 A score (out, in) is the loss that removing an entry costs, so that `Structured` may add scores up.
 """
@@ -23,8 +24,8 @@ SAMPLES = 1 << 11
 class Pattern(ABC):
     """What a pruner may keep of a weight of one shape.
 
-    Where processes share the rows of a weight, `mask` gets the scores of the rows of a process (`of_rows`); all shapes
-    are those of the whole weight.
+    Where processes share the rows of a weight, `mask` gets the scores of the rows of a process
+    (`of_rows`); all shapes are those of the whole weight.
     """
 
     name: ClassVar[str]
@@ -51,19 +52,25 @@ class Pattern(ABC):
 
     @abstractmethod
     def restricted(self, start: int, stop: int, width: int) -> "Pattern":
-        """The share of the pattern of a weight with `width` inputs that falls to inputs start … stop − 1."""
+        """The share of the pattern of a weight with `width` inputs that falls to inputs start …
+        stop − 1.
+        """
 
 
 @dataclass(frozen=True)
 class SemiStructured(Pattern):
-    """N:M: at most n non-zeros in each m consecutive inputs of a row. 1:1 keeps everything, and is called dense."""
+    """N:M: at most n non-zeros in each m consecutive inputs of a row. 1:1 keeps everything, and is
+    called dense.
+    """
 
     n: int
     m: int
 
     def __post_init__(self) -> None:
         if not 0 <= self.n <= self.m or self.m < 1:
-            raise PatternError(f"pattern {self.n}:{self.m} is impossible: N:M needs 0 <= N <= M and M >= 1")
+            raise PatternError(
+                f"pattern {self.n}:{self.m} is impossible: N:M needs 0 <= N <= M and M >= 1"
+            )
 
     def __str__(self) -> str:
         return "dense" if self.n == self.m == 1 else f"{self.n}:{self.m}"
@@ -75,8 +82,9 @@ class SemiStructured(Pattern):
     def check(self, shape: tuple[int, int]) -> None:
         if shape[1] % self.m:
             raise PatternError(
-                f"pattern {self} does not fit a layer of {shape[1]} inputs, no multiple of {self.m}; use an M that "
-                f"divides {shape[1]}, or {option('pattern', 'row')} {option('sparsity', round(1 - self.n / self.m, 2))}"
+                f"pattern {self} does not fit a layer of {shape[1]} inputs, no multiple of"
+                f" {self.m}; use an M that divides {shape[1]}, or {option('pattern', 'row')}"
+                f" {option('sparsity', round(1 - self.n / self.m, 2))}"
             )
 
     def kept(self, shape: tuple[int, int]) -> int:
@@ -142,7 +150,8 @@ class Structured(Pattern):
     """`count` whole input channels (columns of the weight) of the largest total score.
 
     Args:
-        unit: the number of consecutive channels that are kept or removed together, such as those of an attention head.
+        unit: the number of consecutive channels that are kept or removed together, such as those of
+            an attention head.
         rows: the rows of this process, where several share the weight.
     """
 
@@ -155,8 +164,9 @@ class Structured(Pattern):
         _check_count(self, self.count, shape[1], "input channels")
         if self.unit < 1 or shape[1] % self.unit or self.count % self.unit:
             raise PatternError(
-                f"pattern {self} cannot keep {self.count} of {shape[1]} input channels: both numbers must be multiples "
-                f"of unit={self.unit}; choose another count or another unit"
+                f"pattern {self} cannot keep {self.count} of {shape[1]} input channels: both"
+                f" numbers must be multiples of unit={self.unit}; choose another count or another"
+                " unit"
             )
 
     def kept(self, shape: tuple[int, int]) -> int:
@@ -182,7 +192,8 @@ class KnownSupport(Pattern):
     def check(self, shape: tuple[int, int]) -> None:
         if tuple(self.known.shape) != tuple(shape):
             raise PatternError(
-                f"the given support has shape {tuple(self.known.shape)}; it must have the weight's, {tuple(shape)}"
+                f"the given support has shape {tuple(self.known.shape)}; it must have the weight's,"
+                f" {tuple(shape)}"
             )
 
     def kept(self, shape: tuple[int, int]) -> int:
@@ -198,12 +209,18 @@ class KnownSupport(Pattern):
 
 
 def of_rows(pattern: Pattern, rows: Rows) -> Pattern:
-    """The same pattern for a process that holds some rows of the weight: its `mask` gets the scores of these rows."""
-    return replace(pattern, rows=rows) if isinstance(pattern, Unstructured | Structured) else pattern
+    """The same pattern for a process that holds some rows of the weight: its `mask` gets the scores
+    of these rows.
+    """
+    return (
+        replace(pattern, rows=rows) if isinstance(pattern, Unstructured | Structured) else pattern
+    )
 
 
 def largest(score: Tensor, count: int) -> Tensor:
-    """The `count` largest along the last dimension of finite scores, as a bool mask; ties are kept from the left."""
+    """The `count` largest along the last dimension of finite scores, as a bool mask; ties are kept
+    from the left.
+    """
     if count == 0 or count == score.shape[-1]:
         return torch.full_like(score, count > 0, dtype=torch.bool)
     if score.ndim == 1 and len(score) > 32 * SAMPLES:
@@ -220,7 +237,9 @@ def largest(score: Tensor, count: int) -> Tensor:
 
 
 def least_of_largest(score: Tensor, count: int) -> Tensor:
-    """The `count`-th largest of a long row (n,), as (1,): exact, without sorting more than a few of its entries."""
+    """The `count`-th largest of a long row (n,), as (1,): exact, without sorting more than a few of
+    its entries.
+    """
     # An odd step does not keep to the same columns of a matrix whose width is a power of two.
     samples = score[:: len(score) // SAMPLES | 1].sort(descending=True).values
     share = count / len(score)
@@ -236,12 +255,16 @@ def least_of_largest(score: Tensor, count: int) -> Tensor:
 
 
 def largest_by_pairs(score: Tensor, count: int) -> Tensor:
-    """`largest` for short rows (groups, m), without sorting: each pair of columns is compared once, over all rows."""
+    """`largest` for short rows (groups, m), without sorting: each pair of columns is compared once,
+    over all rows.
+    """
     columns = score.T
     m = len(columns)
     before = torch.empty(columns.shape, dtype=torch.int8, device=score.device)
     for i in range(m):
-        before[i] = m - 1 - i  # as if all later entries were larger, until the comparisons say otherwise
+        before[i] = (
+            m - 1 - i
+        )  # as if all later entries were larger, until the comparisons say otherwise
     for i in range(m):
         for j in range(i + 1, m):
             first = torch.ge(columns[i], columns[j]).view(torch.int8)
@@ -251,7 +274,9 @@ def largest_by_pairs(score: Tensor, count: int) -> Tensor:
 
 
 def _share(count: int, start: int, stop: int, width: int) -> int:
-    """The part of `count` that falls to start … stop of width, so that consecutive parts add up to it exactly."""
+    """The part of `count` that falls to start … stop of width, so that consecutive parts add up to
+    it exactly.
+    """
     return count * stop // width - count * start // width
 
 

@@ -1,9 +1,11 @@
-"""The three kinds of plug-in and the data they exchange. A plug-in is a frozen dataclass of its hyper-parameters.
+"""The three kinds of plug-in and the data they exchange. A plug-in is a frozen dataclass of its
+hyper-parameters.
 
-What a plug-in can do is stated by the attributes and methods of its base class here. Each has a default: a new pruner
-needs no more than `prune`. A plug-in splits its work in two: `prepare` does what depends on the Gram alone, once; the
-rest is done for every weight, every round. Only the plug-in reads what its `prepare` returns, and no result may depend
-on what was solved with it before.
+What a plug-in can do is stated by the attributes and methods of its base class here. Each has a
+default: a new pruner needs no more than `prune`. A plug-in splits its work in two: `prepare` does
+what depends on the Gram alone, once; the rest is done for every weight, every round. Only the
+plug-in reads what its `prepare` returns, and no result may depend on what was solved with it
+before.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +27,9 @@ from hasslefree.validation import Checked
 
 @dataclass(frozen=True)
 class About:
-    """A row of `hasslefree methods`: what an entry does, and its source, as "arXiv 2502.00899" or "docs: joint"."""
+    """A row of `hasslefree methods`: what an entry does, and its source, as "arXiv 2502.00899" or
+    "docs: joint".
+    """
 
     line: str
     reference: str
@@ -33,24 +37,28 @@ class About:
 
 @dataclass(frozen=True)
 class Pruned:
-    """The result of a pruner. sparse: S, (out, in). scaling: scales and zeros of a quantised S; None for floats."""
+    """The result of a pruner. sparse: S, (out, in). scaling: scales and zeros of a quantised S;
+    None for floats.
+    """
 
     sparse: Tensor
     scaling: Scaling | None = None
 
 
 class Sparsifier(Checked):
-    """What pruners and methods declare about their S. One that leaves S to another plug-in declares what that does.
+    """What pruners and methods declare about their S. One that leaves S to another plug-in declares
+    what that does.
 
     Attributes:
-        row_wise: whether each row of S depends on its row of the target and on `pattern.mask` alone, given H and L.
+        row_wise: whether each row of S depends on its row of the target and on `pattern.mask`
+            alone, given H and L.
     """
 
     row_wise: ClassVar[bool] = False
 
     def prepare(self, gram: Gram) -> Any:
-        """What is needed of the Gram, damped for a pruner and undamped for a method; shared by all layers with the same
-        input."""
+        """What is needed of the Gram, damped for a pruner and undamped for a method; shared by all
+        layers with the same input."""
         return None
 
     @property
@@ -65,24 +73,30 @@ class Sparsifier(Checked):
 
     @property
     def whole_channels(self) -> bool:
-        """Whether only whole input channels are removed; attention heads are then kept or removed as a whole."""
+        """Whether only whole input channels are removed; attention heads are then kept or removed
+        as a whole.
+        """
         return self.inner.whole_channels if self.inner else False
 
     def shares_rows(self, pattern: Pattern) -> bool:
-        """Whether several processes can share the rows of one layer with this pattern: `row_wise`, unless overridden.
+        """Whether several processes can share the rows of one layer with this pattern: `row_wise`,
+        unless overridden.
 
         The plug-in then gets the rows of its process as the target.
         """
         return self.row_wise
 
     def check_pattern(self, pattern: Pattern) -> None:
-        """Raise PatternError if the plug-in removes whole channels and the pattern is not `Structured`."""
+        """Raise PatternError if the plug-in removes whole channels and the pattern is not
+        `Structured`.
+        """
         if self.inner:
             self.inner.check_pattern(pattern)
         elif self.whole_channels and not isinstance(pattern, Structured):
             name = type(self).__name__
             raise PatternError(
-                f"{name} removes whole input channels and needs pattern structured, got pattern {pattern}"
+                f"{name} removes whole input channels and needs pattern structured, got pattern"
+                f" {pattern}"
             )
 
 
@@ -95,7 +109,9 @@ class Pruner(Sparsifier, ABC):
 
     @property
     def cost(self) -> Cost:
-        """The cost of a call of `prune`, with `prepare`; unless overridden, that of the most expensive pruner here."""
+        """The cost of a call of `prune`, with `prepare`; unless overridden, that of the most
+        expensive pruner here.
+        """
         return Cost(831, squares=10.3, arrays=10.5, unstated=(type(self).__name__,))
 
 
@@ -107,12 +123,15 @@ class LowRankSolver(Checked, ABC):
         return None
 
     @abstractmethod
-    def fit(self, target: Tensor, prepared: Any, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
-        """L of the rank of `start`, for a target (out, in), from a start, in round 0, 1, 2, … of an alternation.
+    def fit(
+        self, target: Tensor, prepared: Any, start: LowRank, round: int, rows: Rows = WHOLE
+    ) -> LowRank:
+        """L of the rank of `start`, for a target (out, in), from a start, in round 0, 1, 2, … of an
+        alternation.
 
         Args:
-            rows: those of this process, where `shares_rows`: it has these rows of the target and of u, and v is the
-                same in all processes. What couples rows goes through `rows.sum`.
+            rows: those of this process, where `shares_rows`: it has these rows of the target and of
+                u, and v is the same in all processes. What couples rows goes through `rows.sum`.
         """
 
     @property
@@ -122,7 +141,9 @@ class LowRankSolver(Checked, ABC):
 
     @property
     def cost(self) -> Cost:
-        """The cost of a call of `fit`, with `prepare`; unless overridden, that of the most expensive solver here."""
+        """The cost of a call of `fit`, with `prepare`; unless overridden, that of the most
+        expensive solver here.
+        """
         return Cost(28, squares=6, arrays=10.8, unstated=(type(self).__name__,))
 
 
@@ -132,8 +153,8 @@ class Solution:
 
     Args:
         sparse: (out, in). low_rank: (out, r), (r, in).
-        history: the damped objective over the damped norm of W, as often as the method measures it, or estimates it;
-            empty where nothing was removed.
+        history: the damped objective over the damped norm of W, as often as the method measures it,
+            or estimates it; empty where nothing was removed.
         remarks: unusual events, one sentence each.
         scaling: the scales and zeros of a quantised S; None where S may hold any number.
     """
@@ -149,23 +170,33 @@ class Method(Sparsifier, ABC):
     """Solves the whole problem."""
 
     def check(self, rank: int) -> None:
-        """Raise BudgetError if the method cannot use this rank; every rank is accepted unless overridden."""
+        """Raise BudgetError if the method cannot use this rank; every rank is accepted unless
+        overridden.
+        """
 
     @abstractmethod
     def solve(
-        self, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
+        self,
+        weight: Tensor,
+        prepared: Any,
+        pattern: Pattern,
+        rank: int,
+        generator: Generator,
+        rows: Rows = WHOLE,
     ) -> Solution:
         """S and L for a weight (out, in). The weight is not changed.
 
         Args:
-            rows: those of this process, where `shares_rows`: it has these rows of the weight, of S and of u, and v is
-                the same in all processes. What couples rows, such as L, the objective and counts, goes through
-                `rows.sum`, so that every process decides alike.
+            rows: those of this process, where `shares_rows`: it has these rows of the weight, of S
+                and of u, and v is the same in all processes. What couples rows, such as L, the
+                objective and counts, goes through `rows.sum`, so that every process decides alike.
         """
 
     @property
     def cost(self) -> Cost:
-        """The cost of a layer; unless overridden, at least that of the most expensive method here."""
+        """The cost of a layer; unless overridden, at least that of the most expensive method
+        here.
+        """
         return Cost(23_000, squares=11, arrays=21, cached=7, unstated=(type(self).__name__,))
 
 
@@ -176,12 +207,17 @@ class Decomposition:
     Args:
         sparse: (out, in), in the dtype of W.
         low_rank: factors (out, r) and (r, in), in the dtype of W.
-        relative_error: tr(R H Rᵀ) / tr(W H Wᵀ) with the undamped H, measured on what is returned here.
+        relative_error: tr(R H Rᵀ) / tr(W H Wᵀ) with the undamped H, measured on what is returned
+            here.
         relative_error_before_cast: the same before the cast to the dtype of W.
-        history: the objective of the method (damped, relative), as often as it measures it, or estimates it.
-        remarks: what is unusual about the inputs, the computation or the result, one sentence each; usually empty.
-        quantised: the codes of S, where it is on a grid: `sparse` holds their values, rounded to the dtype of W.
-        factors: the codes of u and v, where they are in eight bits: `low_rank` holds their values, likewise.
+        history: the objective of the method (damped, relative), as often as it measures it, or
+            estimates it.
+        remarks: what is unusual about the inputs, the computation or the result, one sentence each;
+            usually empty.
+        quantised: the codes of S, where it is on a grid: `sparse` holds their values, rounded to
+            the dtype of W.
+        factors: the codes of u and v, where they are in eight bits: `low_rank` holds their values,
+            likewise.
     """
 
     sparse: Tensor = field(repr=False)

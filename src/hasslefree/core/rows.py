@@ -1,9 +1,10 @@
-"""The rows of one weight, which several processes can share: given L and H, the rows of S do not depend on each other.
+"""The rows of one weight, which several processes can share: given L and H, the rows of S do not
+depend on each other.
 
-A process that shares a weight (out, in) holds consecutive rows of W, S and u, and all of v and of what is made of H. A
-solver then computes with its rows as if there were no others, and calls `Rows.sum` where rows meet: in uᵀu, in
-Bᵀ(W − S), in an objective, in a count. These are (r, r), (r, in) and numbers: no array of (out, in) is exchanged before
-the end.
+A process that shares a weight (out, in) holds consecutive rows of W, S and u, and all of v and of
+what is made of H. A solver then computes with its rows as if there were no others, and calls
+`Rows.sum` where rows meet: in uᵀu, in Bᵀ(W − S), in an objective, in a count. These are (r, r), (r,
+in) and numbers: no array of (out, in) is exchanged before the end.
 """
 
 import torch
@@ -13,9 +14,11 @@ from hasslefree.distributed import ALONE, World
 
 
 class Rows:
-    """The consecutive rows of a weight, of `out` in all, that this process holds; all hold equally many, to within one.
+    """The consecutive rows of a weight, of `out` in all, that this process holds; all hold equally
+    many, to within one.
 
-    Every process must make the same calls in the same order; the results are equal, bit for bit, in every process.
+    Every process must make the same calls in the same order; the results are equal, bit for bit, in
+    every process.
     """
 
     def __init__(self, world: World = ALONE, out: int = 0):
@@ -48,7 +51,9 @@ class Rows:
         return tensor
 
     def broadcast(self, tensor: Tensor, owner: int) -> Tensor:
-        """The tensor of the process with rank `owner`, which may overwrite the tensor given; both have one shape."""
+        """The tensor of the process with rank `owner`, which may overwrite the tensor given; both
+        have one shape.
+        """
         tensor = tensor.contiguous() if self.size > 1 else tensor
         self.world.broadcast_(tensor, owner)
         return tensor
@@ -58,16 +63,21 @@ WHOLE = Rows()
 
 
 def largest_of_rows(score: Tensor, count: int, rows: Rows) -> Tensor:
-    """The `count` largest of all entries, as the bool mask of this process; equal scores are kept from the first row.
+    """The `count` largest of all entries, as the bool mask of this process; equal scores are kept
+    from the first row.
 
-    Floating-point numbers are read as whole numbers of the same order, among which bisection finds the threshold.
+    Floating-point numbers are read as whole numbers of the same order, among which bisection finds
+    the threshold.
     """
     if not count:
         return torch.zeros_like(score, dtype=torch.bool)
     whole = torch.int32 if score.dtype == torch.float32 else torch.int64
     info, keys = torch.iinfo(whole), (score + 0.0).view(whole)  # −0.0 becomes 0.0
     keys = torch.where(keys < 0, keys ^ info.max, keys)
-    threshold, above = info.min, info.max  # at least `count` are at or over the one, fewer over the other
+    threshold, above = (
+        info.min,
+        info.max,
+    )  # at least `count` are at or over the one, fewer over the other
     while threshold < above:
         middle = (threshold + above + 1) // 2
         reached = int(rows.sum(torch.count_nonzero(keys >= middle))) >= count

@@ -11,9 +11,9 @@ from rich.table import Table
 from hasslefree.evaluation.continuation import Sampling, Writer
 from hasslefree.evaluation.run import evaluate
 from hasslefree.models.load import load_model
-from hasslefree.phases import Listener, Phases, ignore
+from hasslefree.pipeline.compress import compress
+from hasslefree.progress import Listener, Phases, ignore
 from hasslefree.recipe.recipe import Recipe
-from hasslefree.run.compress import compress
 from hasslefree.units import table
 
 logger = logging.getLogger(__name__)
@@ -28,12 +28,23 @@ NEW_TOKENS = 40
 
 
 def recipes(rounds: int) -> dict[str, Recipe]:
-    """The recipes to compare: 2:4 + rank 16, and 2:4 alone for sparsegpt. rounds: of hassle-free alone."""
-    base = Recipe(rank=16, calibration=str(CALIBRATION), samples=64, seqlen=SEQLEN, dtype="float32", check=False)
+    """The recipes to compare: 2:4 + rank 16, and 2:4 alone for sparsegpt. rounds: of hassle-free
+    alone.
+    """
+    base = Recipe(
+        rank=16,
+        calibration=str(CALIBRATION),
+        samples=64,
+        seqlen=SEQLEN,
+        dtype="float32",
+        check=False,
+    )
     return {
         "sparsegpt (rank 0)": dataclasses.replace(base, method="sparsegpt", rank=0),
         "oats, 80 rounds": dataclasses.replace(base, method="oats"),
-        f"hassle-free, {rounds} rounds": dataclasses.replace(base, method="hassle-free", rounds=rounds),
+        f"hassle-free, {rounds} rounds": dataclasses.replace(
+            base, method="hassle-free", rounds=rounds
+        ),
         "3basil": dataclasses.replace(base, method="3basil"),
         "joint, not fine-tuned": dataclasses.replace(base, method="joint", effort="fast"),
         "joint": dataclasses.replace(base, method="joint"),
@@ -42,7 +53,9 @@ def recipes(rounds: int) -> dict[str, Recipe]:
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One line of the demo. parameters: non-zeros of the whole model. seconds: of the compression."""
+    """One line of the demo. parameters: non-zeros of the whole model. seconds: of the
+    compression.
+    """
 
     method: str
     perplexity: float
@@ -51,20 +64,28 @@ class DemoRow:
     seconds: float
 
 
-def run_demo(out: Path | None, rounds: int, progress: Listener | None = None) -> tuple[list[DemoRow], dict[str, str]]:
-    """The rows, first the dense model's, and the texts of the dense and the last model. out: where models are kept."""
+def run_demo(
+    out: Path | None, rounds: int, progress: Listener | None = None
+) -> tuple[list[DemoRow], dict[str, str]]:
+    """The rows, first the dense model's, and the texts of the dense and the last model. out: where
+    models are kept.
+    """
     dense = load_model(str(MODEL)).num_parameters()
     rows = [DemoRow("dense", held_out_perplexity(MODEL), 0.0, dense, 0.0)]
     compared = recipes(rounds)
     with tempfile.TemporaryDirectory() as temporary:
-        models = Phases(progress).counted("comparing methods", compared.items(), len(compared), "methods")
+        models = Phases(progress).counted(
+            "comparing methods", compared.items(), len(compared), "methods"
+        )
         for number, (name, recipe) in enumerate(models, 1):
             target = (out or Path(temporary)) / f"{number}-{recipe.method}"
             report = compress(str(MODEL), target, recipe, overwrite=True, progress=ignore)
             stored = dense - report.dense_parameters + report.kept_parameters
             perplexity = held_out_perplexity(target)
             logger.info("%s: perplexity %.2f in %.0f s", name, perplexity, report.seconds)
-            rows.append(DemoRow(name, perplexity, report.mean_relative_error, stored, report.seconds))
+            rows.append(
+                DemoRow(name, perplexity, report.mean_relative_error, stored, report.seconds)
+            )
         return rows, {"dense": continuation(MODEL), name: continuation(target)}
 
 
@@ -78,8 +99,12 @@ def demo_table(rows: list[DemoRow]) -> Table:
     title = "2:4 + rank 16 on a Llama of 2 M parameters trained on Python's documentation"
     lines = table(["method"], ["perplexity", "relative error", "non-zeros", "seconds"], title)
     for row in rows:
-        error, seconds = (f"{row.relative_error:.4f}", f"{row.seconds:.0f}") if row.seconds else ("", "")
-        lines.add_row(row.method, f"{row.perplexity:.2f}", error, f"{row.parameters / 1e6:.2f} M", seconds)
+        error, seconds = (
+            (f"{row.relative_error:.4f}", f"{row.seconds:.0f}") if row.seconds else ("", "")
+        )
+        lines.add_row(
+            row.method, f"{row.perplexity:.2f}", error, f"{row.parameters / 1e6:.2f} M", seconds
+        )
     return lines
 
 
@@ -92,5 +117,7 @@ def sample_table(samples: dict[str, str]) -> Table:
 
 def held_out_perplexity(model: Path) -> float:
     """Perplexity of a model folder on text that the demo model was not trained on."""
-    results = evaluate(str(model), [str(HELD_OUT)], seqlen=SEQLEN, batch=16, dtype="float32", progress=ignore)
+    results = evaluate(
+        str(model), [str(HELD_OUT)], seqlen=SEQLEN, batch=16, dtype="float32", progress=ignore
+    )
     return float(results["perplexity"][str(HELD_OUT)]["perplexity"])

@@ -1,4 +1,6 @@
-"""Let a compressed model and its dense original continue a prompt, and measure how fast they write."""
+"""Let a compressed model and its dense original continue a prompt, and measure how fast they
+write.
+"""
 
 import time
 from collections.abc import Callable
@@ -13,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import TextStreamer
 
+from hasslefree.checkpoint.record import read_record
 from hasslefree.errors import CheckpointError, PromptError, option
-from hasslefree.folder.record import read_record
 from hasslefree.models.load import load_model, loading, most_positions
 from hasslefree.models.tokenizer import encode, load_tokenizer
 from hasslefree.packed.linear import compressed_layers
@@ -28,8 +30,8 @@ MOST_TOKENS = 1 << 20
 class Sampling(Checked):
     """How a text is continued.
 
-    max_new_tokens: the maximum length; the model may end the text earlier. temperature: 0 takes the most probable token
-    each time; above 0, the model's own top_k and top_p apply too.
+    max_new_tokens: the maximum length; the model may end the text earlier. temperature: 0 takes the
+    most probable token each time; above 0, the model's own top_k and top_p apply too.
     """
 
     max_new_tokens: Positive = 64
@@ -46,7 +48,9 @@ class Sampling(Checked):
 
 @dataclass(frozen=True)
 class Continuation:
-    """The text that a model generated. tokens: their ids. seconds: from the first token to the last."""
+    """The text that a model generated. tokens: their ids. seconds: from the first token to the
+    last.
+    """
 
     text: str
     tokens: tuple[int, ...]
@@ -54,7 +58,9 @@ class Continuation:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """After the first token, so that reading the prompt does not count; None for a single token."""
+        """After the first token, so that reading the prompt does not count; None for a single
+        token.
+        """
         return (len(self.tokens) - 1) / self.seconds if len(self.tokens) > 1 else None
 
 
@@ -76,7 +82,9 @@ class Writer:
     def bytes(self) -> int:
         """The memory of the weights, including the copies that backends cache."""
         copies = [layer.cached_sparse for layer in compressed_layers(self.model).values()]
-        return int(self.model.get_memory_footprint()) + sum(copy.nbytes for copy in copies if copy is not None)
+        return int(self.model.get_memory_footprint()) + sum(
+            copy.nbytes for copy in copies if copy is not None
+        )
 
     def write(
         self,
@@ -85,7 +93,8 @@ class Writer:
         show: Callable[[str], None] = lambda text: None,
         special_tokens: bool = True,
     ) -> Continuation:
-        """The continuation of a text or of token ids (1, length); `show` gets each piece as its words are complete.
+        """The continuation of a text or of token ids (1, length); `show` gets each piece as its
+        words are complete.
 
         special_tokens: for `encode`.
         """
@@ -99,14 +108,20 @@ class Writer:
             raise PromptError("the prompt is empty; give some text to continue")
         if limit is not None and length + sampling.max_new_tokens > limit:
             raise PromptError(
-                f"the prompt has {length} tokens{more} and {sampling.max_new_tokens} new ones may follow, but the "
-                f"model takes at most {limit} in total; shorten the prompt, or lower {option('max_new_tokens')}"
+                f"the prompt has {length} tokens{more} and {sampling.max_new_tokens} new ones may"
+                f" follow, but the model takes at most {limit} in total; shorten the prompt, or"
+                f" lower {option('max_new_tokens')}"
             )
         stream, ids = _Stream(self.tokenizer, show), prompt.to(self.model.device)
         torch.manual_seed(sampling.seed)
         generate: Any = self.model.generate
-        with loading(f"{self.name} could not write text", "correct its generation_config.json, or download it again"):
-            generate(ids, attention_mask=torch.ones_like(ids), streamer=stream, **sampling.arguments)
+        with loading(
+            f"{self.name} could not write text",
+            "correct its generation_config.json, or download it again",
+        ):
+            generate(
+                ids, attention_mask=torch.ones_like(ids), streamer=stream, **sampling.arguments
+            )
             text = self.tokenizer.decode(stream.tokens, skip_special_tokens=True)
         return Continuation(text, tuple(stream.tokens), stream.times[-1] - stream.times[0])
 
@@ -132,21 +147,34 @@ class _Stream(TextStreamer):
 
 
 def dense_original(folder: Path) -> tuple[str | None, str | None]:
-    """The dense model that compression.json names, as a local folder; or None, and a sentence that says why."""
+    """The dense model that compression.json names, as a local folder; or None, and a sentence that
+    says why.
+    """
     if not (folder / "compression.json").is_file():
-        return None, f"{folder} has no compression.json, which would name the dense model; give that with --dense."
+        return (
+            None,
+            (
+                f"{folder} has no compression.json, which would name the dense model; give that"
+                " with --dense."
+            ),
+        )
     try:
         name = read_record(folder).model
     except CheckpointError as error:
         raise CheckpointError(f"{error}, or give the dense one with --dense") from None
     if local := find_local_model(name):
         return str(local), None
-    remark = f"The dense model {name} was not found from this folder or in the cache of the hub; name it with --dense."
+    remark = (
+        f"The dense model {name} was not found from this folder or in the cache of the hub; name it"
+        " with --dense."
+    )
     return None, remark
 
 
 def find_local_model(name: str) -> Path | None:
-    """The local folder of a model or its folder in the cache of the hub, if it holds weights; nothing is downloaded."""
+    """The local folder of a model or its folder in the cache of the hub, if it holds weights;
+    nothing is downloaded.
+    """
     folder = Path(name)
     if not folder.is_dir():
         try:

@@ -1,7 +1,8 @@
-"""Zero-shot accuracy on the eight tasks of the paper by lm-evaluation-harness, on data of the hub or of a folder.
+"""Zero-shot accuracy on the eight tasks of the paper by lm-evaluation-harness, on data of the hub
+or of a folder.
 
-Prompts, choices and metrics are those of the harness's own definitions; a folder replaces only the data set. Its cache
-keeps every answer as soon as it is computed.
+Prompts, choices and metrics are those of the harness's own definitions; a folder replaces only the
+data set. Its cache keeps every answer as soon as it is computed.
 """
 
 import hashlib
@@ -23,20 +24,20 @@ import yaml
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hasslefree.checkpoint import read_small
+from hasslefree.checkpoint.record import versions
 from hasslefree.errors import OutputError, TaskError, UnknownNameError, option
-from hasslefree.folder.record import versions
+from hasslefree.files import read_small
 from hasslefree.models.calls import replaced
 from hasslefree.models.load import AGAIN, loading
-from hasslefree.phases import SCORING, TASK_DATA, Phases
+from hasslefree.progress import SCORING, TASK_DATA, Phases
 
 # Bytes of the rows of a task, and characters of one, which the harness tokenises whole.
 MOST_ROWS, MOST_LETTERS = 1 << 30, 1 << 20
 REMEDY = 'pip install "hasslefree[eval]"'
 
-# Task → the harness's definition, and the forms in which its rows are published, the harness's own first: the fields
-# of a row → changes to the definition. HellaSwag also circulates as the harness's process_docs leaves it; BoolQ also
-# outside of SuperGLUE.
+# Task → the harness's definition, and the forms in which its rows are published, the harness's own
+# first: the fields of a row → changes to the definition. HellaSwag also circulates as the harness's
+# process_docs leaves it; BoolQ also outside of SuperGLUE.
 Forms = dict[tuple[str, ...], dict[str, Any]]
 TASKS: dict[str, tuple[str, Forms]] = {
     "piqa": ("piqa/piqa.yaml", {("goal", "sol1", "sol2", "label"): {}}),
@@ -54,7 +55,10 @@ TASKS: dict[str, tuple[str, Forms]] = {
     "openbookqa": ("openbookqa/openbookqa.yaml", {("question_stem", "choices", "answerKey"): {}}),
     "boolq": (
         "super_glue/boolq/default.yaml",
-        {("passage", "question", "label"): {}, ("passage", "question", "answer"): {"doc_to_target": "answer"}},
+        {
+            ("passage", "question", "label"): {},
+            ("passage", "question", "answer"): {"doc_to_target": "answer"},
+        },
     ),
 }
 
@@ -73,18 +77,22 @@ def check_tasks(names: Sequence[str], folder: Path | None) -> None:
 
 def check_harness() -> None:
     if importlib.util.find_spec("lm_eval") is None:
-        raise TaskError(f"the zero-shot tasks need lm-evaluation-harness, which is not installed: {REMEDY}")
+        raise TaskError(
+            f"the zero-shot tasks need lm-evaluation-harness, which is not installed: {REMEDY}"
+        )
 
 
 def check_rows(name: str, folder: Path) -> dict[str, Any]:
-    """The changes to the harness's definition for the rows in FOLDER/<name>.jsonl, whose form the first row decides."""
+    """The changes to the harness's definition for the rows in FOLDER/<name>.jsonl, whose form the
+    first row decides.
+    """
     file, (_, forms) = folder / f"{name}.jsonl", TASKS[name]
     try:
         lines = read_small(file, MOST_ROWS).removeprefix("\ufeff").split("\n")
     except (OSError, ValueError) as error:
         raise TaskError(
-            f"the data of task {name} cannot be read: {error}; the folder of {option('task_data')} must contain "
-            f"{name}.jsonl"
+            f"the data of task {name} cannot be read: {error}; the folder of {option('task_data')}"
+            f" must contain {name}.jsonl"
         ) from None
     fields: tuple[str, ...] = ()
     for number, line in enumerate(lines, 1):
@@ -98,10 +106,13 @@ def check_rows(name: str, folder: Path) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise TaskError(f"{file}, line {number}: not JSON that can be used: {error}") from None
         given = set(row) if isinstance(row, dict) else set()
-        fields = fields or next((form for form in forms if given.issuperset(form)), next(iter(forms)))
+        fields = fields or next(
+            (form for form in forms if given.issuperset(form)), next(iter(forms))
+        )
         if missing := [field for field in fields if field not in given]:
             raise TaskError(
-                f"{file}, line {number}: no field {', '.join(missing)}; every row needs {', '.join(fields)}"
+                f"{file}, line {number}: no field {', '.join(missing)}; every row needs"
+                f" {', '.join(fields)}"
             )
     if not fields:
         raise TaskError(f"{file} is empty; it needs one row per line")
@@ -109,8 +120,12 @@ def check_rows(name: str, folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def harness_tasks(names: Sequence[str], folder: Path | None, limit: int | None) -> Iterator[dict[str, Any]]:
-    """Name → task object of the harness, on the hub's data or on FOLDER/<task>.jsonl, within the context."""
+def harness_tasks(
+    names: Sequence[str], folder: Path | None, limit: int | None
+) -> Iterator[dict[str, Any]]:
+    """Name → task object of the harness, on the hub's data or on FOLDER/<task>.jsonl, within the
+    context.
+    """
     from lm_eval.tasks import TaskManager
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -124,7 +139,9 @@ def harness_tasks(names: Sequence[str], folder: Path | None, limit: int | None) 
 
 
 def _definition(name: str, folder: Path | None, cache: Path) -> dict[str, Any]:
-    """The harness's own definition by its path; with a folder, its data set is replaced. cache: of `datasets`."""
+    """The harness's own definition by its path; with a folder, its data set is replaced. cache: of
+    `datasets`.
+    """
     import lm_eval
 
     path = Path(str(lm_eval.__file__)).parent / "tasks" / TASKS[name][0]
@@ -146,10 +163,14 @@ def _definition(name: str, folder: Path | None, cache: Path) -> dict[str, Any]:
 
 def _load(manager: Any, name: str, folder: Path | None, limit: int | None) -> Any:
     source = f"from {folder / f'{name}.jsonl'}" if folder else "from the hub"
-    remedy = "" if folder else f"; with no network, give the data as {option('task_data', 'FOLDER')}"
+    remedy = (
+        "" if folder else f"; with no network, give the data as {option('task_data', 'FOLDER')}"
+    )
     try:
         task = manager.load([name])["tasks"][name]
-    except Exception as error:  # the network, the hub, the reader of the file and a row's template raise anything
+    except (
+        Exception
+    ) as error:  # the network, the hub, the reader of the file and a row's template raise anything
         cause = f"{type(error).__name__}: {error}"
         raise TaskError(f"task {name} could not be loaded {source} ({cause}){remedy}") from error
     for number, row in enumerate(islice(task.eval_docs, limit), 1):
@@ -159,17 +180,19 @@ def _load(manager: Any, name: str, folder: Path | None, limit: int | None) -> An
             answer = task.doc_to_text(row) if task.multiple_input else task.doc_to_target(row)
         except Exception as error:  # the templates and functions of the definitions raise anything
             cause = f"{type(error).__name__}: {error}"
-            raise TaskError(f"{where}: the task cannot read this row ({cause}); correct or remove it") from error
+            raise TaskError(
+                f"{where}: the task cannot read this row ({cause}); correct or remove it"
+            ) from error
         if answer not in range(len(choices)):  # the harness would count it as wrong
             raise TaskError(
-                f"{where}: the answer {answer!r} is not one of the {len(choices)} choices (0 to {len(choices) - 1}); "
-                "use a split with labels, such as validation"
+                f"{where}: the answer {answer!r} is not one of the {len(choices)} choices (0 to"
+                f" {len(choices) - 1}); use a split with labels, such as validation"
             )
     return task
 
 
-# The log-softmax of a bfloat16 model is taken in float32, as for the perplexity: in bfloat16 sums of log-likelihoods
-# are so coarse that choices tie.
+# The log-softmax of a bfloat16 model is taken in float32, as for the perplexity: in bfloat16 sums
+# of log-likelihoods are so coarse that choices tie.
 SOFTMAX = "float32"
 
 
@@ -189,18 +212,22 @@ def evaluate_tasks(
     cache: Path | None = None,
     phases: Phases | None = None,
 ) -> dict[str, Any]:
-    """Zero-shot accuracies of a loaded model; the answer to each choice is its log-likelihood after the question.
+    """Zero-shot accuracies of a loaded model; the answer to each choice is its log-likelihood after
+    the question.
 
     Args:
-        folder: with <task>.jsonl files, instead of the hub. limit: use only the first rows of each task.
-        batch: sequences at a time; None for the most that fit on a GPU, up to 64, and one on a CPU, where running out
-            of memory would end the process. It changes scores by rounding alone.
-        cache: a folder that keeps every answer, from which an interrupted run continues; None for no cache.
+        folder: with <task>.jsonl files, instead of the hub. limit: use only the first rows of each
+            task.
+        batch: sequences at a time; None for the most that fit on a GPU, up to 64, and one on a CPU,
+            where running out of memory would end the process. It changes scores by rounding alone.
+        cache: a folder that keeps every answer, from which an interrupted run continues; None for
+            no cache.
 
     Returns:
-        {task: {"metric", "value", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "rows", "truncated",
-        "version"}}; accuracies are shares. metric: acc_norm if the task defines it, else acc, as in the paper; value is
-        that one. truncated: how many rows lost the beginning of a question that is longer than the model's window.
+        {task: {"metric", "value", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "rows",
+        "truncated", "version"}}; accuracies are shares. metric: acc_norm if the task defines it,
+        else acc, as in the paper; value is that one. truncated: how many rows lost the beginning of
+        a question that is longer than the model's window.
     """
     phases = phases or Phases()
     with quiet_harness(), ExitStack() as stack:
@@ -215,7 +242,9 @@ def evaluate_tasks(
             lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size, softmax_dtype=SOFTMAX)
             answering = lm if file is None else stack.enter_context(cached(lm, file))
         rows = ((task, row) for task in loaded.values() for row in islice(task.eval_docs, limit))
-        with phases.phase(SCORING, sum(len(task.doc_to_choice(row)) for task, row in rows), "answers") as phase:
+        with phases.phase(
+            SCORING, sum(len(task.doc_to_choice(row)) for task, row in rows), "answers"
+        ) as phase:
             keep = lm.cache_hook.add_partial  # called with every new answer
 
             def keep_and_count(*answer: Any) -> None:
@@ -223,7 +252,9 @@ def evaluate_tasks(
                 phase.advance()
 
             lm.cache_hook.add_partial = keep_and_count
-            with loading("the tasks cannot be answered", AGAIN):  # also of what the tokenizer raises
+            with loading(
+                "the tasks cannot be answered", AGAIN
+            ):  # also of what the tokenizer raises
                 results = evaluate(answering, {"tasks": loaded}, limit=limit)
         return {name: _task_results(results, lm, name) for name in tasks}
 
@@ -240,7 +271,9 @@ def _task_results(results: Any, lm: Any, name: str) -> dict[str, Any]:
     metric = "acc_norm" if "acc_norm" in accuracies else "acc"
 
     def truncated(question: str, choice: str) -> bool:
-        """The harness cuts long questions from the left with a warning, which `quiet_harness` hides."""
+        """The harness cuts long questions from the left with a warning, which `quiet_harness`
+        hides.
+        """
         return len(lm.tok_encode(question + choice)) > lm.max_length + 1
 
     return {
@@ -248,14 +281,18 @@ def _task_results(results: Any, lm: Any, name: str) -> dict[str, Any]:
         "value": accuracies[metric],
         **accuracies,
         "rows": len(samples),
-        "truncated": sum(any(truncated(*pair) for pair in sample["arguments"]) for sample in samples),
+        "truncated": sum(
+            any(truncated(*pair) for pair in sample["arguments"]) for sample in samples
+        ),
         "version": results["versions"][name],
     }
 
 
 @contextmanager
 def cached(lm: Any, file: Path) -> Iterator[Any]:
-    """The model with the harness's cache: answers in the file are read from it, and new ones are added at once."""
+    """The model with the harness's cache: answers in the file are read from it, and new ones are
+    added at once.
+    """
     from lm_eval.api.model import CachingLM
 
     try:
@@ -265,7 +302,8 @@ def cached(lm: Any, file: Path) -> Iterator[Any]:
             connection.execute("PRAGMA user_version = 0")
     except (OSError, sqlite3.Error) as error:
         raise OutputError(
-            f"the cache {file} cannot be used ({error}); delete it, or give another folder with {option('cache')}"
+            f"the cache {file} cannot be used ({error}); delete it, or give another folder with"
+            f" {option('cache')}"
         ) from error
     caching = CachingLM(lm, str(file))
     with closing(caching.dbdict):
@@ -273,8 +311,12 @@ def cached(lm: Any, file: Path) -> Iterator[Any]:
 
 
 def cache_name(model: PreTrainedModel, tokenizer: Any) -> str:
-    """The name of the file with a model's answers: a hash of tensors, configuration, tokenizer, device and versions."""
-    config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    """The name of the file with a model's answers: a hash of tensors, configuration, tokenizer,
+    device and versions.
+    """
+    config = {
+        name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"
+    }
     libraries = versions() | {"lm_eval": importlib.metadata.version("lm_eval")}
     about = [type(model).__name__, config, libraries, model.device.type, SOFTMAX]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())

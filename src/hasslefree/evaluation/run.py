@@ -1,7 +1,8 @@
 """Evaluate a model, dense or compressed: perplexity on texts and accuracy on tasks.
 
-Perplexity is that of a fixed-length model (https://huggingface.co/docs/transformers/perplexity): the text is cut into
-windows that do not overlap; the first token of a window has no context and is not scored.
+Perplexity is that of a fixed-length model (https://huggingface.co/docs/transformers/perplexity):
+the text is cut into windows that do not overlap; the first token of a window has no context and is
+not scored.
 """
 
 import dataclasses
@@ -17,20 +18,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasslefree.bar import with_bar
-from hasslefree.data import check_text, evaluation_protocol, evaluation_text
+from hasslefree.checkpoint.record import versions
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
 from hasslefree.evaluation.harness import check_harness, check_tasks, evaluate_tasks
-from hasslefree.folder.record import versions
 from hasslefree.models.load import load_model, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
 from hasslefree.models.tokenizer import encode, load_tokenizer
-from hasslefree.phases import LOADING, Listener, Phases
+from hasslefree.progress import LOADING, Listener, Phases
+from hasslefree.texts import check_text, evaluation_protocol, evaluation_text
 from hasslefree.validation import typed
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """exp of the mean negative log-likelihood, in nats, over the `scored` ones of the `tokens` tokens in windows."""
+    """exp of the mean negative log-likelihood, in nats, over the `scored` ones of the `tokens`
+    tokens in windows.
+    """
 
     perplexity: float
     tokens: int
@@ -51,27 +54,32 @@ def perplexity(
     phases: Phases | None = None,
     name: str = "perplexity",
 ) -> Perplexity:
-    """The perplexity of a causal language model on tokens: (n,), in windows of `window` tokens, `batch` at a time.
+    """The perplexity of a causal language model on tokens: (n,), in windows of `window` tokens,
+    `batch` at a time.
 
     Args:
-        windows: score only this number of windows, the first ones. remainder: also score a shorter last window.
+        windows: score only this number of windows, the first ones. remainder: also score a shorter
+            last window.
         phases, name: the run, and its phase in which the windows are counted.
 
     Raises:
-        CalibrationError: fewer than two tokens, in the text or in a window. NonFiniteError: the model gives NaN.
+        CalibrationError: fewer than two tokens, in the text or in a window. NonFiniteError: the
+            model gives NaN.
     """
     if windows is not None:
         tokens = tokens[: windows * window]
     if not remainder:
         if len(tokens) < window:
             raise CalibrationError(
-                f"{len(tokens)} tokens do not fill one window of {window}, and only full windows are scored; "
-                f"use a smaller {option('seqlen')} or more tokens"
+                f"{len(tokens)} tokens do not fill one window of {window}, and only full windows"
+                f" are scored; use a smaller {option('seqlen')} or more tokens"
             )
         tokens = tokens[: len(tokens) // window * window]
     for what, size in {"text": len(tokens), "window": window}.items():
         if size < 2:
-            raise CalibrationError(f"perplexity needs a {what} of at least 2 tokens, got {size}; give a longer one")
+            raise CalibrationError(
+                f"perplexity needs a {what} of at least 2 tokens, got {size}; give a longer one"
+            )
     full = len(tokens) // window * window
     batches = list(tokens[:full].view(-1, window).split(batch)) if full else []
     if len(tokens) - full > 1:
@@ -88,7 +96,8 @@ def perplexity(
             phase.advance(len(rows))
     if math.isnan(total):
         raise NonFiniteError(
-            f"the model gives NaN on this text; look for NaN or Inf in its weights, or try {option('dtype', 'float32')}"
+            "the model gives NaN on this text; look for NaN or Inf in its weights, or try"
+            f" {option('dtype', 'float32')}"
         )
     mean = torch.tensor(total / scored, dtype=torch.float64)
     return Perplexity(mean.exp().item(), len(tokens), scored, window)
@@ -112,13 +121,15 @@ def evaluate(
     keep: Callable[[dict[str, Any]], None] = lambda results: None,
     progress: Listener | None = None,
 ) -> dict[str, Any]:
-    """The perplexity of a model, dense or compressed, on texts, and its zero-shot accuracy on tasks.
+    """The perplexity of a model, dense or compressed, on texts, and its zero-shot accuracy on
+    tasks.
 
     Args:
         texts: hub names or paths. tasks: names of `evaluation.harness.TASKS`.
         seqlen: tokens per window; None for 2048, or the model's limit if that is less.
         max_tokens: only the first tokens of each text.
-        batch: windows, or sequences of a task, at a time; None for 1 window, and as for `evaluate_tasks`.
+        batch: windows, or sequences of a task, at a time; None for 1 window, and as for
+            `evaluate_tasks`.
         dtype, device, trust_remote_code: as for `load_model`.
         limit, task_data, cache: of the tasks; `limit`, `folder` and `cache` of `evaluate_tasks`.
         keep: called with the results so far, after each text and after the tasks.
@@ -127,8 +138,8 @@ def evaluate(
     Returns:
         {"model", "dtype", "device", "versions",
         "perplexity": {text: {"perplexity", "tokens", "scored", "window", "protocol"}},
-        "tasks": {task: as for `evaluate_tasks`}, "limit", "average": the mean of the tasks' values}, the last three
-        only with tasks.
+        "tasks": {task: as for `evaluate_tasks`}, "limit", "average": the mean of the tasks'
+        values}, the last three only with tasks.
     """
     for text in texts:
         check_text(text)
@@ -144,7 +155,9 @@ def evaluate(
         "model": model,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
-        "versions": versions() | ({"lm_eval": importlib.metadata.version("lm_eval")} if tasks else {}),
+        "versions": (
+            versions() | ({"lm_eval": importlib.metadata.version("lm_eval")} if tasks else {})
+        ),
     }
     for text in texts:
         measured = text_perplexity(loaded, tokenizer, text, seqlen, max_tokens, batch or 1, phases)
@@ -152,7 +165,14 @@ def evaluate(
         keep(results)
     if tasks:
         scores = evaluate_tasks(
-            loaded, tokenizer, tasks, batch=batch, limit=limit, folder=task_data, cache=cache, phases=phases
+            loaded,
+            tokenizer,
+            tasks,
+            batch=batch,
+            limit=limit,
+            folder=task_data,
+            cache=cache,
+            phases=phases,
         )
         average = sum(score["value"] for score in scores.values()) / len(scores)
         results |= {"tasks": scores, "limit": limit, "average": average}
@@ -162,18 +182,26 @@ def evaluate(
 
 @torch.no_grad()
 def check_causal(model: Any) -> None:
-    """Raise a ModelError if the logits at a token change with the token after it, which they are to predict."""
+    """Raise a ModelError if the logits at a token change with the token after it, which they are to
+    predict.
+    """
     ids = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4]], device=model.device)
     before, after = (model(input_ids=row[None], use_cache=False).logits[0, :-1] for row in ids)
     if sees_later_tokens(before, after, before.dtype):
         raise ModelError(
-            f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens after it; "
-            "perplexity and tasks are defined for causal language models"
+            f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens"
+            " after it; perplexity and tasks are defined for causal language models"
         )
 
 
 def text_perplexity(
-    model: Any, tokenizer: Any, text: str, seqlen: int | None, max_tokens: int | None, batch: int, phases: Phases
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    seqlen: int | None,
+    max_tokens: int | None,
+    batch: int,
+    phases: Phases,
 ) -> dict[str, Any]:
     """The perplexity on one text by its own protocol; the arguments are those of `evaluate`."""
     name, protocol = Path(text).name, evaluation_protocol(text)
@@ -181,7 +209,15 @@ def text_perplexity(
         tokens = encode(tokenizer, evaluation_text(text), max_tokens, protocol.special_tokens)
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     if embeddings is not None and len(tokens) and int(tokens.max()) >= embeddings.num_embeddings:
-        raise ModelError("the tokenizer has ids outside the model's vocabulary; use the tokenizer of this model")
-    options: dict[str, Any] = {"windows": protocol.windows, "remainder": protocol.remainder, "phases": phases}
-    result = perplexity(model, tokens, resolve_seqlen(model, seqlen), batch, name=f"perplexity on {name}", **options)
+        raise ModelError(
+            "the tokenizer has ids outside the model's vocabulary; use the tokenizer of this model"
+        )
+    options: dict[str, Any] = {
+        "windows": protocol.windows,
+        "remainder": protocol.remainder,
+        "phases": phases,
+    }
+    result = perplexity(
+        model, tokens, resolve_seqlen(model, seqlen), batch, name=f"perplexity on {name}", **options
+    )
     return dataclasses.asdict(result) | {"protocol": dataclasses.asdict(protocol)}

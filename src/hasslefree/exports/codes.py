@@ -1,4 +1,6 @@
-"""S on a grid for programs that have such a format: the check that they hold it, and its scales, zeros or offsets."""
+"""S on a grid for programs that have such a format: the check that they hold it, and its scales,
+zeros or offsets.
+"""
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -11,7 +13,9 @@ from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
 
 def check_layers(model: PreTrainedModel, engine: str) -> dict[str, SparseLowRankLinear]:
-    """The compressed layers by their names, or a ModelError if the engine cannot hold one of them exactly."""
+    """The compressed layers by their names, or a ModelError if the engine cannot hold one of them
+    exactly.
+    """
     layers = compressed_layers(model)
     again = f"compress with {option('method', 'joint-grid')} and {option('engine', engine)}"
     for name, layer in layers.items():
@@ -21,7 +25,9 @@ def check_layers(model: PreTrainedModel, engine: str) -> dict[str, SparseLowRank
         elif grid is None:
             reason = f"its S is not quantised: {again}"
         elif pattern != "dense":
-            reason = f"pattern {pattern} saves nothing there, where every entry of S is stored: {again}"
+            reason = (
+                f"pattern {pattern} saves nothing there, where every entry of S is stored: {again}"
+            )
         elif width % GROUP:
             reason = f"its rows of {width} inputs are no multiple of {GROUP}"
         else:
@@ -39,10 +45,14 @@ def grid_of(layer: SparseLowRankLinear) -> Grid:
 
 
 def numbers_of(layer: SparseLowRankLinear, engine: str) -> tuple[Tensor, Tensor]:
-    """The scale and the zero or offset of each group of the engine: (out, groups) each, in the layer's dtype."""
+    """The scale and the zero or offset of each group of the engine: (out, groups) each, in the
+    layer's dtype.
+    """
     grid, scale = grid_of(layer), layer.get_parameter("weight_scale").detach()
     tensors = layer.tensors()
-    second = tensors["weight_offset"].detach() if grid.offset else layer.storage.zeros(tensors).to(scale)
+    second = (
+        tensors["weight_offset"].detach() if grid.offset else layer.storage.zeros(tensors).to(scale)
+    )
     times = (grid.group or layer.in_features) // group_of(layer, engine)
     return scale.repeat_interleave(times, 1), second.repeat_interleave(times, 1)
 

@@ -10,23 +10,23 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hasslefree.bar import with_bar
-from hasslefree.checkpoint import read_json
+from hasslefree.checkpoint.card import copy_processor, export_card
+from hasslefree.checkpoint.entries import QUANT_METHOD
+from hasslefree.checkpoint.output import check_output, replaced_whole
 from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
 from hasslefree.exports.formats import write_adapter, write_dense, write_narrow
 from hasslefree.exports.gguf import write_gguf
 from hasslefree.exports.quantised import write_compressed_tensors, write_mlx
 from hasslefree.exports.template import read_template
-from hasslefree.folder.card import copy_processor, export_card
-from hasslefree.folder.output import check_output, replaced_whole
-from hasslefree.folder.read import QUANT_METHOD
+from hasslefree.files import read_json
 from hasslefree.models.load import auto_class, load_config, load_model
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.packed.linear import compressed_layers
-from hasslefree.phases import LOADING, WRITING, Listener, Phases
+from hasslefree.progress import LOADING, WRITING, Listener, Phases
 from hasslefree.validation import typed
 
-# (the model, changed in place; the folder to fill; its final path; the shard size) → the folders with a model
-# card, by its kind
+# (the model, changed in place; the folder to fill; its final path; the shard size) → the folders
+# with a model card, by its kind
 EXPORTS: dict[str, Callable[..., dict[str, Path]]] = {
     "dense": write_dense,
     "peft": write_adapter,
@@ -53,29 +53,41 @@ def export(
 
     Args:
         folder: a compressed model. destination: the folder to write.
-        to: "dense" (S + u v as plain weights), "peft" (an adapter with u v, and S as its base model in base/), "narrow"
-            (dense, without the heads and neurons that nothing reads), or one in which the codes of a quantised S are
-            kept: "gguf" (model.gguf and adapter.gguf for llama.cpp), "mlx" (an adapter, and base/) or
-            "compressed-tensors" (a PEFT adapter, and base/ for vLLM and transformers).
-        template: of "gguf": the dense model that was compressed, as llama.cpp's converter writes it (bf16, f16, f32).
+        to: "dense" (S + u v as plain weights), "peft" (an adapter with u v, and S as its base model
+            in base/), "narrow" (dense, without the heads and neurons that nothing reads), or one in
+            which the codes of a quantised S are
+            kept: "gguf" (model.gguf and adapter.gguf for llama.cpp), "mlx" (an adapter, and base/)
+            or "compressed-tensors" (a PEFT adapter, and base/ for vLLM and transformers).
+        template: of "gguf": the dense model that was compressed, as llama.cpp's converter writes it
+            (bf16, f16, f32).
         overwrite: replace a destination that is not empty, once the new one is complete.
         progress: as for `hasslefree.compress`.
 
     Raises:
-        HasslefreeError: an unknown `to`, a folder that is not compressed, a destination that cannot be written, a grid
-            that the format cannot hold, a template of another model.
+        HasslefreeError: an unknown `to`, a folder that is not compressed, a destination that cannot
+            be written, a grid that the format cannot hold, a template of another model.
     """
     if to not in EXPORTS:
         raise UnknownNameError("export format", to, EXPORTS)
     source, target = Path(folder).resolve(), Path(destination).resolve()
-    if not re.fullmatch(r"(?=.*[1-9])\d{1,12}(\.\d{1,6})?\s?[KMGT]B", max_shard_size, re.IGNORECASE):
+    if not re.fullmatch(
+        r"(?=.*[1-9])\d{1,12}(\.\d{1,6})?\s?[KMGT]B", max_shard_size, re.IGNORECASE
+    ):
         raise OutputError(
-            f"{option('max_shard_size')} must be a number with a unit, such as 5GB or 500MB, got {max_shard_size!r}"
+            f"{option('max_shard_size')} must be a number with a unit, such as 5GB or 500MB, got"
+            f" {max_shard_size!r}"
         )
     if not source.is_dir():
-        raise ModelError(f"the model folder {source} does not exist; export takes a folder that compress wrote")
-    if (getattr(load_config(str(source)), "quantization_config", None) or {}).get("quant_method") != QUANT_METHOD:
-        raise ModelError(f"{source} is not compressed by hasslefree, so there is nothing to export; compress it first")
+        raise ModelError(
+            f"the model folder {source} does not exist; export takes a folder that compress wrote"
+        )
+    if (getattr(load_config(str(source)), "quantization_config", None) or {}).get(
+        "quant_method"
+    ) != QUANT_METHOD:
+        raise ModelError(
+            f"{source} is not compressed by hasslefree, so there is nothing to export; compress it"
+            " first"
+        )
     check_output(target, overwrite, source=source)
     write = EXPORTS[to]
     if to == "gguf":
@@ -86,7 +98,8 @@ def export(
     with phases.phase(LOADING):
         model = load_model(str(source), device="cpu")
     auto = auto_class(model.config).__name__
-    # Compressed folders have transformers' own names; the export has those that checkpoints of the family have.
+    # Compressed folders have transformers' own names; the export has those that checkpoints of the
+    # family have.
     model._weight_conversions = None  # type: ignore[assignment]
     check_output(target, overwrite, bytes_needed(model))
     with phases.phase(WRITING), replaced_whole(target, overwrite) as part:
@@ -95,16 +108,22 @@ def export(
 
 
 def bytes_needed(model: PreTrainedModel) -> int:
-    """The size of either export: S with its zeros, the factors, all else as it is, and room for the tokenizer."""
+    """The size of either export: S with its zeros, the factors, all else as it is, and room for the
+    tokenizer.
+    """
     entries = sum(parameter.numel() for parameter in model.parameters())
     for layer in compressed_layers(model).values():
-        stored = sum(parameter.numel() for name, parameter in layer.named_parameters() if name != "bias")
+        stored = sum(
+            parameter.numel() for name, parameter in layer.named_parameters() if name != "bias"
+        )
         entries += layer.spec.dense_parameters + layer.spec.rank * sum(layer.spec.shape) - stored
     return entries * model.dtype.itemsize + 50_000_000
 
 
 def copy_rest(source: Path, part: Path, folders: dict[str, Path], auto: str) -> None:
-    """Write the tokenizer, the model cards and the record. auto: the name of the class that loads the model."""
+    """Write the tokenizer, the model cards and the record. auto: the name of the class that loads
+    the model.
+    """
     tokenizer = load_tokenizer(str(source)) if (source / "tokenizer_config.json").exists() else None
     recorded = (source / "compression.json").exists()
     if recorded:
@@ -116,19 +135,27 @@ def copy_rest(source: Path, part: Path, folders: dict[str, Path], auto: str) -> 
         copy_processor(str(source), folder)
         if (folder / "config.json").exists():  # an adapter has none
             write_older_rotary(folder / "config.json")
-        (folder / "README.md").write_text(export_card(kind, source.name, recorded, auto), encoding="utf-8")
+        (folder / "README.md").write_text(
+            export_card(kind, source.name, recorded, auto), encoding="utf-8"
+        )
 
 
 def write_older_rotary(file: Path) -> None:
-    """Add `rope_theta`, `rope_scaling` and `partial_rotary_factor` to a config.json that has `rope_parameters` alone.
+    """Add `rope_theta`, `rope_scaling` and `partial_rotary_factor` to a config.json that has
+    `rope_parameters` alone.
 
-    A reader of the older entries would take its default for the base and compute another model without an error.
+    A reader of the older entries would take its default for the base and compute another model
+    without an error.
     """
     config = json.loads(file.read_text(encoding="utf-8"))
     for part in filter(None, (config, config.get("text_config"))):
         rest = dict(part.get("rope_parameters") or {})
         if "rope_theta" in rest:  # else they differ from layer to layer
-            older = {name: rest.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rest}
+            older = {
+                name: rest.pop(name)
+                for name in ("rope_theta", "partial_rotary_factor")
+                if name in rest
+            }
             if rest.get("rope_type", "default") != "default":
                 older["rope_scaling"] = rest
             part |= older | part

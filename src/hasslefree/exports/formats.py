@@ -1,4 +1,6 @@
-"""What an export writes: a dense model, a narrower dense one, or S with u v as a PEFT adapter of scaling 1 on it."""
+"""What an export writes: a dense model, a narrower dense one, or S with u v as a PEFT adapter of
+scaling 1 on it.
+"""
 
 import copy
 import json
@@ -33,7 +35,9 @@ def summed(layer: SparseLowRankLinear) -> Tensor:
 
 
 def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear], Tensor]) -> None:
-    """Replace every compressed layer one at a time, by one of the original kind with this (out, in) weight."""
+    """Replace every compressed layer one at a time, by one of the original kind with this (out, in)
+    weight.
+    """
     quantizer: Any = model.hf_quantizer
     quantizer.remove_quantization_config(model)
     with torch.device("meta"):
@@ -48,25 +52,33 @@ def make_plain(model: PreTrainedModel, weight_of: Callable[[SparseLowRankLinear]
     fuse_experts(model)
 
 
-def write_dense(model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str) -> dict[str, Path]:
-    """Write the model, which is changed in place, with S + u v as its weights; gives the folder by its kind."""
+def write_dense(
+    model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str
+) -> dict[str, Path]:
+    """Write the model, which is changed in place, with S + u v as its weights; gives the folder by
+    its kind.
+    """
     make_plain(model, summed)
     model.save_pretrained(part, max_shard_size=max_shard_size)
     return {"dense": part}
 
 
-# The layer that reads heads or neurons → the layers that compute them, by their names in Llama and similar models.
+# The layer that reads heads or neurons → the layers that compute them, by their names in Llama and
+# similar models.
 MAKERS = {
     "self_attn.o_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.down_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 
 
-def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str) -> dict[str, Path]:
+def write_narrow(
+    model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str
+) -> dict[str, Path]:
     """Write the model, which is changed in place, without the channels whose weights are all zero.
 
-    The input channels of o_proj are removed in units of all query heads of a key head, with the rows of q_proj, k_proj
-    and v_proj that compute them; those of down_proj with the rows of gate_proj and up_proj.
+    The input channels of o_proj are removed in units of all query heads of a key head, with the
+    rows of q_proj, k_proj and v_proj that compute them; those of down_proj with the rows of
+    gate_proj and up_proj.
     """
     make_plain(model, summed)
     blocks = find_blocks(model)
@@ -76,9 +88,9 @@ def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_sha
     counts["self_attn.o_proj"] = accepted_count(config, len(heads[0]), counts["self_attn.o_proj"])
     if all(counts[reader] == len(masks[0]) for reader, masks in kept.items()):
         raise ModelError(
-            "nothing to remove: every neuron is in use, and no attention head can be dropped; compress with "
-            f"{option('method', 'osscar')} {option('pattern', 'structured')} {option('rank', 0)} and a higher "
-            f"{option('sparsity')}"
+            "nothing to remove: every neuron is in use, and no attention head can be dropped;"
+            f" compress with {option('method', 'osscar')} {option('pattern', 'structured')}"
+            f" {option('rank', 0)} and a higher {option('sparsity')}"
         )
     for index, block in enumerate(blocks.modules):
         for reader in MAKERS:
@@ -92,21 +104,25 @@ def write_narrow(model: PreTrainedModel, part: Path, _destination: Path, max_sha
 
 
 def units_kept(block: nn.Module, reader: str) -> Tensor:
-    """(units,) bool: the heads (all that share a key head) or neurons with an entry in the layer that reads them."""
+    """(units,) bool: the heads (all that share a key head) or neurons with an entry in the layer
+    that reads them.
+    """
     try:
         modules: list[Any] = [block.get_submodule(name) for name in (*MAKERS[reader], reader)]
     except AttributeError:
         raise ModelError(
-            f"{type(block).__name__} does not have all of the modules {', '.join([*MAKERS[reader], reader])}, by which "
-            f"this export finds heads and neurons; use {option('to', 'dense')}"
+            f"{type(block).__name__} does not have all of the modules"
+            f" {', '.join([*MAKERS[reader], reader])}, by which this export finds heads and"
+            f" neurons; use {option('to', 'dense')}"
         ) from None
     *makers, layer = modules
     unit = head_unit(block, reader)
     units = layer.in_features // unit
     if any(maker.out_features % units for maker in makers):
         raise ModelError(
-            f"{option('to', 'narrow')} does not support {type(block).__name__}: {', '.join(MAKERS[reader])} do not "
-            f"split evenly into the {units} heads or neurons of {reader}; use {option('to', 'dense')}"
+            f"{option('to', 'narrow')} does not support {type(block).__name__}:"
+            f" {', '.join(MAKERS[reader])} do not split evenly into the {units} heads or neurons of"
+            f" {reader}; use {option('to', 'dense')}"
         )
     return (layer.weight != 0).any(0).view(units, unit).any(1)
 
@@ -116,22 +132,27 @@ def common_count(reader: str, kept: list[Tensor]) -> int:
     counts = [int(torch.count_nonzero(mask)) for mask in kept]
     if len(set(counts)) > 1 or not counts[0]:
         raise ModelError(
-            f"the blocks keep {', '.join(map(str, counts))} heads or neurons in {reader}, and a plain transformers "
-            f"model needs the same number, at least one, in every block; use {option('to', 'dense')}"
+            f"the blocks keep {', '.join(map(str, counts))} heads or neurons in {reader}, and a"
+            " plain transformers model needs the same number, at least one, in every block; use"
+            f" {option('to', 'dense')}"
         )
     return counts[0]
 
 
 def set_heads(config: Any, groups: int, count: int) -> None:
-    """Set the number of key heads to `count` instead of `groups`; each keeps its number of query heads."""
-    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    """Set the number of key heads to `count` instead of `groups`; each keeps its number of query
+    heads.
+    """
+    config.head_dim = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     config.num_attention_heads = config.num_attention_heads // groups * count
     config.num_key_value_heads = count
 
 
 def accepted_count(config: Any, groups: int, least: int) -> int:
-    """The least number of key heads, from `least` to `groups`, that transformers accepts: Llama's must divide the
-    hidden size, though nothing depends on that if head_dim is given."""
+    """The least number of key heads, from `least` to `groups`, that transformers accepts: Llama's
+    must divide the hidden size, though nothing depends on that if head_dim is given."""
     for count in range(least, groups):
         tried = copy.deepcopy(config)
         set_heads(tried, groups, count)
@@ -142,7 +163,9 @@ def accepted_count(config: Any, groups: int, least: int) -> int:
 
 
 def remove_units(block: nn.Module, reader: str, kept: Tensor) -> None:
-    """Remove the units that are not kept from the layer that reads them, and from the layers that compute them."""
+    """Remove the units that are not kept from the layer that reads them, and from the layers that
+    compute them.
+    """
     layer: Any = block.get_submodule(reader)
     columns = kept.repeat_interleave(layer.in_features // len(kept))
     layer.weight = nn.Parameter(layer.weight.detach()[:, columns].contiguous())
@@ -155,15 +178,22 @@ def remove_units(block: nn.Module, reader: str, kept: Tensor) -> None:
         maker.out_features = int(rows.sum())
 
 
-def write_adapter(model: PreTrainedModel, part: Path, destination: Path, max_shard_size: str) -> dict[str, Path]:
-    """Write the adapter into `part`, and the model of S into part/base. destination: the final path, for the base."""
+def write_adapter(
+    model: PreTrainedModel, part: Path, destination: Path, max_shard_size: str
+) -> dict[str, Path]:
+    """Write the adapter into `part`, and the model of S into part/base. destination: the final
+    path, for the base.
+    """
     if experts := [name for name in compressed_layers(model) if experts_of(model, name)]:
         raise ModelError(
-            f"{len(experts)} compressed layers belong to experts, such as {experts[0]}: PEFT adds adapters to linear "
-            f"layers, and the experts of {type(model).__name__} are not such modules; use {option('to', 'dense')}"
+            f"{len(experts)} compressed layers belong to experts, such as {experts[0]}: PEFT adds"
+            f" adapters to linear layers, and the experts of {type(model).__name__} are not such"
+            f" modules; use {option('to', 'dense')}"
         )
     if not (factors := factors_of(model)):
-        raise ModelError(f"every layer has rank 0: nothing to write as an adapter; use {option('to', 'dense')}")
+        raise ModelError(
+            f"every layer has rank 0: nothing to write as an adapter; use {option('to', 'dense')}"
+        )
     make_plain(model, SparseLowRankLinear.unpacked)
     model.save_pretrained(part / "base", max_shard_size=max_shard_size)
     return write_peft(model, factors, part, destination) | {"base": part / "base"}
@@ -178,23 +208,32 @@ def factors_of(model: PreTrainedModel) -> dict[str, tuple[Tensor, Tensor]]:
 def write_peft(
     model: PreTrainedModel, factors: dict[str, tuple[Tensor, Tensor]], part: Path, destination: Path
 ) -> dict[str, Path]:
-    """Write the adapter alone, for a model whose layers are plain ones again; nothing without factors."""
+    """Write the adapter alone, for a model whose layers are plain ones again; nothing without
+    factors.
+    """
     if not factors:
         return {}
     tensors: dict[str, Tensor] = {}
     for name, (u, v) in factors.items():
         # PEFT adds x Aᵀ Bᵀ · lora_alpha / r, with A: (r, in) and B: (out, r).
-        tensors |= {f"base_model.model.{name}.lora_{x}.weight": t.contiguous() for x, t in (("A", v), ("B", u))}
+        tensors |= {
+            f"base_model.model.{name}.lora_{x}.weight": t.contiguous()
+            for x, t in (("A", v), ("B", u))
+        }
     sites = find_sites(model)
     ranks = {name: len(v) for name, (_, v) in factors.items()}
-    config = adapter_config(ranks, str(destination / "base"), any(sites[name].transposed for name in ranks))
+    config = adapter_config(
+        ranks, str(destination / "base"), any(sites[name].transposed for name in ranks)
+    )
     (part / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     save_file(tensors, part / "adapter_model.safetensors", metadata={"format": "pt"})
     return {"peft": part}
 
 
 def adapter_config(ranks: dict[str, int], base: str, fan_in_fan_out: bool) -> dict[str, Any]:
-    """adapter_config.json: LoRA with lora_alpha = r in every layer, so that PEFT scales u v by exactly 1."""
+    """adapter_config.json: LoRA with lora_alpha = r in every layer, so that PEFT scales u v by
+    exactly 1.
+    """
     most = max(ranks.values())
     # PEFT takes these for regular expressions, which may start in the middle of a name.
     others = {f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != most}

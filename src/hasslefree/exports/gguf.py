@@ -1,4 +1,6 @@
-"""A GGUF file whose blocks hold the codes of S, and L as its adapter; the rest is a template's, a GGUF file of W."""
+"""A GGUF file whose blocks hold the codes of S, and L as its adapter; the rest is a template's, a
+GGUF file of W.
+"""
 
 import re
 from collections import Counter
@@ -11,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hasslefree.checkpoint.record import read_record
 from hasslefree.core.engines import block_of
 from hasslefree.errors import ModelError, option
 from hasslefree.exports.codes import check_layers, grid_of, numbers_of
 from hasslefree.exports.formats import summed
 from hasslefree.exports.template import Place, Template, find_matrices, find_vector
-from hasslefree.folder.record import read_record
 from hasslefree.models.sites import find_sites
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.packed.storage import unpack_codes
@@ -29,15 +31,24 @@ Layers = dict[str, SparseLowRankLinear]
 
 
 def write_gguf(
-    model: PreTrainedModel, part: Path, _destination: Path, _max_shard_size: str, *, template: Template
+    model: PreTrainedModel,
+    part: Path,
+    _destination: Path,
+    _max_shard_size: str,
+    *,
+    template: Template,
 ) -> dict[str, Path]:
     """Write model.gguf with S, and adapter.gguf with L unless every rank is 0."""
     layers = check_layers(model, "llama.cpp")
     for name, layer in layers.items():
-        if any((number.half().double() != number.double()).any() for number in numbers_of(layer, "llama.cpp")):
+        if any(
+            (number.half().double() != number.double()).any()
+            for number in numbers_of(layer, "llama.cpp")
+        ):
             raise ModelError(
-                f"layer {name} has quantisation scales or offsets that are too small or too large for GGUF's float16; "
-                f"compress again with {option('leave_dense', [name])}, or export with {option('to', 'dense')}"
+                f"layer {name} has quantisation scales or offsets that are too small or too large"
+                f" for GGUF's float16; compress again with {option('leave_dense', [name])}, or"
+                f" export with {option('to', 'dense')}"
             )
     places, changed = find_places(model, layers, template)
     write_model(layers, places, changed, template, part / "model.gguf")
@@ -49,7 +60,9 @@ def write_gguf(
 def find_places(
     model: PreTrainedModel, layers: Layers, template: Template
 ) -> tuple[dict[str, Place], dict[str, Tensor]]:
-    """Where each layer is in the template, and by their name there, the vectors that differ; or a ModelError."""
+    """Where each layer is in the template, and by their name there, the vectors that differ; or a
+    ModelError.
+    """
     sites, plain = find_sites(model), dict[str, Tensor]()
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[0] not in layers:
@@ -57,14 +70,18 @@ def find_places(
             plain[name] = parameter.detach() if site is None else site.weight()
     shapes: dict[str, tuple[int, ...]] = {name: layer.spec.shape for name, layer in layers.items()}
     shapes |= {name: tensor.shape for name, tensor in plain.items() if tensor.ndim == 2}
-    places = find_matrices(template, shapes, lambda name: summed(layers[name]) if name in layers else plain[name])
+    places = find_matrices(
+        template, shapes, lambda name: summed(layers[name]) if name in layers else plain[name]
+    )
     for name in shapes.keys() - layers.keys():
         place = places[name]
         if not template.holds(place.name, place.ordered(plain[name])):
             raise template.error(f"is of another model: {place.name} has other values than {name}")
     # The names of a block begin alike: model.layers.0. here, and blk.0. there.
     blocks = {begin(name): begin(place.name) for name, place in places.items() if begin(name)}
-    trained = read_record(Path(str(model.name_or_path))).predictions is not None  # vectors of blocks too
+    trained = (
+        read_record(Path(str(model.name_or_path))).predictions is not None
+    )  # vectors of blocks too
     changed: dict[str, Tensor] = {}
     for name, tensor in plain.items():
         if tensor.ndim != 2:
@@ -73,7 +90,9 @@ def find_places(
     for name, layer in layers.items():
         if layer.bias is not None:
             theirs = places[name].name.removesuffix("weight") + "bias"
-            changed |= find_vector(template, f"{name}.bias", theirs, places[name].ordered(layer.bias.detach()), trained)
+            changed |= find_vector(
+                template, f"{name}.bias", theirs, places[name].ordered(layer.bias.detach()), trained
+            )
     return places, changed
 
 
@@ -83,7 +102,11 @@ def begin(name: str) -> str:
 
 
 def write_model(
-    layers: Layers, places: dict[str, Place], changed: dict[str, Tensor], template: Template, path: Path
+    layers: Layers,
+    places: dict[str, Place],
+    changed: dict[str, Tensor],
+    template: Template,
+    path: Path,
 ) -> None:
     """The template, with S in the place of the weights of the layers, and other vectors."""
     from gguf import GGMLQuantizationType, LlamaFileType, quantize
@@ -93,21 +116,30 @@ def write_model(
     with written(path, template) as writer:
         for field in template.reader.fields.values():
             if field.name not in REPLACED and not field.name.startswith("GGUF."):
-                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=field.types[-1])
+                writer.add_key_value(
+                    field.name, field.contents(), field.types[0], sub_type=field.types[-1]
+                )
         writer.add_quantization_version(2)
-        writer.add_file_type(LlamaFileType[f"MOSTLY_{Counter(types.values()).most_common(1)[0][0]}"])
+        writer.add_file_type(
+            LlamaFileType[f"MOSTLY_{Counter(types.values()).most_common(1)[0][0]}"]
+        )
         for name, tensor in template.tensors.items():
             data, kind = tensor.data, tensor.tensor_type
             if name in ours:
                 layer, place = ours[name]
-                data, kind = place.ordered(blocks_of(layer)).numpy(), GGMLQuantizationType[types[name]]
+                data, kind = (
+                    place.ordered(blocks_of(layer)).numpy(),
+                    GGMLQuantizationType[types[name]],
+                )
             elif name in changed:
                 data = quantize(changed[name].numpy(), kind)
             writer.add_tensor(name, data, raw_dtype=kind)
 
 
 def write_adapter(layers: Layers, places: dict[str, Place], template: Template, path: Path) -> None:
-    """u and v, scaled by 1: llama.cpp scales by alpha over the rank of the layer, and by 1 if alpha is 0."""
+    """u and v, scaled by 1: llama.cpp scales by alpha over the rank of the layer, and by 1 if alpha
+    is 0.
+    """
     ranks = {layer.spec.rank for layer in layers.values()} - {0}
     with written(path, template) as writer:
         writer.add_type("adapter")
@@ -136,8 +168,8 @@ def written(path: Path, template: Template) -> Iterator[Any]:
 def blocks_of(layer: SparseLowRankLinear) -> Tensor:
     """S in the blocks of its type: (out, bytes) uint8.
 
-    A block has the scale, the minimum if any, the fifth bits of the codes if any, and the codes: 32 bytes, or 16 with
-    the low four bits of codes j and j + 16 in byte j.
+    A block has the scale, the minimum if any, the fifth bits of the codes if any, and the codes: 32
+    bytes, or 16 with the low four bits of codes j and j + 16 in byte j.
     """
     grid = grid_of(layer)
     kind = str(block_of(grid))
@@ -146,7 +178,10 @@ def blocks_of(layer: SparseLowRankLinear) -> Tensor:
     codes = codes.view(len(scale), -1, 32).short()
     if not grid.offset:
         codes += (ZEROS[kind] - second).short().unsqueeze(-1)
-    parts = [number.half().unsqueeze(-1).view(torch.uint8) for number in (scale, second)[: 1 + grid.offset]]
+    parts = [
+        number.half().unsqueeze(-1).view(torch.uint8)
+        for number in (scale, second)[: 1 + grid.offset]
+    ]
     if kind == "Q8_0":
         parts.append(codes.to(torch.int8).view(torch.uint8))
     else:

@@ -1,4 +1,5 @@
-"""S on a grid as other programs store it, and L as an adapter of theirs: compressed-tensors with PEFT, and MLX.
+"""S on a grid as other programs store it, and L as an adapter of theirs: compressed-tensors with
+PEFT, and MLX.
 
 Both write the adapter into the folder and the model of S into `base`, as the PEFT export does.
 """
@@ -25,23 +26,38 @@ Packed = dict[str, dict[str, Tensor]]
 def write_compressed_tensors(
     model: PreTrainedModel, part: Path, destination: Path, max_shard_size: str
 ) -> dict[str, Path]:
-    """Write S in the pack-quantized layout of compressed-tensors into part/base, and L for PEFT into `part`."""
+    """Write S in the pack-quantized layout of compressed-tensors into part/base, and L for PEFT
+    into `part`.
+    """
     packed: Packed = {}
     schemes: dict[str, dict[str, Any]] = {}
     for name, layer in check_layers(model, "vllm").items():
         grid, group = grid_of(layer), group_of(layer, "vllm")
-        schemes[name] = {"num_bits": grid.bits, "type": "int", "symmetric": grid.symmetric, "dynamic": False}
-        schemes[name] |= {"strategy": "group", "group_size": group} if grid.group else {"strategy": "channel"}
+        schemes[name] = {
+            "num_bits": grid.bits,
+            "type": "int",
+            "symmetric": grid.symmetric,
+            "dynamic": False,
+        }
+        schemes[name] |= (
+            {"strategy": "group", "group_size": group} if grid.group else {"strategy": "channel"}
+        )
         # Zeros are packed along the outputs: a column is that of a group.
         grouped = {"weight_scale": layer.get_parameter("weight_scale").detach()}
-        grouped |= {} if grid.symmetric else {"weight_zero_point": layer.get_buffer("weight_zero_point")}
+        grouped |= (
+            {} if grid.symmetric else {"weight_zero_point": layer.get_buffer("weight_zero_point")}
+        )
         times = grid.group // group if grid.group else 1
         packed[name] = {key: tensor.repeat_interleave(times, 1) for key, tensor in grouped.items()}
         packed[name]["weight_packed"] = layer.tensors()["weight_packed"]
         packed[name]["weight_shape"] = torch.tensor(layer.spec.shape)
     # Compressed layers are no nn.Linear.
     dense = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    status = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+    status = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+    }
     config = {**status, "config_groups": config_groups(schemes), "ignore": dense}
     factors = factors_of(model)
     write_base(model, packed, part / "base", max_shard_size, {"quantization_config": config})
@@ -58,10 +74,13 @@ def config_groups(schemes: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {f"group_{index}": group for index, group in enumerate(groups)}
 
 
-def write_mlx(model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str) -> dict[str, Path]:
+def write_mlx(
+    model: PreTrainedModel, part: Path, _destination: Path, max_shard_size: str
+) -> dict[str, Path]:
     """Write S in MLX's affine layout into part/base, and L as an adapter of mlx-lm into `part`.
 
-    MLX packs codes as `weight_packed` does, for all bits. The adapter has one rank: lower ones get zeros.
+    MLX packs codes as `weight_packed` does, for all bits. The adapter has one rank: lower ones get
+    zeros.
     """
     packed: Packed = {}
     forms: dict[str, Any] = {}
@@ -70,7 +89,11 @@ def write_mlx(model: PreTrainedModel, part: Path, _destination: Path, max_shard_
         forms[name] = {"group_size": group_of(layer, "mlx"), "bits": grid.bits}
         words = layer.tensors()["weight_packed"].view(torch.uint32)
         # The zero of a symmetric grid is a power of two: its product with the scale is exact.
-        packed[name] = {"weight": words, "scales": scale, "biases": second if grid.offset else -second * scale}
+        packed[name] = {
+            "weight": words,
+            "scales": scale,
+            "biases": second if grid.offset else -second * scale,
+        }
     folders = write_mlx_adapter(factors_of(model), part)
     usual = max(forms.values(), key=list(forms.values()).count)
     config = {"quantization": usual | {name: form for name, form in forms.items() if form != usual}}
@@ -95,14 +118,22 @@ def write_mlx_adapter(factors: dict[str, tuple[Tensor, Tensor]], part: Path) -> 
 
 
 def write_base(
-    model: PreTrainedModel, packed: Packed, folder: Path, max_shard_size: str, config: dict[str, Any]
+    model: PreTrainedModel,
+    packed: Packed,
+    folder: Path,
+    max_shard_size: str,
+    config: dict[str, Any],
 ) -> None:
-    """Write the model, changed in place, with `packed` for the compressed weights and `config` in config.json."""
+    """Write the model, changed in place, with `packed` for the compressed weights and `config` in
+    config.json.
+    """
     make_plain(model, lambda layer: torch.empty(layer.spec.shape, dtype=model.dtype, device="meta"))
-    if transposed := [name for name, site in find_sites(model).items() if site.transposed and name in packed]:
+    if transposed := [
+        name for name, site in find_sites(model).items() if site.transposed and name in packed
+    ]:
         raise ModelError(
-            f"layer {transposed[0]} stores its weight as (in, out), for which this format has no packed layout; use "
-            f"{option('to', 'gguf')} or {option('to', 'dense')}"
+            f"layer {transposed[0]} stores its weight as (in, out), for which this format has no"
+            f" packed layout; use {option('to', 'gguf')} or {option('to', 'dense')}"
         )
     tensors = model.state_dict()
     for name, parts in packed.items():

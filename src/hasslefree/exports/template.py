@@ -1,8 +1,11 @@
-"""A dense model in a GGUF file: what it holds, and where in it the tensors of a compressed model are.
+"""A dense model in a GGUF file: what it holds, and where in it the tensors of a compressed model
+are.
 
-No architecture is known here. A converter may permute the rows of a matrix, as llama.cpp's does for rotary embeddings,
-and it renames everything: matrices and the order of their rows are found by their values. The file has the dense
-weight W of each layer, and S + u v, which approximates it, is nearer to its own W than to any other matrix.
+No architecture is known here. A converter may permute the rows of a matrix, as llama.cpp's does for
+rotary embeddings,
+and it renames everything: matrices and the order of their rows are found by their values. The file
+has the dense weight W of each layer, and S + u v, which approximates it, is nearer to its own W
+than to any other matrix.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,10 +21,12 @@ from hasslefree.errors import ModelError, option
 
 # Types of tensors in a file that is not quantised, with their dtypes.
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Sums over rows that have at least this cosine may belong to the same matrix; unrelated ones have about 0.
+# Sums over rows that have at least this cosine may belong to the same matrix; unrelated ones have
+# about 0.
 LIKE = 0.5
-# A row is in its place if its squared distance from the row there is at most this share of that row's squares; and a
-# vector that was trained, if its distance is at most this share of the norm there.
+# A row is in its place if its squared distance from the row there is at most this share of that
+# row's squares; and a vector that was trained, if its distance is at most this share of the norm
+# there.
 NEAR = 0.5
 # Rows that differ by less than this share of their norm are alike, but for rounding.
 ROUNDING = 2**-7
@@ -44,11 +49,15 @@ class Template:
     def values(self, name: str) -> Tensor:
         """A tensor in float32, in the shape above."""
         tensor = self.tensors[name]
-        flat = torch.frombuffer(bytearray(tensor.data.tobytes()), dtype=PLAIN[tensor.tensor_type.name])
+        flat = torch.frombuffer(
+            bytearray(tensor.data.tobytes()), dtype=PLAIN[tensor.tensor_type.name]
+        )
         return flat.float().view(self.shape(name))
 
     def holds(self, name: str, ours: Tensor, shift: int = 0) -> bool:
-        """Whether a tensor is ours plus a number, but for the rounding of one to the dtype of the other."""
+        """Whether a tensor is ours plus a number, but for the rounding of one to the dtype of the
+        other.
+        """
         theirs, kind = self.values(name), PLAIN[self.tensors[name].tensor_type.name]
         return torch.equal((ours.float() + shift).to(kind).float(), theirs) or torch.equal(
             (theirs - shift).to(ours.dtype), ours
@@ -56,23 +65,27 @@ class Template:
 
     def error(self, problem: str) -> ModelError:
         return ModelError(
-            f"the template {self.path} {problem}; make the template with llama.cpp's convert_hf_to_gguf.py, "
-            "--outtype bf16, from the dense model that was compressed"
+            f"the template {self.path} {problem}; make the template with llama.cpp's"
+            " convert_hf_to_gguf.py, --outtype bf16, from the dense model that was compressed"
         )
 
 
 def read_template(path: str | Path | None) -> Template:
-    """Open a template. Raises a ModelError if it is none: missing, not a GGUF file, quantised, or in parts."""
+    """Open a template. Raises a ModelError if it is none: missing, not a GGUF file, quantised, or
+    in parts.
+    """
     if path is None:
         raise ModelError(
-            f"{option('to', 'gguf')} needs {option('template')}, a GGUF file of the dense model, as llama.cpp's "
-            "convert_hf_to_gguf.py with --outtype bf16 writes it"
+            f"{option('to', 'gguf')} needs {option('template')}, a GGUF file of the dense model, as"
+            " llama.cpp's convert_hf_to_gguf.py with --outtype bf16 writes it"
         )
     try:
         from gguf import GGUFReader
     except ImportError:
         remedy = 'pip install "hasslefree[gguf]"'
-        raise ModelError(f"{option('to', 'gguf')} needs the package gguf, which is not installed: {remedy}") from None
+        raise ModelError(
+            f"{option('to', 'gguf')} needs the package gguf, which is not installed: {remedy}"
+        ) from None
     empty = Template(Path(path), None, {})
     try:
         if not empty.path.is_file():  # a pipe would be waited for
@@ -87,7 +100,9 @@ def read_template(path: str | Path | None) -> Template:
         raise template.error("is one of several parts")
     for tensor in reader.tensors:
         if tensor.tensor_type.name not in PLAIN:
-            raise template.error(f"is quantised already: {tensor.name} has the type {tensor.tensor_type.name}")
+            raise template.error(
+                f"is quantised already: {tensor.name} has the type {tensor.tensor_type.name}"
+            )
     return template
 
 
@@ -106,16 +121,22 @@ class Place:
 def find_matrices(
     template: Template, shapes: Mapping[str, tuple[int, ...]], values: Callable[[str], Tensor]
 ) -> dict[str, Place]:
-    """Where the matrices (out, in) of ours are in the template. Raises a ModelError if that is not clear of one."""
+    """Where the matrices (out, in) of ours are in the template. Raises a ModelError if that is not
+    clear of one.
+    """
     places: dict[str, Place] = {}
     for shape in dict.fromkeys(shapes.values()):
         ours = [name for name in shapes if shapes[name] == shape]
         theirs = [name for name in template.tensors if template.shape(name) == shape]
         if len(theirs) < len(ours):
             raise template.error(
-                f"has {len(theirs)} matrices of {shape[0]}×{shape[1]}, and the model has {len(ours)}, such as {ours[0]}"
+                f"has {len(theirs)} matrices of {shape[0]}×{shape[1]}, and the model has"
+                f" {len(ours)}, such as {ours[0]}"
             )
-        sums = [values(name).float().sum(0) for name in ours], [template.values(name).sum(0) for name in theirs]
+        sums = (
+            [values(name).float().sum(0) for name in ours],
+            [template.values(name).sum(0) for name in theirs],
+        )
         first, second = (F.normalize(torch.stack(vectors), dim=1) for vectors in sums)
         likeness = first @ second.T
         for index, name in enumerate(ours):
@@ -124,13 +145,17 @@ def find_matrices(
                 raise template.error(f"is of another model: none of its matrices is clearly {name}")
             rows = row_order(values(name).float(), template.values(theirs[best]))
             if rows is None:
-                raise template.error(f"is of another model: {theirs[best]} has other values than {name}")
+                raise template.error(
+                    f"is of another model: {theirs[best]} has other values than {name}"
+                )
             places[name] = Place(theirs[best], rows)
     return places
 
 
 def row_order(ours: Tensor, theirs: Tensor) -> Tensor | None:
-    """The rows of ours (out, in) that are those of theirs, mutually nearest, as in `Place`; None if not clear."""
+    """The rows of ours (out, in) that are those of theirs, mutually nearest, as in `Place`; None if
+    not clear.
+    """
     same = torch.arange(len(ours))
     if in_place(ours, theirs):
         return same
@@ -139,9 +164,13 @@ def row_order(ours: Tensor, theirs: Tensor) -> Tensor | None:
 
 
 def in_place(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether each row of ours is near the same row of theirs. A row of zeros is near what is almost zero."""
+    """Whether each row of ours is near the same row of theirs. A row of zeros is near what is
+    almost zero.
+    """
     energy = theirs.square().sum(1)
-    return bool(((ours - theirs).square().sum(1) <= NEAR * energy + ROUNDING**2 * energy.mean()).all())
+    return bool(
+        ((ours - theirs).square().sum(1) <= NEAR * energy + ROUNDING**2 * energy.mean()).all()
+    )
 
 
 def nearest_rows(rows: Tensor, among: Tensor) -> Tensor:
@@ -150,11 +179,14 @@ def nearest_rows(rows: Tensor, among: Tensor) -> Tensor:
     return torch.cat([(chunk @ among.T - half).argmax(1) for chunk in rows.split(CHUNK)])
 
 
-def find_vector(template: Template, name: str, begin: str, ours: Tensor, trained: bool) -> dict[str, Tensor]:
-    """The new values of the tensor in the template that is this vector, float32; nothing if they are the same.
+def find_vector(
+    template: Template, name: str, begin: str, ours: Tensor, trained: bool
+) -> dict[str, Tensor]:
+    """The new values of the tensor in the template that is this vector, float32; nothing if they
+    are the same.
 
-    begin: of its name there. trained: whether it may have moved a little since it was dense. Raises a ModelError if no
-    tensor is clearly it.
+    begin: of its name there. trained: whether it may have moved a little since it was dense. Raises
+    a ModelError if no tensor is clearly it.
     """
     found = []
     for theirs, tensor in template.tensors.items():
@@ -163,7 +195,13 @@ def find_vector(template: Template, name: str, begin: str, ours: Tensor, trained
             for shift in (0, 1):  # the converter adds 1 to the gains of Gemma
                 moved = ours.view(values.shape).float() + shift
                 distance = float((moved - values).norm() / values.norm().clamp_min(1e-30))
-                found.append((0.0 if template.holds(theirs, ours.view_as(values), shift) else distance, theirs, moved))
+                found.append(
+                    (
+                        0.0 if template.holds(theirs, ours.view_as(values), shift) else distance,
+                        theirs,
+                        moved,
+                    )
+                )
     found.sort(key=lambda each: each[0])
     most = NEAR if trained else 0.0
     if not found or found[0][0] > most or (len(found) > 1 and found[1][0] < 2 * found[0][0]):

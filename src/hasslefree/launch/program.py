@@ -1,7 +1,8 @@
-"""Find a Python program and run it with hasslefree's format registered, in it and in the processes that it starts.
+"""Find a Python program and run it with hasslefree's format registered, in it and in the processes
+that it starts.
 
-Python imports the module `sitecustomize` when it starts. The folder `site` holds one that imports hasslefree, and
-PYTHONPATH, which child processes inherit, names that folder.
+Python imports the module `sitecustomize` when it starts. The folder `site` holds one that imports
+hasslefree, and PYTHONPATH, which child processes inherit, names that folder.
 """
 
 import importlib.util
@@ -22,7 +23,9 @@ EXTRAS = {"lm_eval": "eval", "lm-eval": "eval", "vllm": "vllm"}
 
 
 def run_program(name: str, arguments: Sequence[str]) -> None:
-    """Replace this process by a console script, a module or a .py file, with these arguments and its exit code."""
+    """Replace this process by a console script, a module or a .py file, with these arguments and
+    its exit code.
+    """
     path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
     command, environment = [*program_command(name), *arguments], {**os.environ, "PYTHONPATH": path}
     if os.name == "nt":  # exec on Windows returns to the shell before the program ends
@@ -31,7 +34,9 @@ def run_program(name: str, arguments: Sequence[str]) -> None:
 
 
 def program_command(name: str) -> list[str]:
-    """The words that start a program: the path of its script, or this interpreter with a file or a module."""
+    """The words that start a program: the path of its script, or this interpreter with a file or a
+    module.
+    """
     if name.endswith(".py"):
         if not Path(name).is_file():
             raise ProgramError(f"there is no file {name}; give the path of a Python script")
@@ -41,16 +46,22 @@ def program_command(name: str) -> list[str]:
         return [script]
     if not is_runnable(name):
         extra = EXTRAS.get(name)
-        remedy = f'pip install "hasslefree[{extra}]"' if extra else "pip install the package that provides it"
+        remedy = (
+            f'pip install "hasslefree[{extra}]"'
+            if extra
+            else "pip install the package that provides it"
+        )
         raise ProgramError(
-            f"there is no program {name!r}: neither a script in {scripts} nor a module that {sys.executable} -m runs; "
-            f"check the name, or {remedy}"
+            f"there is no program {name!r}: neither a script in {scripts} nor a module that"
+            f" {sys.executable} -m runs; check the name, or {remedy}"
         )
     return [sys.executable, "-m", name]
 
 
 def is_runnable(module: str) -> bool:
-    """Whether `python -m` runs a module of this name: a plain module, or a package with __main__."""
+    """Whether `python -m` runs a module of this name: a plain module, or a package with
+    __main__.
+    """
     sys.path.insert(0, os.getcwd())  # as `python -m` looks there first
     try:
         spec = importlib.util.find_spec(module)
@@ -59,4 +70,6 @@ def is_runnable(module: str) -> bool:
     finally:
         del sys.path[0]
     inside = None if spec is None else spec.submodule_search_locations
-    return spec is not None and (inside is None or PathFinder.find_spec(f"{module}.__main__", inside) is not None)
+    return spec is not None and (
+        inside is None or PathFinder.find_spec(f"{module}.__main__", inside) is not None
+    )

@@ -1,4 +1,6 @@
-"""The hidden states between two blocks, for all calibration segments: on the device, in RAM or in a file."""
+"""The hidden states between two blocks, for all calibration segments: on the device, in RAM or in a
+file.
+"""
 
 import math
 import os
@@ -24,18 +26,26 @@ def check_storage(storage: str) -> None:
 class Activations:
     """Hidden states (samples, tokens, width), read and replaced a few segments at a time.
 
-    shape: (samples, tokens, width). device: where segments are handed out. storage: "device", "cpu" (RAM), or "disk": a
-    file without a name in `folder`, mapped into memory, which is gone with the process.
+    shape: (samples, tokens, width). device: where segments are handed out. storage: "device", "cpu"
+    (RAM), or "disk": a file without a name in `folder`, mapped into memory, which is gone with the
+    process.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, storage: str, folder: Path
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        storage: str,
+        folder: Path,
     ):
         self.device, self.storage, self.folder = device, storage, folder
         if storage == "disk" and shape[0]:
             self.states = _in_file(shape, dtype, folder)
         else:
-            self.states = torch.empty(shape, dtype=dtype, device=device if storage == "device" else "cpu")
+            self.states = torch.empty(
+                shape, dtype=dtype, device=device if storage == "device" else "cpu"
+            )
 
     def copy(self) -> Self:
         shape = (len(self), self.states.shape[1], self.states.shape[2])
@@ -47,7 +57,9 @@ class Activations:
         return len(self.states)
 
     def __getitem__(self, index: int | slice) -> Tensor:
-        """(segments, tokens, width), on the device. Raises an IndexError past the end, where a loop stops."""
+        """(segments, tokens, width), on the device. Raises an IndexError past the end, where a loop
+        stops.
+        """
         states = self.states[index]
         return (states if isinstance(index, slice) else states.unsqueeze(0)).to(self.device)
 
@@ -56,7 +68,9 @@ class Activations:
         self.states[index].copy_(states if isinstance(index, slice) else states.squeeze(0))
 
     def batches(self, tokens: int) -> Iterator[slice]:
-        """All segments, as many at a time as have at most `tokens` tokens together, and at least one."""
+        """All segments, as many at a time as have at most `tokens` tokens together, and at least
+        one.
+        """
         count = max(tokens // self.states.shape[1], 1)
         for first in range(0, len(self), count):
             yield slice(first, first + count)
@@ -66,12 +80,16 @@ def _in_file(shape: tuple[int, int, int], dtype: torch.dtype, folder: Path) -> T
     size = math.prod(shape) * dtype.itemsize
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
-            if hasattr(os, "posix_fallocate"):  # disk blocks are taken now: a full disk would be a SIGBUS later
+            if hasattr(
+                os, "posix_fallocate"
+            ):  # disk blocks are taken now: a full disk would be a SIGBUS later
                 os.posix_fallocate(file.fileno(), 0, size)
             else:  # macOS
                 os.truncate(file.fileno(), size)
             # Mapped, it needs neither its name nor a descriptor, of which a process has few.
-            return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+            return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(
+                shape
+            )
     except OSError as error:
         raise OutputError(
             f"no room for {size / 1e6:,.0f} MB of activations in {folder}: {error}; "

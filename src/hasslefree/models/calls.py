@@ -19,16 +19,19 @@ class Stop(Exception):  # noqa: N818 (not an error: it ends a forward pass early
 
 @dataclass(frozen=True)
 class BlockCall:
-    """The arguments of a block in addition to the hidden states: masks, positions, rotary embeddings.
+    """The arguments of a block in addition to the hidden states: masks, positions, rotary
+    embeddings.
 
-    Hidden states are (segments, tokens, width), whatever shape they have in the model. Further arguments that depend on
-    the text are stored as additional columns of the hidden states.
+    Hidden states are (segments, tokens, width), whatever shape they have in the model. Further
+    arguments that depend on the text are stored as additional columns of the hidden states.
 
     Args:
-        outputs: length of the tuple or list that the block returns, hidden states first; 0 if it returns a tensor.
-        batched: whether several segments together give the same outputs as one at a time, with these arguments.
-        shape: of the hidden states of a token in the model, where it is not (width,). first: whether the first axis of
-            that shape precedes the axis of segments there.
+        outputs: length of the tuple or list that the block returns, hidden states first; 0 if it
+            returns a tensor.
+        batched: whether several segments together give the same outputs as one at a time, with
+            these arguments.
+        shape: of the hidden states of a token in the model, where it is not (width,). first:
+            whether the first axis of that shape precedes the axis of segments there.
         extra: the additional columns; None where there are none.
     """
 
@@ -45,11 +48,14 @@ class BlockCall:
         return states if self.extra is None else states[..., : self.extra.width]
 
     def run(self, block: nn.Module, states: Tensor) -> Tensor:
-        """The block's output for hidden states (segments, tokens, width), in their dtype, with gradients if enabled.
+        """The block's output for hidden states (segments, tokens, width), in their dtype, with
+        gradients if enabled.
 
         If the dtype of the states is not the block's, call it within `precision.computing`.
         """
-        parts = [self._run(block, part) for part in states.split(len(states) if self.batched else 1)]
+        parts = [
+            self._run(block, part) for part in states.split(len(states) if self.batched else 1)
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _run(self, block: nn.Module, states: Tensor) -> Tensor:
@@ -58,7 +64,9 @@ class BlockCall:
             arguments = self.extra.arguments(arguments, states)
         arguments = rebuilt(arguments, partial(cast, states.dtype))
         args = [arguments[index] for index in range(len(self.args))]
-        output = block(self.as_called(states), *args, **{name: arguments[name] for name in self.kwargs})
+        output = block(
+            self.as_called(states), *args, **{name: arguments[name] for name in self.kwargs}
+        )
         hidden, *others = output if isinstance(output, tuple | list) else (output,)
         after = self.as_rows(hidden).to(states.dtype)
         return after if self.extra is None else self.extra.after(states, after, others, arguments)
@@ -97,12 +105,15 @@ def shaped(call: BlockCall, hidden: Tensor) -> BlockCall:
     if hidden.ndim <= 3:
         if len(hidden) > 1:
             raise ModelError(
-                f"the blocks are called with hidden states of shape {tuple(hidden.shape)} for one segment of text, "
-                "expected (1, tokens, width); models of this kind are not supported"
+                f"the blocks are called with hidden states of shape {tuple(hidden.shape)} for one"
+                " segment of text, expected (1, tokens, width); models of this kind are not"
+                " supported"
             )
         return call
     first = len(hidden) > 1
-    return replace(call, shape=tuple((hidden.movedim(0, 2) if first else hidden).shape[2:]), first=first)
+    return replace(
+        call, shape=tuple((hidden.movedim(0, 2) if first else hidden).shape[2:]), first=first
+    )
 
 
 def cast(dtype: torch.dtype, path: Any, leaf: Any) -> Any:

@@ -21,16 +21,26 @@ from transformers import (
 from transformers.integrations import accelerate
 from transformers.models.auto import modeling_auto
 
-from hasslefree.checkpoint import MOST_BYTES, TensorFile, read_json, weight_map
 from hasslefree.errors import CheckpointError, HasslefreeError, ModelError, UnknownNameError, option
+from hasslefree.files import MOST_BYTES, TensorFile, read_json, weight_map
 from hasslefree.models.calls import replaced
 from hasslefree.validation import Dtype
 
-# By type of model, the class that takes text alone, and the one that takes images or sound beside it.
+# By type of model, the class that takes text alone, and the one that takes images or sound beside
+# it.
 CAUSAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
-# Files of a folder that transformers reads whole, and the most layers or experts that one of them may ask for.
-SETTINGS = ("*config.json", "*token*.json", "*.index.json", "vocab*", "merges.txt", "*.model", "chat_template*")
+# Files of a folder that transformers reads whole, and the most layers or experts that one of them
+# may ask for.
+SETTINGS = (
+    "*config.json",
+    "*token*.json",
+    "*.index.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+)
 MOST_MODULES = 4096
 AGAIN = "if one of its files is damaged or truncated, download or copy it again"
 
@@ -60,12 +70,15 @@ def check_name(name: str) -> None:
     if name.endswith(".gguf"):
         file = Path(name)
         raise ModelError(
-            f"{name} is a GGUF file; convert it to a model folder first: AutoModelForCausalLM.from_pretrained("
-            f"{str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(FOLDER), and the same with AutoTokenizer "
-            "(transformers needs the package gguf for this)"
+            f"{name} is a GGUF file; convert it to a model folder first:"
+            f" AutoModelForCausalLM.from_pretrained({str(file.parent)!r},"
+            f" gguf_file={file.name!r}).save_pretrained(FOLDER), and the same with AutoTokenizer"
+            " (transformers needs the package gguf for this)"
         )
     if Path(name).is_file():
-        raise ModelError(f"{name} is a file; give the folder of a model, with config.json and weights")
+        raise ModelError(
+            f"{name} is a file; give the folder of a model, with config.json and weights"
+        )
     if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise ModelError(f"the model folder {name} does not exist; check its path")
     for file in (file for pattern in SETTINGS for file in Path(name).glob(pattern)):
@@ -73,49 +86,71 @@ def check_name(name: str) -> None:
 
 
 def check_settings(file: Path) -> None:
-    """Raise a CheckpointError if reading a file, or building the model that it describes, would not end."""
+    """Raise a CheckpointError if reading a file, or building the model that it describes, would not
+    end.
+    """
     if file.name != "config.json":
         if not file.is_file() or file.stat().st_size > MOST_BYTES:
-            raise CheckpointError(f"{file} is no regular file, or larger than {MOST_BYTES:,} bytes; download it again")
+            raise CheckpointError(
+                f"{file} is no regular file, or larger than {MOST_BYTES:,} bytes; download it again"
+            )
         return
     parts = [read_json(file)]
     for part in parts:
         parts += [value for value in part.values() if isinstance(value, dict)]
         for key, value in part.items():
-            if isinstance(value, int) and value > MOST_MODULES and re.search("layer|experts$|num_labels", key):
-                raise CheckpointError(f"{file}: {key} is {value:.4g}, which no model has; download or copy it again")
+            if (
+                isinstance(value, int)
+                and value > MOST_MODULES
+                and re.search("layer|experts$|num_labels", key)
+            ):
+                raise CheckpointError(
+                    f"{file}: {key} is {value:.4g}, which no model has; download or copy it again"
+                )
 
 
 @contextmanager
 def loading(what: str, remedy: str) -> Iterator[None]:
-    """Turn whatever transformers raises about a folder into a CheckpointError. what: could not be done."""
+    """Turn whatever transformers raises about a folder into a CheckpointError. what: could not be
+    done.
+    """
     try:
-        with replaced(modeling_utils, "safe_open", TensorFile), replaced(accelerate, "safe_open", TensorFile):
+        with (
+            replaced(modeling_utils, "safe_open", TensorFile),
+            replaced(accelerate, "safe_open", TensorFile),
+        ):
             yield
     except (HasslefreeError, MemoryError, torch.OutOfMemoryError, BrokenPipeError):
         raise
     except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of tokenizers, in Rust
+        if (
+            isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        ):  # of tokenizers, in Rust
             raise CheckpointError(f"{what}: {first_line(error)}; {remedy}") from error
         raise
 
 
 def no_model(name: str, error: Exception) -> ModelError:
-    """The error for a name that transformers does not know. error: from transformers, with that of the hub as cause."""
+    """The error for a name that transformers does not know. error: from transformers, with that of
+    the hub as cause.
+    """
     if Path(name).is_dir():
-        return ModelError(f"no model at {name!r}: {first_line(error)}; give a folder with config.json and weights")
+        return ModelError(
+            f"no model at {name!r}: {first_line(error)}; give a folder with config.json and weights"
+        )
     if isinstance(error.__cause__, GatedRepoError):
         return ModelError(
-            f"{name!r} is gated: accept its licence at https://huggingface.co/{name}, then run `hf auth login`"
+            f"{name!r} is gated: accept its licence at https://huggingface.co/{name}, then run `hf"
+            " auth login`"
         )
     if isinstance(error.__cause__, RepositoryNotFoundError):
         return ModelError(
-            f"{name!r} is neither a local folder nor a model that you can see on the hub: check the spelling; if the "
-            "model is private, run `hf auth login` with a token that can read it"
+            f"{name!r} is neither a local folder nor a model that you can see on the hub: check the"
+            " spelling; if the model is private, run `hf auth login` with a token that can read it"
         )
     return ModelError(
-        f"{name!r} is no folder here, and as a name on the hub it cannot be loaded: {first_line(error).rstrip('.')}; "
-        "check name and network"
+        f"{name!r} is no folder here, and as a name on the hub it cannot be loaded:"
+        f" {first_line(error).rstrip('.')}; check name and network"
     )
 
 
@@ -125,10 +160,15 @@ def check_reads_text(name: str, config: Any) -> None:
     if kind is None:  # transformers says so itself when the model is made
         return
     forward = inspect.signature(kind.forward).parameters if "forward" in dir(kind) else {}
-    needed = {key for key, each in forward.items() if each.default is each.empty and "VAR_" not in each.kind.name}
+    needed = {
+        key
+        for key, each in forward.items()
+        if each.default is each.empty and "VAR_" not in each.kind.name
+    }
     if "input_ids" not in forward or needed - {"self", "input_ids"}:
         raise ModelError(
-            f"{name} is a {kind.__name__}, which needs more inputs than text; hasslefree compresses language models"
+            f"{name} is a {kind.__name__}, which needs more inputs than text; hasslefree compresses"
+            " language models"
         )
 
 
@@ -144,7 +184,9 @@ def auto_class(config: Any) -> Any:
 def refuse_compressed(config: Any, name: str) -> None:
     """Raise a ModelError if a model is quantised or compressed already."""
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{name} is already quantised or compressed; start from the original checkpoint")
+        raise ModelError(
+            f"{name} is already quantised or compressed; start from the original checkpoint"
+        )
 
 
 def load_model(
@@ -168,12 +210,21 @@ def load_shapes(name: str, dtype: str = "auto", trust_remote_code: bool = False)
     """The model without weights: every parameter is on the meta device. No weight file is read."""
     config = load_config(name, trust_remote_code)
     chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    with loading(f"the model {name!r} could not be built from its config.json", AGAIN), torch.device("meta"):
-        return auto_class(config).from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
+    with (
+        loading(f"the model {name!r} could not be built from its config.json", AGAIN),
+        torch.device("meta"),
+    ):
+        return auto_class(config).from_config(
+            config, dtype=chosen, trust_remote_code=trust_remote_code
+        )
 
 
-def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model in evaluation mode, its parameters still in files; those to convert in `folder`, which must last."""
+def load_on_disk(
+    name: str, dtype: str, folder: Path, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model in evaluation mode, its parameters still in files; those to convert in `folder`,
+    which must last.
+    """
     where = {"device_map": {"": "disk"}, "offload_folder": str(folder)}
     # accelerate warns that weights stay on the disk, which is wanted here.
     with replaced(logging.getLogger("accelerate.big_modeling"), "disabled", True):
@@ -183,19 +234,27 @@ def load_on_disk(name: str, dtype: str, folder: Path, trust_remote_code: bool = 
 def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
     auto = auto_class(load_config(name, trust_remote_code))
     weight_map(folder := Path(name))
-    if folder.is_dir() and not any(folder.glob("*.safetensors")) and any(folder.glob("pytorch_model*.bin")):
+    if (
+        folder.is_dir()
+        and not any(folder.glob("*.safetensors"))
+        and any(folder.glob("pytorch_model*.bin"))
+    ):
         raise ModelError(
-            f"{name} has its weights in pickle files (pytorch_model.bin), which can run any code when they are loaded; "
-            "if you trust them, convert them to safetensors: "
-            f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)"
+            f"{name} has its weights in pickle files (pytorch_model.bin), which can run any code"
+            " when they are loaded; if you trust them, convert them to safetensors:"
+            f" AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)"
         )
     with loading(f"the model {name!r} could not be loaded", AGAIN):
-        how |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}  # pickles are programs
+        how |= {
+            "trust_remote_code": trust_remote_code,
+            "use_safetensors": True,
+        }  # pickles are programs
         model, info = auto.from_pretrained(name, output_loading_info=True, **how)
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
-            f"the checkpoint {name!r} lacks {len(missing)} tensors of a {type(model).__name__}: "
-            f"{', '.join(missing[:6])}; use a checkpoint of this class, or download or copy it again"
+            f"the checkpoint {name!r} lacks {len(missing)} tensors of a {type(model).__name__}:"
+            f" {', '.join(missing[:6])}; use a checkpoint of this class, or download or copy it"
+            " again"
         )
     return model.eval()
 
@@ -205,7 +264,9 @@ def resolve_device(device: str | None) -> torch.device:
     try:
         resolved = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise ModelError(f"unknown device {device!r}; use, for example, cpu, cuda or cuda:1") from None
+        raise ModelError(
+            f"unknown device {device!r}; use, for example, cpu, cuda or cuda:1"
+        ) from None
     try:
         torch.zeros(1, device=resolved).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -223,11 +284,14 @@ def most_positions(model: nn.Module) -> int | None:
 
 
 def resolve_seqlen(model: nn.Module, asked: int | None) -> int:
-    """The segment length: the given one, or 2048, or the model's limit if that is less. A ModelError if it is more."""
+    """The segment length: the given one, or 2048, or the model's limit if that is less. A
+    ModelError if it is more.
+    """
     most = most_positions(model)
     if most is not None and asked is not None and asked > most:
         raise ModelError(
-            f"the model takes at most {most} tokens at once, but seqlen is {asked}; use {option('seqlen', most)}"
+            f"the model takes at most {most} tokens at once, but seqlen is {asked}; use"
+            f" {option('seqlen', most)}"
         )
     return min(2048, most or 2048) if asked is None else asked
 

@@ -1,8 +1,10 @@
-"""The precision in which blocks run: hidden states in float32, products in the narrow dtype where that is faster.
+"""The precision in which blocks run: hidden states in float32, products in the narrow dtype where
+that is faster.
 
-The hidden states of attention sinks have norms a hundred times larger than those of other tokens, and bfloat16 rounds
-by 1/256 of that: comparing the outputs of two blocks would compare rounding. So hidden states between blocks, sums and
-norms are float32. Products are in the model's dtype on processors with instructions for it (`torch.autocast`).
+The hidden states of attention sinks have norms a hundred times larger than those of other tokens,
+and bfloat16 rounds by 1/256 of that: comparing the outputs of two blocks would compare rounding. So
+hidden states between blocks, sums and norms are float32. Products are in the model's dtype on
+processors with instructions for it (`torch.autocast`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +19,9 @@ from hasslefree.packed.linear import SparseLowRankLinear, unpacked_once
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """The dtype in which products of a model of this dtype run on a device; None for that of the hidden states."""
+    """The dtype in which products of a model of this dtype run on a device; None for that of the
+    hidden states.
+    """
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     fast = device.type == "cuda" or (dtype == torch.bfloat16 and multiplies_bfloat16(device))
@@ -25,17 +29,26 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | Non
 
 
 @contextmanager
-def computing(block: nn.Module, modules: Iterable[nn.Module] | None = None, unpack: bool = True) -> Iterator[None]:
-    """Run a block on hidden states in float32, with S of its compressed layers unpacked once for all calls.
+def computing(
+    block: nn.Module, modules: Iterable[nn.Module] | None = None, unpack: bool = True
+) -> Iterator[None]:
+    """Run a block on hidden states in float32, with S of its compressed layers unpacked once for
+    all calls.
 
-    Tensors that no product reads are float32 meanwhile; all tensors are, if products are not in the block's dtype.
-    Afterwards they have their dtype again, with their current values; an unchanged tensor keeps its bits.
-    modules: those that run; None for all. unpack: False if S may change meanwhile, and is unpacked at every call.
+    Tensors that no product reads are float32 meanwhile; all tensors are, if products are not in the
+    block's dtype. Afterwards they have their dtype again, with their current values; an unchanged
+    tensor keeps its bits.
+    modules: those that run; None for all. unpack: False if S may change meanwhile, and is unpacked
+    at every call.
     """
     running = list(block.modules() if modules is None else modules)
-    matrix = max((p for module in running for p in module.parameters(recurse=False)), key=nn.Parameter.numel)
+    matrix = max(
+        (p for module in running for p in module.parameters(recurse=False)), key=nn.Parameter.numel
+    )
     products = product_dtype(matrix.dtype, matrix.device)
-    narrow = torch.autocast(matrix.device.type, products, enabled=products is not None, cache_enabled=False)
+    narrow = torch.autocast(
+        matrix.device.type, products, enabled=products is not None, cache_enabled=False
+    )
     with unpacked_once(block) if unpack else nullcontext(), widened(running, keep=products), narrow:
         yield
 
@@ -63,18 +76,26 @@ def as_multiplied(x: Tensor) -> Tensor:
 
 @contextmanager
 def solving(device: torch.device) -> Iterator[None]:
-    """Within it, the products of solvers are in the dtype of their factors, though a block may be `computing`."""
+    """Within it, the products of solvers are in the dtype of their factors, though a block may be
+    `computing`.
+    """
     with torch.autocast(device.type, enabled=False), torch.no_grad():
         yield
 
 
 @contextmanager
 def widened(modules: Iterable[nn.Module], keep: torch.dtype | None) -> Iterator[None]:
-    """Within it, the numbers in modules are in float32 at least. keep: the dtype in which matrices may stay."""
+    """Within it, the numbers in modules are in float32 at least. keep: the dtype in which matrices
+    may stay.
+    """
     tensors: dict[int, Tensor] = {}
     for module in modules:
         copy = module.cached_sparse if isinstance(module, SparseLowRankLinear) else None
-        local = [*module.parameters(recurse=False), *module.buffers(recurse=False), *([] if copy is None else [copy])]
+        local = [
+            *module.parameters(recurse=False),
+            *module.buffers(recurse=False),
+            *([] if copy is None else [copy]),
+        ]
         tensors |= {id(tensor): tensor for tensor in local}
     narrow = [t for t in tensors.values() if t.is_floating_point() and t.dtype != working_dtype(t)]
     narrow = [tensor for tensor in narrow if tensor.ndim < 2 or tensor.dtype != keep]

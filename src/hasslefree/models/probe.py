@@ -1,4 +1,6 @@
-"""How a model calls its blocks, learnt from forward passes of one segment; and the parts of a pass outside them."""
+"""How a model calls its blocks, learnt from forward passes of one segment; and the parts of a pass
+outside them.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -17,7 +19,7 @@ from hasslefree.errors import ModelError, NonFiniteError, option
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, Stop, hooks, replaced, shaped, split_call
 from hasslefree.models.extra_inputs import BlockTrace, depends, learn, leaves, rebuilt, same
-from hasslefree.models.streaming import Weights, outside
+from hasslefree.models.weights import Weights, outside
 
 # Options of a configuration for further outputs, which would have to come from the blocks.
 OUTPUT_OPTIONS = ("output_router_logits", "output_attentions", "output_hidden_states")
@@ -29,12 +31,20 @@ Advance = Callable[[], None]
 
 
 class Probe:
-    """A forward pass of a segment (1, tokens) up to the last block, with one block in memory at a time."""
+    """A forward pass of a segment (1, tokens) up to the last block, with one block in memory at a
+    time.
+    """
 
     output: Tensor
 
     def __init__(
-        self, model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, inspect: Inspect, advance: Advance
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        segment: Tensor,
+        weights: Weights,
+        inspect: Inspect,
+        advance: Advance,
     ) -> None:
         self.blocks, self.weights, self.inspect, self.advance = blocks, weights, inspect, advance
         self.calls: list[BlockCall] = []
@@ -46,8 +56,9 @@ class Probe:
             model(input_ids=segment, use_cache=False)
         if not self.calls or len(self.calls) != len(blocks.modules):
             raise ModelError(
-                f"{type(model).__name__} is not supported: it calls blocks {len(self.calls)} times in a forward pass, "
-                f"and has {len(blocks.modules)} of them in {blocks.name}; each must be called once"
+                f"{type(model).__name__} is not supported: it calls blocks {len(self.calls)} times"
+                f" in a forward pass, and has {len(blocks.modules)} of them in {blocks.name}; each"
+                " must be called once"
             )
 
     @property
@@ -61,12 +72,14 @@ class Probe:
             yield block.register_forward_hook(partial(self.leave, index))
 
     def enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.block_in_memory.enter_context(self.weights.present(module.modules, self.blocks.part(index + 1)))
+        self.block_in_memory.enter_context(
+            self.weights.present(module.modules, self.blocks.part(index + 1))
+        )
         states, call = split_call(args, kwargs)
         if self.calls and not torch.equal(self.output.to(states), states):
             raise ModelError(
-                f"this model is not supported: it changes the hidden states between its blocks (before "
-                f"{self.blocks.prefix(index)})"
+                "this model is not supported: it changes the hidden states between its blocks"
+                f" (before {self.blocks.prefix(index)})"
             )
         self.calls.append(shaped(call, states))
         self.traces.append(BlockTrace(rebuilt(call.arguments), call.arguments, ()))
@@ -77,7 +90,9 @@ class Probe:
         several = isinstance(output, tuple | list)
         self.output, *others = output if several else (output,)
         self.calls[-1] = replace(self.calls[-1], outputs=len(output) if several else 0)
-        self.traces[-1] = replace(self.traces[-1], after=rebuilt(self.traces[-1].after), outputs=tuple(others))
+        self.traces[-1] = replace(
+            self.traces[-1], after=rebuilt(self.traces[-1].after), outputs=tuple(others)
+        )
         if not torch.isfinite(self.output).all():
             raise NonFiniteError(
                 f"the output of {self.blocks.prefix(index)} contains NaN or Inf; try another dtype "
@@ -89,21 +104,30 @@ class Probe:
 
 
 def sees_later_tokens(before: Tensor, after: Tensor, dtype: torch.dtype) -> bool:
-    """Whether outputs, before and after a change of a later token, differ by more than rounding in the dtype.
+    """Whether outputs, before and after a change of a later token, differ by more than rounding in
+    the dtype.
 
-    The experts of a mixture sum in another order when one token changes, so in float32 some rounding must be allowed.
+    The experts of a mixture sum in another order when one token changes, so in float32 some
+    rounding must be allowed.
     """
     tolerance = max(4 * torch.finfo(dtype).eps, 1e-4) * before.abs().amax()
     return bool((before - after).abs().amax() > tolerance)
 
 
 def block_calls(
-    model: nn.Module, blocks: Blocks, segment: Tensor, weights: Weights, inspect: Inspect, advance: Advance
+    model: nn.Module,
+    blocks: Blocks,
+    segment: Tensor,
+    weights: Weights,
+    inspect: Inspect,
+    advance: Advance,
 ) -> list[BlockCall]:
-    """How a model calls each block, after a check that it can be run block by block and is a decoder.
+    """How a model calls each block, after a check that it can be run block by block and is a
+    decoder.
 
-    A second segment differs in its last token: a causal model gives the same output before it, and the arguments that
-    differ are those that depend on the text. segment: (1, tokens). inspect: in the first pass; advance: in both.
+    A second segment differs in its last token: a causal model gives the same output before it, and
+    the arguments that differ are those that depend on the text. segment: (1, tokens). inspect: in
+    the first pass; advance: in both.
     """
     first = Probe(model, blocks, segment, weights, inspect, advance)
     changed = segment.clone()
@@ -112,8 +136,8 @@ def block_calls(
     before, after = (probe.states[0, :-1].float() for probe in (first, second))
     if before.numel() and sees_later_tokens(before, after, first.output.dtype):
         raise ModelError(
-            f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens after it; "
-            "hasslefree compresses causal language models"
+            f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens"
+            " after it; hasslefree compresses causal language models"
         )
     names = [blocks.prefix(index) for index in range(len(blocks.modules))]
     extras = learn(first.states.shape[-1], segment.shape[1], names, first.traces, second.traces)
@@ -132,20 +156,29 @@ def block_calls(
     return calls
 
 
-def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor) -> Tensor:
-    """What enters the first block for a segment (1, tokens), in float32 at least: (1, tokens, width).
+def entering(
+    model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor
+) -> Tensor:
+    """What enters the first block for a segment (1, tokens), in float32 at least: (1, tokens,
+    width).
 
-    The pass ends once all that depends on the text alone is known. calls: empty if there are no extra inputs.
+    The pass ends once all that depends on the text alone is known. calls: empty if there are no
+    extra inputs.
     """
     entered: list[Tensor] = []
     reads = [call.extra.reads.values() if call.extra else () for call in calls]
-    last = max((index for index, keys in enumerate(reads) if any(key[0] == "text" for key in keys)), default=0)
+    last = max(
+        (index for index, keys in enumerate(reads) if any(key[0] == "text" for key in keys)),
+        default=0,
+    )
 
     def record(index: int, *args: Any, **kwargs: Any) -> Any:
         hidden, call = split_call(args, kwargs)
         states = shaped(call, hidden).as_rows(hidden.to(working_dtype(hidden)))
         if not entered:
-            entered.append(F.pad(states, (0, calls[0].extra.size if calls and calls[0].extra else 0)))
+            entered.append(
+                F.pad(states, (0, calls[0].extra.size if calls and calls[0].extra else 0))
+            )
         if calls and (extra := calls[index].extra):
             for column, rows in extra.of_text(call.arguments):
                 entered[0][..., column.first : column.first + column.size] = rows
@@ -161,21 +194,29 @@ def entering(model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segme
 
 
 def logits_of(
-    model: PreTrainedModel, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor, states: Tensor
+    model: PreTrainedModel,
+    blocks: Blocks,
+    calls: Sequence[BlockCall],
+    segment: Tensor,
+    states: Tensor,
 ) -> Tensor:
-    """The logits (tokens, vocabulary) for `states` (1, tokens, width) as the last block's output; no block runs."""
+    """The logits (tokens, vocabulary) for `states` (1, tokens, width) as the last block's output;
+    no block runs.
+    """
     with ExitStack() as changes:
         for name in OUTPUT_OPTIONS:
             if getattr(model.config, name, False):
                 changes.enter_context(replaced(model.config, name, False))
         for block, call in zip(blocks.modules, calls, strict=True):
             output = call.as_output(states)
-            changes.enter_context(replaced(block, "forward", lambda *args, output=output, **kwargs: output))
+            changes.enter_context(
+                replaced(block, "forward", lambda *args, output=output, **kwargs: output)
+            )
         result = model(input_ids=segment[None], use_cache=False)
     if not isinstance(getattr(result, "logits", None), Tensor):
         raise ModelError(
-            f"{type(model).__name__} has no output head, and {option('allocate', 'error')} and prediction matching "
-            "need the model's predictions; load it as a causal language model (AutoModelForCausalLM), or use "
-            f"{option('effort', 'fast')}"
+            f"{type(model).__name__} has no output head, and {option('allocate', 'error')} and"
+            " prediction matching need the model's predictions; load it as a causal language model"
+            f" (AutoModelForCausalLM), or use {option('effort', 'fast')}"
         )
     return result.logits[0]

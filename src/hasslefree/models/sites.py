@@ -1,6 +1,7 @@
 """The weight matrices in a block: where they are, what their inputs are, and how one is replaced.
 
-A kind of site is a class here and its entry in `KINDS`; nothing else knows how a model stores a matrix.
+A kind of site is a class here and its entry in `KINDS`; nothing else knows how a model stores a
+matrix.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +19,9 @@ from hasslefree.models.calls import replaced
 
 @cache
 def multiplies(kind: Any) -> bool:
-    """Whether a subclass of `nn.Linear` computes x Wᵀ: others multiply group by group, or choose between experts."""
+    """Whether a subclass of `nn.Linear` computes x Wᵀ: others multiply group by group, or choose
+    between experts.
+    """
     if kind.forward is nn.Linear.forward:
         return True
     # Models are made on the meta device, without numbers in their weights: not so here.
@@ -34,9 +37,11 @@ def multiplies(kind: Any) -> bool:
 
 @dataclass(frozen=True)
 class Site:
-    """A weight matrix somewhere under `root`, a block or a model: here of an `nn.Linear`; other kinds override.
+    """A weight matrix somewhere under `root`, a block or a model: here of an `nn.Linear`; other
+    kinds override.
 
-    name: of the matrix under root, and of the tensors that replace it. module: what holds it in the dense model.
+    name: of the matrix under root, and of the tensors that replace it. module: what holds it in the
+    dense model.
     """
 
     root: nn.Module
@@ -48,7 +53,9 @@ class Site:
 
     @classmethod
     def at(cls, root: nn.Module, name: str, module: nn.Module) -> "Iterator[Site]":
-        """The sites of this kind that a module itself holds, not those in its children. name: of the module."""
+        """The sites of this kind that a module itself holds, not those in its children. name: of
+        the module.
+        """
         if isinstance(module, nn.Linear) and multiplies(type(module)):  # type: ignore[arg-type]
             yield cls(root, name, module)
 
@@ -80,15 +87,21 @@ class Site:
         return weight.T.contiguous() if self.transposed else weight
 
     def on_input(self, see: Callable[[Tensor], None]) -> Any:
-        """Call `see` with the inputs (…, in) whenever the matrix is multiplied. The result has `remove()`."""
+        """Call `see` with the inputs (…, in) whenever the matrix is multiplied. The result has
+        `remove()`.
+        """
         return self.module.register_forward_pre_hook(lambda module, args: see(args[0]))
 
     def on_output(self, see: Callable[[Tensor], None]) -> Any:
-        """Call `see` with the outputs (…, out) whenever the matrix is multiplied. The result has `remove()`."""
+        """Call `see` with the outputs (…, out) whenever the matrix is multiplied. The result has
+        `remove()`.
+        """
         return self.module.register_forward_hook(lambda module, args, output: see(output))
 
     def on_call(self, compute: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-        """Within it, `compute`, (…, in) → (…, out) with the bias, takes the place of the product."""
+        """Within it, `compute`, (…, in) → (…, out) with the bias, takes the place of the
+        product.
+        """
         return replaced(self.module, "forward", compute)
 
     def wrapped(self, layer: nn.Module) -> nn.Module:
@@ -122,7 +135,12 @@ KINDS: list[type[Site]] = [Site, Conv1DSite]
 
 def find_sites(root: nn.Module) -> dict[str, Site]:
     """The sites under a block or a model by their name, in the order of its modules."""
-    sites = (site for name, module in root.named_modules() for kind in KINDS for site in kind.at(root, name, module))
+    sites = (
+        site
+        for name, module in root.named_modules()
+        for kind in KINDS
+        for site in kind.at(root, name, module)
+    )
     return {site.name: site for site in sites}
 
 

@@ -1,4 +1,6 @@
-"""A tokenizer and its chat template, which may come from a stranger: loaded and used within limits."""
+"""A tokenizer and its chat template, which may come from a stranger: loaded and used within
+limits.
+"""
 
 import math
 import os
@@ -17,14 +19,15 @@ from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from hasslefree.data import PIECE, WIDEST, pieces
 from hasslefree.errors import CheckpointError
 from hasslefree.models.calls import replaced
 from hasslefree.models.load import check_name, loading, no_model
+from hasslefree.texts import PIECE, WIDEST, pieces
 
 # Characters that a tokenizer gets at once: more than the published texts for perplexity have.
 WHOLE = 1 << 22
-# Characters that a tokenizer may put in the place of one, bytes of the tokens that it adds, and letters in a word.
+# Characters that a tokenizer may put in the place of one, bytes of the tokens that it adds, and
+# letters in a word.
 MOST_GROWTH, MOST_ADDED, MOST_LETTERS = 256, 1 << 16, 1 << 14
 # Seconds of the processor and bytes for a chat template, and bits of a number in it.
 TEMPLATE_SECONDS, TEMPLATE_BYTES, MOST_BITS = 10, 1 << 30, 1 << 14
@@ -32,10 +35,17 @@ TEMPLATE_SECONDS, TEMPLATE_BYTES, MOST_BITS = 10, 1 << 30, 1 << 14
 
 @contextmanager
 def tokenizing(name: str) -> Iterator[None]:
-    """`loading` for a tokenizer, within which nothing is shown of what its Rust code prints about a panic."""
+    """`loading` for a tokenizer, within which nothing is shown of what its Rust code prints about a
+    panic.
+    """
     remedy = "if its files are missing or damaged, copy them from the original model"
-    with loading(f"the tokenizer of {name!r} cannot be used", remedy), open(os.devnull, "w") as nothing:
-        shown = None if sys.stderr is None else os.dup(2)  # without it, another file may have its number
+    with (
+        loading(f"the tokenizer of {name!r} cannot be used", remedy),
+        open(os.devnull, "w") as nothing,
+    ):
+        shown = (
+            None if sys.stderr is None else os.dup(2)
+        )  # without it, another file may have its number
         try:
             if shown is not None:
                 os.dup2(nothing.fileno(), 2)
@@ -48,7 +58,9 @@ def tokenizing(name: str) -> Iterator[None]:
 
 @contextmanager
 def bounded(seconds: int, room: int) -> Iterator[None]:
-    """Within it, on Linux, more time of the processor or more bytes of new memory are a ValueError."""
+    """Within it, on Linux, more time of the processor or more bytes of new memory are a
+    ValueError.
+    """
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -62,7 +74,9 @@ def bounded(seconds: int, room: int) -> Iterator[None]:
     before = signal.signal(signal.SIGVTALRM, stop)
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-        resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard)
+        )
         yield
     except MemoryError:
         raise ValueError(f"it takes more than {room:,} bytes") from None
@@ -87,7 +101,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def check_growth(backend: Any) -> None:
-    """Raise a ValueError if a tokenizer of the library tokenizers makes much more of a text than its length."""
+    """Raise a ValueError if a tokenizer of the library tokenizers makes much more of a text than
+    its length.
+    """
     for part in filter(None, (getattr(backend, name, None) for name in ("normalizer", "decoder"))):
         texts = re.findall(rb'"(?:content|prepend)":"((?:[^"\\]|\\.)*)"', part.__getstate__())
         if math.prod(max(len(text), 1) for text in texts) > MOST_GROWTH:
@@ -99,10 +115,14 @@ def check_growth(backend: Any) -> None:
         raise ValueError(f"it takes words of more than {MOST_LETTERS:,} letters")
 
 
-def encode(tokenizer: Any, text: str, most: int | None = None, special_tokens: bool = True) -> Tensor:
-    """Token ids of a text: (tokens,) int64. most: the first ones alone. special_tokens: as by default, once.
+def encode(
+    tokenizer: Any, text: str, most: int | None = None, special_tokens: bool = True
+) -> Tensor:
+    """Token ids of a text: (tokens,) int64. most: the first ones alone. special_tokens: as by
+    default, once.
 
-    A text of more than 4 million characters is tokenised in pieces, so that time and memory stay in proportion to it.
+    A text of more than 4 million characters is tokenised in pieces, so that time and memory stay in
+    proportion to it.
     """
     size, ids = WHOLE if most is None else min(WHOLE, PIECE + 4 * WIDEST * most), list[Tensor]()
     for piece in pieces(text, size):
@@ -130,7 +150,13 @@ def rendered(tokenizer: Any, messages: list[dict[str, str]], **how: Any) -> str:
 
 
 def product(one: Any, other: Any) -> Any:
-    """Of two numbers, or of a text and a number. Raises a ValueError for numbers of thousands of digits."""
-    if isinstance(one, int) and isinstance(other, int) and one.bit_length() + other.bit_length() > MOST_BITS:
+    """Of two numbers, or of a text and a number. Raises a ValueError for numbers of thousands of
+    digits.
+    """
+    if (
+        isinstance(one, int)
+        and isinstance(other, int)
+        and one.bit_length() + other.bit_length() > MOST_BITS
+    ):
         raise ValueError(f"it takes more than {MOST_BITS:,} bits for a number")
     return one * other

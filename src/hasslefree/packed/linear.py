@@ -1,4 +1,6 @@
-"""The layer that takes the place of a linear one: y = x (S + u v)ᵀ + b, with S packed and separate factors."""
+"""The layer that takes the place of a linear one: y = x (S + u v)ᵀ + b, with S packed and separate
+factors.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -15,7 +17,13 @@ from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError
 from hasslefree.packed.kernels import backends
 from hasslefree.packed.kernels.int4 import Int4, plain
-from hasslefree.packed.kernels.ops import TRITON_TOKENS, Prepared, PreparedFactors, is_traced, takes_few
+from hasslefree.packed.kernels.ops import (
+    TRITON_TOKENS,
+    Prepared,
+    PreparedFactors,
+    is_traced,
+    takes_few,
+)
 from hasslefree.packed.layouts import Columns, PackedGroups
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import Storage, pack_codes, unpack_codes
@@ -23,7 +31,10 @@ from hasslefree.validation import typed
 
 logger = logging.getLogger(__name__)
 FACTORS = ("low_rank_u", "low_rank_v")
-OTHER_BITS = "only 4 bits have fast operators; the backend unpacked is faster, and takes the dense model's memory"
+OTHER_BITS = (
+    "only 4 bits have fast operators; the backend unpacked is faster, and takes the dense model's"
+    " memory"
+)
 
 
 class SparseLowRankLinear(nn.Module):
@@ -32,13 +43,15 @@ class SparseLowRankLinear(nn.Module):
     Args:
         spec: pattern, shape, rank and how S and the factors are stored. bias: whether there is one.
 
-    S is in two tensors: the parameter `values`, and the integer buffer `positions`, `mask` or `columns`, which no cast
-    to another dtype touches. On a grid (`packed.storage`), the integer buffers `weight_packed` and `weight_zero_point`
-    and the parameter `weight_scale` take the place of the values. Where the backend `int4` runs on a CPU, the buffer
-    `weight_packed` is uint8, in the order of the backend; `tensors` and state dicts have that of the file.
-    The factors are `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank 0. In eight bits they are int8
-    buffers, with the parameters `low_rank_u_scale` (out,) and `low_rank_v_scale` (r,), and unpacked at every call.
-    How x Sᵀ is computed is chosen at every call (`hasslefree.packed.kernels.backends`), or set by `use`.
+    S is in two tensors: the parameter `values`, and the integer buffer `positions`, `mask` or
+    `columns`, which no cast to another dtype touches. On a grid (`packed.storage`), the integer
+    buffers `weight_packed` and `weight_zero_point` and the parameter `weight_scale` take the place
+    of the values. Where the backend `int4` runs on a CPU, the buffer `weight_packed` is uint8, in
+    the order of the backend; `tensors` and state dicts have that of the file. The factors are
+    `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank 0. In eight bits they are int8
+    buffers, with the parameters `low_rank_u_scale` (out,) and `low_rank_v_scale` (r,), and unpacked
+    at every call. How x Sᵀ is computed is chosen at every call
+    (`hasslefree.packed.kernels.backends`), or set by `use`.
     """
 
     values: nn.Parameter
@@ -47,7 +60,11 @@ class SparseLowRankLinear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, spec: LayerSpec, bias: bool, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+        self,
+        spec: LayerSpec,
+        bias: bool,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__()
         self.spec, self.storage = spec, spec.storage
@@ -55,20 +72,34 @@ class SparseLowRankLinear(nn.Module):
         self.backend: str | None = None
         self.merged_weight: Tensor | None = None  # S + u v, which replaces all three
         self.cached_sparse: Tensor | None = None  # S unpacked, for calls without gradients
-        self.cache_key: tuple[int, int] | None = None  # the values that it was made of; None: the caller removes it
-        self.keeps_unpacked = False  # on a GPU, cache S at the first call for which there is no kernel
-        self.wide_factors: dict[str, Tensor] = {}  # the values of coded factors, while they are trained
+        self.cache_key: tuple[int, int] | None = (
+            None  # the values that it was made of; None: the caller removes it
+        )
+        self.keeps_unpacked = (
+            False  # on a GPU, cache S at the first call for which there is no kernel
+        )
+        self.wide_factors: dict[
+            str, Tensor
+        ] = {}  # the values of coded factors, while they are trained
         self.prepared: Prepared | None = None  # the arrays for a few tokens on a CPU
         self.int4: Int4 | None = None  # codes of four bits as torch's operators take them
-        self.int4_key: tuple[tuple[int, int], ...] = ()  # the tensors for which it was prepared, or is not possible
-        self.prepared_factors: PreparedFactors | None = None  # beside them, for a few tokens on a CPU
-        self._fuses = isinstance(self.storage.layout, PackedGroups) and not (spec.grid or spec.factor_bits)
+        self.int4_key: tuple[
+            tuple[int, int], ...
+        ] = ()  # the tensors for which it was prepared, or is not possible
+        self.prepared_factors: PreparedFactors | None = (
+            None  # beside them, for a few tokens on a CPU
+        )
+        self._fuses = isinstance(self.storage.layout, PackedGroups) and not (
+            spec.grid or spec.factor_bits
+        )
         tensors = spec.tensors()
         if bias:
             tensors["bias"] = (self.out_features,), None
         for name, (shape, stored) in tensors.items():
             if stored is None:
-                self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+                self.register_parameter(
+                    name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+                )
             else:
                 self.register_buffer(name, torch.zeros(shape, dtype=stored, device=device))
         for name in ("low_rank_u", "low_rank_v", "bias"):
@@ -79,8 +110,12 @@ class SparseLowRankLinear(nn.Module):
             self.register_load_state_dict_pre_hook(SparseLowRankLinear._restore)
 
     @classmethod
-    def from_decomposition(cls, result: Decomposition, bias: Tensor | None, pattern: str) -> "SparseLowRankLinear":
-        """The layer of a decomposition, in its dtype and on its device; a PatternError where S lacks the pattern."""
+    def from_decomposition(
+        cls, result: Decomposition, bias: Tensor | None, pattern: str
+    ) -> "SparseLowRankLinear":
+        """The layer of a decomposition, in its dtype and on its device; a PatternError where S
+        lacks the pattern.
+        """
         (out, width), sparse = result.sparse.shape, result.sparse
         grid = result.quantised.scaling.grid if result.quantised else None
         tensors, nonzeros = Storage.of(pattern, grid).pack(sparse, result.quantised)
@@ -106,7 +141,9 @@ class SparseLowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The values, or the scales of the grid; not the matrix. Model code looks up its dtype and device."""
+        """The values, or the scales of the grid; not the matrix. Model code looks up its dtype and
+        device.
+        """
         return self.values if self.spec.grid is None else self.get_parameter("weight_scale")
 
     def tensors(self) -> dict[str, Tensor]:
@@ -119,12 +156,16 @@ class SparseLowRankLinear(nn.Module):
         return self.storage.unpack(self.tensors(), self.in_features, self.spec.nonzeros)
 
     def support(self) -> Tensor:
-        """The positions of the stored values, which are in row-major order: (out, in) bool. Not for a quantised S."""
+        """The positions of the stored values, which are in row-major order: (out, in) bool. Not for
+        a quantised S.
+        """
         ones = torch.ones_like(self.values, dtype=torch.uint8)
         return self.storage.layout.unpack(ones, self.index, self.in_features).bool()
 
     def factors(self) -> tuple[Tensor, Tensor] | None:
-        """u: (out, r) and v: (r, in), in the dtype of the layer; None for rank 0. Codes are unpacked at each call."""
+        """u: (out, r) and v: (r, in), in the dtype of the layer; None for rank 0. Codes are
+        unpacked at each call.
+        """
         u, v = self.low_rank_u, self.low_rank_v
         if u is None or v is None:
             return None
@@ -155,13 +196,26 @@ class SparseLowRankLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def _by_int4(self, x: Tensor) -> Tensor | None:
-        """The layer without gradients, with S by torch's operators for codes of four bits; None where they cannot."""
+        """The layer without gradients, with S by torch's operators for codes of four bits; None
+        where they cannot.
+        """
         # Python's overhead counts for a token: no look-up by the module.
         parameters = self._parameters
-        grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters.values()))
-        if grad or self.wide_factors or self.backend not in (None, "int4") or x.dtype != torch.bfloat16:
+        grad = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (x, *parameters.values())
+        )
+        if (
+            grad
+            or self.wide_factors
+            or self.backend not in (None, "int4")
+            or x.dtype != torch.bfloat16
+        ):
             return None
-        flat, scale, bias = x.reshape(-1, x.shape[-1]), parameters["weight_scale"], parameters["bias"]
+        flat, scale, bias = (
+            x.reshape(-1, x.shape[-1]),
+            parameters["weight_scale"],
+            parameters["bias"],
+        )
         few = x.is_cpu or len(flat) <= TRITON_TOKENS
         if self._pinned is not None or x.shape[-1] != self.in_features or not few or scale is None:
             return None
@@ -182,11 +236,17 @@ class SparseLowRankLinear(nn.Module):
     def _key(self) -> tuple[tuple[int, int], ...]:
         """What changes with every tensor of which `int4` and `prepared_factors` are made."""
         tensors = self._parameters | self._buffers
-        given = map(tensors.get, ("weight_packed", "weight_scale", "weight_offset", *FACTORS, "bias"))
-        return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in given if t is not None)
+        given = map(
+            tensors.get, ("weight_packed", "weight_scale", "weight_offset", *FACTORS, "bias")
+        )
+        return tuple(
+            (t.data_ptr(), 0 if t.is_inference() else t._version) for t in given if t is not None
+        )
 
     def _prepare_int4(self) -> None:
-        """Make `int4`, where it is the backend; on a CPU the buffer then holds the codes in its order."""
+        """Make `int4`, where it is the backend; on a CPU the buffer then holds the codes in its
+        order.
+        """
         tensors, case = self.tensors(), self._case()
         self.int4 = self.prepared_factors = None
         if backends.choose(case, self.backend) != "int4":
@@ -211,32 +271,53 @@ class SparseLowRankLinear(nn.Module):
             self.int4 = self.prepared_factors = None
 
     def _in_one_call(self, x: Tensor) -> Tensor | None:
-        """The layer for a few tokens without gradients, by one call of a kernel; None if no kernel does that."""
-        grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *self._tensors()))
+        """The layer for a few tokens without gradients, by one call of a kernel; None if no kernel
+        does that.
+        """
+        grad = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (x, *self._tensors())
+        )
         if self._pinned is not None or x.dtype != self.values.dtype or grad:
             return None
         layout = self.storage.layout
         assert isinstance(layout, PackedGroups)
-        if self.spec.pattern == "2:4" and backends.HAS_NUMBA and self.backend in (None, "numba") and not is_traced(x):
+        if (
+            self.spec.pattern == "2:4"
+            and backends.HAS_NUMBA
+            and self.backend in (None, "numba")
+            and not is_traced(x)
+        ):
             on_cpu = x.device.type == self.values.device.type == "cpu"
             if on_cpu and x.shape[-1] == self.in_features and takes_few(x):
                 tensors = self._tensors()
                 key = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
                 current = self.prepared is not None and self.prepared.key == key
-                if not current and all(tensor is None or tensor.is_contiguous() for tensor in tensors):
-                    self.prepared = Prepared(self.values, self.index, self.low_rank_u, self.low_rank_v, self.bias, key)
+                if not current and all(
+                    tensor is None or tensor.is_contiguous() for tensor in tensors
+                ):
+                    self.prepared = Prepared(
+                        self.values, self.index, self.low_rank_u, self.low_rank_v, self.bias, key
+                    )
                 if self.prepared is not None and self.prepared.key == key:
                     return self.prepared(x)
         backend = backends.choose(self._case(x.numel() // self.in_features), self.backend)
         if not backends.takes_layer(backend, x, layout, self.spec.rank):
             return None
         us = [] if self.low_rank_u is None else [self.low_rank_u]
-        return backends.product(backend, x, self.values, self.index, layout, us, self.low_rank_v, self.bias)
+        return backends.product(
+            backend, x, self.values, self.index, layout, us, self.low_rank_v, self.bias
+        )
 
     def _tensors(self) -> list[Tensor | None]:
-        """S that is on no grid, u, v and the bias. Python's overhead counts here: no look-up by the module."""
+        """S that is on no grid, u, v and the bias. Python's overhead counts here: no look-up by the
+        module.
+        """
         index, parameters = self._buffers[self.storage.layout.index], self._parameters
-        return [parameters["values"], index, *(parameters[name] for name in ("low_rank_u", "low_rank_v", "bias"))]
+        return [
+            parameters["values"],
+            index,
+            *(parameters[name] for name in ("low_rank_u", "low_rank_v", "bias")),
+        ]
 
     @property
     def _pinned(self) -> Tensor | None:
@@ -251,7 +332,9 @@ class SparseLowRankLinear(nn.Module):
         backend = backends.choose(self._case(x.numel() // self.in_features, grad), self.backend)
         if backend in ("numba", "triton"):
             return backends.product(backend, x, self.values, self.index, self.storage.layout)
-        return F.linear(x, self._cached() if backend == "unpacked" and self.keeps_unpacked else self.unpacked())
+        return F.linear(
+            x, self._cached() if backend == "unpacked" and self.keeps_unpacked else self.unpacked()
+        )
 
     def _cached(self) -> Tensor:
         """S, unpacked at the first call and kept until the layer changes or moves."""
@@ -273,7 +356,8 @@ class SparseLowRankLinear(nn.Module):
             backend: one of `hasslefree.packed.kernels.backends.BACKENDS`.
 
         Raises:
-            UnknownNameError: no such backend. KernelError: it is not possible here; the message says why.
+            UnknownNameError: no such backend. KernelError: it is not possible here; the message
+                says why.
         """
         if backend is not None:
             backends.choose(self._case(), backend)
@@ -283,18 +367,29 @@ class SparseLowRankLinear(nn.Module):
 
     def _case(self, tokens: int = 1, grad: bool = False) -> backends.Case:
         weight, spec = self.weight, self.spec
-        return backends.Case(weight.device.type, weight.dtype, self.storage.layout, tokens, grad, spec.grid, spec.shape)
+        return backends.Case(
+            weight.device.type,
+            weight.dtype,
+            self.storage.layout,
+            tokens,
+            grad,
+            spec.grid,
+            spec.shape,
+        )
 
     def extra_repr(self) -> str:
         spec, backend = self.spec, self.backend or backends.choose(self._case())
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, rank={spec.rank}"
+        sizes = (
+            f"in_features={self.in_features}, out_features={self.out_features}, rank={spec.rank}"
+        )
         return f"{sizes}, bias={self.bias is not None}, backend={backend}, {spec.kind}"
 
 
 def add_low_rank(y: Tensor, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """y + x vᵀ uᵀ, y: (tokens, out), x: (..., in)."""
     hidden = F.linear(x, v).reshape(-1, len(v))
-    # In place, where autocast leaves the dtypes alike: for a long prompt new memory costs more than this.
+    # In place, where autocast leaves the dtypes alike: for a long prompt new memory costs more than
+    # this.
     return (y.addmm_ if y.dtype == hidden.dtype == u.dtype else y.addmm)(hidden, u.T)
 
 
@@ -307,14 +402,16 @@ def log_slower(obstacle: str) -> None:
 def log_without_triton() -> None:
     if not backends.HAS_TRITON:
         logger.info(
-            "Triton 3.4 or newer is not installed, so compressed layers on a GPU are unpacked once and take the memory "
-            "of dense layers; pip install triton"
+            "Triton 3.4 or newer is not installed, so compressed layers on a GPU are unpacked once"
+            " and take the memory of dense layers; pip install triton"
         )
 
 
 @contextmanager
 def remedy_for_copies(shape: tuple[int, int]) -> Iterator[None]:
-    """Turn an out-of-memory error for a second copy of S, of this shape, into a MemoryShortError with a remedy."""
+    """Turn an out-of-memory error for a second copy of S, of this shape, into a MemoryShortError
+    with a remedy.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
@@ -326,7 +423,11 @@ def remedy_for_copies(shape: tuple[int, int]) -> Iterator[None]:
 
 def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:
     """The compressed layers by their full name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, SparseLowRankLinear)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, SparseLowRankLinear)
+    }
 
 
 def layers_without_numba(model: nn.Module) -> list[str]:
@@ -335,7 +436,9 @@ def layers_without_numba(model: nn.Module) -> list[str]:
         return []
     cases = {name: layer._case() for name, layer in compressed_layers(model).items()}
     return [
-        n for n, case in cases.items() if case.device == "cpu" and not (isinstance(case.layout, Columns) or case.grid)
+        n
+        for n, case in cases.items()
+        if case.device == "cpu" and not (isinstance(case.layout, Columns) or case.grid)
     ]
 
 
@@ -344,7 +447,8 @@ def use_backend(model: nn.Module, backend: str | None) -> None:
     """`SparseLowRankLinear.use` for every such layer of a model.
 
     Raises:
-        UnknownNameError, KernelError: as there, before any layer is changed where one of them cannot use that backend.
+        UnknownNameError, KernelError: as there, before any layer is changed where one of them
+            cannot use that backend.
     """
     layers = compressed_layers(model).values()
     if backend is not None:
@@ -356,16 +460,22 @@ def use_backend(model: nn.Module, backend: str | None) -> None:
 
 
 def keep_unpacked(model: nn.Module) -> int:
-    """Let layers on a GPU keep S unpacked after the first call without a kernel for it; the bytes that this takes."""
+    """Let layers on a GPU keep S unpacked after the first call without a kernel for it; the bytes
+    that this takes.
+    """
     layers = compressed_layers(model).values()
     for layer in layers:
         layer.keeps_unpacked = True
-    return sum(layer.spec.dense_bytes(layer.weight.dtype) for layer in layers if layer.weight.is_cuda)
+    return sum(
+        layer.spec.dense_bytes(layer.weight.dtype) for layer in layers if layer.weight.is_cuda
+    )
 
 
 @contextmanager
 def unpacked_once(root: nn.Module) -> Iterator[None]:
-    """Within it, the layers in `root` hold S unpacked over all calls. Their tensors must not change meanwhile."""
+    """Within it, the layers in `root` hold S unpacked over all calls. Their tensors must not change
+    meanwhile.
+    """
     layers = compressed_layers(root).values()
     before = [(layer.cached_sparse, layer.cache_key) for layer in layers]
     try:

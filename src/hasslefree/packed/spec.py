@@ -1,4 +1,6 @@
-"""The description of a compressed layer without its values, used by the plan, the folder, the reports and the layer."""
+"""The description of a compressed layer without its values, used by the plan, the folder, the
+reports and the layer.
+"""
 
 import math
 from dataclasses import dataclass
@@ -17,11 +19,13 @@ class LayerSpec:
     """A compressed layer.
 
     Args:
-        pattern: the name of the sparsity pattern, such as "2:4"; it says how S is stored (`packed.layouts`).
+        pattern: the name of the sparsity pattern, such as "2:4"; it says how S is stored
+            (`packed.layouts`).
         shape: (out, in) of the weight. rank: of the low-rank part.
         nonzeros: the entries that S keeps; of a stored layer, the number of stored values or codes.
         grid: of a quantised S; None where S may hold any number.
-        factor_bits: 8 for factors as int8 codes; None for those of the model's dtype, and for rank 0.
+        factor_bits: 8 for factors as int8 codes; None for those of the model's dtype, and for rank
+            0.
     """
 
     pattern: str
@@ -41,7 +45,9 @@ class LayerSpec:
 
     @property
     def kind(self) -> str:
-        """How the layer is stored, in words: the pattern, the grid if any, and the factors if they are codes."""
+        """How the layer is stored, in words: the pattern, the grid if any, and the factors if they
+        are codes.
+        """
         grid = [str(self.grid)] if self.grid else []
         factors = [f"factors in int{self.factor_bits}"] if self.factor_bits else []
         return ", ".join([self.pattern, *grid, *factors])
@@ -53,7 +59,9 @@ class LayerSpec:
 
     @property
     def trained(self) -> int:
-        """The numbers that training moves: the values of S or the scales and offsets of its grid, and both factors."""
+        """The numbers that training moves: the values of S or the scales and offsets of its grid,
+        and both factors.
+        """
         groups = self.shape[0] * self.grid.groups(self.shape[1]) if self.grid else 0
         sparse = groups * (1 + self.grid.offset) if self.grid else self.nonzeros
         return sparse + self.rank * sum(self.shape)
@@ -63,7 +71,9 @@ class LayerSpec:
         return math.prod(self.shape)
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """The tensors of S and of the factors, with their shapes and dtypes; None for the model's dtype."""
+        """The tensors of S and of the factors, with their shapes and dtypes; None for the model's
+        dtype.
+        """
         storage, (out, width) = self.storage, self.shape
         shapes = storage.shapes(out, width, self.nonzeros)
         sparse = {name: (shapes[name], dtype) for name, dtype in storage.dtypes().items()}
@@ -71,7 +81,10 @@ class LayerSpec:
 
     def bytes(self, dtype: torch.dtype) -> int:
         """The size of those tensors in a model of this dtype."""
-        return sum(math.prod(shape) * (stored or dtype).itemsize for shape, stored in self.tensors().values())
+        return sum(
+            math.prod(shape) * (stored or dtype).itemsize
+            for shape, stored in self.tensors().values()
+        )
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
         """The size of the weight before."""

@@ -1,8 +1,10 @@
-"""The tensors that hold S: values and their positions, or for a quantised S codes, scales, zeros and positions.
+"""The tensors that hold S: values and their positions, or for a quantised S codes, scales, zeros
+and positions.
 
-Codes and zeros are packed in int32, low bits first and without a gap, codes along the inputs, zeros along the outputs:
-of 4 and 8 bits as in the pack-quantized layout of compressed-tensors, whose tensors these are without pruning (pattern
-dense). Pruned entries have no code: the codes are in the order in which the layout of the pattern stores values.
+Codes and zeros are packed in int32, low bits first and without a gap, codes along the inputs, zeros
+along the outputs: of 4 and 8 bits as in the pack-quantized layout of compressed-tensors, whose
+tensors these are without pruning (pattern dense). Pruned entries have no code: the codes are in the
+order in which the layout of the pattern stores values.
 """
 
 from collections.abc import Mapping
@@ -34,7 +36,9 @@ class Storage:
         index = {self.layout.index: self.layout.index_dtype}
         if self.grid is None:
             return {"values": None, **index}
-        zeros: dict[str, torch.dtype | None] = {} if self.grid.symmetric else {"weight_zero_point": torch.int32}
+        zeros: dict[str, torch.dtype | None] = (
+            {} if self.grid.symmetric else {"weight_zero_point": torch.int32}
+        )
         zeros = {"weight_offset": None} if self.grid.offset else zeros
         return {"weight_packed": torch.int32, "weight_scale": None, **zeros, **index}
 
@@ -45,33 +49,49 @@ class Storage:
             return shapes
         self.grid.check((out, width))
         values, groups, bits = shapes.pop("values"), self.grid.groups(width), self.grid.bits
-        words = {"weight_packed": (*values[:-1], -(-values[-1] * bits // 32)), "weight_scale": (out, groups)}
+        words = {
+            "weight_packed": (*values[:-1], -(-values[-1] * bits // 32)),
+            "weight_scale": (out, groups),
+        }
         zeros = {} if self.grid.symmetric else {"weight_zero_point": (-(-out * bits // 32), groups)}
         zeros = {"weight_offset": (out, groups)} if self.grid.offset else zeros
         return {**words, **zeros, **shapes}
 
-    def pack(self, sparse: Tensor, quantised: Quantised | None = None) -> tuple[dict[str, Tensor], int]:
-        """The tensors of S (out, in), whose codes on a grid are in `quantised`; and how many values are stored."""
+    def pack(
+        self, sparse: Tensor, quantised: Quantised | None = None
+    ) -> tuple[dict[str, Tensor], int]:
+        """The tensors of S (out, in), whose codes on a grid are in `quantised`; and how many values
+        are stored.
+        """
         values, index = self.layout.pack(sparse + 0.0)  # −0.0 becomes +0.0, which is not stored
         if self.grid is None:
             return {"values": values, self.layout.index: index}, values.numel()
         if quantised is None or quantised.scaling.grid != self.grid:
             raise PatternError(
-                f"this layer stores S as integers ({self.grid}), and only floats were given; pass the integers with "
-                "quantised=, or a storage whose grid is None"
+                f"this layer stores S as integers ({self.grid}), and only floats were given; pass"
+                " the integers with quantised=, or a storage whose grid is None"
             )
-        placed = self.layout.unpack(torch.ones_like(values, dtype=torch.uint8), index, sparse.shape[1]).bool()
+        placed = self.layout.unpack(
+            torch.ones_like(values, dtype=torch.uint8), index, sparse.shape[1]
+        ).bool()
         codes = quantised.codes.masked_select(placed).view(values.shape)
-        tensors = {"weight_packed": pack_codes(codes, self.grid.bits), "weight_scale": quantised.scaling.scale}
+        tensors = {
+            "weight_packed": pack_codes(codes, self.grid.bits),
+            "weight_scale": quantised.scaling.scale,
+        }
         if self.grid.offset:
             tensors["weight_offset"] = quantised.scaling.zero
         elif not self.grid.symmetric:
             zeros = quantised.scaling.zero.to(torch.uint8)
-            tensors["weight_zero_point"] = pack_codes(zeros.T.contiguous(), self.grid.bits).T.contiguous()
+            tensors["weight_zero_point"] = pack_codes(
+                zeros.T.contiguous(), self.grid.bits
+            ).T.contiguous()
         return {**tensors, self.layout.index: index}, values.numel()
 
     def unpack(self, tensors: Mapping[str, Tensor], width: int, nonzeros: int) -> Tensor:
-        """S: (out, in). Gradients flow to the values, or to the scales and offsets. The index is not validated."""
+        """S: (out, in). Gradients flow to the values, or to the scales and offsets. The index is
+        not validated.
+        """
         index = tensors[self.layout.index]
         if self.grid is None:
             return self.layout.unpack(tensors["values"], index, width)
@@ -83,13 +103,21 @@ class Storage:
             kind = working_dtype(scale)
             offset = tensors["weight_offset"].to(kind).unsqueeze(-1)
             steps = codes.view(out, groups, -1).to(kind)
-            return torch.addcmul(offset, steps, scale.to(kind).unsqueeze(-1)).to(scale.dtype).view(out, width)
-        steps = self.layout.unpack(codes.short() + 1, index, width).view(out, groups, -1)  # 0: not stored
+            return (
+                torch.addcmul(offset, steps, scale.to(kind).unsqueeze(-1))
+                .to(scale.dtype)
+                .view(out, width)
+            )
+        steps = self.layout.unpack(codes.short() + 1, index, width).view(
+            out, groups, -1
+        )  # 0: not stored
         steps = torch.where(steps > 0, steps - 1 - self.zeros(tensors).unsqueeze(-1), 0)
         return (steps.to(scale.dtype) * scale.unsqueeze(-1)).view(out, width)
 
     def lowest(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The values of code 0: (out, groups), offsets as they are stored, and otherwise exact in float32."""
+        """The values of code 0: (out, groups), offsets as they are stored, and otherwise exact in
+        float32.
+        """
         if self.grid is not None and self.grid.offset:
             return tensors["weight_offset"].detach()
         return -self.zeros(tensors) * tensors["weight_scale"].detach().float()
@@ -105,7 +133,9 @@ class Storage:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes of 2 to 8 bits, uint8 (…, n) → int32 (…, ⌈n·bits / 32⌉), low bits first, the rest of a row zeros."""
+    """Codes of 2 to 8 bits, uint8 (…, n) → int32 (…, ⌈n·bits / 32⌉), low bits first, the rest of a
+    row zeros.
+    """
     together = codes_of_word(bits)
     fields = F.pad(codes, (0, -codes.shape[-1] % together)).unflatten(-1, (-1, together))
     if 8 % bits:
@@ -135,5 +165,7 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def codes_of_word(bits: int) -> int:
-    """How many codes are packed together: those of a byte, or of as many bytes as a code has bits."""
+    """How many codes are packed together: those of a byte, or of as many bytes as a code has
+    bits.
+    """
     return 8 if 8 % bits else 8 // bits

@@ -1,4 +1,6 @@
-"""What can be named in a recipe: methods, pruners, low-rank solvers, patterns and efforts, and the settings of each."""
+"""What can be named in a recipe: methods, pruners, low-rank solvers, patterns and efforts, and the
+settings of each.
+"""
 
 from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
@@ -19,8 +21,9 @@ from hasslefree.solve import low_rank, methods, pruners
 from hasslefree.units import table
 
 NOTES = (
-    "S is the sparse part, L the low-rank part, and H the second moment of a layer's inputs. `docs: NAME` is the page "
-    "docs/explanation/NAME.md. `hasslefree methods NAME` lists the settings of a method, pruner or low-rank solver."
+    "S is the sparse part, L the low-rank part, and H the second moment of a layer's inputs. `docs:"
+    " NAME` is the page docs/explanation/NAME.md. `hasslefree methods NAME` lists the settings of a"
+    " method, pruner or low-rank solver."
 )
 ABOUT_EFFORTS = {
     "fast": About("decomposes single layers, and nothing more", "docs: levers"),
@@ -37,11 +40,18 @@ TABLES: dict[str, dict[str, About]] = {
 }
 OPTIONS = ("--method", "--method or --pruner", "--low-rank", "--pattern", "--effort")
 # The fields of a recipe that set those of a grid.
-GRID_FIELDS = {"grid.bits": "bits", "grid.group": "group_size", "grid.symmetric": "symmetric", "grid.offset": "offset"}
+GRID_FIELDS = {
+    "grid.bits": "bits",
+    "grid.group": "group_size",
+    "grid.symmetric": "symmetric",
+    "grid.offset": "offset",
+}
 
 
 def overview() -> tuple[dict[str, Any], Group]:
-    """All tables as JSON, and as text with a line for each entry; there a pruner, which is a method too, is once."""
+    """All tables as JSON, and as text with a line for each entry; there a pruner, which is a method
+    too, is once.
+    """
     parts: list[RenderableType] = []
     for (heading, entries), option in zip(TABLES.items(), OPTIONS, strict=True):
         rows = Table.grid(padding=(0, 2, 0, 0), pad_edge=False, expand=True)
@@ -52,24 +62,35 @@ def overview() -> tuple[dict[str, Any], Group]:
             if heading != "methods" or name not in pruners.ABOUT:
                 rows.add_row(name, about.line, about.reference)
         parts += [Text(f"{heading} ({option})", style="bold"), Constrain(rows, 80), Text()]
-    content = {heading: {name: asdict(about) for name, about in entries.items()} for heading, entries in TABLES.items()}
+    content = {
+        heading: {name: asdict(about) for name, about in entries.items()}
+        for heading, entries in TABLES.items()
+    }
     return content, Group(*parts, Text(NOTES))
 
 
 def plug_in(name: str) -> tuple[Any, About]:
-    """The method, pruner or low-rank solver of this name, as the command line uses it without other options."""
+    """The method, pruner or low-rank solver of this name, as the command line uses it without other
+    options.
+    """
     if name in pruners.PRUNERS:
         return pruners.PRUNERS[name], pruners.ABOUT[name]
     if name in methods.METHODS:
         return method_of(filled(Recipe(method=name))), methods.ABOUT[name]
     if name in low_rank.LOW_RANK_SOLVERS:
         return low_rank.LOW_RANK_SOLVERS[name], low_rank.ABOUT[name]
-    raise UnknownNameError("method, pruner or low-rank solver", name, [*methods.METHODS, *low_rank.LOW_RANK_SOLVERS])
+    raise UnknownNameError(
+        "method, pruner or low-rank solver", name, [*methods.METHODS, *low_rank.LOW_RANK_SOLVERS]
+    )
 
 
 def settings(part: Any, prefix: str = "") -> Iterator[tuple[str, Any, str | None]]:
-    """Each setting of a plug-in, its default and its option; those of its parts follow them, as pruner.block."""
-    names: dict[Any, str] = {value: name for name, value in (pruners.PRUNERS | low_rank.LOW_RANK_SOLVERS).items()}
+    """Each setting of a plug-in, its default and its option; those of its parts follow them, as
+    pruner.block.
+    """
+    names: dict[Any, str] = {
+        value: name for name, value in (pruners.PRUNERS | low_rank.LOW_RANK_SOLVERS).items()
+    }
     for field in fields(part):
         value, setting = getattr(part, field.name), prefix + field.name
         option = next((name for end, name in GRID_FIELDS.items() if setting.endswith(end)), setting)
@@ -77,7 +98,11 @@ def settings(part: Any, prefix: str = "") -> Iterator[tuple[str, Any, str | None
         if not is_dataclass(value):
             yield setting, value, flag
             continue
-        yield setting, str(value) if isinstance(value, Grid) else names.get(value, type(value).__name__), flag
+        yield (
+            setting,
+            str(value) if isinstance(value, Grid) else names.get(value, type(value).__name__),
+            flag,
+        )
         yield from settings(value, f"{setting}.")
 
 
@@ -92,4 +117,6 @@ def describe_plug_in(name: str) -> tuple[dict[str, Any], Group]:
         content["settings"][setting] = {"default": value, "option": flag}
     if not content["settings"]:
         return content, Group(Text(title), Text(f"{name} has no settings."))
-    return content, Group(rows, Text(f"`python -m pydoc {kind.__module__}.{kind.__qualname__}` explains them."))
+    return content, Group(
+        rows, Text(f"`python -m pydoc {kind.__module__}.{kind.__qualname__}` explains them.")
+    )

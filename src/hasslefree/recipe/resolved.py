@@ -10,12 +10,12 @@ from hasslefree.core.engines import ENGINES, grid_for, refusal
 from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import BITS, Grid
 from hasslefree.core.protocols import Method
-from hasslefree.data import check_text
 from hasslefree.errors import HasslefreeError, Problem, RecipeError, option
 from hasslefree.recipe.recipe import Allocate, Fields
 from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.methods.prune import Prune
 from hasslefree.solve.pruners import PRUNERS
+from hasslefree.texts import check_text
 from hasslefree.units import Size
 
 
@@ -27,9 +27,9 @@ class Levers:
     match_predictions: int = 0
 
 
-# The levers of each effort, and the rounds of `joint`, if the recipe leaves them open. MOVING is `balanced` for a
-# sparse S whose layers can trade rank or non-zeros: that is worth more than the tokens of training that take as
-# long.
+# The levers of each effort, and the rounds of `joint`, if the recipe leaves them open. MOVING is
+# `balanced` for a sparse S whose layers can trade rank or non-zeros: that is worth more than the
+# tokens of training that take as long.
 EFFORTS = {
     "fast": Levers(),
     "balanced": Levers(match_predictions=49_152),
@@ -42,9 +42,20 @@ GRID_ROUNDS = 20
 # The methods of this project, which are trained by default; the others are as published.
 OURS = ("joint", "joint-grid")
 QUANTISING = ", ".join(name for name, method in METHODS.items() if method.grid)
-# The size of a result if the recipe does not say, the fields that say what to compress to, or how, and those of a grid.
+# The size of a result if the recipe does not say, the fields that say what to compress to, or how,
+# and those of a grid.
 DEFAULT_SIZE = "5.2bits"
-SIZING = ("size", "pattern", "rank", "sparsity", "ratio", "rank_share", "method", "pruner", "low_rank")
+SIZING = (
+    "size",
+    "pattern",
+    "rank",
+    "sparsity",
+    "ratio",
+    "rank_share",
+    "method",
+    "pruner",
+    "low_rank",
+)
 GRIDS = ("size", "engine", "bits", "group_size", "symmetric", "offset")
 
 
@@ -53,7 +64,8 @@ class Resolved(Levers):
     """A recipe in which nothing is left open, and the parts that it names.
 
     Args:
-        recipe: with every default filled in. budget: of every layer. method: with its hyper-parameters.
+        recipe: with every default filled in. budget: of every layer. method: with its
+            hyper-parameters.
     """
 
     recipe: Fields
@@ -67,7 +79,9 @@ class Resolved(Levers):
 
     @property
     def grids(self) -> tuple[Grid, ...]:
-        """The grids that a layer may get, from the fewest bits on: one if the recipe has bits, none without a grid."""
+        """The grids that a layer may get, from the fewest bits on: one if the recipe has bits, none
+        without a grid.
+        """
         grid, engine = self.method.grid, self.recipe.engine
         widths = BITS if self.recipe.bits is None else (self.recipe.bits,)
         grids = [dataclasses.replace(grid, bits=bits) for bits in widths] if grid else []
@@ -75,7 +89,9 @@ class Resolved(Levers):
 
     @property
     def fixed_rank(self) -> int | None:
-        """The rank of every layer within a size: the recipe's, or 0 without an L. None where it is to be chosen."""
+        """The rank of every layer within a size: the recipe's, or 0 without an L. None where it is
+        to be chosen.
+        """
         return 0 if isinstance(self.method, Prune) else self.recipe.rank
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,15 +109,23 @@ def resolve(recipe: Fields, with_text: bool = True) -> Resolved:
 
 
 def filled(recipe: Fields) -> Fields:
-    """The recipe with its size or pattern and its effort's settings; without an effort, `joint` is balanced."""
+    """The recipe with its size or pattern and its effort's settings; without an effort, `joint` is
+    balanced.
+    """
     if all(getattr(recipe, name) is None for name in SIZING):
         recipe = dataclasses.replace(recipe, size=DEFAULT_SIZE)
     if recipe.method is None:
-        on_grid = recipe.pattern in (None, "dense") and any(getattr(recipe, name) is not None for name in GRIDS)
+        on_grid = recipe.pattern in (None, "dense") and any(
+            getattr(recipe, name) is not None for name in GRIDS
+        )
         recipe = dataclasses.replace(recipe, method="joint-grid" if on_grid else "joint")
     quantised = has_grid(recipe)
-    recipe = dataclasses.replace(recipe, pattern=recipe.pattern or ("dense" if quantised else "2:4"))
-    effort = recipe.effort or ("best" if recipe.minutes else "balanced" if recipe.method in OURS else None)
+    recipe = dataclasses.replace(
+        recipe, pattern=recipe.pattern or ("dense" if quantised else "2:4")
+    )
+    effort = recipe.effort or (
+        "best" if recipe.minutes else "balanced" if recipe.method in OURS else None
+    )
     moving = effort == "balanced" and not quantised and movable(recipe)
     defaults = dataclasses.asdict(MOVING if moving else EFFORTS[effort or "fast"])
     if recipe.method in OURS:
@@ -110,7 +134,11 @@ def filled(recipe: Fields) -> Fields:
         defaults["offset"] = True
     given = recipe.bits, recipe.group_size, recipe.symmetric, recipe.offset
     if recipe.engine and quantised and (grid := grid_for(recipe.engine, *given)):
-        defaults |= {"group_size": grid.group or 0, "symmetric": grid.symmetric, "offset": grid.offset}
+        defaults |= {
+            "group_size": grid.group or 0,
+            "symmetric": grid.symmetric,
+            "offset": grid.offset,
+        }
         defaults |= {} if recipe.size else {"bits": grid.bits}
     if recipe.size:
         defaults["allocate"] = "error"
@@ -127,28 +155,46 @@ def has_grid(recipe: Fields) -> bool:
 
 
 def movable(recipe: Fields) -> bool:
-    """Whether bits, rank or non-zeros can move between layers. The recipe has its method and pattern."""
+    """Whether bits, rank or non-zeros can move between layers. The recipe has its method and
+    pattern.
+    """
     if has_grid(recipe) and recipe.bits is None:
         return True
     if recipe.size:
         return recipe.rank is None and not isinstance(METHODS.get(recipe.method or ""), Prune)
     ranked = bool(recipe.rank) or recipe.ratio is not None
-    return (recipe.pattern != "dense" or has_grid(recipe)) and (ranked or recipe.pattern == "unstructured")
+    return (recipe.pattern != "dense" or has_grid(recipe)) and (
+        ranked or recipe.pattern == "unstructured"
+    )
 
 
 def budget_of(recipe: Fields) -> Budget:
     """The budget of every layer. The recipe has its pattern."""
-    return Budget(recipe.pattern or "2:4", recipe.rank, recipe.sparsity, recipe.ratio, recipe.rank_share)
+    return Budget(
+        recipe.pattern or "2:4", recipe.rank, recipe.sparsity, recipe.ratio, recipe.rank_share
+    )
 
 
 def method_of(recipe: Fields) -> Method:
     """The method with the hyper-parameters and parts that the recipe names."""
-    names = ("pruner", "low_rank", "rounds", "damping", "refit", "bits", "group_size", "symmetric", "offset")
+    names = (
+        "pruner",
+        "low_rank",
+        "rounds",
+        "damping",
+        "refit",
+        "bits",
+        "group_size",
+        "symmetric",
+        "offset",
+    )
     return build_method(recipe.method or "joint", **{name: getattr(recipe, name) for name in names})
 
 
 def problems(recipe: Fields, with_text: bool = True) -> Iterator[Problem]:
-    """Everything that is wrong with the combination of the fields, as far as that can be seen without the model."""
+    """Everything that is wrong with the combination of the fields, as far as that can be seen
+    without the model.
+    """
     recipe = filled(recipe)
     pattern, quantised = recipe.pattern, has_grid(recipe)
     yield from budget_of(recipe).problems()
@@ -156,8 +202,9 @@ def problems(recipe: Fields, with_text: bool = True) -> Iterator[Problem]:
     if pattern == "dense" and not quantised:
         yield Problem(
             ("pattern", "method"),
-            f"pattern dense keeps every entry of S, and method {recipe.method} does not quantise them, so nothing "
-            f"would be compressed: use a method that quantises S ({QUANTISING}), or another pattern",
+            f"pattern dense keeps every entry of S, and method {recipe.method} does not quantise"
+            f" them, so nothing would be compressed: use a method that quantises S ({QUANTISING}),"
+            " or another pattern",
         )
     if recipe.engine:
         yield from engine_problems(recipe)
@@ -165,12 +212,18 @@ def problems(recipe: Fields, with_text: bool = True) -> Iterator[Problem]:
     if recipe.minutes and not recipe.match_predictions:
         given = "effort" if recipe.effort == "fast" else "match_predictions"
         message = (
-            f"minutes is a time for fine-tuning, and with this {given} there is none: leave out minutes or {given}"
+            f"minutes is a time for fine-tuning, and with this {given} there is none: leave out"
+            f" minutes or {given}"
         )
         yield Problem(("minutes", given), message)
     if recipe.allocate == "error" and not recipe.size and not movable(recipe):
-        remedy = "leave out allocate" if pattern == "dense" else "give a rank, or leave out allocate"
-        message = f"allocate error moves bits and rank between layers, and here is none to move (pattern {pattern})"
+        remedy = (
+            "leave out allocate" if pattern == "dense" else "give a rank, or leave out allocate"
+        )
+        message = (
+            "allocate error moves bits and rank between layers, and here is none to move (pattern"
+            f" {pattern})"
+        )
         yield Problem(("allocate", "pattern", "rank"), f"{message}: {remedy}")
     if with_text:
         yield from refusals(lambda: check_text(recipe.calibration), "calibration")
@@ -191,7 +244,9 @@ def size_problems(recipe: Fields) -> Iterator[Problem]:
     if not movable(recipe):
         given = " and ".join(name for name in ("bits", "rank") if getattr(recipe, name) is not None)
         remedy = f"leave out {given}" if given else "use method joint-grid"
-        message = f"with method {recipe.method}, there is nothing left that a size could choose: {remedy}"
+        message = (
+            f"with method {recipe.method}, there is nothing left that a size could choose: {remedy}"
+        )
         yield Problem(("size", "method", "bits", "rank"), message)
     for name in ("ratio", "rank_share"):
         if getattr(recipe, name) is not None:
@@ -206,10 +261,16 @@ def engine_problems(recipe: Fields) -> Iterator[Problem]:
     except HasslefreeError:
         return  # `method_problems` says what is wrong
     if grid is None:
-        message = f"{engine} takes a quantised S, and method {recipe.method} does not quantise it: use {QUANTISING}"
+        message = (
+            f"{engine} takes a quantised S, and method {recipe.method} does not quantise it: use"
+            f" {QUANTISING}"
+        )
         yield Problem(("engine", "method"), message)
     elif recipe.pattern != "dense":
-        message = f"{engine} stores every entry of S, so that pattern {recipe.pattern} saves nothing there: use dense"
+        message = (
+            f"{engine} stores every entry of S, so that pattern {recipe.pattern} saves nothing"
+            " there: use dense"
+        )
         yield Problem(("engine", "pattern"), message)
     elif refused := refusal(engine, grid):
         yield Problem(("engine", "bits", "group_size", "symmetric", "offset"), refused)
@@ -222,14 +283,22 @@ def method_problems(recipe: Fields) -> Iterator[Problem]:
     except HasslefreeError as error:
         yield Problem(error.fields or ("method",), error.message)
     else:
-        if not isinstance(method, Prune) and recipe.rank is None and recipe.ratio is None and recipe.size is None:
+        if (
+            not isinstance(method, Prune)
+            and recipe.rank is None
+            and recipe.ratio is None
+            and recipe.size is None
+        ):
             budgets = f"{option('rank', 64)} (0 for S alone), {option('ratio')} or {option('size')}"
             message = f"method {recipe.method} needs a budget: give a rank such as {budgets}"
             yield Problem(("method", "rank", "ratio"), message)
     if (bits := recipe.factor_bits) is None:
         return
     if isinstance(METHODS.get(recipe.method or ""), Prune):
-        message = f"factor_bits quantises the factors of L, and method {recipe.method} has no L: leave out factor_bits"
+        message = (
+            f"factor_bits quantises the factors of L, and method {recipe.method} has no L: leave"
+            " out factor_bits"
+        )
         yield Problem(("factor_bits",), message)
     rank = 0 if recipe.rank_share == 0 else recipe.rank
     yield from refusals(lambda: check_factor_bits(bits, rank), "factor_bits")

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from hasslefree.checkpoint import read_limited, read_small
 from hasslefree.errors import RecipeError
+from hasslefree.files import read_limited, read_small
 
 _INT = "tag:yaml.org,2002:int"
 # Bytes and fields of a recipe, recipes on top of one another, and lists in lists.
@@ -18,7 +18,8 @@ MOST_BYTES, MOST_FIELDS, MOST_BASES, DEEPEST = 1 << 18, 100, 16, 8
 class _Loader(yaml.SafeLoader):
     """Plain values; 2:4 is a string, as in YAML 1.2, and no number in base 60.
 
-    No name may be given twice, and none may stand for a value: a few lines of such names make gigabytes.
+    No name may be given twice, and none may stand for a value: a few lines of such names make
+    gigabytes.
     """
 
     depth = 0
@@ -31,8 +32,14 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.depth += 1
         if self.depth > DEEPEST or self.check_event(yaml.AliasEvent):
-            problem = "lists are nested too deeply" if self.depth > DEEPEST else "aliases (*name) are not read"
-            raise yaml.composer.ComposerError(problem=problem, problem_mark=self.peek_event().start_mark)
+            problem = (
+                "lists are nested too deeply"
+                if self.depth > DEEPEST
+                else "aliases (*name) are not read"
+            )
+            raise yaml.composer.ComposerError(
+                problem=problem, problem_mark=self.peek_event().start_mark
+            )
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -41,8 +48,14 @@ class _Loader(yaml.SafeLoader):
         names = [key.value for key, _ in node.value]
         for number, (key, _) in enumerate(node.value):
             if key.value in names[:number] or number == MOST_FIELDS:
-                problem = "there are too many fields" if number == MOST_FIELDS else f"{key.value} is given twice"
-                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
+                problem = (
+                    "there are too many fields"
+                    if number == MOST_FIELDS
+                    else f"{key.value} is given twice"
+                )
+                raise yaml.constructor.ConstructorError(
+                    problem=problem, problem_mark=key.start_mark
+                )
         return super().construct_mapping(node, deep)
 
 
@@ -50,9 +63,15 @@ _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?[0-9]+$"), [*"-+0123456789
 
 
 def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a YAML file (-: standard input) over those of its base, and their files. above: before it."""
+    """The values of a YAML file (-: standard input) over those of its base, and their files. above:
+    before it.
+    """
     try:
-        text = read_small(path, MOST_BYTES) if path != Path("-") else read_limited(sys.stdin.buffer, MOST_BYTES)
+        text = (
+            read_small(path, MOST_BYTES)
+            if path != Path("-")
+            else read_limited(sys.stdin.buffer, MOST_BYTES)
+        )
     except (OSError, ValueError) as error:
         raise RecipeError(f"the recipe {path} cannot be read: {error}") from None
     try:
@@ -60,7 +79,9 @@ def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any
     except (yaml.YAMLError, ValueError, TypeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else path
-        raise RecipeError(f"{place}: the recipe is not YAML: {getattr(error, 'problem', None) or error}") from None
+        raise RecipeError(
+            f"{place}: the recipe is not YAML: {getattr(error, 'problem', None) or error}"
+        ) from None
     if not isinstance(content, dict):
         raise RecipeError(f"the recipe {path} must contain fields, such as 'pattern: 2:4'")
     values = {str(name): value for name, value in content.items()}
@@ -71,10 +92,17 @@ def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any
         raise RecipeError(f"{path}: base must be the path of a recipe, got {base!r}")
     target, above = path.parent / base, (*above, path)
     if not target.is_file():
-        raise RecipeError(f"{path}: the base {target} does not exist; the path is relative to {path.name}")
+        raise RecipeError(
+            f"{path}: the base {target} does not exist; the path is relative to {path.name}"
+        )
     if target.resolve() in [file.resolve() for file in above]:
-        raise RecipeError(f"{path}: these recipes are each other's base: {' → '.join(map(str, (*above, target)))}")
+        raise RecipeError(
+            f"{path}: these recipes are each other's base: {' → '.join(map(str, (*above, target)))}"
+        )
     if len(above) > MOST_BASES:
-        raise RecipeError(f"{above[0]}: more than {MOST_BASES} recipes are on top of one another; merge some of them")
+        raise RecipeError(
+            f"{above[0]}: more than {MOST_BASES} recipes are on top of one another; merge some of"
+            " them"
+        )
     base_values, base_files = read_fields(target, above)
     return base_values | values, base_files | files

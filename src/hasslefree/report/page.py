@@ -12,8 +12,8 @@ import vl_convert
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from hasslefree.checkpoint.card import trained
 from hasslefree.escaping import escaped_within
-from hasslefree.folder.card import trained
 from hasslefree.report.charts import ASSETS, CONFIG, comparisons, dense_bytes, run_charts
 from hasslefree.report.content import Content, place
 from hasslefree.report.samples import Samples
@@ -21,10 +21,14 @@ from hasslefree.units import duration, size
 
 
 def render(content: Content, samples: Sequence[Samples] = ()) -> str:
-    """The page, which escapes what comes from a folder, and runs its own scripts alone. samples: of each run, or ()."""
+    """The page, which escapes what comes from a folder, and runs its own scripts alone. samples: of
+    each run, or ().
+    """
     options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
     # Texts lose their control characters; the page's own markup stays.
-    options["finalize"] = lambda value: value if isinstance(value, Markup) else escaped_within(value)
+    options["finalize"] = lambda value: (
+        value if isinstance(value, Markup) else escaped_within(value)
+    )
     environment = Environment(loader=FileSystemLoader(ASSETS), undefined=StrictUndefined, **options)
     environment.filters |= {
         "percent": percent,
@@ -37,12 +41,20 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
         "layer": layer_text,
         "leaf": lambda path: Path(path).name or path,
     }
-    worst = [max(run.record.layers, key=lambda layer: layer.relative_error).name for run in content.runs]
+    worst = [
+        max(run.record.layers, key=lambda layer: layer.relative_error).name for run in content.runs
+    ]
     layers = [{layer.name for layer in run.record.layers} for run in content.runs]
-    selected = [worst[0] if worst[0] in names else other for other, names in zip(worst, layers, strict=True)]
-    drawings = [run_charts(run, content, layer) for run, layer in zip(content.runs, selected, strict=True)]
+    selected = [
+        worst[0] if worst[0] in names else other for other, names in zip(worst, layers, strict=True)
+    ]
+    drawings = [
+        run_charts(run, content, layer) for run, layer in zip(content.runs, selected, strict=True)
+    ]
     compared = comparisons(content)
-    charts = compared | {f"{name}-{i}": each for i, charts in enumerate(drawings) for name, each in charts.items()}
+    charts = compared | {
+        f"{name}-{i}": each for i, charts in enumerate(drawings) for name, each in charts.items()
+    }
     evaluations = [*content.others.values(), *(run.evaluation for run in content.runs)]
     scripts = [vega_bundle(), (ASSETS / "page.js").read_text(encoding="utf-8")]
     return environment.get_template("page.html").render(
@@ -51,23 +63,33 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
         selected=selected,
         run_charts=drawings,
         comparisons=compared,
-        texts=list(dict.fromkeys(text for evaluation in evaluations for text in evaluation.perplexity)),
+        texts=list(
+            dict.fromkeys(text for evaluation in evaluations for text in evaluation.perplexity)
+        ),
         tasks=list(dict.fromkeys(task for evaluation in evaluations for task in evaluation.tasks)),
         dense_bytes={name: dense_bytes(name, content.runs) for name in content.others},
         samples=samples,
         vega=vl_convert.get_vega_version(),
-        data={"config": CONFIG, "charts": {name: drawing.on_page() for name, drawing in charts.items()}},
+        data={
+            "config": CONFIG,
+            "charts": {name: drawing.on_page() for name, drawing in charts.items()},
+        },
         style=(ASSETS / "page.css").read_text(encoding="utf-8"),
         scripts=scripts,
         # What a Content-Security-Policy calls an inline script.
-        hashes=[f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}" for text in scripts],
+        hashes=[
+            f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+            for text in scripts
+        ],
     )
 
 
 @functools.cache
 def vega_bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script, which defines vegaEmbed."""
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", r"<\/script")
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace(
+        "</script", r"<\/script"
+    )
 
 
 def leading(values: Sequence[float], share: float) -> int:

@@ -1,4 +1,6 @@
-"""The same prompts continued greedily by compressed models and by their dense ones, to be read side by side."""
+"""The same prompts continued greedily by compressed models and by their dense ones, to be read side
+by side.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,9 @@ from hasslefree.evaluation.continuation import Continuation, Sampling, Writer, d
 
 @dataclass(frozen=True)
 class Text:
-    """What one model wrote: the beginning that the other model wrote too, and the rest from the first token apart."""
+    """What one model wrote: the beginning that the other model wrote too, and the rest from the
+    first token apart.
+    """
 
     same: str
     rest: str
@@ -20,7 +24,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt. dense: None where there is no dense model. tokens: that both models wrote before they differ."""
+    """One prompt. dense: None where there is no dense model. tokens: that both models wrote before
+    they differ.
+    """
 
     prompt: str
     compressed: Text
@@ -35,19 +41,26 @@ class Sample:
 
 @dataclass(frozen=True)
 class Samples:
-    """All prompts of one folder. remark: a sentence that says why there is no dense model, where one was looked for."""
+    """All prompts of one folder. remark: a sentence that says why there is no dense model, where
+    one was looked for.
+    """
 
     samples: tuple[Sample, ...]
     remark: str | None = None
 
 
 def sample_folders(
-    folders: Iterable[Path], prompts: Sequence[str], dense: str | None = None, max_new_tokens: int = 64, **how: Any
+    folders: Iterable[Path],
+    prompts: Sequence[str],
+    dense: str | None = None,
+    max_new_tokens: int = 64,
+    **how: Any,
 ) -> list[Samples]:
-    """Let the model of each folder and its dense model continue the prompts. One model is in memory at a time.
+    """Let the model of each folder and its dense model continue the prompts. One model is in memory
+    at a time.
 
-    dense: for all folders; None for what each folder names, if it is on this machine; "none" for none. how: of
-    `load_model`.
+    dense: for all folders; None for what each folder names, if it is on this machine; "none" for
+    none. how: of `load_model`.
     """
     sampling, by_model, samples = Sampling(max_new_tokens), dict[str, list[Continuation]](), []
     for folder in folders:
@@ -59,11 +72,15 @@ def sample_folders(
             continue
         if name not in by_model:
             by_model[name], _ = write(name, prompts, sampling, how)
-        samples.append(Samples(tuple(map(partial(sample, tokenizer), prompts, compressed, by_model[name]))))
+        samples.append(
+            Samples(tuple(map(partial(sample, tokenizer), prompts, compressed, by_model[name])))
+        )
     return samples
 
 
-def write(name: str, prompts: Iterable[str], sampling: Sampling, how: dict[str, Any]) -> tuple[list[Continuation], Any]:
+def write(
+    name: str, prompts: Iterable[str], sampling: Sampling, how: dict[str, Any]
+) -> tuple[list[Continuation], Any]:
     """What a model writes after each prompt, and its tokenizer; the model is not kept."""
     writer = Writer.load(name, **how)
     return [writer.write(prompt, sampling) for prompt in prompts], writer.tokenizer
@@ -75,7 +92,8 @@ def sample(tokenizer: Any, prompt: str, compressed: Continuation, dense: Continu
     start = tokenizer.decode(compressed.tokens[:tokens], skip_special_tokens=True)
 
     def parted(text: str) -> Text:
-        # A character may be of several tokens: without the last of them, it is decoded as another one.
+        # A character may be of several tokens: without the last of them, it is decoded as another
+        # one.
         same = shared(start, text)
         return Text(text[:same], text[same:])
 

@@ -1,13 +1,17 @@
-"""x Sᵀ by vLLM's own kernels for codes in the pack-quantized layout of compressed-tensors, which is that of a folder.
+"""x Sᵀ by vLLM's own kernels for codes in the pack-quantized layout of compressed-tensors, which is
+that of a folder.
 
-vLLM's scheme for this layout chooses the kernel, such as Marlin on a GPU, and brings the codes into its order.
+vLLM's scheme for this layout chooses the kernel, such as Marlin on a GPU, and brings the codes into
+its order.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsWNA16,
+)
 
 from hasslefree.core.engines import ENGINES
 from hasslefree.core.grids import Grid
@@ -15,7 +19,9 @@ from hasslefree.packed.storage import pack_codes
 
 
 class VllmKernel(nn.Module):
-    """A complete S (out, in) in codes. Raises a ValueError if vLLM has no kernel for it on this device."""
+    """A complete S (out, in) in codes. Raises a ValueError if vLLM has no kernel for it on this
+    device.
+    """
 
     weight_packed: Tensor
     weight_scale: Tensor
@@ -25,11 +31,15 @@ class VllmKernel(nn.Module):
         super().__init__()
         (out, width), self.grid, self.bias = shape, grid, None  # the kernel for a CPU reads a bias
         group = ENGINES["vllm"].group_for(grid, width) if grid.group else None
-        self.scheme: Any = CompressedTensorsWNA16("group" if group else "channel", grid.bits, group, grid.symmetric)
+        self.scheme: Any = CompressedTensorsWNA16(
+            "group" if group else "channel", grid.bits, group, grid.symmetric
+        )
         self.scheme.create_weights(self, out, width, [out], width, dtype, weight_loader=None)
 
     def load(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
-        """Fill in codes, uint8 (out, in), and for each group its scale and the code of zero, (out, groups)."""
+        """Fill in codes, uint8 (out, in), and for each group its scale and the code of zero, (out,
+        groups).
+        """
         times = self.weight_scale.shape[1] // scale.shape[1]
         scale, zero = (each.repeat_interleave(times, 1) for each in (scale, zero))
         self.weight_packed.copy_(pack_codes(codes, self.grid.bits))
@@ -49,8 +59,14 @@ class VllmKernel(nn.Module):
 
 
 def kernel_for(grid: Grid, shape: tuple[int, int], dtype: torch.dtype) -> VllmKernel | None:
-    """The kernel that vLLM chooses on this device; None if it has none. No kernel computes in float32."""
+    """The kernel that vLLM chooses on this device; None if it has none. No kernel computes in
+    float32.
+    """
     try:
-        return VllmKernel(grid, shape, dtype) if ENGINES["vllm"].holds(grid) and dtype != torch.float32 else None
+        return (
+            VllmKernel(grid, shape, dtype)
+            if ENGINES["vllm"].holds(grid) and dtype != torch.float32
+            else None
+        )
     except ValueError:
         return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear
 
-from hasslefree.folder.read import Entry
+from hasslefree.checkpoint.entries import Entry
 from hasslefree.serve.kernels import kernel_for
 from hasslefree.serve.parts import Division
 from hasslefree.serve.stacked import LoadBuffer, StackedLinear
@@ -17,17 +17,20 @@ from hasslefree.serve.stacked import LoadBuffer, StackedLinear
 logger = logging.getLogger(__name__)
 
 UNPACKED = (
-    "No kernel on this machine multiplies packed layers of %s: they are unpacked when they are loaded, and take the "
-    "memory of dense layers"
+    "No kernel on this machine multiplies packed layers of %s: they are unpacked when they are"
+    " loaded, and take the memory of dense layers"
 )
 BY_TORCH = "vLLM has no kernel for layers of %s: torch's operators multiply them"
 INPUTS_ROUNDED = (
-    "On this processor, vLLM's kernel rounds the inputs of layers of %s to 8 bits; VLLM_CPU_INT4_W4A8=0 prevents it"
+    "On this processor, vLLM's kernel rounds the inputs of layers of %s to 8 bits;"
+    " VLLM_CPU_INT4_W4A8=0 prevents it"
 )
 
 
 class StackedLinearMethod(LinearMethodBase):
-    """A linear layer made of these compressed layers, in the order of their outputs; None for one that stayed dense."""
+    """A linear layer made of these compressed layers, in the order of their outputs; None for one
+    that stayed dense.
+    """
 
     def __init__(self, entries: Mapping[str, Entry | None]):
         self.entries = entries
@@ -42,14 +45,18 @@ class StackedLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register the stack, and for each tensor of the folder a `WeightSlot` that vLLM's loaders find by its name."""
+        """Register the stack, and for each tensor of the folder a `WeightSlot` that vLLM's loaders
+        find by its name.
+        """
         sizes = slice_sizes(layer, output_size)
         local = (output_partition_sizes, input_size, input_size_per_partition)
         division = Division(sizes, *local, layer.tp_rank, layer.tp_size)
         parts = division.parts(self.entries)
         layer.compressed = StackedLinear(parts, params_dtype, kernel_for=kernel_for)
         buffer = LoadBuffer(layer.compressed)
-        for leaf, dtype in {leaf: dtype for part in parts for leaf, (_, dtype) in part.tensors().items()}.items():
+        for leaf, dtype in {
+            leaf: dtype for part in parts for leaf, (_, dtype) in part.tensors().items()
+        }.items():
             layer.register_parameter(leaf, WeightSlot(leaf, buffer, dtype or params_dtype))
         if layer.compressed.is_unpacked or (layer.compressed.grid and not layer.compressed.kernel):
             kind = ", ".join(dict.fromkeys(part.kind for part in parts))
@@ -71,7 +78,9 @@ class StackedLinearMethod(LinearMethodBase):
 
 
 class WeightSlot(nn.Parameter):
-    """A parameter without elements, which passes the tensors that vLLM loads to the stack. dtype: of these tensors."""
+    """A parameter without elements, which passes the tensors that vLLM loads to the stack. dtype:
+    of these tensors.
+    """
 
     def __new__(cls, leaf: str, buffer: LoadBuffer, dtype: torch.dtype) -> "WeightSlot":
         return super().__new__(cls, torch.empty(0, dtype=dtype), requires_grad=False)
@@ -80,17 +89,26 @@ class WeightSlot(nn.Parameter):
         self.leaf, self.buffer = leaf, buffer
 
     def weight_loader(
-        self, parameter: nn.Parameter, tensor: Tensor, slices: str | int | tuple[int, ...] | None = None
+        self,
+        parameter: nn.Parameter,
+        tensor: Tensor,
+        slices: str | int | tuple[int, ...] | None = None,
     ) -> None:
         """vLLM calls it for every tensor. slices: which part of a fused layer the tensor is for."""
         self.buffer.add(self.leaf, tensor, slices)
 
 
 def slice_sizes(layer: LinearBase, output_size: int) -> list[int]:
-    """The outputs of each slice of a layer on all ranks together; key heads that ranks share count once."""
+    """The outputs of each slice of a layer on all ranks together; key heads that ranks share count
+    once.
+    """
     if isinstance(layer, QKVParallelLinear):
         keys = layer.total_num_kv_heads
-        return [layer.total_num_heads * layer.head_size, keys * layer.head_size, keys * layer.v_head_size]
+        return [
+            layer.total_num_heads * layer.head_size,
+            keys * layer.head_size,
+            keys * layer.v_head_size,
+        ]
     return list(getattr(layer, "output_sizes", [output_size]))
 
 

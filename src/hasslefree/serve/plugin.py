@@ -1,6 +1,7 @@
 """The entry point of `vllm.general_plugins`: vLLM calls `register` in each of its processes.
 
-A vLLM without the names imported here logs that the plugin cannot be loaded, and still serves other models.
+A vLLM without the names imported here logs that the plugin cannot be loaded, and still serves other
+models.
 """
 
 from typing import Any
@@ -8,12 +9,18 @@ from typing import Any
 import torch
 import vllm
 from torch import nn
-from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization import (
+    QUANTIZATION_METHODS,
+    register_quantization_config,
+)
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
 from vllm.platforms import current_platform
 
+from hasslefree.checkpoint.entries import QUANT_METHOD, Entry, check_format_version, read_entries
 from hasslefree.errors import ServeError
-from hasslefree.folder.read import QUANT_METHOD, Entry, check_format_version, read_entries
 from hasslefree.serve.requirements import DENSE, check_device, check_layers, check_vllm
 
 
@@ -26,7 +33,9 @@ class ServedConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "ServedConfig":
-        """Read the entry of config.json, and refuse what cannot be served before any weight is read."""
+        """Read the entry of config.json, and refuse what cannot be served before any weight is
+        read.
+        """
         check_vllm(vllm.__version__)
         check_device(current_platform.device_name)
         check_format_version(config.get("version"), config.get("layout"))
@@ -54,7 +63,9 @@ class ServedConfig(QuantizationConfig):
         self.entries = hf_to_vllm_mapper.apply_dict(self.entries)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """None for a layer that is not linear. prefix: its name in vLLM, such as `qkv_proj` for three layers."""
+        """None for a layer that is not linear. prefix: its name in vLLM, such as `qkv_proj` for
+        three layers.
+        """
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
         from hasslefree.serve.linear import StackedLinearMethod
@@ -62,12 +73,15 @@ class ServedConfig(QuantizationConfig):
         if not isinstance(layer, LinearBase):
             if prefix in self.entries:
                 raise ServeError(
-                    f"{prefix} is compressed, but vLLM runs it as a {type(layer).__name__}, which is not a linear "
-                    f"layer: {DENSE}"
+                    f"{prefix} is compressed, but vLLM runs it as a {type(layer).__name__}, which"
+                    f" is not a linear layer: {DENSE}"
                 )
             return None
         parent, _, leaf = prefix.rpartition(".")
-        names = [f"{parent}.{name}" if parent else name for name in self.packed_modules_mapping.get(leaf, [leaf])]
+        names = [
+            f"{parent}.{name}" if parent else name
+            for name in self.packed_modules_mapping.get(leaf, [leaf])
+        ]
         entries = {name: self.entries.get(name) for name in names}
         if not any(entries.values()):
             return UnquantizedLinearMethod()
@@ -75,6 +89,8 @@ class ServedConfig(QuantizationConfig):
 
 
 def register() -> None:
-    """Make the folders known to vLLM; an unsuitable version is an error only when a compressed folder is served."""
+    """Make the folders known to vLLM; an unsuitable version is an error only when a compressed
+    folder is served.
+    """
     if QUANT_METHOD not in QUANTIZATION_METHODS:
         register_quantization_config(QUANT_METHOD)(ServedConfig)

@@ -1,4 +1,6 @@
-"""Checks of vLLM's version, the device and the model, before any weights are read; each raises a ServeError."""
+"""Checks of vLLM's version, the device and the model, before any weights are read; each raises a
+ServeError.
+"""
 
 import re
 from collections.abc import Iterable
@@ -16,10 +18,14 @@ def check_vllm(version: str) -> None:
     installed = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     if installed in VERSIONS:
         return
-    known, (major, minor) = " and ".join(f"{major}.{minor}" for major, minor in VERSIONS), max(VERSIONS)
+    known, (major, minor) = (
+        " and ".join(f"{major}.{minor}" for major, minor in VERSIONS),
+        max(VERSIONS),
+    )
     update = "update hasslefree, or " if installed > max(VERSIONS) else ""
     raise ServeError(
-        f"this version of hasslefree serves compressed folders with vLLM {known}, but vLLM {version} is installed: "
+        f"this version of hasslefree serves compressed folders with vLLM {known}, but vLLM"
+        f" {version} is installed: "
         f'{update}pip install "vllm=={major}.{minor}.*"'
     )
 
@@ -27,11 +33,14 @@ def check_vllm(version: str) -> None:
 def check_device(name: str) -> None:
     """name: as vLLM calls the device. vLLM itself compares a GPU with `get_min_capability`."""
     if name not in ("cpu", "cuda"):
-        raise ServeError(f"compressed folders are served on a CPU or an NVIDIA GPU, not on {name}: {DENSE}")
+        raise ServeError(
+            f"compressed folders are served on a CPU or an NVIDIA GPU, not on {name}: {DENSE}"
+        )
 
 
 def check_layers(names: Iterable[str]) -> None:
     if expert := next((name for name in names if EXPERT.search(name)), None):
         raise ServeError(
-            f"{expert} belongs to a mixture of experts (MoE), and compressed experts cannot be served: {DENSE}"
+            f"{expert} belongs to a mixture of experts (MoE), and compressed experts cannot be"
+            f" served: {DENSE}"
         )

@@ -1,4 +1,6 @@
-"""ADMM whose penalty follows the support: the loop that ALPS (arXiv 2406.07831) and 3BASiL (arXiv 2603.01376) share."""
+"""ADMM whose penalty follows the support: the loop that ALPS (arXiv 2406.07831) and 3BASiL (arXiv
+2603.01376) share.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +17,11 @@ from hasslefree.errors import FactorizationError
 
 @dataclass(frozen=True)
 class ScaledSpectrum:
-    """The problem in the units where H has a unit diagonal: D⁻¹HD⁻¹ = Q diag(λ) Qᵀ with D = diag(H)^½.
+    """The problem in the units where H has a unit diagonal: D⁻¹HD⁻¹ = Q diag(λ) Qᵀ with D =
+    diag(H)^½.
 
-    scale: D, (in,). matrix: D⁻¹HD⁻¹, (in, in). values: λ, (in,), in float64. vectors: Q, (in, in); computed in float64,
-    and cast, for they are multiplied whenever ρ changes.
+    scale: D, (in,). matrix: D⁻¹HD⁻¹, (in, in). values: λ, (in,), in float64. vectors: Q, (in, in);
+    computed in float64, and cast, for they are multiplied whenever ρ changes.
     """
 
     scale: Tensor
@@ -33,9 +36,10 @@ class ScaledSpectrum:
         values, vectors = eigh(matrix.double())
         if values[0] < -1e-5 * values[-1]:
             raise FactorizationError(
-                f"the Gram matrix (XᵀX of the layer's {len(matrix)} inputs) is not positive semidefinite: with its "
-                f"diagonal scaled to 1, its smallest eigenvalue is {values[0].item():.1e}; compute it again from the "
-                "activations (Gram.from_activations)"
+                f"the Gram matrix (XᵀX of the layer's {len(matrix)} inputs) is not positive"
+                " semidefinite: with its diagonal scaled to 1, its smallest eigenvalue is"
+                f" {values[0].item():.1e}; compute it again from the activations"
+                " (Gram.from_activations)"
             )
         # What rounding has put below zero would make H + ρI singular at a small ρ.
         return cls(scale, matrix, values.clamp_min(0), vectors.to(matrix.dtype))
@@ -47,11 +51,12 @@ class ScaledSpectrum:
 
 @dataclass(frozen=True)
 class SupportPenalty:
-    """ρ grows while the support changes, faster the more it changes; the loop ends when the support is stable.
+    """ρ grows while the support changes, faster the more it changes; the loop ends when the support
+    is stable.
 
-    start: the initial ρ. every: rounds between two checks. most: the maximum of rounds. growth: the factor of ρ where
-    more than 10 %, more than 0.5 %, and at least one of the kept entries changed. settled: after this number of rounds,
-    fewer than 0.03 % of changes end the loop.
+    start: the initial ρ. every: rounds between two checks. most: the maximum of rounds. growth: the
+    factor of ρ where more than 10 %, more than 0.5 %, and at least one of the kept entries changed.
+    settled: after this number of rounds, fewer than 0.03 % of changes end the loop.
     """
 
     start: float
@@ -61,12 +66,18 @@ class SupportPenalty:
     settled: int
 
     def run(
-        self, weight: Tensor, spectrum: ScaledSpectrum, pattern: Pattern, fit: Callable[[Tensor], Tensor], rows: Rows
+        self,
+        weight: Tensor,
+        spectrum: ScaledSpectrum,
+        pattern: Pattern,
+        fit: Callable[[Tensor], Tensor],
+        rows: Rows,
     ) -> Tensor:
-        """Z, the dense copy of S that the ADMM ends with, for a weight W: (out, in), in the units of unit diagonal.
+        """Z, the dense copy of S that the ADMM ends with, for a weight W: (out, in), in the units
+        of unit diagonal.
 
-        fit: L for a target W − Z, called once a round. With Y the dual over ρ, the minimum over Z of
-        tr((W−Z−L) H (W−Z−L)ᵀ) + ρ‖Z − S + Y‖² is Z = M + (S − Y − M)·ρ(H + ρI)⁻¹ with M = W − L.
+        fit: L for a target W − Z, called once a round. With Y the dual over ρ, the minimum over Z
+        of tr((W−Z−L) H (W−Z−L)ᵀ) + ρ‖Z − S + Y‖² is Z = M + (S − Y − M)·ρ(H + ρI)⁻¹ with M = W − L.
         """
         rho, grown = self.start, False
         resolvent = spectrum.resolvent(rho)
@@ -88,12 +99,15 @@ class SupportPenalty:
             changed = int(rows.sum(torch.count_nonzero(support != checked)))
             checked, before = support, rho
             if changed > 0.005 * kept or (changed and grown):
-                rho *= self.growth[0 if changed > 0.1 * kept else 1 if changed > 0.005 * kept else 2]
+                rho *= self.growth[
+                    0 if changed > 0.1 * kept else 1 if changed > 0.005 * kept else 2
+                ]
                 grown = True
             elif grown:
                 break
             else:
-                # The support hardly moved since the start: the penalty is too large. Start again with a smaller one.
+                # The support hardly moved since the start: the penalty is too large. Start again
+                # with a smaller one.
                 rho /= 5
                 if changed:
                     sparse, dual = first, torch.zeros_like(weight)

@@ -22,7 +22,10 @@ from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError, op
 from hasslefree.solve.methods import build_method
 from hasslefree.validation import Checked, Seed
 
-DATA_FREE = "no Gram was given, so H = I (data-free): errors are those of the weight, not of the layer's output"
+DATA_FREE = (
+    "no Gram was given, so H = I (data-free): errors are those of the weight, not of the layer's"
+    " output"
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ def decompose(
 
     Args:
         weight: W, (out, in), any floating dtype. The result has its dtype and device.
-        gram: the second moment H of the layer's inputs, (in, in). None for a matrix in general, or where there are no
+        gram: the second moment H of the layer's inputs, (in, in). None for a matrix in general, or
+            where there are no
             data: H = I, the errors are ‖W − S − L‖² / ‖W‖², and a remark says so.
         pattern, rank, sparsity, ratio, rank_share: the budget; see `Budget`.
         method: a name, or an object such as `Joint(rounds=50)`.
@@ -60,7 +64,8 @@ def decompose(
         seed: of the random start. Same seed, same machine, same result.
 
     Raises:
-        HasslefreeError: shapes that do not match, NaN or Inf, an impossible budget, an unknown name.
+        HasslefreeError: shapes that do not match, NaN or Inf, an impossible budget, an unknown
+            name.
 
     Example:
         >>> gram = hasslefree.Gram.from_activations(x)  # x: (tokens, in)
@@ -68,7 +73,10 @@ def decompose(
         >>> result.relative_error
     """
     if not isinstance(weight, Tensor) or weight.is_meta:
-        raise ShapeError(f"weight must be a tensor (out, in), not on meta, got {type(weight).__name__}; use as_tensor")
+        raise ShapeError(
+            f"weight must be a tensor (out, in), not on meta, got {type(weight).__name__}; use"
+            " as_tensor"
+        )
     seed = _Given(gram, pattern, method, seed).seed
     solver = build_method(method) if isinstance(method, str) else method
     weight = weight.detach()
@@ -80,24 +88,33 @@ def decompose(
             f"{tuple(weight.shape)} and {tuple(gram.matrix.shape)}"
         )
     if not torch.isfinite(weight).all():
-        raise NonFiniteError("the weight contains NaN or Inf; check the checkpoint that it comes from")
+        raise NonFiniteError(
+            "the weight contains NaN or Inf; check the checkpoint that it comes from"
+        )
     if not torch.isfinite(gram.matrix).all():
         raise NonFiniteError(
-            "the Gram matrix (XᵀX of the layer's inputs) contains NaN or Inf; mask or drop the tokens that cause it"
+            "the Gram matrix (XᵀX of the layer's inputs) contains NaN or Inf; mask or drop the"
+            " tokens that cause it"
         )
     gram = gram.to(weight)
     if not torch.isfinite(gram.matrix).all():
         raise NonFiniteError(
-            f"the Gram matrix (XᵀX of the layer's inputs) overflows {_name(gram.matrix)}; scale the activations down, "
-            "or pass the weight in float64"
+            f"the Gram matrix (XᵀX of the layer's inputs) overflows {_name(gram.matrix)}; scale the"
+            " activations down, or pass the weight in float64"
         )
-    exact_pattern, exact_rank = Budget(pattern, rank, sparsity, ratio, rank_share).resolve(*weight.shape)
+    exact_pattern, exact_rank = Budget(pattern, rank, sparsity, ratio, rank_share).resolve(
+        *weight.shape
+    )
     solver.check(exact_rank)
     check_factor_bits(factor_bits, exact_rank)
     if grid := solver.grid:
         grid.check((weight.shape[0], weight.shape[1]), exact_pattern)
-    result = solve_layer(weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed, factor_bits)
-    return dataclasses.replace(result, remarks=(DATA_FREE, *result.remarks)) if data_free else result
+    result = solve_layer(
+        weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed, factor_bits
+    )
+    return (
+        dataclasses.replace(result, remarks=(DATA_FREE, *result.remarks)) if data_free else result
+    )
 
 
 def solve_layer(
@@ -111,13 +128,15 @@ def solve_layer(
     factor_bits: int | None = None,
     rows: Rows = WHOLE,
 ) -> Decomposition:
-    """`decompose` for inputs that were checked, with `prepared` = method.prepare(gram) shared between layers.
+    """`decompose` for inputs that were checked, with `prepared` = method.prepare(gram) shared
+    between layers.
 
-    factor_bits: without effect at rank 0. rows: those of W, where processes share a layer (`core.rows`): `pattern` is
-    then for these rows (`of_rows`), and so are S and u of the result; its errors are those of all rows.
+    factor_bits: without effect at rank 0. rows: those of W, where processes share a layer
+    (`core.rows`): `pattern` is then for these rows (`of_rows`), and so are S and u of the result;
+    its errors are those of all rows.
 
-    Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method; on a grid with offsets,
-    S has the value nearest to zero.
+    Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method; on a
+    grid with offsets, S has the value nearest to zero.
     """
     full = weight.to(working_dtype(weight))
     norm = checked_norm(live(full, gram), gram, rows)
@@ -126,8 +145,8 @@ def solve_layer(
     before = relative(gram.loss(low_rank.residual(full, sparse), rows), norm)
     if not math.isfinite(before):
         raise NonFiniteError(
-            f"NaN or Inf appeared while the layer was solved; raise the damping ({option('damping', 0.01)}) or use "
-            f"another method ({option('method', 'joint')})"
+            "NaN or Inf appeared while the layer was solved; raise the damping"
+            f" ({option('damping', 0.01)}) or use another method ({option('method', 'joint')})"
         )
     on_grid = Quantised.of(sparse, solution.scaling, weight.dtype) if solution.scaling else None
     cast, cast_low_rank, factors = sparse.to(weight.dtype), low_rank.to(weight.dtype), None
@@ -140,12 +159,14 @@ def solve_layer(
         after = relative(gram.loss(residual, rows), norm)
     if not math.isfinite(after):
         raise NonFiniteError(
-            f"values of S or L overflow {_name(weight)}; use another dtype ({option('dtype', 'float32')}) or raise the "
-            f"damping ({option('damping', 0.01)})"
+            f"values of S or L overflow {_name(weight)}; use another dtype"
+            f" ({option('dtype', 'float32')}) or raise the damping ({option('damping', 0.01)})"
         )
     rounding = f"the cast to {_name(weight)}" + (", with factors in int8," if factors else "")
     remarks = (*gram.remarks(), *solution.remarks, *_remarks_on(after, before, rounding))
-    return Decomposition(cast, cast_low_rank, after, before, solution.history, remarks, on_grid, factors)
+    return Decomposition(
+        cast, cast_low_rank, after, before, solution.history, remarks, on_grid, factors
+    )
 
 
 def live(weight: Tensor, gram: Gram) -> Tensor:
@@ -154,9 +175,18 @@ def live(weight: Tensor, gram: Gram) -> Tensor:
 
 
 def approximation(
-    method: Method, weight: Tensor, gram: Gram, prepared: Any, pattern: Pattern, rank: int, seed: int, rows: Rows
+    method: Method,
+    weight: Tensor,
+    gram: Gram,
+    prepared: Any,
+    pattern: Pattern,
+    rank: int,
+    seed: int,
+    rows: Rows,
 ) -> Solution:
-    """S and L of a weight in the working dtype, without a measurement of their error; arguments as in `solve_layer`."""
+    """S and L of a weight in the working dtype, without a measurement of their error; arguments as
+    in `solve_layer`.
+    """
     alive, weight = gram.alive, live(weight, gram)
     solution = None if method.grid else unchanged(weight, pattern, rank, rows)
     if solution is None:
@@ -174,37 +204,45 @@ def approximation(
 
 
 def gathered(shared: Decomposition, rows: Rows) -> Decomposition:
-    """The decomposition of all rows of a layer, the same in every process, from the rows of each process."""
+    """The decomposition of all rows of a layer, the same in every process, from the rows of each
+    process.
+    """
     low_rank = LowRank(rows.gather(shared.low_rank.u), rows.broadcast(shared.low_rank.v, 0))
     codes, factors = shared.quantised, shared.factors
     if codes:
-        scaling = Scaling(codes.scaling.grid, rows.gather(codes.scaling.scale), rows.gather(codes.scaling.zero))
+        scaling = Scaling(
+            codes.scaling.grid, rows.gather(codes.scaling.scale), rows.gather(codes.scaling.zero)
+        )
         codes = Quantised(rows.gather(codes.codes), scaling)
     if factors:
         u = CodedRows(rows.gather(factors.u.codes), rows.gather(factors.u.scale))
         v = CodedRows(rows.broadcast(factors.v.codes, 0), rows.broadcast(factors.v.scale, 0))
         factors = CodedFactors(u, v)
     sparse = rows.gather(shared.sparse)
-    return dataclasses.replace(shared, sparse=sparse, low_rank=low_rank, quantised=codes, factors=factors)
+    return dataclasses.replace(
+        shared, sparse=sparse, low_rank=low_rank, quantised=codes, factors=factors
+    )
 
 
 def checked_norm(weight: Tensor, gram: Gram, rows: Rows = WHOLE) -> float:
     """tr(W H Wᵀ) of a weight (out, in), by which errors are divided; 0 for a weight of zeros."""
     norm, limits = gram.loss(weight, rows), torch.finfo(weight.dtype)
-    # Its value if the inputs were uncorrelated: where terms cancel, the rounding error is relative to this.
+    # Its value if the inputs were uncorrelated: where terms cancel, the rounding error is relative
+    # to this.
     apart = rows.sum((weight.square() @ gram.diagonal).sum(dtype=torch.float64)).item()
     some = bool(rows.sum(torch.count_nonzero(weight)))
     if not (limits.tiny / limits.eps < apart < limits.max * limits.eps) and some:
         extreme = "small" if apart < 1 else "large"
         raise NonFiniteError(
-            f"the mean square of the layer's output, {apart:.0e}, is too {extreme} for {_name(weight)}; "
-            f"scale the weight or the activations, pass the weight in float64, or keep the layer dense "
-            f"({option('leave_dense')})"
+            f"the mean square of the layer's output, {apart:.0e}, is too {extreme} for"
+            f" {_name(weight)}; scale the weight or the activations, pass the weight in float64, or"
+            f" keep the layer dense ({option('leave_dense')})"
         )
     if norm <= limits.eps * apart and some:
         raise NonFiniteError(
-            "the layer's output is zero, up to rounding, on every calibration token, so its error cannot be measured; "
-            f"keep the layer dense ({option('leave_dense')}) or use more calibration tokens"
+            "the layer's output is zero, up to rounding, on every calibration token, so its error"
+            f" cannot be measured; keep the layer dense ({option('leave_dense')}) or use more"
+            " calibration tokens"
         )
     return norm
 
@@ -218,7 +256,11 @@ def unchanged(weight: Tensor, pattern: Pattern, rank: int, rows: Rows = WHOLE) -
     if rows.sum(torch.count_nonzero((weight != 0) & ~pattern.mask(weight.square()))):
         return None
     nothing = LowRank(weight.new_zeros(len(weight), rank), weight.new_zeros(rank, weight.shape[1]))
-    remarks = () if kept == math.prod(shape) else ("the pattern keeps every non-zero of the weight: S = W, L = 0",)
+    remarks = (
+        ()
+        if kept == math.prod(shape)
+        else ("the pattern keeps every non-zero of the weight: S = W, L = 0",)
+    )
     return Solution(weight, nothing, (), remarks)
 
 

@@ -2,8 +2,9 @@
 
     X = S + P,   M = mask(X²),   S = X on M,   T = W + X − 2 S
 
-with P the product that the round computed. PyTorch makes ten passes of that and more for the mask. For N:M with M of 4
-or 8, in float32 on a CPU, a Numba kernel computes the same numbers in the same order.
+with P the product that the round computed. PyTorch makes ten passes of that and more for the mask.
+For N:M with M of 4 or 8, in float32 on a CPU, a Numba kernel computes the same numbers in the same
+order.
 """
 
 import importlib.util
@@ -19,11 +20,13 @@ HAS_NUMBA = importlib.util.find_spec("numba") is not None
 GROUPS = (4, 8)
 
 
-def project_step(pattern: Pattern, weight: Tensor, state: Tensor, sparse: Tensor, target: Tensor) -> Tensor:
+def project_step(
+    pattern: Pattern, weight: Tensor, state: Tensor, sparse: Tensor, target: Tensor
+) -> Tensor:
     """One round's X, support, S and next target; the support, bool (out, in), is returned.
 
-    weight: W, (out, in). state: P at first, then X. sparse: S of the round before, then of this one. target: becomes T.
-    All are contiguous, of one dtype and on one device.
+    weight: W, (out, in). state: P at first, then X. sparse: S of the round before, then of this
+    one. target: becomes T. All are contiguous, of one dtype and on one device.
     """
     compiled = HAS_NUMBA and weight.dtype == torch.float32 and weight.device.type == "cpu"
     if compiled and isinstance(pattern, SemiStructured) and pattern.m in GROUPS:

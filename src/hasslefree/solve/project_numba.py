@@ -1,7 +1,8 @@
 """`hasslefree.solve.project` in one pass on a CPU, by Numba, for groups of 4 or 8 inputs.
 
-LLVM turns the loops over `LANES` groups into vector instructions, since M is a constant of each compiled function. Rows
-are shared by Python's threads and not by Numba's, which do not survive a fork.
+LLVM turns the loops over `LANES` groups into vector instructions, since M is a constant of each
+compiled function. Rows are shared by Python's threads and not by Numba's, which do not survive a
+fork.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-# Groups that are ranked together: a register of vectors for each comparison, and few enough to stay in the first cache.
+# Groups that are ranked together: a register of vectors for each comparison, and few enough to stay
+# in the first cache.
 LANES = 32
 # Entries for which a thread is worth its start.
 ENTRIES = 1 << 19
@@ -21,7 +23,9 @@ compiled = njit(nogil=True, error_model="numpy", cache=True)
 inlined = njit(nogil=True, error_model="numpy", inline="always")
 
 
-def project_groups(weight: Tensor, state: Tensor, sparse: Tensor, target: Tensor, n: int, m: int) -> Tensor:
+def project_groups(
+    weight: Tensor, state: Tensor, sparse: Tensor, target: Tensor, n: int, m: int
+) -> Tensor:
     """`project_step` for N:M, on as many threads as torch uses at most."""
     mask = torch.empty_like(weight, dtype=torch.bool)
     arrays = [tensor.detach().numpy() for tensor in (weight, state, sparse, target, mask)]
@@ -63,7 +67,9 @@ def _project_row(weight, state, sparse, target, mask, n, m):
 
 @inlined
 def _project_span(weight, state, sparse, target, mask, n, m, first, count, score, before):
-    """`count` groups from the group `first` on. An entry is kept if fewer than n others of its group come before it."""
+    """`count` groups from the group `first` on. An entry is kept if fewer than n others of its
+    group come before it.
+    """
     start = first * m
     for lane in range(count):
         for i in range(m):
@@ -72,7 +78,9 @@ def _project_span(weight, state, sparse, target, mask, n, m, first, count, score
             score[i, lane] = x * x
     for i in range(m):
         for lane in range(count):
-            before[i, lane] = m - 1 - i  # as if all later entries were larger, until the comparisons say otherwise
+            before[i, lane] = (
+                m - 1 - i
+            )  # as if all later entries were larger, until the comparisons say otherwise
     for i in range(m):
         for j in range(i + 1, m):
             for lane in range(count):

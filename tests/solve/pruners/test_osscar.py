@@ -9,7 +9,7 @@ import hasslefree
 from hasslefree import OSSCAR, Gram, Recipe, Structured, Unstructured
 from hasslefree.errors import BudgetError, PatternError
 from hasslefree.models.blocks import find_blocks
-from hasslefree.recipe.plan import make_plan
+from hasslefree.planning.plan import make_plan
 from hasslefree.solve.methods import build_method
 from hasslefree.solve.pruners.osscar import Swept
 from tests import oracles

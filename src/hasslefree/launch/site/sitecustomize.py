@@ -1,4 +1,6 @@
-"""Python imports this module when it starts, where `hasslefree run` put its folder on PYTHONPATH."""
+"""Python imports this module when it starts, where `hasslefree run` put its folder on
+PYTHONPATH.
+"""
 
 import sys
 from importlib.machinery import PathFinder
@@ -9,6 +11,8 @@ import hasslefree  # noqa: F401  # registers the format as soon as transformers 
 
 # The environment's own sitecustomize, which this one hides.
 _HERE = Path(__file__).parent
-_hidden = PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if Path(entry) != _HERE])
+_hidden = PathFinder.find_spec(
+    "sitecustomize", [entry for entry in sys.path if Path(entry) != _HERE]
+)
 if _hidden is not None and _hidden.loader is not None:
     _hidden.loader.exec_module(module_from_spec(_hidden))

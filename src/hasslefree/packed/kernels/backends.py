@@ -1,7 +1,8 @@
-"""Which backend computes a product x Sᵀ, by the rule of docs/howto/run.md: measured on a CPU, published on CUDA.
+"""Which backend computes a product x Sᵀ, by the rule of docs/howto/run.md: measured on a CPU,
+published on CUDA.
 
-`dense` and `unpacked` are up to the caller, who unpacks S by torch at every call, or once; `ops` has `numba`, the
-package `triton` has `triton`, and `int4` has `int4`.
+`dense` and `unpacked` are up to the caller, who unpacks S by torch at every call, or once; `ops`
+has `numba`, the package `triton` has `triton`, and `int4` has `int4`.
 """
 
 import importlib.util
@@ -35,7 +36,9 @@ NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
 
 @dataclass(frozen=True)
 class Case:
-    """What decides the backend of x Sᵀ. grad: x or the values need a gradient. grid, shape: of a quantised S."""
+    """What decides the backend of x Sᵀ. grad: x or the values need a gradient. grid, shape: of a
+    quantised S.
+    """
 
     device: str
     dtype: torch.dtype
@@ -49,15 +52,19 @@ class Case:
 def choose(case: Case, backend: str | None = None) -> str:
     """The name of the backend: the requested one, or by the rule of docs/howto/run.md.
 
-    By that rule a CPU uses `numba` or `int4` where possible, and `dense` otherwise. CUDA without gradients uses
-    `triton` or `int4` for few tokens where possible, and `unpacked` otherwise: S is never unpacked at every call. A
-    KernelError says why a requested backend is not possible.
+    By that rule a CPU uses `numba` or `int4` where possible, and `dense` otherwise. CUDA without
+    gradients uses `triton` or `int4` for few tokens where possible, and `unpacked` otherwise: S is
+    never unpacked at every call. A KernelError says why a requested backend is not possible.
     """
     many = case.device == "cuda" and case.tokens > ops.TRITON_TOKENS
     if backend is None:
         kernels = ("triton", "int4") if case.device == "cuda" else ("numba", "int4")
         slower = "unpacked" if case.device == "cuda" and not case.grad else "dense"
-        return slower if many else next((name for name in kernels if BACKENDS[name](case) is None), slower)
+        return (
+            slower
+            if many
+            else next((name for name in kernels if BACKENDS[name](case) is None), slower)
+        )
     check_backend(backend)
     if obstacle := BACKENDS[backend](case):
         raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
@@ -73,9 +80,11 @@ def product(
     backend: str, x: Tensor, values: Tensor, index: Tensor, layout: Any,
     us: Sequence[Tensor] = (), v: Tensor | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x Sᵀ, or where `takes_layer` x Sᵀ + x vᵀ uᵀ + b, by `numba` or `triton`: (..., in) → (..., out).
+    """x Sᵀ, or where `takes_layer` x Sᵀ + x vᵀ uᵀ + b, by `numba` or `triton`: (..., in) → (...,
+    out).
 
-    us: [(out, r)]; v: (r, in). For `triton`, several layers may be stacked by rows: S, v, the bias, and u of each.
+    us: [(out, r)]; v: (r, in). For `triton`, several layers may be stacked by rows: S, v, the bias,
+    and u of each.
     """
     flat, traced = x.reshape(-1, x.shape[-1]), ops.is_traced(x)
     if backend == "triton":
@@ -91,8 +100,12 @@ def product(
 
 
 def takes_layer(backend: str, x: Tensor, layout: PackedGroups, rank: int) -> bool:
-    """Whether the backend that `choose` named computes a whole layer in one call, for inputs (..., in)."""
-    return backend == "triton" or (backend == "numba" and rank > 0 and not layout.is_mask and ops.takes_few(x))
+    """Whether the backend that `choose` named computes a whole layer in one call, for inputs (...,
+    in).
+    """
+    return backend == "triton" or (
+        backend == "numba" and rank > 0 and not layout.is_mask and ops.takes_few(x)
+    )
 
 
 def _numba(case: Case) -> str | None:
@@ -120,13 +133,21 @@ def _triton(case: Case) -> str | None:
         return f"it runs on CUDA, and the layer is on {case.device}; use numba or dense"
     if case.grad:
         return NO_GRADIENTS
-    if not isinstance(case.layout, PackedGroups) or case.layout.is_mask or case.layout.position_bits > 8:
+    if (
+        not isinstance(case.layout, PackedGroups)
+        or case.layout.is_mask
+        or case.layout.position_bits > 8
+    ):
         return "it reads N:M stored as positions of at most 8 bits, such as 2:4; use dense"
     return None
 
 
 def _int4(case: Case) -> str | None:
-    if case.grid is None or not isinstance(case.layout, PackedGroups) or case.layout.n < case.layout.m:
+    if (
+        case.grid is None
+        or not isinstance(case.layout, PackedGroups)
+        or case.layout.n < case.layout.m
+    ):
         return "it takes a complete S as quantised codes, pattern dense; use numba, triton or dense"
     if case.grad:
         return NO_GRADIENTS

@@ -1,9 +1,12 @@
-"""x Sᵀ for a complete S in codes of four bits, by torch's own operators, which compute with bfloat16
+"""x Sᵀ for a complete S in codes of four bits, by torch's own operators, which compute with
+bfloat16
 
-    S_ij = (code_ij − 8)·scale_g + centre_g     (g: one of the groups of 32, 64, 128 or 256 inputs of row i).
+    S_ij = (code_ij − 8)·scale_g + centre_g     (g: one of the groups of 32, 64, 128 or 256 inputs
+    of row i).
 
-They are fast for a few tokens; for more, S is unpacked into bfloat16, a tile at a time. On a CPU the operators read
-codes in an order of their own, from which we unpack: a block of rows after the other, input by input, two rows a byte.
+They are fast for a few tokens; for more, S is unpacked into bfloat16, a tile at a time. On a CPU
+the operators read codes in an order of their own, from which we unpack: a block of rows after the
+other, input by input, two rows a byte.
 """
 
 import functools
@@ -17,7 +20,8 @@ from torch.nn import functional as F
 from hasslefree.core.grids import Grid
 from hasslefree.packed.kernels import ops
 
-# The groups of inputs that the operators take: those of a grid are divided into the longest of these.
+# The groups of inputs that the operators take: those of a grid are divided into the longest of
+# these.
 GROUPS = (256, 128, 64, 32)
 # Tokens that the operators multiply, at most: from there on, unpacking is faster.
 MOST_TOKENS = 24
@@ -33,7 +37,8 @@ ALIGNED = 32
 class Int4:
     """S (out, in) as the operators take it, in groups of `group` inputs.
 
-    codes: on a CPU uint8 (out, in/2), on CUDA int32. terms: scales and centres, (groups, out, 2) bfloat16.
+    codes: on a CPU uint8 (out, in/2), on CUDA int32. terms: scales and centres, (groups, out, 2)
+    bfloat16.
     """
 
     codes: Tensor
@@ -42,20 +47,29 @@ class Int4:
 
     @classmethod
     def of(cls, codes: Tensor, scale: Tensor, low: Tensor) -> "Int4":
-        """Of codes, uint8 (out, in), scales (out, groups) and the values of code 0 (out, groups)."""
+        """Of codes, uint8 (out, in), scales (out, groups) and the values of code 0 (out,
+        groups).
+        """
         width, given = codes.shape[1], scale.shape[1]
         group = next(length for length in GROUPS if width // given % length == 0)
-        scale, low = (t.float().repeat_interleave(width // given // group, 1).T.contiguous() for t in (scale, low))
+        scale, low = (
+            t.float().repeat_interleave(width // given // group, 1).T.contiguous()
+            for t in (scale, low)
+        )
         terms = torch.stack([scale, low + 8 * scale], -1).bfloat16()
         if codes.device.type == "cuda":
             tiles = next(tiles for tiles in (8, 4, 2) if width % (16 * tiles) == 0)
-            packed = torch.ops.aten._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], tiles)
+            packed = torch.ops.aten._convert_weight_to_int4pack(
+                codes[:, ::2] << 4 | codes[:, 1::2], tiles
+            )
         else:
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         return cls(packed, terms, group)
 
     def product(self, x: Tensor, u: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-        """x Sᵀ, or x Sᵀ + x vᵀ uᵀ: (tokens, in) → (tokens, out), bfloat16. u: (out, r), v: (r, in)."""
+        """x Sᵀ, or x Sᵀ + x vᵀ uᵀ: (tokens, in) → (tokens, out), bfloat16. u: (out, r), v: (r,
+        in).
+        """
         x = x.contiguous()
         if x.device.type == "cuda":
             y: Tensor = torch.ops.aten._weight_int4pack_mm(x, self.codes, self.group, self.terms)
@@ -65,9 +79,16 @@ class Int4:
 
 
 def int4_product(
-    x: Tensor, codes: Tensor, terms: Tensor, group: int, u: Tensor | None = None, v: Tensor | None = None
+    x: Tensor,
+    codes: Tensor,
+    terms: Tensor,
+    group: int,
+    u: Tensor | None = None,
+    v: Tensor | None = None,
 ) -> Tensor:
-    """`Int4.product` on a CPU, with its tensors. For many tokens S and L are one product: x' = [x, x vᵀ], [S, u]."""
+    """`Int4.product` on a CPU, with its tensors. For many tokens S and L are one product: x' = [x,
+    x vᵀ], [S, u].
+    """
     if len(x) <= MOST_TOKENS:
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, group, terms)
         return y if u is None or v is None else y.addmm_(F.linear(x, v), u.T)
@@ -77,7 +98,9 @@ def int4_product(
         x = torch.cat([x, F.linear(x, v), x.new_zeros(tokens, missing)], 1)
     scale, centre = terms.permute(2, 0, 1).contiguous().unsqueeze(2)
     y, tiles = x.new_empty(tokens, out), list(tiles_of(out, width))
-    room = ops.workspace(2 * x.shape[1] * max(rows.stop - rows.start for rows in tiles)).view(torch.bfloat16)
+    room = ops.workspace(2 * x.shape[1] * max(rows.stop - rows.start for rows in tiles)).view(
+        torch.bfloat16
+    )
     for rows in tiles:
         tile = room[: x.shape[1] * (rows.stop - rows.start)].view(x.shape[1], -1)
         spread(codes, rows, tile[:width], middle=8)
@@ -115,7 +138,9 @@ def tiles_of(out: int, width: int) -> Iterator[slice]:
 
 
 def spread(codes: Tensor, rows: slice, tile: Tensor, middle: int = 0) -> None:
-    """Write the codes of rows, in a CPU's order, less `middle`, into a tile (in, rows) of any dtype."""
+    """Write the codes of rows, in a CPU's order, less `middle`, into a tile (in, rows) of any
+    dtype.
+    """
     (width, count), block = tile.shape, BLOCKS[torch.backends.cpu.get_cpu_capability()]
     if count % block:  # neighbouring rows share a byte
         halves = tile.view(width, 1, -1, 2).permute(1, 3, 0, 2)
@@ -132,14 +157,23 @@ def obstacle(device: str, dtype: torch.dtype, grid: Grid, shape: tuple[int, int]
     if grid.bits != 4:
         return f"torch's operators take codes of 4 bits, and these have {grid.bits}"
     if dtype != torch.bfloat16:
-        return f"torch's operators for codes of 4 bits are fast with bfloat16 only, and the layer has {dtype}"
+        return (
+            "torch's operators for codes of 4 bits are fast with bfloat16 only, and the layer has"
+            f" {dtype}"
+        )
     if (grid.group or width) % GROUPS[-1]:
-        return f"torch's operators take groups of a multiple of 32 inputs, and these have {grid.group or width}"
+        return (
+            "torch's operators take groups of a multiple of 32 inputs, and these have"
+            f" {grid.group or width}"
+        )
     together = {"cpu": (16, 32), "cuda": (8, 32)}.get(device)
     if together is None:
         return f"torch's operators run on a CPU and on CUDA, and the layer is on {device}"
     if out % together[0] or width % together[1]:
-        return f"on {device}, torch's operators take a multiple of {together[0]} outputs, and the layer has {out}"
+        return (
+            f"on {device}, torch's operators take a multiple of {together[0]} outputs, and the"
+            f" layer has {out}"
+        )
     return without_cuda() if device == "cuda" else without_cpu()
 
 
@@ -157,10 +191,18 @@ def without_cpu() -> str | None:
     """Why they cannot be used on this processor, or None: what they do with codes is tried once."""
     name = torch.backends.cpu.get_cpu_capability()
     if name not in BLOCKS:
-        return f"torch's operators for codes of 4 bits need a processor with AVX2 or AVX-512, and torch uses {name}"
+        return (
+            "torch's operators for codes of 4 bits need a processor with AVX2 or AVX-512, and"
+            f" torch uses {name}"
+        )
     if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
-        return f"torch {torch.__version__} has no operators for codes of 4 bits on a CPU; update torch"
+        return (
+            f"torch {torch.__version__} has no operators for codes of 4 bits on a CPU; update torch"
+        )
     codes = (torch.arange(80 * 32).view(80, 32) * 7 // 5 % 16).to(torch.uint8)
     if not torch.equal(plain(Int4.of(codes, *torch.ones(2, 80, 1)).codes), codes):
-        return f"torch {torch.__version__} orders codes of 4 bits in a way that is not known here; update hasslefree"
+        return (
+            f"torch {torch.__version__} orders codes of 4 bits in a way that is not known here;"
+            " update hasslefree"
+        )
     return None

@@ -1,11 +1,12 @@
 """y = x Sᵀ as torch operators, so that torch.compile sees one node and no graph break.
 
-On a CPU, few tokens are multiplied with the packed rows directly; many tokens in bfloat16 with 2:4 use tables of the
-inputs, unless the processor multiplies tiles (AMX). Otherwise, from `DIRECT` tokens on, rows of S are unpacked into a
-buffer, a tile at a time, and torch multiplies them: a large S is never in memory as a whole.
+On a CPU, few tokens are multiplied with the packed rows directly; many tokens in bfloat16 with 2:4
+use tables of the inputs, unless the processor multiplies tiles (AMX). Otherwise, from `DIRECT`
+tokens on, rows of S are unpacked into a buffer, a tile at a time, and torch multiplies them: a
+large S is never in memory as a whole.
 
-There is no gradient: a call that needs one raises torch's error that no autograd formula was registered. `choose`
-uses the dense backend for such calls.
+There is no gradient: a call that needs one raises torch's error that no autograd formula was
+registered. `choose` uses the dense backend for such calls.
 """
 
 import functools
@@ -22,17 +23,23 @@ from hasslefree.core.linalg import multiplies_tiles
 from hasslefree.errors import KernelError, PatternError, ShapeError
 from hasslefree.packed.layouts import PackedGroups
 
-# The number of tokens from which unpacking a tile once is cheaper than reading packed rows for every token. With the
-# vectors of `cpu.WIDE`, 2:4 halves the products as well, and float32 is never unpacked.
+# The number of tokens from which unpacking a tile once is cheaper than reading packed rows for
+# every token. With the vectors of `cpu.WIDE`, 2:4 halves the products as well, and float32 is never
+# unpacked.
 DIRECT_2_4 = {torch.float32: math.inf, torch.bfloat16: 33}
-DIRECT_2_4_TILES = {torch.float32: math.inf, torch.bfloat16: 13}  # where dense products are of tiles, as on AMX
+DIRECT_2_4_TILES = {
+    torch.float32: math.inf,
+    torch.bfloat16: 13,
+}  # where dense products are of tiles, as on AMX
 DIRECT_2_4_SCALAR = {torch.float32: 2, torch.bfloat16: 2}
 DIRECT = {torch.float32: 6, torch.bfloat16: 6}
-# Tokens for which a layer's products, sparse and low-rank, are one call: several cost more than the products.
+# Tokens for which a layer's products, sparse and low-rank, are one call: several cost more than the
+# products.
 FEW = 4
 # Tokens that the kernels of Triton take, at most.
 TRITON_TOKENS = 16
-# Tokens that run through the packed rows of 2:4 together: their inputs stay in the second level of the cache.
+# Tokens that run through the packed rows of 2:4 together: their inputs stay in the second level of
+# the cache.
 TOGETHER = 32
 # A tile that stays in the cache, and the rows that a product needs to be fast.
 TILE_BYTES, LEAST_ROWS = 4 << 20, 256
@@ -47,9 +54,11 @@ def groups_product(
     x: Tensor, values: Tensor, positions: Tensor, n: int, m: int,
     u: Tensor | None = None, v: Tensor | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x Sᵀ for S with the pattern N:M, or where `takes_few` the whole layer x Sᵀ + x vᵀ uᵀ + b, summed in float32.
+    """x Sᵀ for S with the pattern N:M, or where `takes_few` the whole layer x Sᵀ + x vᵀ uᵀ + b,
+    summed in float32.
 
-    x: (tokens, in). values: (out, in/M·N), of x's dtype. positions: (out, bytes), uint8: the codes of the groups.
+    x: (tokens, in). values: (out, in/M·N), of x's dtype. positions: (out, bytes), uint8: the codes
+        of the groups.
     u: (out, r) and v: (r, in), of x's dtype. bias: (out,), only with factors.
     """
     _check_groups(x, values, positions, n, m)
@@ -68,7 +77,12 @@ def groups_product(
         rounded = y.to(x.dtype)
         return rounded if bias is None else rounded + bias
     wide = (n, m) == (2, 4) and kernels.WIDE
-    if wide and x.dtype == torch.bfloat16 and x.shape[1] % (4 * kernels.GROUPS) == 0 and not multiplies_tiles():
+    if (
+        wide
+        and x.dtype == torch.bfloat16
+        and x.shape[1] % (4 * kernels.GROUPS) == 0
+        and not multiplies_tiles()
+    ):
         return _by_tables(x, values, positions)
     stored = _bits(values)
 
@@ -90,7 +104,9 @@ def _direct(n: int, m: int) -> Mapping[torch.dtype, float]:
 
 
 class Arrays:
-    """Tensors as `arrays` for Numba. They share memory: changes in place take effect. A copy of a layer has none."""
+    """Tensors as `arrays` for Numba. They share memory: changes in place take effect. A copy of a
+    layer has none.
+    """
 
     arrays: tuple[Any, ...]
 
@@ -99,14 +115,16 @@ class Arrays:
 
 
 class Prepared(Arrays):
-    """`groups_product` for a whole layer of 2:4, with arrays that are ready for Numba, and any leading dimensions of x.
+    """`groups_product` for a whole layer of 2:4, with arrays that are ready for Numba, and any
+    leading dimensions of x.
 
-    For few tokens the product is so short that Python's overhead counts. All tensors are contiguous, and all but the
-    positions of one dtype, float32 or bfloat16. key: by which the caller recognises that they were replaced.
+    For few tokens the product is so short that Python's overhead counts. All tensors are
+    contiguous, and all but the positions of one dtype, float32 or bfloat16. key: by which the
+    caller recognises that they were replaced.
     """
 
     def __init__(
-        self, values: Tensor, positions: Tensor, u: Tensor | None, v: Tensor | None, bias: Tensor | None,
+        self, values: Tensor, positions: Tensor, u: Tensor | None, v: Tensor | None, bias: Tensor | None,  # noqa: E501
         key: tuple[int, ...] = (),
     ):  # fmt: skip
         self.key, self.out = key, len(values)
@@ -125,7 +143,9 @@ class Prepared(Arrays):
 
 
 class PreparedFactors(Arrays):
-    """y += x vᵀ uᵀ + b for a few tokens, with u (out, r), v (r, in) and b, contiguous and of one dtype."""
+    """y += x vᵀ uᵀ + b for a few tokens, with u (out, r), v (r, in) and b, contiguous and of one
+    dtype.
+    """
 
     def __init__(self, u: Tensor, v: Tensor, bias: Tensor | None):
         self.arrays = tuple(map(as_numpy, (v, u, u.new_empty(0) if bias is None else bias)))
@@ -141,24 +161,29 @@ def takes_few(x: Tensor) -> bool:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether the call is traced, which needs operators: for a small layer, these cost as much as the product."""
+    """Whether the call is traced, which needs operators: for a small layer, these cost as much as
+    the product.
+    """
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
 def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """x Sᵀ for S with any pattern. values: (nonzeros,), row by row, of x's dtype. mask: (out, ⌈in/8⌉), uint8."""
+    """x Sᵀ for S with any pattern. values: (nonzeros,), row by row, of x's dtype. mask: (out,
+    ⌈in/8⌉), uint8.
+    """
     _check_dtypes(x, values, mask)
     if mask.shape[1] != math.ceil(x.shape[1] / 8):
         raise ShapeError(
-            f"the mask must have {math.ceil(x.shape[1] / 8)} bytes per row for inputs of width {x.shape[1]}, got "
-            f"{mask.shape[1]}"
+            f"the mask must have {math.ceil(x.shape[1] / 8)} bytes per row for inputs of width"
+            f" {x.shape[1]}, got {mask.shape[1]}"
         )
     kernels, flat, rows_of_mask = numba_kernels(), values.contiguous(), mask.numpy()
     counts = torch.empty(len(mask), dtype=torch.int64)
     kernels.count_rows(rows_of_mask, counts.numpy())
     if (marked := int(counts.sum())) != values.numel():
         raise PatternError(
-            f"the mask marks {marked} entries, but there are {values.numel()} values; load the model again"
+            f"the mask marks {marked} entries, but there are {values.numel()} values; load the"
+            " model again"
         )
     starts = (counts.cumsum(0) - counts).numpy()
     if len(x) < DIRECT.get(x.dtype, 0):
@@ -176,19 +201,33 @@ def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
 @torch.library.custom_op("hasslefree::decode_cuda", mutates_args=(), device_types="cuda")
 def decode_cuda(
-    x: Tensor, values: Tensor, positions: Tensor, us: Sequence[Tensor], v: Tensor, bias: Tensor | None, n: int, m: int
+    x: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    us: Sequence[Tensor],
+    v: Tensor,
+    bias: Tensor | None,
+    n: int,
+    m: int,
 ) -> Tensor:
-    """x Sᵀ + x vᵀ uᵀ + b of one layer or of several stacked by rows, on CUDA, by Triton, for at most 16 tokens.
+    """x Sᵀ + x vᵀ uᵀ + b of one layer or of several stacked by rows, on CUDA, by Triton, for at
+    most 16 tokens.
 
-    x, values, positions: as for `groups_product`, for N:M stored as positions. us: (out, r) of each layer, in x's
-    dtype; r may be 0. v: (Σ r, in), in x's dtype. bias: (out,) or None. Sums are float32.
+    x, values, positions: as for `groups_product`, for N:M stored as positions. us: (out, r) of each
+    layer, in x's dtype; r may be 0. v: (Σ r, in), in x's dtype. bias: (out,) or None. Sums are
+    float32.
     """
     from hasslefree.packed.kernels import triton
 
     if PackedGroups(n, m).is_mask:
-        raise KernelError(f"the backend triton does not support pattern {n}:{m}, which is stored as masks; use dense")
+        raise KernelError(
+            f"the backend triton does not support pattern {n}:{m}, which is stored as masks; use"
+            " dense"
+        )
     if len(x) > TRITON_TOKENS:
-        raise KernelError(f"the backend triton takes {TRITON_TOKENS} tokens at most, got {len(x)}; use dense")
+        raise KernelError(
+            f"the backend triton takes {TRITON_TOKENS} tokens at most, got {len(x)}; use dense"
+        )
     _check_groups(x, values, positions, n, m)
     _check_factors(x, len(values), us, v, bias)
     return triton.decode(x, values, positions, us, v, bias, n, m)
@@ -205,7 +244,11 @@ def _direct_2_4(x: Tensor, *tensors: Tensor | None) -> Tensor:
     """x (S + u v)ᵀ + b from the packed rows of 2:4. tensors: as for `Prepared`, of any strides."""
     contiguous = [None if tensor is None else tensor.contiguous() for tensor in tensors]
     product = Prepared(*contiguous)  # type: ignore[arg-type]
-    return product(x) if len(x) <= TOGETHER else torch.cat([product(part) for part in x.split(TOGETHER)])
+    return (
+        product(x)
+        if len(x) <= TOGETHER
+        else torch.cat([product(part) for part in x.split(TOGETHER)])
+    )
 
 
 def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
@@ -218,10 +261,14 @@ def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         y[tokens:] = _direct_2_4(x[tokens:], values, positions, None, None, None)
     missing = -tokens % kernels.TOKENS
     inputs = F.pad(x[:tokens], (0, 0, 0, missing)) if missing else x[:tokens].contiguous()
-    height = min(out, MOST_ROWS, max(kernels.TOKENS, -(-out * len(inputs) // (parts * kernels.TOKENS))))
+    height = min(
+        out, MOST_ROWS, max(kernels.TOKENS, -(-out * len(inputs) // (parts * kernels.TOKENS)))
+    )
     shape = parts, kernels.TABLE_ROWS + height, kernels.TOKENS
     memory = workspace(4 * math.prod(shape)).view(torch.float32).view(shape).numpy()
-    kernels.dot_tables_2_4(_bits(values), positions.numpy(), _bits(inputs), _bits(y[:tokens]), memory)
+    kernels.dot_tables_2_4(
+        _bits(values), positions.numpy(), _bits(inputs), _bits(y[:tokens]), memory
+    )
     return y
 
 
@@ -242,7 +289,9 @@ def _by_tiles(x: Tensor, out: int, unpack: Callable[[int, int, Any], None]) -> T
 
 
 def workspace(size: int) -> Tensor:
-    """`size` bytes of this thread's own, kept from call to call: pages that are new cost more than unpacking."""
+    """`size` bytes of this thread's own, kept from call to call: pages that are new cost more than
+    unpacking.
+    """
     memory: Tensor | None = getattr(_KEPT, "memory", None)
     if memory is None or memory.numel() < size:
         memory = _KEPT.memory = torch.empty(size, dtype=torch.uint8)
@@ -257,7 +306,9 @@ def numba_kernels() -> Any:
 
     count = torch.get_num_threads()
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
-    if torch.get_num_threads() != count:  # Numba's first start sets the number of OpenMP threads, which torch shares
+    if (
+        torch.get_num_threads() != count
+    ):  # Numba's first start sets the number of OpenMP threads, which torch shares
         set_torch_threads(count)
     return cpu
 
@@ -278,18 +329,24 @@ def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) 
     _check_dtypes(x, values, positions)
     if width % m or (values.shape, positions.shape) != wanted:
         raise ShapeError(
-            f"pattern {n}:{m} and inputs of width {width} need a width divisible by {m}, values of shape {wanted[0]} "
-            f"and positions of shape {wanted[1]}; got values of shape {tuple(values.shape)} and positions of shape "
-            f"{tuple(positions.shape)}"
+            f"pattern {n}:{m} and inputs of width {width} need a width divisible by {m}, values of"
+            f" shape {wanted[0]} and positions of shape {wanted[1]}; got values of shape"
+            f" {tuple(values.shape)} and positions of shape {tuple(positions.shape)}"
         )
 
 
-def _check_factors(x: Tensor, out: int, us: Sequence[Tensor], v: Tensor, bias: Tensor | None) -> None:
-    rows, rank, dtypes = sum(map(len, us)), sum(u.shape[1] for u in us), {x.dtype, v.dtype, *(u.dtype for u in us)}
+def _check_factors(
+    x: Tensor, out: int, us: Sequence[Tensor], v: Tensor, bias: Tensor | None
+) -> None:
+    rows, rank, dtypes = (
+        sum(map(len, us)),
+        sum(u.shape[1] for u in us),
+        {x.dtype, v.dtype, *(u.dtype for u in us)},
+    )
     if len(dtypes) > 1 or (rows, rank) != (out, len(v)) or v.shape[1] != x.shape[1]:
         raise ShapeError(
-            f"the factors must have the shapes ({out}, r) and (r, {x.shape[1]}) and the dtype {x.dtype}, got "
-            f"{(rows, rank)} of {us[0].dtype} and {tuple(v.shape)} of {v.dtype}"
+            f"the factors must have the shapes ({out}, r) and (r, {x.shape[1]}) and the dtype"
+            f" {x.dtype}, got {(rows, rank)} of {us[0].dtype} and {tuple(v.shape)} of {v.dtype}"
         )
     if bias is not None and bias.shape != (out,):
         raise ShapeError(f"the bias must have the shape ({out},), got {tuple(bias.shape)}")
@@ -298,6 +355,7 @@ def _check_factors(x: Tensor, out: int, us: Sequence[Tensor], v: Tensor, bias: T
 def _check_dtypes(x: Tensor, values: Tensor, index: Tensor) -> None:
     if x.dtype != values.dtype or index.dtype != torch.uint8 or x.itemsize not in (2, 4):
         raise ShapeError(
-            "inputs and values must have the same dtype, of 16 or 32 bits, and indices must be torch.uint8; got inputs "
-            f"of {x.dtype}, values of {values.dtype} and indices of {index.dtype}"
+            "inputs and values must have the same dtype, of 16 or 32 bits, and indices must be"
+            f" torch.uint8; got inputs of {x.dtype}, values of {values.dtype} and indices of"
+            f" {index.dtype}"
         )

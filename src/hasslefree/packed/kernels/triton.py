@@ -1,17 +1,22 @@
-"""A layer x Sᵀ + (x vᵀ) uᵀ + b in two launches; each further layer that is stacked on it takes one more.
+"""A layer x Sᵀ + (x vᵀ) uᵀ + b in two launches; each further layer that is stacked on it takes one
+more.
 
-The first launch multiplies what reads x. Each program takes some rows of S or v, and one part of the inputs, and
-writes its float32 sums for all tokens to a buffer (parts, tokens, columns); the columns are the rows of S, then those
-of v. The second launch adds the parts, u times the sums of v, and the bias.
+The first launch multiplies what reads x. Each program takes some rows of S or v, and one part of
+the inputs, and writes its float32 sums for all tokens to a buffer (parts, tokens, columns); the
+columns are the rows of S, then those of v. The second launch adds the parts, u times the sums of v,
+and the bias.
 
-S with 2:4 in 16 bits: one byte of positions and one 64-bit word of four values describe eight inputs of a row. The four
-inputs of a group are a 64-bit word too, so that one shift of 16 times the position selects an input, or puts a value at
-its place in the unpacked group. No input is gathered from memory, and no position is compared. Lengths and offsets in a
-row are in bytes of positions, which are also words of values.
+S with 2:4 in 16 bits: one byte of positions and one 64-bit word of four values describe eight
+inputs of a row. The four inputs of a group are a 64-bit word too, so that one shift of 16 times the
+position selects an input, or puts a value at its place in the unpacked group. No input is gathered
+from memory, and no position is compared. Lengths and offsets in a row are in bytes of positions,
+which are also words of values.
 
-S with any other N:M that is stored as positions: the inputs of each kept value are gathered, for all tokens at once.
+S with any other N:M that is stored as positions: the inputs of each kept value are gathered, for
+all tokens at once.
 
-Not measured on a GPU: results are tested in Triton's interpreter, and `benchmarks/gpu_kernels.py` compiles the kernels.
+Not measured on a GPU: results are tested in Triton's interpreter, and `benchmarks/gpu_kernels.py`
+compiles the kernels.
 """
 
 from collections.abc import Sequence
@@ -26,7 +31,8 @@ from torch.nn import functional as F
 
 from hasslefree.packed.kernels.ops import TRITON_TOKENS
 
-# Programs for each processor of the GPU: where a layer has fewer blocks of rows, its rows are split.
+# Programs for each processor of the GPU: where a layer has fewer blocks of rows, its rows are
+# split.
 PROGRAMS = 8
 # Rows of a program of the second launch.
 SUM_ROWS = 16
@@ -35,10 +41,13 @@ NUMBERS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program of the first launch multiplies at a time, with the kernel "select", "dot" or "gather".
+    """What a program of the first launch multiplies at a time, with the kernel "select", "dot" or
+    "gather".
 
-    rows: of S or v. step: of a row of S, bytes of positions, or with "gather" kept values. columns: of a row of v.
-    tokens: a power of two, at least as many as x has. least: the inputs of a part of a row, at least.
+    rows: of S or v. step: of a row of S, bytes of positions, or with "gather" kept values. columns:
+        of a row of v.
+    tokens: a power of two, at least as many as x has. least: the inputs of a part of a row, at
+    least.
     """
 
     kernel: str
@@ -55,8 +64,16 @@ class Tile:
         if (n, m) == (2, 4) and x.itemsize == 2 and width % 8 == 0:
             if tokens == 1:
                 return cls("select", rows=4, step=128, columns=512, tokens=1, least=1024)
-            # Rows of S at addresses that are not multiples of 16 are loaded in more, and shorter, pieces.
-            return cls("dot", 32 if width % 128 else 64, step=16, columns=128, tokens=TRITON_TOKENS, least=512)
+            # Rows of S at addresses that are not multiples of 16 are loaded in more, and shorter,
+            # pieces.
+            return cls(
+                "dot",
+                32 if width % 128 else 64,
+                step=16,
+                columns=128,
+                tokens=TRITON_TOKENS,
+                least=512,
+            )
         wide = triton.next_power_of_2(tokens)
         values = max(512 // wide, 16)
         return cls("gather", rows=8, step=values, columns=values, tokens=wide, least=1024)
@@ -70,7 +87,8 @@ def multiply(
 ):  # fmt: skip
     """The first launch: a grid of blocks of rows, of S and then of v, by parts.
 
-    x: (tokens, in), or with "gather" (in, TOKENS); values: (out, kept); positions: (out, row_bytes); v: (rank, width);
+    x: (tokens, in), or with "gather" (in, TOKENS); values: (out, kept); positions: (out,
+        row_bytes); v: (rank, width);
     sums: (parts, tokens, columns).
     """
     block, blocks = tl.program_id(0), tl.cdiv(out, ROWS)
@@ -82,7 +100,9 @@ def multiply(
         if KERNEL == "dot":
             total = factor_dot(x, v, rows, begin, end, width, tokens, ROWS, COLUMNS, TOKENS)
         else:
-            total = gathered_sums(x, v, v, rows, begin, end, width, 0, 1, 1, 0, ROWS, COLUMNS, TOKENS)
+            total = gathered_sums(
+                x, v, v, rows, begin, end, width, 0, 1, 1, 0, ROWS, COLUMNS, TOKENS
+            )
         _store(sums + out, total, row, rank, tokens, columns, TOKENS)
     else:
         row = block * ROWS + tl.arange(0, ROWS)
@@ -90,17 +110,44 @@ def multiply(
         if KERNEL == "gather":
             begin, end = _share(kept, STEP)
             total = gathered_sums(
-                x, values, positions, rows, begin, end, kept, row_bytes, N, M, BITS, ROWS, STEP, TOKENS
+                x,
+                values,
+                positions,
+                rows,
+                begin,
+                end,
+                kept,
+                row_bytes,
+                N,
+                M,
+                BITS,
+                ROWS,
+                STEP,
+                TOKENS,
             )
             _store(sums, total, row, out, tokens, columns, TOKENS)
         else:
             begin, end = _share(row_bytes, STEP)
             words = values.to(tl.pointer_type(tl.int64))
-            # The tensor cores multiply every input by the zeros of S as well: where a sum is not finite, an input that
-            # S does not use may be the reason, and the selected inputs alone are multiplied.
+            # The tensor cores multiply every input by the zeros of S as well: where a sum is not
+            # finite, an input that S does not use may be the reason, and the selected inputs alone
+            # are multiplied.
             finite = 0
             if KERNEL == "dot":
-                total = dot_sums(x, words, positions, rows, begin, end, row_bytes, tokens, ROWS, STEP, TOKENS, DTYPE)
+                total = dot_sums(
+                    x,
+                    words,
+                    positions,
+                    rows,
+                    begin,
+                    end,
+                    row_bytes,
+                    tokens,
+                    ROWS,
+                    STEP,
+                    TOKENS,
+                    DTYPE,
+                )
                 finite = tl.min((tl.abs(total) < float("inf")).to(tl.int32))
                 if finite != 0:
                     _store(sums, total, row, out, tokens, columns, TOKENS)
@@ -108,7 +155,7 @@ def multiply(
                 inputs = x.to(tl.pointer_type(tl.int64))
                 for token in range(tokens):
                     selected = selected_sums(
-                        inputs + token * (2 * row_bytes), words, positions, rows, begin, end, row_bytes, ROWS, STEP,
+                        inputs + token * (2 * row_bytes), words, positions, rows, begin, end, row_bytes, ROWS, STEP,  # noqa: E501
                         DTYPE,
                     )  # fmt: skip
                     tl.store(sums + token * columns + row, selected, mask=row < out)
@@ -117,7 +164,9 @@ def multiply(
 @triton.jit
 def _store(sums, total, row, out, tokens, columns, TOKENS: tl.constexpr):
     token = tl.arange(0, TOKENS)[None, :]
-    tl.store(sums + token * columns + row[:, None], total, mask=(row[:, None] < out) & (token < tokens))
+    tl.store(
+        sums + token * columns + row[:, None], total, mask=(row[:, None] < out) & (token < tokens)
+    )
 
 
 @triton.jit
@@ -127,8 +176,10 @@ def add_up(
 ):  # fmt: skip
     """The second launch, for one layer of a stack: a grid of blocks of rows.
 
-    sums: (parts, tokens, columns), with the layer's rows of S from column `first` on, and those of its v from `inner`.
-    u: (out, rank); bias: (length,), where the length is out, or 0 without a bias; y: (tokens, outs).
+    sums: (parts, tokens, columns), with the layer's rows of S from column `first` on, and those of
+        its v from `inner`.
+    u: (out, rank); bias: (length,), where the length is out, or 0 without a bias; y: (tokens,
+    outs).
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     token = tl.arange(0, TOKENS)[None, :]
@@ -136,7 +187,9 @@ def add_up(
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     total += tl.load(bias + row, mask=row < length, other=0.0).to(tl.float32)
     for part in range(parts):
-        total += tl.load(sums + (part * tokens + token) * columns + first + row, mask=exists, other=0.0)
+        total += tl.load(
+            sums + (part * tokens + token) * columns + first + row, mask=exists, other=0.0
+        )
     for start in range(0, rank, RANKS):
         k = start + tl.arange(0, RANKS)
         at = token * columns + inner + k[:, None]
@@ -145,14 +198,18 @@ def add_up(
         for part in range(parts):
             hidden += tl.load(sums + part * tokens * columns + at, mask=used, other=0.0)
         inside = (row < out) & (k[None, :] < rank)
-        factor = tl.load(u + row.to(tl.int64) * rank + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(u + row.to(tl.int64) * rank + k[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
         total += tl.sum(factor[:, :, None] * hidden[None, :, :], axis=1)
     tl.store(y + token * outs + first + row, total, mask=exists)
 
 
 @triton.jit
 def _share(length, STEP: tl.constexpr):
-    """Begin and end of this program's part of a row, in whole steps; the last parts may be short, or empty."""
+    """Begin and end of this program's part of a row, in whole steps; the last parts may be short,
+    or empty.
+    """
     share = tl.cdiv(tl.cdiv(length, tl.num_programs(1)), STEP) * STEP
     begin = tl.minimum(tl.program_id(1) * share, length)
     return begin, tl.minimum(begin + share, length)
@@ -165,7 +222,8 @@ def selected_sums(
 ):  # fmt: skip
     """x Sᵀ of one token for these rows and the bytes from begin to end: (ROWS,) float32.
 
-    x: (in / 4,) int64; values: (out, row_bytes) int64; positions: (out, row_bytes); rows: (ROWS, 1) int64.
+    x: (in / 4,) int64; values: (out, row_bytes) int64; positions: (out, row_bytes); rows: (ROWS, 1)
+    int64.
     """
     total = tl.zeros((ROWS, BYTES), tl.float32)
     for first in range(begin, end, BYTES):
@@ -173,7 +231,8 @@ def selected_sums(
         exists = byte < end
         code = tl.load(positions + rows * row_bytes + byte, mask=exists, other=0).to(tl.int32)
         value = tl.load(values + rows * row_bytes + byte, mask=exists, other=0)
-        # One address for each row: a row of addresses would be loaded in another layout, and go through shared memory.
+        # One address for each row: a row of addresses would be loaded in another layout, and go
+        # through shared memory.
         at = x + 2 * byte + 0 * rows
         low = tl.load(at, mask=exists, other=0)
         high = tl.load(at + 1, mask=exists, other=0)
@@ -189,10 +248,11 @@ def dot_sums(
     x, values, positions, rows, begin, end, row_bytes, tokens,
     ROWS: tl.constexpr, BYTES: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """x Sᵀ of several tokens for these rows and bytes, from tiles of S unpacked in registers: (ROWS, TOKENS) float32.
+    """x Sᵀ of several tokens for these rows and bytes, from tiles of S unpacked in registers:
+    (ROWS, TOKENS) float32.
 
-    x: (tokens, in), of DTYPE; the rest as above. An input that is not finite makes the sums of its token NaN, because
-    the zeros of S multiply it as well.
+    x: (tokens, in), of DTYPE; the rest as above. An input that is not finite makes the sums of its
+    token NaN, because the zeros of S multiply it as well.
     """
     token = tl.minimum(tl.arange(0, TOKENS), tokens - 1)[None, :]
     total = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -202,7 +262,9 @@ def dot_sums(
         code = tl.load(positions + rows * row_bytes + byte, mask=exists, other=0).to(tl.int32)
         value = tl.load(values + rows * row_bytes + byte, mask=exists, other=0)
         low = ((value & 0xFFFF) << _shift(code, 0)) | (((value >> 16) & 0xFFFF) << _shift(code, 1))
-        high = (((value >> 32) & 0xFFFF) << _shift(code, 2)) | (((value >> 48) & 0xFFFF) << _shift(code, 3))
+        high = (((value >> 32) & 0xFFFF) << _shift(code, 2)) | (
+            ((value >> 48) & 0xFFFF) << _shift(code, 3)
+        )
         group = tl.join(low, high)
         even = tl.join(_entry(group, DTYPE), _entry(group >> 32, DTYPE))
         odd = tl.join(_entry(group >> 16, DTYPE), _entry(group >> 48, DTYPE))
@@ -238,9 +300,11 @@ def gathered_sums(
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr, VALUES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """x Sᵀ for these rows and the kept values from begin to end of each; of a dense v, as 1:1: (ROWS, TOKENS) float32.
+    """x Sᵀ for these rows and the kept values from begin to end of each; of a dense v, as 1:1:
+    (ROWS, TOKENS) float32.
 
-    x: (in, TOKENS); values: (out, kept); positions: (out, row_bytes), of BITS bits each; rows: (ROWS, 1) int64.
+    x: (in, TOKENS); values: (out, kept); positions: (out, row_bytes), of BITS bits each; rows:
+    (ROWS, 1) int64.
     """
     tokens = tl.arange(0, TOKENS)
     total = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -252,10 +316,17 @@ def gathered_sums(
         if BITS > 0:
             bit = k * BITS
             byte = bit // 8
-            code = tl.load(positions + rows * row_bytes + byte, mask=exists & (byte < row_bytes), other=0).to(tl.int32)
+            code = tl.load(
+                positions + rows * row_bytes + byte, mask=exists & (byte < row_bytes), other=0
+            ).to(tl.int32)
             if 8 % BITS != 0:  # a position may lie across two bytes
                 after = exists & (byte + 1 < row_bytes)
-                code |= tl.load(positions + rows * row_bytes + byte + 1, mask=after, other=0).to(tl.int32) << 8
+                code |= (
+                    tl.load(positions + rows * row_bytes + byte + 1, mask=after, other=0).to(
+                        tl.int32
+                    )
+                    << 8
+                )
             column = column + tl.minimum((code >> (bit % 8)) & ((1 << BITS) - 1), M - 1)
         at = column[:, :, None] * TOKENS + tokens[None, None, :]
         inputs = tl.load(x + at, mask=exists[:, :, None], other=0.0).to(tl.float32)
@@ -264,8 +335,21 @@ def gathered_sums(
 
 
 @triton.jit
-def factor_dot(x, v, rows, begin, end, width, tokens, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr):
-    """x vᵀ for these rows and columns, by the tensor cores. x: (tokens, in), in 16 bits: (ROWS, TOKENS) float32."""
+def factor_dot(
+    x,
+    v,
+    rows,
+    begin,
+    end,
+    width,
+    tokens,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """x vᵀ for these rows and columns, by the tensor cores. x: (tokens, in), in 16 bits: (ROWS,
+    TOKENS) float32.
+    """
     token = tl.minimum(tl.arange(0, TOKENS), tokens - 1)[None, :]
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     for first in range(begin, end, COLUMNS):
@@ -278,10 +362,12 @@ def factor_dot(x, v, rows, begin, end, width, tokens, ROWS: tl.constexpr, COLUMN
 
 
 def decode(
-    x: Tensor, values: Tensor, positions: Tensor, us: Sequence[Tensor], v: Tensor, bias: Tensor | None, n: int, m: int,
+    x: Tensor, values: Tensor, positions: Tensor, us: Sequence[Tensor], v: Tensor, bias: Tensor | None, n: int, m: int,  # noqa: E501
     parts: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """`ops.decode_cuda`. parts: how many programs share a row; by default as many as keep the GPU busy."""
+    """`ops.decode_cuda`. parts: how many programs share a row; by default as many as keep the GPU
+    busy.
+    """
     (tokens, width), out, rank = x.shape, len(values), len(v)
     y = x.new_empty(tokens, out)
     if not y.numel():
@@ -289,12 +375,18 @@ def decode(
     tile, columns = Tile.of(x, n, m), out + rank
     blocks = triton.cdiv(out, tile.rows) + triton.cdiv(rank, tile.rows)
     if parts is None:
-        processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+        processors = (
+            torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+        )
         parts = max(1, min(-(-processors * PROGRAMS // blocks), width // tile.least))
     to_multiply, to_add = constants(x, n, m)
     sums = torch.empty(parts, tokens, columns, dtype=torch.float32, device=x.device)
     # Transposed, the inputs of all tokens, filled up with zeros, are loaded at once.
-    inputs = F.pad(x.T, (0, tile.tokens - tokens)).contiguous() if tile.kernel == "gather" else aligned(x)
+    inputs = (
+        F.pad(x.T, (0, tile.tokens - tokens)).contiguous()
+        if tile.kernel == "gather"
+        else aligned(x)
+    )
     with torch.cuda.device_of(x):  # Triton launches on the current device
         multiply[blocks, parts](
             inputs, aligned(values), positions.contiguous(), v.contiguous(), sums, out, rank,
@@ -305,7 +397,7 @@ def decode(
             end = first + len(u)
             shift, length = (x, 0) if bias is None else (bias[first:end].contiguous(), len(u))
             add_up[triton.cdiv(len(u), SUM_ROWS),](
-                sums, u.contiguous(), shift, y, len(u), u.shape[1], length, first, inner, out, parts, tokens, columns,
+                sums, u.contiguous(), shift, y, len(u), u.shape[1], length, first, inner, out, parts, tokens, columns,  # noqa: E501
                 **to_add,
             )  # fmt: skip
             first, inner = end, inner + u.shape[1]
@@ -313,13 +405,19 @@ def decode(
 
 
 def constants(x: Tensor, n: int, m: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `multiply` and `add_up` are compiled for, for inputs (tokens, in) and S with the pattern N:M."""
+    """What `multiply` and `add_up` are compiled for, for inputs (tokens, in) and S with the pattern
+    N:M.
+    """
     tile = Tile.of(x, n, m)
     to_multiply = {
-        "KERNEL": tile.kernel, "N": n, "M": m, "BITS": (m - 1).bit_length(), "DTYPE": NUMBERS[x.dtype],
+        "KERNEL": tile.kernel, "N": n, "M": m, "BITS": (m - 1).bit_length(), "DTYPE": NUMBERS[x.dtype],  # noqa: E501
         "ROWS": tile.rows, "STEP": tile.step, "COLUMNS": tile.columns, "TOKENS": tile.tokens,
     }  # fmt: skip
-    return to_multiply, {"ROWS": SUM_ROWS, "RANKS": max(32 // tile.tokens, 16), "TOKENS": tile.tokens}
+    return to_multiply, {
+        "ROWS": SUM_ROWS,
+        "RANKS": max(32 // tile.tokens, 16),
+        "TOKENS": tile.tokens,
+    }
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Low-rank solvers by name. A new one is a file and a line here; the contract tests then cover it."""
+"""Low-rank solvers by name. A new one is a file and a line here; the contract tests then cover
+it.
+"""
 
 from hasslefree.core.protocols import About, LowRankSolver
 from hasslefree.solve.low_rank.adam import Adam
@@ -8,10 +10,16 @@ from hasslefree.solve.low_rank.svd import SVD, DiagonalSVD, RandomizedSVD
 
 _TABLE: dict[str, tuple[LowRankSolver, About]] = {
     "svd": (SVD(), About("truncated SVD; uses no data", "Eckart–Young 1936")),
-    "randomized-svd": (RandomizedSVD(), About("randomised truncated SVD; uses no data", "arXiv 0909.4061")),
+    "randomized-svd": (
+        RandomizedSVD(),
+        About("randomised truncated SVD; uses no data", "arXiv 0909.4061"),
+    ),
     "diagonal-svd": (DiagonalSVD(), About("the optimum for the diagonal of H", "arXiv 2409.13652")),
     "adam": (Adam(), About("Adam on both factors, in scaled units", "arXiv 2502.00899")),
-    "adam-unscaled": (Adam(scaled=False), About("Adam on both factors, without scaling", "arXiv 2502.00899")),
+    "adam-unscaled": (
+        Adam(scaled=False),
+        About("Adam on both factors, without scaling", "arXiv 2502.00899"),
+    ),
     "exact": (Exact(), About("the optimum for H, in closed form", "arXiv 2410.21271")),
     "subspace": (Subspace(), About("orthogonal iteration towards the optimum", "docs: maths")),
 }

@@ -17,10 +17,10 @@ from hasslefree.core.rows import WHOLE, Rows
 class Adam(LowRankSolver):
     """A few Adam steps on f(u, v) = tr((T − uv) H (T − uv)ᵀ) from the factors of the round before.
 
-    Scaled, it solves the same problem for T D and D⁻¹HD⁻¹ with D = diag(H)^½, which makes one learning rate fit all
-    layers (equation 5; where the paper prints M = D·UVᵀ, the inverse is meant: D·M is what the factors stand for).
-    T·H is formed once; every step then costs products of size r only:
-    ∂f/∂u = −2(TH vᵀ − u·vHvᵀ), ∂f/∂v = −2(uᵀTH − uᵀu·vH).
+    Scaled, it solves the same problem for T D and D⁻¹HD⁻¹ with D = diag(H)^½, which makes one
+    learning rate fit all layers (equation 5; where the paper prints M = D·UVᵀ, the inverse is
+    meant: D·M is what the factors stand for). T·H is formed once; every step then costs products of
+    size r only: ∂f/∂u = −2(TH vᵀ − u·vHvᵀ), ∂f/∂v = −2(uᵀTH − uᵀu·vH).
 
     Args:
         steps: Adam steps a round, T_LR in the paper.
@@ -35,11 +35,18 @@ class Adam(LowRankSolver):
     scaled: bool = True
 
     def prepare(self, gram: Gram) -> tuple[Tensor, Tensor]:
-        scale = unit_diagonal_scale(gram.diagonal) if self.scaled else torch.ones_like(gram.diagonal)
+        scale = (
+            unit_diagonal_scale(gram.diagonal) if self.scaled else torch.ones_like(gram.diagonal)
+        )
         return gram.matrix / torch.outer(scale, scale), scale
 
     def fit(
-        self, target: Tensor, prepared: tuple[Tensor, Tensor], start: LowRank, round: int, rows: Rows = WHOLE
+        self,
+        target: Tensor,
+        prepared: tuple[Tensor, Tensor],
+        start: LowRank,
+        round: int,
+        rows: Rows = WHOLE,
     ) -> LowRank:
         h, scale = prepared
         th = (target * scale) @ h

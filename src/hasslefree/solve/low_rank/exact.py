@@ -17,8 +17,8 @@ from hasslefree.core.rows import WHOLE, Rows
 class Exact(LowRankSolver):
     """L = C_r(T C) C⁻¹ with H = C Cᵀ, because tr((T−L) H (T−L)ᵀ) = ‖(T−L) C‖².
 
-    The paper (arXiv 2502.00899) approaches this point by Adam. EoRA (arXiv 2410.21271) takes the same step with an
-    eigendecomposition of H in the place of the Cholesky factor.
+    The paper (arXiv 2502.00899) approaches this point by Adam. EoRA (arXiv 2410.21271) takes the
+    same step with an eigendecomposition of H in the place of the Cholesky factor.
     """
 
     cost = Cost(flops=28, squares=6)
@@ -26,7 +26,9 @@ class Exact(LowRankSolver):
     def prepare(self, gram: Gram) -> Tensor:
         return lower_cholesky(gram.matrix).to(gram.matrix.dtype)
 
-    def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
+    def fit(
+        self, target: Tensor, prepared: Tensor, start: LowRank, round: int, rows: Rows = WHOLE
+    ) -> LowRank:
         white = truncated_svd(target @ prepared, start.rank)
         v = torch.linalg.solve_triangular(prepared, white.v, upper=False, left=False)
         return LowRank(white.u, v)

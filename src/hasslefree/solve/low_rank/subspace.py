@@ -1,4 +1,6 @@
-"""The optimum for the full H by warm-started subspace iteration: a fraction of the cost of an SVD."""
+"""The optimum for the full H by warm-started subspace iteration: a fraction of the cost of an
+SVD.
+"""
 
 from dataclasses import dataclass
 
@@ -14,7 +16,8 @@ from hasslefree.core.rows import WHOLE, Rows
 
 @dataclass(frozen=True)
 class Subspace(LowRankSolver):
-    """Steps of orthogonal iteration (`subspace_steps`) from the basis of the round before; from noise in the first.
+    """Steps of orthogonal iteration (`subspace_steps`) from the basis of the round before; from
+    noise in the first.
 
     Args:
         steps: iterations a round. first_steps: in the first round.
@@ -29,7 +32,11 @@ class Subspace(LowRankSolver):
     def prepare(self, gram: Gram) -> Tensor:
         return gram.matrix
 
-    def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
+    def fit(
+        self, target: Tensor, prepared: Tensor, start: LowRank, round: int, rows: Rows = WHOLE
+    ) -> LowRank:
         if round == 0:
-            return subspace_steps(target, prepared, orthonormal(start.u, rows), self.first_steps, rows)
+            return subspace_steps(
+                target, prepared, orthonormal(start.u, rows), self.first_steps, rows
+            )
         return subspace_steps(target, prepared, start.u, self.steps, rows)

@@ -1,4 +1,6 @@
-"""Truncated SVD: optimal for H = I (Eckart–Young); its randomised form; and the optimum for a diagonal H."""
+"""Truncated SVD: optimal for H = I (Eckart–Young); its randomised form; and the optimum for a
+diagonal H.
+"""
 
 from dataclasses import dataclass
 
@@ -19,13 +21,16 @@ class SVD(LowRankSolver):
 
     cost = Cost(flops=26, arrays=10.8)
 
-    def fit(self, target: Tensor, prepared: None, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
+    def fit(
+        self, target: Tensor, prepared: None, start: LowRank, round: int, rows: Rows = WHOLE
+    ) -> LowRank:
         return truncated_svd(target, start.rank)
 
 
 @dataclass(frozen=True)
 class RandomizedSVD(LowRankSolver):
-    """L = Q·C_r(QᵀT), with Q an orthonormal basis of the range of (T Tᵀ)^p T Ω (Halko et al., arXiv 0909.4061, 4.4).
+    """L = Q·C_r(QᵀT), with Q an orthonormal basis of the range of (T Tᵀ)^p T Ω (Halko et al., arXiv
+    0909.4061, 4.4).
 
     Args:
         oversampling: columns of Ω beyond the rank.
@@ -40,7 +45,9 @@ class RandomizedSVD(LowRankSolver):
 
     cost = Cost(flops=1)
 
-    def fit(self, target: Tensor, prepared: None, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
+    def fit(
+        self, target: Tensor, prepared: None, start: LowRank, round: int, rows: Rows = WHOLE
+    ) -> LowRank:
         columns = min(start.rank + self.oversampling, *rows.shape(target))
         generator = torch.Generator().manual_seed(self.seed)
         omega = torch.randn(target.shape[1], columns, generator=generator).to(target)
@@ -53,7 +60,8 @@ class RandomizedSVD(LowRankSolver):
 
 @dataclass(frozen=True)
 class DiagonalSVD(LowRankSolver):
-    """L = C_r(T D) D⁻¹ with D = diag(H)^½: the optimum for a diagonal H (arXiv 2502.00899, theorem 3.1; OATS).
+    """L = C_r(T D) D⁻¹ with D = diag(H)^½: the optimum for a diagonal H (arXiv 2502.00899, theorem
+    3.1; OATS).
 
     Args:
         svd: how C_r is computed: exactly, or by `RandomizedSVD`.
@@ -68,7 +76,9 @@ class DiagonalSVD(LowRankSolver):
     def shares_rows(self) -> bool:
         return self.svd.shares_rows
 
-    def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
+    def fit(
+        self, target: Tensor, prepared: Tensor, start: LowRank, round: int, rows: Rows = WHOLE
+    ) -> LowRank:
         scaled = self.svd.fit(target * prepared, None, start, round, rows)
         return LowRank(scaled.u, scaled.v / prepared)
 

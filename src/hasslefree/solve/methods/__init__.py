@@ -23,22 +23,30 @@ from hasslefree.solve.pruners.refit import Refit
 # λ over the mean of diag H of a refit, in a method without damping.
 REFIT_DAMPING = 0.01
 
-# Magnitude, Wanda, DSNoT, OATS, rounding, LoftQ and LQ-LoRA are defined by the undamped H: nothing in them is inverted.
-# GoDec does not look at H.
+# Magnitude, Wanda, DSNoT, OATS, rounding, LoftQ and LQ-LoRA are defined by the undamped H: nothing
+# in them is inverted. GoDec does not look at H.
 METHODS: dict[str, Method] = {
     "joint": Joint(),
     "hassle-free": AlternatingMinimization(),
-    "oats": AlternatingMinimization(Wanda(), DiagonalSVD(), damping=0.0, low_rank_first=True, keep_best=False),
+    "oats": AlternatingMinimization(
+        Wanda(), DiagonalSVD(), damping=0.0, low_rank_first=True, keep_best=False
+    ),
     "eora": AlternatingMinimization(low_rank=Exact(), rounds=1),
     "3basil": ThreeBlock(),
-    "godec": AlternatingMinimization(Magnitude(), SVD(), damping=0.0, low_rank_first=True, keep_best=False),
+    "godec": AlternatingMinimization(
+        Magnitude(), SVD(), damping=0.0, low_rank_first=True, keep_best=False
+    ),
     "losparse": AlternatingMinimization(OSSCAR(), Exact(), rounds=10),
     **{name: Prune(PRUNERS[name], damping=0.0) for name in ("magnitude", "wanda", "dsnot", "rtn")},
-    "loftq": AlternatingMinimization(RoundToNearest(), SVD(), rounds=5, damping=0.0, keep_best=False),
+    "loftq": AlternatingMinimization(
+        RoundToNearest(), SVD(), rounds=5, damping=0.0, keep_best=False
+    ),
     "lq-lora": AlternatingMinimization(
         RoundToNearest(weighted=True), DiagonalSVD(RandomizedSVD()), rounds=20, damping=0.0
     ),
-    "caldera": AlternatingMinimization(PRUNERS["gptq"], Exact(), rounds=15, low_rank_first=True, last_fit=True),
+    "caldera": AlternatingMinimization(
+        PRUNERS["gptq"], Exact(), rounds=15, low_rank_first=True, last_fit=True
+    ),
     "joint-grid": JointOnGrid(),
 }
 METHODS |= {name: Prune(pruner) for name, pruner in PRUNERS.items() if name not in METHODS}
@@ -76,23 +84,39 @@ def build_method(
     Args:
         pruner, low_rank: names from the tables, which replace the method's own.
         rounds, damping: hyper-parameters of the method.
-        refit: after the pruner, fit the values on its support by least squares (`Refit`), with the method's damping, or
-            0.01 where it has none.
-        bits, group_size, symmetric, offset: of the grid of its pruner; see `Grid`. A group size of 0 means one group
-            per row.
+        refit: after the pruner, fit the values on its support by least squares (`Refit`), with the
+            method's damping, or 0.01 where it has none.
+        bits, group_size, symmetric, offset: of the grid of its pruner; see `Grid`. A group size of
+            0 means one group per row.
     """
     method: Any = look_up("method", name, METHODS, "method")
     parts: dict[str, Any] = {"rounds": rounds, "damping": damping}
     parts["pruner"] = None if pruner is None else look_up("pruner", pruner, PRUNERS, "pruner")
-    parts["low_rank"] = None if low_rank is None else look_up("low-rank solver", low_rank, LOW_RANK_SOLVERS, "low_rank")
+    parts["low_rank"] = (
+        None
+        if low_rank is None
+        else look_up("low-rank solver", low_rank, LOW_RANK_SOLVERS, "low_rank")
+    )
     chosen = {part: value for part, value in parts.items() if value is not None}
     if missing := [part for part in chosen if part not in settings_of(method)]:
-        having = [usable for usable, candidate in METHODS.items() if settings_of(candidate).issuperset(missing)]
+        having = [
+            usable
+            for usable, candidate in METHODS.items()
+            if settings_of(candidate).issuperset(missing)
+        ]
         remedy = f", or use method {' or '.join(having)}" if having else ""
         unused = " and ".join(missing)
-        raise BudgetError(f"method {name!r} does not use {unused}: leave out {unused}{remedy}", ("method", *missing))
+        raise BudgetError(
+            f"method {name!r} does not use {unused}: leave out {unused}{remedy}",
+            ("method", *missing),
+        )
     method = dataclasses.replace(method, **chosen)
-    of_grid: dict[str, Any] = {"bits": bits, "group": group_size, "symmetric": symmetric, "offset": offset}
+    of_grid: dict[str, Any] = {
+        "bits": bits,
+        "group": group_size,
+        "symmetric": symmetric,
+        "offset": offset,
+    }
     changes = {part: value for part, value in of_grid.items() if value is not None}
     if group_size == 0:
         changes["group"] = None
@@ -118,17 +142,17 @@ def _with_changes(name: str, method: Any, changes: dict[str, Any]) -> Method:
     if grid is None:
         having = [usable for usable, candidate in METHODS.items() if candidate.grid]
         raise GridError(
-            f"method {name!r} does not quantise S: leave out bits, group_size, symmetric and offset, or use "
-            f"method {', '.join(having)}, or {option('method', 'hassle-free')} with "
-            f"{option('pruner', 'gptq')}",
+            f"method {name!r} does not quantise S: leave out bits, group_size, symmetric and"
+            f" offset, or use method {', '.join(having)}, or {option('method', 'hassle-free')} with"
+            f" {option('pruner', 'gptq')}",
             ("method", "bits", "group_size", "symmetric", "offset"),
         )
     return with_grid(method, dataclasses.replace(grid, **changes))
 
 
 def with_grid(method: Method, grid: Grid | None) -> Method:
-    """The method with another grid in the place of its own, as a layer's plan has it; what `prepare` returns is the
-    same for both."""
+    """The method with another grid in the place of its own, as a layer's plan has it; what
+    `prepare` returns is the same for both."""
     if grid == method.grid:
         return method
     part: Any = method
@@ -143,7 +167,9 @@ def settings_of(method: Any) -> set[str]:
 
 
 def look_up(kind: str, name: str, table: dict[str, Any], field: str) -> Any:
-    """The entry of this name, or an UnknownNameError that lists the table. field: the argument that gave the name."""
+    """The entry of this name, or an UnknownNameError that lists the table. field: the argument that
+    gave the name.
+    """
     if name not in table:
         raise UnknownNameError(kind, name, table, (field,))
     return table[name]

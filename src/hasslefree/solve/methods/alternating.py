@@ -18,7 +18,10 @@ from hasslefree.solve.low_rank.adam import Adam
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
 from hasslefree.validation import Figure, Positive
 
-REMEDY = f"raise the damping ({option('damping', 0.01)}) or use another low-rank solver ({option('low_rank', 'exact')})"
+REMEDY = (
+    f"raise the damping ({option('damping', 0.01)}) or use another low-rank solver"
+    f" ({option('low_rank', 'exact')})"
+)
 
 # H, damped, and what the pruner and the low-rank solver prepared.
 Prepared = tuple[Gram, Any, Any]
@@ -31,13 +34,13 @@ class AlternatingMinimization(Method):
     Args:
         pruner, low_rank: the two halves.
         rounds: T_AM in the paper.
-        damping: λ over the mean of diag H. The paper prints λ = 0.01·Tr(H); SparseGPT's default, which it refers to,
-            is the mean.
+        damping: λ over the mean of diag H. The paper prints λ = 0.01·Tr(H); SparseGPT's default,
+            which it refers to, is the mean.
         low_rank_first: fit L to W before S is pruned for the first time, as OATS does.
-        keep_best: return the round with the least damped objective, or the pruner alone if no round is better; False
-            returns the last round.
-        last_fit: fit L once more at the end, to W minus the S that was kept, where that lowers the objective. For
-            alternations that end with S.
+        keep_best: return the round with the least damped objective, or the pruner alone if no round
+            is better; False returns the last round.
+        last_fit: fit L once more at the end, to W minus the S that was kept, where that lowers the
+            objective. For alternations that end with S.
 
     Example:
         >>> method = AlternatingMinimization(pruner=SparseGPT(), low_rank=Adam(steps=50), rounds=80)
@@ -64,7 +67,13 @@ class AlternatingMinimization(Method):
         return self.pruner.shares_rows(pattern) and self.low_rank.shares_rows
 
     def solve(
-        self, weight: Tensor, prepared: Prepared, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
+        self,
+        weight: Tensor,
+        prepared: Prepared,
+        pattern: Pattern,
+        rank: int,
+        generator: Generator,
+        rows: Rows = WHOLE,
     ) -> Solution:
         gram, for_pruner, for_solver = prepared
         low_rank = LowRank.gaussian_start(weight, rank, generator, rows)
@@ -85,8 +94,12 @@ class AlternatingMinimization(Method):
             else:
                 pruned = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
                 if t == 0:
-                    # The pruner alone is the first candidate: Adam's steps have a fixed size, and can overshoot.
-                    best, least = (pruned, low_rank), relative(gram.loss(weight - pruned.sparse, rows), norm)
+                    # The pruner alone is the first candidate: Adam's steps have a fixed size, and
+                    # can overshoot.
+                    best, least = (
+                        (pruned, low_rank),
+                        relative(gram.loss(weight - pruned.sparse, rows), norm),
+                    )
                 low_rank = self.low_rank.fit(weight - pruned.sparse, for_solver, low_rank, t, rows)
             error = relative(gram.loss(low_rank.residual(weight, pruned.sparse), rows), norm)
             if not math.isfinite(error):
@@ -102,7 +115,9 @@ class AlternatingMinimization(Method):
                 best, least = (pruned, low_rank), error
         pruned, low_rank = best
         if self.last_fit:
-            last = self.low_rank.fit(weight - pruned.sparse, for_solver, low_rank, len(history), rows)
+            last = self.low_rank.fit(
+                weight - pruned.sparse, for_solver, low_rank, len(history), rows
+            )
             error = relative(gram.loss(last.residual(weight, pruned.sparse), rows), norm)
             low_rank, history = (last, [*history, error]) if error < least else (low_rank, history)
         if least and not low_rank.v.any():

@@ -1,4 +1,6 @@
-"""joint: ADMM on the support that follows the best low-rank part in each step; docs/explanation/joint.md derives it."""
+"""joint: ADMM on the support that follows the best low-rank part in each step;
+docs/explanation/joint.md derives it.
+"""
 
 import math
 from collections.abc import Iterator
@@ -20,19 +22,25 @@ from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.solve.project import project_step
 from hasslefree.validation import Count, Factor, Figure, Positive
 
-# How fast ρ and S at first fall with the share of the parameters that L holds: the more L takes, the less is left to S.
+# How fast ρ and S at first fall with the share of the parameters that L holds: the more L takes,
+# the less is left to S.
 RANK_RELIEF = 7.0
-# Steps of orthogonal iteration for L in the first round, which begins with noise; one is enough in the others.
+# Steps of orthogonal iteration for L in the first round, which begins with noise; one is enough in
+# the others.
 FIRST_STEPS = 8
-# LOOKS times per run we measure how much of the support changed in one round. ρ grows where that is more than planned;
-# the plan falls linearly from the share MOVING of the kept entries to none at the share SETTLED of the rounds.
+# LOOKS times per run we measure how much of the support changed in one round. ρ grows where that is
+# more than planned; the plan falls linearly from the share MOVING of the kept entries to none at
+# the share SETTLED of the rounds.
 LOOKS, MOVING, SETTLED = 20, 0.3, 0.95
 # Steps of conjugate gradients on S in a sweep of the polish.
 CG_STEPS = 5
-# The rounds are split into PARTS parts of at least five rounds; after each the objective is measured, on every ninth
-# row: on all rows, that would cost as much as a round. An odd step does not select the same rows of every head.
+# The rounds are split into PARTS parts of at least five rounds; after each the objective is
+# measured, on every ninth
+# row: on all rows, that would cost as much as a round. An odd step does not select the same rows of
+# every head.
 PARTS, SAMPLED = 10, 9
-# Sampled rows whose share of the objective is below this times their share of all rows are not representative.
+# Sampled rows whose share of the objective is below this times their share of all rows are not
+# representative.
 LEAST_SHARE = 0.1
 
 # What the products of the rounds run in.
@@ -41,7 +49,9 @@ Precision = Literal["auto", "float32", "tf32", "bfloat16"]
 
 @dataclass(frozen=True)
 class ScaledProblem:
-    """What depends on the Gram alone, in units where one penalty suits all inputs. scale: D, (in,). gram: D⁻¹HD⁻¹."""
+    """What depends on the Gram alone, in units where one penalty suits all inputs. scale: D, (in,).
+    gram: D⁻¹HD⁻¹.
+    """
 
     scale: Tensor
     gram: Gram
@@ -55,12 +65,15 @@ class ScaledProblem:
         kernel.diagonal().add_(1)
         return kernel.to(dtype)
 
-    def kernels_from(self, first: int, growth: float, dtype: torch.dtype, rows: Rows = WHOLE) -> Iterator[Tensor]:
-        """K for ρ = growth^first, growth^(first + 1), …: (in, in), computed once for each ρ while there is room.
+    def kernels_from(
+        self, first: int, growth: float, dtype: torch.dtype, rows: Rows = WHOLE
+    ) -> Iterator[Tensor]:
+        """K for ρ = growth^first, growth^(first + 1), …: (in, in), computed once for each ρ while
+        there is room.
 
-        Processes that share the rows of a layer compute one each, ahead: a kernel costs as much whether few rows need
-        it or many. Where one is missing, the process with rank i computes that of power + i, and broadcasts it when its
-        turn comes.
+        Processes that share the rows of a layer compute one each, ahead: a kernel costs as much
+        whether few rows need it or many. Where one is missing, the process with rank i computes
+        that of power + i, and broadcasts it when its turn comes.
         """
         ahead: Tensor | None = None
         for power in count(first):
@@ -86,18 +99,20 @@ class Joint(Method):
     Args:
         rounds: time against quality; each costs one out × in × in product.
         damping: λ over the mean of diag H.
-        penalty: the initial ρ is this times the odds that an entry of S is removed (at least one), times e^(−7s), s
-            being the share of the parameters that L holds. The rounds begin at e^(−7s)·W.
-        growth: ρ is multiplied by this where more of the support changes in a round than planned; the plan falls from
-            30 % of the kept entries at the start to none at the end.
-        sweeps: of the polish on the final support: five steps of conjugate gradients on S, and one step on L.
-            The history of a solution ends with the objective before the polish, without K, and after each sweep. Before
-            that it holds estimates after each tenth of the rounds but the last (each fifth round, where there are fewer
-            than 50): the objective of every ninth row, scaled by the ratio of all rows to these at the end. There are
-            none where these rows are not representative.
-        precision: of the products of the rounds; sums are in float32. "auto" is TF32 on CUDA, bfloat16 on a processor
-            with instructions for it, and the dtype of the solver elsewhere; so are then the products of the polish's
-            steps. "tf32" is for CUDA.
+        penalty: the initial ρ is this times the odds that an entry of S is removed (at least one),
+            times e^(−7s), s being the share of the parameters that L holds. The rounds begin at
+            e^(−7s)·W.
+        growth: ρ is multiplied by this where more of the support changes in a round than planned;
+            the plan falls from 30 % of the kept entries at the start to none at the end.
+        sweeps: of the polish on the final support: five steps of conjugate gradients on S, and one
+            step on L. The history of a solution ends with the objective before the polish, without
+            K, and after each sweep. Before that it holds estimates after each tenth of the rounds
+            but the last (each fifth round, where there are fewer than 50): the objective of every
+            ninth row, scaled by the ratio of all rows to these at the end. There are none where
+            these rows are not representative.
+        precision: of the products of the rounds; sums are in float32. "auto" is TF32 on CUDA,
+            bfloat16 on a processor with instructions for it, and the dtype of the solver elsewhere;
+            so are then the products of the polish's steps. "tf32" is for CUDA.
 
     Example:
         >>> hasslefree.decompose(weight, gram, pattern="2:4", rank=64, method=Joint(rounds=50))
@@ -133,34 +148,50 @@ class Joint(Method):
         relief = math.exp(-RANK_RELIEF * rank * (out + width) / (out * width))
         power = self.first_power(density, relief)
         with linalg.matmul_precision(weight.device, tf32=self.precision in ("auto", "tf32")):
-            searched = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief, rows)
+            searched = self._search(
+                scaled, prepared, pattern, low_rank, power, scaled * relief, rows
+            )
         with linalg.matmul_precision(weight.device):
             return self._polish(scaled, prepared, *searched, rows)
 
     @property
     def cost(self) -> Cost:
-        """A product a round, the kernels, and the polish. Several kernels are cached, of which one is always there."""
+        """A product a round, the kernels, and the polish. Several kernels are cached, of which one
+        is always there.
+        """
         flops = 2 * self.rounds + 2 * (CG_STEPS + 2) * self.sweeps + 20
         return Cost(flops, squares=4.1, arrays=11, cached=min(self.rounds, LOOKS) - 1)
 
     def first_power(self, density: float, relief: float) -> int:
-        """log ρ to the base `growth`, at first: a whole number, so that layers with the same input meet the same ρ."""
+        """log ρ to the base `growth`, at first: a whole number, so that layers with the same input
+        meet the same ρ.
+        """
         odds = max((1 - density) / max(density, 0.02), 1.0)
         return round(math.log(max(self.penalty * odds * relief, 0.01), self.growth))
 
     def moves_too_much(self, mask: Tensor, last: Tensor, done: int, rows: Rows = WHOLE) -> bool:
-        """Whether ρ must grow: after `done` rounds, too much of the support (out, in) changed from `last` to `mask`."""
+        """Whether ρ must grow: after `done` rounds, too much of the support (out, in) changed from
+        `last` to `mask`.
+        """
         if done == self.rounds or done * LOOKS // self.rounds == (done - 1) * LOOKS // self.rounds:
             return False
         planned = MOVING * max(1 - done / (SETTLED * self.rounds), 0.0)
-        changed, kept = rows.sum(torch.stack([torch.count_nonzero(mask ^ last), torch.count_nonzero(mask)]))
-        return bool(changed >= 2 * planned * kept.double())  # one number read: on a GPU, each is a wait
+        changed, kept = rows.sum(
+            torch.stack([torch.count_nonzero(mask ^ last), torch.count_nonzero(mask)])
+        )
+        return bool(
+            changed >= 2 * planned * kept.double()
+        )  # one number read: on a GPU, each is a wait
 
     def _product_dtype(self, weight: Tensor) -> torch.dtype:
         """What T − L and K are rounded to for their product."""
         if self.precision == "bfloat16":
             return torch.bfloat16
-        fast = self.precision == "auto" and weight.dtype == torch.float32 and linalg.multiplies_bfloat16(weight.device)
+        fast = (
+            self.precision == "auto"
+            and weight.dtype == torch.float32
+            and linalg.multiplies_bfloat16(weight.device)
+        )
         return torch.bfloat16 if fast else weight.dtype
 
     def _search(
@@ -173,10 +204,11 @@ class Joint(Method):
         state: Tensor,
         rows: Rows,
     ) -> tuple[Tensor, Tensor, LowRank, list[float]]:
-        """S, its support, and L, by ADMM; and `sampled_loss` after every part of the rounds but the last.
+        """S, its support, and L, by ADMM; and `sampled_loss` after every part of the rounds but the
+        last.
 
-        The state, which is overwritten, is X = Z + Y, the dense copy of S with the scaled dual: S = project(X) and
-        Y = X − S.
+        The state, which is overwritten, is X = Z + Y, the dense copy of S with the scaled dual: S =
+        project(X) and Y = X − S.
         """
         dtype = self._product_dtype(weight)
         low_rank = LowRank(linalg.orthonormal(start.u, rows), start.v)
@@ -219,7 +251,8 @@ class Joint(Method):
     ) -> Solution:
         """Conjugate gradients on S and a subspace step on L in turn, on the support that was found.
 
-        course: of the rounds, on some rows. The history begins with it, times what all rows are over those at the end.
+        course: of the rounds, on some rows. The history begins with it, times what all rows are
+            over those at the end.
         """
         gram, narrow = problem.gram, self.precision in ("auto", "bfloat16")
         history: list[float] = []
@@ -237,9 +270,14 @@ class Joint(Method):
             if not sweep:
                 end, out = sampled_loss(gram, weight, sparse, low_rank, rows), rows.shape(weight)[0]
                 share = error * norm * -(-out // SAMPLED) / out
-                history = [loss * error / end for loss in course] if end > LEAST_SHARE * share else []
+                history = (
+                    [loss * error / end for loss in course] if end > LEAST_SHARE * share else []
+                )
             if sweep and error > 1.01 * history[-1] + 1e-9:
-                remarks.append(f"sweep {sweep} of the polish was undone: rounding raised the objective to {error:.2g}")
+                remarks.append(
+                    f"sweep {sweep} of the polish was undone: rounding raised the objective to"
+                    f" {error:.2g}"
+                )
                 sparse, low_rank = before
                 break
             history.append(error)
@@ -247,14 +285,22 @@ class Joint(Method):
         return Solution(sparse / problem.scale, low_rank, tuple(history), tuple(remarks))
 
 
-def sampled_loss(gram: Gram, weight: Tensor, sparse: Tensor, low_rank: LowRank, rows: Rows = WHOLE) -> float:
-    """tr(R H Rᵀ), R = W − S − L, of one row in `SAMPLED`. weight, sparse: (out, in). rows: where they are shared."""
+def sampled_loss(
+    gram: Gram, weight: Tensor, sparse: Tensor, low_rank: LowRank, rows: Rows = WHOLE
+) -> float:
+    """tr(R H Rᵀ), R = W − S − L, of one row in `SAMPLED`. weight, sparse: (out, in). rows: where
+    they are shared.
+    """
     taken = slice(-rows.start % SAMPLED, None, SAMPLED)
-    return gram.loss(LowRank(low_rank.u[taken], low_rank.v).residual(weight[taken], sparse[taken]), rows)
+    return gram.loss(
+        LowRank(low_rank.u[taken], low_rank.v).residual(weight[taken], sparse[taken]), rows
+    )
 
 
 def refit_scale(matrix: Tensor) -> Tensor:
-    """D, (in,), with D² = 1/[H⁻¹]_jj, for a positive semi-definite H (in, in) with a positive diagonal."""
+    """D, (in,), with D² = 1/[H⁻¹]_jj, for a positive semi-definite H (in, in) with a positive
+    diagonal.
+    """
     diagonal = linalg.unit_diagonal_scale(matrix.diagonal())
     unit = torch.outer(diagonal, diagonal)
     torch.div(matrix, unit, out=unit)
@@ -262,6 +308,6 @@ def refit_scale(matrix: Tensor) -> Tensor:
     return diagonal * linalg.inverse_(unit).diagonal().rsqrt()
 
 
-# A quick estimate of what a pattern costs a layer: few rounds, without the polish, which gains nearly the same in every
-# layer unless inputs nearly repeat each other.
+# A quick estimate of what a pattern costs a layer: few rounds, without the polish, which gains
+# nearly the same in every layer unless inputs nearly repeat each other.
 QUICK_PRUNING = Joint(rounds=10, sweeps=0)

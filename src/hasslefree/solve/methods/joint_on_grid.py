@@ -1,4 +1,6 @@
-"""`joint` for a support and a grid at once: its support and its low-rank part, and S on the grid there."""
+"""`joint` for a support and a grid at once: its support and its low-rank part, and S on the grid
+there.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,13 +33,15 @@ Prepared = tuple[Gram, Any, Tensor, Tensor]
 class JointOnGrid(Method):
     """The support and L of `Joint`; then, in turn, S on that support and on a grid, and L exactly.
 
-    With L given, the best S off the grid, on the support, has a gradient that vanishes there. So for every S' on it,
+    With L given, the best S off the grid, on the support, has a gradient that vanishes there. So
+    for every S' on it,
 
         tr((T − S') H (T − S')ᵀ) = tr((T − S) H (T − S)ᵀ) + tr((S − S') H (S − S')ᵀ),    T = W − L
 
-    and it remains to put S on the grid in the norm of H: GPTQ's sweep, with the support known, and then coordinate
-    descent on codes, scales and offsets (`solve.grid_descent`). L is the exact fit to W − S'. Where the pattern keeps
-    everything, the turns begin with the exact fit to W. The best turn is kept.
+    and it remains to put S on the grid in the norm of H: GPTQ's sweep, with the support known, and
+    then coordinate descent on codes, scales and offsets (`solve.grid_descent`). L is the exact fit
+    to W − S'. Where the pattern keeps everything, the turns begin with the exact fit to W. The best
+    turn is kept.
 
     Args:
         rounds: of `Joint`. damping: λ over the mean of diag H. turns: of S and L.
@@ -53,15 +57,29 @@ class JointOnGrid(Method):
 
     def prepare(self, gram: Gram) -> Prepared:
         damped = gram.damped(self.damping)
-        return damped, self._joint().prepare(gram), SparseGPT().prepare(damped), Exact().prepare(damped)
+        return (
+            damped,
+            self._joint().prepare(gram),
+            SparseGPT().prepare(damped),
+            Exact().prepare(damped),
+        )
 
     def solve(
-        self, weight: Tensor, prepared: Prepared, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
+        self,
+        weight: Tensor,
+        prepared: Prepared,
+        pattern: Pattern,
+        rank: int,
+        generator: Generator,
+        rows: Rows = WHOLE,
     ) -> Solution:
         gram, for_joint, for_sweep, for_fit = prepared
         whole = pattern.kept((weight.shape[0], weight.shape[1])) == weight.numel()
         if whole:
-            support, low_rank = torch.ones_like(weight, dtype=torch.bool), _fitted(weight, for_fit, rank)
+            support, low_rank = (
+                torch.ones_like(weight, dtype=torch.bool),
+                _fitted(weight, for_fit, rank),
+            )
             sparse = weight - low_rank.product()
         else:
             free = self._joint().solve(weight, for_joint, pattern, rank, generator)
@@ -72,7 +90,9 @@ class JointOnGrid(Method):
         for _ in range(self.turns if rank else 1):
             target = weight - low_rank.product()
             fitted = target if whole else masked_cg(gram.matrix, target, sparse, support, CG_STEPS)
-            swept = SparseGPT(grid=self.grid, ranges=self.ranges).prune(fitted, for_sweep, KnownSupport(support))
+            swept = SparseGPT(grid=self.grid, ranges=self.ranges).prune(
+                fitted, for_sweep, KnownSupport(support)
+            )
             swept = descend(fitted, swept, gram.matrix, None if whole else support, self.passes)
             sparse = swept.sparse
             low_rank = _fitted(weight - sparse, for_fit, rank)
@@ -84,9 +104,13 @@ class JointOnGrid(Method):
 
     @property
     def cost(self) -> Cost:
-        """That of `joint`, and in each turn a sweep, descent, conjugate gradients and an exact fit."""
+        """That of `joint`, and in each turn a sweep, descent, conjugate gradients and an exact
+        fit.
+        """
         joint, sweep, fit = self._joint().cost, SparseGPT().cost, Exact().cost
-        flops = joint.flops + self.turns * (sweep.flops + fit.flops + 2 * (CG_STEPS + 2 + self.passes))
+        flops = joint.flops + self.turns * (
+            sweep.flops + fit.flops + 2 * (CG_STEPS + 2 + self.passes)
+        )
         return Cost(flops, squares=10, arrays=12, cached=joint.cached)
 
     def _joint(self) -> Joint:

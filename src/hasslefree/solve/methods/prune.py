@@ -37,8 +37,9 @@ class Prune(Method):
     def check(self, rank: int) -> None:
         if rank:
             raise BudgetError(
-                f"{type(self.pruner).__name__} only prunes and has no low-rank part, so rank must be 0, got {rank}; "
-                f"use rank 0, or a method with a low-rank part, such as {'caldera' if self.grid else 'joint'}",
+                f"{type(self.pruner).__name__} only prunes and has no low-rank part, so rank must"
+                f" be 0, got {rank}; use rank 0, or a method with a low-rank part, such as"
+                f" {'caldera' if self.grid else 'joint'}",
                 ("rank", "method"),
             )
 
@@ -50,7 +51,13 @@ class Prune(Method):
         return self.pruner.shares_rows(pattern)
 
     def solve(
-        self, weight: Tensor, prepared: Prepared, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
+        self,
+        weight: Tensor,
+        prepared: Prepared,
+        pattern: Pattern,
+        rank: int,
+        generator: Generator,
+        rows: Rows = WHOLE,
     ) -> Solution:
         gram, for_pruner = prepared
         pruned = self.pruner.prune(weight, for_pruner, pattern)

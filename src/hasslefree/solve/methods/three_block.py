@@ -23,10 +23,11 @@ Prepared = tuple[Gram, ScaledSpectrum, Tensor]
 
 @dataclass(frozen=True)
 class ThreeBlock(Method):
-    """One round minimises over Z, then S, updates the dual, and fits L to W − Z; the hyper-parameters are the authors'.
+    """One round minimises over Z, then S, updates the dual, and fits L to W − Z; the
+    hyper-parameters are the authors'.
 
-    L minimises tr((W−Z−L) H (W−Z−L)ᵀ) by a randomised SVD of (W − Z) C with H = C Cᵀ. The authors whiten with an
-    eigendecomposition in the place of the Cholesky factor: the same L.
+    L minimises tr((W−Z−L) H (W−Z−L)ᵀ) by a randomised SVD of (W − Z) C with H = C Cᵀ. The authors
+    whiten with an eigendecomposition in the place of the Cholesky factor: the same L.
 
     Args:
         penalty: how ρ grows, and when to stop. damping: λ over the mean of diag H.
@@ -36,7 +37,9 @@ class ThreeBlock(Method):
     """
 
     row_wise: ClassVar[bool] = True
-    penalty: SupportPenalty = SupportPenalty(0.1, every=10, most=2000, growth=(1.1, 1.05, 1.02), settled=100)
+    penalty: SupportPenalty = SupportPenalty(
+        0.1, every=10, most=2000, growth=(1.1, 1.05, 1.02), settled=100
+    )
     damping: Figure = 0.01
     svd: RandomizedSVD = RandomizedSVD(oversampling=5, iterations=2)
 
@@ -46,7 +49,13 @@ class ThreeBlock(Method):
         return damped, spectrum, lower_cholesky(spectrum.matrix).to(spectrum.matrix.dtype)
 
     def solve(
-        self, weight: Tensor, prepared: Prepared, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
+        self,
+        weight: Tensor,
+        prepared: Prepared,
+        pattern: Pattern,
+        rank: int,
+        generator: Generator,
+        rows: Rows = WHOLE,
     ) -> Solution:
         gram, spectrum, factor = prepared
         best = LowRank.gaussian_start(weight, rank, generator, rows)
@@ -55,7 +64,9 @@ class ThreeBlock(Method):
             nonlocal best
             if rank:
                 white = self.svd.fit(target @ factor, None, best, 0, rows)
-                best = LowRank(white.u, torch.linalg.solve_triangular(factor, white.v, upper=False, left=False))
+                best = LowRank(
+                    white.u, torch.linalg.solve_triangular(factor, white.v, upper=False, left=False)
+                )
             return best.product()
 
         if pattern.kept(rows.shape(weight)):

@@ -16,16 +16,18 @@ from hasslefree.core.rows import WHOLE, Rows
 
 @dataclass(frozen=True, eq=False)
 class Weighted(Method):
-    """A method on √G W, whose S and u are then multiplied by G^(−½): G weighs the errors of the outputs.
+    """A method on √G W, whose S and u are then multiplied by G^(−½): G weighs the errors of the
+    outputs.
 
-    Given L, the rows of S do not depend on each other, so it is L that serves the rows that count more; a pattern that
-    counts over all rows keeps more entries of them too. With g_i the mean square of the gradient of the model's
-    log-likelihood with respect to output i, the objective is a layer's second-order loss if inputs and gradients are
-    independent (Martens and Grosse, arXiv 1503.05671) and outputs do not interact.
+    Given L, the rows of S do not depend on each other, so it is L that serves the rows that count
+    more; a pattern that counts over all rows keeps more entries of them too. With g_i the mean
+    square of the gradient of the model's log-likelihood with respect to output i, the objective is
+    a layer's second-order loss if inputs and gradients are independent (Martens and Grosse, arXiv
+    1503.05671) and outputs do not interact.
 
     Args:
-        method: without a grid. weights: the diagonal of G, (out,), positive, of the rows of the layer that
-            this process holds.
+        method: without a grid. weights: the diagonal of G, (out,), positive, of the rows of the
+            layer that this process holds.
     """
 
     method: Method
@@ -39,7 +41,13 @@ class Weighted(Method):
         return self.method.prepare(gram)
 
     def solve(
-        self, weight: Tensor, prepared: Any, pattern: Pattern, rank: int, generator: Generator, rows: Rows = WHOLE
+        self,
+        weight: Tensor,
+        prepared: Any,
+        pattern: Pattern,
+        rank: int,
+        generator: Generator,
+        rows: Rows = WHOLE,
     ) -> Solution:
         root = self.weights.to(weight).sqrt().unsqueeze(1)
         solution = self.method.solve(weight * root, prepared, pattern, rank, generator, rows)

@@ -16,13 +16,17 @@ from hasslefree.solve.admm import ScaledSpectrum, SupportPenalty
 
 @dataclass(frozen=True)
 class ALPS(Pruner):
-    """S by ADMM with a penalty that grows as the support moves (algorithm 1); the hyper-parameters are the authors'.
+    """S by ADMM with a penalty that grows as the support moves (algorithm 1); the hyper-parameters
+    are the authors'.
 
     Args:
-        penalty: how ρ grows, and when to stop. cg_steps: of the refit on the support that was found.
+        penalty: how ρ grows, and when to stop. cg_steps: of the refit on the support that was
+            found.
     """
 
-    penalty: SupportPenalty = SupportPenalty(0.1, every=3, most=300, growth=(1.3, 1.2, 1.1), settled=30)
+    penalty: SupportPenalty = SupportPenalty(
+        0.1, every=3, most=300, growth=(1.3, 1.2, 1.1), settled=30
+    )
     cg_steps: int = 10
 
     def prepare(self, gram: Gram) -> ScaledSpectrum:
@@ -42,4 +46,8 @@ class ALPS(Pruner):
     def cost(self) -> Cost:
         """The rounds at most, each with a product, and those of the refit."""
         checks = self.penalty.most // self.penalty.every
-        return Cost(flops=2 * (self.penalty.most + checks + self.cg_steps + 1) + 9, squares=10.3, arrays=10.5)
+        return Cost(
+            flops=2 * (self.penalty.most + checks + self.cg_steps + 1) + 9,
+            squares=10.3,
+            arrays=10.5,
+        )

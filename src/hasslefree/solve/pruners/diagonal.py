@@ -1,4 +1,6 @@
-"""Pruners that are optimal for a diagonal H: magnitude (for H = I), Wanda, and rounding to nearest for a given grid."""
+"""Pruners that are optimal for a diagonal H: magnitude (for H = I), Wanda, and rounding to nearest
+for a given grid.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -26,7 +28,9 @@ class Magnitude(Pruner):
 
 @dataclass(frozen=True)
 class Wanda(Pruner):
-    """S keeps the entries with the largest T²·H_jj, the square of Wanda's `|T|·‖X_j‖` (arXiv 2306.11695)."""
+    """S keeps the entries with the largest T²·H_jj, the square of Wanda's `|T|·‖X_j‖` (arXiv
+    2306.11695).
+    """
 
     row_wise: ClassVar[bool] = True
 
@@ -43,8 +47,8 @@ class Wanda(Pruner):
 class RoundToNearest(Pruner):
     """S is the value of the grid nearest to T, on the entries whose removal would cost most.
 
-    The grid is fitted to T. An entry that is kept costs (T − Q(T))², one that is removed T²: those with the largest
-    difference, times H_jj if weighted, are kept.
+    The grid is fitted to T. An entry that is kept costs (T − Q(T))², one that is removed T²: those
+    with the largest difference, times H_jj if weighted, are kept.
 
     Args:
         weighted: choose the support by the diagonal of H. Without pruning it makes no difference.
@@ -63,4 +67,6 @@ class RoundToNearest(Pruner):
         scaling = self.grid.scaling(target)
         rounded = scaling.nearest(target)
         gain = target.square() - (target - rounded).square()
-        return Pruned(rounded.mul_(pattern.mask(gain if prepared is None else gain * prepared)), scaling)
+        return Pruned(
+            rounded.mul_(pattern.mask(gain if prepared is None else gain * prepared)), scaling
+        )

@@ -1,4 +1,6 @@
-"""OSSCAR: whole input channels, one after the other, each time with an exact refit (Meng et al., arXiv 2403.12983)."""
+"""OSSCAR: whole input channels, one after the other, each time with an exact refit (Meng et al.,
+arXiv 2403.12983).
+"""
 
 from dataclasses import dataclass
 
@@ -12,22 +14,25 @@ from hasslefree.core.patterns import Pattern, Structured
 from hasslefree.core.protocols import Pruned, Pruner
 from hasslefree.validation import Count, Positive
 
-# A swap must lower the loss by this share of the layer's output, or rounding error would swap for ever.
+# A swap must lower the loss by this share of the layer's output, or rounding error would swap for
+# ever.
 LEAST_GAIN = 1e-10
 
 
 @dataclass(frozen=True)
 class OSSCAR(Pruner):
-    """S keeps the channels whose removal would raise the least-squares loss most, with the values of that fit.
+    """S keeps the channels whose removal would raise the least-squares loss most, with the values
+    of that fit.
 
-    With A = H⁻¹, removing the channels R and refitting the rest to K leaves tr(T_R (A_RR)⁻¹ T_Rᵀ) and makes
-    T_K − T_R (A_RR)⁻¹ A_RK of T_K: the sweep operator, of which each removal is a step and which can be taken back.
-    Channels are removed in order of least loss; then a removed one is exchanged for a kept one while that lowers the
-    loss.
+    With A = H⁻¹, removing the channels R and refitting the rest to K leaves tr(T_R (A_RR)⁻¹ T_Rᵀ)
+    and makes T_K − T_R (A_RR)⁻¹ A_RK of T_K: the sweep operator, of which each removal is a step
+    and which can be taken back. Channels are removed in order of least loss; then a removed one is
+    exchanged for a kept one while that lowers the loss.
 
     Args:
         steps: the maximum of removal steps; with more channels to remove, a step removes several.
-        swaps: the maximum of exchanges. candidates: the number of removed channels that are tried against all kept
+        swaps: the maximum of exchanges. candidates: the number of removed channels that are tried
+            against all kept
             ones: those whose return alone would lower the loss most.
     """
 
@@ -71,7 +76,9 @@ class OSSCAR(Pruner):
 
 
 class Swept:
-    """T (out, in), refitted in the kept channels, and A = H⁻¹, swept on the others. gone: removed units, (units,)."""
+    """T (out, in), refitted in the kept channels, and A = H⁻¹, swept on the others. gone: removed
+    units, (units,).
+    """
 
     def __init__(self, inverse: Tensor, target: Tensor, unit: int):
         self.inverse, self.target, self.unit = inverse, target.clone(), unit
@@ -93,14 +100,18 @@ class Swept:
         step = torch.linalg.solve(self.inverse[place, place], rows)
         target = self.target - self.target[:, place] @ step
         by_unit = (self.unit, len(self.gone), self.unit)
-        blocks = self._blocks() - torch.einsum("igv,igw->gvw", rows.view(by_unit), step.view(by_unit))
+        blocks = self._blocks() - torch.einsum(
+            "igv,igw->gvw", rows.view(by_unit), step.view(by_unit)
+        )
         blocks[self.gone] = torch.eye(self.unit, dtype=blocks.dtype, device=blocks.device)
         return self._forms(target, blocks).masked_fill_(self.gone, torch.inf)
 
     def exchange(self, units: Tensor) -> None:
         """Remove kept units, or return removed ones: all units must be of one kind."""
         sign = -1.0 if self.gone[units[0]] else 1.0
-        places = (units.unsqueeze(1) * self.unit + torch.arange(self.unit, device=units.device)).flatten()
+        places = (
+            units.unsqueeze(1) * self.unit + torch.arange(self.unit, device=units.device)
+        ).flatten()
         rows = self.inverse[places]
         pivot = torch.linalg.inv(rows[:, places])
         step, columns = pivot @ rows, self.target[:, places]
@@ -114,7 +125,12 @@ class Swept:
     def _blocks(self) -> Tensor:
         """(units, unit, unit): the diagonal blocks of A."""
         units = len(self.gone)
-        return self.inverse.view(units, self.unit, units, self.unit).diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone()
+        return (
+            self.inverse.view(units, self.unit, units, self.unit)
+            .diagonal(dim1=0, dim2=2)
+            .permute(2, 0, 1)
+            .clone()
+        )
 
     def _forms(self, target: Tensor, blocks: Tensor) -> Tensor:
         """(units,): tr(T_g A_gg⁻¹ T_gᵀ)."""

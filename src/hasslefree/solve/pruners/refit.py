@@ -1,4 +1,6 @@
-"""Refit: the values that are best on the support that another pruner chose (CHITA, arXiv 2302.14623, section 3)."""
+"""Refit: the values that are best on the support that another pruner chose (CHITA, arXiv
+2302.14623, section 3).
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,23 +18,25 @@ from hasslefree.validation import Figure
 
 @dataclass(frozen=True)
 class Refit(Pruner):
-    """S minimises tr((T − S) H (T − S)ᵀ) over the support of another pruner's S: least squares for every row.
+    """S minimises tr((T − S) H (T − S)ᵀ) over the support of another pruner's S: least squares for
+    every row.
 
-    By conjugate gradients on all rows at once, down to rounding error: a direct solver would need a factorisation for
-    each row, because every row has its own support.
+    By conjugate gradients on all rows at once, down to rounding error: a direct solver would need a
+    factorisation for each row, because every row has its own support.
 
     Args:
         pruner: chooses the support, and the values to start from.
-        damping: λ over the mean of diag H, for the refit alone, where the Gram comes undamped: with fewer tokens than
-            kept entries of a row, H alone does not determine the values.
-        steps: of conjugate gradients at most. tolerance: they stop when the gradient of every row, relative to the
-            output of the row, is below this.
+        damping: λ over the mean of diag H, for the refit alone, where the Gram comes undamped: with
+            fewer tokens than kept entries of a row, H alone does not determine the values.
+        steps: of conjugate gradients at most. tolerance: they stop when the gradient of every row,
+            relative to the output of the row, is below this.
 
     Raises:
         GridError: the pruner quantises.
 
     Example:
-        >>> hasslefree.decompose(weight, gram, pattern="2:4", method=Prune(Refit(Wanda(), damping=0.01), damping=0.0))
+        >>> hasslefree.decompose(weight, gram, pattern="2:4", method=Prune(Refit(Wanda(),
+        damping=0.01), damping=0.0))
     """
 
     pruner: Pruner
@@ -44,7 +48,7 @@ class Refit(Pruner):
         super().__post_init__()
         if self.pruner.grid:
             raise GridError(
-                f"refit would change the values of S, which this pruner quantises; "
+                "refit would change the values of S, which this pruner quantises; "
                 f"leave out refit ({option('refit', True)})",
                 ("refit", "method"),
             )

@@ -1,0 +1,325 @@
+"""Sensitivity: how much worse the model predicts when one of its layers is pruned or rounded and
+all others are not.
+
+Let g_t be the gradient, with respect to a layer's output at token t, of the log-likelihood of
+labels that are drawn from the model's own predictions. To second order the divergence of the
+predictions after a change ΔW of the layer is
+
+    KL ≈ ½ · mean over tokens of (g_tᵀ ΔW x_t)²
+
+since the expectation of g gᵀ is the Fisher information (Martens, arXiv 1412.1193). One forward and
+one backward pass give g at the output of every layer. Blocks run backwards one at a time, each from
+its inputs, which are kept: never more than one block is in memory.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hasslefree.core.gram import Gram, working_dtype
+from hasslefree.core.grids import Grid
+from hasslefree.core.patterns import Pattern
+from hasslefree.core.protocols import Method
+from hasslefree.core.rows import WHOLE
+from hasslefree.distributed import World
+from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, option
+from hasslefree.models.activations import Activations
+from hasslefree.models.calibrate import MomentSums, checked, groups_by_input, probes, widest_dtype
+from hasslefree.models.calls import hooks
+from hasslefree.models.experts import every_expert_called
+from hasslefree.models.precision import as_multiplied, computing, only_trained
+from hasslefree.models.probe import logits_of
+from hasslefree.models.sites import find_sites
+from hasslefree.models.walk import Visit, Walk
+from hasslefree.planning.plan import LayerPlan, Plan
+from hasslefree.progress import ALLOCATION, PROBES
+from hasslefree.solve.decompose import approximation
+from hasslefree.solve.methods.joint import QUICK_PRUNING
+from hasslefree.solve.methods.joint_on_grid import JointOnGrid
+
+T = TypeVar("T")
+# Tokens of whose predictions labels are sampled at a time.
+TOKENS = 256
+# The least weight of an output, relative to the mean: one that no gradient reached on the probes
+# still counts a little.
+LEAST_WEIGHT = 1e-3
+# Between the seeds of two segments.
+SPREAD = 0x9E3779B97F4A7C15
+
+
+def quick(grid: Grid | None) -> Method:
+    """A method for a first look at a layer, alone or on a grid."""
+    if grid is None:
+        return QUICK_PRUNING
+    return JointOnGrid(grid, rounds=QUICK_PRUNING.rounds, turns=1, passes=0, ranges=1)
+
+
+@dataclass(frozen=True)
+class Reverse:
+    """A block while the gradients run backwards through the model.
+
+    states: its inputs for the probes. gradients: with respect to its output; once they have passed
+        it, to its input.
+    tokens: of the probes of this process, the first ones; one without probes runs a segment that
+    does not count.
+    """
+
+    visit: Visit
+    states: Activations
+    gradients: Activations
+    tokens: int
+
+
+def sensitivities(
+    walk: Walk, plan: Plan, segments: Tensor, world: World, inspect: "Inspect[T]", seed: int = 0
+) -> list[dict[str, tuple[T, float]]]:
+    """For each block, by the name of each planned layer: what `inspect` returns, a result and a
+    sensitivity.
+
+    The sensitivity is an estimate of the mean over tokens of KL(dense ‖ changed) between the
+    models' predictions, in nats, on the first segments (`probes`), with this layer changed alone. A
+    layer that no gradient reaches, such as an indexer of attention, which only selects, gets the
+    mean of the others.
+
+    segments: of this process. seed: of the labels.
+    """
+    measured: list[dict[str, tuple[T, float]]] = [{} for _ in plan]
+    for reverse in walk.phases.counted(
+        ALLOCATION, backwards(walk, segments, world, seed), len(plan), "blocks"
+    ):
+        index = reverse.visit.index
+        measured[index] = block_sensitivities(reverse, plan[index], world, inspect)
+    return measured
+
+
+def backwards(walk: Walk, segments: Tensor, world: World, seed: int) -> Iterator[Reverse]:
+    """The blocks from the last to the first; arguments and errors as for `sensitivities`."""
+    total = round(world.total(len(segments), segments.device))
+    count = len(world.local(range(probes(total, segments.shape[1]))))
+    segments = segments[: max(count, 1)]
+    with walk.phases.phase(PROBES, len(walk.blocks.modules), "blocks") as phase:
+        hidden, entering = walk.entering(segments), []
+        check_predictions(walk, segments, hidden)
+        for _ in walk.visits(hidden):
+            entering.append(hidden.copy())
+            phase.advance()
+        gradients = gradients_of_labels(walk, segments, hidden, world, seed)
+    for visit in walk.backwards():
+        yield Reverse(visit, entering.pop(), gradients, count * segments.shape[1])
+
+
+def check_predictions(walk: Walk, segments: Tensor, states: Activations) -> None:
+    """Raise a ModelError where the model's predictions cannot be had without running its blocks,
+    before any work.
+    """
+    try:
+        with walk.outside(), computing(walk.model, walk.outer()), torch.no_grad():
+            logits_of(walk.model, walk.blocks, walk.calls, segments[0], states[0])
+    except HasslefreeError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the output head of {type(walk.model).__name__} cannot be run on its own"
+            f" ({type(error).__name__}: {error}), which {option('allocate', 'error')} and"
+            f" prediction matching need; use {option('effort', 'fast')}"
+        ) from error
+
+
+def gradients_of_labels(
+    walk: Walk, segments: Tensor, states: Activations, world: World, seed: int
+) -> Activations:
+    """The gradient of log p(label), summed over tokens, with respect to what leaves the last
+    block.
+    """
+    gradients = states.copy()
+    with walk.outside(), computing(walk.model, walk.outer()), torch.enable_grad():
+        for index, segment in enumerate(segments):
+            generator = torch.Generator().manual_seed(
+                (seed + SPREAD * (index * world.size + world.rank)) % 2**63
+            )
+            leaf = states[index].requires_grad_()
+            logits = logits_of(walk.model, walk.blocks, walk.calls, segment, leaf)
+            labels = torch.cat(
+                [sample_labels(rows, generator) for rows in logits.detach().split(TOKENS)]
+            )
+            chosen = F.cross_entropy(logits.to(working_dtype(logits)), labels, reduction="sum")
+            [gradient] = torch.autograd.grad(chosen, leaf)
+            if not torch.isfinite(gradient).all():
+                raise NonFiniteError(
+                    "the gradient of the model's predictions contains NaN or Inf; try another"
+                    f" dtype ({option('dtype', 'float32')}), or {option('effort', 'fast')}"
+                )
+            gradients[slice(index, index + 1)] = gradient
+    return gradients
+
+
+def sample_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """A token id for each row of logits (tokens, vocabulary), drawn from their softmax."""
+    total = F.softmax(logits.to(working_dtype(logits)), -1).cumsum(-1)
+    uniform = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64).to(total)
+    return (
+        torch.searchsorted(total, uniform * total[:, -1:], right=True)
+        .squeeze(1)
+        .clamp_max(logits.shape[1] - 1)
+    )
+
+
+@dataclass(frozen=True)
+class ProbedLayer:
+    """A layer of the dense model on the probes.
+
+    Args:
+        name: in its block; full: in the model. weight: (out, in). gram: of its inputs.
+        prepared: of `quick`, in the process that owns the layer.
+        inputs: (rows, in). gradients: of the labels' log-likelihood, with respect to its outputs,
+            (rows, out). The rows are the tokens of this process's probes; of an expert's layer,
+            those that it saw.
+        tokens: of all probes.
+    """
+
+    name: str
+    full: str
+    weight: Tensor
+    gram: Gram
+    prepared: Any
+    inputs: Tensor
+    gradients: Tensor | None
+    tokens: int
+    owner: int
+    world: World
+
+    def changed(self, pattern: Pattern, grid: Grid | None) -> Tensor:
+        """S of `quick`, alone: (out, in), in the working dtype, the same in all processes."""
+        kept = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
+        if self.owner == self.world.rank:
+            weight = self.weight.to(kept.dtype)
+            kept.copy_(
+                approximation(
+                    quick(grid), weight, self.gram, self.prepared, pattern, 0, 0, WHOLE
+                ).sparse
+            )
+        self.world.broadcast_(kept, self.owner)
+        return kept
+
+    def output_weights(self) -> Tensor | None:
+        """The mean square of the gradient at each output over that of all outputs, at least
+        `LEAST_WEIGHT`: (out,).
+
+        In the working dtype, the same in all processes; None if no gradient reaches the layer.
+        """
+        if self.gradients is None:
+            return None
+        squares = self.gradients.square().sum(0, dtype=widest_dtype(self.gradients.device))
+        self.world.add(squares)
+        if not (mean := squares.mean()) > 0:
+            return None
+        return (squares / mean).clamp_min(LEAST_WEIGHT).to(self.gram.matrix.dtype)
+
+    def divergence(self, changed: Tensor) -> float:
+        """The estimated mean KL(dense ‖ changed) a token, in nats, for another weight (out, in); 0
+        without gradient.
+        """
+        if self.gradients is None:
+            return 0.0
+        change = (self.weight.to(self.gram.matrix.dtype) - changed).T
+        moved = (
+            (self.inputs.to(change.dtype) @ change)
+            .mul_(self.gradients)
+            .sum(-1)
+            .to(widest_dtype(change.device))
+        )
+        divergence = 0.5 * self.world.total(moved.square().sum().item(), moved.device) / self.tokens
+        if not math.isfinite(divergence):
+            raise NonFiniteError(
+                f"the gradient at the output of layer {self.full} contains NaN or Inf; try another"
+                f" dtype ({option('dtype', 'float32')}), or {option('effort', 'fast')}"
+            )
+        return divergence
+
+
+# Looks at a layer that has a plan: a result, and its sensitivity.
+Inspect = Callable[[ProbedLayer, LayerPlan], tuple[T, float]]
+
+
+def block_sensitivities(
+    reverse: Reverse, plans: Mapping[str, LayerPlan], world: World, inspect: Inspect[T]
+) -> dict[str, tuple[T, float]]:
+    """The planned layers of one block, in the order of the plan. Afterwards the gradients have
+    passed the block.
+    """
+    visit, states = reverse.visit, reverse.states
+    groups = groups_by_input(visit.block, visit.call, states[0], plans)
+    inputs, outer = inputs_and_gradients(reverse, groups)
+    sites, tokens = visit.sites(list(plans)), round(world.total(reverse.tokens, states.device))
+    inspected: dict[str, T] = {}
+    divergences: dict[str, float] = {}
+    for group in groups:
+        rows = inputs[group[0]]
+        sums = MomentSums(states.states.shape[1])
+        sums.take(rows)
+        gram = checked(sums.gram(world), f"{visit.prefix}.{group[0]}")
+        owners = world.assign([plans[name].spec.dense_parameters for name in group])
+        prepared = quick(plans[group[0]].spec.grid).prepare(gram) if world.rank in owners else None
+        for name, owner in zip(group, owners, strict=True):
+            full, weight, gradients = f"{visit.prefix}.{name}", sites[name].weight(), outer[name]
+            layer = ProbedLayer(
+                name, full, weight, gram, prepared, rows, gradients, tokens, owner, world
+            )
+            inspected[name], divergence = inspect(layer, plans[name])
+            if gradients is not None:
+                divergences[name] = divergence
+    mean = sum(divergences.values()) / max(len(divergences), 1)
+    return {name: (inspected[name], divergences.get(name, mean)) for name in plans}
+
+
+def inputs_and_gradients(
+    reverse: Reverse, groups: list[list[str]]
+) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    """What enters the first site of each group, (tokens, in), and the gradient at the output of
+    each, (tokens, out).
+    """
+    block, call, states, gradients = (
+        reverse.visit.block,
+        reverse.visit.call,
+        reverse.states,
+        reverse.gradients,
+    )
+    inputs: dict[str, list[Tensor]] = {group[0]: [] for group in groups}
+    outer: dict[str, list[Tensor]] = {name: [] for group in groups for name in group}
+    sites = find_sites(block)
+
+    def keep_input(name: str, x: Tensor) -> None:
+        inputs[name].append(as_multiplied(x.detach().flatten(0, -2).clone()))
+
+    def keep_gradient(name: str, y: Tensor) -> None:
+        if y.requires_grad:  # a copy: autograd may still add to the gradient
+            y.register_hook(
+                lambda g: outer[name].append(g.flatten(0, -2).to(working_dtype(g), copy=True))
+            )
+
+    handles = [sites[name].on_input(partial(keep_input, name)) for name in inputs]
+    handles += [sites[name].on_output(partial(keep_gradient, name)) for name in outer]
+    with (
+        hooks(handles),
+        every_expert_called(block),
+        computing(block),
+        only_trained(block, []),
+        torch.enable_grad(),
+    ):
+        for index in range(len(states)):
+            leaf = states[index].requires_grad_()
+            [gradient] = torch.autograd.grad(call.run(block, leaf), leaf, gradients[index])
+            gradients[slice(index, index + 1)] = gradient
+
+    def counted(parts: list[Tensor]) -> Tensor:
+        rows = torch.cat(parts)
+        return rows if reverse.tokens else rows[:0]
+
+    rows = {name: counted(parts) for name, parts in inputs.items()}
+    return rows, {name: counted(parts) if parts else None for name, parts in outer.items()}

@@ -1,0 +1,294 @@
+"""README.md of the folders that are written, in the Hub's format, and the files that come from the
+base model.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData, metadata_load
+from transformers.utils.hub import cached_file
+from yaml import YAMLError
+
+from hasslefree.checkpoint.record import Record, command_of
+from hasslefree.escaping import escaped
+from hasslefree.models.blocks import by_kind
+
+# What an upload replaces in a card with the name on the hub; and the tag by which it knows its own
+# models.
+PLACE, NAME, TAG = "path/to/this/folder", "USER/NAME", "hasslefree"
+
+# The picture in the card of a compressed folder.
+FIGURE = "relative_error.png"
+
+LICENCE_FIELDS = ("license", "license_name", "license_link")
+
+# The files that prepare images and sound for a model. They belong to a folder as its tokenizer
+# does.
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "audio_preprocessor_config.json",
+    "chat_template.json",
+)
+
+_LOAD = """```python
+from transformers import {auto}
+
+model = {auto}.from_pretrained("path/to/this/folder")
+```
+"""
+
+_LOAD_COMPRESSED = """## Load it
+
+```python
+import hasslefree  # needed: it registers the layer with transformers
+from transformers import {auto}, AutoTokenizer
+
+model = {auto}.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+"""
+
+_LOAD_ADAPTER = """```python
+from peft import PeftModel
+from transformers import {auto}
+
+base = {auto}.from_pretrained("DIR/base")
+model = PeftModel.from_pretrained(base, "DIR")  # is_trainable=True to train the adapter on
+```
+"""
+
+_LOAD_GGUF = "    llama-cli -m DIR/model.gguf --lora DIR/adapter.gguf\n"
+_LOAD_MLX = '    mlx_lm.generate --model DIR/base --adapter-path DIR --prompt "…"\n'
+
+_EXPORTS = {
+    "dense": (
+        "Every compressed layer holds the sum of its sparse and its low-rank matrix as an ordinary"
+        " weight. The model is as large as before the compression, and loads without hasslefree."
+    ),
+    "narrow": (
+        "A plain model with fewer attention heads and fewer neurons than the base model: those that"
+        " no compressed layer reads were removed. It loads without hasslefree."
+    ),
+    "peft": (
+        "A PEFT adapter that holds the low-rank matrices, and in `base` a model whose weights are"
+        " the sparse matrices."
+    ),
+    "gguf": (
+        "`model.gguf` holds the quantised matrices, and `adapter.gguf` the low-rank ones as a LoRA"
+        " adapter."
+    ),
+    "mlx": (
+        "An adapter of mlx-lm that holds the low-rank matrices, and in `base` a model of the"
+        " quantised matrices."
+    ),
+    "base": (
+        "A model whose weights are the sparse or quantised matrices alone. It is not the whole"
+        " compressed model: the low-rank matrices, if there are any, are in the adapter in the"
+        " parent folder."
+    ),
+}
+_EXPORTS["mlx-base"] = _EXPORTS["base"]
+
+
+def export_card(kind: str, source: str, recorded: bool, auto: str = "AutoModelForCausalLM") -> str:
+    """The card of one folder. kind: as in `_EXPORTS`. source: name of the compressed folder.
+    recorded: with record.
+    """
+    fetch = (
+        f"DIR is this folder; `hf download {NAME} --local-dir DIR` fetches it from the hub. The"
+        " base alone lacks L.\n\n"
+    )
+    others = {
+        "peft": ("peft", _LOAD_ADAPTER),
+        "gguf": ("gguf", _LOAD_GGUF),
+        "mlx": ("mlx", _LOAD_MLX),
+    }
+    library, load = (others | {"mlx-base": others["mlx"]}).get(kind, ("transformers", _LOAD))
+    front = ModelCardData(
+        library_name=library, pipeline_tag="text-generation", tags=[TAG, "sparse", "low-rank"]
+    )
+    where = "../compression.json" if kind in ("base", "mlx-base") else "compression.json"
+    record = (
+        f" `{where}` names the base model and the settings of the compression." if recorded else ""
+    )
+    card = f"""---
+{front.to_yaml()}
+---
+
+# {source}, {kind}
+
+hasslefree exported this model from `{source}`, whose layers are sums of a sparse and a low-rank matrix.{record}
+
+{_EXPORTS[kind]}
+
+## Load it
+
+{fetch if "DIR" in load else ""}{load.format(auto=auto)}"""  # noqa: E501
+    return escaped(card, "\n")
+
+
+def _hub_file(model: str, name: str) -> Path | None:
+    """A file of a local folder or of the hub; None if there is none, or no network."""
+    errors = ("missing_entries", "connection_errors", "gated_repo")
+    try:
+        file = cached_file(
+            model, name, **{f"_raise_exceptions_for_{error}": False for error in errors}
+        )
+    except OSError:
+        return None
+    return Path(file) if file else None
+
+
+def copy_processor(model: str, folder: Path) -> None:
+    """Copy the processor files of a model, a folder or a hub name, that the folder lacks."""
+    for name in PROCESSOR_FILES:
+        if not (folder / name).exists() and (file := _hub_file(model, name)):
+            shutil.copyfile(file, folder / name)
+
+
+def base_licence(model: str) -> dict[str, str]:
+    """The licence fields in the card of a model, a folder or a hub name; empty without a card or a
+    network.
+    """
+    try:
+        file = _hub_file(model, "README.md")
+        front = metadata_load(file) if file else None
+    except (OSError, ValueError, YAMLError):
+        return {}
+    given = front if isinstance(front, dict) else {}
+    return {name: given[name] for name in LICENCE_FIELDS if isinstance(given.get(name), str)}
+
+
+def trained(report: Record) -> str:
+    """What was trained after the errors were measured, in sentences; nothing if nothing was."""
+    if (record := report.predictions) is None:
+        return ""
+    return (
+        "After the layers were fitted, their values were trained on all blocks together, to"
+        f" reproduce the predictions of the dense model on {record['tokens']:,} tokens. The errors"
+        " were measured before this training. The divergence from the dense model's predictions on"
+        f" held-out text was {record['before']:.4f} nats per token before the training and"
+        f" {record['after']:.4f} after it.\n"
+    )
+
+
+def _remarks(report: Record) -> str:
+    """What a reader has to know about the errors and about what stayed dense, in sentences."""
+    text = trained(report)
+    if report.dense:
+        text += (
+            "These small matrices, such as routers, stayed dense:"
+            f" {_cell(', '.join(by_kind(report.dense)))}.\n"
+        )
+    if report.towers:
+        text += (
+            "Only the text decoder was compressed, calibrated on text alone. These modules are"
+            f" unchanged: {_cell(report.towers)}.\n"
+        )
+    return text
+
+
+def model_card(
+    report: Record,
+    licence: dict[str, str],
+    auto: str = "AutoModelForCausalLM",
+    trust_remote_code: bool = False,
+) -> str:
+    """The card of a compressed folder with the picture `FIGURE`. licence: from `base_licence`.
+    auto: what loads it.
+    """
+    left = report.recipe.get("leave_dense")
+    kept = f"{report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%})"
+    verdict = "\n".join(
+        f"| {name} | {_cell(text)} |" for name, text in report.verdict().items() if name != "time"
+    )
+    name = report.model.rstrip("/").rpartition("/")[2]
+    card = f"""---
+{_front(report, licence, auto).to_yaml()}
+---
+
+# {name}, compressed
+
+hasslefree replaced every linear layer in the blocks{f" (but for {_cell(left)})" if left else ""} of `{report.model}`
+with the sum of a matrix S (sparse, quantised or both) and a low-rank matrix L, fitted on calibration texts. Embeddings,
+norms and the output head were not compressed.
+
+| | |
+|---|---|
+{verdict}
+| mean relative error | {report.mean_relative_error:.5f}, over {len(report.layers)} layers |
+| parameters kept | {kept} |
+| calibration text | {report.tokens:,} tokens, in segments of {report.seqlen} |
+| dtype | {report.dtype} |
+
+{_LOAD_COMPRESSED.format(auto=auto)}
+{_repeat(report, trust_remote_code)}
+
+## Errors
+
+![Relative error of every layer, block by block]({FIGURE})
+
+The relative error of a layer is the share of its output that is lost on the calibration text:
+tr(R H Rᵀ) / tr(W H Wᵀ), where W is the dense weight, R = W − S − L, and H is the second moment of the layer's inputs.
+{_remarks(report)}`compression.json` lists all layers; `hasslefree report` shows them on an HTML page.
+
+## Licence
+
+{_licence(report, licence)}
+"""  # noqa: E501
+    return escaped(card, "\n")
+
+
+def _front(report: Record, licence: dict[str, str], auto: str) -> ModelCardData:
+    """The fields that the Hub reads."""
+    fields: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": (
+            "text-generation" if auto == "AutoModelForCausalLM" else "image-text-to-text"
+        ),
+        "tags": [TAG, "sparse", "low-rank"],
+        **licence,
+    }
+    if report.model.count("/") == 1 and not Path(report.model).exists():
+        fields |= {"base_model": report.model, "base_model_relation": "quantized"}
+    return ModelCardData(**fields)
+
+
+def _licence(report: Record, licence: dict[str, str]) -> str:
+    """The licence in words."""
+    if not licence:
+        return (
+            f"The licence is that of the base model, `{report.model}`. No licence could be read"
+            " from its model card: look it up before you pass this model on."
+        )
+    named = licence.get("license_name") or licence.get("license") or licence["license_link"]
+    link = (
+        f" ({_cell(licence['license_link'])})"
+        if licence.get("license_link", named) != named
+        else ""
+    )
+    return f"The licence is that of the base model, `{report.model}`: {_cell(named)}{link}."
+
+
+def _repeat(report: Record, trust_remote_code: bool) -> str:
+    """The command, and what it depends on."""
+    command = command_of(report, trust_remote_code=trust_remote_code)
+    given = (
+        "No command repeats this compression, because its calibration tokens were given from"
+        " Python."
+    )
+    versions = ", ".join(f"{library} {version}" for library, version in report.versions.items())
+    return f"""## Repeat the compression
+
+{given if command is None else f"    {command}"}
+
+All parameters of the method: `{report.method}`. Made with {versions}; `compression.json` has all settings."""  # noqa: E501
+
+
+def _cell(value: Any) -> str:
+    """A value in a line of a table."""
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return "<br>".join(" ".join(line.replace("|", "\\|").split()) for line in text.splitlines())

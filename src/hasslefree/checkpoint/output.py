@@ -1,0 +1,248 @@
+"""Output folders and files: what is checked before the work, and how they are replaced, completely
+or not at all.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import Timeout
+from safetensors import SafetensorError
+
+from hasslefree.errors import OutputError, WriteError, option
+from hasslefree.files import read_json
+
+# The file in a folder that lists the others as they were written, and how the results of `evaluate`
+# and a page begin.
+FILES, RESULTS, PAGE = (
+    "files.json",
+    b'{\n "model',
+    b"<!doctype html><!-- a page of hasslefree report -->",
+)
+
+
+def check_output(
+    folder: Path, overwrite: bool, bytes_needed: int = 0, source: Path | None = None
+) -> None:
+    """Raise an OutputError if a folder is in use, cannot be written, or is on a disk with fewer
+    free bytes.
+
+    folder: resolved. overwrite: replace what hasslefree wrote, if nothing else is there. source: a
+    folder to read.
+    """
+    remedy = "give another folder"
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"the output {folder} is a file; {remedy}")
+    if Path.cwd().is_relative_to(folder) or folder.is_mount():
+        raise OutputError(
+            f"the output {folder} holds the current folder, or is a mount point; {remedy}"
+        )
+    if folder.is_dir() and any(folder.iterdir()):
+        read = (
+            [source, *filter(Path.is_file, source.iterdir())]
+            if source is not None and source.is_dir()
+            else []
+        )
+        if any(path.resolve().is_relative_to(folder) for path in read):
+            raise OutputError(
+                f"the output folder {folder} holds the model {source} itself; {remedy}"
+            )
+        if not overwrite:
+            raise OutputError(
+                f"the output folder {folder} exists and is not empty; use"
+                f" {option('overwrite', True)}, or {remedy}"
+            )
+        check_replaceable(folder, folder)
+    parent = next(parent for parent in folder.parents if parent.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise OutputError(
+            f"the output folder {folder} cannot be created: {parent} is not writable; {remedy}"
+        )
+    if (free := shutil.disk_usage(parent).free) < bytes_needed:
+        raise OutputError(
+            f"the disk of {folder} has {free / 1e6:,.0f} MB free and {bytes_needed / 1e6:,.0f} MB"
+            " are needed; make room or choose another disk"
+        )
+
+
+def check_replaceable(content: Path, folder: Path) -> None:
+    """Raise an OutputError if not all of a folder is as hasslefree wrote it. content: where it is
+    now.
+    """
+    written = read_json(content / FILES) if (content / FILES).exists() else {}
+    for name, size in sizes(content):
+        own = written.get(name) == (0 if name == FILES else size)
+        if not own and not (name.startswith("evaluation") and beginning(content / name) == RESULTS):
+            raise OutputError(
+                f"the output folder {folder} cannot be replaced: hasslefree did not write {name} in"
+                " it, or not as it is now; move or delete it, or give another folder"
+            )
+
+
+def sizes(folder: Path) -> Iterator[tuple[str, int]]:
+    """The files in a folder, with their sizes."""
+    return (
+        (f"{path.relative_to(folder)}", path.lstat().st_size)
+        for path in folder.rglob("*")
+        if not path.is_dir()
+    )
+
+
+@contextmanager
+def replaced_whole(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """A new folder next to `folder` that replaces it at the end; on an error before that, the new
+    one is removed.
+    """
+    part, old = (
+        folder.with_name(f".{folder.name}.{kind}-{os.getpid()}") for kind in ("part", "old")
+    )
+    with disk_errors(folder, "its previous content is unchanged. Correct the cause and try again"):
+        part.mkdir(parents=True)
+        try:
+            yield part
+            complete(part)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        put_in_place(part, folder, overwrite, old)
+
+
+@contextmanager
+def disk_errors(path: Path, remedy: str) -> Iterator[None]:
+    """Turn errors of the disk into a WriteError. path: the file or folder that is written."""
+    try:
+        yield
+    except (OutputError, Timeout):
+        raise
+    except Exception as error:
+        # safetensors and tokenizers report a full disk as exceptions of their own.
+        if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
+            remedy = (
+                remedy
+                if path.parent.exists()
+                else "its folder was removed during the run; start again"
+            )
+            raise WriteError(f"{path} cannot be written: {error}; {remedy}") from error
+        raise
+
+
+def complete(folder: Path) -> None:
+    """List the files of a finished folder in it, and set permissions: safetensors ignores the
+    user's umask.
+    """
+    (folder / FILES).touch()
+    (folder / FILES).write_text(
+        json.dumps(dict(sorted(sizes(folder))), indent=1) + "\n", encoding="utf-8"
+    )
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+
+
+def rewrite(file: Path, text: str) -> None:
+    """Write a file of a finished folder again, and its size in the list of the folder's files."""
+    file.write_text(text, encoding="utf-8")
+    if (listed := file.with_name(FILES)).exists():
+        content = read_json(listed) | {file.name: file.stat().st_size}
+        listed.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def put_in_place(part: Path, folder: Path, overwrite: bool, old: Path) -> None:
+    """Rename a finished folder to `folder`. If that is in use by now, both stay, and the WriteError
+    says where.
+
+    overwrite: as for `check_output`. old: where the previous content of `folder` is meanwhile.
+    """
+    try:
+        try:
+            if overwrite and folder.is_dir():
+                folder.rename(old)
+                check_replaceable(old, folder)
+            part.rename(folder)  # fails if `folder` is anything but an empty folder
+        finally:
+            if old.exists() and not folder.exists():
+                old.rename(folder)
+    except (OSError, OutputError) as error:
+        finish = shlex.join(["mv", str(part), str(folder)])
+        reason = f"{folder}: {error.strerror}" if isinstance(error, OSError) else error
+        raise WriteError(
+            f"{reason}. The new folder is complete; once {folder} is free: {finish}"
+        ) from error
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def check_file(path: Path, start: bytes) -> None:
+    """Raise an OutputError if a file cannot be written, or would replace one that hasslefree did
+    not write.
+
+    start: of the content. A file that is there must be empty or begin with it.
+    """
+    file, remedy = path.resolve(), "give another file"
+    if not file.parent.is_dir():
+        raise OutputError(f"the folder of {path} does not exist; make it, or {remedy}")
+    if file.is_dir():
+        raise OutputError(f"{path} is a folder; give the path of a file")
+    held = {
+        name for name in (FILES, "compression.json", "config.json") if (file.parent / name).exists()
+    }
+    is_model = held - {"config.json"} or (held and any(file.parent.glob("*.safetensors")))
+    if is_model and not file.match("evaluation*.json"):
+        raise OutputError(
+            f"{path} is in a model folder, where only evaluation*.json can be written; {remedy}"
+        )
+    if file.exists() and (
+        beginning(file, len(start)) not in (b"", start) or not os.access(file, os.W_OK)
+    ):
+        raise OutputError(
+            f"{path} exists, and is read-only or not from this command; delete it, or {remedy}"
+        )
+
+
+def beginning(file: Path, length: int = len(RESULTS)) -> bytes | None:
+    """The first bytes of a file; None of what is no regular file."""
+    if not file.is_file():
+        return None
+    with file.open("rb") as content:
+        return content.read(length)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file in one step. If that fails, the file before it stays, and a WriteError says
+    where the new one is.
+    """
+    data, file = content.encode() if isinstance(content, str) else content, path.resolve()
+    with disk_errors(path, "if there was such a file, it is unchanged"):
+        try:
+            check_file(path, PAGE if data.startswith(PAGE) else data[: len(RESULTS)])
+            with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as folder:
+                part = Path(folder) / "part"
+                part.write_bytes(data)
+                if file.exists():
+                    shutil.copymode(file, part)
+                fsync_and_rename(part, file)
+        except (OSError, OutputError) as error:
+            kept = Path(tempfile.mkdtemp()) / path.name
+            kept.write_bytes(data)
+            raise WriteError(f"{error}; the content of {path} is in {kept} instead") from error
+
+
+def fsync_and_rename(temporary: Path, file: Path) -> None:
+    """Rename a file to its final name once its bytes are on the disk."""
+    sync(temporary)
+    temporary.rename(file)
+    sync(file.parent)
+
+
+def sync(path: Path) -> None:
+    """fsync of a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,143 @@
+"""Teach transformers to load and save compressed folders: `from_pretrained` works after `import
+hasslefree`.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.core_model_loading import WeightConverter
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from hasslefree.checkpoint import entries as read
+from hasslefree.errors import CheckpointError
+from hasslefree.files import stored_tensors
+from hasslefree.models.experts import SplitExperts, split_experts
+from hasslefree.models.sites import Site, find_sites
+from hasslefree.packed.kernels.backends import HAS_TRITON
+from hasslefree.packed.linear import SparseLowRankLinear, keep_unpacked, layers_without_numba
+from hasslefree.units import size
+
+logger = logging.getLogger(__name__)
+
+
+class HasslefreeConfig(QuantizationConfigMixin):
+    """The `quantization_config` entry of config.json. modules: full layer name → its entry
+    (`read.Entry`).
+    """
+
+    def __init__(
+        self, modules: Any = None, layout: str = read.LAYOUT, version: int = read.VERSION, **_: Any
+    ):
+        read.check_format_version(version, layout)
+        self.quant_method = read.QUANT_METHOD  # type: ignore[assignment]
+        self.modules, self.layout, self.version = modules, layout, version
+
+
+class HasslefreeQuantizer(HfQuantizer):
+    """Replaces the layers that the config lists by `SparseLowRankLinear`, before the weights are
+    read.
+    """
+
+    requires_calibration = True
+    quantization_config: HasslefreeConfig
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        entries = read.read_entries(self.quantization_config.modules)
+        split_experts(model)
+        biased = set()
+        sites = find_sites(model)
+        for name, entry in entries.items():
+            if name not in sites:
+                raise CheckpointError(
+                    f"config.json lists {name}, but {type(model).__name__} has no linear layer of"
+                    " that name; download or copy config.json again, or use the version of"
+                    " transformers that compression.json names"
+                )
+            layer = empty_layer(sites[name], name, entry)
+            sites[name].replace(layer)
+            if layer.bias is not None:
+                biased.add(name)
+        if checkpoint_files:  # none where the caller brought a state dict
+            read.check_stored(
+                entries,
+                stored_tensors([Path(file) for file in checkpoint_files]),
+                biased,
+                indices=True,
+            )
+
+    def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
+        """Without those that fuse experts, which are separate layers here."""
+        fused = {
+            source
+            for module in model.modules()
+            if isinstance(module, SplitExperts)
+            for source in module.sources
+        }
+
+        def unfused(conversion: Any) -> bool:
+            targets = conversion.target_patterns if isinstance(conversion, WeightConverter) else []
+            return not any(target.rpartition(".")[2] in fused for target in targets)
+
+        return super().update_weight_conversions(list(filter(unfused, weight_conversions)), model)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
+        # For transformers this forbids .half(), .float() and training; here the values are floats
+        # like any others.
+        model.is_quantized = False  # type: ignore[assignment]
+        if kept := keep_unpacked(model):
+            logger.info(
+                "%s of GPU memory will hold unpacked copies of the packed weights, for %s. To save that memory, call "  # noqa: E501
+                'hasslefree.use_backend(model, "dense"): it keeps no copy and unpacks at every call, which is slow',  # noqa: E501
+                size(kept), "calls with more than 16 tokens" if HAS_TRITON else "all calls (Triton is not installed)",  # noqa: E501
+            )  # fmt: skip
+        if slow := layers_without_numba(model):
+            logger.warning(
+                "Numba is not installed, so %d layers (the first is %s) unpack their weights at every call, which is "  # noqa: E501
+                'slow on a CPU; pip install "hasslefree[fast]", or, if memory allows, call '
+                'hasslefree.use_backend(model, "unpacked")',
+                len(slow), slow[0],
+            )  # fmt: skip
+
+    def is_serializable(self, safe_serialization: bool | None = None) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def empty_layer(site: Site, name: str, entry: read.Entry) -> SparseLowRankLinear:
+    """The layer to load into, with the dtype and device of the one that it replaces. name: in the
+    model.
+    """
+    if entry.spec.shape != site.shape:
+        raise CheckpointError(
+            f"{name} has the shape {list(entry.spec.shape)} in the quantization_config of"
+            f" config.json, but {list(site.shape)} in the model; download or copy config.json again"
+        )
+    weight = site.parameter
+    return SparseLowRankLinear(entry.spec, site.bias is not None, weight.dtype, weight.device)
+
+
+def register_format() -> None:
+    """Make the quantizer known to transformers. Calling it again does nothing."""
+    if read.QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(read.QUANT_METHOD)(HasslefreeQuantizer)
+        register_quantization_config(read.QUANT_METHOD)(HasslefreeConfig)
+
+
+register_format()

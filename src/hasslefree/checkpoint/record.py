@@ -1,0 +1,352 @@
+"""The record of a compression: per layer and in total, as JSON, as a verdict, and as the command
+that repeats it.
+"""
+
+import dataclasses
+import html
+import importlib.metadata
+import json
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from hasslefree.core.protocols import Decomposition
+from hasslefree.errors import CheckpointError
+from hasslefree.escaping import escaped
+from hasslefree.files import read_small
+from hasslefree.packed.spec import LayerSpec
+from hasslefree.progress import PhaseTime
+from hasslefree.recipe.recipe import Recipe
+from hasslefree.units import duration, size
+from hasslefree.validation import Count, Figure, validated
+
+# The layers that a verdict names.
+LOST_MOST = 3
+# Fields that recipes of earlier versions had.
+FORMER_FIELDS = {"dense_target", "match_blocks", "match_epochs", "rotate"}
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One compressed layer.
+
+    Args:
+        name: in the model. spec: of the result; its `nonzeros` are the entries of S that are not
+            zero.
+        relative_error: with the undamped Gram, after the cast to the dtype of the model; and before
+            it.
+        bytes, dense_bytes: of its weight as stored, and before.
+        seconds: of the decomposition, including its share of the factorisation.
+        history: the objective of the method, whenever it measures or estimates it.
+        remarks: what is unusual, one sentence each.
+    """
+
+    name: str
+    spec: LayerSpec
+    relative_error: Figure
+    relative_error_before_cast: Figure
+    seconds: Figure
+    history: tuple[float, ...] = ()
+    remarks: tuple[str, ...] = ()
+    bytes: Count = 0
+    dense_bytes: Count = 0
+
+    @classmethod
+    def of(
+        cls, name: str, spec: LayerSpec, result: Decomposition, seconds: float, stored: int
+    ) -> "LayerRecord":
+        """The record of a decomposition. spec: of the stored layer. stored: its size in bytes."""
+        spec = dataclasses.replace(spec, nonzeros=int(result.sparse.count_nonzero()))
+        errors = result.relative_error, result.relative_error_before_cast
+        return cls(
+            name,
+            spec,
+            *errors,
+            seconds,
+            result.history,
+            result.remarks,
+            stored,
+            result.sparse.nbytes,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the fields of the spec are among the others, its shape as `out` and `width`."""
+        spec = self.spec.to_dict()
+        out, width = spec.pop("shape")
+        rest = {name: value for name, value in vars(self).items() if name not in ("name", "spec")}
+        return {"name": self.name, "out": out, "width": width, **spec, **rest}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> "LayerRecord":
+        """Read back what `to_dict` returned; seconds are 0 if it has none. Raises InvalidError or
+        KeyError.
+        """
+        spec = content | {"shape": [content["out"], content["width"]]}
+        return validated(cls, {"seconds": 0.0, **content, "spec": spec})
+
+
+class PredictionRecord(TypedDict):
+    """What prediction matching did to a model.
+
+    before, after: mean KL(dense ‖ compressed) per token, in nats, on the validation segments. after
+        ≤ before.
+    history, learning_rate: the same, and the rate, since the last retreat. tokens: the number of
+    training tokens.
+    """
+
+    before: Figure
+    after: Figure
+    history: list[float]
+    learning_rate: Figure
+    tokens: Count
+
+
+class HeldOutRecord(TypedDict):
+    """Perplexities on text that nothing has read; None if not finite. segments: each of the
+    record's seqlen tokens.
+    """
+
+    dense: Figure | None
+    compressed: Figure | None
+    segments: Count
+
+
+@dataclass(frozen=True)
+class Record:
+    """A whole compression.
+
+    Args:
+        recipe: its fields. method: with all its hyper-parameters. versions: of the libraries.
+        seqlen: as resolved for the model. tokens: of the calibration text.
+        predictions: what prediction matching did; None without it. held_out: None if no perplexity
+            was measured.
+        sensitivities: by the name of each layer, the estimated divergence of the model's
+            predictions, in nats per token, when that layer alone is pruned, or rounded to the
+            fewest bits that it may get. None where the allocation did not measure it.
+        dense: the full names of what stayed dense automatically, such as routers.
+        towers: the names of the modules for other inputs than text, which are unchanged.
+        other_bytes: of all tensors outside the compressed layers.
+        own_segments: whether the calibration tokens were given, not drawn from the text that the
+            recipe names.
+        phases: how long each phase of the run took.
+    """
+
+    model: str
+    recipe: dict[str, Any]
+    method: str
+    versions: dict[str, str]
+    device: str
+    dtype: str
+    seqlen: Count
+    tokens: Count
+    seconds: Figure
+    layers: tuple[LayerRecord, ...]
+    predictions: PredictionRecord | None = None
+    held_out: HeldOutRecord | None = None
+    sensitivities: dict[str, Figure] | None = None
+    dense: tuple[str, ...] = ()
+    towers: tuple[str, ...] = ()
+    other_bytes: Count = 0
+    own_segments: bool = False
+    phases: tuple[PhaseTime, ...] = ()
+
+    @property
+    def mean_relative_error(self) -> float:
+        return sum(layer.relative_error for layer in self.layers) / len(self.layers)
+
+    @property
+    def dense_parameters(self) -> int:
+        return sum(layer.spec.dense_parameters for layer in self.layers)
+
+    @property
+    def kept_parameters(self) -> int:
+        return sum(layer.spec.parameters for layer in self.layers)
+
+    @property
+    def kept_share(self) -> float:
+        return self.kept_parameters / self.dense_parameters
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(layer.dense_bytes for layer in self.layers)
+
+    def verdict(self) -> dict[str, str]:
+        """What came of the compression, by what it says: sizes, perplexity, the layers that lost
+        most, and the time.
+        """
+        rows = {
+            "all weights": shrunk(
+                self.dense_bytes + self.other_bytes, self.stored_bytes + self.other_bytes
+            )
+        }
+        rows = rows if self.other_bytes else {}  # folders of earlier versions do not say
+        rows |= {
+            "compressed layers": shrunk(self.dense_bytes, self.stored_bytes),
+            "perplexity": perplexities(self),
+        }
+        worst = sorted(self.layers, key=lambda layer: -layer.relative_error)[:LOST_MOST]
+        lost = [
+            f"{100 * layer.relative_error:.2g} % of the output of {layer.name}" for layer in worst
+        ]
+        rows["lost most"] = "\n".join(
+            lost + ["(before the fine-tuning)"] * (self.predictions is not None)
+        )
+        return rows | ({"time": duration(self.seconds)} if self.seconds else {})
+
+    def summary(self) -> str:
+        """The verdict as text, for a terminal."""
+        rows = self.verdict()
+        width = max(map(len, rows)) + 2
+        lines = (
+            f"{name:{width}}{text}".replace("\n", "\n" + " " * width) for name, text in rows.items()
+        )
+        return escaped("\n".join(lines), "\n")
+
+    def _repr_html_(self) -> str:
+        """The verdict as a table, for a notebook."""
+        cells = {
+            name: html.escape(escaped(text, "\n")).replace("\n", "<br>")
+            for name, text in self.verdict().items()
+        }
+        rows = (
+            f'<tr><th style="text-align:left">{name}</th><td>{cell}</td></tr>'
+            for name, cell in cells.items()
+        )
+        return f"<table>{''.join(rows)}</table>"
+
+    def to_json(self) -> str:
+        """compression.json: all but the seconds, so that the same recipe, model and machine give
+        the same bytes.
+        """
+        totals = (
+            "mean_relative_error",
+            "dense_parameters",
+            "kept_parameters",
+            "stored_bytes",
+            "dense_bytes",
+        )
+        content = vars(self) | {"layers": [layer.to_dict() for layer in self.layers]}
+        content |= {name: getattr(self, name) for name in totals}
+        del content["phases"]
+        for timed in (content, *content["layers"]):
+            del timed["seconds"]
+        return json.dumps(content, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Record":
+        """Read back what `to_json` wrote; all seconds are 0."""
+        try:
+            content = json.loads(text)
+            layers = tuple(LayerRecord.from_dict(layer) for layer in content["layers"])
+            record = validated(cls, content | {"seconds": 0.0, "layers": []})
+            if wrong := [
+                layer.name for layer in layers if not all(map(math.isfinite, layer.history))
+            ]:
+                raise ValueError(f"the errors by round of {wrong[0]} contain NaN or Inf")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            cause = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise CheckpointError(
+                f"compression.json is not valid for this version of hasslefree ({cause})"
+            ) from None
+        if not layers:
+            raise CheckpointError("compression.json lists no layers")
+        return dataclasses.replace(record, layers=layers)
+
+
+def read_record(folder: Path) -> "Record":
+    """The record in a folder's compression.json. Raises a CheckpointError if it is missing or
+    damaged.
+    """
+    try:
+        return Record.from_json(read_small(folder / "compression.json"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} has no readable compression.json ({error}); compress the model again"
+        ) from None
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that a figure depends on."""
+    return {
+        package: importlib.metadata.version(package)
+        for package in ("hasslefree", "torch", "transformers")
+    }
+
+
+def shrunk(dense: int, stored: int) -> str:
+    return f"{size(dense)} → {size(stored)} ({100 * stored / max(dense, 1):.0f} %)"
+
+
+def perplexities(report: Record) -> str:
+    """Before and after, with the text and what limits them; or why there are none."""
+    if report.held_out is None:
+        if report.own_segments:
+            return "not measured (the calibration tokens were given from Python)"
+        off = report.recipe.get("check") is False
+        return f"not measured ({'switched off' if off else 'too little text, or no output head'})"
+    before, after, segments = (
+        report.held_out[name] for name in ("dense", "compressed", "segments")
+    )
+    values = " → ".join(
+        "not finite" if value is None else f"{value:.2f}" for value in (before, after)
+    )
+    rise = f" ({100 * (after / before - 1):+.1f} %)" if before and after else ""
+    source = (
+        "that the model wrote itself"
+        if report.recipe.get("calibration") == "self"
+        else "of the calibration text"
+    )
+    tokens = f"on {segments} × {report.seqlen} held-out tokens {source};"
+    return f"{values}{rise}\n{tokens}\ntext of other kinds may lose more"
+
+
+def compress_command(model: str, out: str, recipe: Recipe) -> list[str]:
+    """The words of the command that compresses a model by a recipe, without the defaults of this
+    version.
+    """
+    words = [
+        "hasslefree",
+        "compress",
+        model,
+        out,
+        "--pattern",
+        str(recipe.pattern),
+        "--method",
+        str(recipe.method),
+    ]
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        if field.name in ("pattern", "method") or value == field.default:
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
+    return words
+
+
+def command_of(report: Record, out: str = "OUT", trust_remote_code: bool = False) -> str | None:
+    """The command that makes the same folder again, without this version's defaults; None if its
+    tokens were given.
+    """
+    if report.own_segments:
+        return None
+    given = {
+        name: value
+        for name, value in report.recipe.items()
+        if value is not None and name not in FORMER_FIELDS
+    }
+    recipe = Recipe(**given | {"seqlen": report.seqlen})
+    words = compress_command(report.model, out, recipe)
+    if report.device != "cuda":
+        words += ["--device", report.device]
+    return shlex.join(words + ["--trust-remote-code"] * trust_remote_code)

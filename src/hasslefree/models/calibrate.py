@@ -1,0 +1,235 @@
+"""Run blocks on the calibration segments, and collect the Gram matrices of their layers."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hasslefree.core.cost import FLOAT
+from hasslefree.core.gram import Gram, working_dtype
+from hasslefree.core.linalg import bfloat16_products
+from hasslefree.distributed import World
+from hasslefree.errors import NonFiniteError, option
+from hasslefree.models.activations import Activations
+from hasslefree.models.calls import BlockCall, Stop, hooks
+from hasslefree.models.experts import every_expert_called, share_of_tokens
+from hasslefree.models.precision import as_multiplied, computing
+from hasslefree.models.sites import find_sites
+
+# Rows of inputs whose squares are summed in float32 at a time, and columns.
+CHUNK, PANEL = 2048, {"cpu": 384, "cuda": 2048}
+# Tokens that run through a block at a time, where it takes several segments.
+BATCH = 4096
+# The rounding of bfloat16 may move the output of a token by this share of its norm.
+ALIKE = 0.05
+# Calibration tokens on which the predictions of whole models are compared.
+PROBED = 4096
+
+
+def probes(samples: int, seqlen: int) -> int:
+    """How many of the segments, the first ones, are probes: one at least."""
+    return min(samples, max(PROBED // seqlen, 1))
+
+
+def run_block(block: nn.Module, call: BlockCall, hidden: Activations) -> None:
+    """Put the block's outputs in the place of its inputs."""
+    with computing(block), torch.no_grad():
+        for batch in hidden.batches(BATCH):
+            hidden[batch] = call.run(block, hidden[batch])
+
+
+def with_batching(block: nn.Module, call: BlockCall, hidden: Activations) -> BlockCall:
+    """The call, `batched` if the block gives the same outputs for two segments together as for each
+    alone.
+    """
+    singly, batched = replace(call, batched=False), replace(call, batched=True)
+    if len(hidden) < 2:
+        return singly
+    with computing(block), torch.no_grad():
+        expected = singly.run(block, hidden[:2])
+        try:
+            output = batched.run(block, hidden[:2])
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return singly
+    if output.shape != expected.shape:
+        return singly
+    difference, norms = (
+        call.hidden(output - expected).norm(dim=-1),
+        call.hidden(expected).norm(dim=-1),
+    )
+    width = call.hidden(output).shape[-1]
+    same_columns = torch.allclose(
+        output[..., width:], expected[..., width:], rtol=ALIKE, atol=ALIKE
+    )
+    return batched if same_columns and bool((difference <= ALIKE * norms).all()) else singly
+
+
+def traffic(block: nn.Module, shapes: Mapping[str, tuple[int, int]], tokens: int) -> float:
+    """The numbers that layers of a block read and write in a pass of `tokens` tokens. shapes: (out,
+    in), by name.
+    """
+    return tokens * sum(
+        share_of_tokens(block, n) * (out + width) for n, (out, width) in shapes.items()
+    )
+
+
+def pass_bytes(numbers: float) -> int:
+    """The memory of a pass whose layers read and write so many float32 numbers; arrays between
+    layers take as much.
+    """
+    return round(2 * FLOAT * numbers)
+
+
+def groups_by_input(
+    block: nn.Module, call: BlockCall, states: Tensor, names: Iterable[str]
+) -> list[list[str]]:
+    """The named sites in order of data flow; those that read the very same tensor (q, k, v) form a
+    group.
+    """
+    inputs, sites = defaultdict[str, list[Tensor]](list), find_sites(block)
+
+    def keep(name: str, x: Tensor) -> None:
+        inputs[name].append(x)
+
+    watching = hooks(sites[name].on_input(partial(keep, name)) for name in names)
+    with watching, every_expert_called(block), computing(block), torch.no_grad():
+        call.run(block, states)
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, tensors in inputs.items():
+        groups.setdefault(tuple(id(tensor) for tensor in tensors), []).append(name)
+    return list(groups.values())
+
+
+class MomentSums:
+    """Sums over tokens for the moments of inputs, for segments of `seqlen` tokens.
+
+    Each product is float32, over at most `CHUNK` tokens of a segment, or over all tokens that
+    arrive together on CUDA. The products are summed in float64, so that the result does not depend
+    on how processes share the segments.
+    """
+
+    def __init__(self, seqlen: int):
+        self.count, self.chunk = 0, min(seqlen, CHUNK)
+
+    def take(self, rows: Tensor) -> None:
+        """Add inputs (tokens, in)."""
+        if not self.count:
+            self.dtype, dtype, width = working_dtype(rows), widest_dtype(rows.device), rows.shape[1]
+            self.first, self.second = (
+                rows.new_zeros(width, dtype=dtype),
+                rows.new_zeros(width, width, dtype=dtype),
+            )
+            if rows.device.type == "cuda":
+                self.chunk = max(len(rows), 1)
+        self.count += len(rows)
+        for part in rows.split(self.chunk):
+            bfloat16 = (
+                part.dtype == torch.bfloat16
+            )  # on CUDA multiplied as it is, and summed in float32
+            factor = part if bfloat16 and part.is_cuda else part.to(self.dtype)
+            self.first.add_(factor.sum(0, dtype=self.dtype))
+            with bfloat16_products(part.device) if bfloat16 else nullcontext():
+                _add_square(self.second, factor)
+
+    def gram(self, world: World) -> Gram:
+        """The Gram over the tokens of all processes; H = I with 0 tokens if none, as for an expert
+        never routed to.
+        """
+        count = torch.tensor(self.count, device=self.second.device)
+        for total in (count, self.second, self.first):
+            world.add(total)
+        if not (tokens := int(count)):
+            return Gram(
+                torch.eye(len(self.second)).to(self.first.device, self.dtype),
+                0,
+                self.first.to(self.dtype),
+            )
+        for panel, after in _panels(self.second):  # what `_add_square` left out
+            self.second[after, panel] = self.second[panel, after].T
+        return Gram(
+            self.second.div_(tokens).to(self.dtype), tokens, self.first.div_(tokens).to(self.dtype)
+        )
+
+
+def sums_bytes(width: int) -> int:
+    """The bytes of the sums over tokens of one input, and of the Gram that they give."""
+    return 3 * FLOAT * width**2
+
+
+def checked(gram: Gram, name: str) -> Gram:
+    """The Gram matrix of the inputs of a layer. Raises a NonFiniteError if it is not finite."""
+    if not torch.isfinite(gram.matrix).all():
+        raise NonFiniteError(
+            f"the inputs of {name} contain NaN or Inf; try another dtype"
+            f" ({option('dtype', 'float32')})"
+        )
+    return gram
+
+
+def gather(
+    block: nn.Module,
+    prefix: str,
+    call: BlockCall,
+    hidden: Activations,
+    groups: list[list[str]],
+    world: World,
+) -> list[Gram]:
+    """The Gram of each group's input, over the segments of all processes, in one pass that ends at
+    the last group.
+    """
+    sums = {group[0]: MomentSums(hidden.states.shape[1]) for group in groups}
+    with computing(block), torch.no_grad():
+        for batch in hidden.batches(BATCH if call.batched else 0):
+            for name, rows in inputs_of(block, call, hidden[batch], list(sums)).items():
+                sums[name].take(rows)
+    return [checked(total.gram(world), f"{prefix}.{name}") for name, total in sums.items()]
+
+
+def inputs_of(
+    block: nn.Module, call: BlockCall, states: Tensor, names: Sequence[str]
+) -> dict[str, Tensor]:
+    """Copies of the inputs of sites for some segments, (tokens, in) each, from a pass that ends at
+    the last of them.
+    """
+    caught: dict[str, Tensor] = {}
+    sites = find_sites(block)
+
+    def keep(name: str, x: Tensor) -> None:
+        rows = as_multiplied(x.reshape(-1, x.shape[-1]))
+        caught[name] = rows.clone() if rows.data_ptr() == x.data_ptr() else rows
+        if len(caught) == len(names):
+            raise Stop
+
+    with hooks(sites[name].on_input(partial(keep, name)) for name in names), suppress(Stop):
+        call.run(block, states)
+    return {name: caught[name] for name in names}
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Of sums over tokens: float64, which Apple's GPUs do not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _add_square(total: Tensor, rows: Tensor) -> None:
+    """Add rowsᵀ rows, for rows (tokens, in): only the blocks from the diagonal on, since it is
+    symmetric.
+    """
+    with torch.autocast(rows.device.type, enabled=False):
+        for panel, _ in _panels(total):
+            left, right = rows[:, panel].T, rows[:, panel.start :]
+            narrow = rows.dtype == torch.bfloat16
+            product = (
+                torch.mm(left, right, out_dtype=torch.float32) if narrow else torch.mm(left, right)
+            )
+            total[panel, panel.start :].add_(product)
+
+
+def _panels(total: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Some rows of a matrix (in, in) at a time, and those after them."""
+    size = PANEL.get(total.device.type, PANEL["cpu"])
+    for first in range(0, len(total), size):
+        yield slice(first, first + size), slice(first + size, None)

@@ -1,0 +1,247 @@
+"""A model of which one part is in memory at a time: the rest stays in its files until it is
+needed.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.quantizers.quantizers_utils import get_module_from_name
+
+from hasslefree.errors import ModelError
+from hasslefree.files import TensorFile, run_in_background
+from hasslefree.models.blocks import Blocks
+from hasslefree.models.experts import SplitExperts
+from hasslefree.packed.linear import SparseLowRankLinear
+
+# All modules of a part of a model, as it is when this is called.
+Modules = Callable[[], Iterable[nn.Module]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of a checkpoint: `name` in the model, `leaf` in `stored`, accelerate's files.
+    opened: a file by path.
+    """
+
+    stored: Any
+    leaf: str
+    name: str
+    opened: Callable[[str], TensorFile]
+
+    def read(self) -> Tensor:
+        """The tensor on the CPU, in the dtype of the model. Raises a CheckpointError if its file is
+        damaged.
+        """
+        entry = self.stored.dataset.index[f"{self.stored.prefix}{self.leaf}"]
+        tensor = self.opened(entry["safetensors_file"]).get_tensor(entry["weight_name"])
+        return tensor.to(getattr(torch, entry["dtype"]))
+
+
+class Prefetcher:
+    """Reads tensors in a thread before they are needed. device: where they will be."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._reads: dict[str, Future[Tensor]] = {}
+
+    def start(self, sources: Iterable[Source]) -> None:
+        """Start to read these tensors, and drop those of an earlier start."""
+        self.drop()
+        calls = {source.name: partial(self._read, source) for source in sources}
+        self._reads = dict(
+            zip(calls, run_in_background("read ahead", *calls.values()), strict=True)
+        )
+
+    def _read(self, source: Source) -> Tensor:
+        tensor = source.read()
+        return (
+            tensor.pin_memory() if self.device.type == "cuda" else tensor
+        )  # a GPU copies faster from pinned memory
+
+    def take(self, source: Source) -> Tensor:
+        """The tensor on the CPU, read before or now."""
+        if source.name not in self._reads:
+            return source.read()
+        tensor = self._reads[source.name].result()
+        del self._reads[source.name]  # after an error `drop` still sees it
+        return tensor
+
+    def drop(self) -> None:
+        """Drop tensors that were not taken, and wait for reads that are running."""
+        for read in self._reads.values():
+            read.cancel()
+        wait(self._reads.values())
+        self._reads.clear()
+
+
+class Weights:
+    """The parameters of a model; `present` brings those of a part of it to `device`.
+
+    Parameters that accelerate left on disk (`device_map={"": "disk"}`) are read for as long as they
+    are needed; those in memory stay where they are. model: its hooks of accelerate are removed, and
+    buffers moved to `device`. prefetch: read the weights of the next part in the background, which
+    takes the memory of one more part.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, prefetch: bool = True):
+        self.device, self.prefetch = device, prefetch
+        self._prefetcher = Prefetcher(device)
+        self._opened = cache(TensorFile)
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        # Weak: a layer that was replaced takes its weight along.
+        self._stored: WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = WeakKeyDictionary()
+        for path, module in model.named_modules():
+            # accelerate keeps the file of each parameter in a hook.
+            holder = module.fused if isinstance(module, SplitExperts) else module
+            stored = getattr(getattr(holder, "_hf_hook", None), "weights_map", None)
+            if stored is not None:
+                self._stored[module], self._names[module] = stored, path
+        # Tied parameters → the one that they are. A checkpoint stores it under any one of their
+        # names, or under both.
+        self._tied: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}
+        self._other_name: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}
+        for name, source in list(model.all_tied_weights_keys.items()):
+            tied, parameter = get_module_from_name(model, name), get_module_from_name(model, source)
+            if self._holds(*tied) and self._holds(*parameter):
+                if not torch.equal(self._source(*tied).read(), self._source(*parameter).read()):
+                    del model.all_tied_weights_keys[
+                        name
+                    ]  # as transformers does: two weights, whatever the config says
+                    continue
+            elif self._holds(*tied):
+                self._other_name[parameter] = tied
+            self._tied[tied] = parameter
+        self.streamed = bool(self._stored)
+        if self.streamed:
+            from accelerate.hooks import remove_hook_from_module
+
+            remove_hook_from_module(model, recurse=True)
+            for module in model.modules():
+                # What accelerate puts back is a bound method: a cycle, that would keep a replaced
+                # layer's weight.
+                if (
+                    getattr(module.__dict__.get("forward"), "__func__", None)
+                    is type(module).forward
+                ):
+                    del module.forward
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(device))
+
+    @contextmanager
+    def present(self, part: Modules, then: Modules | None = None) -> Iterator[None]:
+        """Within it, the parameters of a part of the model are on the device.
+
+        Afterwards they are freed, with compressed layers that were put into the part; what was in
+        memory before stays.
+        then: the next part, read in the background if `prefetch`.
+        """
+        if not self._missing(part):
+            yield
+            return
+        try:
+            self._bring(part)
+            if then is not None and self.prefetch and self._missing(then):
+                self._prefetcher.start(
+                    self._source(module, name) for module, name, _ in self._wanted(then)
+                )
+            yield
+        except BaseException:
+            self._prefetcher.drop()
+            raise
+        finally:
+            for module in part():
+                if isinstance(module, SparseLowRankLinear):
+                    module.to("meta")
+                for name, parameter in module.named_parameters(recurse=False):
+                    _put(module, name, torch.empty_like(parameter, device="meta"))
+
+    def _missing(self, part: Modules) -> bool:
+        return self.streamed and any(
+            p.is_meta for module in part() for p in module.parameters(recurse=False)
+        )
+
+    def _wanted(self, part: Modules) -> Iterator[tuple[nn.Module, str, torch.Size]]:
+        """What is read for a part: module, name and shape of its tensors in the files; not of tied
+        parameters.
+        """
+        for module in part():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if (
+                    module in self._stored
+                    and (module, name) not in self._tied
+                    and parameter.is_meta
+                ):
+                    yield module, name, parameter.shape
+            if isinstance(module, SplitExperts) and module in self._stored:
+                for name, shape in module.sources.items():
+                    yield module, name, shape
+
+    def _bring(self, part: Modules) -> None:
+        """Put the parameters of a part on the device. It holds no module: a replaced layer would
+        keep its weight.
+        """
+        for module, name, shape in self._wanted(part):
+            value = self._read(module, name, shape)
+            if isinstance(module, SplitExperts) and name in module.sources:
+                module.fill(name, value)
+            else:
+                _put(module, name, value)
+        inside = {id(module) for module in part()}
+        for (module, name), (other, its_name) in self._tied.items():
+            if id(module) not in inside:
+                continue
+            parameter = other.get_parameter(its_name)
+            if parameter.is_meta:  # it is in another block
+                _put(module, name, self._read(other, its_name, parameter.shape))
+            else:
+                module.register_parameter(name, parameter)
+
+    def _holds(self, module: nn.Module, name: str) -> bool:
+        """Whether the files hold a parameter under its own name."""
+        return module in self._stored and f"{self._names[module]}.{name}" in iter(
+            self._stored[module]
+        )
+
+    def _source(self, module: nn.Module, name: str) -> Source:
+        module, name = self._other_name.get((module, name), (module, name))
+        return Source(self._stored[module], name, f"{self._names[module]}.{name}", self._opened)
+
+    def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
+        source = self._source(module, name)
+        tensor = self._prefetcher.take(source)
+        if tensor.shape != shape:
+            raise ModelError(
+                f"{source.name} has the shape {list(tensor.shape)} in the checkpoint, but"
+                f" {list(shape)} in the model that its config.json describes; download or copy the"
+                " checkpoint again"
+            )
+        return tensor.to(
+            self.device, non_blocking=self.device.type == "cuda"
+        )  # the order of its stream will do
+
+
+def _put(module: nn.Module, name: str, value: Tensor) -> None:
+    module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+
+def trim() -> None:
+    """Give freed memory back to the system, where the C library would keep it: glibc, below 32 MB
+    an array.
+    """
+    with suppress(AttributeError, OSError):  # another C library, or system
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def outside(model: nn.Module, blocks: Blocks) -> Modules:
+    """All modules outside the blocks: embeddings, the last norm, the output head."""
+    inside = {module for block in blocks.modules for module in block.modules()}
+    return lambda: (module for module in model.modules() if module not in inside)

@@ -1,0 +1,111 @@
+"""Calibration text that the dense model writes itself, so that none has to be found or downloaded.
+
+Tokens are drawn from the model's own predictions, at temperature 1 and with none ruled out (arXiv
+2410.17711). A text begins with the token that begins texts; that of a chat model with what its
+template puts before a question, so that the model writes both the question and the answer (arXiv
+2406.08464).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from hasslefree.errors import CalibrationError, MemoryShortError, option
+from hasslefree.models.load import load_model
+from hasslefree.models.tokenizer import encode, rendered
+from hasslefree.planning.machine import free_memory
+from hasslefree.units import size
+
+# Segments that are written at a time.
+BATCH = 32
+# The least share of tokens that differ from the one that a model writes most.
+VARIED = 0.25
+
+
+def whole_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """The model with all of its weights in memory: itself, or, if they are on the disk, loaded by
+    its name.
+    """
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return model
+    need = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if need > (free := free_memory(device)):
+        raise MemoryShortError(
+            "to write its own calibration text, the model must be in memory as a whole:"
+            f" {size(need)} of {size(free)} available on {device}; give a text"
+            f" ({option('calibration', 'FILE')})"
+        )
+    own_code = type(model).__module__.startswith("transformers_modules")
+    return load_model(
+        str(model.name_or_path), str(model.dtype).removeprefix("torch."), str(device), own_code
+    )
+
+
+def written_segments(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    count: int,
+    seqlen: int,
+    seed: int,
+    advance: Callable[[int], None] = lambda written: None,
+) -> Tensor:
+    """Text of a model in memory: (count, seqlen) int64. advance: called after each batch.
+
+    Raises a CalibrationError if the tokenizer has no token to begin with, or the model repeats one
+    token.
+    """
+    start, segments = beginning(tokenizer)[: seqlen - 1], list[Tensor]()
+    embeddings: Any = model.get_input_embeddings()
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=seqlen - len(start),
+        # no token: after the end of a text, another one begins
+        eos_token_id=embeddings.num_embeddings,
+        pad_token_id=start[0],
+    )
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for first in range(0, count, BATCH):
+            prompts = torch.tensor([start] * min(BATCH, count - first), device=model.device)
+            generate: Any = model.generate
+            text = generate(
+                prompts, attention_mask=torch.ones_like(prompts), generation_config=settings
+            )
+            segments.append(text.cpu())
+            check_variety(text[:, len(start) :], tokenizer)
+            advance(len(text))
+    return torch.cat(segments)
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The token ids that a text begins with."""
+    if tokenizer.chat_template is not None:
+        mark = "QUESTION"
+        text = rendered(tokenizer, [{"role": "user", "content": mark}]).partition(mark)[0]
+        ids: list[int] = encode(tokenizer, text, special_tokens=False).tolist()
+        if ids:
+            return ids
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return [token]
+    raise CalibrationError(
+        "the tokenizer has no token that begins or ends a text, so the model cannot write its own"
+        f" calibration text; give one ({option('calibration', 'FILE')})"
+    )
+
+
+def check_variety(tokens: Tensor, tokenizer: Any) -> None:
+    """Raise a CalibrationError if nearly all tokens of a text are one."""
+    most = tokens.flatten().mode().values
+    if (share := float((tokens == most).float().mean())) > 1 - VARIED:
+        raise CalibrationError(
+            f"the model writes little but {tokenizer.decode([int(most)])!r} ({share:.0%} of its"
+            " tokens), which says nothing about its layers; give a text"
+            f" ({option('calibration', 'FILE')})"
+        )

@@ -1,0 +1,1 @@
+"""Layer plans, memory and time, decided from shapes before the work begins."""

@@ -1,0 +1,115 @@
+"""Advice: what a size gives each layer of a model, and what that is expected to lose; nothing is
+compressed.
+
+Bits and ranks are dealt as `compress` deals them (`levers.allocation.by_sensitivity`), by one
+backward pass. The loss is the sum over layers of ½ · mean over tokens of (g_tᵀ ΔW x_t)², as if they
+were independent, before any training: it ranks choices, and does not predict the divergence of a
+compressed model.
+"""
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hasslefree.allocate.allocation import by_sensitivity
+from hasslefree.bar import with_bar
+from hasslefree.distributed import ALONE
+from hasslefree.errors import RecipeError, option
+from hasslefree.models.activations import check_storage
+from hasslefree.models.blocks import find_blocks
+from hasslefree.models.load import resolve_device
+from hasslefree.models.tokenizer import load_tokenizer
+from hasslefree.models.weights import Weights
+from hasslefree.pipeline.inputs import check_segments, draw, open_model
+from hasslefree.pipeline.preflight import preflight
+from hasslefree.planning.machine import memory_reused
+from hasslefree.planning.memory import Setup, check_memory, seconds_by_phase
+from hasslefree.planning.plan import Plan, bytes_of, layer_room, uniform_plans, weights_on_disk
+from hasslefree.progress import INPUTS, LOADING, SOLVING, Listener, Phases
+from hasslefree.recipe.recipe import Recipe
+from hasslefree.validation import typed
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A plan within a size: least and most bits and rank, the model's bytes, and the estimate above
+    in nats a token.
+    """
+
+    plan: Plan = dataclasses.field(repr=False)
+    bits: tuple[int, int] | None
+    rank: tuple[int, int]
+    bytes: int
+    divergence: float
+
+    @classmethod
+    def of(cls, plan: Plan, dense: int, divergence: float) -> "Advice":
+        """dense: bytes of what stays dense."""
+        specs = [layer.spec for plans in plan for layer in plans.values()]
+        bits, ranks = [spec.grid.bits for spec in specs if spec.grid], [spec.rank for spec in specs]
+        span = (min(bits), max(bits)) if bits else None
+        return cls(plan, span, (min(ranks), max(ranks)), dense + bytes_of(plan), divergence)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: all but the plan."""
+        return {name: value for name, value in vars(self).items() if name != "plan"}
+
+
+@typed
+@with_bar
+def advise(
+    model: str | Path | PreTrainedModel,
+    recipe: Recipe,
+    *,
+    tokenizer: Any = None,
+    device: str | None = None,
+    activations: str = "device",
+    trust_remote_code: bool = False,
+    progress: Listener | None = None,
+) -> list[Advice]:
+    """The plan that `compress` makes of a recipe with a size; then the best uniform ones, that with
+    most bits first.
+
+    The model is read once, one block in memory at a time, and not changed.
+
+    Args:
+        model, tokenizer, device, activations, trust_remote_code, progress: as for `compress`.
+
+    Raises:
+        HasslefreeError: a recipe without a size, or anything that `compress` refuses.
+    """
+    resolved = recipe.resolve()
+    if resolved.size is None or resolved.allocate != "error":
+        raise RecipeError(
+            f"advice shows how a size is dealt to layers: give {option('size')}, and leave out"
+            " allocate"
+        )
+    check_storage(activations)
+    target = model.device if isinstance(model, PreTrainedModel) else resolve_device(device)
+    phases = Phases(progress)
+    with memory_reused(), tempfile.TemporaryDirectory() as scratch:
+        with phases.phase(LOADING):
+            name, loaded, tokenizer = open_model(
+                model, recipe.dtype, Path(scratch), tokenizer, trust_remote_code
+            )
+        blocks = find_blocks(loaded)
+        uniform = uniform_plans(loaded, blocks, resolved)
+        # Before any block is read: tied weights are counted once.
+        room = layer_room(loaded, uniform[0], resolved)
+        dense = weights_on_disk(loaded, uniform[0]) - bytes_of(uniform[0])
+        tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
+        segments = draw(loaded, tokenizer, recipe, phases, target).to(target)
+        check_segments(loaded, segments, ALONE)
+        untrained = dataclasses.replace(resolved, match_predictions=0)
+        shape = (segments.shape[0], segments.shape[1])
+        setup = Setup(loaded, blocks, uniform[0], untrained, shape, target, activations)
+        weights = Weights(loaded, target, prefetch=check_memory(setup).prefetch)
+        options = {"storage": activations, "folder": Path(scratch), "phases": phases}
+        phases.expect(seconds_by_phase(setup, without=(INPUTS, SOLVING)))
+        walk, _ = preflight(loaded, blocks, weights, uniform[0], segments[:1], options)
+        dealt = by_sensitivity(walk, uniform[0], room, resolved, segments, ALONE)
+        return [Advice.of(plan, dense, dealt.divergence(plan)) for plan in (dealt.plan, *uniform)]

@@ -1,0 +1,149 @@
+"""What training differentiates: the divergence of predictions, and a block of compressed layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hasslefree.core.gram import working_dtype
+from hasslefree.distributed import World
+from hasslefree.models.activations import Activations
+from hasslefree.models.calls import BlockCall, hooks
+from hasslefree.models.precision import computing
+from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers, unpacked_once
+
+# Entries of logits that are in float32 at a time.
+ENTRIES = 2**20
+# The least D of an input, over that of all inputs of the layer.
+LEAST_SCALE = 1e-3
+
+
+class Divergence(torch.autograd.Function):
+    """Σ over tokens of KL(softmax(target) ‖ softmax(logits)), a scalar; its gradient goes to the
+    logits alone.
+
+    Both are (tokens, vocabulary). A few rows at a time are in float32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, target: Tensor, logits: Tensor) -> Tensor:
+        total, gradient = (
+            torch.zeros((), dtype=working_dtype(logits), device=logits.device),
+            torch.empty_like(logits),
+        )
+        rows = max(ENTRIES // logits.shape[-1], 1)
+        for wanted, predicted, slope in zip(
+            target.split(rows), logits.split(rows), gradient.split(rows), strict=True
+        ):
+            p, q = finite_log_softmax(wanted), finite_log_softmax(predicted)
+            share = p.exp()
+            total += (p.sub_(q) * share).sum()
+            slope.copy_(q.exp_().sub_(share))
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[None, Tensor]:
+        [gradient] = ctx.saved_tensors
+        return None, gradient * outer[0].to(gradient.dtype)
+
+
+def finite_log_softmax(logits: Tensor) -> Tensor:
+    """In the working dtype. A model may rule tokens out with logits of −∞: their probability is
+    exactly zero.
+    """
+    logarithms = F.log_softmax(logits.to(working_dtype(logits)), -1)
+    return logarithms.clamp_min_(torch.finfo(logarithms.dtype).min)
+
+
+class BlockGraph:
+    """Hidden states through a block, with the graph for the backward pass. The block is `computing`
+    until `close`.
+    """
+
+    def __init__(self, block: nn.Module, call: BlockCall):
+        self.block, self.call = block, call
+        self.computing, self.merged = ExitStack(), ExitStack()
+
+    def run(self, states: Tensor) -> None:
+        """states: what enters the block, (segments, tokens, width)."""
+        self.computing.enter_context(computing(self.block, unpack=False))
+        layers = [
+            layer for layer in compressed_layers(self.block).values() if layer.weight.requires_grad
+        ]
+        with torch.enable_grad():
+            self.merged.enter_context(merged_for_gradients(layers))
+            self.leaf = states.detach().requires_grad_()
+            self.output = self.call.run(self.block, self.leaf)
+
+    def backward(self, gradients: Tensor) -> Tensor:
+        """The gradients with respect to the inputs of the block; those of its own values are in its
+        parameters.
+
+        Args:
+            gradients: with respect to its outputs. Both (segments, tokens, width).
+        """
+        leaf, output = self.leaf, self.output
+        del self.leaf, self.output
+        output.backward(gradients)
+        self.merged.close()
+        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+    def close(self) -> None:
+        self.merged.close()
+        self.computing.close()
+
+
+def input_scales(
+    block: nn.Module, call: BlockCall, hidden: Activations, world: World
+) -> dict[SparseLowRankLinear, Tensor]:
+    """D, (in,), of every compressed layer: the root mean square of each input, over that of all
+    inputs.
+    """
+    layers = list(compressed_layers(block).values())
+    squares = {
+        layer: torch.zeros(layer.in_features, device=layer.weight.device) for layer in layers
+    }
+
+    def add_squares(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        squares[layer].add_(args[0].flatten(0, -2).float().square().sum(0))  # type: ignore[index]
+
+    watching = hooks(layer.register_forward_pre_hook(add_squares) for layer in layers)
+    with computing(block), unpacked_once(block), watching, torch.no_grad():
+        for index in range(len(hidden)):
+            call.run(block, hidden[index])
+    for total in squares.values():
+        world.add(total)
+        total.div_(total.mean().clamp_min(torch.finfo(total.dtype).tiny)).sqrt_().clamp_min_(
+            LEAST_SCALE
+        )
+    return squares
+
+
+@contextmanager
+def merged_for_gradients(layers: Sequence[SparseLowRankLinear]) -> Iterator[None]:
+    """Within it, layers multiply by S + u v at once; at the end its gradient goes to values and
+    factors.
+    """
+    try:
+        sums = [merged_weight(layer) for layer in layers]
+        for layer, merged in zip(layers, sums, strict=True):
+            layer.merged_weight = merged.detach().requires_grad_()
+        yield
+        for layer, merged in zip(layers, sums, strict=True):
+            if layer.merged_weight is not None and layer.merged_weight.grad is not None:
+                merged.backward(layer.merged_weight.grad)
+    finally:
+        for layer in layers:
+            layer.merged_weight = None
+
+
+def merged_weight(layer: SparseLowRankLinear) -> Tensor:
+    """S + u v: (out, in)."""
+    sparse, factors = layer.unpacked(), layer.factors()
+    return sparse if factors is None else torch.addmm(sparse, *factors)

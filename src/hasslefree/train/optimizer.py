@@ -1,0 +1,232 @@
+"""What is trained of a compressed block, and in which units: float32 masters, which Adam moves.
+
+Adam moves every entry of a tensor about equally far. So that this moves the output of a layer
+equally far, S and v are trained in units of their inputs, S D and v D with D² the mean square of
+each input, and the scales of a grid in units of their group. What is stored are the masters,
+rounded:
+
+    values, u, v, biases    to the dtype of the model
+    scales and offsets      likewise. An offset is trained as the value of the middle code, offset +
+                            2^(bits − 1)·scale, so that a change of the scale moves no group as a
+                            whole. Codes and zeros are not trained.
+    u and v in eight bits   to codes, after every step; the gradient of a rounded factor stands for
+                            that of its master (straight-through, arXiv 1308.3432)
+    weights of norms        to the dtype of the model; they cost no bytes
+"""
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hasslefree.core.factors import nearest
+from hasslefree.core.gram import working_dtype
+from hasslefree.core.low_rank import LowRank
+from hasslefree.distributed import ALONE, World
+from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
+
+
+@dataclass(eq=False)
+class Variable:
+    """A tensor that is trained.
+
+    Args:
+        leaf: what the model computes with, and what has the gradient. start: of the master, in
+            units of `unit`.
+        store: writes a new value, in the working dtype, where the layer keeps it; None for the leaf
+            itself.
+        scale, middle: of an offset: the variable of its scale, and how many scales the master is
+            above the leaf.
+    """
+
+    leaf: Tensor
+    start: Tensor
+    unit: Tensor
+    store: Callable[[Tensor], None] | None = None
+    scale: "Variable | None" = None
+    middle: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.dtype = (
+            self.leaf.dtype
+        )  # that in which it is stored: the leaf is wider while its block is `computing`
+
+    def write(self, value: Tensor) -> None:
+        """Store a value, given in the units of the leaf."""
+        if self.scale is not None:
+            value = value - self.middle * self.scale.leaf.to(value.device, value.dtype)
+        if self.store is not None:
+            self.store(value.to(self.leaf.device))
+        else:
+            self.leaf.copy_(value.to(self.dtype))
+
+
+class Masters:
+    """Adam on float32 masters of what is trained of a block.
+
+    Args:
+        scales: D of each compressed layer.
+        learning_rate, betas, epsilon: of Adam; the rate at its peak, times the root mean square of
+            each tensor.
+        world: the processes whose gradients are added. fixed: ids of weights of norms that are not
+            trained.
+        device: of the masters, where Adam runs; None for that of the block.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        scales: Mapping[SparseLowRankLinear, Tensor],
+        learning_rate: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        epsilon: float = 1e-12,
+        world: World = ALONE,
+        device: torch.device | None = None,
+        fixed: Container[int] = (),
+    ):
+        self.variables, self.world = list(variables_of(block, scales, fixed)), world
+        self.units = [variable.unit.to(device) for variable in self.variables]
+        self.masters = [variable.start.to(device) for variable in self.variables]
+        for variable in self.variables:
+            del variable.start
+        sizes = {
+            variable: rms(master)
+            for variable, master in zip(self.variables, self.masters, strict=True)
+        }
+        self.peaks = [
+            learning_rate * sizes[variable.scale or variable] for variable in self.variables
+        ]
+        groups = [
+            {"params": [master], "lr": peak}
+            for master, peak in zip(self.masters, self.peaks, strict=True)
+        ]
+        # A block may have been left dense.
+        self.optimizer = (
+            torch.optim.Adam(groups, betas=betas, eps=epsilon, fused=True) if groups else None
+        )
+
+    @torch.no_grad()
+    def update(self, rate: float) -> None:
+        """One step of Adam with the gradients of the leaves, which have none afterwards. rate: over
+        the peak.
+        """
+        if self.optimizer is None:
+            return
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * rate
+        gradients = self.gradients()
+        for variable, master, unit in zip(self.variables, self.masters, self.units, strict=True):
+            master.grad = gradients[variable].to(master.device) / unit
+        self.optimizer.step()
+        for variable, master, unit in zip(self.variables, self.masters, self.units, strict=True):
+            variable.write(master / unit)
+            master.grad = None
+
+    def gradients(self) -> dict[Variable, Tensor]:
+        """Those of all processes, with respect to the masters in the units of the leaves."""
+        gradients = {}
+        for variable, master in zip(self.variables, self.masters, strict=True):
+            # No gradient is a gradient of zero, for every number of processes: one without a
+            # segment of the mini-batch has none to add, and a parameter that a mini-batch does not
+            # reach still moves by its momentum.
+            leaf = variable.leaf
+            gradient = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).to(master.dtype)
+            self.world.add(gradient)
+            gradients[variable], leaf.grad = gradient, None
+        for variable in self.variables:
+            if variable.scale is not None:
+                gradients[variable.scale] = (
+                    gradients[variable.scale] - variable.middle * gradients[variable]
+                )
+        return gradients
+
+
+def variables_of(
+    block: nn.Module, scales: Mapping[SparseLowRankLinear, Tensor], fixed: Container[int] = ()
+) -> Iterator[Variable]:
+    """What is trained of a block. scales: D of its layers; 1 for a layer that is not among them."""
+    for layer in compressed_layers(block).values():
+        scale = scales.get(layer, torch.ones(layer.in_features, device=layer.weight.device))
+        yield from variables_of_sparse(layer, scale)
+        yield from variables_of_factors(layer, scale)
+        if layer.bias is not None:
+            yield plain(layer.bias)
+    yield from (
+        plain(weight)
+        for weight in norms(block)
+        if id(weight) not in fixed and compressed_layers(block)
+    )
+
+
+def plain(leaf: Tensor, unit: Tensor | None = None) -> Variable:
+    """A tensor that is stored as it is, in these units, or in none."""
+    unit = torch.ones((), device=leaf.device) if unit is None else unit
+    return Variable(leaf, leaf.detach().to(working_dtype(leaf), copy=True) * unit, unit)
+
+
+def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[Variable]:
+    """The values of S, or its scales and offsets. scale: D, (in,)."""
+    if (grid := layer.spec.grid) is None:
+        if layer.values.numel():
+            unit = (
+                scale.expand(layer.spec.shape).masked_select(layer.support()).view_as(layer.values)
+            )
+            yield plain(layer.values, unit)
+        return
+    stored = layer.get_parameter("weight_scale")
+    unit = scale.view(stored.shape[1], -1).square().mean(1).sqrt()
+    yield (steps := plain(stored, unit))
+    if grid.offset:
+        offset, middle = layer.get_parameter("weight_offset"), (grid.top + 1) / 2
+        start = plain(offset, unit).start + middle * steps.start
+        yield Variable(offset, start, unit, scale=steps, middle=middle)
+
+
+def variables_of_factors(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[Variable]:
+    """u and v. scale: D, (in,)."""
+    if (factors := layer.factors()) is None:
+        return
+    u, v = (factor.detach().to(working_dtype(factor)) for factor in factors)
+    if layer.spec.factor_bits is None:
+        assert layer.low_rank_u is not None
+        assert layer.low_rank_v is not None
+        balanced, one = LowRank(u, v * scale).balanced(), torch.ones((), device=u.device)
+        yield Variable(layer.low_rank_u, balanced.u, one)
+        yield Variable(layer.low_rank_v, balanced.v, scale)
+        return
+    # Not balanced: they are mixed so that rounding costs little.
+    for name, leaf, unit in (("low_rank_u", u, torch.ones_like(u[0, 0])), ("low_rank_v", v, scale)):
+        leaf = leaf.clone().requires_grad_()
+        layer.wide_factors[name] = leaf
+        yield Variable(leaf, leaf.detach() * unit, unit, coded(layer, name, leaf))
+
+
+def coded(layer: SparseLowRankLinear, name: str, leaf: Tensor) -> Callable[[Tensor], None]:
+    """What rounds a factor to codes, stores them in the layer, and their values in the leaf."""
+
+    def store(value: Tensor) -> None:
+        codes, scale = layer.get_buffer(name), layer.get_parameter(f"{name}_scale")
+        rows = nearest(value, layer.weight.dtype)
+        codes.copy_(rows.codes)
+        scale.copy_(rows.scale)
+        leaf.copy_(rows.values())
+
+    return store
+
+
+def norms(block: nn.Module) -> Iterator[nn.Parameter]:
+    """The weights of the norms of a block: modules that are called so, with a vector."""
+    for module in block.modules():
+        weight = getattr(module, "weight", None)
+        if (
+            "norm" in type(module).__name__.lower()
+            and isinstance(weight, nn.Parameter)
+            and weight.ndim == 1
+        ):
+            yield weight
+
+
+def rms(tensor: Tensor) -> float:
+    """The root mean square of the entries."""
+    return tensor.square().mean().sqrt().item()

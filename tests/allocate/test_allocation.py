@@ -1,0 +1,163 @@
+"""Budgets moved between the layers of a model."""
+
+import dataclasses
+import filecmp
+from itertools import pairwise
+
+import pytest
+import torch
+
+import hasslefree
+from hasslefree import Gram, Recipe
+from hasslefree.allocate.allocation import choice_of
+from hasslefree.checkpoint.record import Record
+from hasslefree.core.patterns import SemiStructured, Unstructured
+from hasslefree.errors import BudgetError, RecipeError
+from hasslefree.models.blocks import find_blocks
+from hasslefree.planning.plan import LayerPlan, make_plan
+from tests import oracles
+from tests.listeners import by_layer
+from tests.tiny_models import build, segments, tensors_of
+
+BY_ERROR = [
+    Recipe(rank=8, rounds=3, allocate="error"),
+    Recipe(pattern="unstructured", ratio=0.5, rank_share=0.4, rounds=3, allocate="error"),
+    Recipe(rank=8, rounds=3, allocate="error", factor_bits=8),
+]
+
+
+def uniform(recipe):
+    """Name → plan of the uniform budget."""
+    blocks = find_blocks(build("llama"))
+    plan = make_plan(blocks, recipe.resolve(with_text=False))
+    return {f"{blocks.prefix(i)}.{name}": layer for i, plans in enumerate(plan) for name, layer in plans.items()}
+
+
+@pytest.mark.parametrize("recipe", BY_ERROR, ids=["2:4", "unstructured", "2:4, int8 factors"])
+def test_the_bytes_are_those_of_the_uniform_plan(recipe, tmp_path):
+    """Oracle: the bytes of the tensors in both folders."""
+    reports = {}
+    for name in ("uniform", "error"):
+        settings = dataclasses.replace(recipe, allocate=name)
+        reports[name] = hasslefree.compress(build("llama"), tmp_path / name, settings, segments=segments())
+    size = {name: sum(t.nbytes for t in tensors_of(tmp_path / name).values()) for name in reports}
+    dearest = 4 * (32 + 48) if recipe.factor_bits is None else 32 + 48 + 4
+    assert size["uniform"] - dearest < size["error"] <= size["uniform"]
+    before = {layer.name: layer for layer in reports["uniform"].layers}
+    moved = [layer.spec.rank - before[layer.name].spec.rank for layer in reports["error"].layers]
+    assert min(moved) < 0 < max(moved)
+    assert reports["uniform"].sensitivities is None
+    for layer in reports["error"].layers:
+        was = before[layer.name]
+        assert was.spec.rank // 2 <= layer.spec.rank <= 2 * was.spec.rank
+        assert was.spec.nonzeros // 2 <= layer.spec.nonzeros <= 2 * was.spec.nonzeros
+
+
+def test_no_layer_grows_beyond_the_dense_one(tmp_path):
+    """k_proj and v_proj, 8×32 at 2:4, take 544 bytes for S and 160 for a rank, of 1,024: there is room for three."""
+    model = build("llama", num_key_value_heads=1)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight *= 10  # others that matter have no such bound
+    recipe = dataclasses.replace(BY_ERROR[0], rank=2)
+    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
+    assert max(layer.spec.rank for layer in report.layers if layer.spec.shape[0] == 8) == 3
+    assert max(layer.spec.rank for layer in report.layers) == 4
+    assert all(layer.bytes <= layer.dense_bytes for layer in report.layers)
+
+
+@pytest.mark.parametrize("recipe", BY_ERROR[:2], ids=["2:4", "unstructured"])
+def test_a_layer_with_nothing_to_lose_keeps_the_least(recipe, tmp_path):
+    """Its weight is sparser than any pattern asks for."""
+    model = build("llama")
+    name = "model.layers.1.mlp.up_proj"
+    with torch.no_grad():
+        weight = model.get_submodule(name).weight
+        weight *= SemiStructured(1, 8).mask(weight.square())
+    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
+    ranks = {layer.name: layer.spec.rank for layer in report.layers}
+    plans = uniform(recipe)
+    assert ranks[name] == plans[name].spec.rank // 2
+    assert sum(ranks[other] > plan.spec.rank for other, plan in plans.items()) > 3
+    assert list(report.sensitivities) == [layer.name for layer in report.layers]
+    assert [layer for layer, value in report.sensitivities.items() if value == 0] == [name]
+    assert Record.from_json((tmp_path / "out/compression.json").read_text()).sensitivities == report.sensitivities
+
+
+@pytest.mark.parametrize("recipe", BY_ERROR[:2], ids=["2:4", "unstructured"])
+def test_what_does_not_reach_the_output_of_the_block_counts_for_nothing(recipe, tmp_path):
+    """Behind a down_proj of zeros, errors of gate_proj and up_proj are lost, however large they are."""
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.zero_()
+    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
+    found = {layer.name: layer for layer in report.layers}
+    for name in ("gate_proj", "up_proj"):
+        layer, plan = found[f"model.layers.1.mlp.{name}"], uniform(recipe)[f"model.layers.1.mlp.{name}"]
+        assert layer.relative_error > 0.01
+        assert (layer.spec.rank, layer.spec.nonzeros <= plan.spec.nonzeros) == (plan.spec.rank // 2, True)
+
+
+@pytest.mark.parametrize("pattern", [SemiStructured(2, 4), Unstructured(200)])
+def test_what_a_step_would_undo(pattern):
+    """Oracle: shares of the squared singular values of R H^½, and of the scores that were removed, in float64."""
+    weight, h = (part.double() for part in oracles.problem(24, 32))
+    plan = LayerPlan.of((24, 32), pattern, 2, torch.float32)
+    sparse = weight * pattern.mask(weight.square())
+    choice = choice_of(weight.float(), sparse.float(), Gram(h.float(), 1), plan).weighed(0.6)
+    values = torch.linalg.svdvals((weight - sparse) @ torch.linalg.cholesky(h)).square()
+    torch.testing.assert_close(choice.curves[0].gains, 0.6 * (values / values.sum())[1:4], rtol=1e-4, atol=1e-8)
+    assert choice.curves[0].cost == 4 * (24 + 32)
+    if len(choice.curves) == 2:
+        scores = (weight.square() * h.diagonal()).flatten().sort(descending=True).values
+        expected = 0.6 * (scores / scores[200:].sum())[100:400]
+        torch.testing.assert_close(choice.curves[1].gains, expected, rtol=1e-4, atol=1e-8)
+        assert choice.curves[1].cost == 4
+        assert choice.plan(3, 5).spec.nonzeros == 105
+    assert choice.plan(3, 0).spec.rank == 4
+
+
+def test_a_step_costs_what_it_adds_to_the_bytes():
+    """Oracle: the bytes of the plans. The scales of u are in the first rank, which is therefore not given up."""
+    weight, h = oracles.problem(24, 32)
+    sparse = weight * SemiStructured(2, 4).mask(weight.square())
+    for rank in (0, 1, 2, 5):
+        plan = LayerPlan.of((24, 32), SemiStructured(2, 4), rank, torch.bfloat16, factor_bits=8)
+        choice = choice_of(weight.bfloat16(), sparse, Gram(h, 1), plan)
+        assert choice.plan(0).spec.rank == {0: 0, 1: 1, 2: 1, 5: 2}[rank]
+        steps = [choice.plan(step).bytes for step in range(len(choice.curves[0].gains) + 1)]
+        assert [later - one for one, later in pairwise(steps)] == [24 + 32 + 2] * (len(steps) - 1)
+        assert choice.plan(0).spec.factor_bits == (8 if rank else None)
+
+
+def test_factors_in_eight_bits_where_the_ratio_leaves_no_rank_are_refused():
+    assert {layer.spec.rank for layer in uniform(Recipe(ratio=0.5)).values()} == {0}
+    with pytest.raises(BudgetError, match="with rank 0 there are none; give a rank"):
+        uniform(Recipe(ratio=0.5, factor_bits=8))
+
+
+def test_a_run_that_ended_early_goes_on_to_the_same_bytes(tmp_path):
+    def run(out, **options):
+        hasslefree.compress(build("llama"), tmp_path / out, BY_ERROR[0], segments=segments(), **options)
+
+    def stop(report, done, total):
+        if done == total:
+            raise KeyboardInterrupt
+
+    run("whole")
+    with pytest.raises(KeyboardInterrupt):
+        run("out", progress=by_layer(stop))
+    run("out", resume=True)
+    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert filecmp.cmpfiles(tmp_path / "whole", tmp_path / "out", names, shallow=False)[0] == names
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"allocate": "fair"}, "allocate must be 'uniform' or 'error', got 'fair'"),
+        ({"allocate": "error", "rank": 0}, "none to move \\(pattern 2:4\\): give a rank"),
+    ],
+)
+def test_wrong_allocations(changes, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe(**{"rank": 4} | changes).resolve(with_text=False)

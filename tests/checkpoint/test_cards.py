@@ -1,0 +1,81 @@
+"""The model card of a compressed folder: the licence, the figure and the command."""
+
+import re
+
+import pytest
+import yaml
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.checkpoint.card import FIGURE, base_licence
+from tests.tiny_models import build, segments
+
+LICENCES = {
+    "license: apache-2.0": {"license": "apache-2.0"},
+    "license: other\nlicense_name: mine\nlicense_link: https://x.example/l": {
+        "license": "other", "license_name": "mine", "license_link": "https://x.example/l",
+    },
+    "license: [a, b]\nbase_model: x": {},
+    "license: {": {},
+    "- a list": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("front", "expected"), LICENCES.items())
+def test_the_licence_is_what_the_card_of_the_base_model_says(tmp_path, front, expected):
+    (tmp_path / "README.md").write_text(f"---\n{front}\n---\n\n# A model\n\nlicense: none of this\n")
+    assert base_licence(str(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("odd", ["tags: 5", "1: x", "self: 3", "eval_results: 3"])
+def test_what_else_a_card_says_does_not_matter(tmp_path, odd):
+    (tmp_path / "README.md").write_text(f"---\nlicense: mit\n{odd}\n---\n")
+    assert base_licence(str(tmp_path)) == {"license": "mit"}
+
+
+def test_no_card_no_licence(tmp_path):
+    assert base_licence(str(tmp_path)) == {}
+    (tmp_path / "README.md").write_text("license: in no front matter\n---\nlicense: mit\n---\n")
+    assert base_licence(str(tmp_path)) == {}
+
+
+def front_of(card):
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_the_card_of_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    build("llama").save_pretrained("base")
+    (tmp_path / "base/README.md").write_text("---\nlicense: other\nlicense_name: 'a: |b'\n---\n")
+    hasslefree.compress("base", "out", Recipe(method="wanda"), segments=segments(), tokenizer=Nothing(), device="cpu")
+    card = (tmp_path / "out/README.md").read_text()
+    assert front_of(card)["license_name"] == "a: |b"
+    assert r"that of the base model, `base`: a: \|b." in card
+    assert re.findall(r"!\[.*\]\((.*)\)", card) == [FIGURE]
+    assert (tmp_path / "out" / FIGURE).read_bytes().startswith(b"\x89PNG")
+    assert "given from Python" in card
+
+
+def test_the_card_says_what_was_trained_afterwards(tmp_path):
+    for name, fields in {"fitted": {}, "trained": {"match_predictions": 32}}.items():
+        recipe = Recipe(rank=2, method="eora", **fields)
+        report = hasslefree.compress(build("llama"), tmp_path / name, recipe, segments=segments())
+        card = (tmp_path / name / "README.md").read_text()
+        assert ("The errors were measured before this training" in card) == bool(fields)
+    found = report.predictions
+    assert "the predictions of the dense model on 32 tokens." in card
+    assert all(f"{found[name]:.4f}" in card.partition("divergence")[2] for name in ("before", "after"))
+
+
+def test_a_model_without_a_card_says_so(tmp_path):
+    hasslefree.compress(build("llama"), tmp_path / "out", Recipe(method="wanda"), segments=segments())
+    card = (tmp_path / "out/README.md").read_text()
+    assert "license" not in front_of(card)
+    assert "look it up before you pass this model on" in card
+
+
+class Nothing:
+    """A tokenizer that writes nothing."""
+
+    def save_pretrained(self, folder):
+        pass

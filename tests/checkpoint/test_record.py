@@ -1,0 +1,63 @@
+"""The totals of a report."""
+
+import dataclasses
+import json
+
+import pytest
+
+from hasslefree.checkpoint.record import LayerRecord, Record
+from hasslefree.errors import CheckpointError
+from hasslefree.packed.spec import LayerSpec
+
+
+def test_the_totals_by_hand():
+    layers = (
+        LayerRecord("a.q", LayerSpec("2:4", (4, 8), 2, 16), 0.1, 0.09, 1.0, bytes=50, dense_bytes=64),
+        LayerRecord("b.q", LayerSpec("2:4", (6, 8), 0, 24), 0.4, 0.39, 2.0, bytes=60, dense_bytes=96),
+    )
+    report = Record("m", {}, "Prune()", {}, "cpu", "float32", 8, 8, 3.0, layers)
+    assert [layer.spec.parameters for layer in layers] == [16 + 2 * 12, 24]
+    assert (report.kept_parameters, report.dense_parameters) == (64, 80)
+    assert report.kept_share == 0.8
+    assert report.mean_relative_error == pytest.approx(0.25)
+    stored = json.loads(report.to_json())
+    assert stored["kept_parameters"] == 64
+    assert (stored["stored_bytes"], stored["dense_bytes"]) == (110, 160)
+    timed = [layer | {"seconds": seconds} for layer, seconds in zip(stored["layers"], (1.0, 2.0), strict=True)]
+    assert tuple(LayerRecord.from_dict(layer) for layer in timed) == layers
+    assert "seconds" not in report.to_json()
+
+
+def test_a_summary_by_hand():
+    layers = tuple(
+        LayerRecord(name, LayerSpec("2:4", (4, 8), 2, 16), error, error, 1.0, bytes=500, dense_bytes=1000)
+        for name, error in {"a.q": 0.012, "b.<i>": 0.4, "c.q\x1b": 0.003, "d.q": 0.0001}.items()
+    )
+    held_out = {"dense": 22.704, "compressed": 25.1, "segments": 8}
+    report = Record("m", {"calibration": "c4"}, "", {}, "cpu", "float32", 512, 8, 660.0, layers, held_out=held_out)
+    report = dataclasses.replace(report, other_bytes=2000)
+    assert report.summary().splitlines() == [
+        "all weights        6.0 kB → 4.0 kB (67 %)",
+        "compressed layers  4.0 kB → 2.0 kB (50 %)",
+        "perplexity         22.70 → 25.10 (+10.6 %)",
+        "                   on 8 × 512 held-out tokens of the calibration text;",
+        "                   text of other kinds may lose more",
+        "lost most          40 % of the output of b.<i>",
+        "                   1.2 % of the output of a.q",
+        r"                   0.3 % of the output of c.q\x1b",
+        "time               11 min",
+    ]
+    page = report._repr_html_()
+    assert "<td>22.70 → 25.10 (+10.6 %)<br>on 8 × 512 held-out" in page
+    assert "b.&lt;i&gt;<br>" in page
+    assert "<i>" not in page
+    assert "\x1b" not in page
+
+
+def test_a_method_may_come_upon_nan_on_its_way():
+    """A run is not lost for it; only the report, which would draw it, refuses it."""
+    layer = LayerRecord("a.q", LayerSpec("2:4", (4, 8), 2, 16), 0.1, 0.09, 1.0, history=(0.5, float("nan"), 0.1))
+    assert LayerRecord.from_dict(layer.to_dict()).history[2] == 0.1
+    report = Record("m", {}, "Prune()", {}, "cpu", "float32", 8, 8, 3.0, (layer,))
+    with pytest.raises(CheckpointError, match=r"the errors by round of a\.q contain NaN or Inf"):
+        Record.from_json(report.to_json())

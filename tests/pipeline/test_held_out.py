@@ -1,0 +1,252 @@
+"""Perplexity on text that was held out, before and after a compression."""
+
+import dataclasses
+import json
+import math
+import multiprocessing
+import os
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+import hasslefree
+from hasslefree import Recipe
+from hasslefree.checkpoint.resume import Unfinished
+from hasslefree.demo.run import MODEL
+from hasslefree.models.load import load_on_disk
+from hasslefree.pipeline import held_out
+from hasslefree.texts import calibration_documents, disjoint_segments, draw_segments
+from tests.listeners import by_layer
+from tests.sharing import free_port
+from tests.tiny_models import build, tensors_of
+
+SEQLEN = 16
+
+
+class Numbers:
+    """A tokenizer of numbers."""
+
+    chat_template, bos_token_id = None, 1
+
+    def __call__(self, text, **options):
+        return {"input_ids": numbers(text)}
+
+    def save_pretrained(self, folder):
+        pass
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """For `fast`, on a text of 60 documents of random numbers."""
+    documents = torch.randint(3, 64, (60, 3 * SEQLEN), generator=torch.Generator().manual_seed(1)).tolist()
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": " ".join(map(str, document))}) + "\n" for document in documents))
+    return Recipe(rank=2, method="eora", calibration=str(file), samples=8, seqlen=SEQLEN)
+
+
+def compress(out, recipe, model=None, **options):
+    options = {"tokenizer": Numbers()} | options
+    return hasslefree.compress(build("llama") if model is None else model, out, recipe, **options)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The segments that checks run."""
+    found, make = [], held_out.Check.__init__
+    monkeypatch.setattr(held_out.Check, "__init__", lambda self, *args: found.append(args[1]) or make(self, *args))
+    return found
+
+
+def transformers_perplexity(model, segments):
+    """Oracle: the loss that transformers takes of the same tokens, the mean of all of them."""
+    with torch.no_grad():
+        losses = [model(input_ids=segment[None], labels=segment[None]).loss.item() for segment in segments]
+    return math.exp(sum(losses) / len(losses))
+
+
+@pytest.mark.parametrize("rows", [256, 5])
+@pytest.mark.parametrize(
+    ("family", "fields"), [("llama", {}), ("llama", {"match_predictions": 256}), ("gemma4_text", {})]
+)
+def test_the_perplexities_are_those_of_transformers(family, fields, rows, recipe, read, tmp_path, monkeypatch):
+    monkeypatch.setattr(held_out, "ROWS", rows)
+    model = build(family)
+    model.get_output_embeddings().weight.data *= 30  # else all predictions are nearly uniform
+    model.save_pretrained(tmp_path / "dense")
+    recipe = dataclasses.replace(recipe, **fields)
+    report = compress(tmp_path / "out", recipe, tmp_path / "dense", device="cpu")
+    found, trained = report.held_out, report.predictions
+    assert not fields or trained["after"] < trained["before"]
+    assert found["segments"] == len(read[0]) == held_out.SEGMENTS
+    for name, folder in {"dense": "dense", "compressed": "out"}.items():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert found[name] == pytest.approx(transformers_perplexity(model, read[0]), rel=1e-5), name
+    assert found["dense"] != pytest.approx(found["compressed"], rel=1e-4)
+    assert json.loads((tmp_path / "out" / "compression.json").read_text())["held_out"] == found
+
+
+@pytest.mark.parametrize("fields", [{}, {"match_predictions": 64}])
+def test_the_weights_are_the_same_without_it(fields, recipe, tmp_path):
+    recipe = dataclasses.replace(recipe, **fields)
+    compress(tmp_path / "with", recipe)
+    assert compress(tmp_path / "without", dataclasses.replace(recipe, check=False)).held_out is None
+    one, other = tensors_of(tmp_path / "with"), tensors_of(tmp_path / "without")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
+
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=6)
+
+
+@given(LENGTHS, st.integers(1, 6), st.integers(2, 12), st.integers(0, 9))
+def test_held_out_windows_repeat_nothing(lengths, samples, seqlen, seed):
+    """Oracle: every token is another one, so its number says where it is from."""
+    documents = [list(range(1000 * i, 1000 * i + length)) for i, length in enumerate(lengths)]
+    text = [" ".join(map(str, document)) for document in documents]
+    if sum(length for length in lengths if length >= seqlen) < samples * seqlen:
+        return
+    used = draw_segments(text, numbers, samples, seqlen, seed)
+    windows = disjoint_segments(text, numbers, 1000, seqlen, seed, used)
+    run, seen = max(seqlen // 2, 1), {*used.flatten().tolist()}
+    for window in windows.tolist():
+        assert window == list(range(window[0], window[0] + seqlen))
+        repeated = [token in seen for token in window]
+        assert not any(all(repeated[i : i + run]) for i in range(seqlen - run + 1))
+    assert len({*windows.flatten().tolist()}) == windows.numel()
+    left = [part for document in documents for part in unused(document, seen | {*windows.flatten().tolist()})]
+    assert all(len(part) < seqlen * (2 if int(part[0]) % 1000 == 0 else 1) for part in left if part), "all that is free"
+
+
+def test_no_text_that_was_used_is_held_out(recipe, read, tmp_path):
+    """Oracle: the segments themselves, drawn again from a text that has few more."""
+    recipe = dataclasses.replace(recipe, calibration=f"{recipe.calibration}[:12]", match_predictions=64)
+    compress(tmp_path / "out", recipe)
+    documents = calibration_documents(recipe.calibration)
+    drawn = draw_segments(documents, numbers, recipe.samples, SEQLEN, recipe.seed)
+    used = {run for segment in [*drawn, *disjoint_segments(documents, numbers, 5, SEQLEN, 0)] for run in runs(segment)}
+    assert 0 < len(read[0]) < held_out.SEGMENTS
+    assert not used & {run for segment in read[0] for run in runs(segment)}
+
+
+def numbers(text):
+    return [int(word) for word in text.split()]
+
+
+def runs(segment, length=SEQLEN // 2):
+    return [tuple(segment[i : i + length].tolist()) for i in range(len(segment) - length + 1)]
+
+
+def test_no_more_than_one_block_is_in_memory(recipe, tmp_path, monkeypatch):
+    build("llama", num_hidden_layers=3).save_pretrained(tmp_path / "dense")
+    models, seen, load, run = [], [], load_on_disk, held_out.run_block
+    monkeypatch.setattr(
+        "hasslefree.pipeline.inputs.load_on_disk", lambda *args: models.append(load(*args)) or models[0]
+    )
+
+    def look(*args):
+        present = [name for name, parameter in models[0].named_parameters() if not parameter.is_meta]
+        seen.append({name.split(".")[2] for name in present})
+        run(*args)
+
+    monkeypatch.setattr(held_out, "run_block", look)
+    compress(tmp_path / "out", recipe, tmp_path / "dense", device="cpu")
+    assert seen == [{"0"}, {"0"}, {"1"}, {"1"}, {"2"}, {"2"}]
+
+
+def unused(document, seen):
+    """The stretches of a document between tokens that were seen."""
+    text = " ".join("|" if token in seen else str(token) for token in document)
+    return [part.split() for part in text.split("|")]
+
+
+@pytest.mark.parametrize("after", [8, None])
+@pytest.mark.parametrize("fields", [{}, {"match_predictions": 64}])
+def test_a_resumed_run_measures_the_same(fields, after, recipe, tmp_path, monkeypatch):
+    """Oracle: the folder of an uninterrupted run. None: the run stops once all blocks are written, or trained."""
+    recipe = dataclasses.replace(recipe, **fields)
+    compress(tmp_path / "whole", recipe)
+
+    def stop(*args):
+        if after is None or args[1] == after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if after is None:
+            patched.setattr(Unfinished, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            compress(tmp_path / "out", recipe, progress=by_layer(stop) if after else None)
+    compress(tmp_path / "out", recipe, resume=True)
+    for file in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def process(rank, port, out, recipe):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    report = compress(out, recipe)
+    stored = json.loads((out / "compression.json").read_text())["held_out"] if rank == 0 else report.held_out
+    assert report.held_out == stored is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+@pytest.mark.parametrize("fields", [{}, {"match_predictions": 64}])
+def test_several_processes_measure_what_one_does(fields, recipe, tmp_path):
+    """Oracle: one process. Sums are rounded in another order, and so are the weights."""
+    recipe = dataclasses.replace(recipe, **fields)
+    context, port = multiprocessing.get_context("fork"), free_port()
+    started = [context.Process(target=process, args=(rank, port, tmp_path / "many", recipe)) for rank in range(2)]
+    for each in started:
+        each.start()
+    for each in started:
+        each.join(120)
+    assert [each.exitcode for each in started] == [0, 0]
+    one = compress(tmp_path / "one", recipe).held_out
+    many = json.loads((tmp_path / "many" / "compression.json").read_text())["held_out"]
+    assert many["dense"] == pytest.approx(one["dense"], rel=1e-6)
+    assert many["compressed"] == pytest.approx(one["compressed"], rel=1e-2)
+
+
+def test_text_that_the_model_writes_is_held_out_too(recipe, read, tmp_path):
+    report = hasslefree.compress(
+        MODEL, tmp_path / "out", dataclasses.replace(recipe, calibration="self", method="wanda", rank=0), device="cpu"
+    )
+    assert 1 < report.held_out["dense"] < report.held_out["compressed"]
+    assert "held-out tokens that the model wrote itself" in report.summary()
+    assert len(read[0]) == held_out.SEGMENTS
+
+
+def too_short(recipe):
+    return dataclasses.replace(recipe, calibration=f"{recipe.calibration}[:1]", samples=1, seqlen=48), {}
+
+
+def no_check(recipe):
+    return dataclasses.replace(recipe, check=False), {}
+
+
+def given_tokens(recipe):
+    return recipe, {"segments": torch.arange(3, 35).view(2, 16)}
+
+
+def no_head(recipe):
+    return recipe, {"model": build("llama").model}
+
+
+def nothing_finite(recipe):
+    model = build("llama")
+    model.lm_head.weight.data *= 1e38
+    return recipe, {"model": model}
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [(too_short, "not measured (too little text, or no output head)"), (no_check, "not measured (switched off)"),
+     (given_tokens, "not measured (the calibration tokens were given from Python)"),
+     (no_head, "not measured (too little text, or no output head)"), (nothing_finite, "not finite → not finite")],
+)  # fmt: skip
+def test_a_summary_says_why_there_is_none(case, said, recipe, tmp_path):
+    recipe, options = case(recipe)
+    report = compress(tmp_path / "out", recipe, **options)
+    assert said in report.summary()

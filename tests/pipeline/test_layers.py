@@ -1,0 +1,77 @@
+"""Layers where memory runs out: once more with an empty cache, then an error that names the layer and the remedies."""
+
+import logging
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import hasslefree
+from hasslefree import Joint, Recipe
+from hasslefree.core.protocols import Method
+from hasslefree.errors import MemoryShortError
+from hasslefree.pipeline import compress as driver
+from hasslefree.pipeline import layers
+from tests.tiny_models import build, segments
+
+
+@dataclass(frozen=True)
+class Short(Method):
+    """`joint` on a device that runs out of memory while it prepares, and while it solves, so many times."""
+
+    preparing: list[int] = field(default_factory=list)
+    solving: list[int] = field(default_factory=list)
+
+    def prepare(self, gram):
+        return self._after(self.preparing, Joint(rounds=2, sweeps=0).prepare, gram)
+
+    def solve(self, weight, *rest):
+        return self._after(self.solving, Joint(rounds=2, sweeps=0).solve, weight, *rest)
+
+    def _after(self, times, call, *arguments):
+        if times:
+            times.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return call(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("preparing", "factorise the Gram matrix .XᵀX of the layers' 32 inputs."), ("solving", "solve a layer of 32×32")],
+)
+def test_memory_that_runs_out_is_logged_and_tried_again_and_then_named(kind, message, tmp_path, monkeypatch, caplog):
+    method = Short(**{kind: [1]})
+    monkeypatch.setattr("hasslefree.recipe.resolved.method_of", lambda recipe: method)
+    with caplog.at_level(logging.WARNING):
+        hasslefree.compress(build("llama"), tmp_path / "one", Recipe(rank=2), segments=segments())
+    assert "CUDA out of memory" in caplog.text
+    getattr(method, kind)[:] = [1, 1]
+    with pytest.raises(
+        MemoryShortError, match=rf"memory on cpu to {message}; use activations='cpu', .*model\.layers\.0"
+    ):
+        hasslefree.compress(build("llama"), tmp_path / "two", Recipe(rank=2), segments=segments())
+
+
+@pytest.mark.parametrize(("allocate", "weighted"), [("error", True), ("uniform", False)])
+def test_layers_are_fitted_with_the_weights_of_their_outputs(allocate, weighted, tmp_path, monkeypatch):
+    """Oracle: what the allocation measured, by the names of all layers."""
+    measured, given = {}, []
+    solve, find = layers.solve_with_room, driver.by_sensitivity
+
+    def remembered(*args):
+        allocation = find(*args)
+        measured.update(allocation.output_weights)
+        return allocation
+
+    def solved(weight, gram, method, *rest):
+        given.append(getattr(method, "weights", None))
+        return solve(weight, gram, method, *rest)
+
+    monkeypatch.setattr(driver, "by_sensitivity", remembered)
+    monkeypatch.setattr(layers, "solve_with_room", solved)
+    recipe = Recipe(rank=2, effort="fast", allocate=allocate)
+    record = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments(6))
+    names = [layer.name for layer in record.layers]
+    assert (set(measured) == set(names)) == weighted
+    expected = [measured[name] if weighted else None for name in names]
+    assert all(one is other if other is None else one.equal(other) for one, other in zip(given, expected, strict=True))

@@ -1,0 +1,193 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasslefree.errors import CalibrationError, UnknownNameError
+from hasslefree.models.tokenizer import encode as encode_whole
+from hasslefree.texts import (
+    MOST_SHORT,
+    calibration_documents,
+    check_text,
+    disjoint_segments,
+    draw_segments,
+    evaluation_text,
+)
+
+
+def encode(text):
+    return [int(word) for word in text.split()]
+
+
+def document(start, length):
+    return " ".join(map(str, range(start, start + length)))
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 10), st.integers(2, 12), st.integers(0, 99)
+)
+def test_segments_are_windows_of_documents_that_are_long_enough(lengths, samples, seqlen, seed):
+    documents = [document(1000 * i, length) for i, length in enumerate(lengths)]
+    have = sum(length for length in lengths if length >= seqlen)
+    try:
+        segments = draw_segments(documents, encode, samples, seqlen, seed)
+    except CalibrationError as error:
+        assert have < samples * seqlen
+        assert (f"have {have} in total" if have else f"the longest of {len(lengths)} has {max(lengths)}") in str(error)
+        assert not have or f"= {samples * seqlen} tokens are needed" in str(error)
+        return
+    assert segments.shape == (samples, seqlen)
+    for segment in segments.tolist():
+        index, start = divmod(segment[0], 1000)
+        assert segment == list(range(segment[0], segment[0] + seqlen))
+        assert start + seqlen <= lengths[index]
+    assert torch.equal(segments, draw_segments(documents, encode, samples, seqlen, seed))
+
+
+def test_every_window_can_be_drawn_and_documents_are_not_repeated_while_there_are_others():
+    starts = {int(draw_segments([document(0, 8)], encode, 1, 6, seed)[0, 0]) for seed in range(60)}
+    assert starts == {0, 1, 2}
+    segments = draw_segments([document(1000 * i, 8) for i in range(10)], encode, 10, 8, seed=1)
+    assert sorted(segments[:, 0].tolist()) == [1000 * i for i in range(10)]
+
+
+def test_local_files(tmp_path):
+    text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    text.write_text("one\n\ntwo")
+    lines.write_text('{"text": "one"}\n\n{"text": "two\\u2028x", "other": 1}\n{"text": "three"}\n')
+    assert calibration_documents(str(text)) == ["one\n\ntwo"]
+    assert calibration_documents(str(lines)) == ["one", "two\u2028x", "three"]
+    assert calibration_documents(f"{lines}[1:]") == ["two\u2028x", "three"]
+    assert calibration_documents(f"{lines}[:1]") == ["one"]
+    assert evaluation_text(f"{lines}[0:2]") == "one\n\ntwo\u2028x"
+
+
+def test_errors(tmp_path):
+    empty, broken, no_field = tmp_path / "e.txt", tmp_path / "b.jsonl", tmp_path / "n.jsonl"
+    empty.write_text(" \n")
+    broken.write_text('{"text": "fine"}\n{"text": \n')
+    no_field.write_text('{"content": "x"}\n')
+    for name, kind, message in [
+        (str(tmp_path / "missing.txt"), CalibrationError, "does not exist"),
+        (str(empty), CalibrationError, "is empty"),
+        (str(broken), CalibrationError, "line 2: expected a JSON object"),
+        (str(no_field), CalibrationError, 'line 1.*field "text"'),
+        (f"{broken}", CalibrationError, "line 2"),
+        ("wikitext", UnknownNameError, "Did you mean 'wikitext2'"),
+    ]:
+        with pytest.raises(kind, match=message):
+            check_text(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "calibration", "evaluation", "joiner"),
+    [
+        ("c4", "text", "c4-train.00000-of-01024", "c4-validation.00000-of-00008", " "),
+        ("wikitext2", "text", "train", "test", "\n\n"),
+        ("ptb", "sentence", "train/0000.parquet", "test/0000.parquet", " "),
+    ],
+)
+def test_hub_texts(monkeypatch, name, field, calibration, evaluation, joiner):
+    """The texts of SparseGPT's experiments: trained on the first shard or the train split, measured on the held-out."""
+    asked = []
+
+    def load_dataset(**arguments):
+        asked.append(" ".join(arguments.values()))
+        return {field: [f"{len(asked)}-{i}" for i in range(1200)]}
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    documents = calibration_documents(name)
+    assert calibration in asked[0]
+    lines = [f"1-{i}" for i in range(1200)]
+    assert list(documents) == (lines if name == "c4" else [joiner.join(lines)])
+    text = evaluation_text(name)
+    assert evaluation in asked[1]
+    assert calibration not in asked[1]
+    assert text == joiner.join(f"2-{i}" for i in range(1100 if name == "c4" else 1200))
+
+
+def test_a_byte_order_mark_is_no_text_and_half_a_surrogate_pair_is_an_error(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n')
+    assert calibration_documents(str(path)) == ["one"]
+    path.write_text('{"text": "one"}\n{"text": "\\ud83d"}\n')
+    with pytest.raises(CalibrationError, match="line 2: the text contains a lone surrogate"):
+        calibration_documents(str(path))
+
+
+def test_a_hub_that_cannot_be_reached_is_a_message(monkeypatch):
+    """The network's own exceptions derive from nothing but Exception."""
+
+    def fail(**_):
+        raise type("ConnectError", (Exception,), {})("no route")
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    with pytest.raises(CalibrationError, match=r"'ptb' could not be downloaded .*\(ConnectError: no route\)"):
+        evaluation_text("ptb")
+
+
+def test_disjoint_windows_are_of_other_documents_than_those_that_are_drawn_first():
+    documents = [document(1000 * i, 30) for i in range(20)]
+    for seed in range(5):
+        drawn = draw_segments(documents, encode, 8, 10, seed) // 1000
+        others = disjoint_segments(documents, encode, 36, 10, seed) // 1000
+        assert not set(drawn.flatten().tolist()) & set(others.flatten().tolist())
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 12), st.integers(1, 9), st.integers(0, 99))
+def test_disjoint_windows_share_no_token_and_leave_less_than_one_in_each_document(lengths, most, seqlen, seed):
+    documents = [document(1000 * i, length) for i, length in enumerate(lengths)]
+    found = disjoint_segments(documents, encode, most, seqlen, seed)
+    assert found.shape == (min(most, sum(length // seqlen for length in lengths)), seqlen)
+    assert torch.equal(found, found[:, :1] + torch.arange(seqlen))
+    assert found.unique().numel() == found.numel()
+    assert torch.equal(found, disjoint_segments(documents, encode, most, seqlen, seed))
+
+
+@pytest.mark.parametrize("draw", [draw_segments, disjoint_segments])
+def test_a_million_short_lines_are_not_all_tokenised(draw):
+    """The last of them would do, in the order of seed 0; a text without such a run is looked at as a whole."""
+    tried = []
+
+    def count(text):
+        tried.append(text)
+        return range(len(text))
+
+    order = torch.randperm(MOST_SHORT + 2, generator=torch.Generator().manual_seed(0))
+    last = int(order[-1] if draw is draw_segments else order[0])
+    documents = ["long enough" if index == last else "short" for index in range(MOST_SHORT + 2)]
+    if draw is draw_segments:
+        with pytest.raises(CalibrationError, match=f"has 8 tokens: the longest of {MOST_SHORT} has 5"):
+            draw(documents, count, 1, 8, 0)
+    else:
+        assert len(draw(documents, count, 1, 8, 0)) == 0
+    assert len(tried) == MOST_SHORT
+
+
+def test_a_long_document_is_drawn_from_in_pieces_and_others_are_as_they_were(tmp_path):
+    """Oracle: the text itself. Pieces grow with the segments, which they must hold."""
+    text = "".join(map(chr, range(97, 123))) * 20_000
+    (tmp_path / "long.txt").write_text(text)
+    (tmp_path / "short.jsonl").write_text('{"text": "one"}\n{"text": ""}\n{"text": "two"}\n')
+    drawn = calibration_documents(str(tmp_path / "long.txt"), 32)
+    assert ("".join(drawn), [len(piece) for piece in drawn]) == (text, [262_144, 257_856])
+    assert calibration_documents(str(tmp_path / "long.txt"), 10_000) == [text]
+    assert calibration_documents(str(tmp_path / "short.jsonl"), 32) == ["one", "", "two"]
+
+
+def test_no_more_of_a_text_is_tokenised_than_is_wanted():
+    """Oracle: the tokenizer itself, here one token for each character after one at the beginning."""
+    seen = []
+
+    def tokenizer(text, verbose, add_special_tokens=True):
+        seen.append(len(text))
+        return {"input_ids": [0] * add_special_tokens + [ord(character) for character in text]}
+
+    ordinary = "a text" * 100
+    assert encode_whole(tokenizer, ordinary).tolist() == [0, *map(ord, ordinary)]
+    assert encode_whole(tokenizer, "", special_tokens=False).tolist() == []
+    long = encode_whole(tokenizer, "ab" * 3_000_000)
+    assert torch.equal(long, torch.tensor([0] + [97, 98] * 3_000_000)), "one token at the beginning, and no text lost"
+    seen.clear()
+    assert encode_whole(tokenizer, "ab" * 3_000_000, 5).tolist() == [0, 97, 98, 97, 98]
+    assert seen == [264_704]

@@ -1,0 +1,102 @@
+"""What is trained of a layer on a grid: against one step of torch's own Adam on the numbers written out."""
+
+import pytest
+import torch
+
+import hasslefree
+from hasslefree import Grid
+from hasslefree.core.factors import nearest
+from hasslefree.packed.linear import SparseLowRankLinear
+from hasslefree.solve.methods.joint_on_grid import JointOnGrid
+from hasslefree.train.optimizer import Masters, norms
+
+UNITS = torch.logspace(-1, 1, 16)
+RATE = 1e-2
+
+
+def layer_and_gradient(grid, pattern="dense", factor_bits=None):
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient = (torch.randn(12, 16, generator=generator) for _ in range(2))
+    method = JointOnGrid(grid, rounds=5)
+    found = hasslefree.decompose(weight, None, pattern, 2, method=method, factor_bits=factor_bits)
+    return SparseLowRankLinear.from_decomposition(found, None, pattern), gradient
+
+
+def step(layer, gradient, parts):
+    """One step of Adam on masters, which are changed in place, for a weight that is a function of them."""
+    masters = {name: master.clone().requires_grad_() for name, (master, _) in parts.items()}
+    groups = [{"params": [masters[name]], "lr": RATE * typical} for name, (_, typical) in parts.items()]
+    optimizer = torch.optim.Adam(groups, eps=1e-12)
+    yield masters
+    optimizer.step()
+    yield masters
+
+
+def rms(tensor):
+    return float(tensor.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("kind", [{"offset": True}, {}, {"symmetric": True}])
+def test_scales_and_offsets_move_in_units_of_their_groups(kind):
+    """Oracle: S = (code − middle)·scale + centre, with both times the root mean square of D in the group."""
+    grid = Grid(4, 8, **kind)
+    layer, gradient = layer_and_gradient(grid)
+    group = UNITS.view(2, 8).square().mean(1).sqrt()
+    scale, dense = layer.weight_scale.detach().clone(), layer.unpacked().detach()
+    offset = layer.weight_offset.detach().clone() if grid.offset else None
+    steps = dense.view(12, 2, 8) / scale[..., None]
+    if grid.offset:
+        steps = ((dense.view(12, 2, 8) - offset[..., None]) / scale[..., None]).round() - 8
+    parts = {"scale": (scale * group, rms(scale * group))}
+    if grid.offset:
+        parts["centre"] = ((offset + 8 * scale) * group, rms(scale * group))
+    run = step(layer, gradient, parts)
+    masters = next(run)
+    weight = steps * (masters["scale"] / group)[..., None]
+    if grid.offset:
+        weight = weight + (masters["centre"] / group)[..., None]
+    torch.testing.assert_close(weight.flatten(1), dense)
+    (weight.flatten(1) * gradient).sum().backward()
+    next(run)
+    codes = layer.weight_packed.clone()
+    trained = Masters(torch.nn.Sequential(layer), {layer: UNITS}, RATE)
+    (layer.unpacked() * gradient).sum().backward()
+    trained.update(1.0)
+    torch.testing.assert_close(layer.weight_scale.detach(), (masters["scale"] / group).detach())
+    assert not torch.equal(layer.weight_scale, scale)
+    if grid.offset:
+        expected = masters["centre"] / group - 8 * masters["scale"] / group
+        torch.testing.assert_close(layer.weight_offset.detach(), expected.detach())
+    assert torch.equal(layer.weight_packed, codes)
+
+
+def test_coded_factors_are_trained_through_their_rounding():
+    """Oracle: the gradient of the rounded factors moves their masters, which are rounded anew; two steps of Adam."""
+    layer, gradient = layer_and_gradient(Grid(4, 8, offset=True), factor_bits=8)
+    u, v = (factor.detach() for factor in layer.factors())
+    masters = [u.clone(), v * UNITS]
+    optimizer = torch.optim.Adam([{"params": [m], "lr": RATE * rms(m)} for m in masters], eps=1e-12)
+    trained = Masters(torch.nn.Sequential(layer), {layer: UNITS}, RATE)
+    for _ in range(2):
+        rounded = [nearest(m / unit, torch.float32).values() for m, unit in zip(masters, (1, UNITS), strict=True)]
+        torch.testing.assert_close(layer.factors()[0].detach(), rounded[0])
+        masters[0].grad, masters[1].grad = gradient @ rounded[1].T, rounded[0].T @ gradient / UNITS
+        optimizer.step()
+        leaves = layer.factors()
+        (leaves[0] @ leaves[1] * gradient).sum().backward()
+        trained.update(1.0)
+    expected = [nearest(m / unit, torch.float32) for m, unit in zip(masters, (1, UNITS), strict=True)]
+    assert torch.equal(layer.low_rank_u, expected[0].codes)
+    assert torch.equal(layer.low_rank_v, expected[1].codes)
+    layer.wide_factors.clear()
+    torch.testing.assert_close(layer.factors()[1], expected[1].values())
+
+
+def test_norms_are_recognised_by_their_class():
+    class RMSNorm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+    block = torch.nn.ModuleDict({"a": RMSNorm(), "b": torch.nn.LayerNorm(3), "c": torch.nn.Linear(3, 3)})
+    assert [id(weight) for weight in norms(block)] == [id(block["a"].weight), id(block["b"].weight)]
