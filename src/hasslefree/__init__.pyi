@@ -1,5 +1,6 @@
 """The public names, read by `lazy_loader`, which imports a name when it is first used."""
 
+from .checkpoint.hub import push as push
 from .core.budgets import Budget as Budget
 from .core.gram import Gram as Gram
 from .core.grids import Grid as Grid
@@ -12,12 +13,11 @@ from .core.protocols import Decomposition as Decomposition
 from .errors import HasslefreeError as HasslefreeError
 from .evaluation.run import perplexity as perplexity
 from .exports.export import export as export
-from .checkpoint.hub import push as push
 from .packed.linear import SparseLowRankLinear as SparseLowRankLinear
 from .packed.linear import use_backend as use_backend
-from .recipe.recipe import Recipe as Recipe
-from .planning.advise import advise as advise
 from .pipeline.compress import compress as compress
+from .planning.advise import advise as advise
+from .recipe.recipe import Recipe as Recipe
 from .solve.decompose import decompose as decompose
 from .solve.low_rank.adam import Adam as Adam
 from .solve.low_rank.exact import Exact as Exact

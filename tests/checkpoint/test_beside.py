@@ -10,9 +10,9 @@ from filelock import FileLock, Timeout
 
 import hasslefree
 from hasslefree import Recipe
+from hasslefree.checkpoint import resume as journal
 from hasslefree.checkpoint.resume import Unfinished
 from hasslefree.errors import WriteError
-from hasslefree.checkpoint import resume as journal
 from tests.listeners import by_layer
 from tests.tiny_models import build, segments
 

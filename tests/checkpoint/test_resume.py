@@ -13,9 +13,9 @@ from filelock import FileLock
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.errors import CheckpointError, HasslefreeError, OutputError, WriteError
 from hasslefree.checkpoint import output
 from hasslefree.checkpoint import resume as journal
+from hasslefree.errors import CheckpointError, HasslefreeError, OutputError, WriteError
 from hasslefree.pipeline import layers
 from hasslefree.train.trainer import Masters
 from tests.listeners import by_layer

@@ -136,10 +136,9 @@ def evaluate(
         progress: as for `hasslefree.compress`.
 
     Returns:
-        {"model", "dtype", "device", "versions",
-        "perplexity": {text: {"perplexity", "tokens", "scored", "window", "protocol"}},
-        "tasks": {task: as for `evaluate_tasks`}, "limit", "average": the mean of the tasks'
-        values}, the last three only with tasks.
+        {"model", "dtype", "device", "versions", "perplexity": {text: {"perplexity", "tokens",
+        "scored", "window", "protocol"}}, "tasks": {task: as for `evaluate_tasks`}, "limit",
+        "average": the mean of the tasks' values}, the last three only with tasks.
     """
     for text in texts:
         check_text(text)

@@ -55,9 +55,9 @@ def export(
         folder: a compressed model. destination: the folder to write.
         to: "dense" (S + u v as plain weights), "peft" (an adapter with u v, and S as its base model
             in base/), "narrow" (dense, without the heads and neurons that nothing reads), or one in
-            which the codes of a quantised S are
-            kept: "gguf" (model.gguf and adapter.gguf for llama.cpp), "mlx" (an adapter, and base/)
-            or "compressed-tensors" (a PEFT adapter, and base/ for vLLM and transformers).
+            which the codes of a quantised S are kept: "gguf" (model.gguf and adapter.gguf for
+            llama.cpp), "mlx" (an adapter, and base/) or "compressed-tensors" (a PEFT adapter, and
+            base/ for vLLM and transformers).
         template: of "gguf": the dense model that was compressed, as llama.cpp's converter writes it
             (bf16, f16, f32).
         overwrite: replace a destination that is not empty, once the new one is complete.

@@ -56,8 +56,8 @@ def decompose(
     Args:
         weight: W, (out, in), any floating dtype. The result has its dtype and device.
         gram: the second moment H of the layer's inputs, (in, in). None for a matrix in general, or
-            where there are no
-            data: H = I, the errors are ‖W − S − L‖² / ‖W‖², and a remark says so.
+            where there are no data: H = I, the errors are ‖W − S − L‖² / ‖W‖², and a remark says
+            so.
         pattern, rank, sparsity, ratio, rank_share: the budget; see `Budget`.
         method: a name, or an object such as `Joint(rounds=50)`.
         factor_bits: 8 for u and v as int8 codes (`core.factors`); None for the dtype of W.

@@ -61,8 +61,8 @@ class Training:
         warm_up: the share of the steps over which the rate grows linearly; it then falls along half
             a cosine to zero.
         retreats: if the first validation is no better than before training, training starts over
-            with a third of the
-            rate, at most this number of times: the effect of a step on the output grows with the
+            with a third of the rate, at most this number of times: the effect of a step on the
+            output grows with the
                 width of the model.
         batch: tokens per step. validations: how often the model is validated during training.
         betas, epsilon: of Adam. Gradients differ widely in size, so epsilon is tiny.

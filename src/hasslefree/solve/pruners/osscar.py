@@ -32,8 +32,7 @@ class OSSCAR(Pruner):
     Args:
         steps: the maximum of removal steps; with more channels to remove, a step removes several.
         swaps: the maximum of exchanges. candidates: the number of removed channels that are tried
-            against all kept
-            ones: those whose return alone would lower the loss most.
+            against all kept ones: those whose return alone would lower the loss most.
     """
 
     whole_channels = True
