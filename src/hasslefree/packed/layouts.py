@@ -15,6 +15,7 @@ methods:
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -242,9 +243,11 @@ class Columns:
 Layout = PackedGroups | Bitmask | Columns
 
 
+@cache
 def layout_of(pattern: str) -> Layout:
-    """The layout of a pattern's name, such as "2:4" or "row"."""
-    if semi := parse_pattern(pattern):
+    """The layout of a pattern's name, such as "2:4" or "row". A name is parsed once per process."""
+    semi = parse_pattern(pattern)
+    if semi is not None:
         return PackedGroups(semi.n, semi.m)
     return Columns() if pattern == "structured" else Bitmask()
 

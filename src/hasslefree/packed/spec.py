@@ -1,6 +1,4 @@
-"""The description of a compressed layer without its values, used by the plan, the folder, the
-reports and the layer.
-"""
+"""The description of a compressed layer without its values: for plans, folders, reports, layers."""
 
 import math
 from dataclasses import dataclass
@@ -16,16 +14,17 @@ from hasslefree.validation import Count, Positive
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A compressed layer.
+    """Describe a compressed layer W ≈ S + u v.
 
     Args:
-        pattern: the name of the sparsity pattern, such as "2:4"; it says how S is stored
+        pattern: the name of the sparsity pattern, such as "2:4". It decides how S is stored
             (`packed.layouts`).
-        shape: (out, in) of the weight. rank: of the low-rank part.
-        nonzeros: the entries that S keeps; of a stored layer, the number of stored values or codes.
-        grid: of a quantised S; None where S may hold any number.
-        factor_bits: 8 for factors as int8 codes; None for those of the model's dtype, and for rank
-            0.
+        shape: (out, in) of the weight.
+        rank: the rank of L = u v.
+        nonzeros: the number of entries that S keeps, which is the number of stored values or codes.
+        grid: the grid of a quantised S; None if the entries of S are floats.
+        factor_bits: 8 if the factors are int8 codes; None if they have the model's dtype, and
+            always None for rank 0.
     """
 
     pattern: str
@@ -45,52 +44,59 @@ class LayerSpec:
 
     @property
     def kind(self) -> str:
-        """How the layer is stored, in words: the pattern, the grid if any, and the factors if they
-        are codes.
-        """
-        grid = [str(self.grid)] if self.grid else []
-        factors = [f"factors in int{self.factor_bits}"] if self.factor_bits else []
-        return ", ".join([self.pattern, *grid, *factors])
+        """How the layer is stored, in words, such as "2:4, int4 in groups of 64"."""
+        words = [self.pattern]
+        if self.grid:
+            words.append(str(self.grid))
+        if self.factor_bits:
+            words.append(f"factors in int{self.factor_bits}")
+        return ", ".join(words)
 
     @property
     def parameters(self) -> int:
-        """Non-zeros and both factors, beside `dense_parameters` before."""
+        """The number of entries in S and both factors."""
         return self.nonzeros + self.rank * sum(self.shape)
 
     @property
     def trained(self) -> int:
-        """The numbers that training moves: the values of S or the scales and offsets of its grid,
-        and both factors.
+        """The number of trainable parameters: the values of S, or the scales and offsets of its
+        grid, and both factors.
         """
-        groups = self.shape[0] * self.grid.groups(self.shape[1]) if self.grid else 0
-        sparse = groups * (1 + self.grid.offset) if self.grid else self.nonzeros
-        return sparse + self.rank * sum(self.shape)
+        factors = self.rank * sum(self.shape)
+        if self.grid is None:
+            return self.nonzeros + factors
+        out, width = self.shape
+        groups = out * self.grid.groups(width)
+        offsets = groups if self.grid.offset else 0
+        return groups + offsets + factors
 
     @property
     def dense_parameters(self) -> int:
+        """The number of entries of the original weight."""
         return math.prod(self.shape)
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """The tensors of S and of the factors, with their shapes and dtypes; None for the model's
+        """Map the names of the stored tensors to their shapes and dtypes; None is the model's
         dtype.
         """
-        storage, (out, width) = self.storage, self.shape
+        storage = self.storage
+        out, width = self.shape
         shapes = storage.shapes(out, width, self.nonzeros)
         sparse = {name: (shapes[name], dtype) for name, dtype in storage.dtypes().items()}
         return sparse | factor_tensors(out, width, self.rank, self.factor_bits)
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """The size of those tensors in a model of this dtype."""
-        return sum(
-            math.prod(shape) * (stored or dtype).itemsize
-            for shape, stored in self.tensors().values()
-        )
+        """The bytes of the stored tensors in a model of this dtype."""
+        total = 0
+        for shape, stored in self.tensors().values():
+            total += math.prod(shape) * (stored or dtype).itemsize
+        return total
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
-        """The size of the weight before."""
+        """The bytes of the original weight in this dtype."""
         return self.dense_parameters * dtype.itemsize
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; the grid and the bits of factors only where there are any."""
+        """The fields for JSON, without those that are None."""
         fields = vars(self) | {"shape": list(self.shape), "grid": self.grid and self.grid.to_dict()}
         return {name: value for name, value in fields.items() if value is not None}
