@@ -56,11 +56,10 @@ def check_format_version(version: Any, layout: Any) -> None:
     """
     if (version, layout) == (VERSION, LAYOUT):
         return
-    older = isinstance(version, int) and version < VERSION
-    remedy = "compress the model again" if older else "update hasslefree"
     raise CheckpointError(
         f"the folder has format version {version}, layout {layout!r} (in config.json), but this"
-        f" version of hasslefree reads version {VERSION}, layout {LAYOUT!r}: {remedy}"
+        f" version of hasslefree reads version {VERSION}, layout {LAYOUT!r}: update"
+        " hasslefree, or compress the model again"
     )
 
 

@@ -26,8 +26,6 @@ from hasslefree.validation import Count, Figure, validated
 
 # The layers that a verdict names.
 LOST_MOST = 3
-# Fields that recipes of earlier versions had.
-FORMER_FIELDS = {"dense_target", "match_blocks", "match_epochs", "rotate"}
 
 
 @dataclass(frozen=True)
@@ -182,13 +180,9 @@ class Record:
         """What came of the compression, by what it says: sizes, perplexity, the layers that lost
         most, and the time.
         """
+        other = self.other_bytes
         rows = {
-            "all weights": shrunk(
-                self.dense_bytes + self.other_bytes, self.stored_bytes + self.other_bytes
-            )
-        }
-        rows = rows if self.other_bytes else {}  # folders of earlier versions do not say
-        rows |= {
+            "all weights": shrunk(self.dense_bytes + other, self.stored_bytes + other),
             "compressed layers": shrunk(self.dense_bytes, self.stored_bytes),
             "perplexity": perplexities(self),
         }
@@ -340,11 +334,7 @@ def command_of(report: Record, out: str = "OUT", trust_remote_code: bool = False
     """
     if report.own_segments:
         return None
-    given = {
-        name: value
-        for name, value in report.recipe.items()
-        if value is not None and name not in FORMER_FIELDS
-    }
+    given = {name: value for name, value in report.recipe.items() if value is not None}
     recipe = Recipe(**given | {"seqlen": report.seqlen})
     words = compress_command(report.model, out, recipe)
     if report.device != "cuda":
