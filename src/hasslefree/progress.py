@@ -6,23 +6,18 @@
             ...
             phase.advance()
 
-One clock runs at a time: within an inner phase, the clock of the outer one stands still, so the
+One timer runs at a time: within an inner phase, the timer of the outer one is stopped, so the
 seconds of all phases sum to no more than those of the run. A phase whose work is spread over
 another phase, such as solving layers between forward passes, is opened with `running=False`; its
-clock runs within `running()`.
+timer runs within `running()`.
 
-Clocks do not wait for a GPU: queued work counts in the phase that waits for it.
-
-The time left is that of the whole run, once `Phases.expect` has said how long the phases should
-take. A phase that is under way corrects its own estimate, and all of them so far correct those of
-the phases to come.
+Timers do not wait for a GPU: queued work counts in the phase that waits for it.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,19 +30,24 @@ logger = logging.getLogger(__name__)
 LOADING = "loading the model"
 TEXT = "reading the text"
 PREFLIGHT = "checking the model"
-REFERENCE_TEXT, REFERENCE = "reading the training text", "running the dense model"
-PROBES, ALLOCATION = "probing the dense model", "choosing bits and ranks"
+REFERENCE_TEXT = "reading the training text"
+REFERENCE = "running the dense model"
+PROBES = "probing the dense model"
+ALLOCATION = "choosing bits and ranks"
 RESUMED = "loading finished blocks"
 INPUTS = "collecting layer inputs"
 SOLVING = "compressing layers"
-READ_BACK, PREDICTIONS = "loading compressed blocks", "fine-tuning"
-HELD_OUT_TEXT, CHECK = "reading held-out text", "measuring perplexity"
+READ_BACK = "loading compressed blocks"
+PREDICTIONS = "fine-tuning"
+HELD_OUT_TEXT = "reading held-out text"
+CHECK = "measuring perplexity"
 WRITING = "writing files"
-TASK_DATA, SCORING = "reading the tasks", "answering the tasks"
+TASK_DATA = "reading the tasks"
+SCORING = "answering the tasks"
 
 # Seconds between two log lines, at least.
 INTERVAL = 60.0
-# What an expectation weighs against what was measured, as a share of a phase, or of the whole run.
+# The weight of the expected seconds against the measured ones, as a share of the whole run.
 TRUST = 0.1
 
 
@@ -56,14 +56,16 @@ class Step:
     """The argument of a listener, which is called when a phase begins, advances and ends.
 
     Args:
-        phase: its name. done, total, unit: the count, which never falls and ends at the total, and
-            what is counted.
-        seconds: that the phase has taken so far. left: estimated seconds until it ends, from the
-            rate so far; None before the first count.
+        phase: its name.
+        done, total, unit: the count, which never falls and ends at the total, and what is counted.
+        seconds: the time that the phase has taken so far.
+        left: estimated seconds until the phase ends, from the rate so far; None before the first
+            count.
         ended: it is the last step of its phase.
-        layer: the `LayerRecord` of the layer that was just compressed; None in every other step.
-        run_seconds: that the run has taken so far. run_left: estimated seconds until the run ends,
-            smoothed; None as long as it is not known how long the phases should take.
+        layer: the `LayerRecord` of the layer that was just compressed; None in all other steps.
+        run_seconds: the time that the run has taken so far.
+        run_left: estimated seconds until the run ends; None as long as it is not known how long
+            the phases should take.
     """
 
     phase: str
@@ -79,17 +81,15 @@ class Step:
 
     @property
     def count(self) -> str:
-        """What is done, of how much."""
+        """The count in words, such as "3/14 layers"; empty without a unit."""
         return f"{self.done:,}/{self.total:,} {self.unit}" if self.unit else ""
 
-    def about(self, passed: float = 0.0) -> str:
-        """The time left of the run, or else of the phase, after a comma. passed: seconds since this
-        step.
-        """
+    def about(self) -> str:
+        """The time left of the run, or else of the phase, after a comma."""
         left = self.left if self.run_left is None else self.run_left
-        return (
-            "" if left is None or left - passed < 1 else f", about {duration(left - passed)} left"
-        )
+        if left is None or left < 1:
+            return ""
+        return f", about {duration(left)} left"
 
 
 Listener = Callable[[Step], None]
@@ -101,33 +101,34 @@ def ignore(step: Step) -> None:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """How long a phase took, in seconds."""
+    """The seconds that a phase took."""
 
     name: str
     seconds: Figure
 
 
+@dataclass(eq=False)
 class Phase:
-    """One phase of a run, made by `Phases.phase`. seconds: while its clock ran."""
+    """One phase of a run, made by `Phases.phase`.
 
-    def __init__(self, phases: "Phases", name: str, total: int, unit: str):
-        self.phases, self.name, self.total, self.unit = phases, name, total, unit
-        self.done, self.skipped, self.seconds = 0, 0, 0.0
+    seconds: while its timer ran. skipped: the part of `done` that an earlier run had done.
+    """
+
+    phases: "Phases"
+    name: str
+    total: int
+    unit: str
+    seconds: float = 0.0
+    done: int = 0
+    skipped: int = 0
 
     @property
-    def measured(self) -> float:
-        """The share of the phase that took its seconds, without what was skipped."""
-        return (self.done - self.skipped) / max(self.total, 1)
-
-    def time_left(self, expected: float = 0.0, trust: float = 0.0) -> float:
-        """Estimated seconds until it ends. expected: of the whole, which counts as if this share
-        were measured.
-        """
-        return (
-            (self.seconds + trust * expected)
-            / (self.measured + trust)
-            * (1 - self.done / max(self.total, 1))
-        )
+    def left(self) -> float | None:
+        """Estimated seconds until the phase ends, from the rate so far; None before any count."""
+        measured = self.done - self.skipped
+        if not measured:
+            return None
+        return self.seconds / measured * (self.total - self.done)
 
     def advance(self, count: int = 1, layer: Any = None) -> None:
         """Count what was done. layer: as for `Step`."""
@@ -135,34 +136,26 @@ class Phase:
         self.phases.notify(self, layer=layer)
 
     def reach(self, done: int) -> None:
-        """Advance to this count; a smaller one than before is ignored, as when a trainer starts
-        again.
-        """
+        """Advance to this count; ignore one that was reached before, as when a trainer restarts."""
         self.advance(max(done - self.done, 0))
 
     def skip(self, count: int, layer: Any = None) -> None:
-        """Count what an interrupted run has done, from which the time left is not estimated."""
+        """Count what an interrupted run has done, without an effect on the time left."""
         self.skipped += count
         self.advance(count, layer)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Within it, the clock of this phase runs, and that of the phase around it stands still."""
-        self.phases.charge()
-        self.phases.stack.append(self)
-        try:
-            yield
-        finally:
-            self.phases.charge()
-            self.phases.stack.remove(self)
+    def running(self) -> AbstractContextManager[None]:
+        """Run the timer of this phase within the context, in place of the one that runs now."""
+        return self.phases.timing(self)
 
 
 class Phases:
-    """The phases of one run, which a listener and the log follow.
+    """The phases of one run, for a listener and the log.
 
-    listener: called with every step, in the thread that works. log: write a line of level INFO
-        every `INTERVAL`.
-    clock: gives seconds.
+    Args:
+        listener: called with every step, in the thread that works.
+        log: write a line of level INFO every `INTERVAL`.
+        clock: gives seconds.
     """
 
     def __init__(
@@ -171,32 +164,38 @@ class Phases:
         log: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.listener, self.log, self.clock = listener, log, clock
-        self.phases: list[Phase] = []
-        self.stack: list[Phase] = []
+        self.listener = listener
+        self.log = log
+        self.clock = clock
+        self.by_name: dict[str, Phase] = {}
+        self.timed: Phase | None = None
         self.expected: Mapping[str, float] = {}
-        self.end = math.nan  # when the run should end, by the clock
-        self.began = self.charged = self.logged = self.estimated = clock()
+        self.began = self.charged = self.logged = clock()
+
+    def __getitem__(self, name: str) -> Phase:
+        """The phase of this name, which has begun."""
+        return self.by_name[name]
 
     def expect(self, seconds: Mapping[str, float]) -> None:
-        """Estimate the time left of the whole run from now on. seconds: that phases should take, by
-        their names.
-        """
+        """Estimate the time left of the whole run, given how long its phases should take."""
         self.expected = seconds
 
     @contextmanager
     def phase(
         self, name: str, total: int = 1, unit: str = "", running: bool = True
     ) -> Iterator[Phase]:
-        """A phase from beginning to end, at which everything is counted as done, unless an error
-        ends it.
+        """Count a phase from beginning to end; at the end everything counts as done.
 
-        total: what there is to do; phases with total 0 are not reported. unit: of the total, in the
-            plural.
-        running: whether its clock runs all the time, except within inner phases.
+        Args:
+            name: if an earlier phase has the same one, their seconds are added.
+            total: what there is to do; phases with total 0 are not reported.
+            unit: of the total, in the plural.
+            running: whether its timer runs all the time, except within inner phases.
         """
         phase = Phase(self, name, total, unit)
-        self.phases.append(phase)
+        if name in self.by_name:
+            phase.seconds = self.by_name[name].seconds
+        self.by_name[name] = phase
         self.notify(phase)
         with phase.running() if running else nullcontext():
             yield phase
@@ -204,66 +203,75 @@ class Phases:
         self.notify(phase, ended=True)
 
     def counted(self, name: str, items: Iterable[T], total: int, unit: str) -> Iterator[T]:
-        """The items of a loop; making an item and running the body are the phase, and each item
-        counts after it.
-        """
+        """Iterate as a phase, which counts each item after the body of the loop."""
         with self.phase(name, total, unit) as phase:
             for item in items:
                 yield item
                 phase.advance()
 
     def times(self) -> tuple[PhaseTime, ...]:
-        """The seconds of all phases so far in the order in which they began, summed over those with
-        the same name.
-        """
-        self.charge()
-        seconds: dict[str, float] = {}
-        for phase in self.phases:
-            if phase.total:
-                seconds[phase.name] = seconds.get(phase.name, 0.0) + phase.seconds
-        return tuple(PhaseTime(*item) for item in seconds.items())
+        """The seconds of the phases so far, in the order in which they began."""
+        self.switch(self.timed)
+        return tuple(
+            PhaseTime(name, phase.seconds) for name, phase in self.by_name.items() if phase.total
+        )
+
+    @contextmanager
+    def timing(self, phase: Phase) -> Iterator[None]:
+        """Run the timer of a phase within the context, in place of the one that runs now."""
+        outer = self.timed
+        self.switch(phase)
+        try:
+            yield
+        finally:
+            self.switch(outer)
+
+    def switch(self, phase: Phase | None) -> None:
+        """Add the time since the last call to the phase that is timed, and time this one."""
+        now = self.clock()
+        if self.timed is not None:
+            self.timed.seconds += now - self.charged
+        self.charged = now
+        self.timed = phase
 
     def notify(self, phase: Phase, ended: bool = False, layer: Any = None) -> None:
-        """Tell the listener about a phase, and the log if it is time."""
-        self.charge()
+        """Report a phase to the listener, and to the log once per `INTERVAL`."""
+        self.switch(self.timed)
         if not phase.total:
             return
-        left = phase.time_left() if phase.measured else None
-        counted = phase.name, phase.done, phase.total, phase.unit, phase.seconds, left
-        step = Step(*counted, ended, layer, self.charged - self.began, self.time_left())
+        step = Step(
+            phase.name,
+            phase.done,
+            phase.total,
+            phase.unit,
+            phase.seconds,
+            phase.left,
+            ended,
+            layer,
+            run_seconds=self.charged - self.began,
+            run_left=self.time_left(),
+        )
         if self.listener:
             self.listener(step)
         if self.log and self.charged - self.logged >= INTERVAL:
             self.logged = self.charged
             count = f"{step.count}, " if step.unit else ""
-            logger.info(
-                "%s: %s%s so far%s", step.phase, count, duration(step.run_seconds), step.about()
-            )
+            so_far = duration(step.run_seconds)
+            logger.info("%s: %s%s so far%s", step.phase, count, so_far, step.about())
 
     def time_left(self) -> float | None:
-        """Estimated seconds until the run ends; an estimate that jumps is approached slowly."""
+        """Estimated seconds until the run ends: those expected, at the pace of the run so far."""
         if not self.expected:
             return None
-        begun = {phase.name: phase for phase in self.phases if phase.total}
-        phases = [
-            (begun.get(name) or Phase(self, name, 1, ""), seconds)
-            for name, seconds in self.expected.items()
-        ]
-        trusted = TRUST * sum(self.expected.values())
-        pace = trusted + sum(phase.seconds for phase, _ in phases)
-        pace /= trusted + sum(phase.measured * seconds for phase, seconds in phases)
-        left = sum(phase.time_left(pace * seconds, TRUST) for phase, seconds in phases)
-        end, weight = (
-            self.charged + left,
-            math.exp((self.estimated - self.charged) / (10 + left / 50)),
-        )
-        self.end = end if math.isnan(self.end) else weight * self.end + (1 - weight) * end
-        self.estimated = self.charged
-        return max(self.end - self.charged, left / 2)
-
-    def charge(self) -> None:
-        """Add the time since the last call to the phase whose clock runs."""
-        now = self.clock()
-        if self.stack:
-            self.stack[-1].seconds += now - self.charged
-        self.charged = now
+        prior = TRUST * sum(self.expected.values())
+        measured = expected = prior
+        left = 0.0
+        for name, seconds in self.expected.items():
+            phase = self.by_name.get(name)
+            if phase is None or not phase.total:
+                left += seconds
+                continue
+            measured += phase.seconds
+            expected += seconds * (phase.done - phase.skipped) / phase.total
+            left += seconds * (phase.total - phase.done) / phase.total
+        return left * measured / expected

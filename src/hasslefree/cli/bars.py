@@ -5,84 +5,80 @@ file.
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
-from rich.console import ConsoleOptions, RenderResult
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from hasslefree.cli.common import console, say
 from hasslefree.escaping import escaped
-from hasslefree.progress import SOLVING, Listener, Step
+from hasslefree.progress import SOLVING, Listener, Step, ignore
 from hasslefree.progress import logger as phase_logger
 from hasslefree.units import duration
-
-# Columns of a terminal from which there is room for bars.
-WIDE = 72
 
 
 @contextmanager
 def phase_bars() -> Iterator[Listener]:
-    """A listener to the phases of a run. Within it, log lines are printed, on a terminal above the
-    bars.
-    """
-    board, drawn = Board(), console.is_interactive
-    lines = Lines()
-    lines.setFormatter(
-        logging.Formatter("%(message)s" if drawn else "%(asctime)s %(message)s", "%H:%M:%S")
-    )
-    lines.addFilter(
-        lambda record: not drawn or record.name != phase_logger.name
-    )  # phases have bars
+    """Print log lines within the context, and on a terminal bars below them; yield the listener."""
     logger = logging.getLogger("hasslefree")
     level = logger.level
+    lines = Lines()
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)
     try:
-        with Live(board, console=console, transient=True) if drawn else nullcontext():
-            yield board.take
+        if console.is_interactive:
+            lines.addFilter(lambda record: record.name != phase_logger.name)  # phases have bars
+            with Bars(console) as bars:
+                yield bars.show
+        else:
+            lines.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+            yield ignore
     finally:
         logger.removeHandler(lines)
         logger.setLevel(level)
 
 
 class Lines(logging.Handler):
-    """Prints each log record as one line of plain text, whatever the names in it hold."""
+    """A log handler that prints plain text, whatever the names in it hold."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(escaped(self.format(record)))
 
 
-class Board:
-    """What a terminal shows: phases under way, the time of the run, the last layer's error. No line
-    is ever cut.
-    """
+class Bars(Progress):
+    """The phases under way, the time of the run and the error of the last layer; nothing is cut."""
 
-    def __init__(self) -> None:
-        self.steps: dict[str, Step] = {}
-        self.run: Step | None = None
-        self.layer, self.at = "", 0.0
-
-    def take(self, step: Step) -> None:
-        self.steps.pop(step.phase, None) if step.ended else self.steps.update({step.phase: step})
-        self.run, self.at = step, time.monotonic()
-        if step.layer is not None:
-            self.layer = f"{step.layer.name}: relative error {step.layer.relative_error:.5f}"
-
-    def __rich_console__(self, console: object, options: ConsoleOptions) -> RenderResult:
-        if self.run is None:
-            return
-        passed, wide = time.monotonic() - self.at, options.max_width >= WIDE
-        lines = Table.grid(padding=(0, 2, 0, 0))
-        for step in list(self.steps.values()):  # steps come from another thread
-            bar = ProgressBar(step.total if step.unit else None, step.done, width=20)
-            lines.add_row(Text(step.phase), *([bar] if wide else []), Text(step.count))
-        yield lines
-        yield Text(
-            f"{duration(self.run.run_seconds + passed)} so far{self.run.about(passed)}",
-            style="cyan",
+    def __init__(self, console: Console) -> None:
+        self.phases: dict[str, TaskID] = {}
+        self.began = time.monotonic()
+        self.left = ""
+        self.layer = ""
+        super().__init__(
+            TextColumn("{task.description}", markup=False, table_column=Column()),
+            BarColumn(None),
+            TextColumn("{task.fields[count]}", markup=False, table_column=Column()),
+            console=console,
+            transient=True,
         )
-        if SOLVING in self.steps:
-            yield Text(escaped(self.layer), style="dim", overflow="fold")
+
+    def show(self, step: Step) -> None:
+        """Show a step of a phase."""
+        self.left = step.about()
+        if step.layer is not None:
+            error = f"relative error {step.layer.relative_error:.5f}"
+            self.layer = escaped(f"{step.layer.name}: {error}")
+        if step.phase not in self.phases:
+            self.phases[step.phase] = self.add_task(step.phase, total=step.total, count="")
+        self.update(self.phases[step.phase], completed=step.done, count=step.count)
+        if step.ended:
+            self.remove_task(self.phases.pop(step.phase))
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """The bars, and below them the text."""
+        yield from super().get_renderables()
+        passed = duration(time.monotonic() - self.began)
+        yield Text(f"{passed} so far{self.left}", style="cyan")
+        if SOLVING in self.phases:
+            yield Text(self.layer, style="dim", overflow="fold")
