@@ -1,8 +1,7 @@
-"""Memory and time: of every method on one layer, of whole compressions, and of large models by arithmetic.
+"""Memory and time of every method on one layer, and of whole compressions.
 
     python benchmarks/memory.py layer [--shapes 1024x1024 …] [--methods joint …] [--device cuda]
     python benchmarks/memory.py compression [--blocks 1 2] [--processes 1] [--rounds 3]
-    python benchmarks/memory.py large
 
 layer: peak memory beside W and H, of what depends on H alone, and of the layer itself. Each method and shape has a
 process of its own. On the CPU the peak of the resident set counts, less what it was before; on CUDA, torch's own count.
@@ -15,15 +14,11 @@ compression: a bf16 checkpoint that is written here with random weights, the sha
 Each run is a process of its own, `hasslefree compress`; its peak is the largest resident set that the kernel saw. With
 several processes, under torchrun, it is that of the largest one, and each has one thread.
 
-large: what a compression of Llama-3's sizes would move and compute (`harness/large.py`), and how long its solvers would
-take on GPUs that share the rows of layers (`harness/sharing.py`); nothing is measured. Simulations that the output file
-already holds stay.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -38,12 +33,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from harness.large import ASSUMED, PROCESSES, SIZES, row
 from harness.layers import METHODS, UNMEASURED, default_pattern, short, solved
 from harness.memory import Peak, command_peak, idle_mb, planned_mb
 from harness.models import CALIBRATION, MODEL
 from harness.record import RESULTS, machine, resumed, write
-from harness.sharing import LATENCY, LINKS
 from hasslefree import Budget, Gram, Prune, Recipe
 
 NAMES = [name for name in METHODS if name not in UNMEASURED]
@@ -103,8 +96,6 @@ def layer(args: argparse.Namespace) -> None:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
         row = {"method": name, "out": out, "in": width, "pattern": pattern, "rank": rank}
         content["rows"][key] = {**row, **json.loads(done.stdout.splitlines()[-1])}
-        bound = short(name, args.rounds).cost.bytes(out, width, rank, args.device)
-        content["rows"][key]["bound_over_peak"] = round(bound / content["rows"][key]["peak"], 2)
         print(content["rows"][key], flush=True)
         write(args.output, content)
 
@@ -162,35 +153,6 @@ def compress_command(model: Path, out: Path, processes: int, rounds: int) -> lis
             "--seqlen", "128", "--device", "cpu"]  # fmt: skip
 
 
-def large(args: argparse.Namespace) -> None:
-    """As the guide's commands for several GPUs do it, without prediction matching."""
-    content: dict[str, Any] = {
-        "assumed": ASSUMED,
-        "links": LINKS,
-        "latency": LATENCY,
-        "recipe": {"pattern": "2:4", "rank": 64, "tokens": [128, 2048]},
-        "rows": [],
-    }
-    known = simulated_before(args.output, content)
-    orders = [
-        Recipe(rank=64, dtype="bfloat16", seqlen=2048, sequential=order, match_predictions=0)
-        for order in ("layer", "block")
-    ]
-    for size, recipe, processes in itertools.product(SIZES, orders, PROCESSES):
-        content["rows"].append(each := row(size, processes, recipe, known.get((size, recipe.sequential, processes))))
-        hours = {part: round(value, 2) for part, value in each["hours"].items()}
-        print(size, each["order"], processes, hours, each["simulated_solving"], flush=True)
-    write(args.output, content)
-
-
-def simulated_before(path: Path, content: dict[str, Any]) -> dict[tuple[str, str, int], dict[str, float] | None]:
-    """The simulations that an output file holds, which take minutes each; none where it has other assumptions."""
-    before = json.loads(path.read_text()) if path.exists() else {}
-    if any(before.get(name) != content[name] for name in ("links", "latency", "recipe")):
-        return {}
-    return {(row["size"], row["order"], row["processes"]): row["simulated_solving"] for row in before["rows"]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -211,9 +173,6 @@ def main() -> None:
     whole.add_argument("--rounds", type=int, default=3)
     whole.add_argument("--scratch", type=Path, help="where models are written (default: the system's)")
     whole.add_argument("--output", type=Path, default=RESULTS / "streaming.json")
-    arithmetic = commands.add_parser("large")
-    arithmetic.set_defaults(run=large)
-    arithmetic.add_argument("--output", type=Path, default=RESULTS / "scaling.json")
     args = parser.parse_args()
     args.run(args)
 

@@ -4,16 +4,12 @@ import io
 import json
 import os
 import pickle
-import re
 import resource
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from harness.hostile.table import KINDS
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -276,31 +272,3 @@ def test_a_chat_template_without_end(bound, monkeypatch):
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     tokenizer.chat_template = "{{ messages[0]['content'] }}!"
     assert rendered(tokenizer, [{"role": "user", "content": "hi"}]) == "hi!"
-
-
-def failing_cells(output, *choice):
-    """The cells of the fault benchmark that do not hold, in a process of its own, of which each cell is a fork."""
-    script = Path(__file__).parents[1] / "benchmarks" / "faults.py"
-    words = [sys.executable, str(script), "cells", "--output", str(output), *choice]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert output.exists(), done.stderr
-    kinds = json.loads(output.read_text())["cells"]["after"]
-    cells = {
-        (kind, what, name): held
-        for kind, rows in kinds.items()
-        for what, row in rows.items()
-        for name, held in row.items()
-    }
-    assert cells
-    return {cell: wrong for cell, wrong in cells.items() if wrong}
-
-
-def test_a_sample_of_the_fault_table(tmp_path):
-    """Oracles: the files before and after, the exit code that is promised, and the bytes of what was printed."""
-    assert failing_cells(tmp_path / "cells.json", "--sample") == {}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_whole_fault_table(kind, tmp_path):
-    assert failing_cells(tmp_path / "cells.json", "--kind", f"^{re.escape(kind)}: ") == {}

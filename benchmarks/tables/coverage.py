@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from harness.layers import CURVES, METHODS, ROOMS, UNMEASURED, build_method
+from harness.layers import CURVES, METHODS, ROOMS, UNMEASURED
 from tables.engine import Content, load, shown
 
 
@@ -41,10 +41,7 @@ def of_layers(content: Content) -> Iterator[str]:
 
 
 def of_workspace(content: Content) -> Iterator[str]:
-    """workspace.json: every method, and no row above the bound of its method's stated cost, or far below it.
-
-    And streaming.json: the same of the peak of whole compressions and of `hasslefree plan`.
-    """
+    """workspace.json: every method. streaming.json: the planned peak is at least the measured one, and near it."""
     rows = content["rows"].values()
     measured = {row["method"] for row in rows}
     if missing := METHODS.keys() - measured - set(UNMEASURED):
@@ -52,24 +49,11 @@ def of_workspace(content: Content) -> Iterator[str]:
         yield f"workspace.json has no rows of {listed(missing)}: run `{command}`, then `python benchmarks/readme.py`"
     if unknown := measured - METHODS.keys():
         yield f"workspace.json has rows of {listed(unknown)}, which hasslefree does not have: remove them from the file"
-    for row in rows:
-        if row["method"] not in METHODS:
-            continue
-        # The kernels of joint grow in number.
-        rounds = content["rounds"] if row["method"] in ("joint", "joint-grid") else None
-        cost = build_method(row["method"], rounds=rounds).cost
-        bound = cost.bytes(row["out"], row["in"], row["rank"])
-        if not row["peak"] <= bound <= 1.5 * row["peak"]:
-            yield (
-                f"{row['method']} on {row['out']}×{row['in']}, {row['pattern']}, took {row['peak']:,} bytes, and its "
-                f"`cost` allows {bound:,}: it must be between 1 and 1.5 times as much; correct `cost` of the method, "
-                "or measure again with python benchmarks/memory.py layer"
-            )
     for row in load("streaming")["rows"]:
         if not row["peak_mb"] <= row["planned_mb"] <= 1.5 * row["peak_mb"]:
             yield (
                 f"{row['blocks']} blocks took {row['peak_mb']:,} MB, and {row['planned_mb']:,} were planned: it must "
-                "be between 1 and 1.5 times as much; correct `estimate`, or measure again with python "
+                "be between 1 and 1.5 times as much; correct the estimate, or measure again with python "
                 "benchmarks/memory.py compression"
             )
 

@@ -86,12 +86,11 @@ def estimates(content: Content) -> Row:
 
 
 def durations(content: Content) -> Iterable[Row]:
-    """What each effort takes: measured on a CPU, and simulated for a GPU."""
-    simulated = load("gpu_simulated")["results"]
-    for effort, gpu in simulated.items():
+    """The minutes and the peak of memory of each effort."""
+    for effort in ("fast", "balanced", "best"):
         seeds = content["results"][effort]
         minutes, peak = over_seeds(seeds, "cpu_seconds") / 60, over_seeds(seeds, "peak_mb") / 1000
-        yield {"effort": effort, "cpu_minutes": minutes, "peak": peak, "gpu_minutes": gpu["minutes"]}
+        yield {"effort": effort, "cpu_minutes": minutes, "peak": peak}
 
 
 def zero_shot(content: Content) -> Iterable[Row]:
@@ -190,7 +189,6 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("`--effort`", "{effort}"),
                 ("SmolLM2-135M, CPU minutes", "{cpu_minutes:.1f}"),
                 ("peak GB of RAM", "{peak:.1f}"),
-                ("Llama-3-8B, H100, simulated: minutes", "{gpu_minutes:.1f}"),
             ),
             durations,
             note="SmolLM2-135M: 2:4 + rank 16, {samples} × {seqlen} tokens, on {where}.",

@@ -1,4 +1,4 @@
-"""The tables of what running takes: memory, time, large models, faults, and the packed layer's speed."""
+"""The tables of what running takes: memory, time, and the speed of packed layers and of other engines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ from tables.engine import Content, Row, Table, where
 WIDEST = "joint 4096x14336 2:4"
 WORKSPACE = "python benchmarks/memory.py layer"
 INFERENCE = "python benchmarks/inference.py"
-
-# The commands of the fault benchmark; python stands for calls of the library.
-HOSTILE_COMMANDS = (
-    "compress", "plan", "inspect", "evaluate", "generate", "chat", "export", "report", "methods", "demo", "python"
-)  # fmt: skip
 
 
 def small(content: Content) -> list[Row]:
@@ -52,14 +47,6 @@ def widest(content: Content) -> Row:
         "peak_gb": row["peak"] / 1e9,
         "given_gb": (2 * row["out"] * row["in"] + 4 * row["in"] ** 2) / 1e9,
     }
-
-
-def scaling(content: Content) -> Iterable[Row]:
-    """Hours in all, and those of the simulation, where there is one."""
-    for row in content["rows"]:
-        simulated = row["simulated_solving"]
-        hours = f"{sum(simulated.values()):.2f}" if simulated else ""
-        yield row | {"total": sum(row["hours"].values()), "simulated": hours}
 
 
 def inference(content: Content) -> Iterable[Row]:
@@ -117,65 +104,6 @@ def writing(file: str) -> Table:
     )
 
 
-def faults(content: Content) -> Row:
-    """How many ways to end a compression were tried."""
-    others = [name for name in content["results"] if not name.startswith("SIGKILL")]
-    return {"kills": len(content["results"]) - len(others), "others": ", ".join(others)}
-
-
-FAULTY = {
-    "traceback": "a traceback",
-    "killed": "a process that was killed",
-    "bounds": "no end, or too much memory",
-    "file": "a file lost or changed",
-    "lost": "work that cannot be resumed",
-    "control": "control characters",
-    "exit": "another exit code than promised",
-    "message": "a message that is too long or missing",
-}
-
-
-def hostile_cells(content: Content, label: str) -> Iterable[tuple[str, str, list[str]]]:
-    """Kind, command and what did not hold, for every cell that ran both before and after."""
-    before = content["cells"]["before"]
-    for kind, rows in content["cells"]["after"].items():
-        for what, row in rows.items():
-            for command in row.keys() & before.get(kind, {}).get(what, {}).keys():
-                yield kind, command, content["cells"][label][kind][what][command]
-
-
-def hostile(content: Content) -> Iterable[Row]:
-    """By kind and command, how many cells held before and after, and of how many."""
-    held: dict[str, dict[str, dict[str, list[bool]]]] = {}
-    for label in ("before", "after"):
-        for kind, command, wrong in hostile_cells(content, label):
-            for row in (kind, "all"):
-                for column in (command, "all"):
-                    cell = held.setdefault(row, {}).setdefault(column, {"before": [], "after": []})
-                    cell[label].append(not wrong)
-    commands = [command for command in (*HOSTILE_COMMANDS, "all") if command in held["all"]]
-    for kind in [*(kind for kind in held if kind != "all"), "all"]:
-        cells = {command: held[kind].get(command) for command in commands}
-        yield {
-            "kind": kind,
-            "held": {
-                command: cell and f"{sum(cell['before'])} → {sum(cell['after'])} of {len(cell['after'])}"
-                for command, cell in cells.items()
-            },
-        }
-
-
-def failures(content: Content) -> Iterable[Row]:
-    """How many cells showed each failure, before and after."""
-    found = {label: list(hostile_cells(content, label)) for label in ("before", "after")}
-    for word, name in FAULTY.items():
-        counts = {
-            label: sum(any(text.startswith(word) for text in wrong) for _, _, wrong in cells)
-            for label, cells in found.items()
-        }
-        yield {"failure": name, **counts}
-
-
 def products(file: str) -> Table:
     """The table of products of one layer, from results of one machine."""
     return Table(
@@ -192,26 +120,6 @@ def products(file: str) -> Table:
         note="A plain read reaches {read_gigabytes_a_second:.1f} GB/s; {time}, {preemptions} preemptions, on {where}.",
         facts=lambda content: {"time": "processor time of one thread" if content["clock"] == "cpu" else "wall time"},
     )
-
-
-def simulated(content: Content) -> Iterable[Row]:
-    """By effort, the minutes of each kind of work."""
-    for effort, found in content["results"].items():
-        minutes = {work: sum(kinds.values()) / 60 for work, kinds in found["seconds"].items()}
-        rest = sum(minutes.get(work, 0.0) for work in ("forward passes", "packing and writing", "first look"))
-        named = ("Grams", "solving", "allocation", "prediction matching")
-        works = {"forward passes": rest} | {
-            work.replace("Grams", "Gram matrices"): minutes.get(work, 0.0) for work in named
-        }
-        yield {"effort": effort, "minutes": found["minutes"], "works": works, "peak": found["peak_over_estimate"]}
-
-
-def dropped(content: Content) -> Row:
-    """What a simulated effort contains that is no longer part of it."""
-    seconds = {effort: found["seconds"].get("block matching", {}) for effort, found in content["results"].items()}
-    gone = {effort: sum(kinds.values()) / 60 for effort, kinds in seconds.items() if kinds}
-    words = " `{}` includes {:.1f} minutes of block matching, which is no longer part of it."
-    return {"dropped": "".join(words.format(*item) for item in gone.items())}
 
 
 def elsewhere(content: Content) -> Iterable[Row]:
@@ -257,36 +165,6 @@ def served(content: Content) -> Row:
 
 
 TABLES: dict[str, tuple[Table, ...]] = {
-    "gpu_simulated": (
-        Table(
-            "gpu_simulated",
-            "python benchmarks/gpu_simulated.py",
-            (
-                ("effort", "{effort}"),
-                ("minutes", "{minutes:.1f}"),
-                ("*", "{works[*]:.2f}"),
-                ("peak memory / estimate of `plan`", "{peak:.2f}"),
-            ),
-            simulated,
-            note="Simulated with torch {machine[torch]}; nothing ran on a GPU.{dropped}",
-            facts=dropped,
-        ),
-    ),
-    "gpu_kernels": (
-        Table(
-            "gpu_kernels",
-            "python benchmarks/gpu_kernels.py",
-            (
-                ("", "{architecture}"),
-                ("pattern", "{pattern}"),
-                ("tokens", "{tokens}"),
-                ("registers", "{registers}"),
-                ("spilled bytes", "{spilled_bytes}"),
-                ("packed bytes per instruction", "{bytes_an_instruction:.2f}"),
-            ),
-            note="Triton {triton}; compiled, not run.",
-        ),
-    ),
     "workspace": (
         Table(
             "workspace",
@@ -327,72 +205,6 @@ TABLES: dict[str, tuple[Table, ...]] = {
                 ("seconds", "{seconds:.0f}"),
             ),
             note="An idle process has {idle_mb:,} MB. On {where}.",
-        ),
-    ),
-    "scaling": (
-        Table(
-            "scaling",
-            "python benchmarks/memory.py large",
-            (
-                ("model, order", "{size}, {order}"),
-                ("GPUs", "{processes}"),
-                ("GB per GPU", "{gpu_gb:.0f}"),
-                ("GB of RAM", "{ram_gb:.0f}"),
-                ("GB sent per block", "{network_gb_a_block:.1f}"),
-                ("hours: solving, 20 rounds", "{hours[solving]:.2f}"),
-                ("solving, simulated", "{simulated}"),
-                ("solving, 100 rounds", "{solving_longer:.2f}"),
-                ("forward, Gram matrices", "{hours[forward and Grams]:.2f}"),
-                ("network", "{hours[network]:.2f}"),
-                ("disk", "{hours[disk]:.2f}"),
-                ("all", "{total:.1f}"),
-            ),
-            scaling,
-            note="Assumed: {tera[float32]:.0f} TFLOP/s for all products of solvers and {tera[bfloat16]:.0f} for those "
-            "of forward passes, {giga[network]:.0f} GB/s between processes, {giga[disk]:.0f} GB/s from the disk. "
-            "Simulated: the real solver with the rates of the simulation above, and up to eight GPUs connected by "
-            "NVLink ({link[nvlink]:.0f} GB/s, {wait[nvlink]:.0f} µs per exchange), and more than eight by a network "
-            "({link[network]:.0f} GB/s, {wait[network]:.0f} µs). Arithmetic, not measured on a GPU.",
-            facts=lambda content: {
-                "tera": {name: rate / 1e12 for name, rate in content["assumed"].items()},
-                "giga": {name: rate / 1e9 for name, rate in content["assumed"].items()},
-                "link": {name: rate / 1e9 for name, rate in content["links"].items()},
-                "wait": {name: seconds * 1e6 for name, seconds in content["latency"].items()},
-            },
-        ),
-    ),
-    "faults": (
-        Table(
-            "faults",
-            "python benchmarks/faults.py endings",
-            note="{faults} faults, {survived} survived, seed {seed}: {kills} × SIGKILL at random moments, {others}. "
-            "On {where}.",
-            facts=faults,
-        ),
-    ),
-    "hostile": (
-        Table(
-            "faults",
-            "python benchmarks/faults.py cells",
-            (("", "{kind}"), ("*", "{held[*]}")),
-            hostile,
-        ),
-    ),
-    "hostile_failures": (
-        Table(
-            "faults",
-            "python benchmarks/faults.py cells",
-            (("cells with", "{failure}"), ("before", "{before}"), ("after", "{after}")),
-            failures,
-        ),
-    ),
-    "hostile_cost": (
-        Table(
-            "faults",
-            "python benchmarks/faults.py cost",
-            (("processor seconds", "{command}"), ("before", "{before:.2f}"), ("after", "{after:.2f}")),
-            lambda content: [{"command": name, **content["seconds"][name]} for name in ("--help", "compress")],
-            note="Medians of {seconds[times]} processes each, in turn, on {where}.",
         ),
     ),
     "inference": (products("inference"),),

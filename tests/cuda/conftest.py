@@ -4,7 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from harness.fake_cuda import fake_cuda
+
+from tests.cuda.fake_cuda import fake_cuda
 
 REAL = pytest.param("real", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from harness.fake_cuda import CudaTensor, fake_cuda
-from harness.watch import watched
 from torch import nn
+
+from tests.cuda.fake_cuda import CudaTensor, fake_cuda
+from tests.cuda.watch import watched
 
 pytestmark = pytest.mark.nightly
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from harness.fake_cuda import fake_cuda
-from harness.watch import watched
 
 import hasslefree
 from hasslefree import Gram, Joint, Prune
 from hasslefree.solve.methods import METHODS, build_method, joint
 from tests import oracles
+from tests.cuda.fake_cuda import fake_cuda
+from tests.cuda.watch import watched
 from tests.suited import suited
 
 # How often the CPU may wait for the GPU in each round more: an alternation reads the objective of every round to keep
@@ -39,7 +39,7 @@ def test_methods_reach_the_error_that_they_reach_on_the_cpu(name, gpu, monkeypat
     What narrow products tip is for the next test: here the fake GPU and the CPU compute in float32.
     """
     monkeypatch.setattr(joint.linalg, "multiplies_bfloat16", lambda device: False)  # as on other CPUs
-    monkeypatch.setattr("harness.fake_cuda.as_tf32", lambda value: value)
+    monkeypatch.setattr("tests.cuda.fake_cuda.as_tf32", lambda value: value)
     solve = solved(name)
     here, there = solve("cpu"), solve("cuda")
     assert there.sparse.device.type == "cuda"

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from harness.fake_cuda import fake_cuda
 
 from hasslefree.core.linalg import orthonormal
 from hasslefree.distributed import ALONE
 from hasslefree.models import calibrate as moments
 from hasslefree.models.calibrate import MomentSums
+from tests.cuda.fake_cuda import fake_cuda
 
 
 def inputs(tokens, width, seed=0):

@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import pytest
 import torch
-from harness.fake_cuda import fake_cuda
 from safetensors.torch import load_file, save_file
 
 import hasslefree
@@ -17,6 +16,7 @@ from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_on_disk
 from hasslefree.models.weights import Prefetcher, Source, Weights
+from tests.cuda.fake_cuda import fake_cuda
 from tests.listeners import by_layer
 from tests.tiny_models import NO_TOKENIZER, build, segments
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from harness.fake_cuda import CudaTensor, FakeGpu
+from tests.cuda.fake_cuda import CudaTensor, FakeGpu
 
 # Operations that let the CPU wait for the GPU, by their name in aten.
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "_unique2", "bincount"}
