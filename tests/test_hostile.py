@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import hasslefree
@@ -114,24 +113,6 @@ def test_an_index_cannot_leave_the_folder(name, folder, tmp_path):
     assert_refused(folder, "which is not the name of a file in the same folder|7 is missing")
 
 
-def test_an_index_cannot_leave_the_folder_by_a_link(folder, tmp_path):
-    """But the cache of the hub consists of links to its blobs."""
-    names = dict.fromkeys(load_file(folder / "model.safetensors"), "weights.safetensors")
-    content = {"metadata": {"total_size": 0}, "weight_map": names}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
-    for place, refused in ((tmp_path / "elsewhere", True), (tmp_path / "hub" / "blobs", False)):
-        place.mkdir(parents=True)
-        shutil.copy(folder / "model.safetensors", place / "0123")
-        snapshot = tmp_path / "hub" / "snapshots" / place.name
-        shutil.copytree(folder, snapshot)
-        (snapshot / "model.safetensors").unlink()
-        (snapshot / "weights.safetensors").symlink_to(place / "0123")
-        if refused:
-            assert_refused(snapshot, "weights.safetensors, a link out of the folder; put the file itself in its place")
-        else:
-            load_model(str(snapshot))
-
-
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "gone.safetensors"}}'])
 def test_an_index_that_is_none(content, folder):
     (folder / "model.safetensors").unlink()
@@ -204,21 +185,11 @@ def test_a_config_with_more_layers_than_any_model(field, folder):
     assert_refused(folder, rf"config.json: {field} is 1e\+09, which no model has")
 
 
-def test_weights_that_are_cut_off_once_the_model_is_loaded(folder):
-    """A page of a mapped file that is gone would end this process by a signal. Oracle: the logits before."""
-    model, ids = load_model(str(folder), device="cpu"), segments()[:1]
-    before = build("llama")
-    before.load_state_dict(load_file(folder / "model.safetensors"))
-    os.truncate(folder / "model.safetensors", 4096)
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, before.to(model.dtype).eval()(ids).logits)
-
-
 def test_a_header_that_claims_the_moon(folder):
     """A length of 2^60 bytes must be an error, not an allocation."""
     file = folder / "model.safetensors"
     file.write_bytes((2**60).to_bytes(8, "little") + file.read_bytes()[8:])
-    assert_refused(folder, r"model\.safetensors is truncated, or not a safetensors file \(a header of 1,152,.*again")
+    assert_refused(folder, r"model\.safetensors is truncated, or not a safetensors file \(.*header too large.*again")
 
 
 def test_a_config_with_sizes_that_the_weights_do_not_have(folder):

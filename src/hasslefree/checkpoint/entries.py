@@ -113,7 +113,7 @@ def check_stored(
             if indices:
                 check_index(name, entry, tensors[entry.spec.storage.layout.index].read())
         except CheckpointError as error:
-            files = sorted({str(tensor.file.path) for tensor in (tensors or stored).values()})
+            files = sorted({str(tensor.file) for tensor in (tensors or stored).values()})
             raise CheckpointError(f"{', '.join(files)}: {error.message}") from None
 
 

@@ -34,7 +34,7 @@ from hasslefree.checkpoint.output import (
 )
 from hasslefree.checkpoint.record import HeldOutRecord, PredictionRecord
 from hasslefree.errors import CheckpointError, OutputError, option
-from hasslefree.files import INDEX, TensorFile, read_json, run_in_background
+from hasslefree.files import INDEX, read_header, read_json, run_in_background
 from hasslefree.validation import InvalidError, validated
 
 logger = logging.getLogger(__name__)
@@ -178,8 +178,8 @@ class Unfinished:
 
     def read(self, part: FinishedPart) -> dict[str, Tensor]:
         """The tensors of a part, on the CPU."""
-        file = TensorFile(self.model / part.file)
-        return {name: file.get_tensor(name) for name in file.metas}
+        stored = read_header(self.model / part.file)
+        return {name: tensor.read() for name, tensor in stored.items()}
 
     def finish(self, fill: Callable[[Path], None]) -> None:
         """Replace OUT by the folder. fill: writes the files that are still missing."""
@@ -331,7 +331,8 @@ def _finished(folder: Path) -> Progress:
                 " its block and all later blocks are compressed again; if prediction matching was"
                 " finished, all blocks are"
             )
-        if part.tensors != {name: meta.nbytes for name, meta in TensorFile(file).metas.items()}:
+        sizes = {name: tensor.meta.nbytes for name, tensor in read_header(file).items()}
+        if part.tensors != sizes:
             raise CheckpointError(
                 f"{folder / JOURNAL} does not list the tensors of {file}; delete it to start again"
             )

@@ -16,13 +16,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     PreTrainedModel,
-    modeling_utils,
 )
-from transformers.integrations import accelerate
 from transformers.models.auto import modeling_auto
 
 from hasslefree.errors import CheckpointError, HasslefreeError, ModelError, UnknownNameError, option
-from hasslefree.files import MOST_BYTES, TensorFile, read_json, weight_map
+from hasslefree.files import MOST_BYTES, read_json, stored_tensors, weight_files
 from hasslefree.models.calls import replaced
 from hasslefree.validation import Dtype
 
@@ -115,11 +113,7 @@ def loading(what: str, remedy: str) -> Iterator[None]:
     done.
     """
     try:
-        with (
-            replaced(modeling_utils, "safe_open", TensorFile),
-            replaced(accelerate, "safe_open", TensorFile),
-        ):
-            yield
+        yield
     except (HasslefreeError, MemoryError, torch.OutOfMemoryError, BrokenPipeError):
         raise
     except BaseException as error:
@@ -233,17 +227,10 @@ def load_on_disk(
 
 def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
     auto = auto_class(load_config(name, trust_remote_code))
-    weight_map(folder := Path(name))
-    if (
-        folder.is_dir()
-        and not any(folder.glob("*.safetensors"))
-        and any(folder.glob("pytorch_model*.bin"))
-    ):
-        raise ModelError(
-            f"{name} has its weights in pickle files (pytorch_model.bin), which can run any code"
-            " when they are loaded; if you trust them, convert them to safetensors:"
-            f" AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)"
-        )
+    folder = Path(name)
+    if folder.is_dir():
+        refuse_pickles(folder)
+        stored_tensors(weight_files(folder))  # names a damaged file, which transformers does not
     with loading(f"the model {name!r} could not be loaded", AGAIN):
         how |= {
             "trust_remote_code": trust_remote_code,
@@ -257,6 +244,17 @@ def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrain
             " again"
         )
     return model.eval()
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raise a ModelError if a folder has its weights in pickle files alone."""
+    if any(folder.glob("*.safetensors")) or not any(folder.glob("pytorch_model*.bin")):
+        return
+    raise ModelError(
+        f"{folder} has its weights in pickle files (pytorch_model.bin), which can run any code"
+        " when they are loaded; if you trust them, convert them to safetensors:"
+        f" AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(FOLDER)"
+    )
 
 
 def resolve_device(device: str | None) -> torch.device:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hasslefree.errors import ModelError
-from hasslefree.files import TensorFile, run_in_background
+from hasslefree.files import read_tensor, run_in_background
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.experts import SplitExperts
 from hasslefree.packed.linear import SparseLowRankLinear
@@ -28,21 +29,18 @@ Modules = Callable[[], Iterable[nn.Module]]
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of a checkpoint: `name` in the model, `leaf` in `stored`, accelerate's files.
-    opened: a file by path.
-    """
+    """A tensor of a checkpoint: `name` in the model, `leaf` in `stored`, accelerate's files."""
 
     stored: Any
     leaf: str
     name: str
-    opened: Callable[[str], TensorFile]
 
     def read(self) -> Tensor:
         """The tensor on the CPU, in the dtype of the model. Raises a CheckpointError if its file is
         damaged.
         """
         entry = self.stored.dataset.index[f"{self.stored.prefix}{self.leaf}"]
-        tensor = self.opened(entry["safetensors_file"]).get_tensor(entry["weight_name"])
+        tensor = read_tensor(Path(entry["safetensors_file"]), entry["weight_name"])
         return tensor.to(getattr(torch, entry["dtype"]))
 
 
@@ -95,7 +93,6 @@ class Weights:
     def __init__(self, model: PreTrainedModel, device: torch.device, prefetch: bool = True):
         self.device, self.prefetch = device, prefetch
         self._prefetcher = Prefetcher(device)
-        self._opened = cache(TensorFile)
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         # Weak: a layer that was replaced takes its weight along.
         self._stored: WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = WeakKeyDictionary()
@@ -213,7 +210,7 @@ class Weights:
 
     def _source(self, module: nn.Module, name: str) -> Source:
         module, name = self._other_name.get((module, name), (module, name))
-        return Source(self._stored[module], name, f"{self._names[module]}.{name}", self._opened)
+        return Source(self._stored[module], name, f"{self._names[module]}.{name}")
 
     def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
         source = self._source(module, name)
