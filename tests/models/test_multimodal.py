@@ -10,7 +10,7 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.errors import ModelError
 from hasslefree.exports.export import export
-from hasslefree.models.blocks import find_blocks, towers
+from hasslefree.models.blocks import find_blocks, other_modalities
 from hasslefree.models.experts import BatchedExperts, every_expert_called, fuse_experts, split_experts
 from hasslefree.models.load import load_model
 from tests.tiny_models import NO_TOKENIZER, ROTARY, logits, segments, tensors_of
@@ -59,7 +59,7 @@ def test_only_the_text_decoder_is_compressed(family, folder, tmp_path):
     """Oracle: the tensors of the dense model; and the logits of the model in memory."""
     dense = made(family)
     blocks = find_blocks(dense)
-    beside = towers(dense, blocks)
+    beside = other_modalities(dense, blocks)
     assert "language_model" in blocks.name
     assert beside
     assert not any("language_model" in name or "head" in name for name in beside)
@@ -140,4 +140,4 @@ def test_the_text_model_alone_is_loaded_where_the_configuration_names_it(tmp_pat
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), device="cpu")
-    assert towers(loaded, find_blocks(loaded)) == []
+    assert other_modalities(loaded, find_blocks(loaded)) == []

@@ -12,7 +12,7 @@ from yaml import YAMLError
 
 from hasslefree.checkpoint.record import Record, command_of
 from hasslefree.escaping import escaped
-from hasslefree.models.blocks import by_kind
+from hasslefree.models.rules import by_kind
 
 # What an upload replaces in a card with the name on the hub; and the tag by which it knows its own
 # models.

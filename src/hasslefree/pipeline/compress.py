@@ -27,8 +27,9 @@ from hasslefree.checkpoint.resume import (
 from hasslefree.distributed import World, local_device, process_group
 from hasslefree.errors import OutputError
 from hasslefree.models.activations import check_storage
-from hasslefree.models.blocks import Blocks, by_kind, find_blocks, select_sites, towers
+from hasslefree.models.blocks import Blocks, find_blocks, other_modalities
 from hasslefree.models.load import resolve_device
+from hasslefree.models.rules import by_kind, select_sites
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
@@ -305,11 +306,11 @@ def plan_model(model: PreTrainedModel, resolved: Resolved) -> tuple[Blocks, Plan
     blocks = find_blocks(model)
     plan, dense = (
         plan_of(model, blocks, resolved),
-        select_sites(blocks, resolved.recipe.leave_dense).dense,
+        select_sites(blocks, resolved.recipe.leave_dense).automatically_dense,
     )
     if dense:
         logger.info("kept dense automatically: %s", ", ".join(by_kind(dense)))
-    if beside := towers(model, blocks):
+    if beside := other_modalities(model, blocks):
         logger.info(
             "only the text decoder is compressed, and only text is used for calibration; %s stay"
             " dense",

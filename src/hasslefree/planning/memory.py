@@ -24,11 +24,12 @@ from hasslefree.allocate.sensitivity import quick
 from hasslefree.core.cost import FLOAT
 from hasslefree.errors import LINE, MemoryShortError, option
 from hasslefree.models.activations import STORAGES, check_storage
-from hasslefree.models.blocks import Blocks, by_kind, find_blocks
+from hasslefree.models.blocks import Blocks, find_blocks
 from hasslefree.models.calibrate import BATCH, probes, sums_bytes, traffic
 from hasslefree.models.experts import share_of_tokens, split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.models.precision import product_dtype
+from hasslefree.models.rules import by_kind
 from hasslefree.pipeline.held_out import ROWS, segments_held_out
 from hasslefree.pipeline.layers import shared_layers, weight_of
 from hasslefree.planning.machine import free_memory, in_one_pass, product_rate, room_for_sums

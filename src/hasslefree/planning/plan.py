@@ -15,7 +15,8 @@ from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method
 from hasslefree.errors import BudgetError, HasslefreeError, option
-from hasslefree.models.blocks import Blocks, head_unit, select_sites
+from hasslefree.models.blocks import Blocks, head_unit
+from hasslefree.models.rules import select_sites
 from hasslefree.models.sites import Site
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.recipe.resolved import Resolved

@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hasslefree.errors import with_flags
-from hasslefree.models.blocks import by_kind, select_sites, towers
+from hasslefree.models.blocks import other_modalities
+from hasslefree.models.rules import by_kind, select_sites
 from hasslefree.planning.advise import Advice
 from hasslefree.planning.machine import product_rate
 from hasslefree.planning.memory import Setup, estimate, flops_by_phase, peaks, verdict
@@ -51,7 +52,10 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
         "device_peak": footprint.device_peak,
         "ram_peak": footprint.ram_peak,
         "memory": {"device": footprint.device, "ram": footprint.ram},
-        "dense_by_default": [*by_kind(sites.dense), *towers(setup.model, setup.blocks)],
+        "dense_by_default": [
+            *by_kind(sites.automatically_dense),
+            *other_modalities(setup.model, setup.blocks),
+        ],
         "unstated": list(setup.resolved.method.cost.unstated),
         "phases": flops,
         "flops": sum(flops.values()),
