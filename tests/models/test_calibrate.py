@@ -2,10 +2,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
+import hasslefree
+from hasslefree import Recipe
 from hasslefree.distributed import ALONE
 from hasslefree.models.activations import Activations
 from hasslefree.models.calibrate import PANEL, MomentSums, with_batching
+from tests import oracles
+from tests.tiny_models import build, gram_of, segments
 
 
 def test_the_gram_of_bfloat16_inputs_is_that_of_their_values():
@@ -45,3 +50,26 @@ def test_a_block_takes_batches_where_segments_do_not_change_each_other(column, o
             return output
 
     assert with_batching(torch.nn.Linear(4, 4), Call(), hidden).batched == (offset == 0)
+
+
+class TwiceMLP(modeling_llama.LlamaMLP):
+    """A module that calls one layer twice, as the routers of Gemma 3n do."""
+
+    def forward(self, x):
+        inner = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(inner) + self.down_proj(3 * inner.flip(-1))
+
+
+@pytest.mark.parametrize("sequential", ["layer", "block"])
+@pytest.mark.parametrize("samples", [1, 4])
+def test_a_layer_that_is_called_twice_is_fitted_to_the_inputs_of_both_calls(sequential, samples, monkeypatch, tmp_path):
+    """Oracle: hooks on whole forward passes of the finished model, whose inputs of this layer do not depend on it."""
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", TwiceMLP)
+    dense, model, tokens = build("llama"), build("llama"), segments(samples)
+    recipe = Recipe(rank=2, method="eora", sequential=sequential, leave_dense=("*gate*", "*up*", "*attn*", "*.0.*"))
+    [record] = hasslefree.compress(model, tmp_path / "out", recipe, segments=tokens).layers
+    layer, weight = model.get_submodule(record.name), dense.get_submodule(record.name).weight
+    gram = gram_of(model, record.name, tokens).matrix
+    residual = (weight - layer.unpacked() - layer.low_rank_u @ layer.low_rank_v).detach()
+    expected = oracles.loss(residual, gram) / oracles.loss(weight.detach(), gram)
+    assert record.relative_error == pytest.approx(expected, rel=1e-3)

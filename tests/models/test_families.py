@@ -11,7 +11,7 @@ from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.distributed import ALONE
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
-from hasslefree.models.calibrate import gather, groups_by_input, run_block
+from hasslefree.models.calibrate import gather, groups_by_input, run_block, tensors_read
 from hasslefree.models.probe import block_calls
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Walk
@@ -52,7 +52,7 @@ def test_streamed_grams_are_those_of_the_whole_model(family):
     hidden = Walk(model, blocks, Weights(model, model.device), calls).entering(tokens)
     seen = set()
     for index, block in enumerate(blocks.modules):
-        groups = groups_by_input(block, calls[index], hidden[0], find_sites(block))
+        groups = groups_by_input(tensors_read(block, calls[index], hidden[0], find_sites(block)))
         grams = gather(block, blocks.prefix(index), calls[index], hidden, groups, ALONE)
         for group, gram in zip(groups, grams, strict=True):
             for name in (f"{blocks.prefix(index)}.{n}" for n in group):

@@ -30,7 +30,14 @@ from hasslefree.core.rows import WHOLE
 from hasslefree.distributed import World
 from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, option
 from hasslefree.models.activations import Activations
-from hasslefree.models.calibrate import MomentSums, checked, groups_by_input, probes, widest_dtype
+from hasslefree.models.calibrate import (
+    MomentSums,
+    checked,
+    groups_by_input,
+    probes,
+    tensors_read,
+    widest_dtype,
+)
 from hasslefree.models.calls import hooks
 from hasslefree.models.experts import every_expert_called
 from hasslefree.models.precision import as_multiplied, computing, only_trained
@@ -254,7 +261,7 @@ def block_sensitivities(
     passed the block.
     """
     visit, states = reverse.visit, reverse.states
-    groups = groups_by_input(visit.block, visit.call, states[0], plans)
+    groups = groups_by_input(tensors_read(visit.block, visit.call, states[0], plans))
     inputs, outer = inputs_and_gradients(reverse, groups)
     sites, tokens = visit.sites(list(plans)), round(world.total(reverse.tokens, states.device))
     inspected: dict[str, T] = {}

@@ -84,13 +84,21 @@ def pass_bytes(numbers: float) -> int:
     return round(2 * FLOAT * numbers)
 
 
-def groups_by_input(
+def tensors_read(
     block: nn.Module, call: BlockCall, states: Tensor, names: Iterable[str]
-) -> list[list[str]]:
-    """The named sites in order of data flow; those that read the very same tensor (q, k, v) form a
-    group.
+) -> dict[str, tuple[int, ...]]:
+    """Identify the tensors that layers of a block read.
+
+    Args:
+        states: hidden states that enter the block, (segments, tokens, width).
+        names: of the layers in the block.
+
+    Returns:
+        For each layer, in the order of the first calls, the identities of its inputs: one for each
+        call. Layers that read the very same tensor (q, k, v) have equal entries.
     """
-    inputs, sites = defaultdict[str, list[Tensor]](list), find_sites(block)
+    inputs = defaultdict[str, list[Tensor]](list)  # alive, so that no identity is used twice
+    sites = find_sites(block)
 
     def keep(name: str, x: Tensor) -> None:
         inputs[name].append(x)
@@ -98,9 +106,14 @@ def groups_by_input(
     watching = hooks(sites[name].on_input(partial(keep, name)) for name in names)
     with watching, every_expert_called(block), computing(block), torch.no_grad():
         call.run(block, states)
+    return {name: tuple(map(id, tensors)) for name, tensors in inputs.items()}
+
+
+def groups_by_input(reads: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+    """Group the layers that read the same tensors. reads: from `tensors_read`."""
     groups: dict[tuple[int, ...], list[str]] = {}
-    for name, tensors in inputs.items():
-        groups.setdefault(tuple(id(tensor) for tensor in tensors), []).append(name)
+    for name, tensors in reads.items():
+        groups.setdefault(tensors, []).append(name)
     return list(groups.values())
 
 
@@ -178,35 +191,53 @@ def gather(
     groups: list[list[str]],
     world: World,
 ) -> list[Gram]:
-    """The Gram of each group's input, over the segments of all processes, in one pass that ends at
-    the last group.
+    """Compute the Gram of each group's input, over the segments of all processes.
+
+    The first batch runs through the whole block, which shows how often the block calls each layer;
+    the others end at the last call of a group.
     """
     sums = {group[0]: MomentSums(hidden.states.shape[1]) for group in groups}
+    calls: int | None = None  # of all first layers of the groups, known after the first batch
     with computing(block), torch.no_grad():
         for batch in hidden.batches(BATCH if call.batched else 0):
-            for name, rows in inputs_of(block, call, hidden[batch], list(sums)).items():
-                sums[name].take(rows)
+            inputs = inputs_of(block, call, hidden[batch], list(sums), calls)
+            calls = sum(len(parts) for parts in inputs.values())
+            for name, parts in inputs.items():
+                for rows in parts:
+                    sums[name].take(rows)
     return [checked(total.gram(world), f"{prefix}.{name}") for name, total in sums.items()]
 
 
 def inputs_of(
-    block: nn.Module, call: BlockCall, states: Tensor, names: Sequence[str]
-) -> dict[str, Tensor]:
-    """Copies of the inputs of sites for some segments, (tokens, in) each, from a pass that ends at
-    the last of them.
+    block: nn.Module,
+    call: BlockCall,
+    states: Tensor,
+    names: Sequence[str],
+    calls: int | None = None,
+) -> dict[str, list[Tensor]]:
+    """Copy the inputs of layers in a pass of some segments.
+
+    Args:
+        states: hidden states that enter the block, (segments, tokens, width).
+        names: of the layers in the block.
+        calls: number of calls of these layers after which the pass ends; None: it does not end
+            before the end of the block.
+
+    Returns:
+        For each layer its inputs, (tokens, in) for each call.
     """
-    caught: dict[str, Tensor] = {}
+    inputs: dict[str, list[Tensor]] = {name: [] for name in names}
     sites = find_sites(block)
 
     def keep(name: str, x: Tensor) -> None:
         rows = as_multiplied(x.reshape(-1, x.shape[-1]))
-        caught[name] = rows.clone() if rows.data_ptr() == x.data_ptr() else rows
-        if len(caught) == len(names):
+        inputs[name].append(rows.clone() if rows.data_ptr() == x.data_ptr() else rows)
+        if sum(len(parts) for parts in inputs.values()) == calls:
             raise Stop
 
     with hooks(sites[name].on_input(partial(keep, name)) for name in names), suppress(Stop):
         call.run(block, states)
-    return {name: caught[name] for name in names}
+    return inputs
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:

@@ -26,6 +26,7 @@ from hasslefree.models.calibrate import (
     gather,
     groups_by_input,
     sums_bytes,
+    tensors_read,
     traffic,
 )
 from hasslefree.models.experts import every_expert_called, experts_of
@@ -187,9 +188,11 @@ def compress_block(task: Task, hidden: Activations) -> list[Done]:
     """
     visit, resolved = task.visit, task.resolved
     block, call, done = visit.block, visit.call, list[Done]()
-    groups = groups_by_input(block, call, hidden[0], task.plans)
+    reads = tensors_read(block, call, hidden[0], task.plans)
+    groups = groups_by_input(reads)
+    called_once = all(len(tensors) == 1 for tensors in reads.values())
     with every_expert_called(block):
-        if resolved.recipe.sequential == "layer" and runs_at_once(task, hidden):
+        if resolved.recipe.sequential == "layer" and called_once and runs_at_once(task, hidden):
             done, output = compress_in_one_pass(task, hidden, groups)
             hidden[:] = output
             visit.has_run = True
