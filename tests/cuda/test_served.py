@@ -7,23 +7,20 @@ from hasslefree.serve.parts import Division
 from hasslefree.serve.stacked import StackedLinear
 from tests.serve.layers import layer_of
 
-# The decode kernels need a GPU or Triton's interpreter.
-CASES = [(torch.float32, 40), (torch.float32, 3), (torch.bfloat16, 3), (torch.bfloat16, 40)]
+CASES = [(torch.float32, 40), (torch.bfloat16, 3)]
 
 
 @pytest.mark.parametrize("kind", ["2:4", "2:8", "3:8", "row", "2:4, int8 factors"])
 @pytest.mark.parametrize(("dtype", "tokens"), CASES)
 def test_a_stack_on_a_gpu(gpu, kind, dtype, tokens):
     """Oracle: the product with both matrices in float64."""
-    if gpu is not None and (dtype, tokens) != CASES[0]:
-        pytest.skip("needs a real GPU")
     layers = [layer_of(kind, (32, 64), 3, seed=0), layer_of(kind, (64, 64), 2, seed=1)]
     parts = Division([32, 64], [32, 64], 64, 64, 0, 1).parts({str(i): each.entry for i, each in enumerate(layers)})
     stack = StackedLinear(parts, dtype, "cuda")
     for index, layer in enumerate(layers):
         stack.load(index, layer.tensors)
     stack.finish()
-    assert (stack.groups is None) == (kind in ("3:8", "row"))
+    assert stack.is_unpacked
     x = torch.randn(tokens, 64).to(dtype)
     found, expected = stack(x.cuda()).cpu().double(), x.double() @ torch.cat([layer.matrix for layer in layers]).T
     close = 1e-5 if dtype == torch.float32 else 0.02

@@ -130,7 +130,7 @@ def test_mistakes_are_one_message_and_exit_code_2(monkeypatch, capsys, out, tmp_
         (["generate", out, "x", "--dense", tmp_path / "gone"], "gone does not exist"),
         (["generate", out, "x", "--backend", "numbr"], "Did you mean 'numba'"),
         (["generate", MODEL, "x"], "has no compressed layers"),
-        (["chat", out, "--backend", "triton"], "it runs on CUDA"),
+        (["chat", out, "--backend", "int4"], "quantised codes"),
         (["chat", out, "--dtype", "float23"], "unknown dtype 'float23'. Did you mean 'float32'"),
         (["chat", out, "--device", "gpu"], "unknown device 'gpu'"),
         (["chat", out, "--temperature", "-1"], "--temperature"),

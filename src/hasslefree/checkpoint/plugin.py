@@ -21,9 +21,7 @@ from hasslefree.errors import CheckpointError
 from hasslefree.files import stored_tensors
 from hasslefree.models.experts import SplitExperts, split_experts
 from hasslefree.models.sites import Site, find_sites
-from hasslefree.packed.kernels.backends import HAS_TRITON
-from hasslefree.packed.linear import SparseLowRankLinear, keep_unpacked, layers_without_numba
-from hasslefree.units import size
+from hasslefree.packed.linear import SparseLowRankLinear, layers_without_numba
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +92,6 @@ class HasslefreeQuantizer(HfQuantizer):
         # For transformers this forbids .half(), .float() and training; here the values are floats
         # like any others.
         model.is_quantized = False  # type: ignore[assignment]
-        if kept := keep_unpacked(model):
-            logger.info(
-                "%s of GPU memory will hold unpacked copies of the packed weights, for %s. To save that memory, call "  # noqa: E501
-                'hasslefree.use_backend(model, "dense"): it keeps no copy and unpacks at every call, which is slow',  # noqa: E501
-                size(kept), "calls with more than 16 tokens" if HAS_TRITON else "all calls (Triton is not installed)",  # noqa: E501
-            )  # fmt: skip
         if slow := layers_without_numba(model):
             logger.warning(
                 "Numba is not installed, so %d layers (the first is %s) unpack their weights at every call, which is "  # noqa: E501

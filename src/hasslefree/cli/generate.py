@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from hasslefree.evaluation.continuation import Continuation, Sampling, Writer
 
 TEXT = "Text"
-BACKEND = (
-    "How S is multiplied: dense, unpacked, numba, triton or int4 (default: chosen for each layer)."
-)
+BACKEND = "How S is multiplied: dense, unpacked, numba or int4 (default: chosen for each layer)."
 MOST_THREADS = 4 * (
     os.cpu_count() or 1
 )  # more only slow a machine down, and systems refuse thousands

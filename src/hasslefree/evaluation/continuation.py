@@ -81,7 +81,7 @@ class Writer:
     @property
     def bytes(self) -> int:
         """The memory of the weights, including the copies that backends cache."""
-        copies = [layer.cached_sparse for layer in compressed_layers(self.model).values()]
+        copies = [layer.unpacked_copy for layer in compressed_layers(self.model).values()]
         return int(self.model.get_memory_footprint()) + sum(
             copy.nbytes for copy in copies if copy is not None
         )

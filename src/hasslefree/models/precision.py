@@ -90,7 +90,7 @@ def widened(modules: Iterable[nn.Module], keep: torch.dtype | None) -> Iterator[
     """
     tensors: dict[int, Tensor] = {}
     for module in modules:
-        copy = module.cached_sparse if isinstance(module, SparseLowRankLinear) else None
+        copy = module.unpacked_copy if isinstance(module, SparseLowRankLinear) else None
         local = [
             *module.parameters(recurse=False),
             *module.buffers(recurse=False),

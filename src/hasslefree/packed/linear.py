@@ -16,9 +16,8 @@ from hasslefree.core.factors import BITS, CodedRows
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError
 from hasslefree.packed.kernels import backends
-from hasslefree.packed.kernels.int4 import Int4, plain
+from hasslefree.packed.kernels.int4 import CUDA_TOKENS, Int4, plain
 from hasslefree.packed.kernels.ops import (
-    TRITON_TOKENS,
     Prepared,
     PreparedFactors,
     is_traced,
@@ -71,13 +70,8 @@ class SparseLowRankLinear(nn.Module):
         self.out_features, self.in_features = spec.shape
         self.backend: str | None = None
         self.merged_weight: Tensor | None = None  # S + u v, which replaces all three
-        self.cached_sparse: Tensor | None = None  # S unpacked, for calls without gradients
-        self.cache_key: tuple[int, int] | None = (
-            None  # the values that it was made of; None: the caller removes it
-        )
-        self.keeps_unpacked = (
-            False  # on a GPU, cache S at the first call for which there is no kernel
-        )
+        # S unpacked, for calls without gradients; whoever asked for it promised not to change S.
+        self.unpacked_copy: Tensor | None = None
         self.wide_factors: dict[
             str, Tensor
         ] = {}  # the values of coded factors, while they are trained
@@ -216,8 +210,13 @@ class SparseLowRankLinear(nn.Module):
             parameters["weight_scale"],
             parameters["bias"],
         )
-        few = x.is_cpu or len(flat) <= TRITON_TOKENS
-        if self._pinned is not None or x.shape[-1] != self.in_features or not few or scale is None:
+        few = x.is_cpu or len(flat) <= CUDA_TOKENS
+        if (
+            self.unpacked_copy is not None
+            or x.shape[-1] != self.in_features
+            or not few
+            or scale is None
+        ):
             return None
         if not is_traced(x) and self.int4_key != self._key():
             self._prepare_int4()
@@ -277,7 +276,7 @@ class SparseLowRankLinear(nn.Module):
         grad = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in (x, *self._tensors())
         )
-        if self._pinned is not None or x.dtype != self.values.dtype or grad:
+        if self.unpacked_copy is not None or x.dtype != self.values.dtype or grad:
             return None
         layout = self.storage.layout
         assert isinstance(layout, PackedGroups)
@@ -303,9 +302,8 @@ class SparseLowRankLinear(nn.Module):
         backend = backends.choose(self._case(x.numel() // self.in_features), self.backend)
         if not backends.takes_layer(backend, x, layout, self.spec.rank):
             return None
-        us = [] if self.low_rank_u is None else [self.low_rank_u]
         return backends.product(
-            backend, x, self.values, self.index, layout, us, self.low_rank_v, self.bias
+            x, self.values, self.index, layout, self.low_rank_u, self.low_rank_v, self.bias
         )
 
     def _tensors(self) -> list[Tensor | None]:
@@ -319,33 +317,15 @@ class SparseLowRankLinear(nn.Module):
             *(parameters[name] for name in ("low_rank_u", "low_rank_v", "bias")),
         ]
 
-    @property
-    def _pinned(self) -> Tensor | None:
-        """S unpacked, where the caller has promised that it does not change."""
-        return self.cached_sparse if self.cache_key is None else None
-
     def sparse_product(self, x: Tensor) -> Tensor:
         """x Sᵀ: (..., in) → (..., out)."""
         grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        if self._pinned is not None and not grad:
-            return F.linear(x, self._pinned)
+        if self.unpacked_copy is not None and not grad:
+            return F.linear(x, self.unpacked_copy)
         backend = backends.choose(self._case(x.numel() // self.in_features, grad), self.backend)
-        if backend in ("numba", "triton"):
-            return backends.product(backend, x, self.values, self.index, self.storage.layout)
-        return F.linear(
-            x, self._cached() if backend == "unpacked" and self.keeps_unpacked else self.unpacked()
-        )
-
-    def _cached(self) -> Tensor:
-        """S, unpacked at the first call and kept until the layer changes or moves."""
-        if torch.compiler.is_compiling():
-            return self.unpacked() if self.cached_sparse is None else self.cached_sparse
-        key = self.weight.data_ptr(), self.weight._version
-        if self.cached_sparse is None or self.cache_key != key:
-            log_without_triton()
-            with remedy_for_copies(self.spec.shape):
-                self.cached_sparse, self.cache_key = self.unpacked(), key
-        return self.cached_sparse
+        if backend == "numba":
+            return backends.product(x, self.values, self.index, self.storage.layout)
+        return F.linear(x, self.unpacked())
 
     def use(self, backend: str | None) -> None:
         """Set how x Sᵀ is computed from now on; with None, it is chosen at every call.
@@ -362,8 +342,8 @@ class SparseLowRankLinear(nn.Module):
         if backend is not None:
             backends.choose(self._case(), backend)
         with torch.no_grad(), remedy_for_copies(self.spec.shape):
-            self.cached_sparse = self.unpacked() if backend == "unpacked" else None
-        self.backend, self.cache_key = backend, None
+            self.unpacked_copy = self.unpacked() if backend == "unpacked" else None
+        self.backend = backend
 
     def _case(self, tokens: int = 1, grad: bool = False) -> backends.Case:
         weight, spec = self.weight, self.spec
@@ -396,15 +376,6 @@ def add_low_rank(y: Tensor, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
 @cache
 def log_slower(obstacle: str) -> None:
     logger.warning("S is unpacked at every call, which is slow: %s", obstacle)
-
-
-@cache
-def log_without_triton() -> None:
-    if not backends.HAS_TRITON:
-        logger.info(
-            "Triton 3.4 or newer is not installed, so compressed layers on a GPU are unpacked once"
-            " and take the memory of dense layers; pip install triton"
-        )
 
 
 @contextmanager
@@ -459,30 +430,18 @@ def use_backend(model: nn.Module, backend: str | None) -> None:
         layer.use(backend)
 
 
-def keep_unpacked(model: nn.Module) -> int:
-    """Let layers on a GPU keep S unpacked after the first call without a kernel for it; the bytes
-    that this takes.
-    """
-    layers = compressed_layers(model).values()
-    for layer in layers:
-        layer.keeps_unpacked = True
-    return sum(
-        layer.spec.dense_bytes(layer.weight.dtype) for layer in layers if layer.weight.is_cuda
-    )
-
-
 @contextmanager
 def unpacked_once(root: nn.Module) -> Iterator[None]:
     """Within it, the layers in `root` hold S unpacked over all calls. Their tensors must not change
     meanwhile.
     """
     layers = compressed_layers(root).values()
-    before = [(layer.cached_sparse, layer.cache_key) for layer in layers]
+    before = [layer.unpacked_copy for layer in layers]
     try:
         with torch.no_grad():
             for layer in layers:
-                layer.cached_sparse, layer.cache_key = layer.unpacked(), None
+                layer.unpacked_copy = layer.unpacked()
         yield
     finally:
-        for layer, (sparse, key) in zip(layers, before, strict=True):
-            layer.cached_sparse, layer.cache_key = sparse, key
+        for layer, copy in zip(layers, before, strict=True):
+            layer.unpacked_copy = copy

@@ -100,7 +100,7 @@ def plan_table(setup: Setup, *more: Table) -> Group:
     totals.add_row("weights", f"{size(model)} → {size(stored)} ({100 * stored / model:.0f} %)")
     totals.add_row(
         "to run on a GPU",
-        f"{size(plan['unpacked'])} more, for unpacked weights (none with backend dense)",
+        f"the packed weights; with the backend unpacked {size(plan['unpacked'])} more",
     )
     for name, peak in peaks(setup).items():
         totals.add_row(name, peak)

@@ -37,11 +37,11 @@ def stacked_product(
     """
     layout = PackedGroups(n, m)
     backend = choose(Case(x.device.type, x.dtype, layout, len(x), grad=False))
-    if takes_layer(backend, x, layout, max(ranks)) and (backend == "triton" or len(outs) == 1):
-        us = factors_of(low_rank_u, outs, ranks)
-        return product(backend, x, values, positions, layout, us, low_rank_v)
+    if takes_layer(backend, x, layout, max(ranks)) and len(outs) == 1:
+        [u] = factors_of(low_rank_u, outs, ranks)
+        return product(x, values, positions, layout, u, low_rank_v)
     if backend == "numba":
-        y = product(backend, x, values, positions, layout)
+        y = product(x, values, positions, layout)
     else:
         y = F.linear(x, layout.unpack(values, positions, x.shape[1]))
     return add_low_ranks(y, x, low_rank_u, low_rank_v, outs, ranks)
@@ -202,8 +202,7 @@ def common_groups(parts: list[Part], device: torch.device) -> PackedGroups | Non
     first = parts[0].groups
     if first is None or any(part.groups != first for part in parts):
         return None
-    readable = device.type != "cuda" or (0 < first.position_bits <= 8 and not first.is_mask)
-    return first if readable else None
+    return first if device.type == "cpu" else None
 
 
 def common_grid(parts: list[Part]) -> Grid | None:

@@ -185,7 +185,7 @@ def test_where_it_is_not_possible_the_rule_is_slower_and_the_wish_an_error(monke
 def test_on_a_gpu_it_is_for_few_tokens(monkeypatch):
     monkeypatch.setattr(int4, "without_cuda", lambda: None)
     assert choose(case(device="cuda")) == "int4"
-    assert choose(case(device="cuda", tokens=17)) == "unpacked"
+    assert choose(case(device="cuda", tokens=17)) == "dense"
     assert choose(case(device="cuda", tokens=17), "int4") == "dense"
 
 

@@ -1,14 +1,13 @@
-"""Which backend computes a product x Sᵀ, by the rule of docs/howto/run.md: measured on a CPU,
-published on CUDA.
+"""Which backend computes a product x Sᵀ, by the rule of docs/howto/run.md: measured on a
+CPU.
 
 `dense` and `unpacked` are up to the caller, who unpacks S by torch at every call, or once; `ops`
-has `numba`, the package `triton` has `triton`, and `int4` has `int4`.
+has `numba`, and `int4` has `int4`.
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -19,17 +18,8 @@ from hasslefree.errors import KernelError, UnknownNameError
 from hasslefree.packed.kernels import int4, ops
 from hasslefree.packed.layouts import Columns, Layout, PackedGroups
 
-
-def _has_triton() -> bool:
-    try:
-        return tuple(map(int, metadata.version("triton").split(".")[:2])) >= (3, 4)
-    except metadata.PackageNotFoundError:
-        return False
-
-
 # Looked up once: torch.compile cannot trace the search.
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
-HAS_TRITON = _has_triton()
 NO_CODES = "S is stored as quantised codes, which it cannot read; use int4, dense or unpacked"
 NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
 
@@ -52,23 +42,20 @@ class Case:
 def choose(case: Case, backend: str | None = None) -> str:
     """The name of the backend: the requested one, or by the rule of docs/howto/run.md.
 
-    By that rule a CPU uses `numba` or `int4` where possible, and `dense` otherwise. CUDA without
-    gradients uses `triton` or `int4` for few tokens where possible, and `unpacked` otherwise: S is
-    never unpacked at every call. A KernelError says why a requested backend is not possible.
+    By that rule a CPU uses `numba` or `int4` where possible, CUDA uses `int4` for few tokens where
+    possible, and everything else is `dense`. `unpacked`, which keeps a second copy of S, is never
+    chosen. A KernelError says why a requested backend is not possible.
     """
-    many = case.device == "cuda" and case.tokens > ops.TRITON_TOKENS
+    many = case.device == "cuda" and case.tokens > int4.CUDA_TOKENS
     if backend is None:
-        kernels = ("triton", "int4") if case.device == "cuda" else ("numba", "int4")
-        slower = "unpacked" if case.device == "cuda" and not case.grad else "dense"
-        return (
-            slower
-            if many
-            else next((name for name in kernels if BACKENDS[name](case) is None), slower)
-        )
+        for name in ("numba", "int4"):
+            if not many and BACKENDS[name](case) is None:
+                return name
+        return "dense"
     check_backend(backend)
     if obstacle := BACKENDS[backend](case):
         raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
-    return "dense" if backend in ("triton", "int4") and many else backend
+    return "dense" if backend == "int4" and many else backend
 
 
 def check_backend(name: str) -> None:
@@ -77,35 +64,25 @@ def check_backend(name: str) -> None:
 
 
 def product(
-    backend: str, x: Tensor, values: Tensor, index: Tensor, layout: Any,
-    us: Sequence[Tensor] = (), v: Tensor | None = None, bias: Tensor | None = None,
+    x: Tensor, values: Tensor, index: Tensor, layout: Any,
+    u: Tensor | None = None, v: Tensor | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x Sᵀ, or where `takes_layer` x Sᵀ + x vᵀ uᵀ + b, by `numba` or `triton`: (..., in) → (...,
-    out).
+    """x Sᵀ, or where `takes_layer` x Sᵀ + x vᵀ uᵀ + b, by `numba`: (..., in) → (..., out).
 
-    us: [(out, r)]; v: (r, in). For `triton`, several layers may be stacked by rows: S, v, the bias,
-    and u of each.
+    u: (out, r); v: (r, in).
     """
     flat, traced = x.reshape(-1, x.shape[-1]), ops.is_traced(x)
-    if backend == "triton":
-        us = us or [values.new_empty(len(values), 0)]
-        v = values.new_empty(0, x.shape[-1]) if v is None else v
-        y = ops.decode_cuda(flat, values, index, us, v, bias, layout.n, layout.m)
-    elif isinstance(layout, PackedGroups):
+    if isinstance(layout, PackedGroups):
         groups = ops.linear_groups if traced else ops.groups_product
-        y = groups(flat, values, index, layout.n, layout.m, us[0] if us else None, v, bias)
+        y = groups(flat, values, index, layout.n, layout.m, u, v, bias)
     else:
         y = (ops.linear_mask if traced else ops.mask_product)(flat, values, index)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def takes_layer(backend: str, x: Tensor, layout: PackedGroups, rank: int) -> bool:
-    """Whether the backend that `choose` named computes a whole layer in one call, for inputs (...,
-    in).
-    """
-    return backend == "triton" or (
-        backend == "numba" and rank > 0 and not layout.is_mask and ops.takes_few(x)
-    )
+    """Whether `numba` computes a whole layer in one call, for inputs (..., in)."""
+    return backend == "numba" and rank > 0 and not layout.is_mask and ops.takes_few(x)
 
 
 def _numba(case: Case) -> str | None:
@@ -114,7 +91,7 @@ def _numba(case: Case) -> str | None:
     if not HAS_NUMBA:
         return 'Numba is not installed; pip install "hasslefree[fast]"'
     if case.device != "cpu":
-        return f"it runs on a CPU, and the layer is on {case.device}; use triton or dense"
+        return f"it runs on a CPU, and the layer is on {case.device}; use dense"
     if case.grad:
         return NO_GRADIENTS
     if isinstance(case.layout, Columns):
@@ -124,31 +101,13 @@ def _numba(case: Case) -> str | None:
     return None
 
 
-def _triton(case: Case) -> str | None:
-    if case.grid:
-        return NO_CODES
-    if not HAS_TRITON:
-        return "Triton 3.4 or newer is not installed; torch 2.8 brings it, or pip install triton"
-    if case.device != "cuda":
-        return f"it runs on CUDA, and the layer is on {case.device}; use numba or dense"
-    if case.grad:
-        return NO_GRADIENTS
-    if (
-        not isinstance(case.layout, PackedGroups)
-        or case.layout.is_mask
-        or case.layout.position_bits > 8
-    ):
-        return "it reads N:M stored as positions of at most 8 bits, such as 2:4; use dense"
-    return None
-
-
 def _int4(case: Case) -> str | None:
     if (
         case.grid is None
         or not isinstance(case.layout, PackedGroups)
         or case.layout.n < case.layout.m
     ):
-        return "it takes a complete S as quantised codes, pattern dense; use numba, triton or dense"
+        return "it takes a complete S as quantised codes, pattern dense; use numba or dense"
     if case.grad:
         return NO_GRADIENTS
     obstacle = int4.obstacle(case.device, case.dtype, case.grid, case.shape)
@@ -160,6 +119,5 @@ BACKENDS: dict[str, Callable[[Case], str | None]] = {
     "dense": lambda case: None,
     "unpacked": lambda case: NO_GRADIENTS if case.grad else None,
     "numba": _numba,
-    "triton": _triton,
     "int4": _int4,
 }

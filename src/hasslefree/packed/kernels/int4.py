@@ -27,6 +27,8 @@ GROUPS = (256, 128, 64, 32)
 MOST_TOKENS = 24
 # The rows that a CPU's order of codes interleaves, by the instructions that torch uses.
 BLOCKS = {"AVX512": 64, "AVX2": 32}
+# The same on CUDA.
+CUDA_TOKENS = 16
 # A tile of S in bfloat16 that stays in the second level of the cache.
 TILE_BYTES = 2 << 20
 # Inputs that a product takes together: the rank is filled up with zeros.

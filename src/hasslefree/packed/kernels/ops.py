@@ -12,7 +12,7 @@ registered. `choose` uses the dense backend for such calls.
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hasslefree.core.linalg import multiplies_tiles
-from hasslefree.errors import KernelError, PatternError, ShapeError
+from hasslefree.errors import PatternError, ShapeError
 from hasslefree.packed.layouts import PackedGroups
 
 # The number of tokens from which unpacking a tile once is cheaper than reading packed rows for
@@ -36,8 +36,6 @@ DIRECT = {torch.float32: 6, torch.bfloat16: 6}
 # Tokens for which a layer's products, sparse and low-rank, are one call: several cost more than the
 # products.
 FEW = 4
-# Tokens that the kernels of Triton take, at most.
-TRITON_TOKENS = 16
 # Tokens that run through the packed rows of 2:4 together: their inputs stay in the second level of
 # the cache.
 TOGETHER = 32
@@ -199,44 +197,10 @@ def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     return _by_tiles(x, len(mask), unpack)
 
 
-@torch.library.custom_op("hasslefree::decode_cuda", mutates_args=(), device_types="cuda")
-def decode_cuda(
-    x: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    us: Sequence[Tensor],
-    v: Tensor,
-    bias: Tensor | None,
-    n: int,
-    m: int,
-) -> Tensor:
-    """x Sᵀ + x vᵀ uᵀ + b of one layer or of several stacked by rows, on CUDA, by Triton, for at
-    most 16 tokens.
-
-    x, values, positions: as for `groups_product`, for N:M stored as positions. us: (out, r) of each
-    layer, in x's dtype; r may be 0. v: (Σ r, in), in x's dtype. bias: (out,) or None. Sums are
-    float32.
-    """
-    from hasslefree.packed.kernels import triton
-
-    if PackedGroups(n, m).is_mask:
-        raise KernelError(
-            f"the backend triton does not support pattern {n}:{m}, which is stored as masks; use"
-            " dense"
-        )
-    if len(x) > TRITON_TOKENS:
-        raise KernelError(
-            f"the backend triton takes {TRITON_TOKENS} tokens at most, got {len(x)}; use dense"
-        )
-    _check_groups(x, values, positions, n, m)
-    _check_factors(x, len(values), us, v, bias)
-    return triton.decode(x, values, positions, us, v, bias, n, m)
-
-
 as_operator: Any = functools.partial(torch.library.custom_op, mutates_args=(), device_types="cpu")
 linear_groups = as_operator("hasslefree::linear_groups", groups_product)
 linear_mask = as_operator("hasslefree::linear_mask", mask_product)
-for operator in (linear_groups, linear_mask, decode_cuda):
+for operator in (linear_groups, linear_mask):
     operator.register_fake(lambda x, values, index, *_: x.new_empty(x.shape[0], index.shape[0]))
 
 
@@ -333,23 +297,6 @@ def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) 
             f" shape {wanted[0]} and positions of shape {wanted[1]}; got values of shape"
             f" {tuple(values.shape)} and positions of shape {tuple(positions.shape)}"
         )
-
-
-def _check_factors(
-    x: Tensor, out: int, us: Sequence[Tensor], v: Tensor, bias: Tensor | None
-) -> None:
-    rows, rank, dtypes = (
-        sum(map(len, us)),
-        sum(u.shape[1] for u in us),
-        {x.dtype, v.dtype, *(u.dtype for u in us)},
-    )
-    if len(dtypes) > 1 or (rows, rank) != (out, len(v)) or v.shape[1] != x.shape[1]:
-        raise ShapeError(
-            f"the factors must have the shapes ({out}, r) and (r, {x.shape[1]}) and the dtype"
-            f" {x.dtype}, got {(rows, rank)} of {us[0].dtype} and {tuple(v.shape)} of {v.dtype}"
-        )
-    if bias is not None and bias.shape != (out,):
-        raise ShapeError(f"the bias must have the shape ({out},), got {tuple(bias.shape)}")
 
 
 def _check_dtypes(x: Tensor, values: Tensor, index: Tensor) -> None:
