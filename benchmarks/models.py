@@ -4,6 +4,7 @@
     python benchmarks/models.py systems MODEL TEXT… --calibration FILE [--rank 16] [--only NAME …]
     python benchmarks/models.py efforts MODEL TEXT… --calibration FILE [--only NAME …] [--seeds 0 1 2]
     python benchmarks/models.py tasks MODEL --task-data FOLDER --calibration FILE [--limit 500]
+    python benchmarks/models.py mixture FOLDER/model FOLDER/held_out.txt --calibration FOLDER/calibration.jsonl
     python benchmarks/models.py demo
     python benchmarks/models.py verdict
 
@@ -24,6 +25,9 @@ log(perplexity / dense perplexity), and the CPU seconds of the compression.
 
 tasks: zero-shot accuracy before and after a compression. FOLDER holds the tasks as `hasslefree evaluate --task-data`
 reads them.
+
+mixture: a small trained mixture of experts, three seeds, at 2:4 + rank 16 and with half of the entries. FOLDER is what
+`scripts/train_demo_model.py --shape mixture --epochs 2 --out FOLDER --report FOLDER/report.json` writes.
 
 demo: the rows of `hasslefree demo`, and how long it takes.
 
@@ -92,6 +96,20 @@ TASK_RECIPES: dict[str, dict[str, Any] | None] = {
     "2:8 + rank 16": {"pattern": "2:8", "rank": 16},
     "2:8 + rank 16, 3basil": {"pattern": "2:8", "rank": 16, "method": "3basil"},
 }
+
+MIXTURE_PATTERNS: dict[str, dict[str, Any]] = {
+    "2:4 + rank 16": {"pattern": "2:4", "rank": 16},
+    "50 %": {"pattern": "unstructured", "sparsity": 0.5, "rank": 0},
+}
+MIXTURE_METHODS: dict[str, dict[str, Any]] = {
+    "joint": {"effort": "fast"},
+    "3basil": LAYERS_ALONE | {"method": "3basil"},
+    "hassle-free": LAYERS_ALONE | {"method": "hassle-free", "rounds": 20},
+    "oats": LAYERS_ALONE | {"method": "oats"},
+    "sparsegpt": {"method": "sparsegpt", "rank": 0},
+}
+NEED_RANK = ("3basil", "hassle-free", "oats")
+MIXTURE_FIELDS = ("perplexity", "bytes_a_weight", "mean_relative_error", "seconds")
 
 
 def method_row(measurement: Measurement, setting: str, method: str) -> dict[str, Any]:
@@ -173,6 +191,26 @@ def run_efforts(args: argparse.Namespace) -> None:
     models.fill(content, args.output, jobs, effort_row)
 
 
+def mixture_row(measurement: Measurement, fields: dict[str, Any] | None) -> dict[str, Any]:
+    """One row of `mixture`. fields: of the recipe; None for the dense model."""
+    if fields is None:
+        return {"perplexity": models.rounded(measurement.dense())}
+    found = models.compressed(measurement, measurement.recipe(**fields))
+    return {field: found[field] for field in MIXTURE_FIELDS}
+
+
+def run_mixture(args: argparse.Namespace) -> None:
+    measurement = Measurement.of(args)
+    content = resumed(args.output, {"seqlen": args.seqlen, "max_tokens": args.max_tokens}, "results")
+    jobs: dict[tuple[str, ...], tuple[Any, ...]] = {("dense", "0"): (measurement, None)}
+    for seed in args.seeds:
+        for pattern, fields in MIXTURE_PATTERNS.items():
+            for method, changes in MIXTURE_METHODS.items():
+                if fields["rank"] or method not in NEED_RANK:
+                    jobs[f"{pattern}, {method}", str(seed)] = (replace(measurement, seed=seed), fields | changes)
+    models.fill(content, args.output, jobs, mixture_row)
+
+
 def task_row(args: argparse.Namespace, changes: dict[str, Any] | None) -> dict[str, Any]:
     """One row of `tasks`."""
     if changes is None:
@@ -234,6 +272,11 @@ def arguments() -> argparse.Namespace:
     efforts.add_argument("--only", nargs="+", default=list(EFFORTS), choices=list(EFFORTS))
     efforts.add_argument("--seeds", type=int, nargs="+", default=[0])
     efforts.add_argument("--output", type=Path, default=RESULTS / "efforts.json")
+
+    mixture = commands.add_parser("mixture", parents=[models.options(max_tokens=65536)])
+    mixture.set_defaults(run=run_mixture)
+    mixture.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    mixture.add_argument("--output", type=Path, default=RESULTS / "mixture.json")
 
     tasks = commands.add_parser("tasks")
     tasks.set_defaults(run=run_tasks)

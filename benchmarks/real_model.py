@@ -5,6 +5,7 @@
     python benchmarks/real_model.py ablations MODEL TEXT… --calibration FILE [--rows NAME …] [--seeds 0 1 2]
     python benchmarks/real_model.py two-four MODEL TEXT… --calibration FILE [--rows NAME …] [--seeds 0 1 2]
     python benchmarks/real_model.py frontier MODEL TEXT… --calibration FILE [--rows NAME …]
+    python benchmarks/real_model.py sensitivity MODEL TEXT… --calibration FILE [--rows uniform estimate exact]
     python benchmarks/real_model.py energies MODEL --calibration FILE
     python benchmarks/real_model.py speed MODEL --calibration FILE --against CHECKOUT [--runs 2]
 
@@ -32,6 +33,10 @@ option does.
 frontier: rows as above, of patterns and ranks with `--effort fast`, in a file of their own. Quantised rows are those of
 benchmarks/four_bits.py, on a model whose weights lie on no grid.
 
+sensitivity: `--effort fast` with uniform ranks, with those of the estimate of one backward pass, and with those of what
+it estimates: the mean KL(dense ‖ pruned) of the predictions of the whole model in which one layer alone is pruned, in
+float32 on the first --probes calibration segments, one forward pass for each layer.
+
 speed: the seconds of `--effort fast` of this checkout and of another one, in turns.
 
 energies: the norms of the hidden states before each block, of the first token of a segment and of the others.
@@ -46,11 +51,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 import hasslefree
 from harness import frontier, models, plots
@@ -62,6 +70,7 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
 from hasslefree.pipeline.inputs import draw
+from hasslefree.progress import ALLOCATION, PROBES
 
 # By name, the fields of each recipe. The setting that decides: 2:4 + rank 16.
 SETTING = {"pattern": "2:4", "rank": 16}
@@ -88,6 +97,8 @@ TWO_FOUR: dict[str, dict[str, Any]] = {
     "an hour": SETTING | {"minutes": 60},
     **{name: RIVALS[name] for name in ("sparsegpt", "oats", "3basil")},
 }
+# The last one's divergences are measured, not estimated.
+SENSITIVITY: dict[str, dict[str, Any]] = {"uniform": EFFORTS["fast"], "estimate": ALLOCATED, "exact": ALLOCATED}
 # What a user chooses from. Rows whose S is on a grid are in benchmarks/four_bits.py.
 FRONTIER: dict[str, dict[str, Any]] = {
     f"{pattern} + rank {rank}": {"pattern": pattern, "rank": rank, "effort": "fast"}
@@ -160,6 +171,52 @@ def run_rows(args: argparse.Namespace) -> None:
         args.draw(args.plot, args.output)
 
 
+def exact_divergence(model: Any, segments: Tensor) -> Callable[[ProbedLayer, Tensor], float]:
+    """What `ProbedLayer.divergence` estimates. model: dense. segments: (segments, tokens)."""
+
+    @torch.no_grad()
+    def predictions() -> Tensor:
+        return torch.cat([F.log_softmax(model(segment[None]).logits[0], -1) for segment in segments])
+
+    dense = predictions()
+
+    def divergence(layer: ProbedLayer, changed: Tensor) -> float:
+        weight = model.get_submodule(layer.full).weight
+        kept, weight.data = weight.data, changed.to(weight.dtype)
+        pruned = predictions()
+        weight.data = kept
+        return F.kl_div(pruned, dense, log_target=True, reduction="sum").item() / len(dense)
+
+    return divergence
+
+
+def sensitivity_row(measurement: Measurement, name: str, probes: int) -> dict[str, Any]:
+    """One row of `sensitivity`, with the seconds of the allocation and of all."""
+    recipe = measurement.recipe(**SENSITIVITY[name])
+    if name == "exact":
+        model = models.loaded(measurement.model)
+        segments = draw(model, models.load_tokenizer(measurement.model), recipe)[:probes]
+        ProbedLayer.divergence = exact_divergence(model, segments)  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as scratch:
+        report = hasslefree.compress(measurement.model, f"{scratch}/out", recipe)
+        perplexity = models.rounded(measurement.perplexities(models.loaded(f"{scratch}/out", "auto")))
+    allocation = sum(phase.seconds for phase in report.phases if phase.name in (PROBES, ALLOCATION))
+    return {
+        "processor": machine()["processor"],
+        "perplexity": perplexity,
+        "seconds": round(report.seconds, 1),
+        "allocation_seconds": round(allocation, 1),
+        "sensitivities": report.sensitivities,
+    }
+
+
+def run_sensitivity(args: argparse.Namespace) -> None:
+    header = {name: getattr(args, name) for name in ("samples", "seqlen", "window", "max_tokens", "probes")}
+    content = resumed(args.output, header | {"model": Path(args.model).name}, "results")
+    jobs = {(name,): (Measurement.of(args), name, args.probes) for name in args.rows}
+    models.fill(content, args.output, jobs, sensitivity_row)
+
+
 def run_energies(args: argparse.Namespace) -> None:
     model = models.loaded(args.model)
     recipe = hasslefree.Recipe(calibration=args.calibration, samples=args.samples, seqlen=args.seqlen, seed=args.seed)
@@ -227,6 +284,13 @@ def arguments() -> argparse.Namespace:
         rows.add_argument("--threads", type=int, help="of every row; the default is that of the file")
         rows.add_argument("--output", type=Path, default=RESULTS / output)
         rows.add_argument("--plot", type=Path, default=plot)
+
+    sensitivity = commands.add_parser("sensitivity", parents=[models.options(max_tokens=16 * 1024)])
+    sensitivity.set_defaults(run=run_sensitivity, samples=64, seqlen=512)
+    sensitivity.add_argument("--window", type=int, default=1024, help="tokens of a window of text")
+    sensitivity.add_argument("--probes", type=int, default=1, help="segments, for the exact divergence")
+    sensitivity.add_argument("--rows", nargs="+", default=list(SENSITIVITY), choices=SENSITIVITY)
+    sensitivity.add_argument("--output", type=Path, default=RESULTS / "sensitivity.json")
 
     energies = commands.add_parser("energies")
     energies.set_defaults(run=run_energies)

@@ -243,7 +243,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
     "allocations": (
         Table(
             "sensitivity",
-            f"python benchmarks/sensitivity.py {MODEL}",
+            f"python benchmarks/real_model.py sensitivity {MODEL}",
             (
                 ("allocation", "{name}"),
                 ("*", "{perplexity[*]:.2f}"),
@@ -310,7 +310,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
     "mixture_methods": (
         Table(
             "mixture",
-            f"python benchmarks/mixture.py {MODEL}",
+            f"python benchmarks/models.py mixture {MODEL}",
             (("", "{name}"), *MIXTURE),
             mixture_methods,
             note=MIXTURE_NOTE,
