@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pickle
-import resource
 import shutil
 import sys
 
@@ -16,7 +15,6 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import MODEL
 from hasslefree.errors import CheckpointError, ModelError, RecipeError
-from hasslefree.models import tokenizer as tokenizers
 from hasslefree.models.load import load_model, load_shapes
 from hasslefree.models.tokenizer import encode, load_tokenizer, rendered
 from hasslefree.packed.linear import compressed_layers
@@ -178,7 +176,7 @@ def test_files_of_settings_that_have_no_end(kind, name, folder):
         assert_refused(folder, rf"{name} (cannot be read: it is|is) (no|larger|nested|not a) ?")
 
 
-@pytest.mark.parametrize("field", ["num_hidden_layers", "n_layer"])
+@pytest.mark.parametrize("field", ["num_hidden_layers", "n_routed_experts"])
 def test_a_config_with_more_layers_than_any_model(field, folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {field: 10**9}))
@@ -201,45 +199,25 @@ def test_a_config_with_sizes_that_the_weights_do_not_have(folder):
     assert torch.get_default_dtype() == torch.float32, "an error in the middle of loading leaves torch as it was"
 
 
-REPLACE = {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * 1000}
 TOKENIZERS = {
     "panic": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
     "panic while loading": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
     "no unknown token": {"model": {"type": "WordLevel", "unk_token": "nope", "vocab": {"a": 1}}},
-    "growth": {"normalizer": REPLACE},
-    "growth of growth": {"normalizer": {"type": "Sequence", "normalizers": [REPLACE | {"content": "x" * 20}] * 2}},
-    "growth of the output": {"decoder": REPLACE},
 }
 
 
 @pytest.mark.parametrize("fields", TOKENIZERS.values(), ids=TOKENIZERS)
-def test_a_tokenizer_that_panics_or_multiplies_a_text(fields, tmp_path, capfd):
-    """Rust's panics are no `Exception` in Python, and print a trace of their own."""
+def test_a_tokenizer_that_panics(fields, tmp_path):
+    """Rust's panics are no `Exception` in Python."""
     shutil.copytree(MODEL, tmp_path / "model")
     file = tmp_path / "model" / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
     with pytest.raises(CheckpointError, match=rf"the tokenizer of '{tmp_path}/model' cannot be used: .*original model"):
         encode(load_tokenizer(str(tmp_path / "model")), "some words")
-    assert capfd.readouterr().err == ""
 
 
-TEMPLATES = {
-    "number": "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
-    "power": "{{ 3 ** (10 ** 9) }}",
-    "time": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "memory": "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's")
-@pytest.mark.parametrize("bound", TEMPLATES)
-def test_a_chat_template_without_end(bound, monkeypatch):
-    """Oracle: the limits of the process are afterwards what they were before."""
-    monkeypatch.setattr(tokenizers, "TEMPLATE_SECONDS", 1)
-    tokenizer, before = load_tokenizer(str(MODEL)), resource.getrlimit(resource.RLIMIT_AS)
-    tokenizer.chat_template = TEMPLATES[bound]
-    with pytest.raises(CheckpointError, match=r"chat template of .* cannot be used: (it takes more than|math range)"):
+def test_a_chat_template_that_fails():
+    tokenizer = load_tokenizer(str(MODEL))
+    tokenizer.chat_template = "{{ raise_exception('no system prompt') }}"
+    with pytest.raises(CheckpointError, match=r"chat template of .* cannot be used: no system prompt; correct it"):
         rendered(tokenizer, [{"role": "user", "content": "hi"}])
-    assert resource.getrlimit(resource.RLIMIT_AS) == before
-    tokenizer.chat_template = "{{ messages[0]['content'] }}!"
-    assert rendered(tokenizer, [{"role": "user", "content": "hi"}]) == "hi!"

@@ -28,7 +28,7 @@ from hasslefree.checkpoint.record import versions
 from hasslefree.errors import OutputError, TaskError, UnknownNameError, option
 from hasslefree.files import read_small
 from hasslefree.models.calls import replaced
-from hasslefree.models.load import AGAIN, loading
+from hasslefree.models.load import DOWNLOAD_AGAIN, loading
 from hasslefree.progress import SCORING, TASK_DATA, Phases
 
 # Bytes of the rows of a task, and characters of one, which the harness tokenises whole.
@@ -253,7 +253,7 @@ def evaluate_tasks(
 
             lm.cache_hook.add_partial = keep_and_count
             with loading(
-                "the tasks cannot be answered", AGAIN
+                "the tasks cannot be answered", DOWNLOAD_AGAIN
             ):  # also of what the tokenizer raises
                 results = evaluate(answering, {"tasks": loaded}, limit=limit)
         return {name: _task_results(results, lm, name) for name in tasks}

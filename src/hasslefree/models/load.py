@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,12 +23,11 @@ from hasslefree.files import MOST_BYTES, read_json, stored_tensors, weight_files
 from hasslefree.models.calls import replaced
 from hasslefree.validation import Dtype
 
-# By type of model, the class that takes text alone, and the one that takes images or sound beside
-# it.
+# For each type of model: the class that takes text alone, and the one that also takes images or
+# sound.
 CAUSAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
-# Files of a folder that transformers reads whole, and the most layers or experts that one of them
-# may ask for.
+# Files of a model folder that transformers reads as a whole.
 SETTINGS = (
     "*config.json",
     "*token*.json",
@@ -39,26 +37,43 @@ SETTINGS = (
     "*.model",
     "chat_template*",
 )
-MOST_MODULES = 4096
-AGAIN = "if one of its files is damaged or truncated, download or copy it again"
+# Keys of config.json for numbers of modules, and the largest number that one may have: transformers
+# would build modules until the memory is full.
+MODULE_COUNTS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layers",
+    "n_layer",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+)
+MOST_MODULES = 1 << 16  # Doge has 16,384 experts
+DOWNLOAD_AGAIN = "if one of its files is damaged or truncated, download or copy it again"
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
-    """The configuration of a decoder. trust_remote_code: run code that comes with the model."""
+    """Load the configuration of a decoder. trust_remote_code: run code that comes with the model.
+
+    Raises a ModelError if there is no such model, or if it is no decoder.
+    """
     check_name(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers does not check what the file holds
         raise no_model(name, error) from error
+    with_code = getattr(config, "auto_map", None) or {}
+    has_own_class = trust_remote_code and "AutoModelForCausalLM" in with_code
     known = config.model_type in CAUSAL or config.model_type in MULTIMODAL
-    own = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     parts = (config, config.get_text_config(decoder=True))
-    if not (known or own) or any(getattr(part, "is_encoder_decoder", False) for part in parts):
+    encodes = any(getattr(part, "is_encoder_decoder", False) for part in parts)
+    if encodes or not (known or has_own_class):
         raise ModelError(
             f"{name} is a {config.model_type} model, which is not a decoder; "
             "hasslefree compresses causal language models"
         )
-    if not own:
+    if not has_own_class:
         check_reads_text(name, config)
     return config
 
@@ -79,54 +94,57 @@ def check_name(name: str) -> None:
         )
     if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise ModelError(f"the model folder {name} does not exist; check its path")
-    for file in (file for pattern in SETTINGS for file in Path(name).glob(pattern)):
-        check_settings(file)
+    for pattern in SETTINGS:
+        for file in Path(name).glob(pattern):
+            check_size(file)
+    config = Path(name) / "config.json"
+    if config.exists():
+        check_module_counts(config)
 
 
-def check_settings(file: Path) -> None:
-    """Raise a CheckpointError if reading a file, or building the model that it describes, would not
-    end.
-    """
-    if file.name != "config.json":
-        if not file.is_file() or file.stat().st_size > MOST_BYTES:
-            raise CheckpointError(
-                f"{file} is no regular file, or larger than {MOST_BYTES:,} bytes; download it again"
-            )
-        return
+def check_size(file: Path) -> None:
+    """Raise a CheckpointError if a file of settings is a pipe or a device, or too large to read."""
+    if not file.is_file() or file.stat().st_size > MOST_BYTES:
+        raise CheckpointError(
+            f"{file} is no regular file, or larger than {MOST_BYTES:,} bytes; download it again"
+        )
+
+
+def check_module_counts(file: Path) -> None:
+    """Raise a CheckpointError if a config.json asks for more layers or experts than a model has."""
     parts = [read_json(file)]
-    for part in parts:
-        parts += [value for value in part.values() if isinstance(value, dict)]
-        for key, value in part.items():
-            if (
-                isinstance(value, int)
-                and value > MOST_MODULES
-                and re.search("layer|experts$|num_labels", key)
-            ):
+    for part in parts:  # grows by the configurations inside
+        parts.extend(value for value in part.values() if isinstance(value, dict))
+        for key in MODULE_COUNTS:
+            count = part.get(key)
+            if isinstance(count, int) and count > MOST_MODULES:
                 raise CheckpointError(
-                    f"{file}: {key} is {value:.4g}, which no model has; download or copy it again"
+                    f"{file}: {key} is {count:.4g}, which no model has; download or copy it again"
                 )
 
 
 @contextmanager
 def loading(what: str, remedy: str) -> Iterator[None]:
-    """Turn whatever transformers raises about a folder into a CheckpointError. what: could not be
-    done.
+    """Turn errors of transformers about a folder into a CheckpointError.
+
+    Args:
+        what: a sentence such as "the model 'a' could not be loaded".
+        remedy: what to do about it.
     """
     try:
         yield
     except (HasslefreeError, MemoryError, torch.OutOfMemoryError, BrokenPipeError):
         raise
     except BaseException as error:
-        if (
-            isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        ):  # of tokenizers, in Rust
-            raise CheckpointError(f"{what}: {first_line(error)}; {remedy}") from error
-        raise
+        # Panics of the Rust library tokenizers are no `Exception`.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"{what}: {first_line(error)}; {remedy}") from error
 
 
 def no_model(name: str, error: Exception) -> ModelError:
-    """The error for a name that transformers does not know. error: from transformers, with that of
-    the hub as cause.
+    """The error for a model that transformers cannot find. error: from transformers, caused by an
+    error of the hub.
     """
     if Path(name).is_dir():
         return ModelError(
@@ -153,13 +171,15 @@ def check_reads_text(name: str, config: Any) -> None:
     kind = auto_class(config)._model_mapping.get(type(config), None)
     if kind is None:  # transformers says so itself when the model is made
         return
-    forward = inspect.signature(kind.forward).parameters if "forward" in dir(kind) else {}
-    needed = {
-        key
-        for key, each in forward.items()
-        if each.default is each.empty and "VAR_" not in each.kind.name
-    }
-    if "input_ids" not in forward or needed - {"self", "input_ids"}:
+    parameters: dict[str, inspect.Parameter] = {}
+    if hasattr(kind, "forward"):
+        parameters.update(inspect.signature(kind.forward).parameters)
+    required = set()
+    for key, parameter in parameters.items():
+        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not variadic:
+            required.add(key)
+    if "input_ids" not in parameters or required - {"self", "input_ids"}:
         raise ModelError(
             f"{name} is a {kind.__name__}, which needs more inputs than text; hasslefree compresses"
             " language models"
@@ -186,14 +206,15 @@ def refuse_compressed(config: Any, name: str) -> None:
 def load_model(
     name: str, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model in evaluation mode.
+    """Load a model in evaluation mode.
 
     Args:
         dtype: "auto" for the checkpoint's, or "float32", "bfloat16", "float16".
         device: such as "cpu" or "cuda"; None for the GPU if there is one.
         trust_remote_code: run code that comes with the model.
     """
-    if dtype not in (known := get_args(Dtype)):
+    known = get_args(Dtype)
+    if dtype not in known:
         raise UnknownNameError("dtype", dtype, known)
     target = resolve_device(device)
     model: Any = _from_pretrained(name, trust_remote_code, dtype=dtype)
@@ -201,11 +222,11 @@ def load_model(
 
 
 def load_shapes(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model without weights: every parameter is on the meta device. No weight file is read."""
+    """Build a model with all parameters on the meta device. No weight file is read."""
     config = load_config(name, trust_remote_code)
-    chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    chosen = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
     with (
-        loading(f"the model {name!r} could not be built from its config.json", AGAIN),
+        loading(f"the model {name!r} could not be built from its config.json", DOWNLOAD_AGAIN),
         torch.device("meta"),
     ):
         return auto_class(config).from_config(
@@ -216,28 +237,37 @@ def load_shapes(name: str, dtype: str = "auto", trust_remote_code: bool = False)
 def load_on_disk(
     name: str, dtype: str, folder: Path, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model in evaluation mode, its parameters still in files; those to convert in `folder`,
-    which must last.
+    """Load a model in evaluation mode and leave its parameters in files.
+
+    folder: for parameters that are converted to another dtype; it must last as long as the model.
     """
-    where = {"device_map": {"": "disk"}, "offload_folder": str(folder)}
     # accelerate warns that weights stay on the disk, which is wanted here.
     with replaced(logging.getLogger("accelerate.big_modeling"), "disabled", True):
-        return _from_pretrained(name, trust_remote_code, dtype=dtype, **where)
+        return _from_pretrained(
+            name,
+            trust_remote_code,
+            dtype=dtype,
+            device_map={"": "disk"},
+            offload_folder=str(folder),
+        )
 
 
-def _from_pretrained(name: str, trust_remote_code: bool, **how: Any) -> PreTrainedModel:
+def _from_pretrained(name: str, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
     auto = auto_class(load_config(name, trust_remote_code))
     folder = Path(name)
     if folder.is_dir():
         refuse_pickles(folder)
         stored_tensors(weight_files(folder))  # names a damaged file, which transformers does not
-    with loading(f"the model {name!r} could not be loaded", AGAIN):
-        how |= {
-            "trust_remote_code": trust_remote_code,
-            "use_safetensors": True,
-        }  # pickles are programs
-        model, info = auto.from_pretrained(name, output_loading_info=True, **how)
-    if missing := sorted(info["missing_keys"]):
+    with loading(f"the model {name!r} could not be loaded", DOWNLOAD_AGAIN):
+        model, info = auto.from_pretrained(
+            name,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            **options,
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
         raise ModelError(
             f"the checkpoint {name!r} lacks {len(missing)} tensors of a {type(model).__name__}:"
             f" {', '.join(missing[:6])}; use a checkpoint of this class, or download or copy it"
@@ -258,9 +288,12 @@ def refuse_pickles(folder: Path) -> None:
 
 
 def resolve_device(device: str | None) -> torch.device:
-    """The device of this name; None means the first GPU if there is one."""
+    """Check that a device can be used, and return it. None: the first GPU, or the CPU without
+    one.
+    """
+    default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        resolved = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        resolved = torch.device(device or default)
     except RuntimeError:
         raise ModelError(
             f"unknown device {device!r}; use, for example, cpu, cuda or cuda:1"
@@ -275,23 +308,28 @@ def resolve_device(device: str | None) -> torch.device:
 
 
 def most_positions(model: nn.Module) -> int | None:
-    """The tokens that a model takes at once; None if there is no limit."""
+    """The number of tokens that a model takes at once; None if there is no limit."""
     config: Any = model.config
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return most if most is not None and most >= 1 else None  # XLNet has -1: no limit
+    most: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if most is None or most < 1:  # XLNet has -1: no limit
+        return None
+    return most
 
 
 def resolve_seqlen(model: nn.Module, asked: int | None) -> int:
-    """The segment length: the given one, or 2048, or the model's limit if that is less. A
-    ModelError if it is more.
+    """The segment length in tokens: the given one, or 2048, or the model's limit if that is less.
+
+    Raises a ModelError if the given one is more than the model's limit.
     """
     most = most_positions(model)
-    if most is not None and asked is not None and asked > most:
+    if asked is None:
+        return min(2048, most or 2048)
+    if most is not None and asked > most:
         raise ModelError(
             f"the model takes at most {most} tokens at once, but seqlen is {asked}; use"
             f" {option('seqlen', most)}"
         )
-    return min(2048, most or 2048) if asked is None else asked
+    return asked
 
 
 def first_line(error: BaseException) -> str:
