@@ -8,7 +8,7 @@ import torch
 
 from hasslefree.solve.methods import METHODS
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGE, OTHER = Path("page.md"), Path("other.md")
 MARKED = "Before\n<!-- t -->\nold\n<!-- /t -->\nafter\n"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hasslefree import Recipe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TASKS = ("piqa", "hellaswag", "arc_easy", "arc_challenge", "winogrande", "rte", "openbookqa", "boolq")
 TEXTS = ("c4", "wikitext2", "ptb")
 ROWS = list(csv.DictReader((ROOT / "docs/results/paper_tables.csv").read_text().splitlines()))
