@@ -1,4 +1,6 @@
-"""Listeners to the phases of a run."""
+"""Listeners to the phases of a run, and a port to listen at."""
+
+import socket
 
 
 def by_layer(call):
@@ -9,3 +11,9 @@ def by_layer(call):
             call(step.layer, step.done, step.total)
 
     return listener
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

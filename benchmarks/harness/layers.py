@@ -15,7 +15,6 @@ from hasslefree import Budget, Decomposition, Gram, LowRank, Prune, RandomizedSV
 from hasslefree.core.linalg import matmul_precision
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import LowRankSolver, Method
-from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import GridError
 from hasslefree.planning.plan import LayerPlan
 from hasslefree.solve.decompose import solve_layer
@@ -79,9 +78,9 @@ class CountedSVD(LowRankSolver):
     solver: RandomizedSVD
     rounds: int = 0
 
-    def fit(self, target: torch.Tensor, prepared: None, start: LowRank, round: int, rows: Rows = WHOLE) -> LowRank:
+    def fit(self, target: torch.Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
         self.rounds += 1
-        return self.solver.fit(target, prepared, start, round, rows)
+        return self.solver.fit(target, prepared, start, round)
 
 
 def flops(method: Method, out: int, width: int) -> float:

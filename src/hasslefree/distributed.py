@@ -78,18 +78,6 @@ class World:
             loads[owners[job]] += costs[job]
         return owners
 
-    def too_large(self, costs: Sequence[float]) -> list[bool]:
-        """Which jobs all ranks must share: from the largest on, those that cost more than 1/size of
-        what is left.
-        """
-        left, flags = sum(costs), [False] * len(costs)
-        for job in sorted(range(len(costs)), key=lambda job: -costs[job]):
-            if costs[job] * self.size <= left:
-                break
-            flags[job] = True
-            left -= costs[job]
-        return flags
-
 
 ALONE = World()
 

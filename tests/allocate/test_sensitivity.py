@@ -14,7 +14,6 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.allocate.sensitivity import sample_labels, sensitivities
 from hasslefree.core.patterns import SemiStructured
-from hasslefree.core.rows import WHOLE
 from hasslefree.distributed import World
 from hasslefree.errors import ModelError, NonFiniteError
 from hasslefree.models.blocks import find_blocks
@@ -107,7 +106,7 @@ def test_a_layer_is_pruned_nearly_as_well_as_by_the_whole_method(pattern):
     weight, gram = torch.randn(64, 96), hasslefree.Gram.from_activations(x + 2 * torch.randn(400, 96))
     n, m = map(int, pattern.split(":"))
     parsed = SemiStructured(n, m)
-    found = approximation(QUICK_PRUNING, weight, gram, QUICK_PRUNING.prepare(gram), parsed, 0, 0, WHOLE).sparse
+    found = approximation(QUICK_PRUNING, weight, gram, QUICK_PRUNING.prepare(gram), parsed, 0, 0).sparse
     assert torch.equal(found != 0, parsed.mask(found.abs()))
     whole, magnitude = (hasslefree.decompose(weight, gram, pattern, 0, method=name) for name in ("joint", "magnitude"))
     error = gram.relative_error(weight - found, weight)

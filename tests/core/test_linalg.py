@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hasslefree.core import linalg
 from hasslefree.core.linalg import (
     bfloat16_products,
+    cholesky_qr,
     eigh,
     inverse_,
     inverse_factor,
@@ -180,3 +181,18 @@ def test_masked_cg_never_rises_on_a_singular_matrix():
 def test_an_eigendecomposition_that_does_not_converge_is_an_error_with_a_remedy():
     with pytest.raises(FactorizationError, match="raise the damping"):
         eigh(torch.full((3, 3), torch.nan))
+
+
+def test_cholesky_qr_spans_the_columns_and_keeps_dependent_ones_short():
+    """Oracle: the identity, and the columns; of columns that others span, what is left is no longer than one."""
+    free = torch.randn(10, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-6, 1.0, 1e6, 1.0])
+    spanned = free.clone()
+    spanned[:, 1], spanned[:, 3] = 2 * free[:, 0], 0.0
+    for matrix, step in ((free, 1), (spanned, 2)):
+        basis = cholesky_qr(matrix).double()
+        products = basis.T @ basis
+        assert torch.linalg.matrix_norm(products, 2) < 1 + 1e-5
+        identity = torch.eye(4 // step, dtype=torch.float64)
+        torch.testing.assert_close(products[::step, ::step], identity, atol=1e-6, rtol=0)
+        unit = matrix.double() / matrix.double().norm(dim=0).clamp_min(1e-30)
+        torch.testing.assert_close(basis @ (basis.T @ unit), unit, atol=1e-5, rtol=0)

@@ -20,8 +20,7 @@ from hasslefree.demo.run import MODEL
 from hasslefree.models.load import load_on_disk
 from hasslefree.pipeline import held_out
 from hasslefree.texts import calibration_documents, disjoint_segments, draw_segments
-from tests.listeners import by_layer
-from tests.sharing import free_port
+from tests.listeners import by_layer, free_port
 from tests.tiny_models import build, tensors_of
 
 SEQLEN = 16

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import hasslefree
-from hasslefree import Joint, Recipe
+from hasslefree import Joint, Recipe, SemiStructured
 from hasslefree.core.protocols import Method
 from hasslefree.errors import MemoryShortError
 from hasslefree.pipeline import compress as driver
 from hasslefree.pipeline import layers
+from hasslefree.planning.plan import LayerPlan
 from tests.tiny_models import build, segments
 
 
@@ -75,3 +76,11 @@ def test_layers_are_fitted_with_the_weights_of_their_outputs(allocate, weighted,
     assert (set(measured) == set(names)) == weighted
     expected = [measured[name] if weighted else None for name in names]
     assert all(one is other if other is None else one.equal(other) for one, other in zip(given, expected, strict=True))
+
+
+def test_the_largest_layer_goes_to_the_least_loaded_process():
+    """Oracle: by hand. One process solves q; the other one k and v, which together cost less."""
+    shapes = {"k": (1024, 8192), "q": (8192, 8192), "v": (1024, 8192)}
+    plans = {name: LayerPlan.of(shape, SemiStructured(2, 4), 64, torch.bfloat16) for name, shape in shapes.items()}
+    assert layers.assign_layers(plans, 2) == {"k": 1, "q": 0, "v": 1}
+    assert layers.assign_layers(plans, 1) == {"k": 0, "q": 0, "v": 0}

@@ -195,7 +195,7 @@ class Broken(Method):
     def prepare(self, gram):
         return None
 
-    def solve(self, weight, prepared, pattern, rank, generator, rows):
+    def solve(self, weight, prepared, pattern, rank, generator):
         return self.answer(weight)
 
 

@@ -26,7 +26,6 @@ from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method
-from hasslefree.core.rows import WHOLE
 from hasslefree.distributed import World
 from hasslefree.errors import HasslefreeError, ModelError, NonFiniteError, option
 from hasslefree.models.activations import Activations
@@ -207,9 +206,7 @@ class ProbedLayer:
         if self.owner == self.world.rank:
             weight = self.weight.to(kept.dtype)
             kept.copy_(
-                approximation(
-                    quick(grid), weight, self.gram, self.prepared, pattern, 0, 0, WHOLE
-                ).sparse
+                approximation(quick(grid), weight, self.gram, self.prepared, pattern, 0, 0).sparse
             )
         self.world.broadcast_(kept, self.owner)
         return kept

@@ -17,7 +17,6 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import eigh
 from hasslefree.core.low_rank import LowRank
-from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError, GridError
 
 BITS = 8
@@ -88,7 +87,6 @@ def quantised(
     sparse: Tensor,
     gram: Gram,
     dtype: torch.dtype,
-    rows: Rows = WHOLE,
 ) -> CodedFactors:
     """Factors in eight bits with tr((T − L) H (T − L)ᵀ) small, T = W − S, from a good L in floating
     point.
@@ -97,7 +95,7 @@ def quantised(
     nearest, u is refitted to the rounded v, and the columns of u are rounded in turn. dtype: of the
     scales, the model's.
     """
-    balanced, mixing = low_rank.balanced(rows), hartley(low_rank.u)
+    balanced, mixing = low_rank.balanced(), hartley(low_rank.u)
     v = nearest(mixing @ balanced.v.double(), dtype)
     start, used = balanced.u.double() @ mixing, v.values().to(weight.dtype)
     image = gram.matrix @ used.T

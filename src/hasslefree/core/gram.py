@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import MomentError, NonFiniteError, ShapeError
 
 
@@ -130,19 +129,14 @@ class Gram:
             )
         return tuple(remarks)
 
-    def loss(self, residual: Tensor, rows: Rows = WHOLE) -> float:
-        """f = tr(R H Rᵀ), the mean squared output error per token, of residual R: (out, in).
-
-        rows: those of `residual`, where processes share them; f is that of all rows.
-        """
+    def loss(self, residual: Tensor) -> float:
+        """f = tr(R H Rᵀ), the mean squared output error per token, of residual R: (out, in)."""
         product = residual @ self.matrix
-        return max(rows.sum(torch.sum(product.mul_(residual), dtype=torch.float64)).item(), 0.0)
+        return max(torch.sum(product.mul_(residual), dtype=torch.float64).item(), 0.0)
 
-    def relative_error(self, residual: Tensor, weight: Tensor, rows: Rows = WHOLE) -> float:
-        """tr(R H Rᵀ) / tr(W H Wᵀ); 0 where both vanish. residual, weight: (out, in). rows: as for
-        `loss`.
-        """
-        return relative(self.loss(residual, rows), self.loss(weight, rows))
+    def relative_error(self, residual: Tensor, weight: Tensor) -> float:
+        """tr(R H Rᵀ) / tr(W H Wᵀ); 0 where both vanish. residual, weight: (out, in)."""
+        return relative(self.loss(residual), self.loss(weight))
 
 
 def relative(loss: float, norm: float) -> float:

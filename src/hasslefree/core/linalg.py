@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import FactorizationError, option
 
 # Up to this size a matrix is inverted in one piece: factorisations of small ones are faster than
@@ -100,19 +99,27 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor | None:
     return inverse
 
 
-def orthonormal(matrix: Tensor, rows: Rows = WHOLE) -> Tensor:
+def orthonormal(matrix: Tensor) -> Tensor:
     """An orthonormal basis of the columns of a matrix (n, r), by a QR factorisation.
 
-    On CUDA, where QR runs column by column, and where processes share the rows, by three Cholesky
-    factorisations of the columns' products, (r, r) (CholeskyQR3: Fukaya et al., arXiv 1809.11085),
-    each shifted by its rounding; the last shifts only columns in the span of others.
+    On CUDA, where QR runs column by column, `cholesky_qr` takes its place.
     """
-    if not matrix.shape[1] or (matrix.device.type != "cuda" and rows.size == 1):
+    if not matrix.shape[1] or matrix.device.type != "cuda":
         return torch.linalg.qr(matrix).Q
+    return cholesky_qr(matrix)
+
+
+def cholesky_qr(matrix: Tensor) -> Tensor:
+    """An orthonormal basis of the columns of a matrix (n, r), by three Cholesky factorisations of
+    the columns' products (CholeskyQR3: Fukaya et al., arXiv 1809.11085).
+
+    Each product, (r, r), is shifted by its rounding; the last shifts only columns in the span of
+    others.
+    """
     shift = 4 * matrix.shape[1] * torch.finfo(matrix.dtype).eps
     with matmul_precision(matrix.device):
         for last in (False, False, True):
-            products = rows.sum(matrix.T @ matrix)
+            products = matrix.T @ matrix
             squares = products.diagonal().clone()
             scale = 1 / unit_diagonal_scale(squares)
             matrix = matrix * scale

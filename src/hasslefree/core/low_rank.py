@@ -6,14 +6,11 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.linalg import orthonormal
-from hasslefree.core.rows import WHOLE, Rows
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """L = u v with u: (out, r) and v: (r, in). Of u, a process that shares the rows of a weight
-    holds its rows.
-    """
+    """L = u v with u: (out, r) and v: (r, in)."""
 
     u: Tensor
     v: Tensor
@@ -30,13 +27,11 @@ class LowRank:
         """W − S − L for a weight and S, (out, in), with no more than two arrays of that size."""
         return torch.sub(weight, sparse).sub_(self.product())
 
-    def balanced(self, rows: Rows = WHOLE) -> "LowRank":
+    def balanced(self) -> "LowRank":
         """The same product with ‖column of u‖ = ‖row of v‖, so that neither factor overflows a
         narrow dtype.
         """
         of_u, of_v = self.u.norm(dim=0), self.v.norm(dim=1)
-        if rows.size > 1:
-            of_u = rows.sum(of_u.double().square()).sqrt().to(of_u.dtype)
         scale = torch.where((of_u > 0) & (of_v > 0), (of_v / of_u).sqrt(), 1.0)
         return LowRank(self.u * scale, self.v / scale.unsqueeze(1))
 
@@ -44,21 +39,18 @@ class LowRank:
         return LowRank(self.u.to(dtype), self.v.to(dtype))
 
     @classmethod
-    def gaussian_start(
-        cls, weight: Tensor, rank: int, generator: torch.Generator, rows: Rows = WHOLE
-    ) -> "LowRank":
-        """L = 0 for a weight (out, in): u gaussian, v zero. Processes that share its rows draw what
-        one would.
+    def gaussian_start(cls, weight: Tensor, rank: int, generator: torch.Generator) -> "LowRank":
+        """L = 0 for a weight (out, in): u gaussian, v zero.
 
         The paper (arXiv 2502.00899, Algorithm 2) writes W transposed, so that its U = 0 is v and
         its gaussian V is u. The numbers are drawn on the generator's device, so that a seed means
         the same on every device.
         """
-        out, width = rows.shape(weight)
+        out, width = weight.shape
         u = torch.randn(
             out, rank, generator=generator, dtype=torch.float32, device=generator.device
         )
-        return cls(rows.local(u).to(weight), weight.new_zeros(rank, width))
+        return cls(u.to(weight), weight.new_zeros(rank, width))
 
 
 def truncated_svd(matrix: Tensor, rank: int) -> LowRank:
@@ -69,20 +61,17 @@ def truncated_svd(matrix: Tensor, rank: int) -> LowRank:
     return LowRank(u[:, :rank] * s[:rank], vh[:rank])
 
 
-def subspace_steps(
-    target: Tensor, norm: Tensor, basis: Tensor, steps: int, rows: Rows = WHOLE
-) -> LowRank:
+def subspace_steps(target: Tensor, norm: Tensor, basis: Tensor, steps: int) -> LowRank:
     """L = B BᵀT after steps B ← qr(T H (BᵀT)ᵀ) of orthogonal iteration, from an orthonormal basis
     B: (out, r).
 
     For every orthonormal B the best L with that column space is B BᵀT, whatever H is; at the fixed
     point B spans the leading eigenvectors of T H Tᵀ (Golub & Van Loan, section 8.2). No step raises
-    tr((T − L) H (T − L)ᵀ). Products with `norm`, H, run in its dtype. Of rows shared by processes,
-    (r, in) and thrice (r, r) are exchanged per step.
+    tr((T − L) H (T − L)ᵀ). Products with `norm`, H, run in its dtype.
     """
-    v = rows.sum(basis.T @ target)
+    v = basis.T @ target
     for _ in range(steps):
         image = target.to(norm.dtype) @ (norm @ v.T.to(norm.dtype))
-        basis = orthonormal(image.to(target.dtype), rows)
-        v = rows.sum(basis.T @ target)
+        basis = orthonormal(image.to(target.dtype))
+        v = basis.T @ target
     return LowRank(basis, v)

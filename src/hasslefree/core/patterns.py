@@ -6,13 +6,12 @@ A score (out, in) is the loss that removing an entry costs, so that `Structured`
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hasslefree.core.rows import WHOLE, Rows, largest_of_rows
 from hasslefree.errors import PatternError, option
 
 # Groups up to this size are ranked by comparing all pairs; beyond it a partial sort is faster.
@@ -22,11 +21,7 @@ SAMPLES = 1 << 11
 
 
 class Pattern(ABC):
-    """What a pruner may keep of a weight of one shape.
-
-    Where processes share the rows of a weight, `mask` gets the scores of the rows of a process
-    (`of_rows`); all shapes are those of the whole weight.
-    """
+    """What a pruner may keep of a weight of one shape."""
 
     name: ClassVar[str]
 
@@ -102,11 +97,10 @@ class SemiStructured(Pattern):
 
 @dataclass(frozen=True)
 class Unstructured(Pattern):
-    """The `count` largest entries over the whole matrix, also where processes share its `rows`."""
+    """The `count` largest entries of the whole matrix."""
 
     name: ClassVar[str] = "unstructured"
     count: int
-    rows: Rows = field(default=WHOLE, repr=False, compare=False)
 
     def check(self, shape: tuple[int, int]) -> None:
         _check_count(self, self.count, shape[0] * shape[1], "entries")
@@ -115,9 +109,7 @@ class Unstructured(Pattern):
         return self.count
 
     def mask(self, score: Tensor) -> Tensor:
-        self.check(self.rows.shape(score))
-        if self.rows.size > 1:
-            return largest_of_rows(score, self.count, self.rows)
+        self.check((score.shape[0], score.shape[1]))
         return largest(score.flatten(), self.count).reshape(score.shape)
 
     def restricted(self, start: int, stop: int, width: int) -> "Unstructured":
@@ -152,13 +144,11 @@ class Structured(Pattern):
     Args:
         unit: the number of consecutive channels that are kept or removed together, such as those of
             an attention head.
-        rows: the rows of this process, where several share the weight.
     """
 
     name: ClassVar[str] = "structured"
     count: int
     unit: int = 1
-    rows: Rows = field(default=WHOLE, repr=False, compare=False)
 
     def check(self, shape: tuple[int, int]) -> None:
         _check_count(self, self.count, shape[1], "input channels")
@@ -174,7 +164,7 @@ class Structured(Pattern):
 
     def mask(self, score: Tensor) -> Tensor:
         self.check((score.shape[0], score.shape[1]))
-        totals = self.rows.sum(score.sum(0).view(-1, self.unit).sum(1))
+        totals = score.sum(0).view(-1, self.unit).sum(1)
         units = largest(totals, self.count // self.unit)
         return units.repeat_interleave(self.unit).expand(score.shape)
 
@@ -206,15 +196,6 @@ class KnownSupport(Pattern):
 
     def restricted(self, start: int, stop: int, width: int) -> "KnownSupport":
         return KnownSupport(self.known[:, start:stop])
-
-
-def of_rows(pattern: Pattern, rows: Rows) -> Pattern:
-    """The same pattern for a process that holds some rows of the weight: its `mask` gets the scores
-    of these rows.
-    """
-    return (
-        replace(pattern, rows=rows) if isinstance(pattern, Unstructured | Structured) else pattern
-    )
 
 
 def largest(score: Tensor, count: int) -> Tensor:

@@ -10,7 +10,7 @@ before.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Generator, Tensor
 
@@ -20,7 +20,6 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Quantised, Scaling
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern, Structured
-from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import PatternError
 from hasslefree.validation import Checked
 
@@ -48,13 +47,7 @@ class Pruned:
 class Sparsifier(Checked):
     """What pruners and methods declare about their S. One that leaves S to another plug-in declares
     what that does.
-
-    Attributes:
-        row_wise: whether each row of S depends on its row of the target and on `pattern.mask`
-            alone, given H and L.
     """
-
-    row_wise: ClassVar[bool] = False
 
     def prepare(self, gram: Gram) -> Any:
         """What is needed of the Gram, damped for a pruner and undamped for a method; shared by all
@@ -77,14 +70,6 @@ class Sparsifier(Checked):
         as a whole.
         """
         return self.inner.whole_channels if self.inner else False
-
-    def shares_rows(self, pattern: Pattern) -> bool:
-        """Whether several processes can share the rows of one layer with this pattern: `row_wise`,
-        unless overridden.
-
-        The plug-in then gets the rows of its process as the target.
-        """
-        return self.row_wise
 
     def check_pattern(self, pattern: Pattern) -> None:
         """Raise PatternError if the plug-in removes whole channels and the pattern is not
@@ -123,21 +108,9 @@ class LowRankSolver(Checked, ABC):
         return None
 
     @abstractmethod
-    def fit(
-        self, target: Tensor, prepared: Any, start: LowRank, round: int, rows: Rows = WHOLE
-    ) -> LowRank:
+    def fit(self, target: Tensor, prepared: Any, start: LowRank, round: int) -> LowRank:
         """L of the rank of `start`, for a target (out, in), from a start, in round 0, 1, 2, … of an
-        alternation.
-
-        Args:
-            rows: those of this process, where `shares_rows`: it has these rows of the target and of
-                u, and v is the same in all processes. What couples rows goes through `rows.sum`.
-        """
-
-    @property
-    def shares_rows(self) -> bool:
-        """Whether processes can share the rows of one layer; otherwise `rows` is always `WHOLE`."""
-        return False
+        alternation."""
 
     @property
     def cost(self) -> Cost:
@@ -182,15 +155,8 @@ class Method(Sparsifier, ABC):
         pattern: Pattern,
         rank: int,
         generator: Generator,
-        rows: Rows = WHOLE,
     ) -> Solution:
-        """S and L for a weight (out, in). The weight is not changed.
-
-        Args:
-            rows: those of this process, where `shares_rows`: it has these rows of the weight, of S
-                and of u, and v is the same in all processes. What couples rows, such as L, the
-                objective and counts, goes through `rows.sum`, so that every process decides alike.
-        """
+        """S and L for a weight (out, in). The weight is not changed."""
 
     @property
     def cost(self) -> Cost:

@@ -36,7 +36,6 @@ from hasslefree.models.weights import Weights
 from hasslefree.pipeline.block import compress_blocks
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.inputs import check_segments, draw, open_model
-from hasslefree.pipeline.layers import undivided
 from hasslefree.pipeline.metadata import configuration, described, recorded, write_rest
 from hasslefree.pipeline.preflight import preflight
 from hasslefree.pipeline.training import matching_text, train_whole
@@ -146,8 +145,6 @@ def compress(
         room = layer_room(
             loaded, plan, resolved
         )  # before any block is read: tied weights are counted once
-        if world.writes and (remark := undivided(resolved.method, plan, world.size)):
-            logger.info(remark)
         # Blocks whose predictions were matched are written before those that they replace are
         # removed.
         twice = bytes_of(plan) if resolved.match_predictions else 0

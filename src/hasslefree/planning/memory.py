@@ -31,7 +31,7 @@ from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqle
 from hasslefree.models.precision import product_dtype
 from hasslefree.models.rules import by_kind
 from hasslefree.pipeline.held_out import ROWS, segments_held_out
-from hasslefree.pipeline.layers import shared_layers, weight_of
+from hasslefree.pipeline.layers import weight_of
 from hasslefree.planning.machine import free_memory, in_one_pass, product_rate, room_for_sums
 from hasslefree.planning.plan import LayerPlan, Plan, bytes_on_disk, plan_of
 from hasslefree.progress import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
@@ -265,11 +265,9 @@ def solving_terms(setup: Setup) -> dict[str, int]:
         forward = max(forward, 2 * FLOAT * round(max(setup.traffic(setup.probe_tokens))))
     sums, solver = Counter[tuple[int, str]](), 0
     for index, plans in enumerate(setup.plan):
-        shared = shared_layers(setup.resolved.method, plans, setup.processes)
         for name, layer in plans.items():
             (out, width), rank = layer.spec.shape, layer.spec.rank
-            rows = -(-out // setup.processes) if name in shared else out
-            needs = [setup.resolved.method.cost.bytes(rows, width, rank, device.type)]
+            needs = [setup.resolved.method.cost.bytes(out, width, rank, device.type)]
             if setup.probe_tokens:
                 needs.append(quick(layer.spec.grid).cost.bytes(out, width, 0, device.type))
             solver = max(solver, FLOAT * out * width + max(needs))

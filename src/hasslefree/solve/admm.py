@@ -11,7 +11,6 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import eigh, unit_diagonal_scale
 from hasslefree.core.patterns import Pattern
-from hasslefree.core.rows import Rows
 from hasslefree.errors import FactorizationError
 
 
@@ -71,7 +70,6 @@ class SupportPenalty:
         spectrum: ScaledSpectrum,
         pattern: Pattern,
         fit: Callable[[Tensor], Tensor],
-        rows: Rows,
     ) -> Tensor:
         """Z, the dense copy of S that the ADMM ends with, for a weight W: (out, in), in the units
         of unit diagonal.
@@ -85,7 +83,7 @@ class SupportPenalty:
         sparse, dual = first, torch.zeros_like(weight)
         dense, low_rank = weight, torch.zeros_like(weight)
         checked = sparse != 0
-        kept = max(pattern.kept(rows.shape(weight)), 1)
+        kept = max(pattern.kept((weight.shape[0], weight.shape[1])), 1)
         for t in range(1, self.most + 1):
             free = weight - low_rank
             dense = free + (sparse - dual - free) @ resolvent
@@ -96,7 +94,7 @@ class SupportPenalty:
             if t % self.every:
                 continue
             support = sparse != 0
-            changed = int(rows.sum(torch.count_nonzero(support != checked)))
+            changed = int(torch.count_nonzero(support != checked))
             checked, before = support, rho
             if changed > 0.005 * kept or (changed and grown):
                 rho *= self.growth[

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from hasslefree.core.budgets import Budget
-from hasslefree.core.factors import CodedFactors, CodedRows, check_factor_bits, quantised
+from hasslefree.core.factors import check_factor_bits, quantised
 from hasslefree.core.gram import Gram, relative, working_dtype
-from hasslefree.core.grids import Quantised, Scaling
+from hasslefree.core.grids import Quantised
 from hasslefree.core.linalg import LinAlgError
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Decomposition, Method, Solution
-from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import FactorizationError, NonFiniteError, ShapeError, option
 from hasslefree.solve.methods import build_method
 from hasslefree.validation import Checked, Seed
@@ -126,23 +125,20 @@ def solve_layer(
     rank: int,
     seed: int,
     factor_bits: int | None = None,
-    rows: Rows = WHOLE,
 ) -> Decomposition:
     """`decompose` for inputs that were checked, with `prepared` = method.prepare(gram) shared
     between layers.
 
-    factor_bits: without effect at rank 0. rows: those of W, where processes share a layer
-    (`core.rows`): `pattern` is then for these rows (`of_rows`), and so are S and u of the result;
-    its errors are those of all rows.
+    factor_bits: without effect at rank 0.
 
     Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method; on a
     grid with offsets, S has the value nearest to zero.
     """
     full = weight.to(working_dtype(weight))
-    norm = checked_norm(live(full, gram), gram, rows)
-    solution = approximation(method, full, gram, prepared, pattern, rank, seed, rows)
-    sparse, low_rank = solution.sparse, solution.low_rank.balanced(rows)
-    before = relative(gram.loss(low_rank.residual(full, sparse), rows), norm)
+    norm = checked_norm(live(full, gram), gram)
+    solution = approximation(method, full, gram, prepared, pattern, rank, seed)
+    sparse, low_rank = solution.sparse, solution.low_rank.balanced()
+    before = relative(gram.loss(low_rank.residual(full, sparse)), norm)
     if not math.isfinite(before):
         raise NonFiniteError(
             "NaN or Inf appeared while the layer was solved; raise the damping"
@@ -151,12 +147,12 @@ def solve_layer(
     on_grid = Quantised.of(sparse, solution.scaling, weight.dtype) if solution.scaling else None
     cast, cast_low_rank, factors = sparse.to(weight.dtype), low_rank.to(weight.dtype), None
     if factor_bits and rank:
-        factors = quantised(low_rank, full, cast.to(full.dtype), gram, weight.dtype, rows)
+        factors = quantised(low_rank, full, cast.to(full.dtype), gram, weight.dtype)
         cast_low_rank = factors.values()
     after = before
     if weight.dtype != full.dtype or factors:
         residual = cast_low_rank.to(full.dtype).residual(full, cast.to(full.dtype))
-        after = relative(gram.loss(residual, rows), norm)
+        after = relative(gram.loss(residual), norm)
     if not math.isfinite(after):
         raise NonFiniteError(
             f"values of S or L overflow {_name(weight)}; use another dtype"
@@ -182,17 +178,16 @@ def approximation(
     pattern: Pattern,
     rank: int,
     seed: int,
-    rows: Rows,
 ) -> Solution:
     """S and L of a weight in the working dtype, without a measurement of their error; arguments as
     in `solve_layer`.
     """
     alive, weight = gram.alive, live(weight, gram)
-    solution = None if method.grid else unchanged(weight, pattern, rank, rows)
+    solution = None if method.grid else unchanged(weight, pattern, rank)
     if solution is None:
         generator = torch.Generator().manual_seed(seed)
         try:
-            solution = method.solve(weight, prepared, pattern, rank, generator, rows)
+            solution = method.solve(weight, prepared, pattern, rank, generator)
         except LinAlgError as error:
             remedy = f"raise the damping ({option('damping', 0.01)})"
             raise FactorizationError(f"a factorisation failed: {error}; {remedy}") from None
@@ -203,34 +198,13 @@ def approximation(
     return dataclasses.replace(solution, sparse=sparse, low_rank=low_rank)
 
 
-def gathered(shared: Decomposition, rows: Rows) -> Decomposition:
-    """The decomposition of all rows of a layer, the same in every process, from the rows of each
-    process.
-    """
-    low_rank = LowRank(rows.gather(shared.low_rank.u), rows.broadcast(shared.low_rank.v, 0))
-    codes, factors = shared.quantised, shared.factors
-    if codes:
-        scaling = Scaling(
-            codes.scaling.grid, rows.gather(codes.scaling.scale), rows.gather(codes.scaling.zero)
-        )
-        codes = Quantised(rows.gather(codes.codes), scaling)
-    if factors:
-        u = CodedRows(rows.gather(factors.u.codes), rows.gather(factors.u.scale))
-        v = CodedRows(rows.broadcast(factors.v.codes, 0), rows.broadcast(factors.v.scale, 0))
-        factors = CodedFactors(u, v)
-    sparse = rows.gather(shared.sparse)
-    return dataclasses.replace(
-        shared, sparse=sparse, low_rank=low_rank, quantised=codes, factors=factors
-    )
-
-
-def checked_norm(weight: Tensor, gram: Gram, rows: Rows = WHOLE) -> float:
+def checked_norm(weight: Tensor, gram: Gram) -> float:
     """tr(W H Wᵀ) of a weight (out, in), by which errors are divided; 0 for a weight of zeros."""
-    norm, limits = gram.loss(weight, rows), torch.finfo(weight.dtype)
+    norm, limits = gram.loss(weight), torch.finfo(weight.dtype)
     # Its value if the inputs were uncorrelated: where terms cancel, the rounding error is relative
     # to this.
-    apart = rows.sum((weight.square() @ gram.diagonal).sum(dtype=torch.float64)).item()
-    some = bool(rows.sum(torch.count_nonzero(weight)))
+    apart = (weight.square() @ gram.diagonal).sum(dtype=torch.float64).item()
+    some = bool(torch.count_nonzero(weight))
     if not (limits.tiny / limits.eps < apart < limits.max * limits.eps) and some:
         extreme = "small" if apart < 1 else "large"
         raise NonFiniteError(
@@ -247,13 +221,13 @@ def checked_norm(weight: Tensor, gram: Gram, rows: Rows = WHOLE) -> float:
     return norm
 
 
-def unchanged(weight: Tensor, pattern: Pattern, rank: int, rows: Rows = WHOLE) -> Solution | None:
+def unchanged(weight: Tensor, pattern: Pattern, rank: int) -> Solution | None:
     """S = W and L = 0 where the pattern keeps every non-zero of W; None otherwise."""
-    shape = rows.shape(weight)
+    shape = (weight.shape[0], weight.shape[1])
     kept = pattern.kept(shape)
-    if rows.sum(torch.count_nonzero(weight)) > kept:
+    if torch.count_nonzero(weight) > kept:
         return None
-    if rows.sum(torch.count_nonzero((weight != 0) & ~pattern.mask(weight.square()))):
+    if ((weight != 0) & ~pattern.mask(weight.square())).any():
         return None
     nothing = LowRank(weight.new_zeros(len(weight), rank), weight.new_zeros(rank, weight.shape[1]))
     remarks = (

@@ -166,7 +166,7 @@ class Failing(LowRankSolver):
     def prepare(self, gram):
         return Exact().prepare(gram)
 
-    def fit(self, target, prepared, start, round, rows):
+    def fit(self, target, prepared, start, round):
         found = Exact().fit(target, prepared, start, round)
         return LowRank(found.u, found.v * self.value) if round == self.round else found
 

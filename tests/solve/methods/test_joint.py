@@ -109,9 +109,9 @@ def test_the_history_begins_with_the_course_of_the_rounds(rounds, after, rank, m
     problem = method.prepare(Gram(h, 1))
     damped = Gram(h, 1).damped(0.01).matrix.double()
 
-    def noted(gram, scaled, sparse, low_rank, rows):
+    def noted(gram, scaled, sparse, low_rank):
         found.append((len(pattern.scores) - 1, sparse.clone(), low_rank.product()))
-        return sampled_loss(gram, scaled, sparse, low_rank, rows)
+        return sampled_loss(gram, scaled, sparse, low_rank)
 
     monkeypatch.setattr(joint, "sampled_loss", noted)
     history = method.solve(weight, problem, pattern, rank, torch.Generator().manual_seed(0)).history

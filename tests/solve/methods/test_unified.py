@@ -24,7 +24,6 @@ from hasslefree import (
     Wanda,
 )
 from hasslefree.core.low_rank import truncated_svd
-from hasslefree.core.rows import WHOLE
 from hasslefree.solve.methods import METHODS
 from hasslefree.solve.methods.joint import ScaledProblem
 from tests import oracles
@@ -99,7 +98,7 @@ def one_run(weight, sparse, low_rank, pattern, rho, rounds):
     problem = ScaledProblem(torch.ones(16, dtype=torch.float64), Gram.identity(16))
     state = sparse + (weight - sparse - low_rank) / 1.5**power
     start = truncated_svd(low_rank, 3)
-    found, _, fitted, _ = joint._search(weight, problem, pattern, start, power, state, WHOLE)
+    found, _, fitted, _ = joint._search(weight, problem, pattern, start, power, state)
     return found, fitted.product(), 1.5**power
 
 

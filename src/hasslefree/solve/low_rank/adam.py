@@ -10,7 +10,6 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import LowRankSolver
-from hasslefree.core.rows import WHOLE, Rows
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class Adam(LowRankSolver):
         scaled: the paper's is_scaled.
     """
 
-    shares_rows = True
     steps: int = 50
     learning_rate: float = 1e-2
     delay: int = 10
@@ -46,7 +44,6 @@ class Adam(LowRankSolver):
         prepared: tuple[Tensor, Tensor],
         start: LowRank,
         round: int,
-        rows: Rows = WHOLE,
     ) -> LowRank:
         h, scale = prepared
         th = (target * scale) @ h
@@ -55,7 +52,7 @@ class Adam(LowRankSolver):
         for _ in range(self.steps):
             vh = v @ h
             u.grad = -2 * (th @ v.T - u @ (vh @ v.T))
-            v.grad = -2 * (rows.sum(u.T @ th) - rows.sum(u.T @ u) @ vh)
+            v.grad = -2 * (u.T @ th - u.T @ u @ vh)
             optimizer.step()
         return LowRank(u.detach(), v.detach() / scale)
 

@@ -10,7 +10,6 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.low_rank import LowRank, truncated_svd
 from hasslefree.core.protocols import LowRankSolver
-from hasslefree.core.rows import WHOLE, Rows
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,7 @@ class Exact(LowRankSolver):
     def prepare(self, gram: Gram) -> Tensor:
         return lower_cholesky(gram.matrix).to(gram.matrix.dtype)
 
-    def fit(
-        self, target: Tensor, prepared: Tensor, start: LowRank, round: int, rows: Rows = WHOLE
-    ) -> LowRank:
+    def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int) -> LowRank:
         white = truncated_svd(target @ prepared, start.rank)
         v = torch.linalg.solve_triangular(prepared, white.v, upper=False, left=False)
         return LowRank(white.u, v)

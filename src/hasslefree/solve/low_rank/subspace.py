@@ -11,7 +11,6 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import orthonormal
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.protocols import LowRankSolver
-from hasslefree.core.rows import WHOLE, Rows
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,6 @@ class Subspace(LowRankSolver):
         steps: iterations a round. first_steps: in the first round.
     """
 
-    shares_rows = True
     steps: int = 1
     first_steps: int = 4
 
@@ -32,11 +30,7 @@ class Subspace(LowRankSolver):
     def prepare(self, gram: Gram) -> Tensor:
         return gram.matrix
 
-    def fit(
-        self, target: Tensor, prepared: Tensor, start: LowRank, round: int, rows: Rows = WHOLE
-    ) -> LowRank:
+    def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int) -> LowRank:
         if round == 0:
-            return subspace_steps(
-                target, prepared, orthonormal(start.u, rows), self.first_steps, rows
-            )
-        return subspace_steps(target, prepared, start.u, self.steps, rows)
+            return subspace_steps(target, prepared, orthonormal(start.u), self.first_steps)
+        return subspace_steps(target, prepared, start.u, self.steps)

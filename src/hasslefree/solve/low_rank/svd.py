@@ -12,7 +12,6 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import orthonormal, unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank, truncated_svd
 from hasslefree.core.protocols import LowRankSolver
-from hasslefree.core.rows import WHOLE, Rows
 
 
 @dataclass(frozen=True)
@@ -21,9 +20,7 @@ class SVD(LowRankSolver):
 
     cost = Cost(flops=26, arrays=10.8)
 
-    def fit(
-        self, target: Tensor, prepared: None, start: LowRank, round: int, rows: Rows = WHOLE
-    ) -> LowRank:
+    def fit(self, target: Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
         return truncated_svd(target, start.rank)
 
 
@@ -38,23 +35,20 @@ class RandomizedSVD(LowRankSolver):
         seed: of Ω, which is drawn again for every fit.
     """
 
-    shares_rows = True
     oversampling: int = 10
     iterations: int = 2
     seed: int = 0
 
     cost = Cost(flops=1)
 
-    def fit(
-        self, target: Tensor, prepared: None, start: LowRank, round: int, rows: Rows = WHOLE
-    ) -> LowRank:
-        columns = min(start.rank + self.oversampling, *rows.shape(target))
+    def fit(self, target: Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
+        columns = min(start.rank + self.oversampling, *target.shape)
         generator = torch.Generator().manual_seed(self.seed)
         omega = torch.randn(target.shape[1], columns, generator=generator).to(target)
-        basis = orthonormal(target @ omega, rows)
+        basis = orthonormal(target @ omega)
         for _ in range(self.iterations):
-            basis = orthonormal(target @ orthonormal(rows.sum(target.T @ basis)), rows)
-        small = truncated_svd(rows.sum(basis.T @ target), start.rank)
+            basis = orthonormal(target @ orthonormal(target.T @ basis))
+        small = truncated_svd(basis.T @ target, start.rank)
         return LowRank(basis @ small.u, small.v)
 
 
@@ -72,14 +66,8 @@ class DiagonalSVD(LowRankSolver):
     def prepare(self, gram: Gram) -> Tensor:
         return unit_diagonal_scale(gram.diagonal)
 
-    @property
-    def shares_rows(self) -> bool:
-        return self.svd.shares_rows
-
-    def fit(
-        self, target: Tensor, prepared: Tensor, start: LowRank, round: int, rows: Rows = WHOLE
-    ) -> LowRank:
-        scaled = self.svd.fit(target * prepared, None, start, round, rows)
+    def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int) -> LowRank:
+        scaled = self.svd.fit(target * prepared, None, start, round)
         return LowRank(scaled.u, scaled.v / prepared)
 
     @property

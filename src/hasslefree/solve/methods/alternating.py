@@ -12,7 +12,6 @@ from hasslefree.core.gram import Gram, relative
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import LowRankSolver, Method, Pruned, Pruner, Solution
-from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import NonFiniteError, option, with_arguments
 from hasslefree.solve.low_rank.adam import Adam
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
@@ -63,9 +62,6 @@ class AlternatingMinimization(Method):
         damped = gram.damped(self.damping)
         return damped, self.pruner.prepare(damped), self.low_rank.prepare(damped)
 
-    def shares_rows(self, pattern: Pattern) -> bool:
-        return self.pruner.shares_rows(pattern) and self.low_rank.shares_rows
-
     def solve(
         self,
         weight: Tensor,
@@ -73,14 +69,13 @@ class AlternatingMinimization(Method):
         pattern: Pattern,
         rank: int,
         generator: Generator,
-        rows: Rows = WHOLE,
     ) -> Solution:
         gram, for_pruner, for_solver = prepared
-        low_rank = LowRank.gaussian_start(weight, rank, generator, rows)
-        norm = gram.loss(weight, rows)
+        low_rank = LowRank.gaussian_start(weight, rank, generator)
+        norm = gram.loss(weight)
         if rank == 0:
             alone = self.pruner.prune(weight, for_pruner, pattern)
-            error = relative(gram.loss(weight - alone.sparse, rows), norm)
+            error = relative(gram.loss(weight - alone.sparse), norm)
             return Solution(alone.sparse, low_rank, (error,), scaling=alone.scaling)
         pruned = Pruned(torch.zeros_like(weight))
         best: tuple[Pruned, LowRank] = pruned, low_rank
@@ -89,7 +84,7 @@ class AlternatingMinimization(Method):
         remarks: list[str] = []
         for t in range(self.rounds):
             if self.low_rank_first:
-                low_rank = self.low_rank.fit(weight - pruned.sparse, for_solver, low_rank, t, rows)
+                low_rank = self.low_rank.fit(weight - pruned.sparse, for_solver, low_rank, t)
                 pruned = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
             else:
                 pruned = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
@@ -98,10 +93,10 @@ class AlternatingMinimization(Method):
                     # can overshoot.
                     best, least = (
                         (pruned, low_rank),
-                        relative(gram.loss(weight - pruned.sparse, rows), norm),
+                        relative(gram.loss(weight - pruned.sparse), norm),
                     )
-                low_rank = self.low_rank.fit(weight - pruned.sparse, for_solver, low_rank, t, rows)
-            error = relative(gram.loss(low_rank.residual(weight, pruned.sparse), rows), norm)
+                low_rank = self.low_rank.fit(weight - pruned.sparse, for_solver, low_rank, t)
+            error = relative(gram.loss(low_rank.residual(weight, pruned.sparse)), norm)
             if not math.isfinite(error):
                 if math.isinf(least) or not self.keep_best:
                     raise NonFiniteError(f"NaN or Inf appeared in round {t + 1}; {REMEDY}")
@@ -115,10 +110,8 @@ class AlternatingMinimization(Method):
                 best, least = (pruned, low_rank), error
         pruned, low_rank = best
         if self.last_fit:
-            last = self.low_rank.fit(
-                weight - pruned.sparse, for_solver, low_rank, len(history), rows
-            )
-            error = relative(gram.loss(last.residual(weight, pruned.sparse), rows), norm)
+            last = self.low_rank.fit(weight - pruned.sparse, for_solver, low_rank, len(history))
+            error = relative(gram.loss(last.residual(weight, pruned.sparse)), norm)
             low_rank, history = (last, [*history, error]) if error < least else (low_rank, history)
         if least and not low_rank.v.any():
             remarks.append("no round was better than the pruner alone: L is zero")

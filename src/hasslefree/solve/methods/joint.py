@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -18,7 +18,6 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Solution
-from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.solve.project import project_step
 from hasslefree.validation import Count, Factor, Figure, Positive
 
@@ -65,27 +64,17 @@ class ScaledProblem:
         kernel.diagonal().add_(1)
         return kernel.to(dtype)
 
-    def kernels_from(
-        self, first: int, growth: float, dtype: torch.dtype, rows: Rows = WHOLE
-    ) -> Iterator[Tensor]:
+    def kernels_from(self, first: int, growth: float, dtype: torch.dtype) -> Iterator[Tensor]:
         """K for ρ = growth^first, growth^(first + 1), …: (in, in), computed once for each ρ while
         there is room.
-
-        Processes that share the rows of a layer compute one each, ahead: a kernel costs as much
-        whether few rows need it or many. Where one is missing, the process with rank i computes
-        that of power + i, and broadcasts it when its turn comes.
         """
-        ahead: Tensor | None = None
         for power in count(first):
-            kernel = self.kernels.get(growth**power)
+            rho = growth**power
+            kernel = self.kernels.get(rho)
             if kernel is None or kernel.dtype != dtype:
-                if ahead is None or power - first >= rows.size:
-                    first, ahead = power, None  # there may be no room for two
-                    ahead = self.kernel(growth ** (power + rows.rank), dtype)
-                kernel = ahead if power - first == rows.rank else torch.empty_like(ahead)
-                kernel = rows.broadcast(kernel, power - first)
+                kernel = self.kernel(rho, dtype)
                 if (len(self.kernels) + 1) * kernel.nbytes <= cache_bytes(kernel.device.type):
-                    self.kernels[growth**power] = kernel
+                    self.kernels[rho] = kernel
             yield kernel
             del kernel
 
@@ -118,7 +107,6 @@ class Joint(Method):
         >>> hasslefree.decompose(weight, gram, pattern="2:4", rank=64, method=Joint(rounds=50))
     """
 
-    row_wise: ClassVar[bool] = True
     rounds: Positive = 100
     damping: Figure = 0.01
     penalty: Annotated[float, Field(gt=0)] = 0.4
@@ -139,20 +127,17 @@ class Joint(Method):
         pattern: Pattern,
         rank: int,
         generator: Generator,
-        rows: Rows = WHOLE,
     ) -> Solution:
-        low_rank = LowRank.gaussian_start(weight, rank, generator, rows)
+        low_rank = LowRank.gaussian_start(weight, rank, generator)
         scaled = weight * prepared.scale
-        out, width = rows.shape(weight)
+        out, width = weight.shape
         density = pattern.kept((out, width)) / (out * width)
         relief = math.exp(-RANK_RELIEF * rank * (out + width) / (out * width))
         power = self.first_power(density, relief)
         with linalg.matmul_precision(weight.device, tf32=self.precision in ("auto", "tf32")):
-            searched = self._search(
-                scaled, prepared, pattern, low_rank, power, scaled * relief, rows
-            )
+            searched = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief)
         with linalg.matmul_precision(weight.device):
-            return self._polish(scaled, prepared, *searched, rows)
+            return self._polish(scaled, prepared, *searched)
 
     @property
     def cost(self) -> Cost:
@@ -169,16 +154,14 @@ class Joint(Method):
         odds = max((1 - density) / max(density, 0.02), 1.0)
         return round(math.log(max(self.penalty * odds * relief, 0.01), self.growth))
 
-    def moves_too_much(self, mask: Tensor, last: Tensor, done: int, rows: Rows = WHOLE) -> bool:
+    def moves_too_much(self, mask: Tensor, last: Tensor, done: int) -> bool:
         """Whether ρ must grow: after `done` rounds, too much of the support (out, in) changed from
         `last` to `mask`.
         """
         if done == self.rounds or done * LOOKS // self.rounds == (done - 1) * LOOKS // self.rounds:
             return False
         planned = MOVING * max(1 - done / (SETTLED * self.rounds), 0.0)
-        changed, kept = rows.sum(
-            torch.stack([torch.count_nonzero(mask ^ last), torch.count_nonzero(mask)])
-        )
+        changed, kept = torch.count_nonzero(mask ^ last), torch.count_nonzero(mask)
         return bool(
             changed >= 2 * planned * kept.double()
         )  # one number read: on a GPU, each is a wait
@@ -202,7 +185,6 @@ class Joint(Method):
         start: LowRank,
         power: int,
         state: Tensor,
-        rows: Rows,
     ) -> tuple[Tensor, Tensor, LowRank, list[float]]:
         """S, its support, and L, by ADMM; and `sampled_loss` after every part of the rounds but the
         last.
@@ -211,18 +193,18 @@ class Joint(Method):
         project(X) and Y = X − S.
         """
         dtype = self._product_dtype(weight)
-        low_rank = LowRank(linalg.orthonormal(start.u, rows), start.v)
+        low_rank = LowRank(linalg.orthonormal(start.u), start.v)
         target = torch.empty_like(weight)
         mask = pattern.mask(torch.mul(state, state, out=target))
         sparse = state * mask
-        kernels = problem.kernels_from(power, self.growth, dtype, rows)
+        kernels = problem.kernels_from(power, self.growth, dtype)
         kernel = next(kernels)
         course: list[float] = []
         parts = min(PARTS, self.rounds // 5)
         torch.add(weight, state, out=target).sub_(sparse, alpha=2)  # T = W − S + Y
         for t in range(self.rounds):
             if low_rank.rank:
-                low_rank = subspace_steps(target, kernel, low_rank.u, 1 if t else FIRST_STEPS, rows)
+                low_rank = subspace_steps(target, kernel, low_rank.u, 1 if t else FIRST_STEPS)
                 target.addmm_(low_rank.u, low_rank.v, alpha=-1)
             if dtype == weight.dtype:
                 torch.mm(target, kernel, out=state)
@@ -231,8 +213,8 @@ class Joint(Method):
             # Z + Y = S + (T − L) K; then the next S, Y and T.
             last, mask = mask, project_step(pattern, weight, state, sparse, target)
             if t * parts // self.rounds < (t + 1) * parts // self.rounds < parts:
-                course.append(sampled_loss(problem.gram, weight, sparse, low_rank, rows))
-            if self.moves_too_much(mask, last, t + 1, rows):
+                course.append(sampled_loss(problem.gram, weight, sparse, low_rank))
+            if self.moves_too_much(mask, last, t + 1):
                 del kernel  # there may be no room for two
                 kernel = next(kernels)
                 state.sub_(sparse).div_(self.growth)  # Y ← Y·ρ_before/ρ
@@ -247,7 +229,6 @@ class Joint(Method):
         mask: Tensor,
         low_rank: LowRank,
         course: list[float],
-        rows: Rows,
     ) -> Solution:
         """Conjugate gradients on S and a subspace step on L in turn, on the support that was found.
 
@@ -257,7 +238,7 @@ class Joint(Method):
         gram, narrow = problem.gram, self.precision in ("auto", "bfloat16")
         history: list[float] = []
         remarks: list[str] = []
-        norm = gram.loss(weight, rows) or 1.0
+        norm = gram.loss(weight) or 1.0
         for sweep in range(self.sweeps + 1):
             before = sparse, low_rank
             if sweep:
@@ -265,10 +246,10 @@ class Joint(Method):
                     gram.matrix, weight - low_rank.product(), sparse, mask, CG_STEPS, narrow=narrow
                 )
             if low_rank.rank:
-                low_rank = subspace_steps(weight - sparse, gram.matrix, low_rank.u, 1, rows)
-            error = gram.loss(low_rank.residual(weight, sparse), rows) / norm
+                low_rank = subspace_steps(weight - sparse, gram.matrix, low_rank.u, 1)
+            error = gram.loss(low_rank.residual(weight, sparse)) / norm
             if not sweep:
-                end, out = sampled_loss(gram, weight, sparse, low_rank, rows), rows.shape(weight)[0]
+                end, out = sampled_loss(gram, weight, sparse, low_rank), weight.shape[0]
                 share = error * norm * -(-out // SAMPLED) / out
                 history = (
                     [loss * error / end for loss in course] if end > LEAST_SHARE * share else []
@@ -285,16 +266,10 @@ class Joint(Method):
         return Solution(sparse / problem.scale, low_rank, tuple(history), tuple(remarks))
 
 
-def sampled_loss(
-    gram: Gram, weight: Tensor, sparse: Tensor, low_rank: LowRank, rows: Rows = WHOLE
-) -> float:
-    """tr(R H Rᵀ), R = W − S − L, of one row in `SAMPLED`. weight, sparse: (out, in). rows: where
-    they are shared.
-    """
-    taken = slice(-rows.start % SAMPLED, None, SAMPLED)
-    return gram.loss(
-        LowRank(low_rank.u[taken], low_rank.v).residual(weight[taken], sparse[taken]), rows
-    )
+def sampled_loss(gram: Gram, weight: Tensor, sparse: Tensor, low_rank: LowRank) -> float:
+    """tr(R H Rᵀ), R = W − S − L, of one row in `SAMPLED`. weight, sparse: (out, in)."""
+    taken = slice(None, None, SAMPLED)
+    return gram.loss(LowRank(low_rank.u[taken], low_rank.v).residual(weight[taken], sparse[taken]))
 
 
 def refit_scale(matrix: Tensor) -> Tensor:

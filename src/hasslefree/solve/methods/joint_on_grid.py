@@ -15,7 +15,6 @@ from hasslefree.core.linalg import masked_cg
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import Method, Solution
-from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.solve.grid_descent import descend
 from hasslefree.solve.low_rank.exact import Exact
 from hasslefree.solve.methods.joint import Joint
@@ -71,7 +70,6 @@ class JointOnGrid(Method):
         pattern: Pattern,
         rank: int,
         generator: Generator,
-        rows: Rows = WHOLE,
     ) -> Solution:
         gram, for_joint, for_sweep, for_fit = prepared
         whole = pattern.kept((weight.shape[0], weight.shape[1])) == weight.numel()

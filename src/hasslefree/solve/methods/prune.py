@@ -11,7 +11,6 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Pruner, Solution
-from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.errors import BudgetError
 from hasslefree.validation import Figure
 
@@ -47,9 +46,6 @@ class Prune(Method):
         damped = gram.damped(self.damping)
         return damped, self.pruner.prepare(damped)
 
-    def shares_rows(self, pattern: Pattern) -> bool:
-        return self.pruner.shares_rows(pattern)
-
     def solve(
         self,
         weight: Tensor,
@@ -57,12 +53,11 @@ class Prune(Method):
         pattern: Pattern,
         rank: int,
         generator: Generator,
-        rows: Rows = WHOLE,
     ) -> Solution:
         gram, for_pruner = prepared
         pruned = self.pruner.prune(weight, for_pruner, pattern)
         nothing = LowRank(weight.new_zeros(len(weight), 0), weight.new_zeros(0, weight.shape[1]))
-        error = gram.relative_error(weight - pruned.sparse, weight, rows)
+        error = gram.relative_error(weight - pruned.sparse, weight)
         return Solution(pruned.sparse, nothing, (error,), scaling=pruned.scaling)
 
     @property

@@ -1,7 +1,6 @@
 """3BASiL: ADMM over three blocks, Z, S and L (Makni, Meng, Mazumder, arXiv 2603.01376)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -12,7 +11,6 @@ from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Solution
-from hasslefree.core.rows import WHOLE, Rows
 from hasslefree.solve.admm import ScaledSpectrum, SupportPenalty
 from hasslefree.solve.low_rank.svd import RandomizedSVD
 from hasslefree.validation import Figure
@@ -36,7 +34,6 @@ class ThreeBlock(Method):
     With rank 0 it is ALPS without the refit.
     """
 
-    row_wise: ClassVar[bool] = True
     penalty: SupportPenalty = SupportPenalty(
         0.1, every=10, most=2000, growth=(1.1, 1.05, 1.02), settled=100
     )
@@ -55,28 +52,27 @@ class ThreeBlock(Method):
         pattern: Pattern,
         rank: int,
         generator: Generator,
-        rows: Rows = WHOLE,
     ) -> Solution:
         gram, spectrum, factor = prepared
-        best = LowRank.gaussian_start(weight, rank, generator, rows)
+        best = LowRank.gaussian_start(weight, rank, generator)
 
         def fit(target: Tensor) -> Tensor:
             nonlocal best
             if rank:
-                white = self.svd.fit(target @ factor, None, best, 0, rows)
+                white = self.svd.fit(target @ factor, None, best, 0)
                 best = LowRank(
                     white.u, torch.linalg.solve_triangular(factor, white.v, upper=False, left=False)
                 )
             return best.product()
 
-        if pattern.kept(rows.shape(weight)):
-            dense = self.penalty.run(weight * spectrum.scale, spectrum, pattern, fit, rows)
+        if pattern.kept((weight.shape[0], weight.shape[1])):
+            dense = self.penalty.run(weight * spectrum.scale, spectrum, pattern, fit)
         else:  # no support that could move
             dense = torch.zeros_like(weight)
             fit(weight * spectrum.scale)
         sparse = dense * pattern.mask(dense.square()) / spectrum.scale
         low_rank = LowRank(best.u, best.v / spectrum.scale)
-        error = gram.relative_error(low_rank.residual(weight, sparse), weight, rows)
+        error = gram.relative_error(low_rank.residual(weight, sparse), weight)
         return Solution(sparse, low_rank, (error,))
 
     @property

@@ -11,7 +11,6 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Solution
-from hasslefree.core.rows import WHOLE, Rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +25,7 @@ class Weighted(Method):
     1503.05671) and outputs do not interact.
 
     Args:
-        method: without a grid. weights: the diagonal of G, (out,), positive, of the rows of the
-            layer that this process holds.
+        method: without a grid. weights: the diagonal of G, (out,), positive.
     """
 
     method: Method
@@ -47,15 +45,11 @@ class Weighted(Method):
         pattern: Pattern,
         rank: int,
         generator: Generator,
-        rows: Rows = WHOLE,
     ) -> Solution:
         root = self.weights.to(weight).sqrt().unsqueeze(1)
-        solution = self.method.solve(weight * root, prepared, pattern, rank, generator, rows)
+        solution = self.method.solve(weight * root, prepared, pattern, rank, generator)
         low_rank = LowRank(solution.low_rank.u / root, solution.low_rank.v)
         return dataclasses.replace(solution, sparse=solution.sparse / root, low_rank=low_rank)
-
-    def shares_rows(self, pattern: Pattern) -> bool:
-        return self.method.shares_rows(pattern)
 
     @property
     def cost(self) -> Cost:

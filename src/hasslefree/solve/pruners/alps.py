@@ -10,7 +10,6 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import masked_cg
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Pruned, Pruner
-from hasslefree.core.rows import WHOLE
 from hasslefree.solve.admm import ScaledSpectrum, SupportPenalty
 
 
@@ -37,7 +36,7 @@ class ALPS(Pruner):
             return Pruned(target.clone())  # nothing to remove; the support could not move
         weight = target * prepared.scale
         nothing = torch.zeros_like(weight)
-        dense = self.penalty.run(weight, prepared, pattern, lambda _: nothing, WHOLE)
+        dense = self.penalty.run(weight, prepared, pattern, lambda _: nothing)
         mask = pattern.mask(dense.square())
         refitted = masked_cg(prepared.matrix, weight, dense * mask, mask, self.cg_steps)
         return Pruned(refitted / prepared.scale)

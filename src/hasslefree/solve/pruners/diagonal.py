@@ -3,7 +3,6 @@ for a given grid.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,8 +17,6 @@ from hasslefree.core.protocols import Pruned, Pruner
 class Magnitude(Pruner):
     """S keeps the entries with the largest T². It does not look at H (Han et al. 2015)."""
 
-    row_wise: ClassVar[bool] = True
-
     cost = Cost()
 
     def prune(self, target: Tensor, prepared: None, pattern: Pattern) -> Pruned:
@@ -31,8 +28,6 @@ class Wanda(Pruner):
     """S keeps the entries with the largest T²·H_jj, the square of Wanda's `|T|·‖X_j‖` (arXiv
     2306.11695).
     """
-
-    row_wise: ClassVar[bool] = True
 
     cost = Cost()
 
@@ -54,7 +49,6 @@ class RoundToNearest(Pruner):
         weighted: choose the support by the diagonal of H. Without pruning it makes no difference.
     """
 
-    row_wise: ClassVar[bool] = True
     grid: Grid = Grid()
     weighted: bool = False
 

@@ -45,9 +45,6 @@ class DSNoT(Pruner):
         rounding = torch.finfo(gram.matrix.dtype).eps * torch.where(gram.alive, gram.diagonal, 1.0)
         return gram.means, torch.maximum(gram.variances, rounding), self.start.prepare(gram)
 
-    def shares_rows(self, pattern: Pattern) -> bool:
-        return self.start.shares_rows(pattern) and not isinstance(pattern, Structured)
-
     def prune(self, target: Tensor, prepared: Prepared, pattern: Pattern) -> Pruned:
         mean, variance, for_start = prepared
         kept = self.start.prune(target, for_start, pattern).sparse != 0

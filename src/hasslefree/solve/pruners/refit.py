@@ -60,9 +60,6 @@ class Refit(Pruner):
     def prepare(self, gram: Gram) -> tuple[Tensor, Any]:
         return gram.damped(self.damping).matrix, self.pruner.prepare(gram)
 
-    def shares_rows(self, pattern: Pattern) -> bool:
-        return self.pruner.shares_rows(pattern)
-
     def prune(self, target: Tensor, prepared: tuple[Tensor, Any], pattern: Pattern) -> Pruned:
         matrix, for_pruner = prepared
         start = self.pruner.prune(target, for_pruner, pattern).sparse

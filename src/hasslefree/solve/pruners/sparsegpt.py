@@ -11,7 +11,7 @@ from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.linalg import inverse_factor
-from hasslefree.core.patterns import Pattern, Unstructured
+from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Pruned, Pruner
 
 
@@ -43,12 +43,6 @@ class SparseGPT(Pruner):
 
     def prepare(self, gram: Gram) -> Tensor:
         return inverse_factor(gram.matrix)
-
-    def shares_rows(self, pattern: Pattern) -> bool:
-        """Not where a grid is fitted to rows after a pattern that counts over the whole matrix has
-        pruned them.
-        """
-        return self.grid is None or not isinstance(pattern, Unstructured)
 
     def prune(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Pruned:
         scaling = self._scaling(target, prepared, pattern)
