@@ -63,6 +63,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sparsegpt": {"method": "sparsegpt", "rank": 0},
     "oats": {"method": "oats"},
     "godec": {"method": "godec"},
+    "pcp": {"method": "pcp"},
     "osscar, 50 %": {"method": "osscar", "rank": 0, "pattern": "structured", "sparsity": 0.5},
     "losparse, 50 %": {"method": "losparse", "pattern": "structured", "sparsity": 0.5},
     "eora": {"method": "eora"},
@@ -76,7 +77,7 @@ METHODS: dict[str, dict[str, Any]] = {
 FIELDS = ("mean_relative_error", "seconds", "solver_seconds", "kept_share", "peak_mb", "perplexity")
 SYSTEM_FIELDS = ("bytes_a_weight", "perplexity", "mean_relative_error", "relative_errors")
 PRUNERS = ["magnitude", "wanda", "dsnot", "sparsegpt", "alps"]
-PAIRS = ["godec", "oats", "eora", "hassle-free", "3basil"]
+PAIRS = ["godec", "pcp", "oats", "eora", "hassle-free", "3basil"]
 ON_GRID = ["rtn", "gptq"]
 PAIRS_ON_GRID = ["loftq", "lq-lora", "caldera", "joint-grid"]
 # What makes the channels that OSSCAR removes.

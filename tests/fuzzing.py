@@ -74,7 +74,7 @@ class Case:
             part = self.fitted(getattr(method, "pruner", method))
             changes |= {"pruner": part} if hasattr(method, "pruner") else {"grid": part.grid}
         if hasattr(method, "rounds"):
-            changes["rounds"] = min(method.rounds, 20 if name == "joint" else 6)
+            changes["rounds"] = min(method.rounds, 20 if name in ("joint", "pcp") else 6)
         if name == "3basil":
             changes["penalty"] = SupportPenalty(0.1, every=10, most=200, growth=(1.1, 1.05, 1.02), settled=100)
         return dataclasses.replace(method, **changes)

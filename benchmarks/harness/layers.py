@@ -32,6 +32,7 @@ CURVES: dict[str, list[int | None]] = {
     "3basil": [25, 50, 100, 200, 2000],
     "joint": [25, 50, 100, 200],
     "godec": [5, 20, 80],
+    "pcp": [None],
 }
 
 

@@ -29,6 +29,7 @@ from .solve.methods.alternating import AlternatingMinimization as AlternatingMin
 from .solve.methods.joint import Joint as Joint
 from .solve.methods.joint_on_grid import JointOnGrid as JointOnGrid
 from .solve.methods.prune import Prune as Prune
+from .solve.methods.pursuit import PrincipalComponentPursuit as PrincipalComponentPursuit
 from .solve.methods.three_block import ThreeBlock as ThreeBlock
 from .solve.pruners.alps import ALPS as ALPS
 from .solve.pruners.diagonal import Magnitude as Magnitude

@@ -12,8 +12,8 @@ from tests.cuda.watch import watched
 from tests.suited import suited
 
 # How often the CPU may wait for the GPU in each round more: an alternation reads the objective of every round to keep
-# the best; `joint` looks twenty times, however many its rounds are.
-WAITS = {"joint": 0, "joint-grid": 0}
+# the best; `joint` looks twenty times, however many its rounds are; PCP reads two numbers in each of eight searches.
+WAITS = {"joint": 0, "joint-grid": 0, "pcp": 16}
 # A swap of channels follows from the one before, in float64: these methods are not for a GPU.
 SWAPPING = ("osscar", "losparse")
 ROUNDS = [name for name in METHODS if getattr(METHODS[name], "rounds", None) and name not in SWAPPING]

@@ -13,6 +13,7 @@ from hasslefree.solve.methods.alternating import AlternatingMinimization
 from hasslefree.solve.methods.joint import Joint
 from hasslefree.solve.methods.joint_on_grid import JointOnGrid
 from hasslefree.solve.methods.prune import Prune
+from hasslefree.solve.methods.pursuit import PrincipalComponentPursuit
 from hasslefree.solve.methods.three_block import ThreeBlock
 from hasslefree.solve.pruners import ABOUT as ABOUT_PRUNERS
 from hasslefree.solve.pruners import PRUNERS
@@ -24,7 +25,7 @@ from hasslefree.solve.pruners.refit import Refit
 REFIT_DAMPING = 0.01
 
 # Magnitude, Wanda, DSNoT, OATS, rounding, LoftQ and LQ-LoRA are defined by the undamped H: nothing
-# in them is inverted. GoDec does not look at H.
+# in them is inverted. GoDec and the pursuit do not look at H.
 METHODS: dict[str, Method] = {
     "joint": Joint(),
     "hassle-free": AlternatingMinimization(),
@@ -36,6 +37,7 @@ METHODS: dict[str, Method] = {
     "godec": AlternatingMinimization(
         Magnitude(), SVD(), damping=0.0, low_rank_first=True, keep_best=False
     ),
+    "pcp": PrincipalComponentPursuit(),
     "losparse": AlternatingMinimization(OSSCAR(), Exact(), rounds=10),
     **{name: Prune(PRUNERS[name], damping=0.0) for name in ("magnitude", "wanda", "dsnot", "rtn")},
     "loftq": AlternatingMinimization(
@@ -58,6 +60,7 @@ ABOUT: dict[str, About] = {
     "eora": About("prunes by sparsegpt, then fits L exactly", "arXiv 2410.21271"),
     "3basil": About("fits S and L at once, by ADMM on three blocks", "arXiv 2603.01376"),
     "godec": About("alternates magnitude and svd; uses no data", "Zhou & Tao 2011"),
+    "pcp": About("robust PCA, cut to the budget; uses no data", "arXiv 0912.3599"),
     "losparse": About("alternates osscar and exact", "arXiv 2306.11222"),
     "loftq": About("alternates rtn and svd; uses no data", "arXiv 2310.08659"),
     "lq-lora": About("alternates rtn and a randomised diagonal-svd", "arXiv 2311.12023"),

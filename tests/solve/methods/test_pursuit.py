@@ -1,0 +1,103 @@
+"""Principal component pursuit: its minimum by the optimality condition, and its cut by brute force."""
+
+import pytest
+import torch
+
+import hasslefree
+from hasslefree import PrincipalComponentPursuit, Row, SemiStructured, Unstructured
+from hasslefree.core.low_rank import truncated_svd
+from hasslefree.errors import BudgetError
+from hasslefree.solve.methods.pursuit import shrunk_svd
+from tests import oracles
+from tests.solve.methods.test_data_free import planted
+
+
+def subgradient_residual(weight, low_rank, balance):
+    """How far 0 is from ∂(‖L‖_* + λ‖W − L‖₁), in words: is there a Λ in both λ·∂‖S‖₁ and ∂‖L‖_*?
+
+    Λ = UVᵀ + N with UᵀN = 0, NV = 0, ‖N‖ ≤ 1, and Λ = λ·sign(S) on the support, |Λ| ≤ λ off it. Here: the distance
+    between the nearest pair that alternating projections find.
+    """
+    u, s, vh = torch.linalg.svd(low_rank, full_matrices=False)
+    rank = int((s > 1e-6 * s[0]).sum())
+    u, vh = u[:, :rank], vh[:rank]
+    sparse = weight - low_rank
+    signs, on = balance * sparse.sign(), sparse.abs() > 1e-5 * weight.abs().max()
+    found = torch.where(on, signs, 0.0)
+    for _ in range(3000):
+        free = found - u @ (u.T @ found)
+        free = free - (free @ vh.T) @ vh
+        a, b, c = torch.linalg.svd(free, full_matrices=False)
+        nuclear = u @ vh + (a * b.clamp(max=1.0)) @ c
+        found = torch.where(on, signs, nuclear.clamp(-balance, balance))
+    return float((found - nuclear).norm() / found.norm())
+
+
+@pytest.mark.parametrize("balance", [0.2, 0.25])
+def test_the_pursuit_is_at_the_minimum_of_the_convex_problem(balance):
+    """Oracle: the optimality condition, a common subgradient of both norms."""
+    weight, _ = oracles.problem(16, 24, seed=1, dtype=torch.float64)
+    found = PrincipalComponentPursuit(rounds=2000, growth=1.05, tolerance=1e-10).pursue(weight, balance)
+    assert 0 < found.rank < 16
+    assert subgradient_residual(weight, found.product(), balance) < 1e-3
+    assert subgradient_residual(weight, truncated_svd(weight, found.rank).product(), balance) > 0.05, "cannot tell"
+
+
+def test_the_shrunk_svd_is_the_proximal_map_of_the_nuclear_norm():
+    """Oracle: X − L = τ·(a subgradient at L): UVᵀ on the space of L, and of norm at most τ off it."""
+    matrix, _ = oracles.problem(9, 14, dtype=torch.float64)
+    threshold = torch.linalg.svdvals(matrix)[4] * 0.99
+    found = shrunk_svd(matrix, threshold)
+    assert found.rank == 5
+    u, _, vh = torch.linalg.svd(found.product())
+    rest = matrix - found.product() - threshold * u[:, :5] @ vh[:5]
+    assert (u[:, :5].T @ rest).norm() + (rest @ vh[:5].T).norm() < 1e-10
+    assert torch.linalg.matrix_norm(rest, 2) <= threshold
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_sparse_plus_low_rank_is_found_as_it_is(seed):
+    """arXiv 0912.3599, theorem 1.1 and table 1: rank 0.05·n and 5 % of the entries are recovered."""
+    low_rank, sparse = planted(80, 100, 4, 0.05, seed)
+    pattern = Unstructured(int(sparse.count_nonzero()))
+    result = hasslefree.decompose(low_rank + sparse, None, pattern, 4, method="pcp")
+    assert torch.equal(result.sparse != 0, sparse != 0)
+    torch.testing.assert_close(result.sparse, sparse, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result.low_rank.product(), low_rank, rtol=1e-4, atol=1e-4)
+    assert result.relative_error < 1e-10
+
+
+def test_the_search_ends_at_the_largest_balance_of_the_rank(monkeypatch):
+    """Oracle: a pursuit whose rank is known for every λ."""
+    weight, _ = oracles.problem(20, 24, dtype=torch.float64)
+    tried = []
+
+    def pursue(self, weight, balance):
+        tried.append(balance)
+        return truncated_svd(weight, round(10 * balance))
+
+    monkeypatch.setattr(PrincipalComponentPursuit, "pursue", pursue)
+    for rank in (1, 4, 9):
+        tried.clear()
+        hasslefree.decompose(weight, None, "2:4", rank, method=PrincipalComponentPursuit(searches=12))
+        assert tried[0] == pytest.approx(24**-0.5)
+        largest = (rank + 0.5) / 10
+        assert tried[-1] == pytest.approx(largest, rel=0.01)
+
+
+@pytest.mark.parametrize("pattern", [SemiStructured(2, 4), Row(9), Unstructured(200)], ids=str)
+def test_the_cut_loses_nothing_to_plain_truncation(pattern):
+    """Oracle: the largest entries, then the best low rank of the rest: the history has one error for every λ."""
+    weight, _ = oracles.problem(20, 32, dtype=torch.float64)
+    result = hasslefree.decompose(weight, None, pattern, 4, method="pcp")
+    once = weight * pattern.mask(weight.square())
+    plain = (weight - once - truncated_svd(weight - once, 4).product()).square().sum() / weight.square().sum()
+    assert len(result.history) == 8
+    assert result.relative_error == pytest.approx(min(result.history), rel=1e-6)
+    assert result.relative_error < plain
+
+
+def test_hyper_parameters_that_cannot_be():
+    for name, value, limit in (("searches", 0, "at least 1"), ("rounds", 0, "at least 1"), ("growth", 1.0, "above 1")):
+        with pytest.raises(BudgetError, match=f"^{name} must be {limit}, got {value}"):
+            PrincipalComponentPursuit(**{name: value})
