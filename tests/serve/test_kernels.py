@@ -7,8 +7,8 @@ import torch
 
 from hasslefree import Grid
 from hasslefree.packed.storage import unpack_codes
+from hasslefree.serve.fused import FusedLinear, LoadBuffer
 from hasslefree.serve.parts import Division
-from hasslefree.serve.stacked import LoadBuffer, StackedLinear
 from tests.serve.layers import KINDS, layer_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -59,7 +59,7 @@ def stack_of(layers, width, rank, ranks, dtype):
     sizes = [len(layer.matrix) for layer in layers]
     division = Division(sizes, sizes, width, width // ranks, rank, ranks)
     parts = division.parts({f"layer{i}": layer.entry for i, layer in enumerate(layers)})
-    stack = StackedLinear(parts, dtype, kernel_for=kernel_for)
+    stack = FusedLinear(parts, dtype, kernel_for=kernel_for)
     buffer = LoadBuffer(stack)
     for part, layer in zip(parts, layers, strict=True):
         for leaf, tensor in layer.tensors.items():

@@ -1,1 +1,1 @@
-"""Serve a compressed folder with vLLM. Its arithmetic, `parts` and `stacked`, needs no vLLM."""
+"""Serve a compressed folder with vLLM. The arithmetic, in `parts` and `fused`, needs no vLLM."""

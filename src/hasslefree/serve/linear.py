@@ -10,26 +10,29 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear
 
 from hasslefree.checkpoint.entries import Entry
+from hasslefree.serve.fused import FusedLinear, LoadBuffer
 from hasslefree.serve.kernels import kernel_for
 from hasslefree.serve.parts import Division
-from hasslefree.serve.stacked import LoadBuffer, StackedLinear
+from hasslefree.units import size
 
 logger = logging.getLogger(__name__)
 
-UNPACKED = (
-    "No kernel on this machine multiplies packed layers of %s: they are unpacked when they are"
-    " loaded, and take the memory of dense layers"
+SUMMED = (
+    "vLLM has no kernel for layers of %s, such as %s: S + u v is summed when they are loaded, and"
+    " this layer takes %s of memory per process, as in the dense model"
 )
-BY_TORCH = "vLLM has no kernel for layers of %s: torch's operators multiply them"
 INPUTS_ROUNDED = (
     "On this processor, vLLM's kernel rounds the inputs of layers of %s to 8 bits;"
     " VLLM_CPU_INT4_W4A8=0 prevents it"
 )
 
 
-class StackedLinearMethod(LinearMethodBase):
-    """A linear layer made of these compressed layers, in the order of their outputs; None for one
-    that stayed dense.
+class FusedLinearMethod(LinearMethodBase):
+    """A linear layer of vLLM that is made of compressed layers.
+
+    Args:
+        entries: the layers of the folder in the order of their outputs; None for a layer that
+            stayed dense.
     """
 
     def __init__(self, entries: Mapping[str, Entry | None]):
@@ -45,22 +48,28 @@ class StackedLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register the stack, and for each tensor of the folder a `WeightSlot` that vLLM's loaders
-        find by its name.
+        """Register the fused layer, and for each tensor of the folder a `WeightSlot` that vLLM's
+        loaders find by its name.
         """
-        sizes = slice_sizes(layer, output_size)
-        local = (output_partition_sizes, input_size, input_size_per_partition)
-        division = Division(sizes, *local, layer.tp_rank, layer.tp_size)
+        division = Division(
+            slice_sizes(layer, output_size),
+            output_partition_sizes,
+            input_size,
+            input_size_per_partition,
+            layer.tp_rank,
+            layer.tp_size,
+        )
         parts = division.parts(self.entries)
-        layer.compressed = StackedLinear(parts, params_dtype, kernel_for=kernel_for)
+        layer.compressed = FusedLinear(parts, params_dtype, kernel_for=kernel_for)
         buffer = LoadBuffer(layer.compressed)
-        for leaf, dtype in {
-            leaf: dtype for part in parts for leaf, (_, dtype) in part.tensors().items()
-        }.items():
-            layer.register_parameter(leaf, WeightSlot(leaf, buffer, dtype or params_dtype))
-        if layer.compressed.is_unpacked or (layer.compressed.grid and not layer.compressed.kernel):
-            kind = ", ".join(dict.fromkeys(part.kind for part in parts))
-            warn(UNPACKED if layer.compressed.is_unpacked else BY_TORCH, kind)
+        for part in parts:
+            for leaf, (_, dtype) in part.tensors().items():
+                slot = WeightSlot(leaf, buffer, dtype or params_dtype)
+                layer.register_parameter(leaf, slot)
+        if layer.compressed.kernel is None:
+            kinds = ", ".join(dict.fromkeys(part.kind for part in parts))
+            names = ", ".join(part.name for part in parts)
+            warn_of_summed(kinds, names, size(layer.compressed.weight.nbytes))
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         """Remove the slots; a CheckpointError if the weight files lack a tensor of the layer."""
@@ -69,7 +78,7 @@ class StackedLinearMethod(LinearMethodBase):
                 delattr(layer, name)
         layer.compressed.finish()
         if getattr(layer.compressed.kernel, "use_w4a8", False):
-            warn(INPUTS_ROUNDED, str(layer.compressed.grid))
+            warn_of_rounded_inputs(str(layer.compressed.grid))
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: (…, in) → (…, out), of this rank."""
@@ -78,15 +87,20 @@ class StackedLinearMethod(LinearMethodBase):
 
 
 class WeightSlot(nn.Parameter):
-    """A parameter without elements, which passes the tensors that vLLM loads to the stack. dtype:
-    of these tensors.
+    """A parameter without elements, which passes the tensors that vLLM loads to a buffer.
+
+    Args:
+        leaf: the name of the tensor within the layer.
+        buffer: where the tensors go.
+        dtype: of the tensors.
     """
 
     def __new__(cls, leaf: str, buffer: LoadBuffer, dtype: torch.dtype) -> "WeightSlot":
         return super().__new__(cls, torch.empty(0, dtype=dtype), requires_grad=False)
 
     def __init__(self, leaf: str, buffer: LoadBuffer, dtype: torch.dtype):
-        self.leaf, self.buffer = leaf, buffer
+        self.leaf = leaf
+        self.buffer = buffer
 
     def weight_loader(
         self,
@@ -94,7 +108,7 @@ class WeightSlot(nn.Parameter):
         tensor: Tensor,
         slices: str | int | tuple[int, ...] | None = None,
     ) -> None:
-        """vLLM calls it for every tensor. slices: which part of a fused layer the tensor is for."""
+        """Take a tensor; vLLM calls it. slices: the part of a fused layer that it is for."""
         self.buffer.add(self.leaf, tensor, slices)
 
 
@@ -112,7 +126,16 @@ def slice_sizes(layer: LinearBase, output_size: int) -> list[int]:
     return list(getattr(layer, "output_sizes", [output_size]))
 
 
+_summed_kinds: set[tuple[str, str]] = set()
+
+
+def warn_of_summed(kinds: str, names: str, memory: str) -> None:
+    """Log once per kind and size of layers that they are dense in memory."""
+    if (kinds, memory) not in _summed_kinds:
+        _summed_kinds.add((kinds, memory))
+        logger.warning(SUMMED, kinds, names, memory)
+
+
 @functools.cache
-def warn(message: str, kind: str) -> None:
-    """Log a message once for each kind of layer."""
-    logger.warning(message, kind)
+def warn_of_rounded_inputs(grid: str) -> None:
+    logger.warning(INPUTS_ROUNDED, grid)

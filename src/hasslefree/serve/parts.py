@@ -1,9 +1,8 @@
-"""The layers of a folder that make up one linear layer of vLLM, such as q, k and v, and a rank's
-share of each.
+"""The layers of a folder that make up one linear layer of vLLM, such as q, k and v, and the shard
+of each that a tensor-parallel rank holds.
 
-by outputs (column-parallel):  y[rows] = x S[rows]ᵀ + (x vᵀ) u[rows]ᵀ                    v whole
-by inputs (row-parallel):      y = Σ_ranks x[columns] S[:, columns]ᵀ + (x[columns] v[:, columns]ᵀ)
-uᵀ    u whole
+Column-parallel layers are divided by outputs: a rank holds rows of S and u, and all of v.
+Row-parallel layers are divided by inputs: a rank holds columns of S and v, and all of u.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,16 +14,17 @@ from torch import Tensor
 from hasslefree.checkpoint.entries import Entry, check_index, check_tensors
 from hasslefree.core.factors import CodedRows
 from hasslefree.errors import ServeError
-from hasslefree.packed.layouts import PackedGroups, pack_bits, unpack_bits
-from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import unpack_codes
 from hasslefree.serve.requirements import DENSE
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's rows, ranges (start, stop) in the rank's order, and range of columns of a weight
-    (out, in).
+    """The rows and columns of a weight (out, in) that a rank holds.
+
+    Args:
+        rows: ranges (start, stop), in the rank's order.
+        columns: one range (start, stop).
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -32,39 +32,29 @@ class Shard:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in) of the share."""
-        return sum(stop - start for start, stop in self.rows), self.columns[1] - self.columns[0]
+        """(out, in) of the shard."""
+        height = sum(stop - start for start, stop in self.rows)
+        return height, self.columns[1] - self.columns[0]
 
     def take_rows(self, tensor: Tensor) -> Tensor:
-        """The share of a tensor (out, …)."""
+        """Select the rank's rows of a tensor (out, …)."""
         return torch.cat([tensor[start:stop] for start, stop in self.rows])
 
     def take_columns(self, tensor: Tensor) -> Tensor:
-        """The share of a tensor (…, in)."""
+        """Select the rank's columns of a tensor (…, in)."""
         return tensor[..., slice(*self.columns)]
-
-
-def narrowed(spec: LayerSpec, tensors: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
-    """`values` and `positions` of the share of a weight with the pattern N:M, from the tensors of
-    the folder.
-    """
-    layout = spec.storage.layout
-    assert isinstance(layout, PackedGroups)
-    first, last = (column // layout.m for column in shard.columns)
-    values = shard.take_rows(tensors["values"])[:, first * layout.n : last * layout.n]
-    positions = shard.take_rows(tensors["positions"])
-    start, stop = first * layout.code_bits, last * layout.code_bits
-    if start % 8 == stop % 8 == 0:
-        positions = positions[:, start // 8 : stop // 8]
-    elif shard.columns != (0, spec.shape[1]):  # the share begins or ends within a byte
-        positions = pack_bits(unpack_bits(positions)[:, start:stop])
-    return {"values": values, "positions": positions}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A layer of the folder, and this rank's share of it. entry: None if dense. slices: the outputs
-    that it has.
+    """A layer of the folder within a layer of vLLM, and this rank's shard of it.
+
+    Args:
+        name: its name in vLLM, for messages.
+        entry: its entry of config.json; None for a layer that stayed dense.
+        shape: (out, in) of the whole weight.
+        slices: the slices of vLLM's layer that it fills.
+        shard: what this rank holds.
     """
 
     name: str
@@ -73,88 +63,85 @@ class Part:
     slices: range
     shard: Shard
 
-    def __post_init__(self) -> None:
-        layout = self.entry.spec.storage.layout if self.entry else None
-        if (
-            self.entry
-            and isinstance(layout, PackedGroups)
-            and any(column % layout.m for column in self.shard.columns)
-        ):
-            raise ServeError(
-                f"{self.name} has pattern {self.entry.spec.pattern}, which needs a multiple of"
-                f" {layout.m} inputs per process, and its {self.shape[1]} inputs are split into"
-                f" {self.shard.shape[1]} per process; use another tensor_parallel_size"
-            )
-
-    @property
-    def rank(self) -> int:
-        return self.entry.spec.rank if self.entry else 0
-
     @property
     def kind(self) -> str:
+        """How the layer is stored, in words."""
         return self.entry.spec.kind if self.entry else "no compression"
 
     @property
-    def groups(self) -> PackedGroups | None:
-        """The layout of S if it is N:M and on no grid."""
-        layout = (
-            self.entry.spec.storage.layout if self.entry and self.entry.spec.grid is None else None
-        )
-        return layout if isinstance(layout, PackedGroups) else None
+    def rank(self) -> int:
+        """The rank of the low-rank part."""
+        return self.entry.spec.rank if self.entry else 0
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """The tensors that the folder holds, without the bias, with their dtypes; None for the
-        model's.
+        """Map the names of the stored tensors, without the bias, to their shapes and dtypes; None
+        is the model's dtype.
         """
         return self.entry.spec.tensors() if self.entry else {"weight": (self.shape, None)}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Compare all tensors of the layer with its entry. Raises a CheckpointError, as
-        `folder.read`.
-        """
+        """Compare the tensors of the layer with its entry; a CheckpointError names what differs."""
         check_tensors(self.name, self.tensors(), tensors)
         if self.entry is not None:
             check_index(self.name, self.entry, tensors[self.entry.spec.storage.layout.index])
 
-    def factors(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """This rank's u (out, r) and v (r, in). r > 0."""
-        u, v = tensors["low_rank_u"], tensors["low_rank_v"]
-        if self.entry is not None and self.entry.spec.factor_bits is not None:
-            u, v = (
-                CodedRows(codes, tensors[f"low_rank_{key}_scale"]).values()
-                for key, codes in (("u", u), ("v", v))
-            )
+    def factors(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """This rank's u (out, r) and v (r, in); None for rank 0."""
+        if self.entry is None or not self.rank:
+            return None
+        u = tensors["low_rank_u"]
+        v = tensors["low_rank_v"]
+        if self.entry.spec.factor_bits is not None:
+            u = CodedRows(u, tensors["low_rank_u_scale"]).values()
+            v = CodedRows(v, tensors["low_rank_v_scale"]).values()
         return self.shard.take_rows(u), self.shard.take_columns(v)
 
-    def coded(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's share of a complete S on a grid: codes (out, in), and as in `Scaling` scale
-        and zero.
+    def codes(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's shard of a complete S on a grid without offsets: codes (out, in), and scales
+        and zeros (out, groups).
         """
         assert self.entry is not None
         storage = self.entry.spec.storage
         assert storage.grid is not None
-        codes = unpack_codes(tensors["weight_packed"], storage.grid.bits, self.shape[1])
+        width = self.shape[1]
+        codes = unpack_codes(tensors["weight_packed"], storage.grid.bits, width)
         scale = tensors["weight_scale"]
-        zero = tensors["weight_offset"] if storage.grid.offset else storage.zeros(tensors)
-        first, last = (column * scale.shape[1] // self.shape[1] for column in self.shard.columns)
-        scale, zero = (
-            self.shard.take_rows(t)[:, first : max(last, first + 1)] for t in (scale, zero)
+        groups = scale.shape[1]
+        first, last = (column * groups // width for column in self.shard.columns)
+        last = max(last, first + 1)  # a group that is a whole row belongs to every rank
+        return (
+            self.shard.take_columns(self.shard.take_rows(codes)),
+            self.shard.take_rows(scale)[:, first:last],
+            self.shard.take_rows(storage.zeros(tensors))[:, first:last],
         )
-        return self.shard.take_columns(self.shard.take_rows(codes)), scale, zero
 
-    def unpacked(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """This rank's share of S, or of the dense weight."""
-        whole = tensors.get("weight")
-        if whole is None:
-            assert self.entry is not None
-            whole = self.entry.spec.storage.unpack(tensors, self.shape[1], self.entry.spec.nonzeros)
-        return self.shard.take_columns(self.shard.take_rows(whole))
+    def dense(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """This rank's shard of S + u v, or of the dense weight: summed in float32 at least."""
+        if self.entry is None:
+            whole = tensors["weight"]
+        else:
+            spec = self.entry.spec
+            whole = spec.storage.unpack(tensors, self.shape[1], spec.nonzeros)
+        shard = self.shard.take_columns(self.shard.take_rows(whole))
+        factors = self.factors(tensors)
+        if factors is None:
+            return shard
+        wide = torch.promote_types(shard.dtype, torch.float32)
+        u, v = (factor.to(wide) for factor in factors)
+        return torch.addmm(shard.to(wide), u, v)
 
 
 @dataclass(frozen=True)
 class Division:
-    """How vLLM divides a layer into slices of outputs, such as q, k and v, and among
-    tensor-parallel ranks.
+    """How vLLM divides a layer into slices of outputs, such as q, k and v, and among ranks.
+
+    Args:
+        sizes: the outputs of each slice on all ranks together.
+        local_sizes: the outputs of each slice on this rank.
+        width: the inputs of the layer.
+        local_width: the inputs on this rank.
+        rank: the number of this rank.
+        ranks: the number of ranks.
     """
 
     sizes: Sequence[int]
@@ -165,45 +152,59 @@ class Division:
     ranks: int
 
     def parts(self, entries: Mapping[str, Entry | None]) -> list[Part]:
-        """The layers of the folder that make up the layer, in the order of their outputs; None:
-        dense, one slice.
+        """Assign the slices of the layer to the layers of the folder.
+
+        Args:
+            entries: the layers in the order of their outputs; None for a dense one, which is one
+                slice.
+
+        Raises:
+            ServeError: their shapes do not add up to the layer.
         """
         parts: list[Part] = []
         first = 0
         for name, entry in entries.items():
-            last = first + 1
-            while (
-                entry
-                and last < len(self.sizes)
-                and sum(self.sizes[first:last]) < entry.spec.shape[0]
-            ):
-                last += 1
+            last = self._last_slice(entry, first)
+            slices = range(first, last)
             shape = (sum(self.sizes[first:last]), self.width)
             if last > len(self.sizes) or (entry and entry.spec.shape != shape):
-                break
-            slices = range(first, last)
+                raise self._mismatch(entries)
             parts.append(Part(name, entry, shape, slices, self._shard(slices)))
             first = last
-        else:
-            if first == len(self.sizes):
-                return parts
-        shapes = ", ".join(
-            f"{name} {list(entry.spec.shape) if entry else 'dense'}"
-            for name, entry in entries.items()
-        )
-        raise ServeError(
-            f"the layers in config.json ({shapes}) do not add up to vLLM's layer, which has outputs"
-            f" {list(self.sizes)} and {self.width} inputs: {DENSE}"
+        if first < len(self.sizes):
+            raise self._mismatch(entries)
+        return parts
+
+    def _last_slice(self, entry: Entry | None, first: int) -> int:
+        """The end of the slices from `first` on that have the outputs of an entry together."""
+        last = first + 1
+        if entry is None:
+            return last
+        out = entry.spec.shape[0]
+        while last < len(self.sizes) and sum(self.sizes[first:last]) < out:
+            last += 1
+        return last
+
+    def _mismatch(self, entries: Mapping[str, Entry | None]) -> ServeError:
+        shapes = []
+        for name, entry in entries.items():
+            shapes.append(f"{name} {list(entry.spec.shape) if entry else 'dense'}")
+        return ServeError(
+            f"the layers in config.json ({', '.join(shapes)}) do not add up to vLLM's layer, which"
+            f" has outputs {list(self.sizes)} and {self.width} inputs: {DENSE}"
         )
 
     def _shard(self, slices: range) -> Shard:
-        """This rank's share of some slices; of key heads that are fewer than ranks, neighbours hold
-        the same.
+        """This rank's shard of some slices. If ranks outnumber key heads, neighbouring ranks hold
+        the same heads.
         """
-        rows, first = [], 0
-        for size, local in ((self.sizes[index], self.local_sizes[index]) for index in slices):
-            start = first + self.rank * (size // local) // self.ranks * local
+        rows = []
+        offset = 0
+        for index in slices:
+            size = self.sizes[index]
+            local = self.local_sizes[index]
+            start = offset + self.rank * (size // local) // self.ranks * local
             rows.append((start, start + local))
-            first += size
+            offset += size
         column = self.rank * self.local_width if self.local_width < self.width else 0
         return Shard(tuple(rows), (column, column + self.local_width))

@@ -25,7 +25,11 @@ from hasslefree.serve.requirements import DENSE, check_device, check_layers, che
 
 
 class ServedConfig(QuantizationConfig):
-    """What vLLM asks of a quantisation. entries: of the compressed layers, by their full name."""
+    """The quantisation of a compressed folder, as vLLM asks for it.
+
+    Args:
+        entries: the compressed layers by their full name.
+    """
 
     def __init__(self, entries: dict[str, Entry]):
         super().__init__()
@@ -63,12 +67,15 @@ class ServedConfig(QuantizationConfig):
         self.entries = hf_to_vllm_mapper.apply_dict(self.entries)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """None for a layer that is not linear. prefix: its name in vLLM, such as `qkv_proj` for
-        three layers.
+        """Choose how a layer is multiplied; None for a layer that is not linear.
+
+        Args:
+            layer: of vLLM's model.
+            prefix: its name in vLLM, such as `qkv_proj` for three layers of the folder.
         """
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
-        from hasslefree.serve.linear import StackedLinearMethod
+        from hasslefree.serve.linear import FusedLinearMethod
 
         if not isinstance(layer, LinearBase):
             if prefix in self.entries:
@@ -85,7 +92,7 @@ class ServedConfig(QuantizationConfig):
         entries = {name: self.entries.get(name) for name in names}
         if not any(entries.values()):
             return UnquantizedLinearMethod()
-        return StackedLinearMethod(entries)
+        return FusedLinearMethod(entries)
 
 
 def register() -> None:

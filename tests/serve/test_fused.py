@@ -6,17 +6,35 @@ import pytest
 import torch
 
 from hasslefree.errors import CheckpointError, ServeError
-from hasslefree.packed.kernels import int4
+from hasslefree.serve.fused import FusedLinear, LoadBuffer
 from hasslefree.serve.parts import Division
-from hasslefree.serve.stacked import LoadBuffer, StackedLinear
 from tests.serve.layers import KINDS, dense, layer_of
 
 WIDTH = 64
 
 
-def stack_of(layers, division, dtype=torch.float32):
-    """A stack with all tensors loaded, part by part."""
-    stack = StackedLinear(division.parts({f"layer{i}": layer.entry for i, layer in enumerate(layers)}), dtype)
+class PlainKernel:
+    """A stand-in for vLLM's kernel, which is not installed: S in float32, from the codes that it is given."""
+
+    def __init__(self, *_):
+        self.is_finished = False
+
+    def load(self, codes, scale, zero):
+        steps = codes.float() - zero.float().repeat_interleave(codes.shape[1] // zero.shape[1], 1)
+        self.sparse = steps * scale.float().repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+
+    def finish(self):
+        self.is_finished = True
+
+    def product(self, x):
+        assert self.is_finished
+        return (x.float() @ self.sparse.T).to(x.dtype)
+
+
+def fused(layers, division, dtype=torch.float32, **options):
+    """A fused layer with all tensors loaded, part by part."""
+    entries = {f"layer{i}": layer.entry for i, layer in enumerate(layers)}
+    stack = FusedLinear(division.parts(entries), dtype, **options)
     buffer = LoadBuffer(stack)
     for part, layer in zip(stack.parts, layers, strict=True):
         for leaf, tensor in layer.tensors.items():
@@ -25,16 +43,17 @@ def stack_of(layers, division, dtype=torch.float32):
     return stack
 
 
-def by_outputs(layers, rank=0, ranks=1, dtype=torch.float32):
+def by_outputs(layers, rank=0, ranks=1, dtype=torch.float32, **options):
     """Of a column-parallel layer, such as gate and up."""
     sizes = [len(layer.matrix) for layer in layers]
-    return stack_of(layers, Division(sizes, [size // ranks for size in sizes], WIDTH, WIDTH, rank, ranks), dtype)
+    local = [size // ranks for size in sizes]
+    return fused(layers, Division(sizes, local, WIDTH, WIDTH, rank, ranks), dtype, **options)
 
 
-def by_inputs(layer, rank, ranks, dtype=torch.float32):
+def by_inputs(layer, rank, ranks, dtype=torch.float32, **options):
     """Of a row-parallel layer, such as down."""
     sizes = [len(layer.matrix)]
-    return stack_of([layer], Division(sizes, sizes, WIDTH, WIDTH // ranks, rank, ranks), dtype)
+    return fused([layer], Division(sizes, sizes, WIDTH, WIDTH // ranks, rank, ranks), dtype, **options)
 
 
 def assert_close(found, expected):
@@ -54,9 +73,9 @@ def test_shares_of_the_outputs_are_rows_of_the_product(kind, ranks, tokens):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_shares_of_the_inputs_add_up_to_the_product(kind, ranks):
-    """Oracle: the product with the whole matrix in float64."""
+    """Oracle: the product with the whole matrix in float64. Eight ranks cut through the groups of 1:16."""
     layer, x = layer_of(kind, (24, WIDTH), 5), torch.randn(2, 3, WIDTH)
     shares = x.chunk(ranks, -1)
     assert_close(sum(by_inputs(layer, rank, ranks)(shares[rank]) for rank in range(ranks)), x.double() @ layer.matrix.T)
@@ -71,7 +90,7 @@ def test_key_heads_fewer_than_ranks_are_held_by_several(ranks):
     x = torch.randn(3, WIDTH)
     for rank in range(ranks):
         division = Division(sizes, [heads // ranks * head, local, local], WIDTH, WIDTH, rank, ranks)
-        found = stack_of(layers, division)(x).split(division.local_sizes, 1)
+        found = fused(layers, division)(x).split(division.local_sizes, 1)
         first = rank * (heads // ranks)  # the first query head of this rank
         key = first // (heads // keys)
         for part, layer, start in zip(found, layers, (first, key, key), strict=True):
@@ -85,7 +104,7 @@ def test_a_layer_that_is_fused_in_the_folder(ranks):
     expected = (x.double() @ layer.matrix.T).split(sizes, 1)
     for rank in range(ranks):
         local = [size // ranks for size in sizes]
-        found = stack_of([layer], Division(sizes, local, WIDTH, WIDTH, rank, ranks))(x).split(local, 1)
+        found = fused([layer], Division(sizes, local, WIDTH, WIDTH, rank, ranks))(x).split(local, 1)
         for part, whole in zip(found, expected, strict=True):
             assert_close(part, whole.chunk(ranks, 1)[rank])
 
@@ -110,66 +129,44 @@ def test_codes_are_rounded_to_the_dtype_of_the_stack_and_not_of_the_file(kind):
     assert_close(by_outputs([layer])(x), x.double() @ layer.matrix.T)
 
 
-def test_n_m_stays_packed_and_takes_the_bytes_of_the_files():
-    """Oracle: the sizes of the tensors in the folder."""
-    layers = [layer_of("2:4", (16, WIDTH), 3), layer_of("2:4", (16, WIDTH), 1)]
-    stored = sum(tensor.nbytes for layer in layers for tensor in layer.tensors.values())
-    assert sum(tensor.nbytes for tensor in by_outputs(layers).parameters()) == stored
-    halves = [sum(p.nbytes for p in by_inputs(layers[0], rank, 2).parameters()) for rank in range(2)]
-    whole = {name: tensor.nbytes for name, tensor in layers[0].tensors.items()}
-    assert halves == [(sum(whole.values()) + whole["low_rank_u"]) // 2] * 2
-
-
-@pytest.mark.skipif(int4.without_cpu() is not None, reason=str(int4.without_cpu()))
-@pytest.mark.parametrize("kind", ["dense, offsets", "dense, rows"])
-@pytest.mark.parametrize(("ranks", "tokens"), [(1, 1), (1, 40), (2, 3)])
-def test_four_bits_in_bfloat16_stay_packed(kind, ranks, tokens):
-    """Oracle: the float64 product. In bfloat16 a part of S and of the product is rounded to eight bits."""
-    layers, x = [layer_of(kind, (32, WIDTH), 3), layer_of(kind, (64, WIDTH), 0, seed=1)], torch.randn(tokens, WIDTH)
-    x = x.bfloat16()
-    for rank in range(ranks):
-        stack = by_outputs(layers, rank, ranks, torch.bfloat16)
-        assert not stack.is_unpacked
-        assert not any(parameter.numel() >= 32 * WIDTH for parameter in stack.parameters()), "S is unpacked"
-        shares = [(x.double() @ layer.matrix.T).chunk(ranks, 1)[rank] for layer in layers]
-        found, expected = stack(x).double(), torch.cat(shares, 1)
-        assert (found - expected).norm() < 1e-2 * expected.norm()
-    width = WIDTH // ranks
-    found = sum(by_inputs(layers[0], rank, ranks, torch.bfloat16)(x[:, rank * width :][:, :width]).double()
-                for rank in range(ranks))  # fmt: skip
-    expected = x.double() @ layers[0].matrix.T
-    assert (found - expected).norm() < 1e-2 * expected.norm()
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 40])
-@pytest.mark.parametrize(("kind", "dtype"), [("2:4", torch.float32), ("dense, offsets", torch.bfloat16)])
-def test_it_compiles_to_one_graph_for_any_number_of_tokens(tokens, kind, dtype):
-    """Oracle: the layer as it is."""
-    torch.compiler.reset()
-    stack = by_outputs([layer_of(kind, (16, WIDTH), 3), layer_of(kind, (32, WIDTH), 2)], dtype=dtype)
-    compiled = torch.compile(stack, fullgraph=True, dynamic=True, backend="aot_eager")
-    x = torch.randn(tokens, WIDTH).to(dtype)
-    torch.testing.assert_close(compiled(x), stack(x))
-
-
-def test_the_operator_is_sound():
-    """Oracle: torch's own checks of an operator: its schema, its fake, and tracing with dynamic shapes."""
-    stack = by_outputs([layer_of("2:4", (16, WIDTH), 3), layer_of("2:4", (8, WIDTH), 2)])
-    packed = (stack.values, stack.positions, 2, 4, stack.low_rank_u, stack.low_rank_v, stack.outs, stack.ranks)
-    arguments = tuple(each.data if isinstance(each, torch.nn.Parameter) else each for each in packed)
-    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(
-        torch.ops.hasslefree.stacked_linear.default, (torch.randn(3, WIDTH), *arguments), test_utils=checks
+def test_without_a_kernel_the_sum_is_one_dense_weight_in_the_dtype_of_the_layer():
+    """Oracle: S + u v in float64, rounded once; nothing else is in memory."""
+    layers = [layer_of("2:4", (16, WIDTH), 3), dense((8, WIDTH))]
+    [weight] = by_outputs(layers, dtype=torch.bfloat16).parameters()
+    rounded = [{leaf: t.bfloat16().float() for leaf, t in layer.tensors.items()} for layer in layers]
+    factors = rounded[0]["low_rank_u"].double() @ rounded[0]["low_rank_v"].double()
+    sparse = layers[0].entry.spec.storage.unpack(
+        rounded[0] | {"positions": layers[0].tensors["positions"]}, WIDTH, layers[0].entry.spec.nonzeros
     )
+    expected = torch.cat([sparse.double() + factors, rounded[1]["weight"].double()])
+    assert weight.dtype == torch.bfloat16
+    torch.testing.assert_close(weight.double(), expected, rtol=2**-8, atol=1e-6)
 
 
-def test_a_split_that_cuts_a_group_is_refused():
-    layer = layer_of("1:16", (8, WIDTH), 2)
-    with pytest.raises(
-        ServeError,
-        match=r"layer0 .* a multiple of 16 inputs per process, .* split into 8 per process.*tensor_parallel_size",
-    ):
-        by_inputs(layer, 0, 8)
+@pytest.mark.parametrize("kind", ["dense, int4", "dense, rows"])
+@pytest.mark.parametrize(("ranks", "tokens"), [(1, 1), (2, 3)])
+def test_codes_that_a_kernel_reads_stay_packed(kind, ranks, tokens):
+    """Oracle: the float64 product, by outputs and by inputs. A layer may have no low-rank part."""
+    layers, x = [layer_of(kind, (32, WIDTH), 3), layer_of(kind, (64, WIDTH), 0, seed=1)], torch.randn(tokens, WIDTH)
+    width = WIDTH // ranks
+    total = 0
+    for rank in range(ranks):
+        stack = by_outputs(layers, rank, ranks, kernel_for=PlainKernel)
+        assert not any(parameter.numel() >= 32 * WIDTH for parameter in stack.parameters()), "S is unpacked"
+        shards = [(x.double() @ layer.matrix.T).chunk(ranks, 1)[rank] for layer in layers]
+        assert_close(stack(x), torch.cat(shards, 1))
+        total += by_inputs(layers[0], rank, ranks, kernel_for=PlainKernel)(x[:, rank * width :][:, :width])
+    assert_close(total, x.double() @ layers[0].matrix.T)
+
+
+@pytest.mark.parametrize("kind", ["2:4", "2:4, int8", "row"])
+def test_no_kernel_is_asked_for_what_is_not_complete(kind):
+    assert by_outputs([layer_of(kind, (32, WIDTH), 3)], kernel_for=lambda *_: pytest.fail("asked")).kernel is None
+
+
+def test_parts_on_different_grids_have_no_kernel():
+    layers = [layer_of("dense, int4", (16, WIDTH), 3), layer_of("dense, rows", (16, WIDTH), 3)]
+    assert by_outputs(layers, kernel_for=PlainKernel).kernel is None
 
 
 def test_shapes_that_do_not_add_up_are_refused():
@@ -203,7 +200,7 @@ def test_tensors_may_come_in_any_order_and_their_memory_may_be_used_again():
     parts = Division([16] * 3, [16] * 3, WIDTH, WIDTH, 0, 1).parts(
         {f"l{i}": each.entry for i, each in enumerate(layers)}
     )
-    stack = StackedLinear(parts, torch.float32)
+    stack = FusedLinear(parts, torch.float32)
     buffer = LoadBuffer(stack)
     for leaf in ("low_rank_v", "values", "low_rank_u", "positions"):
         for name, layer in reversed(list(zip("qkv", layers, strict=True))):

@@ -1,0 +1,192 @@
+"""Compressed layers that read the same inputs, run as one layer of vLLM.
+
+Where vLLM has a kernel for the codes of S, S stays packed, and the low-rank parts are added:
+
+    y_i = x S_iᵀ + (x v_iᵀ) u_iᵀ      one product with all S_i, one with all v_i, one with each u_i
+
+Otherwise S + u v is summed when the weights are loaded, and the layer is a dense one.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hasslefree.core.grids import Grid
+from hasslefree.errors import CheckpointError, ServeError
+from hasslefree.serve.parts import Part
+
+# The names that vLLM gives the slices of its fused attention layer; other slices have numbers.
+ATTENTION = {"q": 0, "k": 1, "v": 2}
+
+# Make a `serve.kernels.VllmKernel` for a complete S with this grid, (out, in) and dtype, or None.
+KernelFor = Callable[[Grid, tuple[int, int], torch.dtype], Any]
+
+
+def no_kernel(grid: Grid, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Stand for vLLM where it is not installed."""
+
+
+class FusedLinear(nn.Module):
+    """The product with all parts of a layer. The tensors are empty until every part is loaded.
+
+    Args:
+        parts: the compressed layers, in the order of their outputs.
+        dtype: of the inputs and of the tensors.
+        device: of the tensors.
+        kernel_for: makes vLLM's kernel. It is asked if all parts are complete and on the same grid.
+    """
+
+    def __init__(
+        self,
+        parts: list[Part],
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        kernel_for: KernelFor = no_kernel,
+    ):
+        super().__init__()
+        self.parts = parts
+        self.dtype = dtype
+        self.outs = [part.shard.shape[0] for part in parts]
+        self.ranks = [part.rank for part in parts]
+        self.missing = set(range(len(parts)))
+        shape = (sum(self.outs), parts[0].shard.shape[1])
+        self.grid = common_grid(parts)
+        self.kernel: Any = kernel_for(self.grid, shape, dtype) if self.grid else None
+        self.codes: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # until all parts are loaded
+
+        def empty(*shape: int) -> nn.Parameter:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            return nn.Parameter(tensor, requires_grad=False)
+
+        if self.kernel is None:
+            self.weight = empty(*shape)
+            return
+        factors = zip(self.outs, self.ranks, strict=True)
+        self.low_rank_u = nn.ParameterList([empty(out, rank) for out, rank in factors])
+        self.low_rank_v = empty(sum(self.ranks), shape[1])
+
+    def load(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        """Load one part.
+
+        Args:
+            index: of the part.
+            tensors: its tensors in the folder, whole.
+
+        Raises:
+            CheckpointError: the tensors are damaged.
+        """
+        part = self.parts[index]
+        part.check(tensors)
+        # Before codes are multiplied by their scales: a product has the dtype of its scale.
+        local = {}
+        for leaf, tensor in tensors.items():
+            local[leaf] = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        if self.kernel is None:
+            self.weight.data.split(self.outs)[index].copy_(part.dense(local))
+        else:
+            self._load_packed(index, local)
+        self.missing.discard(index)
+
+    def _load_packed(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        part = self.parts[index]
+        factors = part.factors(tensors)
+        if factors is not None:
+            self.low_rank_u[index].data.copy_(factors[0])
+            self.low_rank_v.data.split(self.ranks)[index].copy_(factors[1])
+        self.codes[index] = part.codes(tensors)
+        if len(self.codes) == len(self.parts):
+            ordered = [self.codes[i] for i in range(len(self.parts))]
+            codes, scale, zero = (torch.cat(tensors) for tensors in zip(*ordered, strict=True))
+            self.kernel.load(codes, scale, zero)
+            self.codes.clear()
+
+    def finish(self) -> None:
+        """Prepare the kernel, if there is one; a CheckpointError if a part was not loaded."""
+        if self.missing:
+            names = ", ".join(self.parts[index].name for index in sorted(self.missing))
+            raise CheckpointError(
+                f"the weight files lack tensors of {names}; download or copy the folder again"
+            )
+        if self.kernel is not None:
+            self.kernel.finish()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (…, in) → (…, Σ out), without the bias."""
+        if self.kernel is None:
+            return F.linear(x, self.weight)
+        flat = x.reshape(-1, x.shape[-1])
+        y: Tensor = self.kernel.product(flat)
+        if len(self.low_rank_v):
+            hidden = F.linear(flat, self.low_rank_v).split(self.ranks, 1)
+            outputs = y.split(self.outs, 1)
+            for output, inner, u in zip(outputs, hidden, self.low_rank_u, strict=True):
+                if u.shape[1]:
+                    output.addmm_(inner, u.T)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def common_grid(parts: list[Part]) -> Grid | None:
+    """The grid of all parts, if each is complete and holds whole groups; otherwise None."""
+    grids = set()
+    for part in parts:
+        if part.entry is None or part.entry.spec.pattern != "dense":
+            return None
+        grids.add(part.entry.spec.grid)
+    if len(grids) > 1:
+        return None
+    [grid] = grids
+    width = parts[0].shard.shape[1]
+    if grid is None or width % (grid.group or width):
+        return None
+    return grid
+
+
+class LoadBuffer:
+    """Keeps the tensors of a part until it is complete: they come in any order and from several
+    files.
+    """
+
+    def __init__(self, layer: FusedLinear):
+        self.layer = layer
+        self.waiting: list[dict[str, Tensor]] = [{} for _ in layer.parts]
+
+    def add(self, leaf: str, tensor: Tensor, slices: str | int | tuple[int, ...] | None) -> None:
+        """Take one tensor, and load the part that it completes.
+
+        Args:
+            leaf: its name within the layer, such as `weight_scale`.
+            tensor: the whole tensor.
+            slices: the slices of the fused layer that it is for, as vLLM names them.
+        """
+        index = self._part(slices)
+        part = self.layer.parts[index]
+        waiting = self.waiting[index]
+        wanted = part.tensors()
+        if leaf not in wanted:
+            raise ServeError(
+                f"the weight files contain {part.name}.{leaf}, which the layer that config.json"
+                " describes does not have; download or copy the folder again"
+            )
+        # A copy, because some of vLLM's loaders read the next tensor into the same memory.
+        waiting[leaf] = tensor.detach().clone()
+        if waiting.keys() == wanted.keys():
+            self.layer.load(index, waiting)
+            waiting.clear()
+
+    def _part(self, slices: str | int | tuple[int, ...] | None) -> int:
+        if slices is None and len(self.layer.parts) == 1:
+            return 0
+        first = slices[0] if isinstance(slices, tuple) else slices
+        if isinstance(first, str):
+            first = ATTENTION.get(first)
+        for index, part in enumerate(self.layer.parts):
+            if first in part.slices:
+                return index
+        names = ", ".join(part.name for part in self.layer.parts)
+        raise ServeError(
+            f"vLLM loads part {slices!r} of a fused layer of {names}, a part that this version of"
+            " hasslefree does not know; update hasslefree"
+        )
