@@ -36,6 +36,7 @@ OTHERS: dict[str, dict] = {
     "bamba": ROTARY | {"mamba_n_heads": 8, "mamba_d_state": 4, "mamba_d_head": 8, "attn_layer_indices": [1]},
     "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 2, "time_step_rank": 4},
     "falcon_mamba": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 2, "time_step_rank": 4},
+    "flint": ROTARY | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": []},
     "rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64},
 }
 
@@ -61,10 +62,29 @@ BESIDE: dict[str, dict] = {
     | {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1, "mamba_d_state": 4},
 }  # fmt: skip
 
+# Mixtures of experts, of all layouts.
+MIXTURE = ROTARY | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+MIXTURES: dict[str, dict] = {
+    "qwen3_moe": {"num_experts": 4},
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4},  # interleaved, transposed, biases
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2},  # transposed
+    "nemotron_h": {  # no gate
+        "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 16, "layers_block_type": ["moe", "attention"],
+    },
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},  # a shared expert, and its gate
+    "deepseek_v3": {
+        "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+
 
 def build(family: str, dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:
     """A model of this family, the same at every call."""
-    settings = (FAMILIES | OTHERS | BESIDE)[family]
+    mixtures = {name: MIXTURE | sizes for name, sizes in MIXTURES.items()}
+    settings = (FAMILIES | mixtures | OTHERS | BESIDE)[family]
     config = AutoConfig.for_model(family, **(settings | changes), bos_token_id=1, eos_token_id=2)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
@@ -10,34 +10,15 @@ from hasslefree.errors import ModelError
 from hasslefree.exports.export import export
 from hasslefree.models.experts import SplitExperts, every_expert_called, fuse_experts, split_experts
 from tests.listeners import by_layer
-from tests.tiny_models import NO_TOKENIZER, ROTARY, logits, segments, tensors_of
+from tests.tiny_models import MIXTURES, NO_TOKENIZER, build, logits, segments, tensors_of
 
-MIXTURE = ROTARY | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
-# Of each, what is different in it.
-MIXTURES = {
-    "qwen3_moe": {"num_experts": 4},
-    "mixtral": {"num_local_experts": 4},
-    "gpt_oss": {"num_local_experts": 4},  # interleaved, transposed, biases
-    "aria_text": {"moe_num_experts": 4, "moe_topk": 2},  # transposed
-    "nemotron_h": {  # no gate
-        "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 16, "layers_block_type": ["moe", "attention"],
-    },
-    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},  # a shared expert, and its gate
-    "deepseek_v3": {
-        "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-        "num_key_value_heads": 4,
-    },
-}  # fmt: skip
 mixtures = pytest.mark.parametrize("family", MIXTURES)
 
 
 def made(family):
     """A mixture, the same at every call, in the eager way of transformers."""
-    config = AutoConfig.for_model(family, **(MIXTURE | MIXTURES[family]), bos_token_id=1, eos_token_id=2)
-    config._experts_implementation = "eager"
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = build(family)
+    model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():  # also those that a fresh model leaves at zero
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)

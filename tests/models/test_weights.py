@@ -4,6 +4,7 @@ import dataclasses
 import filecmp
 import gc
 import json
+import re
 import weakref
 from contextlib import suppress
 
@@ -61,6 +62,35 @@ def test_another_dtype_and_shards(shards, tmp_path):
     streamed(tmp_path / "dense", tmp_path / "streamed", recipe)
     for file in (tmp_path / "whole").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "streamed" / file.name).read_bytes()
+
+
+# Tensors that a family keeps in float32: buffers, and parameters.
+KEPT = {
+    "deepseek_v3": "e_score_correction_bias",
+    "nemotron_h": "e_score_correction_bias",
+    "flint": r"gate\.weight|sinks",
+}
+
+
+@pytest.mark.parametrize("family", KEPT)
+def test_what_a_family_keeps_in_float32_is_not_rounded(family, tmp_path):
+    """Oracle: the model that transformers loads from the same folder, for every tensor that is not compressed."""
+    build(family, torch.bfloat16).save_pretrained(tmp_path / "dense")
+    tensors = tensors_of(tmp_path / "dense")
+    for name in tensors:
+        if re.search(KEPT[family], name):  # most of these are no numbers of bfloat16
+            tensors[name] = torch.linspace(0.1, 0.11, tensors[name].numel()).view(tensors[name].shape)
+    save_file(tensors, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
+    expected = load_model(str(tmp_path / "dense"), device="cpu").state_dict()
+    kept = [name for name in expected if re.search(KEPT[family], name)]
+    assert kept
+    assert all(len(expected[name].unique()) == expected[name].numel() for name in kept)
+    streamed(tmp_path / "dense", tmp_path / "out")
+    stored = tensors_of(tmp_path / "out")
+    assert set(kept) <= stored.keys()
+    for name in stored.keys() & expected.keys():
+        assert stored[name].dtype == expected[name].dtype, name
+        assert torch.equal(stored[name], expected[name]), name
 
 
 @pytest.mark.parametrize("activations", ["cpu", "disk"])

@@ -3,6 +3,7 @@ needed.
 """
 
 import ctypes
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -29,19 +30,38 @@ Modules = Callable[[], Iterable[nn.Module]]
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of a checkpoint: `name` in the model, `leaf` in `stored`, accelerate's files."""
+    """A tensor of a checkpoint.
+
+    Args:
+        stored: the files of a module, as accelerate keeps them.
+        leaf: the name of the tensor in the module.
+        name: its name in the model.
+        dtype: the dtype that the family prescribes for it; None for that of the model.
+    """
 
     stored: Any
     leaf: str
     name: str
+    dtype: torch.dtype | None
 
     def read(self) -> Tensor:
-        """The tensor on the CPU, in the dtype of the model. Raises a CheckpointError if its file is
-        damaged.
+        """Read the tensor to the CPU, in the dtype that it has in the model. Raises a
+        CheckpointError if its file is damaged.
         """
         entry = self.stored.dataset.index[f"{self.stored.prefix}{self.leaf}"]
         tensor = read_tensor(Path(entry["safetensors_file"]), entry["weight_name"])
-        return tensor.to(getattr(torch, entry["dtype"]))
+        return tensor.to(self.dtype or getattr(torch, entry["dtype"]))
+
+
+def prescribed_dtype(plan: Mapping[str, torch.dtype], name: str) -> torch.dtype | None:
+    """The dtype that a family prescribes for a parameter; None if it has that of the model.
+
+    plan: dtypes by patterns, as transformers keeps them (`_keep_in_fp32_modules_strict`).
+    """
+    for pattern, dtype in plan.items():
+        if re.search(pattern.replace("*", ".*"), name):
+            return dtype
+    return None
 
 
 class Prefetcher:
@@ -91,8 +111,11 @@ class Weights:
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, prefetch: bool = True):
-        self.device, self.prefetch = device, prefetch
+        self.device = device
+        self.prefetch = prefetch
         self._prefetcher = Prefetcher(device)
+        # accelerate takes no account of these dtypes for tensors on the disk.
+        self._dtype_plan = model._get_dtype_plan(model.dtype)
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         # Weak: a layer that was replaced takes its weight along.
         self._stored: WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = WeakKeyDictionary()
@@ -101,37 +124,48 @@ class Weights:
             holder = module.fused if isinstance(module, SplitExperts) else module
             stored = getattr(getattr(holder, "_hf_hook", None), "weights_map", None)
             if stored is not None:
-                self._stored[module], self._names[module] = stored, path
+                self._stored[module] = stored
+                self._names[module] = path
         # Tied parameters → the one that they are. A checkpoint stores it under any one of their
         # names, or under both.
         self._tied: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}
         self._other_name: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}
+        self._find_tied(model)
+        self.streamed = bool(self._stored)
+        if self.streamed:
+            self._remove_hooks(model)
+
+    def _find_tied(self, model: PreTrainedModel) -> None:
         for name, source in list(model.all_tied_weights_keys.items()):
-            tied, parameter = get_module_from_name(model, name), get_module_from_name(model, source)
+            tied = get_module_from_name(model, name)
+            parameter = get_module_from_name(model, source)
             if self._holds(*tied) and self._holds(*parameter):
                 if not torch.equal(self._source(*tied).read(), self._source(*parameter).read()):
-                    del model.all_tied_weights_keys[
-                        name
-                    ]  # as transformers does: two weights, whatever the config says
+                    # Two weights, whatever the configuration says, as in transformers.
+                    del model.all_tied_weights_keys[name]
                     continue
             elif self._holds(*tied):
                 self._other_name[parameter] = tied
             self._tied[tied] = parameter
-        self.streamed = bool(self._stored)
-        if self.streamed:
-            from accelerate.hooks import remove_hook_from_module
 
-            remove_hook_from_module(model, recurse=True)
-            for module in model.modules():
-                # What accelerate puts back is a bound method: a cycle, that would keep a replaced
-                # layer's weight.
-                if (
-                    getattr(module.__dict__.get("forward"), "__func__", None)
-                    is type(module).forward
-                ):
-                    del module.forward
-                for name, buffer in module.named_buffers(recurse=False):
-                    setattr(module, name, buffer.to(device))
+    def _remove_hooks(self, model: PreTrainedModel) -> None:
+        from accelerate.hooks import remove_hook_from_module
+
+        buffers = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        remove_hook_from_module(model, recurse=True)
+        # accelerate has read the buffers again, and rounded them to the dtype of the model.
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer.to(self.device))
+        for module in model.modules():
+            # What accelerate puts back is a bound method: a cycle, which would keep the weight of a
+            # replaced layer.
+            forward = module.__dict__.get("forward")
+            if getattr(forward, "__func__", None) is type(module).forward:
+                del module.forward
 
     @contextmanager
     def present(self, part: Modules, then: Modules | None = None) -> Iterator[None]:
@@ -210,7 +244,9 @@ class Weights:
 
     def _source(self, module: nn.Module, name: str) -> Source:
         module, name = self._other_name.get((module, name), (module, name))
-        return Source(self._stored[module], name, f"{self._names[module]}.{name}")
+        full_name = f"{self._names[module]}.{name}"
+        dtype = prescribed_dtype(self._dtype_plan, full_name)
+        return Source(self._stored[module], name, full_name, dtype)
 
     def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
         source = self._source(module, name)
