@@ -200,7 +200,7 @@ IN_BLOCKS = [
 @pytest.mark.parametrize("grid", IN_BLOCKS, ids=str)
 def test_every_grid_that_llama_cpp_holds_is_held_to_the_bit(grid):
     gguf = pytest.importorskip("gguf")
-    from hasslefree.core.engines import block_of
+    from hasslefree.recipe.engines import block_of
 
     layer = layer_on(grid)
     blocks = blocks_of(layer).numpy()

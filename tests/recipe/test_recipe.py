@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasslefree import AlternatingMinimization, Grid, Prune, Recipe
-from hasslefree.core.engines import ENGINES
 from hasslefree.errors import RecipeError
+from hasslefree.recipe.engines import ENGINES
 from hasslefree.recipe.resolved import filled
 from hasslefree.solve.low_rank import LOW_RANK_SOLVERS
 from hasslefree.solve.methods import METHODS

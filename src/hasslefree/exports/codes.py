@@ -5,11 +5,11 @@ zeros or offsets.
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hasslefree.core.engines import ENGINES, GROUP, refusal
 from hasslefree.core.grids import Grid
 from hasslefree.errors import ModelError, option
 from hasslefree.models.experts import experts_of
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
+from hasslefree.recipe.engines import ENGINES, GROUP, refusal
 
 
 def check_layers(model: PreTrainedModel, engine: str) -> dict[str, SparseLowRankLinear]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hasslefree.checkpoint.record import read_record
-from hasslefree.core.engines import block_of
 from hasslefree.errors import ModelError, option
 from hasslefree.exports.codes import check_layers, grid_of, numbers_of
 from hasslefree.exports.formats import summed
@@ -22,6 +21,7 @@ from hasslefree.exports.template import Place, Template, find_matrices, find_vec
 from hasslefree.models.sites import find_sites
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.packed.storage import unpack_codes
+from hasslefree.recipe.engines import block_of
 
 # The zero of the codes of a block without a minimum.
 ZEROS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hasslefree.core.budgets import Budget
-from hasslefree.core.engines import ENGINES, grid_for, refusal
 from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import BITS, Grid
 from hasslefree.core.protocols import Method
 from hasslefree.errors import HasslefreeError, Problem, RecipeError, option
+from hasslefree.recipe.engines import ENGINES, grid_for, refusal
 from hasslefree.recipe.recipe import Allocate, Fields
 from hasslefree.solve.methods import METHODS, build_method
 from hasslefree.solve.methods.prune import Prune

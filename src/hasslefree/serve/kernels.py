@@ -13,9 +13,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsWNA16,
 )
 
-from hasslefree.core.engines import ENGINES
 from hasslefree.core.grids import Grid
 from hasslefree.packed.storage import pack_codes
+from hasslefree.recipe.engines import ENGINES
 
 
 class VllmKernel(nn.Module):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hasslefree.core.engines import ENGINES, block_of, grid_for, kind_of, refusal
 from hasslefree.core.grids import BITS, Grid
+from hasslefree.recipe.engines import ENGINES, block_of, grid_for, kind_of, refusal
 
 SERVE = Path(__file__).parents[2] / "docs" / "howto" / "serve.md"
 KINDS = {"symmetric": {"symmetric": True}, "offset": {"offset": True}, "whole zero": {}}

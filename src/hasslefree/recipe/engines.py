@@ -1,0 +1,155 @@
+"""Which grids other programs hold exactly: with the numbers that they store, and without rounding a
+value again.
+
+    engine         value of an entry               numbers of a group
+    llama.cpp      code · scale + minimum          float16, in blocks of 32 (`block_of`); some types
+                                                   have the scale alone
+    mlx            code · scale + bias             the model's dtype
+    vllm           (code − zero) · scale           compressed-tensors: the model's dtype, and a zero
+                                                   of as many bits
+    transformers   (code − 8) · scale + zero       torch's int4 operators: bfloat16, to which they
+                                                   round the zero
+
+A group that is a multiple of the engine's, or a row, is held by repeating its numbers. MLX has no
+whole zeros: the bias that takes their place, −zero · scale, has more digits than a scale.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hasslefree.core.grids import BITS, Grid
+from hasslefree.errors import option
+
+# The kinds of grids: two are fields of `Grid`, and a grid with neither has a whole zero.
+SYMMETRIC = "symmetric"
+OFFSET = "offset"
+WHOLE_ZERO = "whole zero"
+# The bits of a code → the block of llama.cpp. Blocks with a scale alone have signed codes.
+SIGNED = {4: "Q4_0", 5: "Q5_0", 8: "Q8_0"}
+WITH_MINIMUM = {4: "Q4_1", 5: "Q5_1"}
+# Every engine has groups of this many inputs.
+GROUP = 32
+
+
+def kind_of(grid: Grid) -> str:
+    if grid.symmetric:
+        return SYMMETRIC
+    return OFFSET if grid.offset else WHOLE_ZERO
+
+
+def grid_of_kind(kind: str, bits: int, group: int | None = None) -> Grid:
+    return Grid(bits, group, symmetric=kind == SYMMETRIC, offset=kind == OFFSET)
+
+
+def block_of(grid: Grid) -> str | None:
+    """The smallest block type of llama.cpp that holds the values of a grid, such as "Q4_0"; None if
+    none does.
+    """
+    bits = grid.bits
+    if kind_of(grid) == WHOLE_ZERO:
+        bits += 1  # code − zero takes one bit more than the code
+    blocks = WITH_MINIMUM if grid.offset else SIGNED
+    for block_bits, name in blocks.items():
+        if bits <= block_bits:
+            return name
+    return None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The grids of S that a program can hold.
+
+    Args:
+        bits: the bits of a code, for each kind of grid that the engine holds. A recipe that leaves
+            the kind open gets the first one.
+        groups: the group sizes of the engine, the largest first.
+        group: the group size of a recipe that leaves it open.
+    """
+
+    bits: Mapping[str, tuple[int, ...]]
+    groups: tuple[int, ...]
+    group: int = 64
+
+    def holds(self, grid: Grid) -> bool:
+        """True if the engine holds the grid exactly. Rows must be a multiple of 32 inputs."""
+        whole_groups = grid.group is None or grid.group % GROUP == 0
+        return whole_groups and grid.bits in self.bits.get(kind_of(grid), ())
+
+    def group_for(self, grid: Grid, width: int) -> int:
+        """The largest group size of the engine that divides the groups of a grid in rows of `width`
+        inputs, a multiple of 32.
+        """
+        return next(size for size in self.groups if (grid.group or width) % size == 0)
+
+
+def _llama_cpp_bits(kind: str) -> tuple[int, ...]:
+    return tuple(bits for bits in BITS if block_of(grid_of_kind(kind, bits)))
+
+
+ENGINES = {
+    "transformers": Engine({OFFSET: (4,), WHOLE_ZERO: (4,), SYMMETRIC: (4,)}, (256, 128, 64, 32)),
+    "llama.cpp": Engine(
+        {kind: _llama_cpp_bits(kind) for kind in (OFFSET, SYMMETRIC, WHOLE_ZERO)}, (32,), group=32
+    ),
+    "mlx": Engine({OFFSET: BITS, SYMMETRIC: BITS}, (128, 64, 32)),
+    "vllm": Engine({WHOLE_ZERO: (4, 8), SYMMETRIC: (4, 8)}, (128, 64, 32)),
+}
+
+
+def grid_for(
+    name: str, bits: int | None, group: int | None, symmetric: bool | None, offset: bool | None
+) -> Grid | None:
+    """The grid of an engine with these settings; None if it holds no such grid.
+
+    Args:
+        name: the engine.
+        bits, group, symmetric, offset: the fields of `Grid`, with a group of 0 for a row; the
+            engine's defaults take the place of None.
+    """
+    engine = ENGINES[name]
+    size = engine.group if group is None else group
+    for kind in engine.bits:
+        grid = grid_of_kind(kind, bits or 4, size or None)
+        suits = symmetric in (None, grid.symmetric) and offset in (None, grid.offset)
+        if suits and engine.holds(grid):
+            return grid
+    return None
+
+
+def refusal(name: str, grid: Grid) -> str | None:
+    """The sentence that says why an engine cannot hold a grid, which engines can, and the smallest
+    change that helps; None if the engine can.
+    """
+    engine = ENGINES[name]
+    if engine.holds(grid):
+        return None
+    able = [other for other, candidate in ENGINES.items() if candidate.holds(grid)]
+    others = f" ({' and '.join(able)} can)" if able else ""
+    described = f"{grid}, with whole zeros" if kind_of(grid) == WHOLE_ZERO else str(grid)
+    changes = " and ".join(_changes(engine, grid))
+    return f"{name} cannot hold {described} exactly{others}; for {name}, {changes}"
+
+
+def _changes(engine: Engine, grid: Grid) -> list[str]:
+    """The smallest changes of a grid's settings with which an engine holds it, in words."""
+    kind = kind_of(grid)
+    to_kind, to_bits = _nearest(engine, kind, grid.bits)
+    settings = []
+    if to_bits != grid.bits:
+        settings.append(option("bits", to_bits))
+    if grid.group is not None and grid.group % GROUP:
+        settings.append(option("group_size", engine.group))
+    if to_kind not in (kind, WHOLE_ZERO):
+        settings.append(option(to_kind, True))
+    changes = [f"use {' and '.join(settings)}"] if settings else []
+    if kind not in (to_kind, WHOLE_ZERO):
+        changes.append(f"leave out {option(kind, True)}")
+    return changes
+
+
+def _nearest(engine: Engine, kind: str, bits: int) -> tuple[str, int]:
+    """The kind and the bits of an engine that are nearest to those of a grid; two bits more or less
+    weigh more than another kind.
+    """
+    held = [(to_kind, to_bits) for to_kind, widths in engine.bits.items() for to_bits in widths]
+    return min(held, key=lambda pair: (pair[0] != kind) + 2 * abs(pair[1] - bits))
