@@ -85,7 +85,7 @@ class UnknownNameError(HasslefreeError):
 
 
 class ShapeError(HasslefreeError):
-    """Tensors whose shapes do not match."""
+    """Tensors whose shapes do not match, or whose dtype cannot be used."""
 
 
 class PatternError(HasslefreeError):

@@ -83,6 +83,15 @@ def test_errors():
         hasslefree.decompose(weight, Gram(torch.ones(8, 8), 1), "2:4", 1, method=build_method("eora", damping=0.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.int32, torch.int8, torch.bool])
+def test_a_weight_that_is_not_of_floats_is_an_error(dtype):
+    """The imaginary part of a complex weight was dropped without a word, and a bool weight became bools again."""
+    weight = torch.ones(4, 8).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(ShapeError, match=f"weight must be of a floating dtype, got {name}; convert it"):
+        hasslefree.decompose(weight, None, "2:4", 1)
+
+
 def test_no_rank_is_spent_on_dead_inputs():
     """Oracle: the same problem without the dead inputs."""
     weight, h = oracles.problem(12, 16, dtype=torch.float64)

@@ -28,46 +28,53 @@ class Gram:
     mean: Tensor | None = None
 
     def __post_init__(self) -> None:
+        check_floating("matrix", self.matrix)
         if self.matrix.ndim != 2 or self.matrix.shape[0] != self.matrix.shape[1]:
             raise ShapeError(f"a Gram matrix must be square, got shape {tuple(self.matrix.shape)}")
-        if self.mean is not None and self.mean.shape != self.matrix.shape[:1]:
+        if self.mean is None:
+            return
+        check_floating("mean", self.mean)
+        if self.mean.shape != self.matrix.shape[:1]:
             raise ShapeError(
                 f"mean must have shape ({len(self.matrix)},), got {tuple(self.mean.shape)}"
             )
 
     @classmethod
     def from_activations(cls, x: Tensor) -> "Gram":
-        """The Gram of x: (..., tokens, in), any floating dtype; float64 stays, all else is summed
-        in float32.
+        """Compute the Gram of activations.
+
+        Args:
+            x: (..., tokens, in), any floating dtype. float64 is summed in float64, all else in
+                float32.
 
         Raises:
-            NonFiniteError: x holds NaN or Inf, or its squares overflow. ShapeError: x is no such
-                tensor.
+            NonFiniteError: x holds NaN or Inf, or its squares overflow.
+            ShapeError: x is no such tensor.
         """
         if not isinstance(x, Tensor) or x.ndim < 2 or not x.numel():
             given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ShapeError(
                 f"x must be a tensor (..., tokens, in) with at least one token, got {given}"
             )
+        check_floating("x", x)
         rows = x.detach().reshape(-1, x.shape[-1]).to(working_dtype(x))
         if not torch.isfinite(rows).all():
             raise NonFiniteError("the activations contain NaN or Inf; mask or drop those tokens")
-        matrix = rows.T @ rows / max(len(rows), 1)
+        matrix = rows.T @ rows / len(rows)
         if not torch.isfinite(matrix).all():
-            name = str(rows.dtype).removeprefix("torch.")
             raise NonFiniteError(
-                f"the squares of the activations overflow {name}; scale them down, or pass float64"
+                f"the squares of the activations overflow {dtype_name(rows)}; scale them down, or"
+                " pass float64"
             )
-        return cls(matrix, len(rows), rows.sum(0) / max(len(rows), 1))
+        return cls(matrix, len(rows), rows.sum(0) / len(rows))
 
     @classmethod
     def identity(cls, width: int) -> "Gram":
         """H = I, for inputs about which nothing is known: the loss is then that of the weight
         itself.
         """
-        return cls(
-            torch.eye(width, dtype=torch.float64), width, torch.zeros(width, dtype=torch.float64)
-        )
+        matrix = torch.eye(width, dtype=torch.float64)
+        return cls(matrix, width, torch.zeros(width, dtype=torch.float64))
 
     @property
     def diagonal(self) -> Tensor:
@@ -101,10 +108,9 @@ class Gram:
 
     def to(self, like: Tensor) -> "Gram":
         """The same Gram in the working dtype and on the device of `like`."""
-        place = like.device, working_dtype(like)
-        return Gram(
-            self.matrix.to(*place), self.tokens, None if self.mean is None else self.mean.to(*place)
-        )
+        dtype = working_dtype(like)
+        mean = None if self.mean is None else self.mean.to(like.device, dtype)
+        return Gram(self.matrix.to(like.device, dtype), self.tokens, mean)
 
     def damped(self, damping: float) -> "Gram":
         """H + λI with λ = damping · mean(diag H), as SparseGPT does (arXiv 2301.00774).
@@ -119,8 +125,10 @@ class Gram:
 
     def remarks(self) -> tuple[str, ...]:
         """Unusual properties of the inputs, one sentence each, for the report of a layer."""
-        width, remarks = len(self.matrix), []
-        if dead := width - int(torch.count_nonzero(self.alive)):
+        width = len(self.matrix)
+        dead = width - int(torch.count_nonzero(self.alive))
+        remarks = []
+        if dead:
             remarks.append(f"{dead} of {width} inputs are always zero: they get no weight")
         if 0 < self.tokens < width:
             remarks.append(
@@ -130,7 +138,7 @@ class Gram:
         return tuple(remarks)
 
     def loss(self, residual: Tensor) -> float:
-        """f = tr(R H Rᵀ), the mean squared output error per token, of residual R: (out, in)."""
+        """f = tr(R H Rᵀ), the mean squared output error per token, of a residual R, (out, in)."""
         product = residual @ self.matrix
         return max(torch.sum(product.mul_(residual), dtype=torch.float64).item(), 0.0)
 
@@ -149,3 +157,21 @@ def relative(loss: float, norm: float) -> float:
 def working_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype that solvers work in: float32, or float64 where the caller already uses it."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """The dtype of a tensor in an error message, such as "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_floating(name: str, tensor: Tensor) -> None:
+    """Raise ShapeError unless a tensor is of a floating dtype.
+
+    Args:
+        name: the argument that holds the tensor.
+    """
+    if not tensor.is_floating_point():
+        raise ShapeError(
+            f"{name} must be of a floating dtype, got {dtype_name(tensor)}; convert it first, such"
+            f" as {name}.float() (of a complex tensor, choose its real part: {name}.real)"
+        )

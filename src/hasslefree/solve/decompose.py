@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits, quantised
-from hasslefree.core.gram import Gram, relative, working_dtype
+from hasslefree.core.gram import Gram, check_floating, relative, working_dtype
 from hasslefree.core.grids import Quantised
 from hasslefree.core.linalg import LinAlgError
 from hasslefree.core.low_rank import LowRank
@@ -76,6 +76,7 @@ def decompose(
             f"weight must be a tensor (out, in), not on meta, got {type(weight).__name__}; use"
             " as_tensor"
         )
+    check_floating("weight", weight)
     seed = _Given(gram, pattern, method, seed).seed
     solver = build_method(method) if isinstance(method, str) else method
     weight = weight.detach()
