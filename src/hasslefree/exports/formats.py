@@ -21,6 +21,7 @@ from hasslefree.models.blocks import find_blocks, head_unit
 from hasslefree.models.experts import experts_of, fuse_experts, split_experts
 from hasslefree.models.load import auto_class
 from hasslefree.models.sites import find_sites, replace_module
+from hasslefree.models.unloaded import unloaded_tensors
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 
 
@@ -58,8 +59,10 @@ def write_dense(
     """Write the model, which is changed in place, with S + u v as its weights; gives the folder by
     its kind.
     """
+    copied = {name: tensor.read() for name, tensor in unloaded_tensors(model).items()}
     make_plain(model, summed)
-    model.save_pretrained(part, max_shard_size=max_shard_size)
+    tensors = model.state_dict() | copied
+    model.save_pretrained(part, state_dict=tensors, max_shard_size=max_shard_size)
     return {"dense": part}
 
 

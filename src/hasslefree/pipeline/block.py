@@ -11,6 +11,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hasslefree.allocate.allocation import Allocation
 from hasslefree.checkpoint.entries import entry_of, read_entries
@@ -31,7 +32,9 @@ from hasslefree.models.calibrate import (
 )
 from hasslefree.models.experts import every_expert_called, experts_of
 from hasslefree.models.precision import as_multiplied, computing, solving
+from hasslefree.models.rules import by_kind
 from hasslefree.models.sites import find_sites
+from hasslefree.models.unloaded import unloaded_tensors
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.layers import Done, Task, compress_groups
@@ -129,14 +132,25 @@ def first_states(
     """
     with walk.outside():
         if not work.parts and world.writes:
-            work.add(
-                part_file(0, len(walk.blocks.modules)), outside_tensors(walk.model, walk.blocks)
-            )
+            tensors = outside_tensors(walk.model, walk.blocks)
+            if walk.weights.streamed:
+                tensors |= copied_tensors(walk.model)
+            work.add(part_file(0, len(walk.blocks.modules)), tensors)
             writing.advance()
         hidden = walk.entering(segments)
         with writing.running():
             work.wait()  # else what is outside the blocks stays in memory beside the first one
     return hidden
+
+
+def copied_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Read the tensors of the checkpoint that transformers does not load, which are copied."""
+    unloaded = unloaded_tensors(model)
+    if unloaded:
+        logger.info(
+            "not loaded by transformers, copied as they are: %s", ", ".join(by_kind(unloaded))
+        )
+    return {name: tensor.read() for name, tensor in unloaded.items()}
 
 
 def part_file(part: int, blocks: int, last: bool = True) -> str:

@@ -1,0 +1,40 @@
+"""Find the tensors of a checkpoint that transformers does not load, such as layers that predict
+further tokens.
+"""
+
+from pathlib import Path
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.utils import cached_file
+
+from hasslefree.files import StoredTensor, stored_tensors, weight_files
+from hasslefree.models.experts import SplitExperts
+
+
+def unloaded_tensors(model: PreTrainedModel) -> dict[str, StoredTensor]:
+    """Find the tensors in the folder of a model that belong to no parameter or buffer of it.
+
+    model: loaded by its name, a folder or a name on the hub. Its experts may be split.
+
+    Returns:
+        The tensors by their names in the files.
+    """
+    config = cached_file(model.name_or_path, "config.json")
+    names = dict.fromkeys(model.state_dict(), True)
+    names.update((name, True) for name, _ in model.named_buffers())  # computed, not stored
+    for path, module in model.named_modules():
+        if isinstance(module, SplitExperts):
+            names.update((f"{path}.{source}", True) for source in module.sources)
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    unloaded = {}
+    for name, tensor in stored_tensors(weight_files(Path(config).parent)).items():
+        renamed, _ = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, meta_state_dict=names
+        )
+        if name not in names and renamed not in names:
+            unloaded[name] = tensor
+    return unloaded
