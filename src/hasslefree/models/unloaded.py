@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from hasslefree.files import StoredTensor, stored_tensors, weight_files
 from hasslefree.models.experts import SplitExperts
@@ -21,7 +21,8 @@ def unloaded_tensors(model: PreTrainedModel) -> dict[str, StoredTensor]:
     Returns:
         The tensors by their names in the files.
     """
-    config = cached_file(model.name_or_path, "config.json")
+    config = cached_file(str(model.name_or_path), "config.json")
+    assert config is not None  # it raises an error if there is none
     names = dict.fromkeys(model.state_dict(), True)
     names.update((name, True) for name, _ in model.named_buffers())  # computed, not stored
     for path, module in model.named_modules():
