@@ -13,7 +13,7 @@ from hasslefree.core.patterns import (
     Unstructured,
     largest,
     largest_by_pairs,
-    least_of_largest,
+    smallest_of_largest,
 )
 from hasslefree.errors import PatternError
 
@@ -96,7 +96,7 @@ def test_a_long_row_is_cut_where_sorting_would_cut_it(seed, share, levels):
         score += torch.rand(70_000, generator=generator)
     count = min(max(int(share * 70_000), 1), 70_000)
     for row in (score, score.sort().values, torch.cat([score[:-9], torch.full((9,), 1e9)])):
-        assert least_of_largest(row, count).item() == row.sort(descending=True).values[count - 1].item()
+        assert smallest_of_largest(row, count).item() == row.sort(descending=True).values[count - 1].item()
         assert largest(row, count).sum() == count
 
 
@@ -104,4 +104,4 @@ def test_bad_luck_in_the_samples_costs_time_and_not_the_answer():
     """Every sample is one of the largest, and what is looked for is none of them."""
     row = torch.rand(70_000, generator=torch.Generator().manual_seed(0))
     row[:: 70_000 // SAMPLES | 1] += 1
-    assert least_of_largest(row, 60_000).item() == row.sort(descending=True).values[59_999].item()
+    assert smallest_of_largest(row, 60_000).item() == row.sort(descending=True).values[59_999].item()

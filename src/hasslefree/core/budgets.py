@@ -1,10 +1,10 @@
-"""What the user grants a layer: a pattern, and a rank or a compression ratio (arXiv 2502.00899,
+"""The budget of a layer: a pattern, and a rank or a compression ratio (arXiv 2502.00899,
 section 4).
 """
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -55,38 +55,40 @@ class Budget(Checked):
 
     def problems(self) -> Iterator[Problem]:
         """Everything that is wrong before any shape is known."""
-        given = tuple(
-            name for name in ("sparsity", "ratio", "rank_share") if getattr(self, name) is not None
-        )
         if self.rank is not None and self.ratio is not None:
             yield Problem(
                 ("rank", "ratio"), "give rank or ratio, not both: the ratio fixes the rank"
             )
+        if not isinstance(self.pattern, str):
+            yield from self._exact_problems()
+            return
         try:
-            semi = parse_pattern(self.pattern) if isinstance(self.pattern, str) else None
+            semi = parse_pattern(self.pattern)
         except HasslefreeError as error:
             yield Problem(("pattern",), error.message)
+            return
+        if semi:
+            yield from self._semi_structured_problems(semi)
         else:
-            if semi:
-                yield from self._semi_structured_problems(semi, given)
-            elif isinstance(self.pattern, str):
-                yield from self._counted_problems()
-            elif given:
-                message = (
-                    f"leave out {', '.join(given)}: the pattern is an object that already holds its"
-                    " count"
-                )
-                yield Problem(given, message)
+            yield from self._counted_problems()
 
-    def _semi_structured_problems(
-        self, semi: SemiStructured, given: Iterable[str]
-    ) -> Iterator[Problem]:
-        for name in given:
-            if name != "ratio":
-                message = (
-                    f"pattern {semi} already fixes the {name.replace('_', ' ')}: leave out {name}"
-                )
-                yield Problem((name, "pattern"), message)
+    def _given(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+    def _exact_problems(self) -> Iterator[Problem]:
+        given = self._given(("sparsity", "ratio", "rank_share"))
+        if given:
+            message = (
+                f"leave out {', '.join(given)}: the pattern is an object that already holds its"
+                " count"
+            )
+            yield Problem(given, message)
+
+    def _semi_structured_problems(self, semi: SemiStructured) -> Iterator[Problem]:
+        for name in self._given(("sparsity", "rank_share")):
+            fixed = name.replace("_", " ")
+            message = f"pattern {semi} already fixes the {fixed}: leave out {name}"
+            yield Problem((name, "pattern"), message)
         feasible = 1 - Fraction(semi.n, semi.m)
         if self.ratio is not None and _exact(self.ratio) > feasible:
             message = (
@@ -96,28 +98,23 @@ class Budget(Checked):
             yield Problem(("ratio", "pattern"), message)
 
     def _counted_problems(self) -> Iterator[Problem]:
-        match self.sparsity is not None, self.ratio is not None, self.rank_share is not None:
-            case False, False, _:
-                message = (
-                    f"pattern {self.pattern} needs a sparsity (with rank) or a ratio (with"
-                    " rank_share)"
-                )
-                yield Problem(("pattern", "sparsity", "ratio", "rank"), message)
-            case True, True, _:
-                yield Problem(
-                    ("sparsity", "ratio"),
-                    "give sparsity (with rank) or ratio (with rank_share), not both",
-                )
-            case False, True, False:
-                share = "rank_share, the share of the kept parameters that goes to L"
-                yield Problem(
-                    ("ratio", "rank_share"), f"ratio with pattern {self.pattern} needs {share}"
-                )
-            case True, False, True:
-                yield Problem(
-                    ("rank_share",),
-                    "rank_share can only be combined with ratio; with sparsity, give rank",
-                )
+        if self.sparsity is None and self.ratio is None:
+            message = (
+                f"pattern {self.pattern} needs a sparsity (with rank) or a ratio (with rank_share)"
+            )
+            yield Problem(("pattern", "sparsity", "ratio", "rank"), message)
+        elif self.sparsity is not None and self.ratio is not None:
+            message = "give sparsity (with rank) or ratio (with rank_share), not both"
+            yield Problem(("sparsity", "ratio"), message)
+        elif self.sparsity is not None and self.rank_share is not None:
+            message = "rank_share can only be combined with ratio; with sparsity, give rank"
+            yield Problem(("rank_share",), message)
+        elif self.ratio is not None and self.rank_share is None:
+            message = (
+                f"ratio with pattern {self.pattern} needs rank_share, the share of the kept"
+                " parameters that goes to L"
+            )
+            yield Problem(("ratio", "rank_share"), message)
 
     def resolve(self, out: int, width: int, unit: int = 1) -> tuple[Pattern, int]:
         """The pattern with its exact count, and the rank, of a weight (out, width).
@@ -127,10 +124,11 @@ class Budget(Checked):
                 together.
 
         Raises:
-            BudgetError, PatternError: with every problem, or where the weight is too small or does
-                not divide.
+            BudgetError, PatternError: with every problem, or if the weight is too small or does not
+                divide.
         """
-        if problems := list(self.problems()):
+        problems = list(self.problems())
+        if problems:
             raise BudgetError("; ".join(problem.message for problem in problems))
         pattern, rank = self._resolve(out, width)
         if isinstance(pattern, Structured) and unit > 1:
@@ -144,33 +142,37 @@ class Budget(Checked):
         return pattern, rank
 
     def _resolve(self, out: int, width: int) -> tuple[Pattern, int]:
+        rank = self.rank or 0
         if not isinstance(self.pattern, str):
-            return self.pattern, self.rank or 0
+            return self.pattern, rank
+        # The rank whose factors have as many parameters as the weight.
+        whole_rank = Fraction(out * width, out + width)
         kept = 1 - _exact(self.ratio or 0)
-        per_rank = Fraction(out * width, out + width)
-        if semi := parse_pattern(self.pattern):
-            rank = (
-                self.rank or 0
-                if self.ratio is None
-                else (kept - Fraction(semi.n, semi.m)) * per_rank
-            )
-            return semi, math.floor(rank)
+        semi = parse_pattern(self.pattern)
+        if semi:
+            if self.ratio is not None:
+                rank = math.floor((kept - Fraction(semi.n, semi.m)) * whole_rank)
+            return semi, rank
         if self.ratio is None:
-            density, rank = 1 - _exact(self.sparsity or 0), self.rank or 0
+            density = 1 - _exact(self.sparsity or 0)
         else:
             share = _exact(self.rank_share or 0)
-            density, rank = (1 - share) * kept, math.floor(share * kept * per_rank)
+            density = (1 - share) * kept
+            rank = math.floor(share * kept * whole_rank)
         positions = out * width if self.pattern == "unstructured" else width
         return COUNTED[self.pattern](math.floor(density * positions)), rank
 
 
 def parse_pattern(name: str) -> SemiStructured | None:
-    """The N:M pattern of this name (dense is 1:1); None for a pattern that needs a count to be
-    complete.
+    """The N:M pattern of this name (dense is 1:1); None for a pattern that needs a count.
+
+    Raises:
+        PatternError, UnknownNameError: the name is no pattern.
     """
     if name == "dense":
         return SemiStructured(1, 1)
-    if match := _N_OF_M.fullmatch(name):
+    match = _N_OF_M.fullmatch(name)
+    if match:
         return SemiStructured(int(match[1]), int(match[2]))
     if ":" in name:
         raise PatternError(
@@ -182,5 +184,5 @@ def parse_pattern(name: str) -> SemiStructured | None:
 
 
 def _exact(share: float) -> Fraction:
-    """The decimal that the user typed: 0.9 is 9/10, so that counts do not fall one short of it."""
+    """The decimal that the user typed: 0.9 is 9/10, and counts do not fall one short of it."""
     return Fraction(str(share))

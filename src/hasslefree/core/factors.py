@@ -4,8 +4,8 @@
 
 As for S on a grid, a scale has the eight significant bits of bfloat16, and a value is rounded once,
 to the dtype of its scale. The factors are not unique: L = (u R)(R⁻¹ v) for every invertible R, and
-once v is rounded the best u is a least squares problem. `quantised` uses both;
-docs/results/quality.md says what each is worth.
+once v is rounded, the best u is the solution of a least squares problem. `quantised` uses both;
+docs/results/quality.md has the gain of each.
 """
 
 import math
@@ -52,8 +52,15 @@ class CodedFactors:
 
 
 def check_factor_bits(bits: int | None, rank: int | None = None) -> None:
-    """GridError if bits is neither 8 nor None (the model's dtype), BudgetError if the rank is known
-    to be 0.
+    """Check the bits of the factors.
+
+    Args:
+        bits: 8, or None for the model's dtype.
+        rank: None if it is not known yet.
+
+    Raises:
+        GridError: other bits.
+        BudgetError: bits for rank 0.
     """
     if bits not in (None, BITS):
         raise GridError(
@@ -70,15 +77,20 @@ def check_factor_bits(bits: int | None, rank: int | None = None) -> None:
 def factor_tensors(
     out: int, width: int, rank: int, bits: int | None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-    """The tensors that hold the factors, with their shapes and dtypes, None for the model's; none
-    for rank 0.
+    """The names of the tensors that hold the factors, with their shapes and dtypes (None: the
+    model's). Rank 0 has no tensors.
     """
     if not rank:
         return {}
     dtype = torch.int8 if bits else None
-    factors = {"low_rank_u": ((out, rank), dtype), "low_rank_v": ((rank, width), dtype)}
-    scales = {"low_rank_u_scale": ((out,), None), "low_rank_v_scale": ((rank,), None)}
-    return {**factors, **(scales if bits else {})}
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {
+        "low_rank_u": ((out, rank), dtype),
+        "low_rank_v": ((rank, width), dtype),
+    }
+    if bits:
+        tensors["low_rank_u_scale"] = ((out,), None)
+        tensors["low_rank_v_scale"] = ((rank,), None)
+    return tensors
 
 
 def quantised(
@@ -91,19 +103,25 @@ def quantised(
     """Factors in eight bits with tr((T − L) H (T − L)ᵀ) small, T = W − S, from a good L in floating
     point.
 
-    The balanced factors are mixed, so that all components have similar sizes. v is rounded to
-    nearest, u is refitted to the rounded v, and the columns of u are rounded in turn. dtype: of the
-    scales, the model's.
+    The balanced factors are mixed, which gives all components similar sizes. v is rounded to
+    nearest, u is refitted to the rounded v, and the columns of u are rounded in turn.
+
+    Args:
+        low_rank: L.
+        weight, sparse: W and S, (out, in).
+        dtype: the dtype of the scales, which is the model's.
     """
-    balanced, mixing = low_rank.balanced(), hartley(low_rank.u)
+    balanced = low_rank.balanced()
+    mixing = hartley(low_rank.u)
     v = nearest(mixing @ balanced.v.double(), dtype)
-    start, used = balanced.u.double() @ mixing, v.values().to(weight.dtype)
-    image = gram.matrix @ used.T
-    norm = positive_definite((used @ image).double())
-    lost = LowRank(start.to(weight.dtype), used).residual(weight, sparse)
-    # A step of Newton's in a norm of at least v H vᵀ: it does not raise the loss, and is exact
-    # where that is regular.
-    u = start + torch.linalg.solve(norm, (lost @ image).double(), left=False)
+    rounded_v = v.values().to(weight.dtype)
+    image = gram.matrix @ rounded_v.T
+    norm = positive_definite((rounded_v @ image).double())
+    start = balanced.u.double() @ mixing
+    residual = LowRank(start.to(weight.dtype), rounded_v).residual(weight, sparse)
+    # A Newton step in a norm of at least v H vᵀ. It does not raise the loss, and is exact where
+    # v H vᵀ is regular.
+    u = start + torch.linalg.solve(norm, (residual @ image).double(), left=False)
     return CodedFactors(swept(u, norm, dtype), v)
 
 
@@ -129,14 +147,12 @@ def positive_definite(norm: Tensor) -> Tensor:
 
 
 def row_scale(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale of each row, (m,), that gives its largest entry the largest code; 1 for zeros, and
-    never subnormal.
+    """The scale of each row, (m,), that gives its largest entry the largest code; 1 for rows of
+    zeros, and never subnormal.
     """
     largest = matrix.abs().amax(1)
-    least = max(
-        128 * torch.finfo(kind).tiny * torch.finfo(kind).eps for kind in (dtype, torch.bfloat16)
-    )
-    scale = (largest / TOP).clamp_min(least).bfloat16()
+    scale = (largest / TOP).clamp_min(max(_least_scale(dtype), _least_scale(torch.bfloat16)))
+    scale = scale.bfloat16()
     return torch.where(largest > 0, scale, 1.0).to(dtype)
 
 
@@ -155,15 +171,23 @@ def swept(u: Tensor, norm: Tensor, dtype: torch.dtype) -> CodedRows:
     rounding is better takes that.
     """
     plain = nearest(u, dtype)
-    wide, factor = plain.scale.to(u.dtype), torch.linalg.cholesky(norm)
-    codes, error = torch.empty_like(plain.codes), torch.zeros_like(u)
+    wide_scale = plain.scale.to(u.dtype)
+    factor = torch.linalg.cholesky(norm)
+    codes = torch.empty_like(plain.codes)
+    error = torch.zeros_like(u)
     for k in reversed(range(u.shape[1])):
         wanted = u[:, k] + error[:, k + 1 :] @ factor[k + 1 :, k] / factor[k, k]
-        codes[:, k] = _codes(wanted, wide)
+        codes[:, k] = _codes(wanted, wide_scale)
         error[:, k] = u[:, k] - (codes[:, k].to(dtype) * plain.scale).to(u.dtype)
-    apart = ((u - plain.values().to(u.dtype)) @ factor).square().sum(1, keepdim=True)
-    better = (error @ factor).square().sum(1, keepdim=True) < apart
+    plain_error = u - plain.values().to(u.dtype)
+    plain_loss = (plain_error @ factor).square().sum(1, keepdim=True)
+    better = (error @ factor).square().sum(1, keepdim=True) < plain_loss
     return CodedRows(torch.where(better, codes, plain.codes), plain.scale)
+
+
+def _least_scale(dtype: torch.dtype) -> float:
+    limits = torch.finfo(dtype)
+    return 128 * limits.tiny * limits.eps
 
 
 def _codes(entries: Tensor, scale: Tensor) -> Tensor:

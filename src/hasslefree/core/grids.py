@@ -1,13 +1,13 @@
 """A grid as a constraint set: the entries of a group of inputs of a row lie at equal distances.
 
-    S_ij = (code_ij − zero_g)·scale_g,     code_ij in 0 … 2^bits − 1,   zero_g too   (g: the group
-    of row i, input j) S_ij = code_ij·scale_g + offset_g,     offset_g any number, on a grid with an
-    offset
+    S_ij = (code_ij − zero_g)·scale_g,    code_ij and zero_g whole numbers from 0 to 2^bits − 1
+    S_ij = code_ij·scale_g + offset_g,    offset_g any number, on a grid with an offset
 
-On a grid with a whole zero, zero is a value to the bit, so that S can be on a support and on a grid
-at once. A grid with an offset has one more number for each group, and fits better: it is for an S
-that keeps every entry. Scales and offsets have the eight significant bits of bfloat16: they are the
-same numbers in every dtype that S is stored in, and (code − zero)·scale is exact in float32.
+g is the group of row i and input j. On a grid with a whole zero, zero is a value to the bit, and S
+can be on a support and on a grid at once. A grid with an offset has one more number for each group,
+and fits better: it is for an S that keeps every entry. Scales and offsets have the eight
+significant bits of bfloat16: they are the same numbers in every dtype that S is stored in, and
+(code − zero)·scale is exact in float32.
 """
 
 import math
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from hasslefree.core.gram import working_dtype
+from hasslefree.core.gram import dtype_name, working_dtype
 from hasslefree.errors import GridError, option
 from hasslefree.validation import Checked, Positive
 
@@ -32,15 +32,15 @@ NARROWER = 0.02
 
 @dataclass(frozen=True)
 class Grid(Checked):
-    """What the entries of S may be: 2^bits values in each group of inputs of a row.
+    """The values that S may have: 2^bits numbers in each group of inputs of a row.
 
     Args:
-        bits: of a code: one of BITS.
-        group: consecutive inputs that share a scale and a zero, 32 to 128 as a rule; None for a
-            whole row.
-        symmetric: around zero, with zero = 2^(bits − 1) everywhere; otherwise from the least to the
-            largest entry.
-        offset: with the value of code 0 as a number for each group, in the place of a whole zero.
+        bits: the bits of a code, one of BITS.
+        group: the number of consecutive inputs that share a scale and a zero, 32 to 128 as a rule;
+            None for a whole row.
+        symmetric: place the values around zero, with zero = 2^(bits − 1) everywhere; otherwise from
+            the smallest to the largest entry.
+        offset: store the value of code 0 for each group, in place of a whole zero.
 
     Example:
         >>> scaling = Grid(bits=4, group=64).scaling(weight)  # weight: (out, in)
@@ -68,16 +68,24 @@ class Grid(Checked):
             )
 
     def __str__(self) -> str:
-        groups = "rows" if self.group is None else f"groups of {self.group}"
-        return (
-            f"int{self.bits} in"
-            f" {groups}{', symmetric' * self.symmetric}{', with offsets' * self.offset}"
-        )
+        text = f"int{self.bits} in "
+        text += "rows" if self.group is None else f"groups of {self.group}"
+        if self.symmetric:
+            text += ", symmetric"
+        if self.offset:
+            text += ", with offsets"
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: what a reader of the codes needs; the offset only where there is one."""
-        content = {"bits": self.bits, "group": self.group, "symmetric": self.symmetric}
-        return content | ({"offset": True} if self.offset else {})
+        content: dict[str, Any] = {
+            "bits": self.bits,
+            "group": self.group,
+            "symmetric": self.symmetric,
+        }
+        if self.offset:
+            content["offset"] = True
+        return content
 
     @property
     def top(self) -> int:
@@ -85,23 +93,9 @@ class Grid(Checked):
         return (1 << self.bits) - 1
 
     def check(self, shape: tuple[int, int], pattern: "Pattern | None" = None) -> None:
-        """Raise GridError where a weight (out, in) cannot have this grid, alone or with a
-        pattern.
-        """
-        if self.group is not None and shape[1] % self.group:
-            fitting = math.gcd(shape[1], 128)
-            remedy = f"{option('group_size', fitting)}, or " if fitting > 1 else ""
-            raise GridError(
-                f"group_size {self.group} does not divide the {shape[1]} inputs of the layer; "
-                f"use {remedy}{option('group_size', 0)} for one scale per row"
-            )
-        together = pattern.group if pattern else None
-        if self.group is not None and together is not None and self.group % together:
-            raise GridError(
-                f"group_size {self.group} is not a multiple of {together}, the group length of the"
-                f" pattern; use a multiple of {together}, or {option('group_size', 0)} for one"
-                " scale per row"
-            )
+        """Raise GridError if a weight (out, in) cannot have this grid, alone or with a pattern."""
+        if self.group is not None:
+            self._check_group(self.group, shape[1], pattern)
         if self.offset and pattern and pattern.kept(shape) < math.prod(shape):
             raise GridError(
                 f"pattern {pattern} prunes entries, and a grid with offsets need not have the value"
@@ -109,8 +103,23 @@ class Grid(Checked):
                 ("offset", "pattern"),
             )
 
+    def _check_group(self, group: int, width: int, pattern: "Pattern | None") -> None:
+        by_row = f"{option('group_size', 0)} for one scale per row"
+        if width % group:
+            fitting = math.gcd(width, 128)
+            remedy = f"{option('group_size', fitting)}, or {by_row}" if fitting > 1 else by_row
+            raise GridError(
+                f"group_size {group} does not divide the {width} inputs of the layer; use {remedy}"
+            )
+        length = pattern.group if pattern else None
+        if length is not None and group % length:
+            raise GridError(
+                f"group_size {group} is not a multiple of {length}, the group length of the"
+                f" pattern; use a multiple of {length}, or {by_row}"
+            )
+
     def groups(self, width: int) -> int:
-        """How many groups a row of `width` inputs has."""
+        """The number of groups in a row of `width` inputs."""
         return 1 if self.group is None else width // self.group
 
     def fit(
@@ -119,40 +128,55 @@ class Grid(Checked):
         """Scale and zero, (…, 1) each, of groups of entries (…, n), in the dtype of the entries.
 
         Args:
-            ranges: how many ranges of values are tried for a group, from 1 to 1 / NARROWER. 1: from
-                its least entry to its largest (arXiv 2210.17323). More: each narrower than the one
-                before by a share NARROWER of the whole, and the one with the least sum of squared
-                rounding errors is taken.
-            weights: of those squares, (n,); None for equal ones.
+            ranges: the number of ranges of values that are tried for a group, from 1 to
+                1 / NARROWER. The first range reaches from the smallest entry to the largest (arXiv
+                2210.17323), and each further one is narrower by a share NARROWER of the first. The
+                range with the smallest sum of squared rounding errors wins.
+            weights: the weights of those squares, (n,); None for equal ones.
         """
-        high, low = entries.amax(-1, keepdim=True), entries.amin(-1, keepdim=True)
-        if not self.offset:
-            high, low = high.clamp_min_(0), low.clamp_max_(0)
-        if self.symmetric:
-            high = torch.maximum(high, -low)
-            low = -high
+        low, high = self._ends(entries)
         scale, zero = self._spanning(low, high)
         if ranges == 1:
             return scale, zero
-
-        def error(scale: Tensor, zero: Tensor) -> Tensor:
-            squares = (entries - self.nearest(entries, scale, zero)).square_()
-            return (squares if weights is None else squares.mul_(weights)).sum(-1, keepdim=True)
-
-        least, centre = error(scale, zero), (low + high) / 2 if self.offset else 0.0
+        centre = (low + high) / 2 if self.offset else 0.0
+        best_error = self._error(entries, scale, zero, weights)
         for step in range(1, ranges):
             share = 1 - NARROWER * step
-            narrower, its_zero = self._spanning(
-                *(centre + (end - centre) * share for end in (low, high))
-            )
-            better = (tried := error(narrower, its_zero)) < least
-            least = torch.where(better, tried, least)
-            scale, zero = torch.where(better, narrower, scale), torch.where(better, its_zero, zero)
+            new_low = centre + (low - centre) * share
+            new_high = centre + (high - centre) * share
+            new_scale, new_zero = self._spanning(new_low, new_high)
+            error = self._error(entries, new_scale, new_zero, weights)
+            better = error < best_error
+            best_error = torch.where(better, error, best_error)
+            scale = torch.where(better, new_scale, scale)
+            zero = torch.where(better, new_zero, zero)
         return scale, zero
 
+    def _ends(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """The ends of the whole range of values of groups (…, n): (…, 1) each."""
+        high = entries.amax(-1, keepdim=True)
+        low = entries.amin(-1, keepdim=True)
+        if self.offset:
+            return low, high
+        high = high.clamp_min_(0)
+        low = low.clamp_max_(0)
+        if self.symmetric:
+            high = torch.maximum(high, -low)
+            low = -high
+        return low, high
+
+    def _error(
+        self, entries: Tensor, scale: Tensor, zero: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        """The weighted sum of squared rounding errors of each group (…, n): (…, 1)."""
+        squares = (entries - self.nearest(entries, scale, zero)).square_()
+        if weights is not None:
+            squares.mul_(weights)
+        return squares.sum(-1, keepdim=True)
+
     def _spanning(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and zero with which the codes run from low to high; low ≤ 0 ≤ high, except with an
-        offset.
+        """Scale and zero with which the codes run from low to high. Without an offset,
+        low ≤ 0 ≤ high.
         """
         span = stored((high - low) / self.top)
         scale = torch.where(span > 0, span, 1.0)  # a group of equal entries
@@ -169,21 +193,22 @@ class Grid(Checked):
         return self.values(self.codes(entries, scale, zero), scale, zero)
 
     def values(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """Of codes, which are overwritten, in the dtype of the scale."""
-        return codes.mul_(scale).add_(zero) if self.offset else codes.sub_(zero).mul_(scale)
+        """The values of codes, which are overwritten, in the dtype of the scale."""
+        if self.offset:
+            return codes.mul_(scale).add_(zero)
+        return codes.sub_(zero).mul_(scale)
 
     def codes(self, entries: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """The codes of those values, whole numbers in the dtype of the entries."""
-        steps = (
-            ((entries - zero) / scale).round_()
-            if self.offset
-            else (entries / scale).round_().add_(zero)
-        )
-        return steps.clamp_(0, self.top)
+        """The codes of the nearest values, whole numbers in the dtype of the entries."""
+        if self.offset:
+            codes = ((entries - zero) / scale).round_()
+        else:
+            codes = (entries / scale).round_().add_(zero)
+        return codes.clamp_(0, self.top)
 
     def scaling(self, matrix: Tensor) -> "Scaling":
-        """Scales and zeros that suit a matrix (out, in); a GridError if the groups do not divide
-        its inputs.
+        """Scales and zeros that suit a matrix (out, in); GridError if the groups do not divide its
+        inputs.
         """
         self.check((matrix.shape[0], matrix.shape[1]))
         scale, zero = self.fit(matrix.unflatten(1, (self.groups(matrix.shape[1]), -1)))
@@ -191,10 +216,8 @@ class Grid(Checked):
 
     def empty_scaling(self, like: Tensor) -> "Scaling":
         """A scaling for a matrix (out, in), to be written into group by group."""
-        shape = (
-            self.groups(like.shape[1]),
-            like.shape[0],
-        )  # the column of a group lies in one piece
+        # Transposed, so that the column of a group lies in one piece.
+        shape = (self.groups(like.shape[1]), like.shape[0])
         return Scaling(self, like.new_ones(shape).T, like.new_zeros(shape).T)
 
 
@@ -219,18 +242,15 @@ class Scaling:
         in float32.
         """
         parts = matrix.unflatten(1, (self.scale.shape[1], -1))
-        return (
-            self.grid.codes(parts, self.scale.unsqueeze(-1), self.zero.unsqueeze(-1))
-            .flatten(1)
-            .to(torch.uint8)
-        )
+        codes = self.grid.codes(parts, self.scale.unsqueeze(-1), self.zero.unsqueeze(-1))
+        return codes.flatten(1).to(torch.uint8)
 
     def values(self, codes: Tensor) -> Tensor:
         """The values of codes (out, in) of any dtype, rounded once to the dtype of the scale."""
-        parts = codes.to(working_dtype(self.scale), copy=True).unflatten(
-            1, (self.scale.shape[1], -1)
-        )
-        scale, zero = (part.to(parts.dtype).unsqueeze(-1) for part in (self.scale, self.zero))
+        dtype = working_dtype(self.scale)
+        parts = codes.to(dtype, copy=True).unflatten(1, (self.scale.shape[1], -1))
+        scale = self.scale.to(dtype).unsqueeze(-1)
+        zero = self.zero.to(dtype).unsqueeze(-1)
         return self.grid.values(parts, scale, zero).flatten(1).to(self.scale.dtype)
 
     def nearest(self, matrix: Tensor) -> Tensor:
@@ -257,17 +277,16 @@ class Quantised:
 
     @classmethod
     def of(cls, matrix: Tensor, scaling: Scaling, dtype: torch.dtype) -> "Quantised":
-        """The codes of a matrix on the grid, with scales in another dtype; GridError if they do not
-        fit it exactly.
+        """The codes of a matrix on the grid, with scales in another dtype; GridError if that dtype
+        does not hold them exactly.
         """
-        scale, zero = scaling.scale.to(dtype), scaling.zero.to(dtype)
-        if any(
-            not torch.equal(new.to(old.dtype), old)
-            for new, old in ((scale, scaling.scale), (zero, scaling.zero))
-        ):
-            name = str(dtype).removeprefix("torch.")
+        scale = scaling.scale.to(dtype)
+        zero = scaling.zero.to(dtype)
+        exact = torch.equal(scale.to(scaling.scale.dtype), scaling.scale)
+        exact = exact and torch.equal(zero.to(scaling.zero.dtype), scaling.zero)
+        if not exact:
             raise GridError(
-                f"a quantisation scale or offset overflows or underflows {name}; "
+                f"a quantisation scale or offset overflows or underflows {dtype_name(scale)}; "
                 f"use another dtype ({option('dtype', 'bfloat16')})"
             )
         return cls(scaling.codes(matrix), Scaling(scaling.grid, scale, zero))

@@ -23,12 +23,16 @@ LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-
 def lower_cholesky(matrix: Tensor) -> Tensor:
     """C with matrix = C Cᵀ: (n, n), lower triangular, in float64.
 
-    C_jj² / H_jj is the share of input j that the inputs before it do not explain; a
-    FactorizationError if that share is rounding error, as everything computed with C would then be.
+    C_jj² / H_jj is the share of input j that the inputs before it do not explain.
+
+    Raises:
+        FactorizationError: one of these shares is at the level of rounding, as everything computed
+            with C would then be.
     """
     factor, info = torch.linalg.cholesky_ex(matrix.double())
     rounding = max(torch.finfo(matrix.dtype).eps, len(matrix) * torch.finfo(torch.float64).eps)
-    if info.item() != 0 or (factor.diagonal().square() <= rounding * matrix.diagonal()).any():
+    unexplained = factor.diagonal().square()
+    if info.item() != 0 or (unexplained <= rounding * matrix.diagonal()).any():
         raise FactorizationError(
             f"the damped Gram matrix (XᵀX of the layer's {len(matrix)} inputs) is not positive"
             " definite: some inputs are linearly dependent; raise the damping"
@@ -39,7 +43,7 @@ def lower_cholesky(matrix: Tensor) -> Tensor:
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, rising, and eigenvectors of a symmetric matrix (n, n); FactorizationError if
+    """Rising eigenvalues, and eigenvectors, of a symmetric matrix (n, n); FactorizationError if
     LAPACK fails.
     """
     try:
@@ -61,29 +65,31 @@ def inverse_factor(matrix: Tensor) -> Tensor:
 
 
 def unit_diagonal_scale(diagonal: Tensor) -> Tensor:
-    """D = diag(H)^½: (in,), with 1 in the place of a zero so that it can be divided by."""
+    """D = diag(H)^½: (in,), with 1 in place of a zero, which makes it a divisor."""
     return torch.where(diagonal > 0, diagonal, 1.0).sqrt()
 
 
 def inverse_(matrix: Tensor) -> Tensor:
-    """Overwrite a well-conditioned positive definite matrix (n, n) by its inverse; in float64 where
-    factoring fails.
+    """Overwrite a well-conditioned positive definite matrix (n, n) by its inverse. If factoring
+    fails, the inverse is computed in float64.
     """
     with matmul_precision(matrix.device):
         inverse = _inverse_by_blocks(matrix)
-    return matrix.copy_(
-        torch.cholesky_inverse(lower_cholesky(matrix)) if inverse is None else inverse
-    )
+    if inverse is None:
+        inverse = torch.cholesky_inverse(lower_cholesky(matrix))
+    return matrix.copy_(inverse)
 
 
 def _inverse_by_blocks(matrix: Tensor) -> Tensor | None:
-    """The inverse by halves, mostly products: of the upper left block, then of its Schur
-    complement; or None.
+    """The inverse by halves, mostly products: the inverse of the upper left block, then that of its
+    Schur complement. None if a factorisation fails.
     """
     if len(matrix) <= BLOCK.get(matrix.device.type, BLOCK["cpu"]):
         factor, info = torch.linalg.cholesky_ex(matrix)
         return torch.cholesky_inverse(factor) if info.item() == 0 else None
-    first, rest = slice(None, len(matrix) // 2), slice(len(matrix) // 2, None)
+    half = len(matrix) // 2
+    first = slice(None, half)
+    rest = slice(half, None)
     head = _inverse_by_blocks(matrix[first, first])
     if head is None:
         return None
@@ -116,7 +122,7 @@ def cholesky_qr(matrix: Tensor) -> Tensor:
     Each product, (r, r), is shifted by its rounding; the last shifts only columns in the span of
     others.
     """
-    shift = 4 * matrix.shape[1] * torch.finfo(matrix.dtype).eps
+    rounding = 4 * matrix.shape[1] * torch.finfo(matrix.dtype).eps
     with matmul_precision(matrix.device):
         for last in (False, False, True):
             products = matrix.T @ matrix
@@ -124,7 +130,8 @@ def cholesky_qr(matrix: Tensor) -> Tensor:
             scale = 1 / unit_diagonal_scale(squares)
             matrix = matrix * scale
             products *= torch.outer(scale, scale)
-            products.diagonal().add_(shift * (squares < 0.5) if last else shift)
+            shift = rounding * (squares < 0.5) if last else rounding
+            products.diagonal().add_(shift)
             factor = torch.linalg.cholesky_ex(products).L
             matrix = torch.linalg.solve_triangular(factor.T, matrix, upper=True, left=False)
     return matrix
@@ -142,62 +149,67 @@ def masked_cg(
     """S on a support with tr((T − S) H (T − S)ᵀ) small, by conjugate gradients on every row,
     Jacobi-preconditioned.
 
-    No step raises the loss. Where H is singular, no step is taken along a direction d with d H dᵀ
-    at the level of rounding.
+    No step raises the loss. If H is singular, no step is taken along a direction d with d H dᵀ at
+    the level of rounding.
 
     Args:
         matrix: H, (in, in), positive semi-definite with a positive diagonal.
-        target: T, (out, in). start: the initial S, zero off the support `mask`, bool (out, in).
+        target: T, (out, in).
+        start: the initial S, (out, in), zero off the support.
+        mask: the support, bool (out, in).
+        steps: the maximum of steps.
         tolerance: stop when in every row g diag(H)⁻¹ gᵀ ≤ tolerance²·Σ t²·H_jj, with g the gradient
             on the support.
-        narrow: compute the products of directions with H as `narrow_products`, but not the first
-            one, of the residual.
+        narrow: compute the products of directions with H by `narrow_products`. The first product,
+            of the residual, stays in full precision.
     """
+    diagonal = matrix.diagonal()
+    inverse_diagonal = 1 / diagonal
+    rounding = 4 * torch.finfo(matrix.dtype).eps * diagonal
+    enough = None
+    if tolerance:
+        enough = target.square().mv(diagonal).mul_(tolerance**2).unsqueeze(1)
     sparse = start.clone()
-    inverse_diagonal = 1 / matrix.diagonal()
-    rounding = 4 * torch.finfo(matrix.dtype).eps * matrix.diagonal()
     gradient = torch.sub(target, sparse).mm(matrix).mul_(mask)  # of −loss / 2
     direction = gradient * inverse_diagonal
     energy = torch.linalg.vecdot(gradient, direction).unsqueeze(1)
-    enough = (
-        target.square().mv(matrix.diagonal()).mul_(tolerance**2).unsqueeze(1) if tolerance else None
-    )
     for step in range(steps):
         if enough is not None and (energy <= enough).all():
             break
         image = direction.square()
-        least = image.mv(rounding).unsqueeze(1)
+        least_curvature = image.mv(rounding).unsqueeze(1)
         with narrow_products(matrix.device) if narrow else nullcontext():
             torch.mm(direction, matrix, out=image).mul_(mask)
         curvature = torch.linalg.vecdot(direction, image).unsqueeze(1)
-        length = torch.where(curvature > least, energy / curvature, 0.0)
+        length = torch.where(curvature > least_curvature, energy / curvature, 0.0)
         sparse.addcmul_(direction, length)
         if step == steps - 1:
             break
         gradient.addcmul_(image, length, value=-1)
         preconditioned = torch.mul(gradient, inverse_diagonal, out=image)
-        before, energy = energy, torch.linalg.vecdot(gradient, preconditioned).unsqueeze(1)
+        before = energy
+        energy = torch.linalg.vecdot(gradient, preconditioned).unsqueeze(1)
         direction.mul_(torch.where(before > 0, energy / before, 0.0)).add_(preconditioned)
     return sparse
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether products of bfloat16 are known to be faster than float32's: on x86 with instructions
-    for them.
+    """True if products of bfloat16 are known to be faster than those of float32: on x86 with
+    instructions for them.
     """
-    return device.type == "cpu" and any(map(_capable, ("avx512_bf16", "amx_bf16")))
+    return device.type == "cpu" and (_capable("avx512_bf16") or _capable("amx_bf16"))
 
 
 @cache
 def multiplies_tiles() -> bool:
-    """Whether this processor multiplies tiles of bfloat16 (AMX): dense products are then several
+    """True if this processor multiplies tiles of bfloat16 (AMX), which makes dense products several
     times as fast.
     """
     return _capable("amx_bf16")
 
 
 def _capable(instructions: str) -> bool:
-    """Whether torch's products use these instructions; False for versions of torch that do not
+    """True if torch's products use these instructions; False for versions of torch that do not
     report them.
     """
     capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -206,8 +218,8 @@ def _capable(instructions: str) -> bool:
 
 @contextmanager
 def bfloat16_products(device: torch.device) -> Iterator[None]:
-    """Round the factors of float32 products to bfloat16 where `multiplies_bfloat16`, and sum in
-    float32.
+    """Round the factors of float32 products to bfloat16, and sum in float32; a no-op unless
+    `multiplies_bfloat16`.
     """
     settings = getattr(torch.backends.mkldnn, "matmul", None)
     if not multiplies_bfloat16(device) or not hasattr(settings, "fp32_precision"):
@@ -223,8 +235,7 @@ def matmul_precision(device: torch.device, tf32: bool = False) -> AbstractContex
     """
     if device.type != "cuda":
         return nullcontext()
-    # The older of torch's two settings must not be touched where the user may have used the newer
-    # one.
+    # The older of torch's two settings must not be touched if the user may have used the newer one.
     settings = torch.backends.cuda.matmul
     if hasattr(settings, "fp32_precision"):
         return _setting(settings, "fp32_precision", "tf32" if tf32 else "ieee")
@@ -232,12 +243,12 @@ def matmul_precision(device: torch.device, tf32: bool = False) -> AbstractContex
 
 
 def narrow_products(device: torch.device) -> AbstractContextManager[None]:
-    """Round the factors of float32 products to what the device multiplies fastest: TF32 on CUDA, or
-    bfloat16.
+    """Round the factors of float32 products to the dtype that the device multiplies fastest: TF32
+    on CUDA, bfloat16 elsewhere.
     """
-    return (
-        matmul_precision(device, tf32=True) if device.type == "cuda" else bfloat16_products(device)
-    )
+    if device.type == "cuda":
+        return matmul_precision(device, tf32=True)
+    return bfloat16_products(device)
 
 
 @contextmanager

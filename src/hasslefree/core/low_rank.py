@@ -24,15 +24,16 @@ class LowRank:
         return self.u @ self.v
 
     def residual(self, weight: Tensor, sparse: Tensor) -> Tensor:
-        """W − S − L for a weight and S, (out, in), with no more than two arrays of that size."""
+        """W − S − L for a weight and S, (out, in). It allocates two arrays of that size at most."""
         return torch.sub(weight, sparse).sub_(self.product())
 
     def balanced(self) -> "LowRank":
-        """The same product with ‖column of u‖ = ‖row of v‖, so that neither factor overflows a
-        narrow dtype.
+        """The same product with ‖column of u‖ = ‖row of v‖, which keeps both factors within the
+        range of a narrow dtype.
         """
-        of_u, of_v = self.u.norm(dim=0), self.v.norm(dim=1)
-        scale = torch.where((of_u > 0) & (of_v > 0), (of_v / of_u).sqrt(), 1.0)
+        u_norms = self.u.norm(dim=0)
+        v_norms = self.v.norm(dim=1)
+        scale = torch.where((u_norms > 0) & (v_norms > 0), (v_norms / u_norms).sqrt(), 1.0)
         return LowRank(self.u * scale, self.v / scale.unsqueeze(1))
 
     def to(self, dtype: torch.dtype) -> "LowRank":
@@ -42,32 +43,40 @@ class LowRank:
     def gaussian_start(cls, weight: Tensor, rank: int, generator: torch.Generator) -> "LowRank":
         """L = 0 for a weight (out, in): u gaussian, v zero.
 
-        The paper (arXiv 2502.00899, Algorithm 2) writes W transposed, so that its U = 0 is v and
-        its gaussian V is u. The numbers are drawn on the generator's device, so that a seed means
+        The paper (arXiv 2502.00899, Algorithm 2) writes W transposed: its U = 0 is v here, and its
+        gaussian V is u. The numbers are drawn on the generator's device, which makes a seed mean
         the same on every device.
         """
+        shape = (weight.shape[0], rank)
+        u = torch.randn(shape, generator=generator, dtype=torch.float32, device=generator.device)
+        return cls(u.to(weight), weight.new_zeros(rank, weight.shape[1]))
+
+    @classmethod
+    def nothing(cls, weight: Tensor, rank: int = 0) -> "LowRank":
+        """L = 0 for a weight (out, in), with both factors zero."""
         out, width = weight.shape
-        u = torch.randn(
-            out, rank, generator=generator, dtype=torch.float32, device=generator.device
-        )
-        return cls(u.to(weight), weight.new_zeros(rank, width))
+        return cls(weight.new_zeros(out, rank), weight.new_zeros(rank, width))
 
 
 def truncated_svd(matrix: Tensor, rank: int) -> LowRank:
-    """C_r(matrix): the best rank-r approximation in the Frobenius norm (Eckart–Young). matrix:
-    (out, in).
+    """C_r(matrix): the best approximation of rank r in the Frobenius norm (Eckart–Young) of a
+    matrix (out, in).
     """
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     return LowRank(u[:, :rank] * s[:rank], vh[:rank])
 
 
 def subspace_steps(target: Tensor, norm: Tensor, basis: Tensor, steps: int) -> LowRank:
-    """L = B BᵀT after steps B ← qr(T H (BᵀT)ᵀ) of orthogonal iteration, from an orthonormal basis
-    B: (out, r).
+    """L = B BᵀT after steps B ← qr(T H (BᵀT)ᵀ) of orthogonal iteration.
 
     For every orthonormal B the best L with that column space is B BᵀT, whatever H is; at the fixed
     point B spans the leading eigenvectors of T H Tᵀ (Golub & Van Loan, section 8.2). No step raises
-    tr((T − L) H (T − L)ᵀ). Products with `norm`, H, run in its dtype.
+    tr((T − L) H (T − L)ᵀ).
+
+    Args:
+        target: T, (out, in).
+        norm: H, (in, in). Products with it run in its dtype.
+        basis: the first B, (out, r), orthonormal.
     """
     v = basis.T @ target
     for _ in range(steps):

@@ -1,7 +1,7 @@
-"""Sparsity patterns: which entries of S may be non-zero. Every pattern keeps an exact count, ties
-going to the left.
+"""Sparsity patterns: which entries of S may be non-zero. Every pattern keeps an exact count; of
+equal scores, the left one is kept.
 
-A score (out, in) is the loss that removing an entry costs, so that `Structured` may add scores up.
+A score (out, in) is the loss that removing an entry costs, and `Structured` adds scores up.
 """
 
 import math
@@ -21,7 +21,7 @@ SAMPLES = 1 << 11
 
 
 class Pattern(ABC):
-    """What a pruner may keep of a weight of one shape."""
+    """The entries that a pruner may keep of a weight of one shape."""
 
     name: ClassVar[str]
 
@@ -30,12 +30,12 @@ class Pattern(ABC):
 
     @property
     def group(self) -> int | None:
-        """How many consecutive inputs are decided together; None for a pattern without groups."""
+        """The number of consecutive inputs that are decided together; None without groups."""
         return None
 
     @abstractmethod
     def check(self, shape: tuple[int, int]) -> None:
-        """Raise PatternError where a weight (out, in) cannot have this pattern."""
+        """Raise PatternError if a weight (out, in) cannot have this pattern."""
 
     @abstractmethod
     def kept(self, shape: tuple[int, int]) -> int:
@@ -47,8 +47,8 @@ class Pattern(ABC):
 
     @abstractmethod
     def restricted(self, start: int, stop: int, width: int) -> "Pattern":
-        """The share of the pattern of a weight with `width` inputs that falls to inputs start …
-        stop − 1.
+        """The part of the pattern of a weight with `width` inputs that falls to the inputs from
+        start to stop − 1.
         """
 
 
@@ -199,13 +199,13 @@ class KnownSupport(Pattern):
 
 
 def largest(score: Tensor, count: int) -> Tensor:
-    """The `count` largest along the last dimension of finite scores, as a bool mask; ties are kept
-    from the left.
+    """The `count` largest along the last dimension of finite scores, as a bool mask. Of equal
+    scores, the left ones are kept.
     """
     if count == 0 or count == score.shape[-1]:
         return torch.full_like(score, count > 0, dtype=torch.bool)
     if score.ndim == 1 and len(score) > 32 * SAMPLES:
-        threshold = least_of_largest(score, count)
+        threshold = smallest_of_largest(score, count)
     else:
         threshold = score.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     at_least = score >= threshold
@@ -217,35 +217,38 @@ def largest(score: Tensor, count: int) -> Tensor:
     return above | (tied & (tied.cumsum(-1) <= room))
 
 
-def least_of_largest(score: Tensor, count: int) -> Tensor:
+def smallest_of_largest(score: Tensor, count: int) -> Tensor:
     """The `count`-th largest of a long row (n,), as (1,): exact, without sorting more than a few of
     its entries.
+
+    Samples bracket the threshold; the entries in the bracket are then sorted.
     """
     # An odd step does not keep to the same columns of a matrix whose width is a power of two.
-    samples = score[:: len(score) // SAMPLES | 1].sort(descending=True).values
+    step = len(score) // SAMPLES | 1
+    samples = score[::step].sort(descending=True).values
     share = count / len(score)
-    place, margin = share * len(samples), 3 * math.sqrt(len(samples) * share * (1 - share)) + 1
-    upper = samples[max(int(place - margin), 0)]
-    lower = samples[min(int(place + margin), len(samples) - 1)]
+    position = share * len(samples)
+    margin = 3 * math.sqrt(len(samples) * share * (1 - share)) + 1
+    upper = samples[max(int(position - margin), 0)]
+    lower = samples[min(int(position + margin), len(samples) - 1)]
     above = score > upper
-    between = score[(score >= lower) ^ above]
+    bracket = score[(score >= lower) ^ above]
     wanted = count - int(torch.count_nonzero(above))
-    if not 1 <= wanted <= len(between):
-        between, wanted = score, count
-    return between.topk(wanted, sorted=False).values.amin(0, keepdim=True)
+    if not 1 <= wanted <= len(bracket):  # the samples were misleading
+        bracket = score
+        wanted = count
+    return bracket.topk(wanted, sorted=False).values.amin(0, keepdim=True)
 
 
 def largest_by_pairs(score: Tensor, count: int) -> Tensor:
     """`largest` for short rows (groups, m), without sorting: each pair of columns is compared once,
-    over all rows.
+    over all rows, and the number of entries that come before an entry is counted.
     """
     columns = score.T
     m = len(columns)
     before = torch.empty(columns.shape, dtype=torch.int8, device=score.device)
     for i in range(m):
-        before[i] = (
-            m - 1 - i
-        )  # as if all later entries were larger, until the comparisons say otherwise
+        before[i] = m - 1 - i  # as if all later entries were larger
     for i in range(m):
         for j in range(i + 1, m):
             first = torch.ge(columns[i], columns[j]).view(torch.int8)
@@ -255,8 +258,8 @@ def largest_by_pairs(score: Tensor, count: int) -> Tensor:
 
 
 def _share(count: int, start: int, stop: int, width: int) -> int:
-    """The part of `count` that falls to start … stop of width, so that consecutive parts add up to
-    it exactly.
+    """The part of `count` that falls to the inputs from start to stop − 1 of width. Consecutive
+    parts add up to it exactly.
     """
     return count * stop // width - count * start // width
 

@@ -1,11 +1,10 @@
 """The three kinds of plug-in and the data they exchange. A plug-in is a frozen dataclass of its
 hyper-parameters.
 
-What a plug-in can do is stated by the attributes and methods of its base class here. Each has a
-default: a new pruner needs no more than `prune`. A plug-in splits its work in two: `prepare` does
-what depends on the Gram alone, once; the rest is done for every weight, every round. Only the
-plug-in reads what its `prepare` returns, and no result may depend on what was solved with it
-before.
+The attributes and methods of its base class state what a plug-in can do. Each has a default: a new
+pruner needs no more than `prune`. A plug-in splits its work in two: `prepare` does once what
+depends on the Gram alone; the rest is done for every weight, in every round. Only the plug-in reads
+what its `prepare` returns, and no result may depend on what was solved with it before.
 """
 
 from abc import ABC, abstractmethod
@@ -26,8 +25,11 @@ from hasslefree.validation import Checked
 
 @dataclass(frozen=True)
 class About:
-    """A row of `hasslefree methods`: what an entry does, and its source, as "arXiv 2502.00899" or
-    "docs: joint".
+    """A row of `hasslefree methods`.
+
+    Args:
+        line: a description of the entry.
+        reference: its source, such as "arXiv 2502.00899" or "docs: joint".
     """
 
     line: str
@@ -36,8 +38,11 @@ class About:
 
 @dataclass(frozen=True)
 class Pruned:
-    """The result of a pruner. sparse: S, (out, in). scaling: scales and zeros of a quantised S;
-    None for floats.
+    """The result of a pruner.
+
+    Args:
+        sparse: S, (out, in).
+        scaling: the scales and zeros of a quantised S; None for floats.
     """
 
     sparse: Tensor
@@ -45,13 +50,16 @@ class Pruned:
 
 
 class Sparsifier(Checked):
-    """What pruners and methods declare about their S. One that leaves S to another plug-in declares
-    what that does.
+    """The base class of pruners and methods, with what they declare about their S. A plug-in that
+    leaves S to another one declares what that one does.
     """
 
     def prepare(self, gram: Gram) -> Any:
-        """What is needed of the Gram, damped for a pruner and undamped for a method; shared by all
-        layers with the same input."""
+        """Compute what depends on the Gram alone, for all layers with the same input.
+
+        Args:
+            gram: damped for a pruner, undamped for a method.
+        """
         return None
 
     @property
@@ -61,12 +69,12 @@ class Sparsifier(Checked):
 
     @property
     def grid(self) -> Grid | None:
-        """The grid of a quantised S; None where S may hold any number."""
+        """The grid of a quantised S; None if S may hold any number."""
         return self.inner.grid if self.inner else None
 
     @property
     def whole_channels(self) -> bool:
-        """Whether only whole input channels are removed; attention heads are then kept or removed
+        """True if only whole input channels are removed. Attention heads are then kept or removed
         as a whole.
         """
         return self.inner.whole_channels if self.inner else False
@@ -78,10 +86,9 @@ class Sparsifier(Checked):
         if self.inner:
             self.inner.check_pattern(pattern)
         elif self.whole_channels and not isinstance(pattern, Structured):
-            name = type(self).__name__
             raise PatternError(
-                f"{name} removes whole input channels and needs pattern structured, got pattern"
-                f" {pattern}"
+                f"{type(self).__name__} removes whole input channels and needs pattern structured,"
+                f" got pattern {pattern}"
             )
 
 
@@ -90,7 +97,7 @@ class Pruner(Sparsifier, ABC):
 
     @abstractmethod
     def prune(self, target: Tensor, prepared: Any, pattern: Pattern) -> Pruned:
-        """S: (out, in) with this pattern, for a target (out, in). The target is not changed."""
+        """Compute S, (out, in), with this pattern, for a target (out, in), which is not changed."""
 
     @property
     def cost(self) -> Cost:
@@ -104,13 +111,20 @@ class LowRankSolver(Checked, ABC):
     """Solves P2: a low-rank L close to a target in the norm of H."""
 
     def prepare(self, gram: Gram) -> Any:
-        """What the solver needs of the (damped) Gram."""
+        """Compute what depends on the damped Gram alone."""
         return None
 
     @abstractmethod
     def fit(self, target: Tensor, prepared: Any, start: LowRank, round: int) -> LowRank:
-        """L of the rank of `start`, for a target (out, in), from a start, in round 0, 1, 2, … of an
-        alternation."""
+        """Compute L for a target.
+
+        Args:
+            target: (out, in); it is not changed.
+            prepared: the result of `prepare`.
+            start: the L of the round before; in round 0, u is random and v is zero. The result has
+                its rank.
+            round: the round of the alternation: 0, 1, 2, …
+        """
 
     @property
     def cost(self) -> Cost:
@@ -125,11 +139,12 @@ class Solution:
     """The result of a method, in the working dtype.
 
     Args:
-        sparse: (out, in). low_rank: (out, r), (r, in).
-        history: the damped objective over the damped norm of W, as often as the method measures it,
-            or estimates it; empty where nothing was removed.
+        sparse: S, (out, in).
+        low_rank: L, with factors (out, r) and (r, in).
+        history: the damped objective over the damped norm of W, as often as the method measures or
+            estimates it; empty if nothing was removed.
         remarks: unusual events, one sentence each.
-        scaling: the scales and zeros of a quantised S; None where S may hold any number.
+        scaling: the scales and zeros of a quantised S; None if S may hold any number.
     """
 
     sparse: Tensor
@@ -143,9 +158,7 @@ class Method(Sparsifier, ABC):
     """Solves the whole problem."""
 
     def check(self, rank: int) -> None:
-        """Raise BudgetError if the method cannot use this rank; every rank is accepted unless
-        overridden.
-        """
+        """Raise BudgetError if the method cannot use this rank. The default accepts every rank."""
 
     @abstractmethod
     def solve(
@@ -156,7 +169,14 @@ class Method(Sparsifier, ABC):
         rank: int,
         generator: Generator,
     ) -> Solution:
-        """S and L for a weight (out, in). The weight is not changed."""
+        """Compute S and L for a weight.
+
+        Args:
+            weight: W, (out, in); it is not changed.
+            prepared: the result of `prepare`.
+            rank: the rank of L.
+            generator: the source of a random start, on the CPU.
+        """
 
     @property
     def cost(self) -> Cost:
@@ -173,16 +193,16 @@ class Decomposition:
     Args:
         sparse: (out, in), in the dtype of W.
         low_rank: factors (out, r) and (r, in), in the dtype of W.
-        relative_error: tr(R H Rᵀ) / tr(W H Wᵀ) with the undamped H, measured on what is returned
-            here.
+        relative_error: tr(R H Rᵀ) / tr(W H Wᵀ) with the undamped H and R = W − S − L, measured on
+            what is returned here.
         relative_error_before_cast: the same before the cast to the dtype of W.
-        history: the objective of the method (damped, relative), as often as it measures it, or
+        history: the objective of the method (damped, relative), as often as it measures or
             estimates it.
-        remarks: what is unusual about the inputs, the computation or the result, one sentence each;
+        remarks: unusual facts about the inputs, the computation or the result, one sentence each;
             usually empty.
-        quantised: the codes of S, where it is on a grid: `sparse` holds their values, rounded to
-            the dtype of W.
-        factors: the codes of u and v, where they are in eight bits: `low_rank` holds their values,
+        quantised: the codes of an S on a grid. `sparse` holds their values, rounded to the dtype of
+            W.
+        factors: the codes of u and v in eight bits. `low_rank` holds their values, rounded
             likewise.
     """
 
