@@ -6,7 +6,7 @@ import sys
 
 SCRIPT = """
 import torch
-import hasslefree.packed.kernels.ops as ops
+from hasslefree.packed.kernels import ops
 torch.set_num_threads(1)
 torch.set_num_threads = lambda count: None
 ops.groups_product(torch.ones(1, 64), torch.ones(2, 32), torch.full((2, 8), 0x44, dtype=torch.uint8), 2, 4)

@@ -80,11 +80,9 @@ class Writer:
 
     @property
     def bytes(self) -> int:
-        """The memory of the weights, including the copies that backends cache."""
-        copies = [layer.unpacked_copy for layer in compressed_layers(self.model).values()]
-        return int(self.model.get_memory_footprint()) + sum(
-            copy.nbytes for copy in copies if copy is not None
-        )
+        """The memory of the weights, including what backends hold."""
+        held = sum(layer.held_bytes for layer in compressed_layers(self.model).values())
+        return int(self.model.get_memory_footprint()) + held
 
     def write(
         self,

@@ -2,10 +2,8 @@
 factors.
 """
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,42 +13,33 @@ from torch.nn import functional as F
 from hasslefree.core.factors import BITS, CodedRows
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import MemoryShortError
-from hasslefree.packed.kernels import backends
-from hasslefree.packed.kernels.int4 import CUDA_TOKENS, Int4, plain
-from hasslefree.packed.kernels.ops import (
-    Prepared,
-    PreparedFactors,
-    is_traced,
-    takes_few,
-)
-from hasslefree.packed.layouts import Columns, PackedGroups
+from hasslefree.packed.kernels import backends, ops
+from hasslefree.packed.kernels.whole import kernel_for
+from hasslefree.packed.layouts import Columns
 from hasslefree.packed.spec import LayerSpec
-from hasslefree.packed.storage import Storage, pack_codes, unpack_codes
+from hasslefree.packed.storage import Storage
 from hasslefree.validation import typed
-
-logger = logging.getLogger(__name__)
-FACTORS = ("low_rank_u", "low_rank_v")
-OTHER_BITS = (
-    "only 4 bits have fast operators; the backend unpacked is faster, and takes the dense model's"
-    " memory"
-)
 
 
 class SparseLowRankLinear(nn.Module):
-    """A linear layer whose weight is a sparse matrix plus a low-rank one.
-
-    Args:
-        spec: pattern, shape, rank and how S and the factors are stored. bias: whether there is one.
+    """A linear layer whose weight is a sparse or quantised matrix S plus a low-rank one, u v.
 
     S is in two tensors: the parameter `values`, and the integer buffer `positions`, `mask` or
     `columns`, which no cast to another dtype touches. On a grid (`packed.storage`), the integer
     buffers `weight_packed` and `weight_zero_point` and the parameter `weight_scale` take the place
-    of the values. Where the backend `int4` runs on a CPU, the buffer `weight_packed` is uint8, in
-    the order of the backend; `tensors` and state dicts have that of the file. The factors are
-    `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank 0. In eight bits they are int8
-    buffers, with the parameters `low_rank_u_scale` (out,) and `low_rank_v_scale` (r,), and unpacked
-    at every call. How x Sᵀ is computed is chosen at every call
-    (`hasslefree.packed.kernels.backends`), or set by `use`.
+    of the values. The factors are `low_rank_u` (out, r) and `low_rank_v` (r, in), absent for rank
+    0. In eight bits they are int8 buffers, with the parameters `low_rank_u_scale` (out,) and
+    `low_rank_v_scale` (r,), and are unpacked at every call.
+
+    The backend that computes x Sᵀ is chosen at every call (`packed.kernels.backends`), or set by
+    `use`. A kernel may hold the tensors of a layer in an order of its own, and take a buffer for
+    this: `tensors` and state dicts return all of them.
+
+    Args:
+        spec: pattern, shape, rank, and how S and the factors are stored.
+        bias: add a bias.
+        dtype: of the parameters; torch's default if None.
+        device: of all tensors.
     """
 
     values: nn.Parameter
@@ -66,66 +55,66 @@ class SparseLowRankLinear(nn.Module):
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        self.spec, self.storage = spec, spec.storage
+        self.spec = spec
+        self.storage = spec.storage
         self.out_features, self.in_features = spec.shape
+        self.kernel = kernel_for(spec)
         self.backend: str | None = None
-        self.merged_weight: Tensor | None = None  # S + u v, which replaces all three
-        # S unpacked, for calls without gradients; whoever asked for it promised not to change S.
+        # S unpacked, for calls without gradients, while the caller promises not to change S.
         self.unpacked_copy: Tensor | None = None
-        self.wide_factors: dict[
-            str, Tensor
-        ] = {}  # the values of coded factors, while they are trained
-        self.prepared: Prepared | None = None  # the arrays for a few tokens on a CPU
-        self.int4: Int4 | None = None  # codes of four bits as torch's operators take them
-        self.int4_key: tuple[
-            tuple[int, int], ...
-        ] = ()  # the tensors for which it was prepared, or is not possible
-        self.prepared_factors: PreparedFactors | None = (
-            None  # beside them, for a few tokens on a CPU
-        )
-        self._fuses = isinstance(self.storage.layout, PackedGroups) and not (
-            spec.grid or spec.factor_bits
-        )
+        # S + u v, which replaces all tensors but the bias while gradients are computed.
+        self.merged_weight: Tensor | None = None
+        # The values of coded factors while they are trained, by name.
+        self.wide_factors: dict[str, Tensor] = {}
         tensors = spec.tensors()
         if bias:
-            tensors["bias"] = (self.out_features,), None
+            tensors["bias"] = ((self.out_features,), None)
         for name, (shape, stored) in tensors.items():
             if stored is None:
-                self.register_parameter(
-                    name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-                )
+                values = torch.empty(shape, dtype=dtype, device=device)
+                self.register_parameter(name, nn.Parameter(values))
             else:
                 self.register_buffer(name, torch.zeros(shape, dtype=stored, device=device))
         for name in ("low_rank_u", "low_rank_v", "bias"):
             if name not in tensors:
                 self.register_parameter(name, None)
-        if spec.grid is not None:
-            self.register_state_dict_pre_hook(SparseLowRankLinear._restore)
-            self.register_load_state_dict_pre_hook(SparseLowRankLinear._restore)
 
     @classmethod
     def from_decomposition(
         cls, result: Decomposition, bias: Tensor | None, pattern: str
     ) -> "SparseLowRankLinear":
-        """The layer of a decomposition, in its dtype and on its device; a PatternError where S
-        lacks the pattern.
+        """Make the layer of a decomposition, in its dtype and on its device.
+
+        Args:
+            result: S (out, in), on a grid or not, and the factors, coded or not.
+            bias: (out,), or None.
+            pattern: the name of the pattern of S, such as "2:4".
+
+        Raises:
+            PatternError: S lacks the pattern.
         """
-        (out, width), sparse = result.sparse.shape, result.sparse
+        sparse = result.sparse
         grid = result.quantised.scaling.grid if result.quantised else None
         tensors, nonzeros = Storage.of(pattern, grid).pack(sparse, result.quantised)
-        rank, bits = result.low_rank.rank, BITS if result.factors else None
+        factor_bits = None
         if result.factors:
-            for name, rows in (("low_rank_u", result.factors.u), ("low_rank_v", result.factors.v)):
-                tensors |= {name: rows.codes, f"{name}_scale": rows.scale}
-        elif rank:
-            tensors |= {"low_rank_u": result.low_rank.u, "low_rank_v": result.low_rank.v}
-        spec = LayerSpec(pattern, (out, width), rank, nonzeros, grid, bits)
+            factor_bits = BITS
+            tensors["low_rank_u"] = result.factors.u.codes
+            tensors["low_rank_v"] = result.factors.v.codes
+            tensors["low_rank_u_scale"] = result.factors.u.scale
+            tensors["low_rank_v_scale"] = result.factors.v.scale
+        elif result.low_rank.rank:
+            tensors["low_rank_u"] = result.low_rank.u
+            tensors["low_rank_v"] = result.low_rank.v
+        if bias is not None:
+            tensors["bias"] = bias
+        out, width = sparse.shape
+        rank = result.low_rank.rank
+        spec = LayerSpec(pattern, (out, width), rank, nonzeros, grid, factor_bits)
         layer = cls(spec, bias is not None, sparse.dtype, sparse.device)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 getattr(layer, name).copy_(tensor)
-            if bias is not None and layer.bias is not None:
-                layer.bias.copy_(bias)
         return layer
 
     @property
@@ -135,14 +124,14 @@ class SparseLowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The values, or the scales of the grid; not the matrix. Model code looks up its dtype and
-        device.
+        """The values, or the scales of the grid; not the matrix. Code of models looks up its dtype
+        and device.
         """
         return self.values if self.spec.grid is None else self.get_parameter("weight_scale")
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of S by their names in the file, with codes in its order."""
-        self._restore()
+        """The tensors of S by their names in the file."""
+        self.kernel.release(self)
         return {name: getattr(self, name) for name in self.storage.dtypes()}
 
     def unpacked(self) -> Tensor:
@@ -160,171 +149,58 @@ class SparseLowRankLinear(nn.Module):
         """u: (out, r) and v: (r, in), in the dtype of the layer; None for rank 0. Codes are
         unpacked at each call.
         """
-        u, v = self.low_rank_u, self.low_rank_v
+        u = self.low_rank_u
+        v = self.low_rank_v
         if u is None or v is None:
             return None
         if self.spec.factor_bits is None:
             return u, v
         if self.wide_factors:
             return self.wide_factors["low_rank_u"], self.wide_factors["low_rank_v"]
-        scales = self.get_parameter("low_rank_u_scale"), self.get_parameter("low_rank_v_scale")
-        return CodedRows(u, scales[0]).values(), CodedRows(v, scales[1]).values()
+        u_rows = CodedRows(u, self.get_parameter("low_rank_u_scale"))
+        v_rows = CodedRows(v, self.get_parameter("low_rank_v_scale"))
+        return u_rows.values(), v_rows.values()
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of S and the factors on disk."""
         return sum(t.nbytes for name, t in self.state_dict().items() if name != "bias")
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in memory beside the parameters and buffers: of a kernel and of unpacked copies."""
+        copy = 0 if self.unpacked_copy is None else self.unpacked_copy.nbytes
+        return self.kernel.bytes + copy
+
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) → (..., out)."""
         if self.merged_weight is not None:
             return F.linear(x, self.merged_weight, self.bias)
-        if self._fuses and (y := self._in_one_call(x)) is not None:
-            return y
-        if self.spec.grid is not None and (y := self._by_int4(x)) is not None:
-            return y
+        if self.unpacked_copy is None and not self._needs_gradients(x):
+            y = self.kernel.product(self, x)
+            if y is not None:
+                return y
         factors = self.factors()
         y = self.sparse_product(x)
         if factors is not None:
             y = add_low_rank(y.reshape(-1, self.out_features), x, *factors).view(y.shape)
         return y if self.bias is None else y + self.bias
 
-    def _by_int4(self, x: Tensor) -> Tensor | None:
-        """The layer without gradients, with S by torch's operators for codes of four bits; None
-        where they cannot.
-        """
-        # Python's overhead counts for a token: no look-up by the module.
-        parameters = self._parameters
-        grad = torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in (x, *parameters.values())
-        )
-        if (
-            grad
-            or self.wide_factors
-            or self.backend not in (None, "int4")
-            or x.dtype != torch.bfloat16
-        ):
-            return None
-        flat, scale, bias = (
-            x.reshape(-1, x.shape[-1]),
-            parameters["weight_scale"],
-            parameters["bias"],
-        )
-        few = x.is_cpu or len(flat) <= CUDA_TOKENS
-        if (
-            self.unpacked_copy is not None
-            or x.shape[-1] != self.in_features
-            or not few
-            or scale is None
-        ):
-            return None
-        if not is_traced(x) and self.int4_key != self._key():
-            self._prepare_int4()
-            self.int4_key = self._key()
-        operands = self.int4
-        if operands is None or scale.device != x.device:
-            return None
-        if self.prepared_factors is not None and takes_few(flat) and not is_traced(x):
-            y = operands.product(flat)
-            self.prepared_factors.add(flat.contiguous(), y)
-        else:
-            y = operands.product(flat, *(self.factors() or (None, None)))
-            y = y if bias is None else y.add_(bias)
-        return y.view(*x.shape[:-1], self.out_features)
-
-    def _key(self) -> tuple[tuple[int, int], ...]:
-        """What changes with every tensor of which `int4` and `prepared_factors` are made."""
-        tensors = self._parameters | self._buffers
-        given = map(
-            tensors.get, ("weight_packed", "weight_scale", "weight_offset", *FACTORS, "bias")
-        )
-        return tuple(
-            (t.data_ptr(), 0 if t.is_inference() else t._version) for t in given if t is not None
-        )
-
-    def _prepare_int4(self) -> None:
-        """Make `int4`, where it is the backend; on a CPU the buffer then holds the codes in its
-        order.
-        """
-        tensors, case = self.tensors(), self._case()
-        self.int4 = self.prepared_factors = None
-        if backends.choose(case, self.backend) != "int4":
-            obstacle = backends.BACKENDS["int4"](case)
-            if obstacle and case.device == "cpu" and self.spec.pattern == "dense":
-                other = self.spec.grid is not None and self.spec.grid.bits != 4
-                log_slower(OTHER_BITS if other else obstacle)
-            return
-        codes = unpack_codes(tensors["weight_packed"], 4, self.in_features)
-        self.int4 = Int4.of(codes, tensors["weight_scale"].detach(), self.storage.lowest(tensors))
-        if case.device == "cpu":
-            self._buffers["weight_packed"] = self.int4.codes
-            if backends.HAS_NUMBA and (factors := self.factors()) is not None:
-                u, v = factors
-                self.prepared_factors = PreparedFactors(u.contiguous(), v.contiguous(), self.bias)
-
-    def _restore(self, *_: Any) -> None:
-        """Hold the codes in the order of the file again."""
-        packed = self._buffers.get("weight_packed")
-        if packed is not None and packed.dtype == torch.uint8:
-            self._buffers["weight_packed"] = pack_codes(plain(packed), 4)
-            self.int4 = self.prepared_factors = None
-
-    def _in_one_call(self, x: Tensor) -> Tensor | None:
-        """The layer for a few tokens without gradients, by one call of a kernel; None if no kernel
-        does that.
-        """
-        grad = torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in (x, *self._tensors())
-        )
-        if self.unpacked_copy is not None or x.dtype != self.values.dtype or grad:
-            return None
-        layout = self.storage.layout
-        assert isinstance(layout, PackedGroups)
-        if (
-            self.spec.pattern == "2:4"
-            and backends.HAS_NUMBA
-            and self.backend in (None, "numba")
-            and not is_traced(x)
-        ):
-            on_cpu = x.device.type == self.values.device.type == "cpu"
-            if on_cpu and x.shape[-1] == self.in_features and takes_few(x):
-                tensors = self._tensors()
-                key = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-                current = self.prepared is not None and self.prepared.key == key
-                if not current and all(
-                    tensor is None or tensor.is_contiguous() for tensor in tensors
-                ):
-                    self.prepared = Prepared(
-                        self.values, self.index, self.low_rank_u, self.low_rank_v, self.bias, key
-                    )
-                if self.prepared is not None and self.prepared.key == key:
-                    return self.prepared(x)
-        backend = backends.choose(self._case(x.numel() // self.in_features), self.backend)
-        if not backends.takes_layer(backend, x, layout, self.spec.rank):
-            return None
-        return backends.product(
-            x, self.values, self.index, layout, self.low_rank_u, self.low_rank_v, self.bias
-        )
-
-    def _tensors(self) -> list[Tensor | None]:
-        """S that is on no grid, u, v and the bias. Python's overhead counts here: no look-up by the
-        module.
-        """
-        index, parameters = self._buffers[self.storage.layout.index], self._parameters
-        return [
-            parameters["values"],
-            index,
-            *(parameters[name] for name in ("low_rank_u", "low_rank_v", "bias")),
-        ]
+    def _needs_gradients(self, x: Tensor) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        if x.requires_grad:
+            return True
+        return any(p is not None and p.requires_grad for p in self._parameters.values())
 
     def sparse_product(self, x: Tensor) -> Tensor:
         """x Sᵀ: (..., in) → (..., out)."""
         grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         if self.unpacked_copy is not None and not grad:
             return F.linear(x, self.unpacked_copy)
-        backend = backends.choose(self._case(x.numel() // self.in_features, grad), self.backend)
-        if backend == "numba":
-            return backends.product(x, self.values, self.index, self.storage.layout)
+        case = self.case(x.numel() // self.in_features, grad)
+        if backends.choose(case, self.backend) == "numba":
+            return ops.product(x, self.values, self.index, self.storage.layout)
         return F.linear(x, self.unpacked())
 
     def use(self, backend: str | None) -> None:
@@ -336,46 +212,65 @@ class SparseLowRankLinear(nn.Module):
             backend: one of `hasslefree.packed.kernels.backends.BACKENDS`.
 
         Raises:
-            UnknownNameError: no such backend. KernelError: it is not possible here; the message
-                says why.
+            UnknownNameError: no such backend.
+            KernelError: the backend cannot run this layer; the message says why.
         """
         if backend is not None:
-            backends.choose(self._case(), backend)
-        with torch.no_grad(), remedy_for_copies(self.spec.shape):
-            self.unpacked_copy = self.unpacked() if backend == "unpacked" else None
+            backends.choose(self.case(), backend)
+        self.unpacked_copy = None
+        if backend == "unpacked":
+            with torch.no_grad(), remedy_for_copies(self.spec.shape):
+                self.unpacked_copy = self.unpacked()
         self.backend = backend
 
-    def _case(self, tokens: int = 1, grad: bool = False) -> backends.Case:
-        weight, spec = self.weight, self.spec
+    def case(self, tokens: int = 1, grad: bool = False) -> backends.Case:
+        """Describe a call, to choose its backend. grad: x or S needs a gradient."""
+        weight = self.weight
         return backends.Case(
-            weight.device.type,
-            weight.dtype,
-            self.storage.layout,
-            tokens,
-            grad,
-            spec.grid,
-            spec.shape,
+            device=weight.device.type,
+            dtype=weight.dtype,
+            layout=self.storage.layout,
+            tokens=tokens,
+            grad=grad,
+            grid=self.spec.grid,
+            shape=self.spec.shape,
         )
 
     def extra_repr(self) -> str:
-        spec, backend = self.spec, self.backend or backends.choose(self._case())
-        sizes = (
-            f"in_features={self.in_features}, out_features={self.out_features}, rank={spec.rank}"
+        backend = self.backend or backends.choose(self.case())
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features},"
+            f" rank={self.spec.rank}, bias={self.bias is not None}, backend={backend},"
+            f" {self.spec.kind}"
         )
-        return f"{sizes}, bias={self.bias is not None}, backend={backend}, {spec.kind}"
+
+    # The kernel returns what it holds before the tensors are saved, replaced, moved or copied.
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self.kernel.release(self)
+        super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.kernel.release(self)
+        super()._load_from_state_dict(*args)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SparseLowRankLinear":
+        self.kernel.release(self)
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.kernel.release(self)
+        return {**self.__dict__, "kernel": kernel_for(self.spec)}
 
 
 def add_low_rank(y: Tensor, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """y + x vᵀ uᵀ, y: (tokens, out), x: (..., in)."""
     hidden = F.linear(x, v).reshape(-1, len(v))
-    # In place, where autocast leaves the dtypes alike: for a long prompt new memory costs more than
-    # this.
-    return (y.addmm_ if y.dtype == hidden.dtype == u.dtype else y.addmm)(hidden, u.T)
-
-
-@cache
-def log_slower(obstacle: str) -> None:
-    logger.warning("S is unpacked at every call, which is slow: %s", obstacle)
+    # Autocast may make the dtypes differ. In place where it does not: for a long prompt, new memory
+    # costs more than the product.
+    if y.dtype == hidden.dtype == u.dtype:
+        return y.addmm_(hidden, u.T)
+    return y.addmm(hidden, u.T)
 
 
 @contextmanager
@@ -393,47 +288,48 @@ def remedy_for_copies(shape: tuple[int, int]) -> Iterator[None]:
 
 
 def compressed_layers(model: nn.Module) -> dict[str, SparseLowRankLinear]:
-    """The compressed layers by their full name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, SparseLowRankLinear)
-    }
+    """The compressed layers of a model by their full name."""
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, SparseLowRankLinear):
+            layers[name] = module
+    return layers
 
 
 def layers_without_numba(model: nn.Module) -> list[str]:
-    """The layers that unpack S at every call because Numba is not installed, by their full name."""
+    """The names of the layers that unpack S at every call because Numba is not installed."""
     if backends.HAS_NUMBA:
         return []
-    cases = {name: layer._case() for name, layer in compressed_layers(model).items()}
-    return [
-        n
-        for n, case in cases.items()
-        if case.device == "cpu" and not (isinstance(case.layout, Columns) or case.grid)
-    ]
+    names = []
+    for name, layer in compressed_layers(model).items():
+        case = layer.case()
+        has_kernel = case.grid is None and not isinstance(case.layout, Columns)
+        if case.device == "cpu" and has_kernel:
+            names.append(name)
+    return names
 
 
 @typed
 def use_backend(model: nn.Module, backend: str | None) -> None:
-    """`SparseLowRankLinear.use` for every such layer of a model.
+    """Call `SparseLowRankLinear.use` for every compressed layer of a model.
 
     Raises:
-        UnknownNameError, KernelError: as there, before any layer is changed where one of them
-            cannot use that backend.
+        UnknownNameError, KernelError: as there; if one layer cannot use the backend, no layer is
+            changed.
     """
     layers = compressed_layers(model).values()
     if backend is not None:
         backends.check_backend(backend)
         for layer in layers:
-            backends.choose(layer._case(), backend)
+            backends.choose(layer.case(), backend)
     for layer in layers:
         layer.use(backend)
 
 
 @contextmanager
 def unpacked_once(root: nn.Module) -> Iterator[None]:
-    """Within it, the layers in `root` hold S unpacked over all calls. Their tensors must not change
-    meanwhile.
+    """Let the layers in `root` hold S unpacked over all calls within the context. Their tensors
+    must not change meanwhile.
     """
     layers = compressed_layers(root).values()
     before = [layer.unpacked_copy for layer in layers]

@@ -6,7 +6,8 @@ import torch
 from hasslefree.core.grids import Grid
 from hasslefree.errors import KernelError, UnknownNameError
 from hasslefree.packed.kernels import backends, int4
-from hasslefree.packed.kernels.backends import BACKENDS, Case, choose, product
+from hasslefree.packed.kernels.backends import BACKENDS, Case, choose
+from hasslefree.packed.kernels.ops import product
 from hasslefree.packed.layouts import Bitmask, Columns, PackedGroups
 from tests.packed.kernels import reference
 

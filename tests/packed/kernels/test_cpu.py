@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasslefree.errors import PatternError, ShapeError
-from hasslefree.packed.kernels import ops
+from hasslefree.packed.kernels import arrays, ops
 from tests.packed.kernels import reference
 
 pytest.importorskip("numba", reason="needs hasslefree[fast]")
@@ -28,7 +28,7 @@ TOKENS = st.sampled_from([1, 2, 5, 6, 17, 50])
 def unpacked(op, *packed, dtype, width):
     """S, by way of the tiles: the product with the identity is exact."""
     with pytest.MonkeyPatch.context() as patch:
-        for table in ("DIRECT", "DIRECT_2_4", "DIRECT_2_4_TILES", "DIRECT_2_4_SCALAR"):
+        for table in ("DIRECT", "DIRECT_2_4", "DIRECT_2_4_AMX", "DIRECT_2_4_SCALAR"):
             patch.setattr(ops, table, {})
         return op(torch.eye(width, dtype=dtype), *packed).T
 
@@ -84,7 +84,7 @@ def test_registers_of_2_4_and_what_they_leave(groups, dtype, wide, monkeypatch):
     from hasslefree.packed.kernels import cpu
 
     monkeypatch.setattr(cpu, "WIDE", cpu.WIDE and wide)
-    for table in ("DIRECT_2_4", "DIRECT_2_4_TILES", "DIRECT_2_4_SCALAR"):
+    for table in ("DIRECT_2_4", "DIRECT_2_4_AMX", "DIRECT_2_4_SCALAR"):
         monkeypatch.setattr(ops, table, {dtype: 100})
     s = reference.sparse(7, groups, 2, 4, dtype, seed=groups)
     packed = reference.pack_groups(s, 2, 4)
@@ -109,8 +109,8 @@ def test_unpacking_by_registers_and_bit_by_bit(width, dtype, wide, monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch):
     monkeypatch.setattr(ops, "TILE_BYTES", 1)
-    monkeypatch.setattr(ops, "_direct", lambda n, m: {})
-    s = reference.sparse(3 * ops.LEAST_ROWS + 5, 9, 2, 4, torch.float32, seed=0)
+    monkeypatch.setattr(ops, "direct_tokens", lambda n, m: {})
+    s = reference.sparse(3 * ops.MIN_TILE_ROWS + 5, 9, 2, 4, torch.float32, seed=0)
     x = inputs(tokens, s.shape[1], torch.float32)
     reference.assert_close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
     reference.assert_close(ops.linear_mask(x, *reference.pack_mask(s)), x, s)
@@ -118,7 +118,7 @@ def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch)
 
 @given(
     pattern=st.sampled_from([(2, 4), (1, 4), (2, 8), (2, 66), (1, 12)]), out=st.integers(1, 70),
-    groups=st.integers(1, 40), rank=st.integers(1, 20), tokens=st.integers(1, ops.FEW), wide=st.booleans(),
+    groups=st.integers(1, 40), rank=st.integers(1, 20), tokens=st.integers(1, arrays.FEW), wide=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_whole_layer_in_one_call(pattern, out, groups, rank, tokens, wide, dtype, seed):
@@ -128,7 +128,7 @@ def test_a_whole_layer_in_one_call(pattern, out, groups, rank, tokens, wide, dty
     s = reference.sparse(out, groups, *pattern, dtype, seed)
     u, v = inputs(out, rank, dtype, seed + 1), inputs(rank, s.shape[1], dtype, seed + 2)
     x = inputs(tokens, s.shape[1], dtype, seed)
-    assert ops.takes_few(x)
+    assert arrays.takes_few(x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "WIDE", cpu.WIDE and wide)
         y = ops.groups_product(x, *reference.pack_groups(s, *pattern), *pattern, u, v, None)
@@ -147,7 +147,7 @@ def test_a_whole_layer_in_one_call(pattern, out, groups, rank, tokens, wide, dty
 def test_many_tokens_by_tables_or_by_tiles(out, width, tokens, tiles, monkeypatch):
     """Whole tiles and blocks of tokens, and what they leave."""
     monkeypatch.setattr(ops, "multiplies_tiles", lambda: tiles)
-    monkeypatch.setattr(ops, "MOST_ROWS", 64)
+    monkeypatch.setattr(ops, "MAX_TABLE_ROWS", 64)
     s = reference.sparse(out, width // 4, 2, 4, torch.bfloat16, seed=out)
     x = inputs(tokens + 1, width, torch.bfloat16).view(-1)[3 : 3 + tokens * width].view(tokens, width)  # 2-byte aligned
     reference.assert_close(ops.linear_groups(x, *reference.pack_groups(s, 2, 4), 2, 4), x, s)
@@ -159,7 +159,7 @@ def test_every_pair_of_a_table_is_exact(monkeypatch):
     s = reference.sparse(96, 32, 2, 4, torch.bfloat16, seed=2, empty_rows=False)
     packed = reference.pack_groups(s, 2, 4)
     assert torch.equal(ops.linear_groups(torch.eye(128).bfloat16(), *packed, 2, 4).T, s)
-    if not ops.numba_kernels().WIDE:
+    if not arrays.numba_kernels().WIDE:
         pytest.skip("this processor multiplies unpacked rows, in which a zero times NaN is NaN: tables need AVX-512")
     for value in (float("inf"), float("nan")):
         x = torch.zeros(64, 128).bfloat16()
@@ -265,7 +265,7 @@ def test_one_node_of_a_compiled_graph(tokens):
 
 THREADS = """
 import json, sys, torch
-from hasslefree.packed.kernels import ops
+from hasslefree.packed.kernels import arrays, ops
 from tests.packed.kernels import reference
 torch.set_num_threads(int(sys.argv[1]))
 answers = []

@@ -1,21 +1,18 @@
-"""Which backend computes a product x Sᵀ, by the rule of docs/howto/run.md: measured on a
-CPU.
+"""The rule by which the backend of a product x Sᵀ is chosen.
 
-`dense` and `unpacked` are up to the caller, who unpacks S by torch at every call, or once; `ops`
-has `numba`, and `int4` has `int4`.
+`dense` and `unpacked` are torch's product with S, unpacked at every call or once; `ops` has `numba`
+and `int4` has `int4`. docs/howto/run.md shows the rule, which was measured on a CPU.
 """
 
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from hasslefree.core.grids import Grid
 from hasslefree.errors import KernelError, UnknownNameError
-from hasslefree.packed.kernels import int4, ops
+from hasslefree.packed.kernels import int4
 from hasslefree.packed.layouts import Columns, Layout, PackedGroups
 
 # Looked up once: torch.compile cannot trace the search.
@@ -26,8 +23,16 @@ NO_GRADIENTS = "it computes no gradients; use dense, or torch.no_grad()"
 
 @dataclass(frozen=True)
 class Case:
-    """What decides the backend of x Sᵀ. grad: x or the values need a gradient. grid, shape: of a
-    quantised S.
+    """A product x Sᵀ, as far as it decides the backend.
+
+    Args:
+        device: the type of S's device, such as "cpu".
+        dtype: of S, and of the scales of a quantised S.
+        layout: how S is stored.
+        tokens: the number of rows of x.
+        grad: x or S needs a gradient.
+        grid: of a quantised S.
+        shape: (out, in) of a quantised S.
     """
 
     device: str
@@ -40,49 +45,48 @@ class Case:
 
 
 def choose(case: Case, backend: str | None = None) -> str:
-    """The name of the backend: the requested one, or by the rule of docs/howto/run.md.
+    """Choose the backend of a product.
 
-    By that rule a CPU uses `numba` or `int4` where possible, CUDA uses `int4` for few tokens where
+    By the rule a CPU uses `numba` or `int4` if possible, CUDA uses `int4` for few tokens if
     possible, and everything else is `dense`. `unpacked`, which keeps a second copy of S, is never
-    chosen. A KernelError says why a requested backend is not possible.
+    chosen.
+
+    Args:
+        case: the product.
+        backend: the requested backend; None for the rule. Requested `int4` is `dense` for many
+            tokens on CUDA.
+
+    Raises:
+        UnknownNameError: no such backend.
+        KernelError: the requested backend is not possible; the message says why.
     """
-    many = case.device == "cuda" and case.tokens > int4.CUDA_TOKENS
-    if backend is None:
-        for name in ("numba", "int4"):
-            if not many and BACKENDS[name](case) is None:
-                return name
+    is_long_on_cuda = case.device == "cuda" and case.tokens > int4.CUDA_TOKENS
+    if backend is not None:
+        check_backend(backend)
+        obstacle = BACKENDS[backend](case)
+        if obstacle is not None:
+            raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
+        return "dense" if backend == "int4" and is_long_on_cuda else backend
+    if is_long_on_cuda:
         return "dense"
-    check_backend(backend)
-    if obstacle := BACKENDS[backend](case):
-        raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
-    return "dense" if backend == "int4" and many else backend
+    for name in ("numba", "int4"):
+        if BACKENDS[name](case) is None:
+            return name
+    return "dense"
 
 
 def check_backend(name: str) -> None:
+    """Raise an UnknownNameError if no backend has this name."""
     if name not in BACKENDS:
         raise UnknownNameError("backend", name, BACKENDS)
 
 
-def product(
-    x: Tensor, values: Tensor, index: Tensor, layout: Any,
-    u: Tensor | None = None, v: Tensor | None = None, bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """x Sᵀ, or where `takes_layer` x Sᵀ + x vᵀ uᵀ + b, by `numba`: (..., in) → (..., out).
-
-    u: (out, r); v: (r, in).
-    """
-    flat, traced = x.reshape(-1, x.shape[-1]), ops.is_traced(x)
-    if isinstance(layout, PackedGroups):
-        groups = ops.linear_groups if traced else ops.groups_product
-        y = groups(flat, values, index, layout.n, layout.m, u, v, bias)
-    else:
-        y = (ops.linear_mask if traced else ops.mask_product)(flat, values, index)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+def _dense(case: Case) -> None:
+    return None
 
 
-def takes_layer(backend: str, x: Tensor, layout: PackedGroups, rank: int) -> bool:
-    """Whether `numba` computes a whole layer in one call, for inputs (..., in)."""
-    return backend == "numba" and rank > 0 and not layout.is_mask and ops.takes_few(x)
+def _unpacked(case: Case) -> str | None:
+    return NO_GRADIENTS if case.grad else None
 
 
 def _numba(case: Case) -> str | None:
@@ -102,22 +106,19 @@ def _numba(case: Case) -> str | None:
 
 
 def _int4(case: Case) -> str | None:
-    if (
-        case.grid is None
-        or not isinstance(case.layout, PackedGroups)
-        or case.layout.n < case.layout.m
-    ):
+    is_complete = isinstance(case.layout, PackedGroups) and case.layout.n == case.layout.m
+    if case.grid is None or not is_complete:
         return "it takes a complete S as quantised codes, pattern dense; use numba or dense"
     if case.grad:
         return NO_GRADIENTS
     obstacle = int4.obstacle(case.device, case.dtype, case.grid, case.shape)
-    return obstacle and f"{obstacle}; use dense or unpacked"
+    return None if obstacle is None else f"{obstacle}; use dense or unpacked"
 
 
-# By name: what says why a backend is not possible in a case, or None.
+# Functions that say why a backend is not possible in a case, or None, by the backend's name.
 BACKENDS: dict[str, Callable[[Case], str | None]] = {
-    "dense": lambda case: None,
-    "unpacked": lambda case: NO_GRADIENTS if case.grad else None,
+    "dense": _dense,
+    "unpacked": _unpacked,
     "numba": _numba,
     "int4": _int4,
 }

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hasslefree.core.grids import Grid
-from hasslefree.packed.kernels import ops
+from hasslefree.packed.kernels.arrays import is_traced, workspace
+from hasslefree.packed.kernels.ops import as_operator
 
 # The groups of inputs that the operators take: those of a grid are divided into the longest of
 # these.
@@ -76,7 +77,7 @@ class Int4:
         if x.device.type == "cuda":
             y: Tensor = torch.ops.aten._weight_int4pack_mm(x, self.codes, self.group, self.terms)
             return y if u is None or v is None else y.addmm_(F.linear(x, v), u.T)
-        multiply = linear_int4 if ops.is_traced(x) else int4_product
+        multiply = linear_int4 if is_traced(x) else int4_product
         return multiply(x, self.codes, self.terms, self.group, u, v)
 
 
@@ -100,7 +101,7 @@ def int4_product(
         x = torch.cat([x, F.linear(x, v), x.new_zeros(tokens, missing)], 1)
     scale, centre = terms.permute(2, 0, 1).contiguous().unsqueeze(2)
     y, tiles = x.new_empty(tokens, out), list(tiles_of(out, width))
-    room = ops.workspace(2 * x.shape[1] * max(rows.stop - rows.start for rows in tiles)).view(
+    room = workspace(2 * x.shape[1] * max(rows.stop - rows.start for rows in tiles)).view(
         torch.bfloat16
     )
     for rows in tiles:
@@ -115,7 +116,7 @@ def int4_product(
     return y
 
 
-linear_int4 = ops.as_operator("hasslefree::linear_int4", int4_product)
+linear_int4 = as_operator("hasslefree::linear_int4", int4_product)
 linear_int4.register_fake(lambda x, codes, *_: x.new_empty(len(x), len(codes)))
 
 

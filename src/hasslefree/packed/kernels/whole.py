@@ -1,0 +1,220 @@
+"""Kernels that compute a whole layer, y = x (S + u v)ᵀ + b, without gradients.
+
+A layer has one of them. What a kernel prepares from the tensors of the layer, such as codes in
+another order, belongs to the kernel.
+"""
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from hasslefree.packed.kernels import backends, ops
+from hasslefree.packed.kernels.arrays import FactorArrays, LayerArrays, is_traced, takes_few
+from hasslefree.packed.kernels.int4 import CUDA_TOKENS, Int4, plain
+from hasslefree.packed.layouts import PackedGroups
+from hasslefree.packed.spec import LayerSpec
+from hasslefree.packed.storage import pack_codes, unpack_codes
+
+if TYPE_CHECKING:
+    from hasslefree.packed.linear import SparseLowRankLinear
+
+logger = logging.getLogger(__name__)
+OTHER_BITS = (
+    "only 4 bits have fast operators; the backend unpacked is faster, and takes the dense model's"
+    " memory"
+)
+
+
+class Kernel(Protocol):
+    """A way to compute a whole layer."""
+
+    @property
+    def bytes(self) -> int:
+        """The memory of what the kernel has prepared."""
+
+    def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
+        """Compute the layer, and prepare for it if necessary: (..., in) → (..., out); None if the
+        kernel cannot. No gradient is needed.
+        """
+
+    def release(self, layer: "SparseLowRankLinear") -> None:
+        """Give the tensors that the kernel has taken back to the layer."""
+
+
+def kernel_for(spec: LayerSpec) -> Kernel:
+    """The kernel of a layer."""
+    layout = spec.storage.layout
+    if not isinstance(layout, PackedGroups):
+        return NoKernel()
+    if spec.grid is not None:
+        return Int4Kernel() if layout.n == layout.m else NoKernel()
+    return GroupsKernel() if spec.factor_bits is None else NoKernel()
+
+
+class NoKernel:
+    """No kernel computes the whole layer."""
+
+    bytes = 0
+
+    def product(self, layer: "SparseLowRankLinear", x: Tensor) -> None:
+        return None
+
+    def release(self, layer: "SparseLowRankLinear") -> None:
+        pass
+
+
+class GroupsKernel:
+    """The backend `numba` for N:M with a few tokens."""
+
+    bytes = 0  # arrays share the memory of the tensors
+
+    def __init__(self) -> None:
+        self.arrays: LayerArrays | None = None
+        self.key: tuple[int, ...] = ()  # of the tensors of these arrays
+
+    def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
+        if not backends.HAS_NUMBA or layer.backend not in (None, "numba"):
+            return None
+        # Python's overhead counts for a token: no look-up of a tensor by the module.
+        parameters = layer._parameters
+        values = parameters["values"]
+        index = layer._buffers["positions"]
+        assert values is not None
+        assert index is not None
+        if not takes_few(x) or x.dtype != values.dtype:
+            return None
+        if not values.is_cpu or not x.is_cpu or x.shape[-1] != layer.in_features:
+            return None
+        u = parameters["low_rank_u"]
+        v = parameters["low_rank_v"]
+        bias = parameters["bias"]
+        layout = layer.storage.layout
+        assert isinstance(layout, PackedGroups)
+        if (layout.n, layout.m) == (2, 4) and not is_traced(x):
+            arrays = self._prepare(values, index, u, v, bias)
+            if arrays is not None:
+                return arrays.product(x)
+        if v is None or layout.is_mask:
+            return None
+        return ops.product(x, values, index, layout, u, v, bias)
+
+    def _prepare(
+        self, values: Tensor, index: Tensor, *factors: Tensor | None
+    ) -> LayerArrays | None:
+        """Return the arrays of these tensors, made when tensors were replaced; None if one is not
+        contiguous.
+        """
+        tensors = (values, index, *factors)
+        key = tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+        if self.key == key:
+            return self.arrays
+        self.key = key
+        self.arrays = None
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_contiguous():
+                return None
+        self.arrays = LayerArrays(values, index, *factors)
+        return self.arrays
+
+    def release(self, layer: "SparseLowRankLinear") -> None:
+        """The tensors stay in the layer."""
+
+
+class Int4Kernel:
+    """The backend `int4`: a complete S in codes of four bits.
+
+    On a CPU the kernel takes the buffer `weight_packed` of the layer, whose codes it holds in the
+    order of torch's operators, so that one copy of the codes is in memory. `release` returns them.
+    """
+
+    def __init__(self) -> None:
+        self.operands: Int4 | None = None
+        self.factors: FactorArrays | None = None
+        self.key: tuple[tuple[int, int], ...] = ()  # of the tensors that were prepared
+
+    @property
+    def bytes(self) -> int:
+        if self.operands is None:
+            return 0
+        return self.operands.codes.nbytes + self.operands.terms.nbytes
+
+    def product(self, layer: "SparseLowRankLinear", x: Tensor) -> Tensor | None:
+        if layer.backend not in (None, "int4") or layer.wide_factors:
+            return None
+        if x.dtype != torch.bfloat16 or x.shape[-1] != layer.in_features:
+            return None
+        flat = x.reshape(-1, x.shape[-1])
+        if not x.is_cpu and len(flat) > CUDA_TOKENS:
+            return None
+        if not is_traced(x) and self.key != key_of(layer):
+            self._prepare(layer)
+        if self.operands is None or self.operands.terms.device != x.device:
+            return None
+        y = self._flat_product(self.operands, layer, flat)
+        return y.view(*x.shape[:-1], layer.out_features)
+
+    def _flat_product(self, operands: Int4, layer: "SparseLowRankLinear", x: Tensor) -> Tensor:
+        """x: (tokens, in) → (tokens, out)."""
+        if self.factors is not None and takes_few(x) and not is_traced(x):
+            y = operands.product(x)
+            self.factors.add(x.contiguous(), y)
+            return y
+        factors = layer.factors()
+        y = operands.product(x) if factors is None else operands.product(x, *factors)
+        bias = layer._parameters["bias"]
+        return y if bias is None else y.add_(bias)
+
+    def _prepare(self, layer: "SparseLowRankLinear") -> None:
+        """Take the codes of the layer, if this is its backend."""
+        self.release(layer)
+        case = layer.case()
+        if backends.choose(case, layer.backend) == "int4":
+            self._take(layer)
+        else:
+            obstacle = backends.BACKENDS["int4"](case)
+            if obstacle and case.device == "cpu":
+                has_other_bits = case.grid is not None and case.grid.bits != 4
+                log_slower(OTHER_BITS if has_other_bits else obstacle)
+        self.key = key_of(layer)
+
+    def _take(self, layer: "SparseLowRankLinear") -> None:
+        tensors = layer.tensors()
+        codes = unpack_codes(tensors["weight_packed"], 4, layer.in_features)
+        scale = tensors["weight_scale"].detach()
+        self.operands = Int4.of(codes, scale, layer.storage.lowest(tensors))
+        if not codes.is_cpu:
+            return
+        layer._buffers["weight_packed"] = None
+        factors = layer.factors()
+        if backends.HAS_NUMBA and factors is not None:
+            u, v = factors
+            self.factors = FactorArrays(u.contiguous(), v.contiguous(), layer.bias)
+
+    def release(self, layer: "SparseLowRankLinear") -> None:
+        if self.operands is None:
+            return
+        if layer._buffers["weight_packed"] is None:
+            layer._buffers["weight_packed"] = pack_codes(plain(self.operands.codes), 4)
+        self.operands = None
+        self.factors = None
+        self.key = ()
+
+
+def key_of(layer: "SparseLowRankLinear") -> tuple[tuple[int, int], ...]:
+    """Identify the tensors of a layer, and their contents by the versions that autograd counts."""
+    key = []
+    for tensors in (layer._parameters, layer._buffers):
+        for tensor in tensors.values():
+            if tensor is not None:
+                version = 0 if tensor.is_inference() else tensor._version
+                key.append((tensor.data_ptr(), version))
+    return tuple(key)
+
+
+@cache
+def log_slower(obstacle: str) -> None:
+    """Log once why layers are slow."""
+    logger.warning("S is unpacked at every call, which is slow: %s", obstacle)
