@@ -80,6 +80,27 @@ def test_it_is_the_mean_square_of_what_moves_the_labels_likelihood(family, place
             assert sensitivity == pytest.approx(sum(squares) / 32 / 2, rel=1e-3), full
 
 
+def test_calls_of_a_layer_are_paired_with_their_own_gradients(tmp_path, monkeypatch):
+    """Oracle: the gradient of the weight, by autograd through the whole model. A block calls o_proj twice."""
+    labels = torch.arange(16) * 3 % 64
+    monkeypatch.setattr(
+        "hasslefree.allocate.sensitivity.sample_labels", lambda logits, generator: labels[: len(logits)]
+    )
+    model, tokens = build("llama"), segments(2, 16)
+    block = model.model.layers[1]
+    mlp, twice = block.mlp.forward, block.self_attn.o_proj
+    block.mlp.forward = lambda x: mlp(x) + twice(x)
+    walk = walk_of(model, tokens, tmp_path)
+
+    def of_weight(layer, plan):
+        return layer.gradients.T @ layer.inputs, 0.0
+
+    found, _ = sensitivities(walk, plan_of(model), tokens, World(), of_weight)[1]["self_attn.o_proj"]
+    predicted = model(input_ids=tokens, use_cache=False).logits
+    loss = F.cross_entropy(predicted.flatten(0, 1), labels.repeat(2), reduction="sum")
+    torch.testing.assert_close(found, *torch.autograd.grad(loss, twice.weight), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_it_is_close_to_the_divergence_of_a_model_with_that_layer_pruned(family, tmp_path):
     """Oracle: that model, run whole, in float64: within a factor of three, and seldom in another order."""

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import math
 import re
 
@@ -20,7 +21,7 @@ from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, Reci
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
 from hasslefree.models.walk import Walk
-from hasslefree.models.weights import Weights
+from hasslefree.models.weights import Source, Weights
 from hasslefree.packed.linear import SparseLowRankLinear, compressed_layers
 from hasslefree.train.gradients import Divergence
 from hasslefree.train.optimizer import Masters
@@ -139,16 +140,60 @@ def test_zeros_stay_zeros_and_what_is_not_compressed_stays(two_held_out):
         assert not (layer.unpacked() != 0)[~support[name]].any(), name
 
 
-def test_a_rate_that_is_too_high_is_retreated_from_and_at_worst_the_model_is_as_it_was(two_held_out):
+@pytest.mark.parametrize(("rate", "retreats", "validations"), [(30.0, 1, 4), (1e30, 1, 0), (1e30, 0, 0)])
+def test_a_rate_that_is_too_high_is_retreated_from_and_at_worst_the_model_is_as_it_was(
+    rate, retreats, validations, two_held_out
+):
+    """At 1e30 the weights become NaN, which no comparison sees and JSON does not have."""
     walk, reference, *_ = prepared("llama")
     before = state(walk)
-    settings = Training(learning_rate=30.0, batch=32, retreats=1)
-    record = train(walk, reference, settings, back_to(walk, before))
-    assert record["learning_rate"] == 10.0
-    assert len(record["history"]) == 4, "the last attempt goes on to the end"
-    assert record["after"] == record["before"] < record["history"][-1]
+    record = train(walk, reference, Training(learning_rate=rate, batch=32, retreats=retreats), back_to(walk, before))
+    assert record["learning_rate"] == rate / 3**retreats
+    assert len(record["history"]) == validations, "the last attempt goes on to the end, if its predictions are finite"
+    assert record["after"] == record["before"]
+    assert record["before"] < min(record["history"], default=math.inf)
+    json.dumps(record, allow_nan=False)
     for name, tensor in walk.model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_weights_that_become_nan_after_a_success_are_not_kept(two_held_out, monkeypatch):
+    """The first validation is better than before, and NaN comes later."""
+    walk, reference, *_ = prepared("llama")
+    before, step = state(walk), Trainer.step
+
+    def spoilt(self, segments, rate):
+        step(self, segments, rate)
+        if self.tokens > 32 * 2:
+            walk.model.model.layers[0].mlp.up_proj.low_rank_u.data[0] = math.nan
+
+    monkeypatch.setattr(Trainer, "step", spoilt)
+    record = train(walk, reference, Training(batch=32), back_to(walk, before))
+    assert record["history"][0] < record["before"] == record["after"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in walk.model.state_dict().items())
+
+
+def test_embeddings_and_head_are_read_once_in_a_training(tmp_path, monkeypatch):
+    """Oracle: a count of the reads while the model is trained."""
+    build("llama").save_pretrained(tmp_path / "model")
+    read, training, of_file = [], [], Source.read
+
+    def counted(source):
+        read.extend([source.name] * len(training))
+        return of_file(source)
+
+    def noted(*args):
+        training.append(True)
+        record = train(*args)
+        training.clear()
+        return record
+
+    monkeypatch.setattr(Source, "read", counted)
+    monkeypatch.setattr("hasslefree.pipeline.training.train", noted)
+    hasslefree.compress(
+        tmp_path / "model", tmp_path / "out", RECIPE, tokenizer=NoTokenizer(), segments=segments(12, 16)
+    )
+    assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
 
 
 @pytest.mark.parametrize(

@@ -295,17 +295,24 @@ def inputs_and_gradients(
         reverse.gradients,
     )
     inputs: dict[str, list[Tensor]] = {group[0]: [] for group in groups}
+    # By the calls of a layer in forward order, as its inputs; autograd comes in another order.
     outer: dict[str, list[Tensor]] = {name: [] for group in groups for name in group}
+    reached: set[str] = set()
     sites = find_sites(block)
 
     def keep_input(name: str, x: Tensor) -> None:
         inputs[name].append(as_multiplied(x.detach().flatten(0, -2).clone()))
 
     def keep_gradient(name: str, y: Tensor) -> None:
-        if y.requires_grad:  # a copy: autograd may still add to the gradient
-            y.register_hook(
-                lambda g: outer[name].append(g.flatten(0, -2).to(working_dtype(g), copy=True))
-            )
+        gradient = torch.zeros_like(y, dtype=working_dtype(y)).flatten(0, -2)
+        outer[name].append(gradient)
+
+        def fill(g: Tensor) -> None:
+            gradient.copy_(g.flatten(0, -2))
+            reached.add(name)
+
+        if y.requires_grad:
+            y.register_hook(fill)
 
     handles = [sites[name].on_input(partial(keep_input, name)) for name in inputs]
     handles += [sites[name].on_output(partial(keep_gradient, name)) for name in outer]
@@ -326,4 +333,6 @@ def inputs_and_gradients(
         return rows if reverse.tokens else rows[:0]
 
     rows = {name: counted(parts) for name, parts in inputs.items()}
-    return rows, {name: counted(parts) if parts else None for name, parts in outer.items()}
+    return rows, {
+        name: counted(parts) if name in reached else None for name, parts in outer.items()
+    }

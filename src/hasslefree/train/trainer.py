@@ -192,7 +192,8 @@ def train(
     length, unit = steps * reference.passes, "steps"
     if deadline is not None:
         length, unit = max(round(deadline - walk.phases.clock()), 1), "seconds"
-    with walk.phases.phase(PREDICTIONS, length, unit) as phase:
+    # Embeddings and head are read once, not at every step.
+    with walk.outside(), walk.phases.phase(PREDICTIONS, length, unit) as phase:
         for retreat in range(settings.retreats + 1):
             tried = replace(settings, learning_rate=settings.learning_rate / 3**retreat)
             trainer = Trainer(
@@ -202,14 +203,16 @@ def train(
             tokens = trainer.tokens
             trainer.close()
             del trainer  # before the next one is made: its masters are the largest arrays of all
-            if history[-1] >= before:
+            # These comparisons are false for NaN.
+            improved = history[-1] < before
+            if not improved:
                 restore()
-            if history[0] < before:
+            if history[0] < before and math.isfinite(history[-1]):
                 break
     return PredictionRecord(
         before=before,
-        after=min(before, history[-1]),
-        history=history,
+        after=history[-1] if improved else before,
+        history=[divergence for divergence in history if math.isfinite(divergence)],
         learning_rate=tried.learning_rate,
         tokens=tokens,
     )
@@ -295,6 +298,13 @@ class Trainer:
                         history[-1],
                         before,
                     )
+                    if not math.isfinite(history[-1]):
+                        logger.warning(
+                            "%s: the predictions became NaN or Inf at the learning rate %g",
+                            PREDICTIONS,
+                            self.settings.learning_rate,
+                        )
+                        break
                     if not last and history[0] >= before:
                         break
         return before, history
