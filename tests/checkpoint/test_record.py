@@ -4,7 +4,9 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
+import hasslefree
 from hasslefree.checkpoint.record import LayerRecord, Record
 from hasslefree.errors import CheckpointError
 from hasslefree.packed.spec import LayerSpec
@@ -55,9 +57,15 @@ def test_a_summary_by_hand():
 
 
 def test_a_method_may_come_upon_nan_on_its_way():
-    """A run is not lost for it; only the report, which would draw it, refuses it."""
-    layer = LayerRecord("a.q", LayerSpec("2:4", (4, 8), 2, 16), 0.1, 0.09, 1.0, history=(0.5, float("nan"), 0.1))
-    assert LayerRecord.from_dict(layer.to_dict()).history[2] == 0.1
+    """A run is not lost for it, and JSON, which has no NaN, does not hold it."""
+    weight = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    result = hasslefree.decompose(weight, None, "2:4", 2, method="oats")
+    result = dataclasses.replace(result, history=(0.5, float("nan"), 0.1))
+    layer = LayerRecord.of("a.q", LayerSpec("2:4", (4, 8), 2, 16), result, 1.0, 100)
+    assert layer.history == ()
+    assert "NaN or Inf in a round" in layer.remarks[-1]
     report = Record("m", {}, "Prune()", {}, "cpu", "float32", 8, 8, 3.0, (layer,))
+    assert "NaN" not in report.to_json().replace("NaN or Inf", "")
+    foreign = report.to_json().replace('"history": []', '"history": [NaN]')
     with pytest.raises(CheckpointError, match=r"the errors by round of a\.q contain NaN or Inf"):
-        Record.from_json(report.to_json())
+        Record.from_json(foreign)

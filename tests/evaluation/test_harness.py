@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
-from hasslefree.errors import CheckpointError, OutputError, TaskError, UnknownNameError
+from hasslefree.errors import CheckpointError, NonFiniteError, OutputError, TaskError, UnknownNameError
 from hasslefree.evaluation.harness import TASKS, cache_name, check_harness, check_tasks, harness_tasks
 from hasslefree.evaluation.run import evaluate
 from hasslefree.progress import SCORING
@@ -118,6 +118,16 @@ def test_questions_that_the_model_cannot_hold_are_counted(tmp_path):
     long = {"boolq": [ROWS["boolq"][0] | {"passage": "a list of words " * 300}, ROWS["boolq"][1]]}
     found = evaluate(str(MODEL), tasks=["boolq"], task_data=write_rows(tmp_path / "long", long))
     assert found["tasks"]["boolq"]["truncated"] == 1
+
+
+def test_a_model_whose_answers_are_nan_has_no_accuracy(tmp_path, rows):
+    shutil.copytree(MODEL, tmp_path / "model")
+    [file] = (tmp_path / "model").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(NonFiniteError, match="log-likelihood of an answer is NaN"):
+        evaluate(str(tmp_path / "model"), tasks=["piqa"], task_data=rows, device="cpu")
 
 
 def test_a_limit_takes_the_first_rows(rows):

@@ -59,16 +59,20 @@ class LayerRecord:
     ) -> "LayerRecord":
         """The record of a decomposition. spec: of the stored layer. stored: its size in bytes."""
         spec = dataclasses.replace(spec, nonzeros=int(result.sparse.count_nonzero()))
-        errors = result.relative_error, result.relative_error_before_cast
+        history, remarks = result.history, result.remarks
+        if not all(map(math.isfinite, history)):
+            history = ()
+            remarks = (*remarks, "the objective was NaN or Inf in a round: its history is left out")
         return cls(
             name,
             spec,
-            *errors,
-            seconds,
-            result.history,
-            result.remarks,
-            stored,
-            result.sparse.nbytes,
+            relative_error=result.relative_error,
+            relative_error_before_cast=result.relative_error_before_cast,
+            seconds=seconds,
+            history=history,
+            remarks=remarks,
+            bytes=stored,
+            dense_bytes=result.sparse.nbytes,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -232,7 +236,7 @@ class Record:
         del content["phases"]
         for timed in (content, *content["layers"]):
             del timed["seconds"]
-        return json.dumps(content, indent=1) + "\n"
+        return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Record":

@@ -190,7 +190,7 @@ def show(
         for table in tables:
             console.print(table)
     elif not QUIET_PROCESS:
-        print(json.dumps(results, indent=1))
+        print(json.dumps(results, indent=1, allow_nan=False))
     if output is not None:
         write_file(results, output)
         say(f"Written to {output}.")
@@ -199,7 +199,7 @@ def show(
 def write_file(results: dict[str, Any], output: Path) -> None:
     from hasslefree.checkpoint.output import write_whole
 
-    write_whole(output, json.dumps(results, indent=1) + "\n")
+    write_whole(output, json.dumps(results, indent=1, allow_nan=False) + "\n")
 
 
 def say(text: str, **settings: Any) -> None:

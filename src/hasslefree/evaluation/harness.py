@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import math
 import os
 import sqlite3
 import tempfile
@@ -25,7 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hasslefree.checkpoint.record import versions
-from hasslefree.errors import OutputError, TaskError, UnknownNameError, option
+from hasslefree.errors import NonFiniteError, OutputError, TaskError, UnknownNameError, option
 from hasslefree.files import read_small
 from hasslefree.models.calls import replaced
 from hasslefree.models.load import DOWNLOAD_AGAIN, loading
@@ -247,8 +248,13 @@ def evaluate_tasks(
         ) as phase:
             keep = lm.cache_hook.add_partial  # called with every new answer
 
-            def keep_and_count(*answer: Any) -> None:
-                keep(*answer)
+            def keep_and_count(kind: str, request: Any, answer: Any) -> None:
+                if math.isnan(answer[0]):  # every comparison with it is false: a wrong accuracy
+                    raise NonFiniteError(
+                        "the log-likelihood of an answer is NaN; look for NaN or Inf in the"
+                        f" model's weights, or try {option('dtype', 'float32')}"
+                    )
+                keep(kind, request, answer)
                 phase.advance()
 
             lm.cache_hook.add_partial = keep_and_count

@@ -94,13 +94,13 @@ def perplexity(
             total += losses.item()
             scored += rows[:, 1:].numel()
             phase.advance(len(rows))
-    if math.isnan(total):
+    value = torch.tensor(total / scored, dtype=torch.float64).exp().item()
+    if not math.isfinite(value):
         raise NonFiniteError(
-            "the model gives NaN on this text; look for NaN or Inf in its weights, or try"
+            "the model gives NaN or Inf on this text; look for NaN or Inf in its weights, or try"
             f" {option('dtype', 'float32')}"
         )
-    mean = torch.tensor(total / scored, dtype=torch.float64)
-    return Perplexity(mean.exp().item(), len(tokens), scored, window)
+    return Perplexity(value, len(tokens), scored, window)
 
 
 @with_bar

@@ -254,7 +254,7 @@ class Joint(Method):
                 history = (
                     [loss * error / end for loss in course] if end > LEAST_SHARE * share else []
                 )
-            if sweep and error > 1.01 * history[-1] + 1e-9:
+            if sweep and not error <= 1.01 * history[-1] + 1e-9:  # NaN too
                 remarks.append(
                     f"sweep {sweep} of the polish was undone: rounding raised the objective to"
                     f" {error:.2g}"
