@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hasslefree.cli import app, run_app, spread_lists
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
-from hasslefree.recipe.resolved import DEFAULT_SIZE
+from hasslefree.recipe.resolve import DEFAULT_SIZE
 from hasslefree.units import size
 from tests.evaluation.task_rows import write_rows
 from tests.tiny_models import tensors_of

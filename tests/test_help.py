@@ -24,8 +24,8 @@ from hasslefree.cli import app
 from hasslefree.cli.folder import result_tables
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.recipe import listing
-from hasslefree.recipe.recipe import GROUPS, Fields
-from hasslefree.recipe.resolved import EFFORTS
+from hasslefree.recipe.fields import GROUPS, Fields
+from hasslefree.recipe.resolve import EFFORTS
 from hasslefree.solve import low_rank, methods, pruners
 
 DOCS = Path(__file__).parents[1] / "docs" / "explanation"
@@ -149,7 +149,7 @@ def test_methods_of_a_name_are_its_settings():
     _, text, _ = invoke("methods", "joint", "--json")
     found = json.loads(text)["settings"]
     assert list(found) == list(inspect.signature(type(methods.METHODS["joint"])).parameters)
-    assert found["rounds"] == {"default": Recipe(rank=1).resolve(with_text=False).method.rounds, "option": "--rounds"}
+    assert found["rounds"] == {"default": Recipe(rank=1).resolve(with_text=False).solver.rounds, "option": "--rounds"}
     assert found["penalty"]["option"] is None
     _, text, _ = invoke("methods", "caldera")
     assert re.search(r"pruner\.grid\.group +64 +--group-size", text)

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from hasslefree.recipe.recipe import Fields, help_of
+from hasslefree.recipe.fields import Fields, help_of
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

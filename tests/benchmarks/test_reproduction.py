@@ -61,10 +61,10 @@ def test_added_methods_are_measured_when_they_are_asked_for():
         "joint-balanced": {"effort": "balanced"},
         "joint-best": {"effort": "best"},
     }
-    resolved = {job.row.method: job.recipe.resolve().recipe for job in jobs}
+    resolved = {job.row.method: job.recipe.resolve() for job in jobs}
     assert tuple(resolved) == asked
     for name, changes in wanted.items():
-        recipe = Recipe(**shared | changes).resolve().recipe
+        recipe = Recipe(**shared | changes).resolve()
         for field in ("method", "allocate", "match_predictions"):
             assert getattr(resolved[name], field) == getattr(recipe, field), (name, field)
 

@@ -12,7 +12,7 @@ from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.checkpoint.inspect import inspect_folder
 from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.evaluation.continuation import dense_original
-from hasslefree.recipe.resolved import filled
+from hasslefree.recipe.resolve import with_defaults
 from tests.checkpoint.test_loading import RECIPES
 from tests.tiny_models import build, segments
 
@@ -31,7 +31,11 @@ def test_the_sizes_are_those_of_the_tensors(recipe, compressed_once):
         assert layer.bytes == sum(tensor.nbytes for tensor in module.state_dict().values())
         assert layer.dense_bytes == before[f"{layer.name}.weight"] + before[f"{layer.name}.bias"]
         assert layer.spec.shape == tuple(module.unpacked().shape)
-        assert (layer.spec.pattern, layer.spec.rank, layer.dtype) == (filled(recipe).pattern, recipe.rank or 0, "BF16")
+        assert (layer.spec.pattern, layer.spec.rank, layer.dtype) == (
+            with_defaults(recipe).pattern,
+            recipe.rank or 0,
+            "BF16",
+        )
         assert layer.spec.nonzeros == module.spec.nonzeros
         assert layer.to_dict()["grid"] == (str(module.spec.grid) if module.spec.grid else None)
         assert layer.spec.factor_bits == recipe.factor_bits

@@ -17,7 +17,7 @@ from hasslefree.models import precision
 from hasslefree.models.sites import replace_module
 from hasslefree.pipeline import compress as module
 from hasslefree.pipeline.inputs import draw
-from hasslefree.recipe.resolved import filled
+from hasslefree.recipe.resolve import with_defaults
 from hasslefree.texts import calibration_documents, draw_segments
 from tests import oracles
 from tests.listeners import by_layer
@@ -102,7 +102,7 @@ def test_the_folder_tells_what_was_done(tmp_path):
     assert [done for _, done, _ in seen] == list(range(1, 15))
     assert {total for *_, total in seen} == {14}
     stored = json.loads((tmp_path / "out" / "compression.json").read_text())
-    assert stored["recipe"] == vars(filled(recipe)) | {"leave_dense": []}
+    assert stored["recipe"] == vars(with_defaults(recipe)) | {"leave_dense": []}
     assert stored["versions"].keys() == {"hasslefree", "torch", "transformers"}
     assert stored["mean_relative_error"] == report.mean_relative_error
     first = stored["layers"][0]
@@ -305,3 +305,12 @@ def test_the_model_card_says_what_stayed_dense_and_names_no_local_folder_as_a_hu
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model" not in card
     assert "every linear layer in the blocks (but for *.0.*)" in card
+
+
+def test_a_recipe_file_needs_no_text_beside_given_segments(tmp_path):
+    """Oracle: the same fields as a `Recipe`."""
+    fields = {"rank": 2, "effort": "fast", "calibration": str(tmp_path / "missing.txt")}
+    (tmp_path / "r.yaml").write_text(json.dumps(fields))
+    report = hasslefree.compress(build("llama"), tmp_path / "a", tmp_path / "r.yaml", segments=segments())
+    expected = hasslefree.compress(build("llama"), tmp_path / "b", Recipe(**fields), segments=segments())
+    assert report.mean_relative_error == expected.mean_relative_error

@@ -42,7 +42,7 @@ class Short(Method):
 )
 def test_memory_that_runs_out_is_logged_and_tried_again_and_then_named(kind, message, tmp_path, monkeypatch, caplog):
     method = Short(**{kind: [1]})
-    monkeypatch.setattr("hasslefree.recipe.resolved.method_of", lambda recipe: method)
+    monkeypatch.setattr("hasslefree.recipe.resolve.build_solver", lambda recipe: method)
     with caplog.at_level(logging.WARNING):
         hasslefree.compress(build("llama"), tmp_path / "one", Recipe(rank=2), segments=segments())
     assert "CUDA out of memory" in caplog.text

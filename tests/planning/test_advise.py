@@ -16,7 +16,7 @@ from hasslefree.errors import BudgetError, HasslefreeError, OutputError, RecipeE
 from hasslefree.models.blocks import find_blocks
 from hasslefree.planning.advise import advise
 from hasslefree.planning.plan import LayerPlan, digest, uniform_plans
-from hasslefree.recipe.resolved import DEFAULT_SIZE, filled
+from hasslefree.recipe.resolve import DEFAULT_SIZE, with_defaults
 from hasslefree.units import Size
 from tests.listeners import by_layer
 from tests.tiny_models import build, segments, tensors_of
@@ -290,11 +290,11 @@ def test_advice_needs_a_size():
 
 
 def test_a_model_alone_gets_the_default_size():
-    recipe = filled(Recipe(effort="fast"))
+    recipe = with_defaults(Recipe(effort="fast"))
     assert (recipe.size, recipe.method, recipe.pattern, recipe.allocate) == (
         DEFAULT_SIZE, "joint-grid", "dense", "error")  # fmt: skip
     for fields in ({"rank": 4}, {"pattern": "2:4"}, {"method": "wanda"}, {"bits": 4, "rank": 0}):
-        assert filled(Recipe(**fields)).size is None
+        assert with_defaults(Recipe(**fields)).size is None
 
 
 def test_a_layer_that_is_not_there_is_said_to_be_that():

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hasslefree import AlternatingMinimization, Grid, Prune, Recipe
 from hasslefree.errors import RecipeError
 from hasslefree.recipe.engines import ENGINES
-from hasslefree.recipe.resolved import filled
+from hasslefree.recipe.fields import NAMES
+from hasslefree.recipe.resolve import with_defaults
 from hasslefree.solve.low_rank import LOW_RANK_SOLVERS
 from hasslefree.solve.methods import METHODS
 from hasslefree.solve.pruners import PRUNERS
@@ -204,7 +205,7 @@ def test_a_pruner_alone_has_no_use_for_a_rank():
 
 def test_every_part_of_the_method_comes_from_the_recipe():
     recipe = Recipe(rank=2, method="oats", pruner="sparsegpt", low_rank="exact", rounds=7, damping=0.5)
-    assert recipe.resolve(with_text=False).method == AlternatingMinimization(
+    assert recipe.resolve(with_text=False).solver == AlternatingMinimization(
         PRUNERS["sparsegpt"], LOW_RANK_SOLVERS["exact"], rounds=7, damping=0.5, low_rank_first=True, keep_best=False
     )
 
@@ -248,12 +249,11 @@ def test_a_file_that_is_no_text(tmp_path):
     ],
 )  # fmt: skip
 def test_what_an_effort_stands_for(given, expected):
-    found = filled(Recipe(**given))
+    found = with_defaults(Recipe(**given))
     assert {name: getattr(found, name) for name in expected} == expected
-    assert filled(found) == found
+    assert with_defaults(found) == found
     resolved = Recipe(**given).resolve(with_text=False)
-    assert resolved.recipe == found
-    assert resolved.match_predictions == found.match_predictions
+    assert {name: getattr(resolved, name) for name in NAMES} == vars(found)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_every_method_with_a_low_rank_part_takes_factors_in_eight_bits():
         if not isinstance(method, Prune):
             pattern = {"pattern": "structured", "sparsity": 0.5} if name == "losparse" else {}
             resolved = Recipe(method=name, rank=2, factor_bits=8, **pattern).resolve(with_text=False)
-            assert resolved.recipe.factor_bits == 8
+            assert resolved.factor_bits == 8
 
 
 @pytest.mark.parametrize("field", ["effort", "match_predictions"])
@@ -291,12 +291,12 @@ QUANTISED = ["rtn", "gptq", "loftq", "lq-lora", "caldera", "joint-grid"]
 
 def test_the_grid_comes_from_the_recipe_and_makes_dense_the_default():
     recipe = Recipe(method="caldera", rank=2, bits=8, group_size=32, symmetric=True)
-    assert recipe.resolve(with_text=False).method.pruner.grid == Grid(8, 32, True)
-    assert Recipe(method="gptq", group_size=0).resolve(with_text=False).method.pruner.grid == Grid(group=None)
-    assert {name: filled(Recipe(method=name)).pattern for name in QUANTISED} == dict.fromkeys(QUANTISED, "dense")
-    assert filled(Recipe(method="hassle-free", pruner="gptq")).pattern == "dense"
-    assert {filled(Recipe(method=name)).pattern for name in ("joint", "oats", "nonsense")} == {"2:4"}
-    assert filled(Recipe(method="gptq", pattern="2:4")).pattern == "2:4"
+    assert recipe.resolve(with_text=False).solver.pruner.grid == Grid(8, 32, True)
+    assert Recipe(method="gptq", group_size=0).resolve(with_text=False).solver.pruner.grid == Grid(group=None)
+    assert {name: with_defaults(Recipe(method=name)).pattern for name in QUANTISED} == dict.fromkeys(QUANTISED, "dense")
+    assert with_defaults(Recipe(method="hassle-free", pruner="gptq")).pattern == "dense"
+    assert {with_defaults(Recipe(method=name)).pattern for name in ("joint", "oats", "nonsense")} == {"2:4"}
+    assert with_defaults(Recipe(method="gptq", pattern="2:4")).pattern == "2:4"
 
 
 @pytest.mark.parametrize(
@@ -329,10 +329,10 @@ def test_an_engine_chooses_a_grid_that_it_holds(engine):
     """The fields that are given stay; without them, all methods with a grid get one that the engine holds."""
     for method in QUANTISED:
         recipe = Recipe(method=method, engine=engine, rank=0 if method in ("rtn", "gptq") else 2)
-        assert ENGINES[engine].holds(recipe.resolve(with_text=False).method.grid)
-        narrower = dataclasses.replace(recipe, group_size=32, symmetric=True).resolve(with_text=False).method.grid
+        assert ENGINES[engine].holds(recipe.resolve(with_text=False).solver.grid)
+        narrower = dataclasses.replace(recipe, group_size=32, symmetric=True).resolve(with_text=False).solver.grid
         assert (narrower.group, narrower.symmetric, narrower.bits) == (32, True, 4)
-    grid = Recipe(method="joint-grid", rank=2, engine=engine).resolve(with_text=False).method.grid
+    grid = Recipe(method="joint-grid", rank=2, engine=engine).resolve(with_text=False).solver.grid
     assert (grid.group, grid.offset) == (32 if engine == "llama.cpp" else 64, engine != "vllm")
 
 

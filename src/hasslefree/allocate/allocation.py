@@ -18,7 +18,7 @@ from hasslefree.distributed import World
 from hasslefree.models.walk import Walk
 from hasslefree.planning.plan import STEP as RANK_STEP
 from hasslefree.planning.plan import LayerPlan, Plan
-from hasslefree.recipe.resolved import Resolved
+from hasslefree.recipe.resolve import Resolved
 
 # A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
 LEAST, MOST = 0.5, 2.0
@@ -99,7 +99,7 @@ def by_sensitivity(
             output_weights[layer.full] = weights.cpu()
         return choice_of(layer.weight, sparse, layer.gram, its_plan), layer.divergence(sparse)
 
-    measured = sensitivities(walk, plan, segments, world, inspect, resolved.recipe.seed)
+    measured = sensitivities(walk, plan, segments, world, inspect, resolved.seed)
     choices: list[dict[str, Choice]] = [{} for _ in measured]
     by_name = {}
     for index, layers in enumerate(measured):
@@ -206,7 +206,7 @@ def choice_on_grids(
     most = errors[grids[0]]  # weights may lie on the finer grids
     losses = {grid: (1 - undone) * error * per_unit(most) for grid, error in errors.items()}
     every = [
-        LayerPlan.of(spec.shape, plan.pattern, rank, plan.dtype, grid, resolved.recipe.factor_bits)
+        LayerPlan.of(spec.shape, plan.pattern, rank, plan.dtype, grid, resolved.factor_bits)
         for grid in grids
         for rank in ranks
         if rank < len(undone)

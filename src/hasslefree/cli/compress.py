@@ -30,7 +30,8 @@ from hasslefree.cli.common import (
     say,
 )
 from hasslefree.errors import with_flags
-from hasslefree.recipe.recipe import BUDGET, GROUPS, NAMES, Fields, Recipe, help_of
+from hasslefree.recipe.fields import BUDGET, GROUPS, NAMES, Fields, help_of
+from hasslefree.recipe.recipe import Recipe
 
 SETTINGS = "List the settings of this method, pruner or low-rank solver instead."
 # The options that most users need stand before all headings, in a line or two; the page on recipes

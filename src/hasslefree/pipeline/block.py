@@ -41,7 +41,7 @@ from hasslefree.pipeline.layers import Done, Task, compress_groups
 from hasslefree.pipeline.preflight import block_tensors, outside_tensors
 from hasslefree.planning.machine import in_one_pass, room_for_sums
 from hasslefree.progress import INPUTS, RESUMED, SOLVING, Phase
-from hasslefree.recipe.resolved import Resolved
+from hasslefree.recipe.resolve import Resolved
 
 logger = logging.getLogger(__name__)
 
@@ -206,15 +206,13 @@ def compress_block(task: Task, hidden: Activations) -> list[Done]:
     groups = groups_by_input(reads)
     called_once = all(len(tensors) == 1 for tensors in reads.values())
     with every_expert_called(block):
-        if resolved.recipe.sequential == "layer" and called_once and runs_at_once(task, hidden):
+        if resolved.sequential == "layer" and called_once and runs_at_once(task, hidden):
             done, output = compress_in_one_pass(task, hidden, groups)
             hidden[:] = output
             visit.has_run = True
             return done
         for together in (
-            [groups]
-            if resolved.recipe.sequential == "block"
-            else passes(task, groups, hidden.device)
+            [groups] if resolved.sequential == "block" else passes(task, groups, hidden.device)
         ):
             grams = gather(block, visit.prefix, call, hidden, together, task.world)
             task.collecting.advance(sum(map(len, together)))

@@ -53,7 +53,7 @@ from hasslefree.progress import (
     Phases,
 )
 from hasslefree.recipe.recipe import Recipe
-from hasslefree.recipe.resolved import Resolved
+from hasslefree.recipe.resolve import Resolved
 from hasslefree.train.trainer import reference_of
 from hasslefree.validation import typed
 
@@ -111,10 +111,12 @@ def compress(
             is changed.
     """
     start = time.perf_counter()
-    recipe = (
-        recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe) if recipe else Recipe()
-    )
-    resolved = recipe.resolve(with_text=segments is None)
+    with_text = segments is None
+    if recipe is None:
+        recipe = Recipe()
+    elif not isinstance(recipe, Recipe):
+        recipe = Recipe.from_yaml(recipe, with_text)
+    resolved = recipe.resolve(with_text)
     folder = Path(out).resolve()
     source = model.config._name_or_path if isinstance(model, PreTrainedModel) else model
     if (
@@ -206,14 +208,14 @@ def compress_dense(
     )
     phases.expect(seconds_by_phase(setup, without=skipped))
     check, reference = None, None
-    minutes = resolved.recipe.minutes
+    minutes = resolved.minutes
     deadline = None if minutes is None else phases.began + 60 * minutes
     if predictions is None:
         tokenizer = None if dense.own_segments else dense.tokenizer
         text = matching_text(walk, resolved, tokenizer, segments, world)
-        if resolved.recipe.check and tokenizer is not None:
+        if resolved.check and tokenizer is not None:
             used = segments if text is None else torch.cat([segments, text])
-            check = Check.of(walk, resolved.recipe, tokenizer, used)
+            check = Check.of(walk, resolved, tokenizer, used)
         if text is not None:
             reference = reference_of(
                 walk, world.share(text).to(device), len(text), resolved.match_predictions
@@ -303,7 +305,7 @@ def plan_model(model: PreTrainedModel, resolved: Resolved) -> tuple[Blocks, Plan
     blocks = find_blocks(model)
     plan, dense = (
         plan_of(model, blocks, resolved),
-        select_sites(blocks, resolved.recipe.leave_dense).automatically_dense,
+        select_sites(blocks, resolved.leave_dense).automatically_dense,
     )
     if dense:
         logger.info("kept dense automatically: %s", ", ".join(by_kind(dense)))

@@ -21,7 +21,7 @@ from hasslefree.models.probe import logits_of
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.pipeline.inputs import check_segments, more_text
 from hasslefree.progress import CHECK
-from hasslefree.recipe.recipe import Fields
+from hasslefree.recipe.fields import Fields
 
 logger = logging.getLogger(__name__)
 

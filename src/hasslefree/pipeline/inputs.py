@@ -18,7 +18,7 @@ from hasslefree.models.tokenizer import encode, load_tokenizer
 from hasslefree.models.walk import Walk
 from hasslefree.pipeline.self_text import whole_model, written_segments
 from hasslefree.progress import HELD_OUT_TEXT, REFERENCE_TEXT, TEXT, Phases
-from hasslefree.recipe.recipe import Fields
+from hasslefree.recipe.fields import Fields
 from hasslefree.texts import SELF, calibration_documents, disjoint_segments, draw_segments
 
 

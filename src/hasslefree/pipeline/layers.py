@@ -25,7 +25,7 @@ from hasslefree.models.weights import trim
 from hasslefree.packed.linear import SparseLowRankLinear
 from hasslefree.planning.plan import LayerPlan
 from hasslefree.progress import Phase
-from hasslefree.recipe.resolved import Resolved
+from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.methods import with_grid
 from hasslefree.solve.methods.weighted import Weighted
@@ -82,7 +82,7 @@ def compress_group(task: Task, plans: Plans, gram: Gram) -> dict[str, Done]:
     """Decompose layers that share one input, with what depends on its Gram matrix computed once."""
     visit, resolved = task.visit, task.resolved
     start, done = time.perf_counter(), {}
-    sites, method = visit.sites(list(plans)), resolved.method
+    sites, method = visit.sites(list(plans)), resolved.solver
     remarks = () if gram.tokens else (NEVER_ROUTED,)
     try:
         factorising = f"factorise the Gram matrix (XᵀX of the layers' {len(gram.matrix)} inputs)"
@@ -94,7 +94,7 @@ def compress_group(task: Task, plans: Plans, gram: Gram) -> dict[str, Done]:
             solver = with_grid(method, plan.spec.grid)
             if (weights := task.output_weights.get(f"{visit.prefix}.{name}")) is not None:
                 solver = Weighted(solver, weights)
-            result = solve_with_room(weight, gram, solver, prepared, plan, resolved.recipe.seed)
+            result = solve_with_room(weight, gram, solver, prepared, plan, resolved.seed)
             layer = SparseLowRankLinear.from_decomposition(
                 result, sites[name].bias, plan.spec.pattern
             )

@@ -15,7 +15,7 @@ from hasslefree.checkpoint.plugin import HasslefreeConfig
 from hasslefree.checkpoint.record import LayerRecord, Record, versions
 from hasslefree.checkpoint.resume import FinishedPart
 from hasslefree.models.load import auto_class
-from hasslefree.recipe.resolved import Resolved
+from hasslefree.recipe.resolve import Resolved
 from hasslefree.units import significant
 
 
@@ -24,7 +24,7 @@ def described(
 ) -> dict[str, Any]:
     """The model, recipe, method and text of a compression, as in `Record` and the journal."""
     text = {"seqlen": segments.shape[1], "tokens": segments.numel()}
-    how = {"recipe": resolved.to_dict(), "method": repr(resolved.method), "versions": versions()}
+    how = {"recipe": resolved.to_dict(), "method": repr(resolved.solver), "versions": versions()}
     return {"model": name, **how, "dtype": str(model.dtype).removeprefix("torch."), **text}
 
 

@@ -23,7 +23,7 @@ from hasslefree.pipeline.inputs import more_text
 from hasslefree.pipeline.preflight import block_tensors
 from hasslefree.planning.machine import in_one_pass
 from hasslefree.progress import READ_BACK, Phase
-from hasslefree.recipe.resolved import Resolved
+from hasslefree.recipe.resolve import Resolved
 from hasslefree.train.trainer import Reference, Training, passes_over, segments_for, train
 
 logger = logging.getLogger(__name__)
@@ -44,13 +44,13 @@ def matching_text(
     """
     if not resolved.match_predictions:
         return None
-    seqlen, recipe = segments.shape[1], resolved.recipe
+    seqlen = segments.shape[1]
     count = segments_for(resolved.match_predictions, seqlen)
     if tokenizer is not None:
-        segments = more_text(walk, recipe, tokenizer, count, seqlen)
+        segments = more_text(walk, resolved, tokenizer, count, seqlen)
     if len(segments) < count:
         passes = passes_over(len(segments), resolved.match_predictions, seqlen)
-        again = ", and is read again" if passes > 1 or resolved.recipe.minutes else ""
+        again = ", and is read again" if passes > 1 or resolved.minutes else ""
         logger.warning(
             "the text has %d of the %d segments that the training asks for%s",
             len(segments),

@@ -36,7 +36,7 @@ from hasslefree.planning.machine import free_memory, in_one_pass, product_rate, 
 from hasslefree.planning.plan import LayerPlan, Plan, bytes_on_disk, plan_of
 from hasslefree.progress import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
 from hasslefree.recipe.recipe import Recipe
-from hasslefree.recipe.resolved import Resolved
+from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.methods.joint import QUICK_PRUNING
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
 from hasslefree.train.trainer import Training, segments_for
@@ -118,14 +118,12 @@ class Setup:
     @property
     def checked_tokens(self) -> int:
         """Held-out tokens, at most; every process runs all of them."""
-        return (
-            segments_held_out(self.tokens[1]) * self.tokens[1] if self.resolved.recipe.check else 0
-        )
+        return segments_held_out(self.tokens[1]) * self.tokens[1] if self.resolved.check else 0
 
     @property
     def at_once(self) -> bool:
         """Whether all segments run through a block at once, and its layers are solved meanwhile."""
-        in_order = self.resolved.recipe.sequential == "layer"
+        in_order = self.resolved.sequential == "layer"
         return in_order and in_one_pass(max(self.traffic(self.text_tokens)), self.device)
 
     def traffic(self, tokens: int) -> list[float]:
@@ -267,13 +265,13 @@ def solving_terms(setup: Setup) -> dict[str, int]:
     for index, plans in enumerate(setup.plan):
         for name, layer in plans.items():
             (out, width), rank = layer.spec.shape, layer.spec.rank
-            needs = [setup.resolved.method.cost.bytes(out, width, rank, device.type)]
+            needs = [setup.resolved.solver.cost.bytes(out, width, rank, device.type)]
             if setup.probe_tokens:
                 needs.append(quick(layer.spec.grid).cost.bytes(out, width, 0, device.type))
             solver = max(solver, FLOAT * out * width + max(needs))
             # One pass sums for all layers of a block, or for one; layers of the same name are
             # experts of a mixture.
-            kind = name.rpartition(".")[2] if setup.resolved.recipe.sequential == "layer" else ""
+            kind = name.rpartition(".")[2] if setup.resolved.sequential == "layer" else ""
             sums[index, kind] += sums_bytes(width)
     most = min(max(sums.values()), max(room_for_sums(device), sums_bytes(widest)))
     solver = round((most // 3 + solver) * (HEAP if device.type == "cpu" else 1))
@@ -327,7 +325,7 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
     # A pass for each group of layers with the same input, about one for two kinds, and one that
     # moves on.
     by_layer = 1 + len(by_kind(setup.plan[0])) / 2
-    passes = 1 if setup.at_once else 2 if resolved.recipe.sequential == "block" else by_layer
+    passes = 1 if setup.at_once else 2 if resolved.sequential == "block" else by_layer
     volume = sum(map(weight_of, setup.layers)) / setup.processes
     probing = 2 * setup.probe_tokens * (parameters + head)
     looks = QUICK_PRUNING.cost.flops + len(resolved.grids) * SparseGPT().cost.flops
@@ -336,7 +334,7 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
         PROBES: probing,
         ALLOCATION: 2 * probing + looks * volume if probing else 0.0,
         INPUTS: grams + passes * forward + 4 * setup.checked_tokens * parameters,
-        SOLVING: resolved.method.cost.flops * volume,
+        SOLVING: resolved.solver.cost.flops * volume,
         # A step runs a block forward, again and backward; predictions of both models, and a
         # backward pass of the head.
         PREDICTIONS: 2 * setup.matched_tokens * (4 * parameters + 3 * head),

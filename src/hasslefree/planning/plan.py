@@ -19,7 +19,7 @@ from hasslefree.models.blocks import Blocks, head_unit
 from hasslefree.models.rules import select_sites
 from hasslefree.models.sites import Site
 from hasslefree.packed.spec import LayerSpec
-from hasslefree.recipe.resolved import Resolved
+from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.methods import with_grid
 from hasslefree.units import Size
 
@@ -73,11 +73,11 @@ Plan = list[dict[str, LayerPlan]]
 
 def make_plan(blocks: Blocks, resolved: Resolved) -> Plan:
     """The pattern and rank of every layer, from shapes alone."""
-    selected = select_sites(blocks, resolved.recipe.leave_dense).sites
+    selected = select_sites(blocks, resolved.leave_dense).sites
     check_rank(blocks, selected, resolved.budget.rank or 0)
-    bits = resolved.recipe.factor_bits
+    bits = resolved.factor_bits
     plan = [
-        plan_block(blocks, i, sites, resolved.budget, resolved.method, bits)
+        plan_block(blocks, i, sites, resolved.budget, resolved.solver, bits)
         for i, sites in enumerate(selected)
     ]
     check_factor_bits(
@@ -99,7 +99,7 @@ def uniform_plans(model: torch.nn.Module, blocks: Blocks, resolved: Resolved) ->
     """For each number of bits, from the most on, the plan with the largest rank in the size. Raises
     as `layer_room`.
     """
-    sites = select_sites(blocks, resolved.recipe.leave_dense).sites
+    sites = select_sites(blocks, resolved.leave_dense).sites
     narrowest = min(min(site.shape) for layers in sites for site in layers.values())
     grids: Sequence[Grid | None] = resolved.grids or (None,)
     least = {
@@ -118,14 +118,13 @@ def uniform_plans(model: torch.nn.Module, blocks: Blocks, resolved: Resolved) ->
 
 def uniform_plan(blocks: Blocks, resolved: Resolved, grid: Grid | None, rank: int) -> Plan:
     """The plan of the recipe with this grid and rank in every layer."""
-    recipe = resolved.recipe if rank else dataclasses.replace(resolved.recipe, factor_bits=None)
-    budget, method = (
-        dataclasses.replace(resolved.budget, rank=rank),
-        with_grid(resolved.method, grid),
+    changed = dataclasses.replace(
+        resolved,
+        budget=dataclasses.replace(resolved.budget, rank=rank),
+        solver=with_grid(resolved.solver, grid),
+        factor_bits=resolved.factor_bits if rank else None,
     )
-    return make_plan(
-        blocks, dataclasses.replace(resolved, recipe=recipe, budget=budget, method=method)
-    )
+    return make_plan(blocks, changed)
 
 
 def bytes_of(plan: Plan) -> int:
@@ -137,7 +136,7 @@ def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
     """The bytes for the planned layers: by the recipe's size, or the plan's. A BudgetError if the
     size does not do.
     """
-    if (size := resolved.size) is None:
+    if (size := resolved.size_limit) is None:
         return bytes_of(plan)
     layers = [layer for plans in plan for layer in plans.values()]
     dense, weights = (
@@ -159,7 +158,7 @@ def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
     if room < used:
         raise BudgetError(
             f"a size of {size} is too small: the least possible with method"
-            f" {resolved.recipe.method} is {least.rounded_up} ({layers[0].spec.kind}, rank"
+            f" {resolved.method} is {least.rounded_up} ({layers[0].spec.kind}, rank"
             f" {layers[0].spec.rank}); use {option('size', least.rounded_up)}",
             ("size",),
         )

@@ -23,7 +23,7 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
     operations.
     """
     footprint, flops = estimate(setup), flops_by_phase(setup)
-    sites = select_sites(setup.blocks, setup.resolved.recipe.leave_dense)
+    sites = select_sites(setup.blocks, setup.resolved.leave_dense)
     kinds = Counter(
         (name.rpartition(".")[2], layer) for plans in setup.plan for name, layer in plans.items()
     )
@@ -56,7 +56,7 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
             *by_kind(sites.automatically_dense),
             *other_modalities(setup.model, setup.blocks),
         ],
-        "unstated": list(setup.resolved.method.cost.unstated),
+        "unstated": list(setup.resolved.solver.cost.unstated),
         "phases": flops,
         "flops": sum(flops.values()),
         "model": sum(p.numel() * p.element_size() for p in setup.model.parameters()),
@@ -85,7 +85,7 @@ def plan_table(setup: Setup, *more: Table) -> Group:
             kind, pattern, str(count), shape, span([row["rank"] for row in rows]), size(stored)
         )
     totals = Table.grid(padding=(0, 3, 0, 1), pad_edge=True)
-    if (chosen := setup.resolved.recipe.size) and setup.resolved.allocate == "error" and not more:
+    if (chosen := setup.resolved.size) and setup.resolved.allocate == "error" and not more:
         note = (
             "the same everywhere in this table; compress chooses them by layer, as plan --size"
             f" {chosen} shows"

@@ -15,8 +15,9 @@ from hasslefree.core import budgets
 from hasslefree.core.grids import Grid
 from hasslefree.core.protocols import About
 from hasslefree.errors import UnknownNameError
-from hasslefree.recipe.recipe import NAMES, Recipe
-from hasslefree.recipe.resolved import filled, method_of
+from hasslefree.recipe.fields import NAMES
+from hasslefree.recipe.recipe import Recipe
+from hasslefree.recipe.resolve import build_solver, with_defaults
 from hasslefree.solve import low_rank, methods, pruners
 from hasslefree.units import table
 
@@ -76,7 +77,7 @@ def plug_in(name: str) -> tuple[Any, About]:
     if name in pruners.PRUNERS:
         return pruners.PRUNERS[name], pruners.ABOUT[name]
     if name in methods.METHODS:
-        return method_of(filled(Recipe(method=name))), methods.ABOUT[name]
+        return build_solver(with_defaults(Recipe(method=name))), methods.ABOUT[name]
     if name in low_rank.LOW_RANK_SOLVERS:
         return low_rank.LOW_RANK_SOLVERS[name], low_rank.ABOUT[name]
     raise UnknownNameError(

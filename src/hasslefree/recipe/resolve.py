@@ -1,0 +1,371 @@
+"""How the fields of a recipe combine: every default is filled in, and every conflict is named."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hasslefree.core.budgets import Budget
+from hasslefree.core.factors import check_factor_bits
+from hasslefree.core.grids import BITS, Grid
+from hasslefree.core.protocols import Method
+from hasslefree.errors import HasslefreeError, Problem, RecipeError, option
+from hasslefree.recipe.engines import ENGINES, grid_for, refusal
+from hasslefree.recipe.fields import NAMES, Allocate, Fields
+from hasslefree.solve.methods import METHODS, build_method
+from hasslefree.solve.methods.prune import Prune
+from hasslefree.solve.pruners import PRUNERS
+from hasslefree.texts import check_text
+from hasslefree.units import Size
+
+# What each effort sets, if the recipe leaves it open. MOVING is `balanced` for a sparse S whose
+# layers can trade rank or non-zeros: that is worth more than the tokens of training that take as
+# long.
+EFFORTS: dict[str, dict[str, Any]] = {
+    "fast": {"allocate": "uniform", "match_predictions": 0},
+    "balanced": {"allocate": "uniform", "match_predictions": 49_152},
+    "best": {"allocate": "error", "match_predictions": 204_800},
+}
+MOVING = {"allocate": "error", "match_predictions": 18_432}
+# The rounds of `joint` by effort, and those of `joint-grid` in all efforts.
+ROUNDS = {"fast": 20, "balanced": 50, "best": 100}
+GRID_ROUNDS = 20
+# The methods of this project, which are trained by default; the others are as published.
+OURS = ("joint", "joint-grid")
+QUANTISING = ", ".join(name for name, method in METHODS.items() if method.grid)
+# The size to reach if no field says what to compress to, or how.
+DEFAULT_SIZE = "5.2bits"
+SIZING = (
+    "size",
+    "pattern",
+    "rank",
+    "sparsity",
+    "ratio",
+    "rank_share",
+    "method",
+    "pruner",
+    "low_rank",
+)
+# Fields that ask for a grid, and those of a method.
+GRIDS = ("size", "engine", "bits", "group_size", "symmetric", "offset")
+METHOD_FIELDS = (
+    "pruner",
+    "low_rank",
+    "rounds",
+    "damping",
+    "refit",
+    "bits",
+    "group_size",
+    "symmetric",
+    "offset",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved(Fields):
+    """A recipe in which nothing is left open, and the parts that it names.
+
+    Args:
+        budget: what every layer gets, unless there is a size.
+        solver: the method, with its hyper-parameters.
+    """
+
+    pattern: str
+    method: str
+    allocate: Allocate
+    match_predictions: int
+    budget: Budget
+    solver: Method
+
+    @property
+    def size_limit(self) -> Size | None:
+        """The size to reach; None if the budget says what every layer gets."""
+        return None if self.size is None else Size.parse(self.size)
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """The grids that a layer may get, by rising bits; empty if S is not quantised."""
+        grid = self.solver.grid
+        if grid is None:
+            return ()
+        widths = BITS if self.bits is None else (self.bits,)
+        grids = [dataclasses.replace(grid, bits=bits) for bits in widths]
+        if self.engine is None:
+            return tuple(grids)
+        engine = ENGINES[self.engine]
+        return tuple(grid for grid in grids if engine.holds(grid))
+
+    @property
+    def fixed_rank(self) -> int | None:
+        """The rank of every layer within a size; None if it is to be chosen."""
+        return 0 if isinstance(self.solver, Prune) else self.rank
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of the recipe, for JSON."""
+        fields = {name: getattr(self, name) for name in NAMES}
+        return fields | {"leave_dense": list(self.leave_dense)}
+
+
+def resolve(recipe: Fields, with_text: bool = True) -> Resolved:
+    """See `Recipe.resolve`."""
+    settings = with_defaults(recipe)
+    budget = Budget(
+        settings.pattern or "2:4",
+        settings.rank,
+        settings.sparsity,
+        settings.ratio,
+        settings.rank_share,
+    )
+    problems = list(budget.problems())
+    solver = None
+    try:
+        solver = build_solver(settings)
+        solver.check(settings.rank or 0)
+    except HasslefreeError as error:
+        problems.append(Problem(error.fields or ("method",), error.message))
+    problems += combination_problems(settings, solver)
+    if with_text:
+        problems += refusals(lambda: check_text(settings.calibration), "calibration")
+    if problems or solver is None:
+        raise RecipeError.of(problems)
+    fields: dict[str, Any] = {name: getattr(settings, name) for name in NAMES}
+    return Resolved(**fields, budget=budget, solver=solver)
+
+
+def with_defaults(recipe: Fields) -> Fields:
+    """Fill in the fields that the recipe leaves open."""
+    # In this order: each default depends on the fields before it.
+    openings: dict[str, Callable[[Fields], Any]] = {
+        "size": default_size,
+        "method": default_method,
+        "pattern": default_pattern,
+        "effort": default_effort,
+    }
+    for name, default in openings.items():
+        if getattr(recipe, name) is None:
+            recipe = dataclasses.replace(recipe, **{name: default(recipe)})
+    effort, method = effort_defaults(recipe), method_defaults(recipe)
+    engine, size = engine_defaults(recipe), size_defaults(recipe)
+    given = {name: value for name, value in vars(recipe).items() if value is not None}
+    return dataclasses.replace(recipe, **effort | method | engine | size | given)
+
+
+def default_size(recipe: Fields) -> str | None:
+    """The size that is reached if no field says what to compress to, or how."""
+    if any(getattr(recipe, name) is not None for name in SIZING):
+        return None
+    return DEFAULT_SIZE
+
+
+def default_method(recipe: Fields) -> str:
+    """A method with a grid if a field asks for a grid, unless the pattern prunes."""
+    prunes = recipe.pattern not in (None, "dense")
+    wants_grid = any(getattr(recipe, name) is not None for name in GRIDS)
+    return "joint-grid" if wants_grid and not prunes else "joint"
+
+
+def default_pattern(recipe: Fields) -> str:
+    """Dense if S is quantised."""
+    return "dense" if has_grid(recipe) else "2:4"
+
+
+def default_effort(recipe: Fields) -> str | None:
+    """Best with a time for fine-tuning, balanced for our methods, and none for published ones."""
+    if recipe.minutes:
+        return "best"
+    if recipe.method in OURS:
+        return "balanced"
+    return None
+
+
+def effort_defaults(recipe: Fields) -> dict[str, Any]:
+    """What the effort does beyond single layers."""
+    if recipe.effort == "balanced" and not has_grid(recipe) and movable(recipe):
+        return MOVING
+    return EFFORTS[recipe.effort or "fast"]
+
+
+def method_defaults(recipe: Fields) -> dict[str, Any]:
+    """Rounds and offset of our methods; those of published ones are in `METHODS`."""
+    if recipe.method not in OURS:
+        return {}
+    if not has_grid(recipe):
+        return {"rounds": ROUNDS[recipe.effort or "fast"]}
+    defaults: dict[str, Any] = {"rounds": GRID_ROUNDS}
+    if recipe.pattern == "dense" and not recipe.symmetric:
+        defaults["offset"] = True
+    return defaults
+
+
+def engine_defaults(recipe: Fields) -> dict[str, Any]:
+    """The grid of the engine that has what is given of a grid; empty if it has none."""
+    if recipe.engine is None or not has_grid(recipe):
+        return {}
+    grid = grid_for(recipe.engine, recipe.bits, recipe.group_size, recipe.symmetric, recipe.offset)
+    if grid is None:
+        return {}
+    defaults: dict[str, Any] = {
+        "group_size": grid.group or 0,
+        "symmetric": grid.symmetric,
+        "offset": grid.offset,
+    }
+    if not recipe.size:
+        defaults["bits"] = grid.bits
+    return defaults
+
+
+def size_defaults(recipe: Fields) -> dict[str, Any]:
+    """Layers share a size by their errors, and are alike if nothing can move between them."""
+    if not movable(recipe):
+        return {"allocate": "uniform"}
+    if recipe.size:
+        return {"allocate": "error"}
+    return {}
+
+
+def has_grid(recipe: Fields) -> bool:
+    """Say whether the method or the pruner quantises S; False for an unknown name."""
+    if recipe.pruner is None:
+        part: Any = METHODS.get(recipe.method or "")
+    else:
+        part = PRUNERS.get(recipe.pruner)
+    return part is not None and part.grid is not None
+
+
+def only_prunes(recipe: Fields) -> bool:
+    """Say whether the method has no L; False for an unknown name."""
+    return isinstance(METHODS.get(recipe.method or ""), Prune)
+
+
+def movable(recipe: Fields) -> bool:
+    """Say whether bits, rank or non-zeros can move between layers.
+
+    | recipe, with its method and pattern                   | what can move    |
+    |-------------------------------------------------------|------------------|
+    | S on a grid, bits left open (an engine chooses them   |                  |
+    | unless there is a size)                               | bits             |
+    | a size, with a rank                                   | nothing          |
+    | a size, and a method without L                        | nothing          |
+    | a size otherwise                                      | rank             |
+    | pattern dense without a grid                          | nothing          |
+    | a rank above 0, or a ratio                            | rank             |
+    | pattern unstructured                                  | non-zeros        |
+    | otherwise (such as 2:4 with rank 0)                   | nothing          |
+    """
+    quantised = has_grid(recipe)
+    if quantised and recipe.bits is None and (recipe.size or not recipe.engine):
+        return True
+    if recipe.size:
+        return recipe.rank is None and not only_prunes(recipe)
+    if recipe.pattern == "dense" and not quantised:
+        return False
+    if recipe.rank or recipe.ratio is not None:
+        return True
+    return recipe.pattern == "unstructured"
+
+
+def build_solver(recipe: Fields) -> Method:
+    """Build the method with the hyper-parameters and parts that the recipe names."""
+    parts = {name: getattr(recipe, name) for name in METHOD_FIELDS}
+    return build_method(recipe.method or "joint", **parts)
+
+
+def combination_problems(recipe: Fields, solver: Method | None) -> Iterator[Problem]:
+    """What is wrong with fields together. solver: None if the method cannot be built."""
+    if solver is not None:
+        yield from budget_problems(recipe, solver)
+    if recipe.factor_bits is not None:
+        yield from factor_problems(recipe, recipe.factor_bits)
+    if recipe.pattern == "dense" and not has_grid(recipe):
+        yield Problem(
+            ("pattern", "method"),
+            f"pattern dense keeps every entry of S, and method {recipe.method} does not quantise"
+            f" them, so nothing would be compressed: use a method that quantises S ({QUANTISING}),"
+            " or another pattern",
+        )
+    if recipe.engine and solver is not None:
+        yield from engine_problems(recipe, recipe.engine, solver.grid)
+    if recipe.size is not None:
+        yield from size_problems(recipe, recipe.size)
+    if recipe.minutes and not recipe.match_predictions:
+        given = "effort" if recipe.effort == "fast" else "match_predictions"
+        yield Problem(
+            ("minutes", given),
+            f"minutes is a time for fine-tuning, and with this {given} there is none: leave out"
+            f" minutes or {given}",
+        )
+    if recipe.allocate == "error" and not recipe.size and not movable(recipe):
+        remedy = "leave out allocate"
+        if recipe.pattern != "dense":
+            remedy = f"give a rank, or {remedy}"
+        yield Problem(
+            ("allocate", "pattern", "rank"),
+            "allocate error moves bits and rank between layers, and here is none to move (pattern"
+            f" {recipe.pattern}): {remedy}",
+        )
+
+
+def budget_problems(recipe: Fields, solver: Method) -> Iterator[Problem]:
+    """A method with an L needs a rank, a ratio or a size."""
+    budgets = (recipe.rank, recipe.ratio, recipe.size)
+    if isinstance(solver, Prune) or any(budget is not None for budget in budgets):
+        return
+    yield Problem(
+        ("method", "rank", "ratio"),
+        f"method {recipe.method} needs a budget: give a rank such as {option('rank', 64)} (0 for S"
+        f" alone), {option('ratio')} or {option('size')}",
+    )
+
+
+def factor_problems(recipe: Fields, bits: int) -> Iterator[Problem]:
+    """Factors can have eight bits if there are any."""
+    if only_prunes(recipe):
+        yield Problem(
+            ("factor_bits",),
+            f"factor_bits quantises the factors of L, and method {recipe.method} has no L: leave"
+            " out factor_bits",
+        )
+    rank = 0 if recipe.rank_share == 0 else recipe.rank
+    yield from refusals(lambda: check_factor_bits(bits, rank), "factor_bits")
+
+
+def engine_problems(recipe: Fields, engine: str, grid: Grid | None) -> Iterator[Problem]:
+    """Why an engine cannot hold S."""
+    if grid is None:
+        yield Problem(
+            ("engine", "method"),
+            f"{engine} takes a quantised S, and method {recipe.method} does not quantise it: use"
+            f" {QUANTISING}",
+        )
+    elif recipe.pattern != "dense":
+        yield Problem(
+            ("engine", "pattern"),
+            f"{engine} stores every entry of S, so that pattern {recipe.pattern} saves nothing"
+            " there: use dense",
+        )
+    elif refused := refusal(engine, grid):
+        yield Problem(("engine", "bits", "group_size", "symmetric", "offset"), refused)
+
+
+def size_problems(recipe: Fields, size: str) -> Iterator[Problem]:
+    """A size must be one, and leave bits or ranks to choose."""
+    yield from refusals(lambda: Size.parse(size), "size")
+    if not movable(recipe):
+        given = [name for name in ("bits", "rank") if getattr(recipe, name) is not None]
+        remedy = f"leave out {' and '.join(given)}" if given else "use method joint-grid"
+        yield Problem(
+            ("size", "method", "bits", "rank"),
+            f"with method {recipe.method}, there is nothing left that a size could choose:"
+            f" {remedy}",
+        )
+    for name in ("ratio", "rank_share"):
+        if getattr(recipe, name) is not None:
+            yield Problem(("size", name), f"give size or {name}, not both")
+
+
+def refusals(check: Callable[[], object], field: str) -> Iterator[Problem]:
+    """The error that a check of a field raises, as a problem."""
+    try:
+        check()
+    except HasslefreeError as error:
+        yield Problem((field,), error.message)
