@@ -9,7 +9,7 @@ from hasslefree import Gram, Grid
 from hasslefree.core.grids import Scaling
 from hasslefree.core.patterns import KnownSupport, SemiStructured
 from hasslefree.core.protocols import Pruned
-from hasslefree.solve.grid_descent import descend, recode, rescale
+from hasslefree.solve.grid_descent import Group, descend
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
 from tests import oracles
 
@@ -24,6 +24,11 @@ def swept(grid, support=None, out=6, width=32, seed=0):
     pattern = KnownSupport(torch.ones_like(target, dtype=torch.bool) if support is None else support)
     pruner = SparseGPT(grid=grid)
     return target, gram.matrix, pruner.prune(target, pruner.prepare(gram), pattern)
+
+
+def whole_group(start, part, scale, zero, target, h):
+    """All inputs of a layer as one group, with values (in, out)."""
+    return Group(start.scaling.grid, part, torch.ones_like(part), scale, zero, h @ (target.T - part), h)
 
 
 @kinds
@@ -60,12 +65,12 @@ def test_a_single_change_of_a_code_cannot_help_any_more(kind):
 def test_a_group_gets_the_scale_and_the_offset_of_least_squares(kind):
     """Oracle: torch.linalg.lstsq on a square root of H, row by row; scales keep the eight bits of bfloat16."""
     target, h, start = swept(Grid(4, 8, **KINDS[kind]), width=8)
-    grid, part = start.scaling.grid, start.sparse.T.clone()
+    grid = start.scaling.grid
     scale, zero = start.scaling.scale[:, 0] * 1.1, start.scaling.zero[:, 0].clone()
     codes = start.scaling.codes(start.sparse).double()
     part = start.scaling.grid.values(codes.clone(), scale[:, None], zero[:, None]).T.contiguous()
-    slope = h @ (target.T - part)
-    rescale(grid, part, torch.ones_like(part), scale, zero, slope, h)
+    group = whole_group(start, part, scale, zero, target, h)
+    group.rescale()
     root = torch.linalg.cholesky(h).T
     for i in range(len(target)):
         steps = codes[i] if grid.offset else codes[i] - zero[i]
@@ -74,16 +79,16 @@ def test_a_group_gets_the_scale_and_the_offset_of_least_squares(kind):
         assert float(scale[i]) == pytest.approx(float(best[0]), rel=2**-8)
         if grid.offset:
             assert float(zero[i]) == pytest.approx(float(best[1]), rel=2**-8, abs=1e-3)
-    torch.testing.assert_close(slope, h @ (target.T - part))
+    torch.testing.assert_close(group.slope, h @ (target.T - part))
 
 
 def test_a_block_of_a_group_updates_the_rest_of_it():
     target, h, start = swept(Grid(4, 32), width=32)
-    part, slope = start.sparse.T.clone(), h @ (target - start.sparse).T
+    part = start.sparse.T.clone()
+    group = whole_group(start, part, start.scaling.scale[:, 0], start.scaling.zero[:, 0], target, h)
     for block in (slice(0, 16), slice(16, 32)):
-        scale, zero = start.scaling.scale[:, 0], start.scaling.zero[:, 0]
-        recode(start.scaling.grid, part, torch.ones_like(part), scale, zero, slope, h, block)
-        torch.testing.assert_close(slope, h @ (target.T - part))
+        group.recode(block)
+        torch.testing.assert_close(group.slope, h @ (target.T - part))
 
 
 def test_a_support_is_kept():
@@ -107,8 +112,7 @@ def test_a_pass_takes_the_best_code_of_each_input_in_turn(kind):
     """Oracle: the loss of each row with each of the codes, one input after the other."""
     target, h, start = swept(Grid(3, 8, **KINDS[kind]), out=3, width=8)
     part, scaling = start.sparse.T.clone(), start.scaling
-    slope = h @ (target.T - part)
-    recode(scaling.grid, part, torch.ones_like(part), scaling.scale[:, 0], scaling.zero[:, 0], slope, h, slice(0, 8))
+    whole_group(start, part, scaling.scale[:, 0], scaling.zero[:, 0], target, h).recode(slice(0, 8))
     codes = scaling.codes(start.sparse).long()
     for i, j in itertools.product(range(3), range(8)):
         tried = [codes.index_put((torch.tensor(i), torch.tensor(j)), torch.tensor(code)) for code in range(8)]

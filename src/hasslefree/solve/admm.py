@@ -19,8 +19,11 @@ class ScaledSpectrum:
     """The problem in the units where H has a unit diagonal: D⁻¹HD⁻¹ = Q diag(λ) Qᵀ with D =
     diag(H)^½.
 
-    scale: D, (in,). matrix: D⁻¹HD⁻¹, (in, in). values: λ, (in,), in float64. vectors: Q, (in, in);
-    computed in float64, and cast, for they are multiplied whenever ρ changes.
+    Args:
+        scale: D, (in,).
+        matrix: D⁻¹HD⁻¹, (in, in).
+        values: λ, (in,), in float64.
+        vectors: Q, (in, in), computed in float64 and cast: they are multiplied whenever ρ changes.
     """
 
     scale: Tensor
@@ -40,22 +43,27 @@ class ScaledSpectrum:
                 f" {values[0].item():.1e}; compute it again from the activations"
                 " (Gram.from_activations)"
             )
-        # What rounding has put below zero would make H + ρI singular at a small ρ.
+        # Eigenvalues that rounding has put below zero would make H + ρI singular at a small ρ.
         return cls(scale, matrix, values.clamp_min(0), vectors.to(matrix.dtype))
 
     def resolvent(self, rho: float) -> Tensor:
         """ρ(H + ρI)⁻¹: (in, in), in the working dtype."""
-        return (self.vectors * (rho / (self.values + rho)).to(self.vectors.dtype)) @ self.vectors.T
+        shrinkage = (rho / (self.values + rho)).to(self.vectors.dtype)
+        return (self.vectors * shrinkage) @ self.vectors.T
 
 
 @dataclass(frozen=True)
 class SupportPenalty:
-    """ρ grows while the support changes, faster the more it changes; the loop ends when the support
-    is stable.
+    """A penalty ρ that grows while the support changes, faster the more it changes. The loop ends
+    when the support is stable.
 
-    start: the initial ρ. every: rounds between two checks. most: the maximum of rounds. growth: the
-    factor of ρ where more than 10 %, more than 0.5 %, and at least one of the kept entries changed.
-    settled: after this number of rounds, fewer than 0.03 % of changes end the loop.
+    Args:
+        start: the initial ρ.
+        every: the number of rounds between two checks.
+        most: the maximum of rounds.
+        growth: the factors of ρ if more than 10 %, more than 0.5 %, and at least one of the kept
+            entries changed since the last check.
+        settled: after this number of rounds, fewer than 0.03 % of changes end the loop.
     """
 
     start: float
@@ -71,19 +79,28 @@ class SupportPenalty:
         pattern: Pattern,
         fit: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Z, the dense copy of S that the ADMM ends with, for a weight W: (out, in), in the units
-        of unit diagonal.
+        """Run the ADMM for a weight in the units of unit diagonal.
 
-        fit: L for a target W − Z, called once a round. With Y the dual over ρ, the minimum over Z
-        of tr((W−Z−L) H (W−Z−L)ᵀ) + ρ‖Z − S + Y‖² is Z = M + (S − Y − M)·ρ(H + ρI)⁻¹ with M = W − L.
+        With Y the dual over ρ, the minimum over Z of tr((W−Z−L) H (W−Z−L)ᵀ) + ρ‖Z − S + Y‖² is
+        Z = M + (S − Y − M)·ρ(H + ρI)⁻¹ with M = W − L.
+
+        Args:
+            weight: W, (out, in).
+            fit: computes L, (out, in), for a target W − Z; it is called once a round.
+
+        Returns:
+            Z, the dense copy of S at the end, (out, in).
         """
-        rho, grown = self.start, False
+        rho = self.start
         resolvent = spectrum.resolvent(rho)
         first = weight * pattern.mask(weight.square())
-        sparse, dual = first, torch.zeros_like(weight)
-        dense, low_rank = weight, torch.zeros_like(weight)
+        sparse = first
+        dual = torch.zeros_like(weight)
+        low_rank = torch.zeros_like(weight)
+        dense = weight
         checked = sparse != 0
         kept = max(pattern.kept((weight.shape[0], weight.shape[1])), 1)
+        grown = False
         for t in range(1, self.most + 1):
             free = weight - low_rank
             dense = free + (sparse - dual - free) @ resolvent
@@ -95,11 +112,10 @@ class SupportPenalty:
                 continue
             support = sparse != 0
             changed = int(torch.count_nonzero(support != checked))
-            checked, before = support, rho
+            checked = support
+            before = rho
             if changed > 0.005 * kept or (changed and grown):
-                rho *= self.growth[
-                    0 if changed > 0.1 * kept else 1 if changed > 0.005 * kept else 2
-                ]
+                rho *= self._growth_for(changed, kept)
                 grown = True
             elif grown:
                 break
@@ -108,10 +124,18 @@ class SupportPenalty:
                 # with a smaller one.
                 rho /= 5
                 if changed:
-                    sparse, dual = first, torch.zeros_like(weight)
+                    sparse = first
+                    dual = torch.zeros_like(weight)
             rho = min(rho, 1e6)
             dual *= before / rho
             resolvent = spectrum.resolvent(rho)
             if t > self.settled and changed < 0.0003 * kept:
                 break
         return dense
+
+    def _growth_for(self, changed: int, kept: int) -> float:
+        if changed > 0.1 * kept:
+            return self.growth[0]
+        if changed > 0.005 * kept:
+            return self.growth[1]
+        return self.growth[2]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hasslefree.core.budgets import Budget
 from hasslefree.core.factors import check_factor_bits, quantised
-from hasslefree.core.gram import Gram, check_floating, relative, working_dtype
+from hasslefree.core.gram import Gram, check_floating, dtype_name, relative, working_dtype
 from hasslefree.core.grids import Quantised
 from hasslefree.core.linalg import LinAlgError
 from hasslefree.core.low_rank import LowRank
@@ -29,7 +29,7 @@ DATA_FREE = (
 
 @dataclass(frozen=True)
 class _Given(Checked):
-    """What must have these types before anything is computed."""
+    """The arguments whose types are checked before anything is computed."""
 
     gram: Gram | None
     pattern: str | Pattern
@@ -55,16 +55,16 @@ def decompose(
     Args:
         weight: W, (out, in), any floating dtype. The result has its dtype and device.
         gram: the second moment H of the layer's inputs, (in, in). None for a matrix in general, or
-            where there are no data: H = I, the errors are ‖W − S − L‖² / ‖W‖², and a remark says
-            so.
+            if there are no data: then H = I, the errors are ‖W − S − L‖² / ‖W‖², and a remark tells
+            it.
         pattern, rank, sparsity, ratio, rank_share: the budget; see `Budget`.
         method: a name, or an object such as `Joint(rounds=50)`.
         factor_bits: 8 for u and v as int8 codes (`core.factors`); None for the dtype of W.
-        seed: of the random start. Same seed, same machine, same result.
+        seed: the seed of the random start. Same seed, same machine, same result.
 
     Raises:
-        HasslefreeError: shapes that do not match, NaN or Inf, an impossible budget, an unknown
-            name.
+        HasslefreeError: shapes that do not match, a dtype that is not floating, NaN or Inf, an
+            impossible budget, an unknown name.
 
     Example:
         >>> gram = hasslefree.Gram.from_activations(x)  # x: (tokens, in)
@@ -80,8 +80,30 @@ def decompose(
     seed = _Given(gram, pattern, method, seed).seed
     solver = build_method(method) if isinstance(method, str) else method
     weight = weight.detach()
-    data_free = gram is None
-    gram = Gram.identity(weight.shape[-1:].numel()) if gram is None else gram
+    given = Gram.identity(weight.shape[-1:].numel()) if gram is None else gram
+    checked = checked_gram(weight, given)
+    budget = Budget(pattern, rank, sparsity, ratio, rank_share)
+    exact_pattern, exact_rank = budget.resolve(*weight.shape)
+    solver.check(exact_rank)
+    check_factor_bits(factor_bits, exact_rank)
+    if solver.grid:
+        solver.grid.check((weight.shape[0], weight.shape[1]), exact_pattern)
+    prepared = solver.prepare(checked)
+    result = solve_layer(
+        weight, checked, solver, prepared, exact_pattern, exact_rank, seed, factor_bits
+    )
+    if gram is not None:
+        return result
+    return dataclasses.replace(result, remarks=(DATA_FREE, *result.remarks))
+
+
+def checked_gram(weight: Tensor, gram: Gram) -> Gram:
+    """The Gram in the working dtype of a weight and on its device.
+
+    Raises:
+        ShapeError: weight and Gram do not match.
+        NonFiniteError: one of them contains NaN or Inf, or the Gram overflows the dtype.
+    """
     if weight.ndim != 2 or weight.shape[1] != len(gram.matrix):
         raise ShapeError(
             "weight and Gram matrix do not match: expected shapes (out, in) and (in, in), got "
@@ -99,22 +121,10 @@ def decompose(
     gram = gram.to(weight)
     if not torch.isfinite(gram.matrix).all():
         raise NonFiniteError(
-            f"the Gram matrix (XᵀX of the layer's inputs) overflows {_name(gram.matrix)}; scale the"
-            " activations down, or pass the weight in float64"
+            "the Gram matrix (XᵀX of the layer's inputs) overflows"
+            f" {dtype_name(gram.matrix)}; scale the activations down, or pass the weight in float64"
         )
-    exact_pattern, exact_rank = Budget(pattern, rank, sparsity, ratio, rank_share).resolve(
-        *weight.shape
-    )
-    solver.check(exact_rank)
-    check_factor_bits(factor_bits, exact_rank)
-    if grid := solver.grid:
-        grid.check((weight.shape[0], weight.shape[1]), exact_pattern)
-    result = solve_layer(
-        weight, gram, solver, solver.prepare(gram), exact_pattern, exact_rank, seed, factor_bits
-    )
-    return (
-        dataclasses.replace(result, remarks=(DATA_FREE, *result.remarks)) if data_free else result
-    )
+    return gram
 
 
 def solve_layer(
@@ -127,42 +137,48 @@ def solve_layer(
     seed: int,
     factor_bits: int | None = None,
 ) -> Decomposition:
-    """`decompose` for inputs that were checked, with `prepared` = method.prepare(gram) shared
-    between layers.
-
-    factor_bits: without effect at rank 0.
+    """`decompose` for inputs that were checked.
 
     Inputs that are always zero (H_jj = 0) get no weight in S nor in L, whatever the method; on a
-    grid with offsets, S has the value nearest to zero.
+    grid with offsets, S has the value nearest to zero there.
+
+    Args:
+        prepared: method.prepare(gram), which layers with the same input share.
+        factor_bits: as in `decompose`, but without effect at rank 0.
     """
     full = weight.to(working_dtype(weight))
     norm = checked_norm(live(full, gram), gram)
     solution = approximation(method, full, gram, prepared, pattern, rank, seed)
-    sparse, low_rank = solution.sparse, solution.low_rank.balanced()
-    before = relative(gram.loss(low_rank.residual(full, sparse)), norm)
+    low_rank = solution.low_rank.balanced()
+    before = relative(gram.loss(low_rank.residual(full, solution.sparse)), norm)
     if not math.isfinite(before):
         raise NonFiniteError(
             "NaN or Inf appeared while the layer was solved; raise the damping"
             f" ({option('damping', 0.01)}) or use another method ({option('method', 'joint')})"
         )
-    on_grid = Quantised.of(sparse, solution.scaling, weight.dtype) if solution.scaling else None
-    cast, cast_low_rank, factors = sparse.to(weight.dtype), low_rank.to(weight.dtype), None
+    codes = None
+    if solution.scaling:
+        codes = Quantised.of(solution.sparse, solution.scaling, weight.dtype)
+    sparse = solution.sparse.to(weight.dtype)
+    low_rank_in_dtype = low_rank.to(weight.dtype)
+    factors = None
+    rounding = f"the cast to {dtype_name(weight)}"
     if factor_bits and rank:
-        factors = quantised(low_rank, full, cast.to(full.dtype), gram, weight.dtype)
-        cast_low_rank = factors.values()
+        factors = quantised(low_rank, full, sparse.to(full.dtype), gram, weight.dtype)
+        low_rank_in_dtype = factors.values()
+        rounding += ", with factors in int8,"
     after = before
     if weight.dtype != full.dtype or factors:
-        residual = cast_low_rank.to(full.dtype).residual(full, cast.to(full.dtype))
+        residual = low_rank_in_dtype.to(full.dtype).residual(full, sparse.to(full.dtype))
         after = relative(gram.loss(residual), norm)
     if not math.isfinite(after):
         raise NonFiniteError(
-            f"values of S or L overflow {_name(weight)}; use another dtype"
+            f"values of S or L overflow {dtype_name(weight)}; use another dtype"
             f" ({option('dtype', 'float32')}) or raise the damping ({option('damping', 0.01)})"
         )
-    rounding = f"the cast to {_name(weight)}" + (", with factors in int8," if factors else "")
     remarks = (*gram.remarks(), *solution.remarks, *_remarks_on(after, before, rounding))
     return Decomposition(
-        cast, cast_low_rank, after, before, solution.history, remarks, on_grid, factors
+        sparse, low_rank_in_dtype, after, before, solution.history, remarks, codes, factors
     )
 
 
@@ -183,7 +199,7 @@ def approximation(
     """S and L of a weight in the working dtype, without a measurement of their error; arguments as
     in `solve_layer`.
     """
-    alive, weight = gram.alive, live(weight, gram)
+    weight = live(weight, gram)
     solution = None if method.grid else unchanged(weight, pattern, rank)
     if solution is None:
         generator = torch.Generator().manual_seed(seed)
@@ -192,28 +208,33 @@ def approximation(
         except LinAlgError as error:
             remedy = f"raise the damping ({option('damping', 0.01)})"
             raise FactorizationError(f"a factorisation failed: {error}; {remedy}") from None
-    low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * alive)
-    sparse, scaling = solution.sparse * alive, solution.scaling
-    if scaling and scaling.grid.offset:  # zero need not be on the grid
-        sparse = scaling.nearest(sparse)
+    low_rank = LowRank(solution.low_rank.u, solution.low_rank.v * gram.alive)
+    sparse = solution.sparse * gram.alive
+    if solution.scaling and solution.scaling.grid.offset:  # zero need not be on the grid
+        sparse = solution.scaling.nearest(sparse)
     return dataclasses.replace(solution, sparse=sparse, low_rank=low_rank)
 
 
 def checked_norm(weight: Tensor, gram: Gram) -> float:
-    """tr(W H Wᵀ) of a weight (out, in), by which errors are divided; 0 for a weight of zeros."""
-    norm, limits = gram.loss(weight), torch.finfo(weight.dtype)
-    # Its value if the inputs were uncorrelated: where terms cancel, the rounding error is relative
-    # to this.
-    apart = (weight.square() @ gram.diagonal).sum(dtype=torch.float64).item()
-    some = bool(torch.count_nonzero(weight))
-    if not (limits.tiny / limits.eps < apart < limits.max * limits.eps) and some:
-        extreme = "small" if apart < 1 else "large"
+    """tr(W H Wᵀ) of a weight (out, in), the divisor of errors; 0 for a weight of zeros.
+
+    Raises:
+        NonFiniteError: it is near the limits of the dtype, or zero up to rounding.
+    """
+    norm = gram.loss(weight)
+    if not weight.any():
+        return norm
+    limits = torch.finfo(weight.dtype)
+    # The norm if the inputs were uncorrelated. If terms cancel, rounding errors are relative to it.
+    uncorrelated = (weight.square() @ gram.diagonal).sum(dtype=torch.float64).item()
+    if not limits.tiny / limits.eps < uncorrelated < limits.max * limits.eps:
+        extreme = "small" if uncorrelated < 1 else "large"
         raise NonFiniteError(
-            f"the mean square of the layer's output, {apart:.0e}, is too {extreme} for"
-            f" {_name(weight)}; scale the weight or the activations, pass the weight in float64, or"
-            f" keep the layer dense ({option('leave_dense')})"
+            f"the mean square of the layer's output, {uncorrelated:.0e}, is too {extreme} for"
+            f" {dtype_name(weight)}; scale the weight or the activations, pass the weight in"
+            f" float64, or keep the layer dense ({option('leave_dense')})"
         )
-    if norm <= limits.eps * apart and some:
+    if norm <= limits.eps * uncorrelated:
         raise NonFiniteError(
             "the layer's output is zero, up to rounding, on every calibration token, so its error"
             f" cannot be measured; keep the layer dense ({option('leave_dense')}) or use more"
@@ -223,20 +244,16 @@ def checked_norm(weight: Tensor, gram: Gram) -> float:
 
 
 def unchanged(weight: Tensor, pattern: Pattern, rank: int) -> Solution | None:
-    """S = W and L = 0 where the pattern keeps every non-zero of W; None otherwise."""
-    shape = (weight.shape[0], weight.shape[1])
-    kept = pattern.kept(shape)
+    """S = W and L = 0 if the pattern keeps every non-zero of W; None otherwise."""
+    kept = pattern.kept((weight.shape[0], weight.shape[1]))
     if torch.count_nonzero(weight) > kept:
         return None
     if ((weight != 0) & ~pattern.mask(weight.square())).any():
         return None
-    nothing = LowRank(weight.new_zeros(len(weight), rank), weight.new_zeros(rank, weight.shape[1]))
-    remarks = (
-        ()
-        if kept == math.prod(shape)
-        else ("the pattern keeps every non-zero of the weight: S = W, L = 0",)
-    )
-    return Solution(weight, nothing, (), remarks)
+    remarks: tuple[str, ...] = ()
+    if kept < weight.numel():
+        remarks = ("the pattern keeps every non-zero of the weight: S = W, L = 0",)
+    return Solution(weight, LowRank.nothing(weight, rank), (), remarks)
 
 
 def _remarks_on(after: float, before: float, rounding: str) -> Iterator[str]:
@@ -244,7 +261,3 @@ def _remarks_on(after: float, before: float, rounding: str) -> Iterator[str]:
         yield f"{rounding} raised the relative error from {before:.2g} to {after:.2g}"
     if after > 1:
         yield f"the relative error is {after:.2g}: a layer of zeros would be closer"
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

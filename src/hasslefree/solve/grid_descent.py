@@ -8,15 +8,18 @@ entry once, before it knows how later entries are rounded; descent continues fro
 alone this is QuantEase (arXiv 2309.01885).
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from hasslefree.core.grids import Grid, Scaling, stored
 from hasslefree.core.protocols import Pruned
 
-# Inputs whose codes are decided before R H is updated for the rest of their group, in one product.
+# The number of inputs whose codes are decided before R H is updated for the rest of their group, in
+# one product.
 BLOCK = 128
-# The least determinant of the two equations, relative to that of independent ones.
+# The smallest determinant of the two equations, relative to that of independent ones.
 SINGULAR = 1e-6
 
 
@@ -25,90 +28,112 @@ def descend(
 ) -> Pruned:
     """S on its grid and its support, with a loss no larger than that of `swept`, up to rounding.
 
-    target: T, (out, in). norm: H, damped, (in, in). support: bool (out, in); None where every entry
-    has a code.
+    Args:
+        target: T, (out, in).
+        swept: the S to begin with, on a grid.
+        norm: H, damped, (in, in).
+        support: bool (out, in); None if every entry has a code.
+        passes: how often all groups are visited.
     """
     assert swept.scaling is not None
-    grid, width = swept.scaling.grid, len(norm)
+    grid = swept.scaling.grid
+    width = len(norm)
     # Columns become rows, (in, out), so that each update runs over contiguous memory.
-    sparse, scale, zero = (each.T.clone(memory_format=torch.contiguous_format)
-                           for each in (swept.sparse, swept.scaling.scale, swept.scaling.zero))  # fmt: skip  # noqa: E501
+    sparse = transposed(swept.sparse)
+    scale = transposed(swept.scaling.scale)
+    zero = transposed(swept.scaling.zero)
     mask = torch.ones_like(sparse) if support is None else support.T.to(sparse.dtype)
     slopes = norm @ (target.T - sparse)  # H Rᵀ
-    group = grid.group or width
+    size = grid.group or width
     for _ in range(passes):
-        for g, start in enumerate(range(0, width, group)):
-            here = slice(start, start + group)
-            part, kept, inner = sparse[here], mask[here], norm[here, here]
-            before, slope = part.clone(), slopes[here].clone()
-            rescale(grid, part, kept, scale[g], zero[g], slope, inner)
-            for first in range(0, len(part), BLOCK):
-                block = slice(first, first + BLOCK)
-                recode(grid, part, kept, scale[g], zero[g], slope, inner, block)
-            slopes.addmm_(norm[:, here], part - before, alpha=-1)
+        for g, start in enumerate(range(0, width, size)):
+            inputs = slice(start, start + size)
+            group = Group(
+                grid,
+                sparse[inputs],
+                mask[inputs],
+                scale[g],
+                zero[g],
+                slopes[inputs].clone(),
+                norm[inputs, inputs],
+            )
+            before = group.values.clone()
+            group.rescale()
+            for first in range(0, len(before), BLOCK):
+                group.recode(slice(first, first + BLOCK))
+            slopes.addmm_(norm[:, inputs], group.values - before, alpha=-1)
     return Pruned(sparse.T.contiguous(), Scaling(grid, scale.T, zero.T))
 
 
-def rescale(
-    grid: Grid,
-    part: Tensor,
-    kept: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    slope: Tensor,
-    inner: Tensor,
-) -> None:
-    """Give a group the scale and the offset that suit its codes best, in the rows where they lower
-    the loss.
+def transposed(matrix: Tensor) -> Tensor:
+    """A contiguous copy of the transpose."""
+    return matrix.T.clone(memory_format=torch.contiguous_format)
 
-    All tensors but the last are changed in place, except `kept`. part, kept, slope: of S, of its
-    support (0 or 1) and of H Rᵀ, (group, out). scale, zero: (out,). inner: of H, (group, group).
+
+@dataclass(frozen=True)
+class Group:
+    """The inputs of a group, in all rows of S. The steps change values, scale, zero and slope in
+    place.
+
+    Args:
+        values: of S, (group, out).
+        support: 0 or 1, (group, out).
+        scale, zero: (out,).
+        slope: of H Rᵀ, (group, out).
+        norm: of H, (group, group).
     """
-    steps = ((part - zero) / scale if grid.offset else part / scale).round_().mul_(kept)
-    weighed = inner @ steps
-    square, along = (steps * weighed).sum(0), (steps * slope).sum(0)
-    if grid.offset:
-        cross, total, across = weighed.sum(0), inner.sum(), slope.sum(0)
-        determinant = (square * total - cross.square()).clamp_min(SINGULAR * square * total)
-        new_scale = stored(scale + (total * along - cross * across) / determinant)
-        new_zero = stored(zero + (square * across - cross * along) / determinant)
-        change = steps * new_scale + new_zero - part
-    else:
-        new_scale, new_zero = stored(scale + along / square), zero
-        change = steps * new_scale - part
-    moved = inner @ change
-    better = ((change * (2 * slope - moved)).sum(0) > 0) & (
-        new_scale > 0
-    )  # not where a division was by zero
-    scale.copy_(torch.where(better, new_scale, scale))
-    zero.copy_(torch.where(better, new_zero, zero))
-    part.add_(torch.where(better, change, 0.0))
-    slope.sub_(torch.where(better, moved, 0.0))
 
+    grid: Grid
+    values: Tensor
+    support: Tensor
+    scale: Tensor
+    zero: Tensor
+    slope: Tensor
+    norm: Tensor
 
-def recode(
-    grid: Grid,
-    part: Tensor,
-    kept: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    slope: Tensor,
-    inner: Tensor,
-    block: slice,
-) -> None:
-    """Give the entries of some inputs of a group their best codes, one input after the other;
-    arguments as above.
-    """
-    values, support, local, before = (
-        part[block],
-        kept[block],
-        slope[block].clone(),
-        part[block].clone(),
-    )
-    curvature = inner[block, block]
-    for j in range(len(values)):
-        wanted = values[j] + local[j] / curvature[j, j]
-        change = grid.nearest(wanted, scale, zero).mul_(support[j]).sub_(values[j])
-        values[j] += change
-        local.addr_(curvature[j], change, alpha=-1)
-    slope.addmm_(inner[:, block], values - before, alpha=-1)
+    def rescale(self) -> None:
+        """Take the scale and the offset that suit the codes best, in the rows where they lower the
+        loss.
+        """
+        shifted = self.values - self.zero if self.grid.offset else self.values
+        steps = (shifted / self.scale).round_().mul_(self.support)
+        weighed = self.norm @ steps
+        square = (steps * weighed).sum(0)
+        along = (steps * self.slope).sum(0)
+        if self.grid.offset:
+            cross = weighed.sum(0)
+            total = self.norm.sum()
+            across = self.slope.sum(0)
+            determinant = square * total - cross.square()
+            determinant = determinant.clamp_min(SINGULAR * square * total)
+            scale = stored(self.scale + (total * along - cross * across) / determinant)
+            zero = stored(self.zero + (square * across - cross * along) / determinant)
+            change = steps * scale + zero - self.values
+        else:
+            scale = stored(self.scale + along / square)
+            zero = self.zero
+            change = steps * scale - self.values
+        moved = self.norm @ change
+        gain = (change * (2 * self.slope - moved)).sum(0)
+        better = (gain > 0) & (scale > 0)  # not after a division by zero
+        self.scale.copy_(torch.where(better, scale, self.scale))
+        self.zero.copy_(torch.where(better, zero, self.zero))
+        self.values.add_(torch.where(better, change, 0.0))
+        self.slope.sub_(torch.where(better, moved, 0.0))
+
+    def recode(self, block: slice) -> None:
+        """Give the entries of some inputs of the group their best codes, one input after the
+        other.
+        """
+        values = self.values[block]
+        support = self.support[block]
+        slope = self.slope[block].clone()
+        norm = self.norm[block, block]
+        before = values.clone()
+        for j in range(len(values)):
+            wanted = values[j] + slope[j] / norm[j, j]
+            nearest = self.grid.nearest(wanted, self.scale, self.zero)
+            change = nearest.mul_(support[j]).sub_(values[j])
+            values[j] += change
+            slope.addr_(norm[j], change, alpha=-1)
+        self.slope.addmm_(self.norm[:, block], values - before, alpha=-1)

@@ -98,8 +98,8 @@ def one_run(weight, sparse, low_rank, pattern, rho, rounds):
     problem = ScaledProblem(torch.ones(16, dtype=torch.float64), Gram.identity(16))
     state = sparse + (weight - sparse - low_rank) / 1.5**power
     start = truncated_svd(low_rank, 3)
-    found, _, fitted, _ = joint._search(weight, problem, pattern, start, power, state)
-    return found, fitted.product(), 1.5**power
+    found = joint._search(weight, problem, pattern, start, power, state)
+    return found.sparse, found.low_rank.product(), 1.5**power
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)

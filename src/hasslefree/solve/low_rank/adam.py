@@ -22,7 +22,7 @@ class Adam(LowRankSolver):
     size r only: ∂f/∂u = −2(TH vᵀ − u·vHvᵀ), ∂f/∂v = −2(uᵀTH − uᵀu·vH).
 
     Args:
-        steps: Adam steps a round, T_LR in the paper.
+        steps: the Adam steps of a round, T_LR in the paper.
         learning_rate, delay: round t = 0, 1, … uses learning_rate / (t + 1 + delay).
         scaled: the paper's is_scaled.
     """
@@ -33,9 +33,9 @@ class Adam(LowRankSolver):
     scaled: bool = True
 
     def prepare(self, gram: Gram) -> tuple[Tensor, Tensor]:
-        scale = (
-            unit_diagonal_scale(gram.diagonal) if self.scaled else torch.ones_like(gram.diagonal)
-        )
+        scale = torch.ones_like(gram.diagonal)
+        if self.scaled:
+            scale = unit_diagonal_scale(gram.diagonal)
         return gram.matrix / torch.outer(scale, scale), scale
 
     def fit(
@@ -47,12 +47,13 @@ class Adam(LowRankSolver):
     ) -> LowRank:
         h, scale = prepared
         th = (target * scale) @ h
-        u, v = start.u.clone(), start.v * scale
+        u = start.u.clone()
+        v = start.v * scale
         optimizer = torch.optim.Adam([u, v], lr=self.learning_rate / (round + 1 + self.delay))
         for _ in range(self.steps):
             vh = v @ h
             u.grad = -2 * (th @ v.T - u @ (vh @ v.T))
-            v.grad = -2 * (u.T @ th - u.T @ u @ vh)
+            v.grad = -2 * (u.T @ th - (u.T @ u) @ vh)
             optimizer.step()
         return LowRank(u.detach(), v.detach() / scale)
 

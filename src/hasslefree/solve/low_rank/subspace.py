@@ -19,7 +19,8 @@ class Subspace(LowRankSolver):
     noise in the first.
 
     Args:
-        steps: iterations a round. first_steps: in the first round.
+        steps: the iterations of a round.
+        first_steps: the iterations of the first round.
     """
 
     steps: int = 1

@@ -30,9 +30,9 @@ class RandomizedSVD(LowRankSolver):
     0909.4061, 4.4).
 
     Args:
-        oversampling: columns of Ω beyond the rank.
-        iterations: p, the power iterations; each narrows the gap to the truncated SVD.
-        seed: of Ω, which is drawn again for every fit.
+        oversampling: the columns of Ω beyond the rank.
+        iterations: p, the power iterations; each one narrows the gap to the truncated SVD.
+        seed: the seed of Ω, which is drawn again for every fit.
     """
 
     oversampling: int = 10
@@ -58,7 +58,7 @@ class DiagonalSVD(LowRankSolver):
     3.1; OATS).
 
     Args:
-        svd: how C_r is computed: exactly, or by `RandomizedSVD`.
+        svd: the SVD that computes C_r: exact, or randomised.
     """
 
     svd: SVD | RandomizedSVD = SVD()

@@ -1,4 +1,10 @@
-"""Alternating minimisation: any pruner with any low-rank solver (arXiv 2502.00899, Algorithm 2)."""
+"""Alternating minimisation: any pruner with any low-rank solver (arXiv 2502.00899, Algorithm 2).
+
+    S ← prune(W − L),   L ← fit(W − S)
+
+HASSLE-free is SparseGPT with Adam, OATS is Wanda with a truncated SVD in the norm of diag H, and
+`solve.methods` names more published methods as such pairs.
+"""
 
 import math
 from dataclasses import dataclass
@@ -22,8 +28,30 @@ REMEDY = (
     f" ({option('low_rank', 'exact')})"
 )
 
-# H, damped, and what the pruner and the low-rank solver prepared.
+# H, damped; and the results of `prepare` of the pruner and of the low-rank solver.
 Prepared = tuple[Gram, Any, Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A result of the alternation, with its damped relative objective."""
+
+    pruned: Pruned
+    low_rank: LowRank
+    error: float
+
+
+@dataclass(frozen=True)
+class Objective:
+    """tr(R H Rᵀ) / tr(W H Wᵀ) of a weight W, (out, in), with R = W − S − L and a damped H."""
+
+    weight: Tensor
+    gram: Gram
+    norm: float
+
+    def measure(self, pruned: Pruned, low_rank: LowRank) -> Candidate:
+        loss = self.gram.loss(low_rank.residual(self.weight, pruned.sparse))
+        return Candidate(pruned, low_rank, relative(loss, self.norm))
 
 
 @dataclass(frozen=True)
@@ -36,9 +64,9 @@ class AlternatingMinimization(Method):
         damping: λ over the mean of diag H. The paper prints λ = 0.01·Tr(H); SparseGPT's default,
             which it refers to, is the mean.
         low_rank_first: fit L to W before S is pruned for the first time, as OATS does.
-        keep_best: return the round with the least damped objective, or the pruner alone if no round
-            is better; False returns the last round.
-        last_fit: fit L once more at the end, to W minus the S that was kept, where that lowers the
+        keep_best: return the round with the smallest damped objective, or the pruner alone if no
+            round is better; False returns the last round.
+        last_fit: fit L once more at the end, to W minus the S that was kept, if that lowers the
             objective. For alternations that end with S.
 
     Example:
@@ -71,51 +99,78 @@ class AlternatingMinimization(Method):
         generator: Generator,
     ) -> Solution:
         gram, for_pruner, for_solver = prepared
-        low_rank = LowRank.gaussian_start(weight, rank, generator)
-        norm = gram.loss(weight)
-        if rank == 0:
-            alone = self.pruner.prune(weight, for_pruner, pattern)
-            error = relative(gram.loss(weight - alone.sparse), norm)
-            return Solution(alone.sparse, low_rank, (error,), scaling=alone.scaling)
-        pruned = Pruned(torch.zeros_like(weight))
-        best: tuple[Pruned, LowRank] = pruned, low_rank
-        least = float("inf")
-        history: list[float] = []
+        objective = Objective(weight, gram, gram.loss(weight))
+        start = LowRank.gaussian_start(weight, rank, generator)
         remarks: list[str] = []
+        if rank == 0:
+            pruned = self.pruner.prune(weight, for_pruner, pattern)
+            best = objective.measure(pruned, start)
+            history = [best.error]
+        else:
+            best, history = self._alternate(objective, prepared, pattern, start, remarks)
+        if rank and self.last_fit:
+            target = weight - best.pruned.sparse
+            low_rank = self.low_rank.fit(target, for_solver, best.low_rank, len(history))
+            last = objective.measure(best.pruned, low_rank)
+            if last.error < best.error:
+                best = last
+                history.append(last.error)
+        if rank and best.error and not best.low_rank.v.any():
+            remarks.append("no round was better than the pruner alone: L is zero")
+        return Solution(
+            best.pruned.sparse,
+            best.low_rank,
+            tuple(history),
+            tuple(remarks),
+            best.pruned.scaling,
+        )
+
+    def _alternate(
+        self,
+        objective: Objective,
+        prepared: Prepared,
+        pattern: Pattern,
+        start: LowRank,
+        remarks: list[str],
+    ) -> tuple[Candidate, list[float]]:
+        """Run the rounds.
+
+        Args:
+            start: the first L.
+            remarks: unusual events are appended to it.
+
+        Returns:
+            The best round, or the last one unless `keep_best`; and the objective after each round.
+        """
+        _, for_pruner, for_solver = prepared
+        weight = objective.weight
+        low_rank = start
+        pruned = Pruned(torch.zeros_like(weight))
+        best = Candidate(pruned, low_rank, math.inf)
+        history: list[float] = []
         for t in range(self.rounds):
             if self.low_rank_first:
                 low_rank = self.low_rank.fit(weight - pruned.sparse, for_solver, low_rank, t)
-                pruned = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
-            else:
-                pruned = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
+            pruned = self.pruner.prune(weight - low_rank.product(), for_pruner, pattern)
+            if not self.low_rank_first:
                 if t == 0:
-                    # The pruner alone is the first candidate: Adam's steps have a fixed size, and
-                    # can overshoot.
-                    best, least = (
-                        (pruned, low_rank),
-                        relative(gram.loss(weight - pruned.sparse), norm),
-                    )
+                    # Adam's steps have a fixed size, and can overshoot: the result must be no worse
+                    # than the pruner alone.
+                    best = objective.measure(pruned, low_rank)
                 low_rank = self.low_rank.fit(weight - pruned.sparse, for_solver, low_rank, t)
-            error = relative(gram.loss(low_rank.residual(weight, pruned.sparse)), norm)
-            if not math.isfinite(error):
-                if math.isinf(least) or not self.keep_best:
+            last = objective.measure(pruned, low_rank)
+            if not math.isfinite(last.error):
+                if math.isinf(best.error) or not self.keep_best:
                     raise NonFiniteError(f"NaN or Inf appeared in round {t + 1}; {REMEDY}")
                 remarks.append(
                     f"NaN or Inf appeared in round {t + 1}, so the best earlier round is returned; "
                     f"{with_arguments(REMEDY)}"
                 )
                 break
-            history.append(error)
-            if error < least or not self.keep_best:
-                best, least = (pruned, low_rank), error
-        pruned, low_rank = best
-        if self.last_fit:
-            last = self.low_rank.fit(weight - pruned.sparse, for_solver, low_rank, len(history))
-            error = relative(gram.loss(last.residual(weight, pruned.sparse)), norm)
-            low_rank, history = (last, [*history, error]) if error < least else (low_rank, history)
-        if least and not low_rank.v.any():
-            remarks.append("no round was better than the pruner alone: L is zero")
-        return Solution(pruned.sparse, low_rank, tuple(history), tuple(remarks), pruned.scaling)
+            history.append(last.error)
+            if last.error < best.error or not self.keep_best:
+                best = last
+        return best, history
 
     @property
     def cost(self) -> Cost:

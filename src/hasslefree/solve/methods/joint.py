@@ -1,4 +1,7 @@
-"""joint: ADMM on the support that follows the best low-rank part in each step;
+"""joint: ADMM on the support, with L as a function of the dense copy of S.
+
+A round is the projection of ADMM on the pattern (as in ALPS), with a step of orthogonal iteration
+for L inside it; a polish follows, masked conjugate gradients in turn with the same step for L.
 docs/explanation/joint.md derives it.
 """
 
@@ -27,29 +30,36 @@ RANK_RELIEF = 7.0
 # Steps of orthogonal iteration for L in the first round, which begins with noise; one is enough in
 # the others.
 FIRST_STEPS = 8
-# LOOKS times per run we measure how much of the support changed in one round. ρ grows where that is
+# CHECKS times per run we measure how much of the support changed in one round. ρ grows if that is
 # more than planned; the plan falls linearly from the share MOVING of the kept entries to none at
 # the share SETTLED of the rounds.
-LOOKS, MOVING, SETTLED = 20, 0.3, 0.95
+CHECKS = 20
+MOVING = 0.3
+SETTLED = 0.95
 # Steps of conjugate gradients on S in a sweep of the polish.
 CG_STEPS = 5
-# The rounds are split into PARTS parts of at least five rounds; after each the objective is
-# measured, on every ninth
-# row: on all rows, that would cost as much as a round. An odd step does not select the same rows of
-# every head.
-PARTS, SAMPLED = 10, 9
+# The rounds are split into PARTS parts of at least five rounds. After each part the objective is
+# measured on one row in SAMPLED: on all rows, that would cost as much as a round. An odd step does
+# not select the same rows of every head.
+PARTS = 10
+SAMPLED = 9
 # Sampled rows whose share of the objective is below this times their share of all rows are not
 # representative.
 LEAST_SHARE = 0.1
 
-# What the products of the rounds run in.
+# The dtype of the products of the rounds.
 Precision = Literal["auto", "float32", "tf32", "bfloat16"]
 
 
 @dataclass(frozen=True)
 class ScaledProblem:
-    """What depends on the Gram alone, in units where one penalty suits all inputs. scale: D, (in,).
-    gram: D⁻¹HD⁻¹.
+    """The part of the problem that depends on the Gram alone, in units where one penalty suits all
+    inputs.
+
+    Args:
+        scale: D, (in,).
+        gram: D⁻¹HD⁻¹.
+        kernels: the cached K of some ρ.
     """
 
     scale: Tensor
@@ -80,28 +90,46 @@ class ScaledProblem:
 
 
 @dataclass(frozen=True)
+class Searched:
+    """The result of the rounds of the ADMM.
+
+    Args:
+        sparse: S, (out, in).
+        mask: its support, bool (out, in).
+        low_rank: L.
+        course: `sampled_loss` after every part of the rounds but the last.
+    """
+
+    sparse: Tensor
+    mask: Tensor
+    low_rank: LowRank
+    course: list[float]
+
+
+@dataclass(frozen=True)
 class Joint(Method):
     """S and L together: each round of the ADMM minimises over the dense copy of S and L at once.
 
     The minimum over the copy is exact for every L; L takes a step towards its own.
 
     Args:
-        rounds: time against quality; each costs one out × in × in product.
+        rounds: time against quality; each round costs one out × in × in product.
         damping: λ over the mean of diag H.
-        penalty: the initial ρ is this times the odds that an entry of S is removed (at least one),
-            times e^(−7s), s being the share of the parameters that L holds. The rounds begin at
-            e^(−7s)·W.
-        growth: ρ is multiplied by this where more of the support changes in a round than planned;
-            the plan falls from 30 % of the kept entries at the start to none at the end.
-        sweeps: of the polish on the final support: five steps of conjugate gradients on S, and one
-            step on L. The history of a solution ends with the objective before the polish, without
-            K, and after each sweep. Before that it holds estimates after each tenth of the rounds
-            but the last (each fifth round, where there are fewer than 50): the objective of every
-            ninth row, scaled by the ratio of all rows to these at the end. There are none where
-            these rows are not representative.
-        precision: of the products of the rounds; sums are in float32. "auto" is TF32 on CUDA,
-            bfloat16 on a processor with instructions for it, and the dtype of the solver elsewhere;
-            so are then the products of the polish's steps. "tf32" is for CUDA.
+        penalty: the initial ρ is this number times the odds that an entry of S is removed (at least
+            one), times e^(−7s), with s the share of the parameters that L holds. The rounds begin
+            at e^(−7s)·W.
+        growth: the factor of ρ if more of the support changes in a round than planned. The plan
+            falls from 30 % of the kept entries at the start to none at the end.
+        sweeps: the sweeps of the polish on the final support: five steps of conjugate gradients on
+            S, and one step on L.
+        precision: the dtype of the products of the rounds; sums are in float32. "auto" is TF32 on
+            CUDA, bfloat16 on a processor with instructions for it, and the dtype of the solver
+            elsewhere; it also applies to the products of the polish. "tf32" is for CUDA.
+
+    The history of a solution ends with the objective before the polish and after each sweep. Before
+    that it holds estimates after each tenth of the rounds but the last (each fifth round, if there
+    are fewer than 50): the objective of every ninth row, scaled by the ratio of all rows to these
+    at the end. If these rows are not representative, there are no estimates.
 
     Example:
         >>> hasslefree.decompose(weight, gram, pattern="2:4", rank=64, method=Joint(rounds=50))
@@ -135,9 +163,9 @@ class Joint(Method):
         relief = math.exp(-RANK_RELIEF * rank * (out + width) / (out * width))
         power = self.first_power(density, relief)
         with linalg.matmul_precision(weight.device, tf32=self.precision in ("auto", "tf32")):
-            searched = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief)
+            found = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief)
         with linalg.matmul_precision(weight.device):
-            return self._polish(scaled, prepared, *searched)
+            return self._polish(scaled, prepared, found)
 
     @property
     def cost(self) -> Cost:
@@ -145,37 +173,37 @@ class Joint(Method):
         is always there.
         """
         flops = 2 * self.rounds + 2 * (CG_STEPS + 2) * self.sweeps + 20
-        return Cost(flops, squares=4.1, arrays=11, cached=min(self.rounds, LOOKS) - 1)
+        return Cost(flops, squares=4.1, arrays=11, cached=min(self.rounds, CHECKS) - 1)
 
     def first_power(self, density: float, relief: float) -> int:
-        """log ρ to the base `growth`, at first: a whole number, so that layers with the same input
-        meet the same ρ.
+        """log ρ to the base `growth`, at first. It is a whole number, and layers with the same
+        input therefore meet the same ρ.
         """
         odds = max((1 - density) / max(density, 0.02), 1.0)
-        return round(math.log(max(self.penalty * odds * relief, 0.01), self.growth))
+        rho = max(self.penalty * odds * relief, 0.01)
+        return round(math.log(rho, self.growth))
 
     def moves_too_much(self, mask: Tensor, last: Tensor, done: int) -> bool:
-        """Whether ρ must grow: after `done` rounds, too much of the support (out, in) changed from
-        `last` to `mask`.
+        """True if ρ must grow: a check is due after `done` rounds, and too much of the support
+        (out, in) changed from `last` to `mask`.
         """
-        if done == self.rounds or done * LOOKS // self.rounds == (done - 1) * LOOKS // self.rounds:
+        due = done * CHECKS // self.rounds > (done - 1) * CHECKS // self.rounds
+        if not due or done == self.rounds:
             return False
         planned = MOVING * max(1 - done / (SETTLED * self.rounds), 0.0)
-        changed, kept = torch.count_nonzero(mask ^ last), torch.count_nonzero(mask)
-        return bool(
-            changed >= 2 * planned * kept.double()
-        )  # one number read: on a GPU, each is a wait
+        changed = torch.count_nonzero(mask ^ last)
+        kept = torch.count_nonzero(mask)
+        # One number is read: on a GPU, each reading is a wait.
+        return bool(changed >= 2 * planned * kept.double())
 
     def _product_dtype(self, weight: Tensor) -> torch.dtype:
-        """What T − L and K are rounded to for their product."""
+        """The dtype that T − L and K are rounded to for their product."""
         if self.precision == "bfloat16":
             return torch.bfloat16
-        fast = (
-            self.precision == "auto"
-            and weight.dtype == torch.float32
-            and linalg.multiplies_bfloat16(weight.device)
-        )
-        return torch.bfloat16 if fast else weight.dtype
+        may_round = self.precision == "auto" and weight.dtype == torch.float32
+        if may_round and linalg.multiplies_bfloat16(weight.device):
+            return torch.bfloat16
+        return weight.dtype
 
     def _search(
         self,
@@ -185,12 +213,15 @@ class Joint(Method):
         start: LowRank,
         power: int,
         state: Tensor,
-    ) -> tuple[Tensor, Tensor, LowRank, list[float]]:
-        """S, its support, and L, by ADMM; and `sampled_loss` after every part of the rounds but the
-        last.
+    ) -> Searched:
+        """Run the rounds of the ADMM.
 
-        The state, which is overwritten, is X = Z + Y, the dense copy of S with the scaled dual: S =
-        project(X) and Y = X − S.
+        Args:
+            weight: W, (out, in).
+            start: the first L.
+            power: log ρ to the base `growth`, at first.
+            state: the first X = Z + Y, (out, in), the dense copy of S with the scaled dual; it is
+                overwritten. S = project(X) and Y = X − S.
         """
         dtype = self._product_dtype(weight)
         low_rank = LowRank(linalg.orthonormal(start.u), start.v)
@@ -204,14 +235,16 @@ class Joint(Method):
         torch.add(weight, state, out=target).sub_(sparse, alpha=2)  # T = W − S + Y
         for t in range(self.rounds):
             if low_rank.rank:
-                low_rank = subspace_steps(target, kernel, low_rank.u, 1 if t else FIRST_STEPS)
+                steps = 1 if t else FIRST_STEPS
+                low_rank = subspace_steps(target, kernel, low_rank.u, steps)
                 target.addmm_(low_rank.u, low_rank.v, alpha=-1)
             if dtype == weight.dtype:
                 torch.mm(target, kernel, out=state)
             else:
                 state.copy_(target.to(dtype) @ kernel)
             # Z + Y = S + (T − L) K; then the next S, Y and T.
-            last, mask = mask, project_step(pattern, weight, state, sparse, target)
+            last = mask
+            mask = project_step(pattern, weight, state, sparse, target)
             if t * parts // self.rounds < (t + 1) * parts // self.rounds < parts:
                 course.append(sampled_loss(problem.gram, weight, sparse, low_rank))
             if self.moves_too_much(mask, last, t + 1):
@@ -219,57 +252,76 @@ class Joint(Method):
                 kernel = next(kernels)
                 state.sub_(sparse).div_(self.growth)  # Y ← Y·ρ_before/ρ
                 torch.sub(weight, sparse, out=target).add_(state)
-        return sparse, mask, low_rank, course
+        return Searched(sparse, mask, low_rank, course)
 
-    def _polish(
-        self,
-        weight: Tensor,
-        problem: ScaledProblem,
-        sparse: Tensor,
-        mask: Tensor,
-        low_rank: LowRank,
-        course: list[float],
-    ) -> Solution:
-        """Conjugate gradients on S and a subspace step on L in turn, on the support that was found.
-
-        course: of the rounds, on some rows. The history begins with it, times what all rows are
-            over those at the end.
+    def _polish(self, weight: Tensor, problem: ScaledProblem, found: Searched) -> Solution:
+        """Take steps of conjugate gradients on S and a subspace step on L in turn, on the support
+        that the rounds found.
         """
-        gram, narrow = problem.gram, self.precision in ("auto", "bfloat16")
-        history: list[float] = []
-        remarks: list[str] = []
+        gram = problem.gram
+        narrow = self.precision in ("auto", "bfloat16")
         norm = gram.loss(weight) or 1.0
-        for sweep in range(self.sweeps + 1):
-            before = sparse, low_rank
-            if sweep:
-                sparse = linalg.masked_cg(
-                    gram.matrix, weight - low_rank.product(), sparse, mask, CG_STEPS, narrow=narrow
-                )
-            if low_rank.rank:
-                low_rank = subspace_steps(weight - sparse, gram.matrix, low_rank.u, 1)
-            error = gram.loss(low_rank.residual(weight, sparse)) / norm
-            if not sweep:
-                end, out = sampled_loss(gram, weight, sparse, low_rank), weight.shape[0]
-                share = error * norm * -(-out // SAMPLED) / out
-                history = (
-                    [loss * error / end for loss in course] if end > LEAST_SHARE * share else []
-                )
-            if sweep and not error <= 1.01 * history[-1] + 1e-9:  # NaN too
+        sparse = found.sparse
+        low_rank = refitted(weight, sparse, gram, found.low_rank)
+        error = gram.loss(low_rank.residual(weight, sparse)) / norm
+        history = estimates(found.course, error, norm, gram, weight, sparse, low_rank)
+        history.append(error)
+        remarks: list[str] = []
+        for sweep in range(1, self.sweeps + 1):
+            target = weight - low_rank.product()
+            new_sparse = linalg.masked_cg(
+                gram.matrix, target, sparse, found.mask, CG_STEPS, narrow=narrow
+            )
+            new_low_rank = refitted(weight, new_sparse, gram, low_rank)
+            error = gram.loss(new_low_rank.residual(weight, new_sparse)) / norm
+            if not error <= 1.01 * history[-1] + 1e-9:  # NaN too
                 remarks.append(
                     f"sweep {sweep} of the polish was undone: rounding raised the objective to"
                     f" {error:.2g}"
                 )
-                sparse, low_rank = before
                 break
+            sparse = new_sparse
+            low_rank = new_low_rank
             history.append(error)
         low_rank = LowRank(low_rank.u, low_rank.v / problem.scale)
         return Solution(sparse / problem.scale, low_rank, tuple(history), tuple(remarks))
 
 
+def refitted(weight: Tensor, sparse: Tensor, gram: Gram, low_rank: LowRank) -> LowRank:
+    """L after a subspace step towards the best one for S, (out, in)."""
+    if not low_rank.rank:
+        return low_rank
+    return subspace_steps(weight - sparse, gram.matrix, low_rank.u, 1)
+
+
 def sampled_loss(gram: Gram, weight: Tensor, sparse: Tensor, low_rank: LowRank) -> float:
-    """tr(R H Rᵀ), R = W − S − L, of one row in `SAMPLED`. weight, sparse: (out, in)."""
-    taken = slice(None, None, SAMPLED)
-    return gram.loss(LowRank(low_rank.u[taken], low_rank.v).residual(weight[taken], sparse[taken]))
+    """tr(R H Rᵀ), R = W − S − L, of one row in SAMPLED. weight, sparse: (out, in)."""
+    sampled = LowRank(low_rank.u[::SAMPLED], low_rank.v)
+    return gram.loss(sampled.residual(weight[::SAMPLED], sparse[::SAMPLED]))
+
+
+def estimates(
+    course: list[float],
+    error: float,
+    norm: float,
+    gram: Gram,
+    weight: Tensor,
+    sparse: Tensor,
+    low_rank: LowRank,
+) -> list[float]:
+    """The relative objective during the rounds, estimated from the sampled rows; empty if these are
+    not representative.
+
+    Args:
+        course: the loss of the sampled rows during the rounds.
+        error, norm: the relative objective of all rows at the end of the rounds, and tr(W H Wᵀ).
+        weight, sparse, low_rank: W, S and L at the end of the rounds.
+    """
+    end = sampled_loss(gram, weight, sparse, low_rank)
+    out = len(weight)
+    sampled = -(-out // SAMPLED)
+    representative = end > LEAST_SHARE * (error * norm * sampled / out)
+    return [loss * error / end for loss in course] if representative else []
 
 
 def refit_scale(matrix: Tensor) -> Tensor:
@@ -283,6 +335,6 @@ def refit_scale(matrix: Tensor) -> Tensor:
     return diagonal * linalg.inverse_(unit).diagonal().rsqrt()
 
 
-# A quick estimate of what a pattern costs a layer: few rounds, without the polish, which gains
-# nearly the same in every layer unless inputs nearly repeat each other.
+# A quick estimate of the loss that a pattern causes in a layer: few rounds, without the polish,
+# which gains nearly the same in every layer unless inputs nearly repeat each other.
 QUICK_PRUNING = Joint(rounds=10, sweeps=0)

@@ -1,9 +1,8 @@
-"""`joint` for a support and a grid at once: its support and its low-rank part, and S on the grid
-there.
+"""joint-grid: `joint` for the support and L; GPTQ's sweep, coordinate descent on the grid and an
+exact L in turn for the rest.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -14,37 +13,47 @@ from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.linalg import masked_cg
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import KnownSupport, Pattern
-from hasslefree.core.protocols import Method, Solution
+from hasslefree.core.protocols import Method, Pruned, Solution
 from hasslefree.solve.grid_descent import descend
 from hasslefree.solve.low_rank.exact import Exact
-from hasslefree.solve.methods.joint import Joint
+from hasslefree.solve.methods.joint import Joint, ScaledProblem
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
 from hasslefree.validation import Count, Figure, Positive
 
-# Of conjugate gradients, before each sweep; they begin where the last sweep ended.
+# Steps of conjugate gradients before each sweep; they begin with the S of the sweep before.
 CG_STEPS = 20
 
-# H, damped, and what `Joint`, the sweep and the exact fit prepared.
-Prepared = tuple[Gram, Any, Tensor, Tensor]
+
+@dataclass(frozen=True)
+class Prepared:
+    """H, damped; and the results of `prepare` of `Joint`, of the sweep and of the exact fit."""
+
+    gram: Gram
+    for_joint: ScaledProblem
+    for_sweep: Tensor
+    for_fit: Tensor
 
 
 @dataclass(frozen=True)
 class JointOnGrid(Method):
     """The support and L of `Joint`; then, in turn, S on that support and on a grid, and L exactly.
 
-    With L given, the best S off the grid, on the support, has a gradient that vanishes there. So
-    for every S' on it,
+    With L given, the best S off the grid, on the support, has a gradient that vanishes there. For
+    every S' on the support, therefore,
 
         tr((T − S') H (T − S')ᵀ) = tr((T − S) H (T − S)ᵀ) + tr((S − S') H (S − S')ᵀ),    T = W − L
 
-    and it remains to put S on the grid in the norm of H: GPTQ's sweep, with the support known, and
-    then coordinate descent on codes, scales and offsets (`solve.grid_descent`). L is the exact fit
-    to W − S'. Where the pattern keeps everything, the turns begin with the exact fit to W. The best
-    turn is kept.
+    and it remains to put S on the grid in the norm of H: by GPTQ's sweep, with the support known,
+    and then by coordinate descent on codes, scales and offsets (`solve.grid_descent`). L is the
+    exact fit to W − S'. If the pattern keeps everything, the turns begin with the exact fit to W.
+    The best turn is kept.
 
     Args:
-        rounds: of `Joint`. damping: λ over the mean of diag H. turns: of S and L.
-        passes: of the descent, in each turn. ranges: of values that the sweep tries for each group.
+        rounds: the rounds of `Joint`.
+        damping: λ over the mean of diag H.
+        turns: the number of turns of S and L.
+        passes: the passes of the descent in each turn.
+        ranges: the ranges of values that the sweep tries for each group.
     """
 
     grid: Grid = Grid()
@@ -56,12 +65,8 @@ class JointOnGrid(Method):
 
     def prepare(self, gram: Gram) -> Prepared:
         damped = gram.damped(self.damping)
-        return (
-            damped,
-            self._joint().prepare(gram),
-            SparseGPT().prepare(damped),
-            Exact().prepare(damped),
-        )
+        for_joint = self._joint().prepare(gram)
+        return Prepared(damped, for_joint, SparseGPT().prepare(damped), Exact().prepare(damped))
 
     def solve(
         self,
@@ -71,34 +76,44 @@ class JointOnGrid(Method):
         rank: int,
         generator: Generator,
     ) -> Solution:
-        gram, for_joint, for_sweep, for_fit = prepared
-        whole = pattern.kept((weight.shape[0], weight.shape[1])) == weight.numel()
-        if whole:
-            support, low_rank = (
-                torch.ones_like(weight, dtype=torch.bool),
-                _fitted(weight, for_fit, rank),
-            )
+        gram = prepared.gram
+        if pattern.kept((weight.shape[0], weight.shape[1])) == weight.numel():
+            support = None
+            low_rank = fit_exactly(weight, prepared, rank)
             sparse = weight - low_rank.product()
         else:
-            free = self._joint().solve(weight, for_joint, pattern, rank, generator)
-            sparse, low_rank, support = free.sparse, free.low_rank, free.sparse != 0
+            free = self._joint().solve(weight, prepared.for_joint, pattern, rank, generator)
+            support = free.sparse != 0
+            low_rank = free.low_rank
+            sparse = free.sparse
+        norm = gram.loss(weight)
         best: tuple[Tensor, LowRank, Scaling | None] = (sparse, low_rank, None)
         history: list[float] = []
-        norm = gram.loss(weight)
         for _ in range(self.turns if rank else 1):
             target = weight - low_rank.product()
-            fitted = target if whole else masked_cg(gram.matrix, target, sparse, support, CG_STEPS)
-            swept = SparseGPT(grid=self.grid, ranges=self.ranges).prune(
-                fitted, for_sweep, KnownSupport(support)
-            )
-            swept = descend(fitted, swept, gram.matrix, None if whole else support, self.passes)
-            sparse = swept.sparse
-            low_rank = _fitted(weight - sparse, for_fit, rank)
+            if support is not None:
+                target = masked_cg(gram.matrix, target, sparse, support, CG_STEPS)
+            rounded = self._round(target, prepared, support)
+            sparse = rounded.sparse
+            low_rank = fit_exactly(weight - sparse, prepared, rank)
             error = relative(gram.loss(low_rank.residual(weight, sparse)), norm)
             if not history or error < min(history):
-                best = sparse, low_rank, swept.scaling
+                best = (sparse, low_rank, rounded.scaling)
             history.append(error)
-        return Solution(best[0], best[1], tuple(history), scaling=best[2])
+        sparse, low_rank, scaling = best
+        return Solution(sparse, low_rank, tuple(history), scaling=scaling)
+
+    def _round(self, target: Tensor, prepared: Prepared, support: Tensor | None) -> Pruned:
+        """Put a target on the grid: a sweep, then descent.
+
+        Args:
+            target: (out, in), zero off the support.
+            support: bool (out, in); None if every entry has a code.
+        """
+        known = torch.ones_like(target, dtype=torch.bool) if support is None else support
+        sweep = SparseGPT(grid=self.grid, ranges=self.ranges)
+        swept = sweep.prune(target, prepared.for_sweep, KnownSupport(known))
+        return descend(target, swept, prepared.gram.matrix, support, self.passes)
 
     @property
     def cost(self) -> Cost:
@@ -115,7 +130,7 @@ class JointOnGrid(Method):
         return Joint(rounds=self.rounds, damping=self.damping)
 
 
-def _fitted(target: Tensor, prepared: Tensor, rank: int) -> LowRank:
-    """The exact L of a rank for a target (out, in)."""
-    start = LowRank(target.new_zeros(len(target), rank), target.new_zeros(rank, target.shape[1]))
-    return Exact().fit(target, prepared, start, 0) if rank else start
+def fit_exactly(target: Tensor, prepared: Prepared, rank: int) -> LowRank:
+    """The best L of a rank for a target (out, in)."""
+    start = LowRank.nothing(target, rank)
+    return Exact().fit(target, prepared.for_fit, start, 0) if rank else start

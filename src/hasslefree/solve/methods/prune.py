@@ -14,7 +14,7 @@ from hasslefree.core.protocols import Method, Pruner, Solution
 from hasslefree.errors import BudgetError
 from hasslefree.validation import Figure
 
-# H, damped, and what the pruner prepared.
+# H, damped; and the result of `prepare` of the pruner.
 Prepared = tuple[Gram, Any]
 
 
@@ -23,7 +23,8 @@ class Prune(Method):
     """S ← prune(W), and no low-rank part.
 
     Args:
-        pruner: any. damping: λ over the mean of diag H.
+        pruner: any pruner.
+        damping: λ over the mean of diag H.
     """
 
     pruner: Pruner
@@ -35,10 +36,10 @@ class Prune(Method):
 
     def check(self, rank: int) -> None:
         if rank:
+            other = "caldera" if self.grid else "joint"
             raise BudgetError(
                 f"{type(self.pruner).__name__} only prunes and has no low-rank part, so rank must"
-                f" be 0, got {rank}; use rank 0, or a method with a low-rank part, such as"
-                f" {'caldera' if self.grid else 'joint'}",
+                f" be 0, got {rank}; use rank 0, or a method with a low-rank part, such as {other}",
                 ("rank", "method"),
             )
 
@@ -56,9 +57,8 @@ class Prune(Method):
     ) -> Solution:
         gram, for_pruner = prepared
         pruned = self.pruner.prune(weight, for_pruner, pattern)
-        nothing = LowRank(weight.new_zeros(len(weight), 0), weight.new_zeros(0, weight.shape[1]))
         error = gram.relative_error(weight - pruned.sparse, weight)
-        return Solution(pruned.sparse, nothing, (error,), scaling=pruned.scaling)
+        return Solution(pruned.sparse, LowRank.nothing(weight), (error,), scaling=pruned.scaling)
 
     @property
     def cost(self) -> Cost:

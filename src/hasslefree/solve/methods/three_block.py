@@ -19,19 +19,42 @@ from hasslefree.validation import Figure
 Prepared = tuple[Gram, ScaledSpectrum, Tensor]
 
 
+@dataclass
+class WhitenedFit:
+    """The fit of L to a target T in the norm of H = C Cᵀ, by a randomised SVD of T C.
+
+    Args:
+        svd: the SVD in whitened space.
+        factor: C, (in, in).
+        low_rank: the L of the last target.
+    """
+
+    svd: RandomizedSVD
+    factor: Tensor
+    low_rank: LowRank
+
+    def __call__(self, target: Tensor) -> Tensor:
+        """L for a target (out, in), as a matrix (out, in)."""
+        if self.low_rank.rank:
+            white = self.svd.fit(target @ self.factor, None, self.low_rank, 0)
+            v = torch.linalg.solve_triangular(self.factor, white.v, upper=False, left=False)
+            self.low_rank = LowRank(white.u, v)
+        return self.low_rank.product()
+
+
 @dataclass(frozen=True)
 class ThreeBlock(Method):
     """One round minimises over Z, then S, updates the dual, and fits L to W − Z; the
     hyper-parameters are the authors'.
 
-    L minimises tr((W−Z−L) H (W−Z−L)ᵀ) by a randomised SVD of (W − Z) C with H = C Cᵀ. The authors
-    whiten with an eigendecomposition in the place of the Cholesky factor: the same L.
+    L minimises tr((W−Z−L) H (W−Z−L)ᵀ). The authors whiten with an eigendecomposition of H in place
+    of the Cholesky factor, which gives the same L. With rank 0 the method is ALPS without the
+    refit.
 
     Args:
-        penalty: how ρ grows, and when to stop. damping: λ over the mean of diag H.
+        penalty: how ρ grows, and when to stop.
+        damping: λ over the mean of diag H.
         svd: of W − Z in whitened space.
-
-    With rank 0 it is ALPS without the refit.
     """
 
     penalty: SupportPenalty = SupportPenalty(
@@ -43,7 +66,8 @@ class ThreeBlock(Method):
     def prepare(self, gram: Gram) -> Prepared:
         damped = gram.damped(self.damping)
         spectrum = ScaledSpectrum.of(damped)
-        return damped, spectrum, lower_cholesky(spectrum.matrix).to(spectrum.matrix.dtype)
+        factor = lower_cholesky(spectrum.matrix).to(spectrum.matrix.dtype)
+        return damped, spectrum, factor
 
     def solve(
         self,
@@ -54,24 +78,15 @@ class ThreeBlock(Method):
         generator: Generator,
     ) -> Solution:
         gram, spectrum, factor = prepared
-        best = LowRank.gaussian_start(weight, rank, generator)
-
-        def fit(target: Tensor) -> Tensor:
-            nonlocal best
-            if rank:
-                white = self.svd.fit(target @ factor, None, best, 0)
-                best = LowRank(
-                    white.u, torch.linalg.solve_triangular(factor, white.v, upper=False, left=False)
-                )
-            return best.product()
-
+        fit = WhitenedFit(self.svd, factor, LowRank.gaussian_start(weight, rank, generator))
+        scaled = weight * spectrum.scale
         if pattern.kept((weight.shape[0], weight.shape[1])):
-            dense = self.penalty.run(weight * spectrum.scale, spectrum, pattern, fit)
+            dense = self.penalty.run(scaled, spectrum, pattern, fit)
         else:  # no support that could move
             dense = torch.zeros_like(weight)
-            fit(weight * spectrum.scale)
+            fit(scaled)
         sparse = dense * pattern.mask(dense.square()) / spectrum.scale
-        low_rank = LowRank(best.u, best.v / spectrum.scale)
+        low_rank = LowRank(fit.low_rank.u, fit.low_rank.v / spectrum.scale)
         error = gram.relative_error(low_rank.residual(weight, sparse), weight)
         return Solution(sparse, low_rank, (error,))
 

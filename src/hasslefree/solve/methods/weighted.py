@@ -18,14 +18,15 @@ class Weighted(Method):
     """A method on √G W, whose S and u are then multiplied by G^(−½): G weighs the errors of the
     outputs.
 
-    Given L, the rows of S do not depend on each other, so it is L that serves the rows that count
-    more; a pattern that counts over all rows keeps more entries of them too. With g_i the mean
-    square of the gradient of the model's log-likelihood with respect to output i, the objective is
-    a layer's second-order loss if inputs and gradients are independent (Martens and Grosse, arXiv
-    1503.05671) and outputs do not interact.
+    Given L, the rows of S do not depend on each other; the rows with a larger weight gain through
+    L, and through a pattern that counts over all rows, which keeps more of their entries. With g_i
+    the mean square of the gradient of the model's log-likelihood with respect to output i, the
+    objective is a layer's second-order loss if inputs and gradients are independent (Martens and
+    Grosse, arXiv 1503.05671) and outputs do not interact.
 
     Args:
-        method: without a grid. weights: the diagonal of G, (out,), positive.
+        method: a method without a grid.
+        weights: the diagonal of G, (out,), positive.
     """
 
     method: Method

@@ -19,8 +19,8 @@ class ALPS(Pruner):
     are the authors'.
 
     Args:
-        penalty: how ρ grows, and when to stop. cg_steps: of the refit on the support that was
-            found.
+        penalty: how ρ grows, and when to stop.
+        cg_steps: the steps of the refit on the support of the ADMM.
     """
 
     penalty: SupportPenalty = SupportPenalty(
