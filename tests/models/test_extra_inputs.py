@@ -53,7 +53,7 @@ def test_every_lever_takes_it_and_it_loads(family, tmp_path):
     assert report.predictions["after"] <= report.predictions["before"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logits(loaded, tokens), logits(model, tokens))
-    generated = loaded.generate(tokens[:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    generated = loaded.generate(tokens[:1], max_new_tokens=3, min_new_tokens=3, do_sample=False)
     assert generated.shape == (1, tokens.shape[1] + 3)
 
 

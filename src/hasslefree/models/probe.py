@@ -18,7 +18,7 @@ from hasslefree.core.gram import working_dtype
 from hasslefree.errors import ModelError, NonFiniteError, option
 from hasslefree.models.blocks import Blocks
 from hasslefree.models.calls import BlockCall, Stop, hooks, replaced, shaped, split_call
-from hasslefree.models.extra_inputs import BlockTrace, depends, learn, leaves, rebuilt, same
+from hasslefree.models.extra_inputs import BlockTrace, depends_on_text, learn, leaves, rebuilt, same
 from hasslefree.models.weights import Weights, outside
 
 # Options of a configuration for further outputs, which would have to come from the blocks.
@@ -33,6 +33,10 @@ Advance = Callable[[], None]
 class Probe:
     """A forward pass of a segment (1, tokens) up to the last block, with one block in memory at a
     time.
+
+    Args:
+        inspect: called with the index of each block while it is in memory.
+        advance: called after each block.
     """
 
     output: Tensor
@@ -46,13 +50,16 @@ class Probe:
         inspect: Inspect,
         advance: Advance,
     ) -> None:
-        self.blocks, self.weights, self.inspect, self.advance = blocks, weights, inspect, advance
+        self.blocks = blocks
+        self.weights = weights
+        self.inspect = inspect
+        self.advance = advance
         self.calls: list[BlockCall] = []
         self.traces: list[BlockTrace] = []
         # Holds the weights of the block that runs.
         self.block_in_memory = ExitStack()
-        here = weights.present(outside(model, blocks))
-        with hooks(self.handles()), self.block_in_memory, here, torch.no_grad(), suppress(Stop):
+        outer = weights.present(outside(model, blocks))
+        with hooks(self.handles()), self.block_in_memory, outer, torch.no_grad(), suppress(Stop):
             model(input_ids=segment, use_cache=False)
         if not self.calls or len(self.calls) != len(blocks.modules):
             raise ModelError(
@@ -72,9 +79,8 @@ class Probe:
             yield block.register_forward_hook(partial(self.leave, index))
 
     def enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.block_in_memory.enter_context(
-            self.weights.present(module.modules, self.blocks.part(index + 1))
-        )
+        part = self.weights.present(module.modules, self.blocks.part(index + 1))
+        self.block_in_memory.enter_context(part)
         states, call = split_call(args, kwargs)
         if self.calls and not torch.equal(self.output.to(states), states):
             raise ModelError(
@@ -87,12 +93,15 @@ class Probe:
 
     def leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         self.block_in_memory.close()
-        several = isinstance(output, tuple | list)
-        self.output, *others = output if several else (output,)
-        self.calls[-1] = replace(self.calls[-1], outputs=len(output) if several else 0)
-        self.traces[-1] = replace(
-            self.traces[-1], after=rebuilt(self.traces[-1].after), outputs=tuple(others)
-        )
+        others = []
+        length = 0
+        self.output = output
+        if isinstance(output, tuple | list):
+            length = len(output)
+            self.output, *others = output
+        self.calls[-1] = replace(self.calls[-1], outputs=length)
+        trace = self.traces[-1]
+        self.traces[-1] = BlockTrace(trace.before, rebuilt(trace.after), tuple(others))
         if not torch.isfinite(self.output).all():
             raise NonFiniteError(
                 f"the output of {self.blocks.prefix(index)} contains NaN or Inf; try another dtype "
@@ -104,8 +113,8 @@ class Probe:
 
 
 def sees_later_tokens(before: Tensor, after: Tensor, dtype: torch.dtype) -> bool:
-    """Whether outputs, before and after a change of a later token, differ by more than rounding in
-    the dtype.
+    """Return True if outputs, before and after a change of a later token, differ by more than
+    rounding in the dtype.
 
     The experts of a mixture sum in another order when one token changes, so in float32 some
     rounding must be allowed.
@@ -122,18 +131,27 @@ def block_calls(
     inspect: Inspect,
     advance: Advance,
 ) -> list[BlockCall]:
-    """How a model calls each block, after a check that it can be run block by block and is a
-    decoder.
+    """Learn how a model calls each block, and check that it is a decoder that runs block by block.
 
     A second segment differs in its last token: a causal model gives the same output before it, and
-    the arguments that differ are those that depend on the text. segment: (1, tokens). inspect: in
-    the first pass; advance: in both.
+    the arguments that differ are those that depend on the text.
+
+    Args:
+        segment: token ids (1, tokens).
+        inspect: called with the index of each block while it is in memory, in the first pass.
+        advance: called after each block, in both passes.
+
+    Raises:
+        ModelError: the model is not supported.
+        NonFiniteError: the output of a block is not finite.
     """
     first = Probe(model, blocks, segment, weights, inspect, advance)
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     changed = segment.clone()
-    changed[0, -1] = (changed[0, -1] + 1) % model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    changed[0, -1] = (changed[0, -1] + 1) % embeddings.num_embeddings
     second = Probe(model, blocks, changed, weights, lambda index: None, advance)
-    before, after = (probe.states[0, :-1].float() for probe in (first, second))
+    before = first.states[0, :-1].float()
+    after = second.states[0, :-1].float()
     if before.numel() and sees_later_tokens(before, after, first.output.dtype):
         raise ModelError(
             f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens"
@@ -146,51 +164,72 @@ def block_calls(
     calls = [replace(call, extra=extra) for call, extra in zip(first.calls, extras, strict=True)]
     with weights.present(outside(model, blocks)):
         states = entering(model, blocks, calls, changed)
-    # The columns must reproduce the arguments of the blocks in the second pass.
-    for call, extra, name, trace in zip(calls, extras, names, second.traces, strict=True):
-        arguments = dict(leaves(extra.arguments(call.arguments, states)))
+    check_columns(calls, names, second.traces, states)
+    return calls
+
+
+def check_columns(
+    calls: Sequence[BlockCall], names: Sequence[str], traces: Sequence[BlockTrace], states: Tensor
+) -> None:
+    """Raise a ModelError unless the columns reproduce the arguments of the blocks in a pass.
+
+    Args:
+        names: of the blocks.
+        traces: of the pass.
+        states: that enter the first block in it, (1, tokens, width with columns).
+    """
+    for call, name, trace in zip(calls, names, traces, strict=True):
+        assert call.extra is not None
+        arguments = dict(leaves(call.extra.arguments(call.arguments, states)))
         for path, value in leaves(trace.before):
             if not same(value.float(), arguments[path].float()):
-                raise depends(name, path)
-        states = extra.after(states, call.hidden(states), trace.outputs, trace.after)
-    return calls
+                raise depends_on_text(name, path)
+        states = call.extra.after(states, call.hidden(states), trace.outputs, trace.after)
+
+
+class Entry:
+    """Takes the place of the blocks in a pass, and records what enters the first of them.
+
+    The pass ends once all that depends on the text alone is known. calls: empty if there are no
+    extra inputs.
+    """
+
+    states: Tensor
+
+    def __init__(self, calls: Sequence[BlockCall]):
+        self.calls = calls
+        self.last = 0  # the last block that reads something new of the text
+        for index, call in enumerate(calls):
+            if call.extra and any(key[0] == "text" for key in call.extra.reads.values()):
+                self.last = index
+
+    def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        """The output in the place of that of a block: its hidden states as they are."""
+        hidden, call = split_call(args, kwargs)
+        states = shaped(call, hidden).as_rows(hidden.to(working_dtype(hidden)))
+        extra = self.calls[index].extra if self.calls else None
+        if index == 0:
+            self.states = F.pad(states, (0, extra.size if extra else 0))
+        if extra:
+            for column, rows in extra.of_text(call.arguments):
+                self.states[..., column.columns] = rows
+        if index == self.last:
+            raise Stop
+        return replace(self.calls[index], extra=None).as_output(states)
 
 
 def entering(
     model: nn.Module, blocks: Blocks, calls: Sequence[BlockCall], segment: Tensor
 ) -> Tensor:
-    """What enters the first block for a segment (1, tokens), in float32 at least: (1, tokens,
-    width).
-
-    The pass ends once all that depends on the text alone is known. calls: empty if there are no
-    extra inputs.
+    """Compute what enters the first block for a segment (1, tokens): (1, tokens, width), in float32
+    at least. calls: empty if there are no extra inputs.
     """
-    entered: list[Tensor] = []
-    reads = [call.extra.reads.values() if call.extra else () for call in calls]
-    last = max(
-        (index for index, keys in enumerate(reads) if any(key[0] == "text" for key in keys)),
-        default=0,
-    )
-
-    def record(index: int, *args: Any, **kwargs: Any) -> Any:
-        hidden, call = split_call(args, kwargs)
-        states = shaped(call, hidden).as_rows(hidden.to(working_dtype(hidden)))
-        if not entered:
-            entered.append(
-                F.pad(states, (0, calls[0].extra.size if calls and calls[0].extra else 0))
-            )
-        if calls and (extra := calls[index].extra):
-            for column, rows in extra.of_text(call.arguments):
-                entered[0][..., column.first : column.first + column.size] = rows
-        if index == last:
-            raise Stop
-        return replace(calls[index], extra=None).as_output(states)
-
+    entry = Entry(calls)
     with ExitStack() as changes, torch.no_grad(), suppress(Stop):
         for index, block in enumerate(blocks.modules):
-            changes.enter_context(replaced(block, "forward", partial(record, index)))
+            changes.enter_context(replaced(block, "forward", partial(entry.forward, index)))
         model(input_ids=segment, use_cache=False)
-    return entered[0]
+    return entry.states
 
 
 def logits_of(
@@ -200,23 +239,28 @@ def logits_of(
     segment: Tensor,
     states: Tensor,
 ) -> Tensor:
-    """The logits (tokens, vocabulary) for `states` (1, tokens, width) as the last block's output;
-    no block runs.
+    """Compute the logits (tokens, vocabulary) from the output of the last block.
+
+    Args:
+        segment: token ids (tokens,).
+        states: the output of the last block, (1, tokens, width); no block runs.
     """
+
+    def forward(output: Any, *args: Any, **kwargs: Any) -> Any:
+        return output
+
     with ExitStack() as changes:
         for name in OUTPUT_OPTIONS:
             if getattr(model.config, name, False):
                 changes.enter_context(replaced(model.config, name, False))
         for block, call in zip(blocks.modules, calls, strict=True):
             output = call.as_output(states)
-            changes.enter_context(
-                replaced(block, "forward", lambda *args, output=output, **kwargs: output)
-            )
-        result = model(input_ids=segment[None], use_cache=False)
-    if not isinstance(getattr(result, "logits", None), Tensor):
+            changes.enter_context(replaced(block, "forward", partial(forward, output)))
+        logits = getattr(model(input_ids=segment[None], use_cache=False), "logits", None)
+    if not isinstance(logits, Tensor):
         raise ModelError(
             f"{type(model).__name__} has no output head, and {option('allocate', 'error')} and"
             " prediction matching need the model's predictions; load it as a causal language model"
             f" (AutoModelForCausalLM), or use {option('effort', 'fast')}"
         )
-    return result.logits[0]
+    return logits[0]
