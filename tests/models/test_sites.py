@@ -95,7 +95,7 @@ def test_a_parameter_that_a_module_multiplies_is_compressed_like_any_other(third
     dense.save_pretrained(tmp_path / "dense")
     weight = dense.get_parameter(NAME).detach().clone()
     assert torch.equal(find_sites(dense)[NAME].weight(), weight)
-    recipe = Recipe(rank=2, rounds=3, allocate=allocate)
+    recipe = Recipe(rank=2, rounds=3, effort="fast", allocate=allocate)
 
     def stop(report, done, total):
         if done == 10:

@@ -1,6 +1,4 @@
-"""The hidden states between two blocks, for all calibration segments: on the device, in RAM or in a
-file.
-"""
+"""Keep the hidden states between two blocks: on the device, in RAM or in a file."""
 
 import math
 import os
@@ -18,7 +16,7 @@ STORAGES = ("device", "cpu", "disk")
 
 
 def check_storage(storage: str) -> None:
-    """Raise an UnknownNameError where there is no such storage."""
+    """Raise an UnknownNameError if there is no such storage."""
     if storage not in STORAGES:
         raise UnknownNameError("storage of activations", storage, STORAGES)
 
@@ -26,9 +24,11 @@ def check_storage(storage: str) -> None:
 class Activations:
     """Hidden states (samples, tokens, width), read and replaced a few segments at a time.
 
-    shape: (samples, tokens, width). device: where segments are handed out. storage: "device", "cpu"
-    (RAM), or "disk": a file without a name in `folder`, mapped into memory, which is gone with the
-    process.
+    Args:
+        shape: (samples, tokens, width).
+        device: where segments are used.
+        storage: "device", "cpu" (RAM), or "disk": a file without a name in `folder`, mapped into
+            memory, which is gone with the process.
     """
 
     def __init__(
@@ -39,13 +39,15 @@ class Activations:
         storage: str,
         folder: Path,
     ):
-        self.device, self.storage, self.folder = device, storage, folder
+        self.device = device
+        self.storage = storage
+        self.folder = folder
         if storage == "disk" and shape[0]:
             self.states = _in_file(shape, dtype, folder)
+        elif storage == "device":
+            self.states = torch.empty(shape, dtype=dtype, device=device)
         else:
-            self.states = torch.empty(
-                shape, dtype=dtype, device=device if storage == "device" else "cpu"
-            )
+            self.states = torch.empty(shape, dtype=dtype, device="cpu")
 
     def copy(self) -> Self:
         shape = (len(self), self.states.shape[1], self.states.shape[2])
@@ -57,19 +59,23 @@ class Activations:
         return len(self.states)
 
     def __getitem__(self, index: int | slice) -> Tensor:
-        """(segments, tokens, width), on the device. Raises an IndexError past the end, where a loop
-        stops.
+        """Segments (segments, tokens, width) on the device. Raises an IndexError past the end, at
+        which a loop stops.
         """
         states = self.states[index]
-        return (states if isinstance(index, slice) else states.unsqueeze(0)).to(self.device)
+        if not isinstance(index, slice):
+            states = states.unsqueeze(0)
+        return states.to(self.device)
 
     def __setitem__(self, index: int | slice, states: Tensor) -> None:
-        """states: (segments, tokens, width)."""
-        self.states[index].copy_(states if isinstance(index, slice) else states.squeeze(0))
+        """Replace segments. states: (segments, tokens, width)."""
+        if not isinstance(index, slice):
+            states = states.squeeze(0)
+        self.states[index].copy_(states)
 
     def batches(self, tokens: int) -> Iterator[slice]:
-        """All segments, as many at a time as have at most `tokens` tokens together, and at least
-        one.
+        """Yield slices of all segments: at most `tokens` tokens at a time, and at least one
+        segment.
         """
         count = max(tokens // self.states.shape[1], 1)
         for first in range(0, len(self), count):
@@ -80,16 +86,14 @@ def _in_file(shape: tuple[int, int, int], dtype: torch.dtype, folder: Path) -> T
     size = math.prod(shape) * dtype.itemsize
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
-            if hasattr(
-                os, "posix_fallocate"
-            ):  # disk blocks are taken now: a full disk would be a SIGBUS later
+            if hasattr(os, "posix_fallocate"):
+                # Disk blocks are taken now: a full disk would be a SIGBUS later.
                 os.posix_fallocate(file.fileno(), 0, size)
             else:  # macOS
                 os.truncate(file.fileno(), size)
             # Mapped, it needs neither its name nor a descriptor, of which a process has few.
-            return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(
-                shape
-            )
+            states = torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype)
+            return states.view(shape)
     except OSError as error:
         raise OutputError(
             f"no room for {size / 1e6:,.0f} MB of activations in {folder}: {error}; "

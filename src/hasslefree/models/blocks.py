@@ -15,8 +15,12 @@ LARGE = 0.1
 
 @dataclass(frozen=True)
 class Blocks:
-    """The decoder blocks in order. name: of the module list. shared: names of parameters that
-    several blocks have.
+    """The decoder blocks of a model.
+
+    Args:
+        name: of the module list.
+        modules: the blocks in order.
+        shared: the names of parameters that several blocks have.
     """
 
     name: str
@@ -27,10 +31,10 @@ class Blocks:
         return f"{self.name}.{index}"
 
     def part(self, index: int) -> Callable[[], Iterable[nn.Module]] | None:
-        """All modules of a block, as `Weights.present` takes them; None where no block has this
-        index.
-        """
-        return self.modules[index].modules if 0 <= index < len(self.modules) else None
+        """All modules of a block, as `Weights.present` takes them; None past the ends."""
+        if 0 <= index < len(self.modules):
+            return self.modules[index].modules
+        return None
 
 
 def find_blocks(model: nn.Module) -> Blocks:
@@ -107,11 +111,12 @@ def other_modalities(model: Any, blocks: Blocks) -> list[str]:
 
 
 def head_unit(block: nn.Module, name: str) -> int:
-    """How many consecutive inputs of a layer belong together: 1, but where the layer reads the
-    heads of attention.
+    """The number of consecutive inputs of a layer that can only be removed together.
 
-    There it is the channels of all query heads that share a key head, of which a model cannot leave
-    out one alone. Attention is recognised by the names of Llama. name: of the layer in the block.
+    For a layer that reads the heads of attention these are the channels of all query heads that
+    share a key head; for other layers it is 1. Attention is recognised by the names of Llama.
+
+    name: of the layer in the block.
     """
     parent, _, leaf = name.rpartition(".")
     attention: Any = block.get_submodule(parent)

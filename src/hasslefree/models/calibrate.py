@@ -20,23 +20,24 @@ from hasslefree.models.experts import every_expert_called, share_of_tokens
 from hasslefree.models.precision import as_multiplied, computing
 from hasslefree.models.sites import find_sites
 
-# Rows of inputs whose squares are summed in float32 at a time, and columns.
-CHUNK, PANEL = 2048, {"cpu": 384, "cuda": 2048}
-# Tokens that run through a block at a time, where it takes several segments.
+# Number of tokens whose squares are summed in float32 at a time, and number of columns.
+CHUNK = 2048
+PANEL = {"cpu": 384, "cuda": 2048}
+# Number of tokens that run through a block at a time, if it takes several segments.
 BATCH = 4096
 # The rounding of bfloat16 may move the output of a token by this share of its norm.
-ALIKE = 0.05
-# Calibration tokens on which the predictions of whole models are compared.
+TOLERANCE = 0.05
+# Number of calibration tokens on which the predictions of whole models are compared.
 PROBED = 4096
 
 
 def probes(samples: int, seqlen: int) -> int:
-    """How many of the segments, the first ones, are probes: one at least."""
+    """The number of segments, the first ones, that are probes: at least one."""
     return min(samples, max(PROBED // seqlen, 1))
 
 
 def run_block(block: nn.Module, call: BlockCall, hidden: Activations) -> None:
-    """Put the block's outputs in the place of its inputs."""
+    """Replace the inputs of a block by its outputs."""
     with computing(block), torch.no_grad():
         for batch in hidden.batches(BATCH):
             hidden[batch] = call.run(block, hidden[batch])
@@ -46,7 +47,8 @@ def with_batching(block: nn.Module, call: BlockCall, hidden: Activations) -> Blo
     """The call, `batched` if the block gives the same outputs for two segments together as for each
     alone.
     """
-    singly, batched = replace(call, batched=False), replace(call, batched=True)
+    singly = replace(call, batched=False)
+    batched = replace(call, batched=True)
     if len(hidden) < 2:
         return singly
     with computing(block), torch.no_grad():
@@ -57,31 +59,33 @@ def with_batching(block: nn.Module, call: BlockCall, hidden: Activations) -> Blo
             return singly
     if output.shape != expected.shape:
         return singly
-    difference, norms = (
-        call.hidden(output - expected).norm(dim=-1),
-        call.hidden(expected).norm(dim=-1),
-    )
+    difference = call.hidden(output - expected).norm(dim=-1)
+    norms = call.hidden(expected).norm(dim=-1)
     width = call.hidden(output).shape[-1]
-    same_columns = torch.allclose(
-        output[..., width:], expected[..., width:], rtol=ALIKE, atol=ALIKE
-    )
-    return batched if same_columns and bool((difference <= ALIKE * norms).all()) else singly
+    columns = (output[..., width:], expected[..., width:])
+    same_columns = torch.allclose(*columns, rtol=TOLERANCE, atol=TOLERANCE)
+    same_states = bool((difference <= TOLERANCE * norms).all())
+    return batched if same_states and same_columns else singly
 
 
-def traffic(block: nn.Module, shapes: Mapping[str, tuple[int, int]], tokens: int) -> float:
-    """The numbers that layers of a block read and write in a pass of `tokens` tokens. shapes: (out,
-    in), by name.
+def activation_values(
+    block: nn.Module, shapes: Mapping[str, tuple[int, int]], tokens: int
+) -> float:
+    """The number of values that layers of a block read and write in a pass of `tokens` tokens.
+
+    shapes: (out, in) by the name of the layer.
     """
-    return tokens * sum(
-        share_of_tokens(block, n) * (out + width) for n, (out, width) in shapes.items()
-    )
+    values = 0.0
+    for name, (out, width) in shapes.items():
+        values += share_of_tokens(block, name) * (out + width)
+    return tokens * values
 
 
-def pass_bytes(numbers: float) -> int:
-    """The memory of a pass whose layers read and write so many float32 numbers; arrays between
-    layers take as much.
+def pass_bytes(values: float) -> int:
+    """The memory of a pass whose layers read and write this number of float32 values; arrays
+    between layers take as much.
     """
-    return round(2 * FLOAT * numbers)
+    return round(2 * FLOAT * values)
 
 
 def tensors_read(
@@ -126,55 +130,55 @@ class MomentSums:
     """
 
     def __init__(self, seqlen: int):
-        self.count, self.chunk = 0, min(seqlen, CHUNK)
+        self.count = 0
+        self.chunk = min(seqlen, CHUNK)
 
     def take(self, rows: Tensor) -> None:
         """Add inputs (tokens, in)."""
         if not self.count:
-            self.dtype, dtype, width = working_dtype(rows), widest_dtype(rows.device), rows.shape[1]
-            self.first, self.second = (
-                rows.new_zeros(width, dtype=dtype),
-                rows.new_zeros(width, width, dtype=dtype),
-            )
-            if rows.device.type == "cuda":
-                self.chunk = max(len(rows), 1)
+            self._start(rows)
         self.count += len(rows)
         for part in rows.split(self.chunk):
-            bfloat16 = (
-                part.dtype == torch.bfloat16
-            )  # on CUDA multiplied as it is, and summed in float32
-            factor = part if bfloat16 and part.is_cuda else part.to(self.dtype)
+            narrow = part.dtype == torch.bfloat16
+            # On CUDA bfloat16 is multiplied as it is, and summed in float32.
+            factor = part if narrow and part.is_cuda else part.to(self.dtype)
             self.first.add_(factor.sum(0, dtype=self.dtype))
-            with bfloat16_products(part.device) if bfloat16 else nullcontext():
+            with bfloat16_products(part.device) if narrow else nullcontext():
                 _add_square(self.second, factor)
 
+    def _start(self, rows: Tensor) -> None:
+        width = rows.shape[1]
+        dtype = widest_dtype(rows.device)
+        self.dtype = working_dtype(rows)
+        self.first = rows.new_zeros(width, dtype=dtype)
+        self.second = rows.new_zeros(width, width, dtype=dtype)
+        if rows.device.type == "cuda":
+            self.chunk = max(len(rows), 1)
+
     def gram(self, world: World) -> Gram:
-        """The Gram over the tokens of all processes; H = I with 0 tokens if none, as for an expert
-        never routed to.
+        """The Gram over the tokens of all processes. Without any tokens, as for an expert that no
+        token is routed to, H = I.
         """
         count = torch.tensor(self.count, device=self.second.device)
         for total in (count, self.second, self.first):
             world.add(total)
-        if not (tokens := int(count)):
-            return Gram(
-                torch.eye(len(self.second)).to(self.first.device, self.dtype),
-                0,
-                self.first.to(self.dtype),
-            )
+        tokens = int(count)
+        if not tokens:
+            identity = torch.eye(len(self.second)).to(self.first.device, self.dtype)
+            return Gram(identity, 0, self.first.to(self.dtype))
         for panel, after in _panels(self.second):  # what `_add_square` left out
             self.second[after, panel] = self.second[panel, after].T
-        return Gram(
-            self.second.div_(tokens).to(self.dtype), tokens, self.first.div_(tokens).to(self.dtype)
-        )
+        second = self.second.div_(tokens).to(self.dtype)
+        return Gram(second, tokens, self.first.div_(tokens).to(self.dtype))
 
 
 def sums_bytes(width: int) -> int:
-    """The bytes of the sums over tokens of one input, and of the Gram that they give."""
+    """The bytes of the sums over tokens of an input, and of the Gram that they give."""
     return 3 * FLOAT * width**2
 
 
 def checked(gram: Gram, name: str) -> Gram:
-    """The Gram matrix of the inputs of a layer. Raises a NonFiniteError if it is not finite."""
+    """Return the Gram of the inputs of a layer. Raises a NonFiniteError if it is not finite."""
     if not torch.isfinite(gram.matrix).all():
         raise NonFiniteError(
             f"the inputs of {name} contain NaN or Inf; try another dtype"
@@ -241,7 +245,7 @@ def inputs_of(
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """Of sums over tokens: float64, which Apple's GPUs do not have."""
+    """The dtype of sums over tokens: float64, which Apple's GPUs do not have."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -251,16 +255,17 @@ def _add_square(total: Tensor, rows: Tensor) -> None:
     """
     with torch.autocast(rows.device.type, enabled=False):
         for panel, _ in _panels(total):
-            left, right = rows[:, panel].T, rows[:, panel.start :]
-            narrow = rows.dtype == torch.bfloat16
-            product = (
-                torch.mm(left, right, out_dtype=torch.float32) if narrow else torch.mm(left, right)
-            )
+            left = rows[:, panel].T
+            right = rows[:, panel.start :]
+            if rows.dtype == torch.bfloat16:
+                product = torch.mm(left, right, out_dtype=torch.float32)
+            else:
+                product = torch.mm(left, right)
             total[panel, panel.start :].add_(product)
 
 
 def _panels(total: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Some rows of a matrix (in, in) at a time, and those after them."""
+    """Yield a few rows of a matrix (in, in) at a time, with the rows after them."""
     size = PANEL.get(total.device.type, PANEL["cpu"])
     for first in range(0, len(total), size):
         yield slice(first, first + size), slice(first + size, None)

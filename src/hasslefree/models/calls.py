@@ -28,11 +28,10 @@ class BlockCall:
     Args:
         outputs: length of the tuple or list that the block returns, hidden states first; 0 if it
             returns a tensor.
-        batched: whether several segments together give the same outputs as one at a time, with
-            these arguments.
-        shape: of the hidden states of a token in the model, where it is not (width,). first:
-            whether the first axis of that shape precedes the axis of segments there.
-        extra: the additional columns; None where there are none.
+        batched: the block gives the same outputs for several segments together as for each alone.
+        shape: of the hidden states of a token in the model; () if it is (width,).
+        first: the first axis of `shape` precedes the axis of segments there.
+        extra: the additional columns; None if there are none.
     """
 
     args: tuple[Any, ...]
@@ -53,9 +52,8 @@ class BlockCall:
 
         If the dtype of the states is not the block's, call it within `precision.computing`.
         """
-        parts = [
-            self._run(block, part) for part in states.split(len(states) if self.batched else 1)
-        ]
+        count = len(states) if self.batched else 1
+        parts = [self._run(block, part) for part in states.split(count)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _run(self, block: nn.Module, states: Tensor) -> Tensor:
@@ -64,12 +62,15 @@ class BlockCall:
             arguments = self.extra.arguments(arguments, states)
         arguments = rebuilt(arguments, partial(cast, states.dtype))
         args = [arguments[index] for index in range(len(self.args))]
-        output = block(
-            self.as_called(states), *args, **{name: arguments[name] for name in self.kwargs}
-        )
-        hidden, *others = output if isinstance(output, tuple | list) else (output,)
-        after = self.as_rows(hidden).to(states.dtype)
-        return after if self.extra is None else self.extra.after(states, after, others, arguments)
+        kwargs = {name: arguments[name] for name in self.kwargs}
+        output = block(self.as_called(states), *args, **kwargs)
+        others: list[Any] = []
+        if isinstance(output, tuple | list):
+            output, *others = output
+        after = self.as_rows(output).to(states.dtype)
+        if self.extra is None:
+            return after
+        return self.extra.after(states, after, others, arguments)
 
     @property
     def arguments(self) -> dict[int | str, Any]:
@@ -84,12 +85,16 @@ class BlockCall:
 
     def as_rows(self, hidden: Tensor) -> Tensor:
         """The hidden states of the model as (segments, tokens, width)."""
-        return (hidden.movedim(0, 2) if self.first else hidden).flatten(2)
+        if self.first:
+            hidden = hidden.movedim(0, 2)
+        return hidden.flatten(2)
 
     def as_output(self, states: Tensor) -> Any:
-        """What the block would return with these hidden states, and None for its other outputs."""
+        """The output of the block with these hidden states, and None for its other outputs."""
         hidden = self.as_called(states)
-        return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
+        if not self.outputs:
+            return hidden
+        return (hidden, *[None] * (self.outputs - 1))
 
 
 def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, BlockCall]:
@@ -111,14 +116,16 @@ def shaped(call: BlockCall, hidden: Tensor) -> BlockCall:
             )
         return call
     first = len(hidden) > 1
-    return replace(
-        call, shape=tuple((hidden.movedim(0, 2) if first else hidden).shape[2:]), first=first
-    )
+    if first:
+        hidden = hidden.movedim(0, 2)
+    return replace(call, shape=tuple(hidden.shape[2:]), first=first)
 
 
 def cast(dtype: torch.dtype, path: Any, leaf: Any) -> Any:
     """A leaf of the arguments of a block, in this dtype if it is a floating-point tensor."""
-    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.to(dtype)
+    return leaf
 
 
 @contextmanager
@@ -135,7 +142,8 @@ def hooks(handles: Iterable[Any]) -> Iterator[None]:
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of an object within the context, and restore or delete it afterwards."""
-    instance_has_it = name in vars(owner) or isinstance(getattr(type(owner), name, None), property)
+    is_property = isinstance(getattr(type(owner), name, None), property)
+    instance_has_it = is_property or name in vars(owner)
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

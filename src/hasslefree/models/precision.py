@@ -19,8 +19,8 @@ from hasslefree.packed.linear import SparseLowRankLinear, unpacked_once
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """The dtype in which products of a model of this dtype run on a device; None for that of the
-    hidden states.
+    """The dtype in which products of a model of this dtype run on a device; None for the dtype of
+    the hidden states.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -38,18 +38,19 @@ def computing(
     Tensors that no product reads are float32 meanwhile; all tensors are, if products are not in the
     block's dtype. Afterwards they have their dtype again, with their current values; an unchanged
     tensor keeps its bits.
-    modules: those that run; None for all. unpack: False if S may change meanwhile, and is unpacked
-    at every call.
+
+    Args:
+        modules: those that run; None for all.
+        unpack: False if S may change meanwhile: then it is unpacked at every call.
     """
     running = list(block.modules() if modules is None else modules)
-    matrix = max(
-        (p for module in running for p in module.parameters(recurse=False)), key=nn.Parameter.numel
-    )
+    matrix = max((p for m in running for p in m.parameters(recurse=False)), key=nn.Parameter.numel)
     products = product_dtype(matrix.dtype, matrix.device)
     narrow = torch.autocast(
         matrix.device.type, products, enabled=products is not None, cache_enabled=False
     )
-    with unpacked_once(block) if unpack else nullcontext(), widened(running, keep=products), narrow:
+    unpacked = unpacked_once(block) if unpack else nullcontext()
+    with unpacked, widened(running, keep=products), narrow:
         yield
 
 
@@ -71,7 +72,9 @@ def only_trained(block: nn.Module, trained: Sequence[Tensor]) -> Iterator[None]:
 def as_multiplied(x: Tensor) -> Tensor:
     """The inputs of a layer in the dtype in which its product reads them, within `computing`."""
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    if torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
 
 
 @contextmanager
@@ -85,20 +88,10 @@ def solving(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def widened(modules: Iterable[nn.Module], keep: torch.dtype | None) -> Iterator[None]:
-    """Within it, the numbers in modules are in float32 at least. keep: the dtype in which matrices
-    may stay.
+    """Within it, the floating-point tensors of modules are float32 at least. keep: the dtype in
+    which matrices may stay.
     """
-    tensors: dict[int, Tensor] = {}
-    for module in modules:
-        copy = module.unpacked_copy if isinstance(module, SparseLowRankLinear) else None
-        local = [
-            *module.parameters(recurse=False),
-            *module.buffers(recurse=False),
-            *([] if copy is None else [copy]),
-        ]
-        tensors |= {id(tensor): tensor for tensor in local}
-    narrow = [t for t in tensors.values() if t.is_floating_point() and t.dtype != working_dtype(t)]
-    narrow = [tensor for tensor in narrow if tensor.ndim < 2 or tensor.dtype != keep]
+    narrow = narrow_tensors(modules, keep)
     before = [tensor.data for tensor in narrow]
     try:
         for tensor in narrow:
@@ -108,3 +101,22 @@ def widened(modules: Iterable[nn.Module], keep: torch.dtype | None) -> Iterator[
         for tensor, stored in zip(narrow, before, strict=True):
             stored.copy_(tensor.data)
             tensor.data = stored
+
+
+def narrow_tensors(modules: Iterable[nn.Module], keep: torch.dtype | None) -> list[Tensor]:
+    """The floating-point tensors of modules that are not float32 or wider, without matrices of
+    dtype `keep`.
+    """
+    tensors: dict[int, Tensor] = {}  # by identity: modules may share them
+    for module in modules:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensors[id(tensor)] = tensor
+        cached = module.unpacked_copy if isinstance(module, SparseLowRankLinear) else None
+        if cached is not None:
+            tensors[id(cached)] = cached
+    narrow = []
+    for tensor in tensors.values():
+        is_kept = tensor.ndim >= 2 and tensor.dtype == keep
+        if tensor.is_floating_point() and tensor.dtype != working_dtype(tensor) and not is_kept:
+            narrow.append(tensor)
+    return narrow

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from hasslefree.errors import ModelError, option
@@ -29,8 +30,25 @@ TIME_STEP = "projection of time steps, which kernels read without calling the la
 DEPTHWISE = "depthwise convolution"
 SMALL = "small, and not a linear layer"
 
-# Called with each site that no other rule keeps dense; returns a reason to keep it dense, or None.
-Refuse = Callable[[Site], str | None]
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix to compress. It holds no module: the weight of a layer is freed once it is replaced.
+
+    Args:
+        name: in its block.
+        shape: (out, in).
+        dtype: of the dense model.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+
+# Called with each matrix that no other rule keeps dense; returns a reason to keep it dense, or
+# None.
+Refuse = Callable[[Matrix], str | None]
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,7 @@ class Selection:
     """
 
     blocks: Blocks
-    sites: tuple[dict[str, Site], ...]
+    sites: tuple[dict[str, Matrix], ...]
     dense: dict[str, str]
 
     @property
@@ -178,12 +196,13 @@ def select_sites(
         sites = {}
         for name, site in view.sites.items():
             full_name = f"{prefix}.{name}"
+            matrix = Matrix(name, site.shape, site.parameter.dtype)
             if exclusions.match(full_name):
                 dense[full_name] = EXCLUDED
-            elif reason := layer_reason(view, name, refuse):
+            elif reason := layer_reason(view, matrix, refuse):
                 dense[full_name] = reason
             else:
-                sites[name] = site
+                sites[name] = matrix
         selected.append(sites)
     if unsupported:
         raise unsupported_weights(unsupported)
@@ -195,12 +214,12 @@ def select_sites(
     return Selection(blocks, tuple(selected), dense)
 
 
-def layer_reason(view: BlockView, name: str, refuse: Refuse | None) -> str | None:
+def layer_reason(view: BlockView, matrix: Matrix, refuse: Refuse | None) -> str | None:
     """Return the reason for which a linear layer stays dense, or None."""
     for reason, applies in RULES:
-        if applies(view, name):
+        if applies(view, matrix.name):
             return reason
-    return refuse(view.sites[name]) if refuse else None
+    return refuse(matrix) if refuse else None
 
 
 def other_matrices(view: BlockView) -> Iterator[tuple[str, nn.Parameter]]:

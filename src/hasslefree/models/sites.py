@@ -1,4 +1,4 @@
-"""The weight matrices in a block: where they are, what their inputs are, and how one is replaced.
+"""Find the weight matrices in a block, watch their inputs, and replace them.
 
 A kind of site is a class here and its entry in `KINDS`; nothing else knows how a model stores a
 matrix.
@@ -19,42 +19,45 @@ from hasslefree.models.calls import replaced
 
 @cache
 def multiplies(kind: Any) -> bool:
-    """Whether a subclass of `nn.Linear` computes x Wᵀ: others multiply group by group, or choose
-    between experts.
+    """Return True if a subclass of `nn.Linear` computes x Wᵀ. Others multiply group by group, or
+    choose between experts.
     """
     if kind.forward is nn.Linear.forward:
         return True
-    # Models are made on the meta device, without numbers in their weights: not so here.
+    # Models are made on the meta device, where weights have no values.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        x, weight = torch.arange(1.0, 4.0)[None], torch.arange(6.0).view(2, 3)
+        x = torch.arange(1.0, 4.0)[None]
+        weight = torch.arange(6.0).view(2, 3)
         try:
-            own = kind(3, 2, bias=False)
-            own.weight = nn.Parameter(weight)
-            return torch.allclose(own(x), x @ weight.T)
+            layer = kind(3, 2, bias=False)
+            layer.weight = nn.Parameter(weight)
+            return torch.allclose(layer(x), x @ weight.T)
         except Exception:  # it has another signature or another output; it may raise anything
             return False
 
 
 @dataclass(frozen=True)
 class Site:
-    """A weight matrix somewhere under `root`, a block or a model: here of an `nn.Linear`; other
-    kinds override.
+    """A weight matrix of an `nn.Linear`; subclasses are other kinds.
 
-    name: of the matrix under root, and of the tensors that replace it. module: what holds it in the
-    dense model.
+    Args:
+        root: a block or a model.
+        name: of the matrix under root, and of the tensors that replace it.
+        module: the module that holds it in the dense model.
     """
 
     root: nn.Module
     name: str
     module: Any
 
-    # Whether the model stores the matrix as (in, out).
+    # True if the model stores the matrix as (in, out).
     transposed: ClassVar[bool] = False
 
     @classmethod
     def at(cls, root: nn.Module, name: str, module: nn.Module) -> "Iterator[Site]":
-        """The sites of this kind that a module itself holds, not those in its children. name: of
-        the module.
+        """Yield the sites of this kind that a module holds itself, not those of its children.
+
+        name: of the module under root.
         """
         if isinstance(module, nn.Linear) and multiplies(type(module)):  # type: ignore[arg-type]
             yield cls(root, name, module)
@@ -66,13 +69,13 @@ class Site:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter that holds the matrix, in whichever form."""
+        """The parameter that holds the matrix, possibly transposed."""
         return self.module.weight
 
     @property
     def bias(self) -> Tensor | None:
         """(out,), or None."""
-        bias = getattr(self.module, "bias", None)
+        bias: Tensor | None = getattr(self.module, "bias", None)
         return None if bias is None else bias.detach()
 
     @property
@@ -134,14 +137,13 @@ KINDS: list[type[Site]] = [Site, Conv1DSite]
 
 
 def find_sites(root: nn.Module) -> dict[str, Site]:
-    """The sites under a block or a model by their name, in the order of its modules."""
-    sites = (
-        site
-        for name, module in root.named_modules()
-        for kind in KINDS
-        for site in kind.at(root, name, module)
-    )
-    return {site.name: site for site in sites}
+    """Find the sites under a block or a model, by their names, in the order of its modules."""
+    sites = {}
+    for name, module in root.named_modules():
+        for kind in KINDS:
+            for site in kind.at(root, name, module):
+                sites[site.name] = site
+    return sites
 
 
 def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:

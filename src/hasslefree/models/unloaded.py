@@ -2,6 +2,7 @@
 further tokens.
 """
 
+import re
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -12,9 +13,14 @@ from transformers.utils.hub import cached_file
 from hasslefree.files import StoredTensor, stored_tensors, weight_files
 from hasslefree.models.experts import SplitExperts
 
+# Constants that old checkpoints hold and that models compute today: of rotary embeddings,
+# positions, and the masks of GPT-2.
+CONSTANTS = re.compile(r"rotary_emb\.inv_freq$|position_ids$|\.attn\.(masked_)?bias$")
+
 
 def unloaded_tensors(model: PreTrainedModel) -> dict[str, StoredTensor]:
-    """Find the tensors in the folder of a model that belong to no parameter or buffer of it.
+    """Find the tensors in the folder of a model that belong to no parameter or buffer of it, but
+    for `CONSTANTS`.
 
     model: loaded by its name, a folder or a name on the hub. Its experts may be split.
 
@@ -36,6 +42,7 @@ def unloaded_tensors(model: PreTrainedModel) -> dict[str, StoredTensor]:
         renamed, _ = rename_source_key(
             name, renamings, converters, model.base_model_prefix, meta_state_dict=names
         )
-        if name not in names and renamed not in names:
+        loaded = name in names or renamed in names
+        if not loaded and not CONSTANTS.search(name):
             unloaded[name] = tensor
     return unloaded

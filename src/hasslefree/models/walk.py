@@ -1,12 +1,9 @@
-"""From the first block to the last: one block in memory at a time, with the hidden states running
-through it.
-"""
+"""Run a model from its first block to the last, with one block in memory at a time."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -25,8 +22,13 @@ from hasslefree.progress import PREFLIGHT, Phases
 
 @dataclass
 class Visit:
-    """A block while it is in memory. prefix: its name. has_run: whether its inputs were replaced by
-    its outputs.
+    """A block while it is in memory.
+
+    Args:
+        index: of the block.
+        prefix: its name in the model.
+        call: how the model calls it.
+        has_run: True once its inputs were replaced by its outputs.
     """
 
     index: int
@@ -45,8 +47,10 @@ class Visit:
 class Walk:
     """A model that is run block by block.
 
-    calls: how each block is called. storage, folder: as for `Activations`. phases: those in which
-    blocks are counted.
+    Args:
+        calls: how the model calls each block.
+        storage, folder: as for `Activations`.
+        phases: in which blocks are counted.
     """
 
     model: PreTrainedModel
@@ -69,8 +73,9 @@ class Walk:
         inspect: Callable[[int], None] = lambda index: None,
         phases: Phases | None = None,
     ) -> Self:
-        """Learn from one segment (1, tokens) how the model calls its blocks. inspect: as for
-        `block_calls`.
+        """Learn from one segment (1, tokens) how the model calls its blocks.
+
+        inspect: as for `block_calls`.
         """
         phases = phases or Phases()
         with phases.phase(PREFLIGHT, 2 * len(blocks.modules), "blocks") as phase:
@@ -79,8 +84,8 @@ class Walk:
 
     @property
     def width(self) -> int | None:
-        """Values per token that pass from block to block; None where that is the width of the
-        embeddings.
+        """The number of values per token that pass from block to block; None if it is the width of
+        the embeddings.
         """
         call = self.calls[0]
         if call.extra is not None:
@@ -98,20 +103,24 @@ class Walk:
         return list(outside(self.model, self.blocks)())
 
     def entering(self, segments: Tensor) -> Activations:
-        """What enters the first block, for segments (samples, tokens), in float32 at least."""
+        """Compute what enters the first block, in float32 at least. segments: token ids (samples,
+        tokens).
+        """
+        hidden: Activations | None = None
         with self.outside():
-            states = (
-                entering(self.model, self.blocks, self.calls, segment[None]) for segment in segments
-            )
-            first = next(states)
-            shape = (len(segments), first.shape[1], first.shape[2])
-            hidden = Activations(shape, first.dtype, first.device, self.storage, self.folder)
-            for index, entered in enumerate(chain([first], states)):
-                hidden[index] = entered
+            for index, segment in enumerate(segments):
+                states = entering(self.model, self.blocks, self.calls, segment[None])
+                if hidden is None:
+                    shape = (len(segments), states.shape[1], states.shape[2])
+                    hidden = Activations(
+                        shape, states.dtype, states.device, self.storage, self.folder
+                    )
+                hidden[index] = states
+        assert hidden is not None
         return hidden
 
     def visits(self, hidden: Activations, to_end: bool = True) -> Iterator[Visit]:
-        """The blocks in order, one in memory at a time, with `hidden` as their inputs.
+        """Visit the blocks in order, one in memory at a time, with `hidden` as their inputs.
 
         `hidden` then runs through the block as it is, unless it `has_run`. to_end: through the last
         block too.
@@ -125,11 +134,8 @@ class Walk:
                     run_block(block, call, hidden)
 
     def backwards(self) -> Iterator[Visit]:
-        """The blocks from the last to the first, one in memory at a time."""
+        """Visit the blocks from the last to the first, one in memory at a time."""
         for index in reversed(range(len(self.blocks.modules))):
-            with self.weights.present(
-                self.blocks.modules[index].modules, self.blocks.part(index - 1)
-            ):
-                yield Visit(
-                    index, self.blocks.prefix(index), self.blocks.modules[index], self.calls[index]
-                )
+            block = self.blocks.modules[index]
+            with self.weights.present(block.modules, self.blocks.part(index - 1)):
+                yield Visit(index, self.blocks.prefix(index), block, self.calls[index])

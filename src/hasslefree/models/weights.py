@@ -1,6 +1,4 @@
-"""A model of which one part is in memory at a time: the rest stays in its files until it is
-needed.
-"""
+"""Keep one part of a model in memory at a time; the rest stays in its files until it is needed."""
 
 import ctypes
 import re
@@ -75,15 +73,14 @@ class Prefetcher:
         """Start to read these tensors, and drop those of an earlier start."""
         self.drop()
         calls = {source.name: partial(self._read, source) for source in sources}
-        self._reads = dict(
-            zip(calls, run_in_background("read ahead", *calls.values()), strict=True)
-        )
+        reads = run_in_background("read ahead", *calls.values())
+        self._reads = dict(zip(calls, reads, strict=True))
 
     def _read(self, source: Source) -> Tensor:
         tensor = source.read()
-        return (
-            tensor.pin_memory() if self.device.type == "cuda" else tensor
-        )  # a GPU copies faster from pinned memory
+        if self.device.type == "cuda":  # it copies faster from pinned memory
+            return tensor.pin_memory()
+        return tensor
 
     def take(self, source: Source) -> Tensor:
         """The tensor on the CPU, read before or now."""
@@ -172,8 +169,7 @@ class Weights:
         """Within it, the parameters of a part of the model are on the device.
 
         Afterwards they are freed, with compressed layers that were put into the part; what was in
-        memory before stays.
-        then: the next part, read in the background if `prefetch`.
+        memory before stays. then: the next part, which is read in the background if `prefetch`.
         """
         if not self._missing(part):
             yield
@@ -196,25 +192,21 @@ class Weights:
                     _put(module, name, torch.empty_like(parameter, device="meta"))
 
     def _missing(self, part: Modules) -> bool:
-        return self.streamed and any(
-            p.is_meta for module in part() for p in module.parameters(recurse=False)
-        )
+        parameters = (p for module in part() for p in module.parameters(recurse=False))
+        return self.streamed and any(parameter.is_meta for parameter in parameters)
 
     def _wanted(self, part: Modules) -> Iterator[tuple[nn.Module, str, torch.Size]]:
-        """What is read for a part: module, name and shape of its tensors in the files; not of tied
+        """Yield module, name and shape of the tensors that are read for a part, without tied
         parameters.
         """
         for module in part():
+            if module not in self._stored:
+                continue
             for name, parameter in list(module.named_parameters(recurse=False)):
-                if (
-                    module in self._stored
-                    and (module, name) not in self._tied
-                    and parameter.is_meta
-                ):
+                if parameter.is_meta and (module, name) not in self._tied:
                     yield module, name, parameter.shape
-            if isinstance(module, SplitExperts) and module in self._stored:
-                for name, shape in module.sources.items():
-                    yield module, name, shape
+            if isinstance(module, SplitExperts):
+                yield from ((module, name, shape) for name, shape in module.sources.items())
 
     def _bring(self, part: Modules) -> None:
         """Put the parameters of a part on the device. It holds no module: a replaced layer would
@@ -227,20 +219,20 @@ class Weights:
             else:
                 _put(module, name, value)
         inside = {id(module) for module in part()}
-        for (module, name), (other, its_name) in self._tied.items():
+        for (module, name), (other, other_name) in self._tied.items():
             if id(module) not in inside:
                 continue
-            parameter = other.get_parameter(its_name)
+            parameter = other.get_parameter(other_name)
             if parameter.is_meta:  # it is in another block
-                _put(module, name, self._read(other, its_name, parameter.shape))
+                _put(module, name, self._read(other, other_name, parameter.shape))
             else:
                 module.register_parameter(name, parameter)
 
     def _holds(self, module: nn.Module, name: str) -> bool:
-        """Whether the files hold a parameter under its own name."""
-        return module in self._stored and f"{self._names[module]}.{name}" in iter(
-            self._stored[module]
-        )
+        """Return True if the files hold a parameter under its own name."""
+        if module not in self._stored:
+            return False
+        return f"{self._names[module]}.{name}" in iter(self._stored[module])
 
     def _source(self, module: nn.Module, name: str) -> Source:
         module, name = self._other_name.get((module, name), (module, name))
@@ -257,9 +249,8 @@ class Weights:
                 f" {list(shape)} in the model that its config.json describes; download or copy the"
                 " checkpoint again"
             )
-        return tensor.to(
-            self.device, non_blocking=self.device.type == "cuda"
-        )  # the order of its stream will do
+        # The order of the stream suffices on CUDA.
+        return tensor.to(self.device, non_blocking=self.device.type == "cuda")
 
 
 def _put(module: nn.Module, name: str, value: Tensor) -> None:
@@ -267,9 +258,7 @@ def _put(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def trim() -> None:
-    """Give freed memory back to the system, where the C library would keep it: glibc, below 32 MB
-    an array.
-    """
+    """Give freed memory back to the system: glibc would keep arrays below 32 MB."""
     with suppress(AttributeError, OSError):  # another C library, or system
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

@@ -23,12 +23,12 @@ from hasslefree.errors import RecipeError, option
 from hasslefree.models.activations import Activations
 from hasslefree.models.calibrate import (
     MomentSums,
+    activation_values,
     checked,
     gather,
     groups_by_input,
     sums_bytes,
     tensors_read,
-    traffic,
 )
 from hasslefree.models.experts import every_expert_called, experts_of
 from hasslefree.models.precision import as_multiplied, computing, solving
@@ -226,7 +226,7 @@ def runs_at_once(task: Task, hidden: Activations) -> bool:
     they fit.
     """
     shapes = {name: plan.spec.shape for name, plan in task.plans.items()}
-    numbers = traffic(task.visit.block, shapes, len(hidden) * hidden.states.shape[1])
+    numbers = activation_values(task.visit.block, shapes, len(hidden) * hidden.states.shape[1])
     room = task.visit.call.batched and in_one_pass(numbers, hidden.device)
     return task.world.total(float(not room), hidden.device) == 0
 

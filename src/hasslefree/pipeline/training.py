@@ -14,7 +14,7 @@ from hasslefree.checkpoint.record import PredictionRecord
 from hasslefree.checkpoint.resume import Unfinished
 from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, option
-from hasslefree.models.calibrate import traffic
+from hasslefree.models.calibrate import activation_values
 from hasslefree.models.walk import Walk
 from hasslefree.packed.linear import compressed_layers
 from hasslefree.pipeline.block import part_file
@@ -92,7 +92,7 @@ def train_whole(
         for block in blocks
     )
     numbers = sum(
-        traffic(block, sizes, tokens) for block, sizes in zip(blocks, shapes, strict=True)
+        activation_values(block, sizes, tokens) for block, sizes in zip(blocks, shapes, strict=True)
     )
     keep_graphs = in_one_pass(numbers, walk.weights.device)
     restore = partial(bring_back, walk, work)

@@ -86,7 +86,7 @@ def memory_reused() -> Iterator[None]:
 
 def in_one_pass(numbers: float, device: torch.device) -> bool:
     """Whether a quarter of all memory, the same in every run, holds a pass of this many numbers
-    (`traffic`).
+    (`activation_values`).
     """
     return pass_bytes(numbers) <= total_memory(device) / 4
 

@@ -25,7 +25,7 @@ from hasslefree.core.cost import FLOAT
 from hasslefree.errors import LINE, MemoryShortError, option
 from hasslefree.models.activations import STORAGES, check_storage
 from hasslefree.models.blocks import Blocks, find_blocks
-from hasslefree.models.calibrate import BATCH, probes, sums_bytes, traffic
+from hasslefree.models.calibrate import BATCH, activation_values, probes, sums_bytes
 from hasslefree.models.experts import share_of_tokens, split_experts
 from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqlen
 from hasslefree.models.precision import product_dtype
@@ -124,13 +124,13 @@ class Setup:
     def at_once(self) -> bool:
         """Whether all segments run through a block at once, and its layers are solved meanwhile."""
         in_order = self.resolved.sequential == "layer"
-        return in_order and in_one_pass(max(self.traffic(self.text_tokens)), self.device)
+        return in_order and in_one_pass(max(self.activation_values(self.text_tokens)), self.device)
 
-    def traffic(self, tokens: int) -> list[float]:
-        """The `traffic` of the planned layers of each block."""
+    def activation_values(self, tokens: int) -> list[float]:
+        """The `activation_values` of the planned layers of each block."""
         shapes = ({name: layer.spec.shape for name, layer in plans.items()} for plans in self.plan)
         return [
-            traffic(block, each, tokens)
+            activation_values(block, each, tokens)
             for block, each in zip(self.blocks.modules, shapes, strict=True)
         ]
 
@@ -260,7 +260,7 @@ def solving_terms(setup: Setup) -> dict[str, int]:
     if (
         setup.probe_tokens
     ):  # the inputs of all layers of a block, and the gradients of their outputs
-        forward = max(forward, 2 * FLOAT * round(max(setup.traffic(setup.probe_tokens))))
+        forward = max(forward, 2 * FLOAT * round(max(setup.activation_values(setup.probe_tokens))))
     sums, solver = Counter[tuple[int, str]](), 0
     for index, plans in enumerate(setup.plan):
         for name, layer in plans.items():
@@ -290,7 +290,7 @@ def in_training(setup: Setup) -> dict[str, int]:
     """
     tokens = Training().tokens(setup.tokens[1])
     states = len(setup.plan) * tokens * FLOAT * (setup.width or setup.embeddings.embedding_dim)
-    numbers = setup.traffic(tokens)
+    numbers = setup.activation_values(tokens)
     if in_one_pass(sum(numbers), setup.device):
         # S + u v; the steps of a grid, for the gradients of its scales; and what is trained, with
         # its gradients.

@@ -16,8 +16,7 @@ from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method
 from hasslefree.errors import BudgetError, HasslefreeError, option
 from hasslefree.models.blocks import Blocks, head_unit
-from hasslefree.models.rules import select_sites
-from hasslefree.models.sites import Site
+from hasslefree.models.rules import Matrix, select_sites
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.methods import with_grid
@@ -165,7 +164,7 @@ def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
     return room
 
 
-def check_rank(blocks: Blocks, selected: Sequence[Mapping[str, Site]], rank: int) -> None:
+def check_rank(blocks: Blocks, selected: Sequence[Mapping[str, Matrix]], rank: int) -> None:
     """Raise a BudgetError with the narrowest layer if the rank is too large for it."""
     layers = [
         (min(site.shape), blocks.prefix(i), site)
@@ -184,7 +183,7 @@ def check_rank(blocks: Blocks, selected: Sequence[Mapping[str, Site]], rank: int
 def plan_block(
     blocks: Blocks,
     index: int,
-    sites: Mapping[str, Site],
+    sites: Mapping[str, Matrix],
     budget: Budget,
     method: Method,
     factor_bits: int | None,
@@ -203,9 +202,7 @@ def plan_block(
                 method.grid.check(site.shape, pattern)
         except HasslefreeError as error:
             raise error.within(f"{blocks.prefix(index)}.{name}") from None
-        plans[name] = LayerPlan.of(
-            site.shape, pattern, rank, site.parameter.dtype, method.grid, factor_bits
-        )
+        plans[name] = LayerPlan.of(site.shape, pattern, rank, site.dtype, method.grid, factor_bits)
     return plans
 
 
