@@ -202,7 +202,8 @@ class Unfinished:
             Progress(self.identity, self.parts, self.predictions, self.held_out)
         )
         temporary = self.folder / f".{JOURNAL}"
-        temporary.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+        # A configuration may hold an infinity, as that of Mamba 2 does, and Python reads it again.
+        temporary.write_text(json.dumps(content), encoding="utf-8")
         fsync_and_rename(temporary, self.folder / JOURNAL)
 
     def sweep(self) -> None:
