@@ -35,8 +35,9 @@ from hasslefree.checkpoint.record import Record
 from hasslefree.cli.bars import phase_bars
 from hasslefree.cli.common import console, say
 from hasslefree.errors import HasslefreeError, UnknownNameError, with_flags
-from hasslefree.evaluation.harness import check_harness, default_cache
+from hasslefree.evaluation.harness import default_cache
 from hasslefree.evaluation.run import evaluate
+from hasslefree.evaluation.tasks import check_harness
 from hasslefree.files import read_json
 from hasslefree.models.load import resolve_device
 from hasslefree.pipeline.compress import compress

@@ -29,8 +29,8 @@ from hasslefree.errors import (
     WriteError,
 )
 from hasslefree.escaping import escaped, escaped_within
-from hasslefree.evaluation.harness import check_rows
 from hasslefree.evaluation.run import evaluate
+from hasslefree.evaluation.tasks import form_of_rows
 from hasslefree.units import table
 
 REORDERING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI", "BN"}  # BN: also all without a width
@@ -186,4 +186,4 @@ def test_a_tokenizer_of_another_model(tmp_path):
 def test_rows_of_a_task_that_are_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "piqa.jsonl")
     with pytest.raises(hasslefree.HasslefreeError, match="not a regular file"):
-        check_rows("piqa", tmp_path)
+        form_of_rows("piqa", tmp_path)

@@ -21,7 +21,7 @@ from hasslefree import Recipe
 from hasslefree.checkpoint.entries import LayerSpec
 from hasslefree.checkpoint.inspect import FolderSize, LayerSize, kind_table, layer_table
 from hasslefree.cli import app
-from hasslefree.cli.folder import result_tables
+from hasslefree.cli.evaluate import result_tables
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.recipe import listing
 from hasslefree.recipe.fields import GROUPS, Fields

@@ -21,8 +21,9 @@ import hasslefree
 from harness.record import mean, write
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL, run_demo
-from hasslefree.evaluation.harness import TASKS, check_tasks, evaluate_tasks
+from hasslefree.evaluation.harness import evaluate_tasks
 from hasslefree.evaluation.run import text_perplexity
+from hasslefree.evaluation.tasks import TASKS, check_tasks
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_model
 from hasslefree.models.sites import find_sites

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.record import ROOT
 from hasslefree.errors import RecipeError, UnknownNameError
-from hasslefree.evaluation.harness import check_tasks
+from hasslefree.evaluation.tasks import check_tasks
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.solve.methods import METHODS, settings_of
 from hasslefree.texts import check_text

@@ -88,6 +88,9 @@ def _fields(kind: Any) -> Any:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# pydantic's names of errors about a number that is too small.
+LIMITS = ("greater_than_equal", "greater_than")
+
 
 def typed(function: F) -> F:
     """A function whose arguments must be of their types; an ArgumentError names the first that is
@@ -100,7 +103,7 @@ def typed(function: F) -> F:
         if not adapters:
             config = ConfigDict(strict=True, arbitrary_types_allowed=True)
             # In a tuple, since a dataclass may have a configuration of its own.
-            for name, kind in get_type_hints(function).items():
+            for name, kind in get_type_hints(function, include_extras=True).items():
                 adapters[name] = TypeAdapter(cast(Any, GenericAlias(tuple, (kind,))), config=config)
         try:
             given = signature.bind(*args, **options).arguments
@@ -113,11 +116,14 @@ def typed(function: F) -> F:
                 )
             try:
                 adapters[name].validate_python((value,))
-            except ValidationError:
-                words = inspect.formatannotation(signature.parameters[name].annotation).replace(
-                    "'", ""
-                )
-                raise ArgumentError(f"{name} must be {words}, got {value!r:.60}", (name,)) from None
+            except ValidationError as error:
+                limits = [each["msg"] for each in error.errors() if each["type"] in LIMITS]
+                if limits:
+                    cause = describe_limit(limits[0])
+                else:
+                    kind = inspect.formatannotation(get_type_hints(function)[name])
+                    cause = kind.replace("'", "")
+                raise ArgumentError(f"{name} must be {cause}, got {value!r:.60}", (name,)) from None
         return function(*args, **options)
 
     return call  # type: ignore[return-value]
@@ -139,5 +145,10 @@ def describe(error: ErrorDetails) -> tuple[str, str]:
     if error["type"] == "missing":
         return field, f"{field!r} is missing"
     cause = re.sub("^(Input|String) should", f"{field} must", error["msg"])
-    cause = cause.replace("greater than or equal to", "at least").replace("greater than", "above")
-    return field, f"{cause}, got {error['input']!r:.60}"
+    return field, f"{describe_limit(cause)}, got {error['input']!r:.60}"
+
+
+def describe_limit(message: str) -> str:
+    """A message of pydantic about a number, in shorter words: at least 1."""
+    message = message.removeprefix("Input should be ")
+    return message.replace("greater than or equal to", "at least").replace("greater than", "above")

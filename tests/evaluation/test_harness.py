@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
-from hasslefree.errors import CheckpointError, NonFiniteError, OutputError, TaskError, UnknownNameError
-from hasslefree.evaluation.harness import TASKS, cache_name, check_harness, check_tasks, harness_tasks
+from hasslefree.errors import CheckpointError, NonFiniteError, OutputError
+from hasslefree.evaluation.harness import cache_name
 from hasslefree.evaluation.run import evaluate
+from hasslefree.evaluation.tasks import TASKS
 from hasslefree.progress import SCORING
 from tests.evaluation.task_rows import ROWS, questions, write_rows
 
@@ -171,7 +172,7 @@ def test_what_was_answered_before_a_crash_is_not_asked_again(monkeypatch, tmp_pa
         again = evaluate(str(MODEL), **options, cache=tmp_path / "cache", progress=steps.append)
     assert rest.calls == 7
     counts = {(step.done, step.total) for step in steps if step.phase == SCORING}
-    assert counts == {(done, 12) for done in [*range(8), 12]}, "cached answers are counted at the end"
+    assert counts == {(done, 12) for done in (0, 1, *range(6, 13))}, "cached answers count after their task"
     assert again == whole
     with monkeypatch.context() as patch:
         Counter(patch, most=0)
@@ -192,102 +193,45 @@ def test_a_changed_model_gets_none_of_the_old_answers(monkeypatch, tmp_path, row
     assert len(list((tmp_path / "cache").glob("answers-*.sqlite"))) == 2
 
 
-def test_the_name_of_the_cache_depends_on_weights_configuration_and_tokenizer():
-    def loaded():
-        return AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
-
-    model, tokenizer = loaded()
-    first = cache_name(model, tokenizer)
-    assert cache_name(*loaded()) == first
-    names = {first, cache_name(model.float(), tokenizer)}
-    model, tokenizer = loaded()
+def change_a_weight(model, tokenizer):
     with torch.no_grad():
-        bits = model.model.norm.weight.view(torch.int16)
-        bits[-1] ^= 1
-    names.add(cache_name(model, tokenizer))
-    model, tokenizer = loaded()
+        model.model.norm.weight.view(torch.int16)[-1] ^= 1
+
+
+def change_the_configuration(model, tokenizer):
     model.config.rms_norm_eps *= 2
-    names.add(cache_name(model, tokenizer))
-    for token in ("hasslefree", "hasslefrei"):
-        model, tokenizer = loaded()
-        tokenizer.add_tokens([token])
-        names.add(cache_name(model, tokenizer))
-    assert len(names) == 6
 
 
-def test_without_a_folder_the_data_are_those_that_the_harness_names(monkeypatch):
-    """Oracle: the data sets of the paper's references, by their names on the hub."""
-    asked = []
-
-    def load_dataset(path, name=None, **_):
-        asked.append((path.rpartition("/")[2], name))
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    for task in TASKS:
-        with (
-            pytest.raises(
-                TaskError, match=rf"task {task} could not be loaded from the hub \(ConnectionError.*task_data="
-            ),
-            harness_tasks([task], None, None),
-        ):
-            pass
-    assert asked == [
-        ("piqa", None), ("hellaswag", None), ("ai2_arc", "ARC-Easy"), ("ai2_arc", "ARC-Challenge"),
-        ("winogrande", "winogrande_xl"), ("glue", "rte"), ("openbookqa", "main"), ("super_glue", "boolq"),
-    ]  # fmt: skip
+CHANGES = [
+    lambda model, tokenizer: model.float(),
+    change_a_weight,
+    change_the_configuration,
+    lambda model, tokenizer: tokenizer.add_tokens(["hasslefree"]),
+    lambda model, tokenizer: tokenizer.add_tokens(["hasslefrei"]),
+]
 
 
-BAD_FILES = {
-    "missing": ("piqa", None, "data of task piqa cannot be read"),
-    "empty": ("piqa", "\n", "is empty"),
-    "not JSON": ("piqa", '{"goal": \n', "line 1: not JSON"),
-    "no object": ("piqa", "3\n", "line 1: no field goal, sol1, sol2, label"),
-    "field": ("piqa", json.dumps(ROWS["piqa"][0]) + '\n\n{"goal": "x", "sol1": "a", "label": 0}\n', "no field sol2"),
-    "two forms": (
-        "boolq", json.dumps(ROWS["boolq"][0]) + '\n{"passage": "", "question": "", "answer": true}', "no field label",
-    ),
-}  # fmt: skip
+def test_the_name_of_the_cache_depends_on_weights_configuration_and_tokenizer():
+    def name(change=None):
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
+        if change is not None:
+            change(model, tokenizer)
+        return cache_name(model, tokenizer)
+
+    assert name() == name()
+    assert len({name(), *map(name, CHANGES)}) == 6
 
 
-@pytest.mark.parametrize(("task", "content", "message"), BAD_FILES.values(), ids=BAD_FILES)
-def test_files_that_are_no_rows_are_refused_before_the_model_is_loaded(tmp_path, task, content, message):
-    if content is not None:
-        (tmp_path / f"{task}.jsonl").write_text(content)
-    with pytest.raises(TaskError, match=message):
-        check_tasks([task], tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("task", "changes", "message"),
-    [
-        (
-            "piqa",
-            {"label": -1},
-            "row 2: the answer -1 is not one of the 2 choices \\(0 to 1\\); use a split with labels",
-        ),
-        ("winogrande", {"answer": ""}, "row 2: the task cannot read this row .KeyError"),
-        ("arc_easy", {"answerKey": "E"}, "row 2: the task cannot read this row"),
-    ],
-)
-def test_a_row_without_a_right_answer_is_an_error(tmp_path, task, changes, message):
-    folder = write_rows(tmp_path, {task: [ROWS[task][0], ROWS[task][1] | changes]})
-    with pytest.raises(TaskError, match=message), harness_tasks([task], folder, None):
-        pass
-    with harness_tasks([task], folder, limit=1):
-        pass
-
-
-def test_names_and_a_harness_that_is_missing(monkeypatch):
-    with pytest.raises(UnknownNameError, match="Did you mean 'winogrande'"):
-        check_tasks(["winograde"], None)
-    with pytest.raises(TaskError, match="names rte twice; remove one"):
-        check_tasks(["rte", "piqa", "rte"], None)
-    check_tasks(list(TASKS), None)
-    check_harness()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(TaskError, match=r'not installed: pip install "hasslefree\[eval\]"'):
-        check_harness()
+def test_each_task_is_handed_over_as_it_comes(rows):
+    kept = []
+    options = {"task_data": rows, "dtype": "float32", "device": "cpu"}
+    found = evaluate(
+        str(MODEL), tasks=["rte", "piqa"], keep=lambda results: kept.append(json.dumps(results)), **options
+    )
+    kept = [json.loads(results) for results in kept]
+    assert [list(results["tasks"]) for results in kept] == [["rte"], ["rte", "piqa"]]
+    assert kept[0]["average"] == found["tasks"]["rte"]["value"]
+    assert kept[1] == found
 
 
 def test_a_cache_that_cannot_be_used(tmp_path, rows):

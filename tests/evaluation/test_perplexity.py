@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasslefree import perplexity
-from hasslefree.errors import CalibrationError, NonFiniteError
+from hasslefree.errors import ArgumentError, CalibrationError, NonFiniteError
 from tests.tiny_models import build, segments
 
 
@@ -87,3 +87,9 @@ def test_nan_and_windows_of_one_token_are_errors():
             model.model.norm.weight *= scale
         with pytest.raises(NonFiniteError, match="gives NaN or Inf"):
             perplexity(model, torch.arange(3, 40), 16)
+
+
+@pytest.mark.parametrize("wrong", [{"windows": -1}, {"windows": 0}, {"batch": 0}, {"window": -4}])
+def test_counts_are_at_least_one(wrong):
+    with pytest.raises(ArgumentError, match=f"{next(iter(wrong))} must be at least 1"):
+        perplexity(build("llama"), torch.arange(3, 40), **{"window": 16} | wrong)

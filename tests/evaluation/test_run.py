@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig
 
 import hasslefree
 from hasslefree.demo.run import CALIBRATION, HELD_OUT, MODEL
-from hasslefree.errors import ModelError
+from hasslefree.errors import ArgumentError, ModelError
 from hasslefree.evaluation.run import check_causal, evaluate, text_perplexity
 from hasslefree.progress import Phases
 from hasslefree.texts import Protocol, calibration_documents
@@ -103,3 +103,10 @@ def test_a_model_that_sees_the_next_token_is_refused():
         check_causal(AutoModelForCausalLM.from_config(config).eval())
     config.is_decoder = True
     check_causal(AutoModelForCausalLM.from_config(config).eval())
+
+
+@pytest.mark.parametrize("name", ["seqlen", "max_tokens", "batch", "limit"])
+@pytest.mark.parametrize("value", [0, -5])
+def test_counts_are_at_least_one(name, value):
+    with pytest.raises(ArgumentError, match=rf"{name} must be at least 1, got {value}"):
+        evaluate(str(MODEL), [str(HELD_OUT)], **{name: value})

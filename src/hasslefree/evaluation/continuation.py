@@ -28,10 +28,12 @@ MOST_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class Sampling(Checked):
-    """How a text is continued.
+    """The settings with which a model continues a text.
 
-    max_new_tokens: the maximum length; the model may end the text earlier. temperature: 0 takes the
-    most probable token each time; above 0, the model's own top_k and top_p apply too.
+    Args:
+        max_new_tokens: the maximum length; the model may end the text earlier.
+        temperature: 0 takes the most probable token each time; above 0, the model's own top_k and
+            top_p apply too.
     """
 
     max_new_tokens: Positive = 64
@@ -40,16 +42,20 @@ class Sampling(Checked):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """For `generate` of transformers."""
-        drawn = {"do_sample": True, "temperature": self.temperature}
-        greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-        return {"max_new_tokens": self.max_new_tokens, **(drawn if self.temperature else greedy)}
+        """The arguments for `generate` of transformers."""
+        arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+        if self.temperature:
+            return arguments | {"do_sample": True, "temperature": self.temperature}
+        return arguments | {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """The text that a model generated. tokens: their ids. seconds: from the first token to the
-    last.
+    """The text that a model generated.
+
+    Args:
+        tokens: the token ids.
+        seconds: the time from the first token to the last.
     """
 
     text: str
@@ -58,10 +64,10 @@ class Continuation:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """After the first token, so that reading the prompt does not count; None for a single
-        token.
-        """
-        return (len(self.tokens) - 1) / self.seconds if len(self.tokens) > 1 else None
+        """The speed after the first token, without reading the prompt; None for a single token."""
+        if len(self.tokens) < 2:
+            return None
+        return (len(self.tokens) - 1) / self.seconds
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,14 @@ class Writer:
         show: Callable[[str], None] = lambda text: None,
         special_tokens: bool = True,
     ) -> Continuation:
-        """The continuation of a text or of token ids (1, length); `show` gets each piece as its
-        words are complete.
+        """Continue a text or token ids (1, length).
 
-        special_tokens: for `encode`.
+        Args:
+            show: called with each piece of text as its words are complete.
+            special_tokens: as for `encode`.
+
+        Raises:
+            PromptError: the prompt is empty, or too long for the model.
         """
         limit = most_positions(self.model)
         if isinstance(prompt, str):
@@ -110,7 +120,8 @@ class Writer:
                 f" follow, but the model takes at most {limit} in total; shorten the prompt, or"
                 f" lower {option('max_new_tokens')}"
             )
-        stream, ids = _Stream(self.tokenizer, show), prompt.to(self.model.device)
+        stream = _Stream(self.tokenizer, show)
+        ids = prompt.to(self.model.device)
         torch.manual_seed(sampling.seed)
         generate: Any = self.model.generate
         with loading(
@@ -125,11 +136,13 @@ class Writer:
 
 
 class _Stream(TextStreamer):
-    """Shows text as soon as its words are complete, and records the tokens and their times."""
+    """A streamer that shows text by whole words, and records the tokens and their times."""
 
     def __init__(self, tokenizer: Any, show: Callable[[str], None]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.show, self.tokens, self.times = show, list[int](), list[float]()
+        self.show = show
+        self.tokens: list[int] = []
+        self.times: list[float] = []
         self.prompt_passed = False
 
     def put(self, value: Tensor) -> None:
@@ -145,33 +158,36 @@ class _Stream(TextStreamer):
 
 
 def dense_original(folder: Path) -> tuple[str | None, str | None]:
-    """The dense model that compression.json names, as a local folder; or None, and a sentence that
-    says why.
+    """Find the dense model that compression.json names.
+
+    Returns:
+        Its local folder; or None, and a sentence that says why it was not found.
     """
     if not (folder / "compression.json").is_file():
-        return (
-            None,
-            (
-                f"{folder} has no compression.json, which would name the dense model; give that"
-                " with --dense."
-            ),
+        remark = (
+            f"{folder} has no compression.json, which would name the dense model; give that with"
+            " --dense."
         )
+        return None, remark
     try:
         name = read_record(folder).model
     except CheckpointError as error:
         raise CheckpointError(f"{error}, or give the dense one with --dense") from None
-    if local := find_local_model(name):
-        return str(local), None
-    remark = (
-        f"The dense model {name} was not found from this folder or in the cache of the hub; name it"
-        " with --dense."
-    )
-    return None, remark
+    local = find_local_model(name)
+    if local is None:
+        remark = (
+            f"The dense model {name} was not found from this folder or in the cache of the hub;"
+            " name it with --dense."
+        )
+        return None, remark
+    return str(local), None
 
 
 def find_local_model(name: str) -> Path | None:
-    """The local folder of a model or its folder in the cache of the hub, if it holds weights;
-    nothing is downloaded.
+    """Find the folder of a model, here or in the cache of the hub; nothing is downloaded.
+
+    Returns:
+        The folder, or None if it holds no weights.
     """
     folder = Path(name)
     if not folder.is_dir():

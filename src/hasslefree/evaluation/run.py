@@ -20,19 +20,24 @@ from torch.nn import functional as F
 from hasslefree.bar import with_bar
 from hasslefree.checkpoint.record import versions
 from hasslefree.errors import CalibrationError, ModelError, NonFiniteError, option
-from hasslefree.evaluation.harness import check_harness, check_tasks, evaluate_tasks
+from hasslefree.evaluation.harness import Scores, evaluate_tasks
+from hasslefree.evaluation.tasks import check_harness, check_tasks
 from hasslefree.models.load import load_model, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
 from hasslefree.models.tokenizer import encode, load_tokenizer
 from hasslefree.progress import LOADING, Listener, Phases
 from hasslefree.texts import check_text, evaluation_protocol, evaluation_text
-from hasslefree.validation import typed
+from hasslefree.validation import Positive, typed
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """exp of the mean negative log-likelihood, in nats, over the `scored` ones of the `tokens`
-    tokens in windows.
+    """The exponential of the mean negative log-likelihood (nats) of the scored tokens.
+
+    Args:
+        tokens: the length of the text.
+        scored: the number of tokens that were predicted.
+        window: the tokens in a window.
     """
 
     perplexity: float
@@ -46,25 +51,27 @@ class Perplexity:
 def perplexity(
     model: nn.Module,
     tokens: Tensor,
-    window: int,
-    batch: int = 1,
+    window: Positive,
+    batch: Positive = 1,
     *,
-    windows: int | None = None,
+    windows: Positive | None = None,
     remainder: bool = True,
     phases: Phases | None = None,
     name: str = "perplexity",
 ) -> Perplexity:
-    """The perplexity of a causal language model on tokens: (n,), in windows of `window` tokens,
-    `batch` at a time.
+    """Compute the perplexity of a causal language model on a text.
 
     Args:
-        windows: score only this number of windows, the first ones. remainder: also score a shorter
-            last window.
-        phases, name: the run, and its phase in which the windows are counted.
+        tokens: the token ids (n,) of the text, cut into windows of `window` tokens.
+        batch: windows at a time.
+        windows: score only this number of windows, the first ones.
+        remainder: also score a shorter last window.
+        phases: the run to which the phase belongs in which the windows are counted.
+        name: of that phase.
 
     Raises:
-        CalibrationError: fewer than two tokens, in the text or in a window. NonFiniteError: the
-            model gives NaN.
+        CalibrationError: fewer than two tokens, in the text or in a window.
+        NonFiniteError: the model gives NaN.
     """
     if windows is not None:
         tokens = tokens[: windows * window]
@@ -80,19 +87,18 @@ def perplexity(
             raise CalibrationError(
                 f"perplexity needs a {what} of at least 2 tokens, got {size}; give a longer one"
             )
-    full = len(tokens) // window * window
-    batches = list(tokens[:full].view(-1, window).split(batch)) if full else []
-    if len(tokens) - full > 1:
-        batches.append(tokens[full:][None])
     device = next(model.parameters()).device
-    total, scored = 0.0, 0
-    with (phases or Phases()).phase(name, sum(map(len, batches)), "windows") as phase:
+    batches = batches_of_windows(tokens, window, batch)
+    total = 0.0
+    scored = 0
+    count = sum(len(rows) for rows in batches)
+    with (phases or Phases()).phase(name, count, "windows") as phase:
         for rows in batches:
             rows = rows.to(device)
             logits = model(input_ids=rows, use_cache=False).logits[:, :-1].float()
-            losses = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
-            total += losses.item()
-            scored += rows[:, 1:].numel()
+            targets = rows[:, 1:].flatten()
+            total += F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").item()
+            scored += targets.numel()
             phase.advance(len(rows))
     value = torch.tensor(total / scored, dtype=torch.float64).exp().item()
     if not math.isfinite(value):
@@ -103,36 +109,51 @@ def perplexity(
     return Perplexity(value, len(tokens), scored, window)
 
 
+def batches_of_windows(tokens: Tensor, window: int, batch: int) -> list[Tensor]:
+    """Cut token ids (n,) into batches (at most `batch`, window), and a shorter last window (1, m).
+
+    A single token at the end, which has no context, is left out.
+    """
+    full = len(tokens) // window * window
+    batches: list[Tensor] = []
+    if full:
+        batches.extend(tokens[:full].view(-1, window).split(batch))
+    if len(tokens) - full > 1:
+        batches.append(tokens[full:][None])
+    return batches
+
+
+@typed
 @with_bar
 def evaluate(
-    model: str,
+    model: str | Path,
     texts: Sequence[str] = (),
     tasks: Sequence[str] = (),
     *,
-    seqlen: int | None = None,
-    max_tokens: int | None = None,
-    batch: int | None = None,
+    seqlen: Positive | None = None,
+    max_tokens: Positive | None = None,
+    batch: Positive | None = None,
     dtype: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
-    limit: int | None = None,
+    limit: Positive | None = None,
     task_data: Path | None = None,
     cache: Path | None = None,
     keep: Callable[[dict[str, Any]], None] = lambda results: None,
     progress: Listener | None = None,
 ) -> dict[str, Any]:
-    """The perplexity of a model, dense or compressed, on texts, and its zero-shot accuracy on
-    tasks.
+    """Measure the perplexity of a model, dense or compressed, on texts, and its accuracy on tasks.
 
     Args:
-        texts: hub names or paths. tasks: names of `evaluation.harness.TASKS`.
+        texts: hub names or paths.
+        tasks: names of `evaluation.tasks.TASKS`.
         seqlen: tokens per window; None for 2048, or the model's limit if that is less.
         max_tokens: only the first tokens of each text.
         batch: windows, or sequences of a task, at a time; None for 1 window, and as for
             `evaluate_tasks`.
         dtype, device, trust_remote_code: as for `load_model`.
         limit, task_data, cache: of the tasks; `limit`, `folder` and `cache` of `evaluate_tasks`.
-        keep: called with the results so far, after each text and after the tasks.
+        keep: called with the results so far, after each text and each task.
         progress: as for `hasslefree.compress`.
 
     Returns:
@@ -147,23 +168,32 @@ def evaluate(
         check_harness()
     phases = Phases(progress)
     with phases.phase(LOADING):
-        tokenizer = load_tokenizer(model, trust_remote_code)
-        loaded = load_model(model, dtype, device, trust_remote_code)
+        tokenizer = load_tokenizer(str(model), trust_remote_code)
+        loaded = load_model(str(model), dtype, device, trust_remote_code)
         check_causal(loaded)
+    libraries = versions()
+    if tasks:
+        libraries["lm_eval"] = importlib.metadata.version("lm_eval")
     results: dict[str, Any] = {
-        "model": model,
+        "model": str(model),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
-        "versions": (
-            versions() | ({"lm_eval": importlib.metadata.version("lm_eval")} if tasks else {})
-        ),
+        "versions": libraries,
     }
     for text in texts:
         measured = text_perplexity(loaded, tokenizer, text, seqlen, max_tokens, batch or 1, phases)
         results.setdefault("perplexity", {})[text] = measured
         keep(results)
+
+    def keep_scores(scores: Scores) -> None:
+        values = [score["value"] for score in scores.values()]
+        results["tasks"] = scores
+        results["limit"] = limit
+        results["average"] = sum(values) / len(values)
+        keep(results)
+
     if tasks:
-        scores = evaluate_tasks(
+        evaluate_tasks(
             loaded,
             tokenizer,
             tasks,
@@ -172,20 +202,17 @@ def evaluate(
             folder=task_data,
             cache=cache,
             phases=phases,
+            keep=keep_scores,
         )
-        average = sum(score["value"] for score in scores.values()) / len(scores)
-        results |= {"tasks": scores, "limit": limit, "average": average}
-        keep(results)
     return results
 
 
 @torch.no_grad()
 def check_causal(model: Any) -> None:
-    """Raise a ModelError if the logits at a token change with the token after it, which they are to
-    predict.
-    """
+    """Raise a ModelError if the logits at a token depend on the token after it."""
     ids = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4]], device=model.device)
-    before, after = (model(input_ids=row[None], use_cache=False).logits[0, :-1] for row in ids)
+    before = model(input_ids=ids[:1], use_cache=False).logits[0, :-1]
+    after = model(input_ids=ids[1:], use_cache=False).logits[0, :-1]
     if sees_later_tokens(before, after, before.dtype):
         raise ModelError(
             f"{type(model).__name__} is not a decoder: its output for a token depends on the tokens"
@@ -202,8 +229,9 @@ def text_perplexity(
     batch: int,
     phases: Phases,
 ) -> dict[str, Any]:
-    """The perplexity on one text by its own protocol; the arguments are those of `evaluate`."""
-    name, protocol = Path(text).name, evaluation_protocol(text)
+    """Measure the perplexity on a text by its own protocol; the arguments are those of `evaluate`."""
+    name = Path(text).name
+    protocol = evaluation_protocol(text)
     with phases.phase(f"reading {name}"):
         tokens = encode(tokenizer, evaluation_text(text), max_tokens, protocol.special_tokens)
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
@@ -211,12 +239,14 @@ def text_perplexity(
         raise ModelError(
             "the tokenizer has ids outside the model's vocabulary; use the tokenizer of this model"
         )
-    options: dict[str, Any] = {
-        "windows": protocol.windows,
-        "remainder": protocol.remainder,
-        "phases": phases,
-    }
     result = perplexity(
-        model, tokens, resolve_seqlen(model, seqlen), batch, name=f"perplexity on {name}", **options
+        model,
+        tokens,
+        resolve_seqlen(model, seqlen),
+        batch,
+        windows=protocol.windows,
+        remainder=protocol.remainder,
+        phases=phases,
+        name=f"perplexity on {name}",
     )
     return dataclasses.asdict(result) | {"protocol": dataclasses.asdict(protocol)}

@@ -1,0 +1,74 @@
+"""The commands for other programs: `export` and `run`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hasslefree.cli import common
+from hasslefree.cli.bars import phase_bars
+from hasslefree.cli.common import OUTPUT, Folder, Quiet, app, flag
+
+FORMATS = (
+    "dense (plain weights), peft (sparse weights and a LoRA adapter), narrow (without the heads and"
+    " neurons that are zero), or with the codes of a quantised S and a LoRA adapter: gguf"
+    " (llama.cpp), mlx or compressed-tensors (vLLM)."
+)
+TEMPLATE = (
+    "For gguf: the dense model in bf16, f16 or f32, as llama.cpp's converter writes it (no"
+    " default)."
+)
+
+
+@app.command("export", rich_help_panel=common.ELSEWHERE)
+def call_export(
+    folder: Folder,
+    destination: Annotated[Path, typer.Argument(metavar="DEST", help="The folder to write.")],
+    to: Annotated[str, flag(OUTPUT, FORMATS)],
+    template: Annotated[Path | None, flag(OUTPUT, TEMPLATE, metavar="FILE")] = None,
+    max_shard_size: Annotated[str, flag(OUTPUT, "Maximum size of a weight file.")] = "5GB",
+    overwrite: Annotated[
+        bool, flag(OUTPUT, "Replace DEST if it is not empty (default: off).", "--overwrite")
+    ] = False,
+    push_to: common.PushTo = None,
+    private: common.Private = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a compressed model for programs without hasslefree."""
+    from hasslefree.exports.export import export
+
+    common.prepare_push(push_to, private)
+    with phase_bars() as progress:
+        export(
+            folder,
+            destination,
+            to,
+            template=template,
+            overwrite=overwrite,
+            max_shard_size=max_shard_size,
+            progress=progress,
+        )
+    common.say(f"Written to {destination}.")
+    common.push(destination, push_to)
+
+
+# What follows PROGRAM belongs to that program, whatever it looks like.
+@app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=common.ELSEWHERE)
+def run(
+    program: Annotated[
+        str, typer.Argument(metavar="PROGRAM", help="A console script, a module, or a .py file.")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the program.")
+    ] = None,
+) -> None:
+    """Run a Python program that can load compressed folders.
+
+    The program, and the Python processes that it starts, load them through transformers as any
+    other model.
+
+    For example: hasslefree run lm_eval --model hf --model_args pretrained=OUT --tasks piqa
+    """
+    from hasslefree.launch.program import run_program
+
+    run_program(program, arguments or [])

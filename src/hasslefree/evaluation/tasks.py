@@ -1,0 +1,189 @@
+"""The eight zero-shot tasks of the paper, as lm-evaluation-harness defines them.
+
+Prompts, choices and metrics are those of the harness; a folder replaces only the data set.
+"""
+
+import importlib.util
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hasslefree.errors import TaskError, UnknownNameError, option
+from hasslefree.files import read_small
+
+MAX_FILE_BYTES = 1 << 30
+REMEDY = 'pip install "hasslefree[eval]"'
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """A form in which the rows of a task are published.
+
+    Args:
+        fields: the fields of every row.
+        changes: what differs from the harness's definition of the task.
+    """
+
+    fields: tuple[str, ...]
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of the harness.
+
+    Args:
+        folder: the folder of its definition, among the harness's tasks.
+        forms: the forms of its rows, first the one of the data set on the hub.
+    """
+
+    folder: str
+    forms: tuple[RowForm, ...]
+
+
+ARC = RowForm(("question", "choices", "answerKey"))
+# HellaSwag also circulates as the harness's process_docs leaves it, BoolQ also outside SuperGLUE.
+TASKS = {
+    "piqa": Task("piqa", (RowForm(("goal", "sol1", "sol2", "label")),)),
+    "hellaswag": Task(
+        "hellaswag",
+        (
+            RowForm(("activity_label", "ctx_a", "ctx_b", "endings", "label")),
+            RowForm(("query", "choices", "gold"), {"process_docs": None, "doc_to_target": "gold"}),
+        ),
+    ),
+    "arc_easy": Task("arc", (ARC,)),
+    "arc_challenge": Task("arc", (ARC,)),
+    "winogrande": Task("winogrande", (RowForm(("sentence", "option1", "option2", "answer")),)),
+    "rte": Task("glue/rte", (RowForm(("sentence1", "sentence2", "label")),)),
+    "openbookqa": Task("openbookqa", (RowForm(("question_stem", "choices", "answerKey")),)),
+    "boolq": Task(
+        "super_glue/boolq",
+        (
+            RowForm(("passage", "question", "label")),
+            RowForm(("passage", "question", "answer"), {"doc_to_target": "answer"}),
+        ),
+    ),
+}
+
+
+def check_harness() -> None:
+    """Raise a TaskError if lm-evaluation-harness is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise TaskError(
+            f"the zero-shot tasks need lm-evaluation-harness, which is not installed: {REMEDY}"
+        )
+
+
+def check_tasks(names: Sequence[str], folder: Path | None) -> None:
+    """Check the names of tasks and the first rows in a data folder, before a model is loaded."""
+    seen: set[str] = set()
+    for name in names:
+        if name not in TASKS:
+            raise UnknownNameError("task", name, TASKS)
+        if name in seen:
+            raise TaskError(f"{option('tasks')} names {name} twice; remove one")
+        seen.add(name)
+        if folder is not None:
+            form_of_rows(name, folder)
+
+
+def form_of_rows(name: str, folder: Path) -> RowForm:
+    """Find the form of the rows in FOLDER/<name>.jsonl by the fields of the first one.
+
+    Raises:
+        TaskError: the file is missing or empty, or the row has none of the task's forms.
+    """
+    file = folder / f"{name}.jsonl"
+    try:
+        lines = read_small(file, MAX_FILE_BYTES).removeprefix("\ufeff").splitlines()
+        first = json.loads(next(line for line in lines if line.strip()))
+    except StopIteration:
+        raise TaskError(f"{file} is empty; it needs one row per line") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise TaskError(
+            f"the data of task {name} cannot be read: {error}; the folder of {option('task_data')}"
+            f" must contain {name}.jsonl, a JSON object per line"
+        ) from None
+    forms = TASKS[name].forms
+    for form in forms:
+        if isinstance(first, dict) and first.keys() >= set(form.fields):
+            return form
+    needed = " or ".join(", ".join(form.fields) for form in forms)
+    raise TaskError(f"{file}: the first row lacks fields; every row needs {needed}")
+
+
+def load_task(name: str, folder: Path | None, limit: int | None) -> Any:
+    """Load a task of the harness on the hub's data, or on FOLDER/<name>.jsonl.
+
+    Args:
+        limit: check only this number of rows, the first ones; None for all.
+
+    Raises:
+        TaskError: the data cannot be loaded, or a row has no right answer.
+    """
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    source = "from the hub" if folder is None else f"from {folder / f'{name}.jsonl'}"
+    definitions = Path(str(lm_eval.__file__)).parent / "tasks" / TASKS[name].folder
+    manager = TaskManager(include_path=str(definitions), include_defaults=False)
+    with tempfile.TemporaryDirectory() as cache:
+        member = {"task": name, "num_fewshot": 0}
+        if folder is not None:
+            member |= _local_data(name, folder, cache)
+        try:
+            # A group, because its members may change the definitions of the tasks.
+            loaded = manager.load({"group": "hasslefree", "task": [member]})
+        except Exception as error:  # the network, the hub and the reader of the file raise anything
+            cause = f"{type(error).__name__}: {error}"
+            remedy = "" if folder else f"; with no network, give {option('task_data', 'FOLDER')}"
+            raise TaskError(
+                f"task {name} could not be loaded {source} ({cause}){remedy}"
+            ) from error
+    task = loaded["tasks"][name]
+    for number, row in enumerate(islice(task.eval_docs, limit), 1):
+        _check_row(task, row, f"task {name} {source}, row {number}")
+    return task
+
+
+def _local_data(name: str, folder: Path, cache: str) -> dict[str, Any]:
+    """The changes to a task's definition for the rows in FOLDER/<name>.jsonl."""
+    data_files = {"validation": str((folder / f"{name}.jsonl").resolve())}
+    changes: dict[str, Any] = {
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": data_files, "cache_dir": cache, "keep_in_memory": True},
+        "training_split": None,
+        "validation_split": "validation",
+        "test_split": None,
+    }
+    return changes | form_of_rows(name, folder).changes
+
+
+def _check_row(task: Any, row: dict[str, Any], where: str) -> None:
+    """Raise a TaskError for a row without a right choice, which the harness would count as wrong.
+
+    The reader of JSON gives None for a field that a row lacks.
+    """
+    missing = [name for name, value in row.items() if value is None]
+    if missing:
+        raise TaskError(f"{where}: no field {', '.join(missing)}; every row needs the same fields")
+    try:
+        choices = task.doc_to_choice(row)
+        # Winogrande has one question for each choice, and its answer in the place of the text.
+        answer = task.doc_to_text(row) if task.multiple_input else task.doc_to_target(row)
+    except Exception as error:  # the templates and functions of the definitions raise anything
+        cause = f"{type(error).__name__}: {error}"
+        raise TaskError(
+            f"{where}: the task cannot read this row ({cause}); correct or remove it"
+        ) from error
+    if answer not in range(len(choices)):
+        raise TaskError(
+            f"{where}: the answer {answer!r} is not one of the {len(choices)} choices (0 to"
+            f" {len(choices) - 1}); use a split with labels, such as validation"
+        )
