@@ -9,7 +9,7 @@ import pytest
 import typer.main
 
 import hasslefree
-from hasslefree.cli import spread_lists
+from hasslefree.cli.arguments import spread_lists
 from hasslefree.cli.common import app
 
 ROOT = Path(__file__).parents[1]
@@ -79,7 +79,8 @@ def test_commands_of_the_pages_parse(page):
     """Oracle: the application's own parser, and the recipe's own checks."""
     fields = {field.name for field in dataclasses.fields(hasslefree.Recipe)}
     commands = typer.main.get_command(app).commands
-    for name, *arguments in map(spread_lists, command_lines(page)):
+    for line in command_lines(page):
+        name, *arguments = spread_lists(line, commands)
         assert name in commands, f"{page.name}: there is no command {name}"
         given = commands[name].make_context(name, arguments).params
         if "recipe" in given and given["recipe"] is None:

@@ -48,7 +48,7 @@ LACKING = {name: value for name, value in ROWS["piqa"][1].items() if name != "so
 BAD_ROWS = {
     "label": ("piqa", ROWS["piqa"][1] | {"label": -1}, "row 2: the answer -1 is not one of the 2 choices"),
     "field": ("piqa", LACKING, "row 2: no field sol2"),
-    "form": ("boolq", {"passage": "", "question": "", "answer": True}, "row 2: no field label|could not be loaded"),
+    "form": ("boolq", {"passage": "", "question": "", "answer": True}, "row 1: no field answer|could not be loaded"),
     "answer": ("winogrande", ROWS["winogrande"][1] | {"answer": ""}, "row 2: the task cannot read this row .KeyError"),
     "key": ("arc_easy", ROWS["arc_easy"][1] | {"answerKey": "E"}, "row 2: the task cannot read this row"),
 }

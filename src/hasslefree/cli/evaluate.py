@@ -1,4 +1,4 @@
-"""The command `evaluate`: perplexity and zero-shot tasks, of a compressed model and its dense one."""
+"""The command `evaluate`: perplexity and tasks, of a compressed model and its dense one."""
 
 import re
 from dataclasses import dataclass, field
@@ -161,7 +161,7 @@ class Results:
 
 
 def measure(results: Results, model: str, dense: str | None, options: dict[str, Any]) -> None:
-    """Measure a model, and then its dense model; an error of the second leaves the first's results."""
+    """Measure a model, and then its dense model, whose errors leave the results of the first."""
     from hasslefree.evaluation.run import evaluate
 
     with phase_bars() as progress:

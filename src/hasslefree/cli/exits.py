@@ -2,6 +2,7 @@
 and an exit code.
 """
 
+import math
 import os
 import platform
 import sys
@@ -16,7 +17,10 @@ from hasslefree.errors import WENT_WRONG, HasslefreeError, with_flags
 from hasslefree.escaping import escaped
 
 # What a message may take, with its "error: ".
-COLUMNS, LINES = 80, 3
+COLUMNS = 80
+LINES = 3
+# Stands for the words that a long message loses.
+MARK = " … (--verbose shows all) … "
 
 
 def report(error: Exception, arguments: list[str]) -> int:
@@ -105,13 +109,17 @@ def keep(error: Exception, arguments: list[str]) -> str:
 
 
 def shortened(message: str) -> str:
-    """A message in three lines of 80 columns: what is longer loses its middle, between the thing
-    and the remedy.
+    """A message in three lines of 80 columns: a longer one loses words in its middle.
+
+    The thing is named at the beginning of a message, and the remedy at its end.
     """
     lines = message.split("\n")
-    if sum(-(-len(line) // COLUMNS) for line in lines) <= LINES:
+    taken = sum(math.ceil(len(line) / COLUMNS) for line in lines)
+    if taken <= LINES:
         return message
-    room, mark = LINES * COLUMNS, " … (--verbose shows all) … "
     text = " ".join(lines)
-    head = (room - len(mark)) // 2
-    return f"{text[:head].rstrip()}{mark}{text[head + len(mark) - room :].lstrip()}"
+    room = (LINES * COLUMNS - len(MARK)) // 2
+    # With a word that is longer than its half, such as a path, the half ends within it.
+    head = text[: room + 1].rpartition(" ")[0] or text[:room]
+    tail = text[-room - 1 :].partition(" ")[2] or text[-room:]
+    return f"{head}{MARK}{tail}"

@@ -229,7 +229,7 @@ def text_perplexity(
     batch: int,
     phases: Phases,
 ) -> dict[str, Any]:
-    """Measure the perplexity on a text by its own protocol; the arguments are those of `evaluate`."""
+    """Measure the perplexity on a text by its own protocol; arguments as for `evaluate`."""
     name = Path(text).name
     protocol = evaluation_protocol(text)
     with phases.phase(f"reading {name}"):
