@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from hasslefree.packed.kernels import cpu
+from hasslefree.packed.kernels import cpu, tables
 from hasslefree.packed.linear import SparseLowRankLinear
 
 LAYERS, HEAD, ATTENTION, OTHER, PYTHON = "layers", "output layer", "attention", "other operations", "Python"
@@ -71,15 +72,19 @@ def timing(model: PreTrainedModel) -> Iterator[Timed]:
     def leave(*_: Any) -> None:
         timed.part = None
 
-    kernels = {name: kernel for name, kernel in vars(cpu).items() if isinstance(kernel, Dispatcher)}
-    calls = {name: lambda *args, kernel=kernel: timed.timed(kernel, *args) for name, kernel in kernels.items()}
     hooks = [
         hook
         for module in linear
         for hook in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
     ]
     try:
-        with mock.patch.multiple(cpu, **calls), timed:
+        with contextlib.ExitStack() as stack:
+            for module in (cpu, tables):
+                for name, kernel in vars(module).copy().items():
+                    if isinstance(kernel, Dispatcher):
+                        call = functools.partial(timed.timed, kernel)
+                        stack.enter_context(mock.patch.object(module, name, call))
+            stack.enter_context(timed)
             yield timed
     finally:
         for hook in hooks:

@@ -43,6 +43,8 @@ TOGETHER = 32
 # The unpacked rows stay in the cache, and a product needs this many rows to be fast.
 TILE_BYTES = 4 << 20
 MIN_TILE_ROWS = 256
+# Inputs that a table holds.
+TABLE_INPUTS = 64
 # Rows that run through the tables together: their sums stay in the second level of the cache.
 MAX_TABLE_ROWS = 1024
 
@@ -105,7 +107,7 @@ def groups_product(
         return _direct_groups(x, values, positions, layout, u, v, bias)
     kernels = numba_kernels()
     is_wide = (n, m) == (2, 4) and kernels.WIDE
-    is_whole = x.shape[1] % (4 * kernels.GROUPS) == 0  # groups of inputs of a table
+    is_whole = x.shape[1] % TABLE_INPUTS == 0
     if is_wide and is_whole and x.dtype == torch.bfloat16 and not multiplies_tiles():
         return _by_tables(x, values, positions)
     stored = bits_of(values)
@@ -211,23 +213,25 @@ def _direct_groups(
 
 def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     """x Sᵀ of 2:4 in bfloat16, 64 tokens at a time; a short remainder goes directly."""
-    kernels = numba_kernels()
+    from hasslefree.packed.kernels import llvm, tables
+
+    numba_kernels()  # sets the number of threads
     out = len(values)
     tokens = len(x)
     threads = torch.get_num_threads()
     y = x.new_empty(tokens, out)
-    remainder = tokens % kernels.TOKENS
+    remainder = tokens % llvm.TOKENS
     if 0 < remainder < DIRECT_2_4[x.dtype]:
         tokens -= remainder
         y[tokens:] = _direct_2_4(x[tokens:], values, positions, None, None, None)
-    missing = -tokens % kernels.TOKENS
+    missing = -tokens % llvm.TOKENS
     inputs = F.pad(x[:tokens], (0, 0, 0, missing)) if missing else x[:tokens].contiguous()
-    rows_per_thread = -(-out * len(inputs) // (threads * kernels.TOKENS))
-    height = min(out, MAX_TABLE_ROWS, max(kernels.TOKENS, rows_per_thread))
-    shape = (threads, kernels.TABLE_ROWS + height, kernels.TOKENS)
+    rows_per_thread = -(-out * len(inputs) // (threads * llvm.TOKENS))
+    height = min(out, MAX_TABLE_ROWS, max(llvm.TOKENS, rows_per_thread))
+    shape = (threads, llvm.TABLE_ROWS + height, llvm.TOKENS)
     memory = workspace(4 * math.prod(shape)).view(torch.float32).view(shape).numpy()
     outputs = bits_of(y[:tokens])
-    kernels.dot_tables_2_4(bits_of(values), positions.numpy(), bits_of(inputs), outputs, memory)
+    tables.dot_tables_2_4(bits_of(values), positions.numpy(), bits_of(inputs), outputs, memory)
     return y
 
 

@@ -1,0 +1,312 @@
+"""The instructions that Numba does not generate, as functions for the kernels in `cpu`.
+
+They are written in LLVM's IR: selecting from two registers, expanding by a mask, products of
+bfloat16, and prefetching, without which four tokens take up to 1.6 times as long. All but
+`popcount` need AVX-512. Other processors compile the loops that call them, but never enter these
+loops.
+
+Numba caches the kernels by the file `cpu.py`: after a change of this file, remove its __pycache__.
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
+from numba.extending import intrinsic, models, register_model
+
+# Numbers of 32 bits in a vector register of AVX-512, and inputs of 2:4 whose values fill one.
+LANES = 16
+SPAN = 32
+# A table for 2:4 holds TOKENS tokens and GROUPS groups. A group has a row for each of its codes,
+# from 4, which is the pair (0, 1), to 14, (2, 3). A group therefore begins every CODES rows; the
+# last rows are for invalid codes.
+TOKENS = 64
+GROUPS = 16
+CODES = 11
+TABLE_ROWS = GROUPS * CODES + 5
+
+NEEDED = {"+avx512f", "+avx512vbmi2", "+avx512bf16"}
+WIDE = set(get_host_cpu_features().split(",")) >= NEEDED
+
+FLOAT = ir.FloatType()
+FLOATS = ir.VectorType(FLOAT, LANES)
+BIT = ir.IntType(1)
+BYTE = ir.IntType(8)
+INT16 = ir.IntType(16)
+INT32 = ir.IntType(32)
+INT64 = ir.IntType(64)
+# Σ of products of pairs of bfloat16, added to a register of float32.
+PRODUCTS_BF16 = "llvm.x86.avx512bf16.dpbf16ps.512"
+
+
+class BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat16, which llvmlite has no name for."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, BFloat)
+
+    def __hash__(self):
+        return hash("bfloat")
+
+
+BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
+
+
+class Sums(types.Type):
+    """Registers of sums of several rows and tokens; Numba has no type for them."""
+
+    def __init__(self, rows, tokens):
+        self.rows = rows
+        self.tokens = tokens
+        super().__init__(f"Sums({rows}, {tokens})")
+
+
+def _model_of_sums(manager, kind):
+    registers = ir.ArrayType(FLOATS, kind.rows * kind.tokens)
+    return models.PrimitiveModel(manager, kind, registers)
+
+
+register_model(Sums)(_model_of_sums)
+
+
+def address(context, builder, kind, array, at, to):
+    """The address of array[at], as a pointer to the type `to`. at: one or two indices."""
+    structure = context.make_array(kind)(context, builder, array)
+    offset = at[-1]
+    if len(at) == 2:
+        width = builder.extract_value(structure.shape, 1)
+        offset = builder.add(builder.mul(at[0], width), offset)
+    return builder.bitcast(builder.gep(structure.data, [offset]), to.as_pointer())
+
+
+def native(builder, name, result, arguments):
+    """Call an intrinsic of AVX-512. Without AVX-512 the loop is never entered, and any value would
+    do.
+    """
+    if not WIDE:
+        return ir.Constant(result, None)
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, arguments)
+
+
+@intrinsic
+def popcount(typing, bits):
+    """Count the set bits of an unsigned integer."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.ctpop(arguments[0])
+
+    return bits(bits), generate
+
+
+@intrinsic(prefer_literal=True)
+def zeros(typing, rows, tokens):
+    """Sums of this number of rows and tokens, both literal, all 0."""
+    kind = Sums(rows.literal_value, tokens.literal_value)
+
+    def generate(context, builder, signature, arguments):
+        return ir.Constant(context.get_value_type(kind), None)
+
+    return kind(rows, tokens), generate
+
+
+@intrinsic
+def store_totals(typing, sums, y, t, o):
+    """y[t + j, o + i] = the total of row i and token j. y: (tokens, out), contiguous."""
+
+    def generate(context, builder, signature, arguments):
+        sums, y, t, o = arguments
+        kind = ir.FunctionType(FLOAT, [FLOAT, FLOATS])
+        name = "llvm.vector.reduce.fadd.v16f32"
+        reduce = cgutils.get_or_insert_function(builder.module, kind, name)
+        rows = signature.args[0].rows
+        tokens = signature.args[0].tokens
+        for number in range(rows * tokens):
+            i, j = divmod(number, tokens)
+            register = builder.extract_value(sums, number)
+            at = [builder.add(t, t.type(j)), builder.add(o, o.type(i))]
+            target = address(context, builder, signature.args[1], y, at, FLOAT)
+            total = builder.call(reduce, [FLOAT(0.0), register], fastmath=("reassoc",))
+            builder.store(total, target)
+        return context.get_dummy_value()
+
+    return types.none(sums, y, types.uint64, types.uint64), generate
+
+
+def inputs_of_codes(builder, codes, lanes):
+    """The inputs, 0 … 2·lanes − 1, that the codes of `lanes` values name.
+
+    codes: an integer of 2·lanes bits. Returns a register of `lanes` numbers of 512/lanes bits.
+    """
+    number = ir.IntType(512 // lanes)
+    numbers = ir.VectorType(number, lanes)
+    together = 256 // lanes  # codes that a number holds
+
+    def constant(values):
+        return ir.Constant(numbers, values)
+
+    words = builder.bitcast(codes, ir.VectorType(number, lanes // together))
+    word_of_lane = [lane // together for lane in range(lanes)]
+    shift_of_lane = [lane % together * 2 for lane in range(lanes)]
+    group_of_lane = [4 * (lane // 2) for lane in range(lanes)]
+    undefined = ir.Constant(words.type, ir.Undefined)
+    lanes_of_words = ir.Constant(ir.VectorType(INT32, lanes), word_of_lane)
+    spread = builder.shuffle_vector(words, undefined, lanes_of_words)
+    shifted = builder.lshr(spread, constant(shift_of_lane))
+    in_group = builder.and_(shifted, constant([3] * lanes))
+    return builder.or_(in_group, constant(group_of_lane))
+
+
+@intrinsic
+def add_products(typing, sums, values, codes, o, x, t, span):
+    """sums += one span, two registers of inputs, of the rows of 2:4 from o on with the tokens from
+    t on.
+    """
+
+    def generate(context, builder, signature, arguments):
+        sums, values, codes, o, x, t, span = arguments
+        kind, values_kind, codes_kind, _, x_kind, _, _ = signature.args
+        is_float = isinstance(values_kind.dtype, types.Float)
+        lanes = LANES if is_float else 2 * LANES
+        stored = FLOATS if is_float else ir.VectorType(INT16, lanes)
+
+        def load(array_kind, array, row, column, to):
+            source = address(context, builder, array_kind, array, [row, column], to)
+            return builder.load(source, align=1)
+
+        def scaled(factor, shift=0):
+            return builder.add(builder.mul(span, span.type(factor)), span.type(shift))
+
+        inputs = []
+        for j in range(kind.tokens):
+            token = builder.add(t, t.type(j))
+            low = load(x_kind, x, token, scaled(2 * lanes), stored)
+            high = load(x_kind, x, token, scaled(2 * lanes, lanes), stored)
+            inputs.append((low, high))
+        for i in range(kind.rows):
+            row = builder.add(o, o.type(i))
+            word = load(codes_kind, codes, row, scaled(lanes // 4), ir.IntType(2 * lanes))
+            selected = inputs_of_codes(builder, word, lanes)
+            factors = load(values_kind, values, row, scaled(lanes), stored)
+            for j, (low, high) in enumerate(inputs):
+                number = i * kind.tokens + j
+                total = builder.extract_value(sums, number)
+                select = "llvm.x86.avx512.vpermi2var." + ("ps.512" if is_float else "hi.512")
+                chosen = native(builder, select, stored, [low, selected, high])
+                if is_float:
+                    total = native(builder, "llvm.fma.v16f32", FLOATS, [factors, chosen, total])
+                else:
+                    left = builder.bitcast(factors, BFLOATS)
+                    right = builder.bitcast(chosen, BFLOATS)
+                    total = native(builder, PRODUCTS_BF16, FLOATS, [total, left, right])
+                sums = builder.insert_value(sums, total, number)
+        return sums
+
+    index = types.uint64
+    return sums(sums, values, codes, index, x, index, index), generate
+
+
+@intrinsic
+def add_tabulated(typing, values, codes, table, sums):
+    """sums (TOKENS,) += GROUPS groups of a row of S with a table.
+
+    values: uint16, and codes: uint8, both from the first of these groups on.
+    """
+
+    def generate(context, builder, signature, arguments):
+        values_kind, codes_kind, table_kind, sums_kind = signature.args
+        values, codes, table, sums = arguments
+
+        def pointer(kind, array, at, to):
+            return address(context, builder, kind, array, [INT64(at)], to)
+
+        registers = range(0, TOKENS, LANES)
+        targets = [pointer(sums_kind, sums, first, FLOATS) for first in registers]
+        totals = [builder.load(target, align=64) for target in targets]
+        word = builder.load(pointer(codes_kind, codes, 0, INT64), align=1)
+        rows = ir.ArrayType(BFLOATS, TOKENS // LANES)  # a known length spares multiplications
+        first_row = pointer(table_kind, table, 0, rows)
+        undefined = ir.Constant(ir.VectorType(INT32, LANES), ir.Undefined)
+        for g in range(GROUPS):
+            code = builder.and_(builder.lshr(word, word.type(4 * g)), word.type(15))
+            row = builder.gep(first_row, [builder.add(code, word.type(g * CODES))])
+            pair = builder.load(pointer(values_kind, values, 2 * g, INT32), align=2)
+            first_lane = builder.insert_element(undefined, pair, INT32(0))
+            all_lanes = ir.Constant(undefined.type, [0] * LANES)
+            copies = builder.shuffle_vector(first_lane, first_lane, all_lanes)
+            factors = builder.bitcast(copies, BFLOATS)
+            for i, total in enumerate(totals):
+                source = builder.gep(row, [INT32(0), INT32(i)])
+                inputs = builder.load(source, align=64)
+                totals[i] = native(builder, PRODUCTS_BF16, FLOATS, [total, factors, inputs])
+        for target, total in zip(targets, totals, strict=True):
+            builder.store(total, target, align=64)
+        return context.get_dummy_value()
+
+    return types.none(values, codes, table, sums), generate
+
+
+@intrinsic
+def load_word(typing, codes, at):
+    """Load four bytes, wherever they begin."""
+
+    def generate(context, builder, signature, arguments):
+        codes, at = arguments
+        source = address(context, builder, signature.args[0], codes, [at], INT32)
+        return builder.load(source, align=1)
+
+    return types.uint32(codes, types.uint64), generate
+
+
+@intrinsic
+def expand(typing, values, at, mask, row, base):
+    """row[base : base + 32]: values from values[at] on where the mask has a bit, else 0. Reads 32
+    values.
+    """
+
+    def generate(context, builder, signature, arguments):
+        values, at, mask, row, base = arguments
+        bits = signature.args[0].dtype.bitwidth
+        lanes = 512 // bits
+        vector = ir.VectorType(ir.IntType(bits), lanes)
+        for first in range(0, SPAN, lanes):
+            source = address(context, builder, signature.args[0], values, [at], vector)
+            register = builder.load(source, align=bits // 8)
+            if WIDE:  # in a register: the instruction that expands from memory is slow on Zen
+                kind = ir.FunctionType(vector, [vector])
+                register = builder.asm(kind, "", "=v,0", [register], False)
+            shifted = builder.lshr(mask, mask.type(first))
+            part = builder.trunc(shifted, ir.IntType(lanes))
+            selected = builder.bitcast(part, ir.VectorType(BIT, lanes))
+            name = f"llvm.x86.avx512.mask.expand.v{lanes}i{bits}"
+            arguments = [register, ir.Constant(vector, None), selected]
+            expanded = native(builder, name, vector, arguments)
+            column = builder.add(base, base.type(first))
+            target = address(context, builder, signature.args[3], row, [column], vector)
+            builder.store(expanded, target, align=bits // 8)
+            at = builder.add(at, builder.zext(builder.ctpop(part), at.type))
+        return context.get_dummy_value()
+
+    return types.none(values, types.uint64, types.uint32, row, types.uint64), generate
+
+
+@intrinsic
+def prefetch(typing, row, at, ahead):
+    """Ask for the cache line that is `ahead` bytes after row[at]; beyond the array this does
+    nothing.
+    """
+
+    def generate(context, builder, signature, arguments):
+        array, at, ahead = arguments
+        kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT32, INT32, INT32])
+        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        start = address(context, builder, signature.args[0], array, [at], BYTE)
+        line = builder.gep(start, [ahead])
+        builder.call(ask, [line, INT32(0), INT32(3), INT32(1)])  # to read, near, data
+        return context.get_dummy_value()
+
+    return types.none(row, types.uint64, types.int64), generate
