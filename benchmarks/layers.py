@@ -1,4 +1,4 @@
-"""Every method on single layers: relative error, seconds and FLOPs, on the same H and from the same start.
+"""Every method on single layers: relative error and seconds, on the same H and from the same start.
 
     python benchmarks/layers.py curves [--set small|full] [--model MODEL --calibration FILE --seqlen N] [--methods …]
                                        [--clock wall|cpu] [--anew]
@@ -26,7 +26,7 @@ import torch
 
 import hasslefree
 from harness import plots
-from harness.layers import CURVES, ROOMS, flops, possible, row_flops, run
+from harness.layers import CURVES, ROOMS, possible, run
 from harness.models import CALIBRATION, MODEL
 from harness.problems import BUDGETS, SHAPES, Problem, model_problems, synthetic, synthetic_problems
 from harness.record import RESULTS, ROOT, geometric_mean, machine, resumed, write
@@ -46,8 +46,6 @@ def measure(problems: list[Problem], methods: list[str], content: dict[str, Any]
                     entry["rows"][key] = run(problem, name, rounds, seed, clock)
             if name in ROOMS and name not in rooms and possible(problem, name):
                 rooms[name] = {"room": str(ROOMS[name]), **run(problem, name, None, seed, clock)}
-        for key, row in entry["rows"].items():
-            row["flops"] = row_flops(key.partition(" @ ")[0], row["rounds"], problem)
         write(output, content)
         rows = {**entry["rows"], **rooms}
         shown = {key: f"{row['relative_error']:.5f} in {row['seconds']:.2f} s" for key, row in rows.items()}
@@ -55,7 +53,7 @@ def measure(problems: list[Problem], methods: list[str], content: dict[str, Any]
 
 
 def means(content: dict[str, Any], source: str | None = None) -> dict[str, list[float]]:
-    """Geometric means over problems of error, seconds and FLOPs, each over 3basil's. source: model or synthetic."""
+    """Geometric means over problems of error and seconds, each over 3basil's. source: model or synthetic."""
     ratios: dict[str, list[list[float]]] = {}
     for entry in content["problems"].values():
         if source is not None and (entry["source"] == "synthetic") != (source == "synthetic"):
@@ -64,7 +62,7 @@ def means(content: dict[str, Any], source: str | None = None) -> dict[str, list[
         if base is None:  # not measured yet
             continue
         for key, row in entry["rows"].items():
-            ratios.setdefault(key, []).append([row[f] / base[f] for f in ("relative_error", "seconds", "flops")])
+            ratios.setdefault(key, []).append([row[f] / base[f] for f in ("relative_error", "seconds")])
     return {key: [geometric_mean(column) for column in zip(*rows, strict=True)] for key, rows in ratios.items()}
 
 
@@ -91,8 +89,8 @@ def curves(args: argparse.Namespace) -> None:
     plot = args.plot or ROOT / "docs" / "results" / f"{stem}.png"
     plots.curves(means(content), CURVES, len(content["problems"]), plot)
     for source in ("model", "synthetic"):
-        for key, (error, seconds, count) in means(content, source).items():
-            print(f"{source:10s} {key:32s} error {error:.3f}  seconds {seconds:.3f}  FLOPs {count:.3f}  (over 3basil)")
+        for key, (error, seconds) in means(content, source).items():
+            print(f"{source:10s} {key:32s} error {error:.3f}  seconds {seconds:.3f}  (over 3basil)")
 
 
 def growth(args: argparse.Namespace) -> None:
@@ -103,7 +101,7 @@ def growth(args: argparse.Namespace) -> None:
         start = time.perf_counter()
         hasslefree.decompose(weight, gram, "2:4", size // 16, method=method)
         seconds = time.perf_counter() - start
-        rows.append({"size": size, "seconds": round(seconds, 3), "flops": flops(method, size, size)})
+        rows.append({"size": size, "seconds": round(seconds, 3)})
         print(rows[-1], flush=True)
     # Least squares of log seconds on log size.
     x = torch.tensor([math.log(row["size"]) for row in rows])

@@ -1,4 +1,4 @@
-"""One method on one layer: methods by their names in the results, their budgets, errors, seconds, FLOPs and bytes."""
+"""One method on one layer: methods by their names in the results, their budgets, errors, seconds and bytes."""
 
 from __future__ import annotations
 
@@ -84,11 +84,6 @@ class CountedSVD(LowRankSolver):
         return self.solver.fit(target, prepared, start, round)
 
 
-def flops(method: Method, out: int, width: int) -> float:
-    """FLOPs of a method on a layer (out, in), as the method states them."""
-    return method.cost.flops * out * width**2
-
-
 def configured(name: str, rounds: int | None) -> Method:
     """The method of this name with its knob for time against quality at `rounds`."""
     if name == "3basil":
@@ -152,11 +147,6 @@ def run(problem: Problem, name: str, rounds: int | None, seed: int, clock: str) 
     row = {"relative_error": result.relative_error, "seconds": round(seconds, 4), "rounds": rounds}
     stored = stored_bytes((problem.weight.shape[0], problem.weight.shape[1]), pattern, rank, method)
     return row | {"bytes_a_weight": stored / problem.weight.numel()}
-
-
-def row_flops(name: str, rounds: int | None, problem: Problem) -> float:
-    """FLOPs by formula of a row of the curves."""
-    return flops(configured(name, rounds), *problem.weight.shape)
 
 
 def possible(problem: Problem, name: str) -> bool:

@@ -39,7 +39,6 @@ def over_3basil(content: Content) -> Iterable[Row]:
             mine = [p["rows"] for p in problems if (p["source"] == "synthetic") == (source == "synthetic")]
             error, time = ([r[key][f] / r[BASE][f] for r in mine] for f in ("relative_error", "seconds"))
             row[source] = {"error": geometric_mean(error), "most": max(error), "time": geometric_mean(time)}
-        row["flops"] = geometric_mean(p["rows"][key]["flops"] / p["rows"][BASE]["flops"] for p in problems)
         yield row
 
 
@@ -118,7 +117,6 @@ OVER_3BASIL = (
     ("synthetic: error", "{synthetic[error]:.2f}"),
     ("largest", "{synthetic[most]:.2f}"),
     ("time", "{synthetic[time]:.2f}"),
-    ("FLOPs", "{flops:.2f}"),
 )
 
 TABLES: dict[str, tuple[Table, ...]] = {
@@ -156,8 +154,8 @@ TABLES: dict[str, tuple[Table, ...]] = {
         Table(
             "growth",
             "python benchmarks/layers.py growth",
-            (("size", "{size}²"), ("seconds", "{seconds:.2f}"), ("GFLOPs per second", "{rate:.0f}")),
-            lambda content: [row | {"rate": row["flops"] / row["seconds"] / 1e9} for row in content["rows"]],
+            (("size", "{size}²"), ("seconds", "{seconds:.2f}")),
+            lambda content: content["rows"],
             note="The exponent of a power law is {exponent:.2f}, on {where}.",
         ),
     ),

@@ -17,7 +17,10 @@ from rich.text import Text
 from hasslefree.errors import BudgetError, option
 from hasslefree.escaping import escaped
 
-__all__ = ["Size", "duration", "significant", "size", "span", "table"]
+__all__ = ["FLOAT", "Size", "duration", "significant", "size", "span", "table"]
+
+# Bytes of a float32 number.
+FLOAT = 4
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kMGT]?)B?|(bits?))", re.IGNORECASE)
 # A kB is a thousand bytes.

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Generator, Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.factors import CodedFactors
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Quantised, Scaling
@@ -99,13 +98,6 @@ class Pruner(Sparsifier, ABC):
     def prune(self, target: Tensor, prepared: Any, pattern: Pattern) -> Pruned:
         """Compute S, (out, in), with this pattern, for a target (out, in), which is not changed."""
 
-    @property
-    def cost(self) -> Cost:
-        """The cost of a call of `prune`, with `prepare`; unless overridden, that of the most
-        expensive pruner here.
-        """
-        return Cost(831, squares=10.3, arrays=10.5, unstated=(type(self).__name__,))
-
 
 class LowRankSolver(Checked, ABC):
     """Solves P2: a low-rank L close to a target in the norm of H."""
@@ -125,13 +117,6 @@ class LowRankSolver(Checked, ABC):
                 its rank.
             round: the round of the alternation: 0, 1, 2, …
         """
-
-    @property
-    def cost(self) -> Cost:
-        """The cost of a call of `fit`, with `prepare`; unless overridden, that of the most
-        expensive solver here.
-        """
-        return Cost(28, squares=6, arrays=10.8, unstated=(type(self).__name__,))
 
 
 @dataclass(frozen=True)
@@ -177,13 +162,6 @@ class Method(Sparsifier, ABC):
             rank: the rank of L.
             generator: the source of a random start, on the CPU.
         """
-
-    @property
-    def cost(self) -> Cost:
-        """The cost of a layer; unless overridden, at least that of the most expensive method
-        here.
-        """
-        return Cost(23_000, squares=11, arrays=21, cached=7, unstated=(type(self).__name__,))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hasslefree.core.cost import FLOAT
 from hasslefree.core.gram import Gram, working_dtype
 from hasslefree.core.linalg import bfloat16_products
 from hasslefree.distributed import World
@@ -19,6 +18,7 @@ from hasslefree.models.calls import BlockCall, Stop, hooks
 from hasslefree.models.experts import every_expert_called, share_of_tokens
 from hasslefree.models.precision import as_multiplied, computing
 from hasslefree.models.sites import find_sites
+from hasslefree.units import FLOAT
 
 # Number of tokens whose squares are summed in float32 at a time, and number of columns.
 CHUNK = 2048

@@ -4,7 +4,7 @@ need less memory.
 Memory is the largest of three moments, each a sum of a few terms (`Footprint`): what is outside the
 blocks is read and written; a block is run and solved; all compressed blocks are trained together.
 Time is products of float32 matrices: 2 · tokens · parameters for a forward pass and twice that for
-a backward pass, and `Cost.flops` for each layer.
+a backward pass, and 2 · rounds · out · in² for each layer (out, in).
 """
 
 import dataclasses
@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hasslefree.allocate.sensitivity import quick
-from hasslefree.core.cost import FLOAT
+from hasslefree.core.protocols import Method
 from hasslefree.errors import LINE, MemoryShortError, option
 from hasslefree.models.activations import STORAGES, check_storage
 from hasslefree.models.blocks import Blocks, find_blocks
@@ -37,10 +36,9 @@ from hasslefree.planning.plan import LayerPlan, Plan, bytes_on_disk, plan_of
 from hasslefree.progress import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolve import Resolved
-from hasslefree.solve.methods.joint import QUICK_PRUNING
-from hasslefree.solve.pruners.sparsegpt import SparseGPT
+from hasslefree.solve.methods.joint import CHECKS, QUICK_PRUNING, cache_bytes
 from hasslefree.train.trainer import Training, segments_for
-from hasslefree.units import size
+from hasslefree.units import FLOAT, size
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +51,11 @@ FORWARD = 5
 HEAP = 1.2
 # Matrices (tokens, vocabulary) held at a time when labels are drawn from predictions.
 LOGITS = 5
+# Float32 matrices that a solver takes besides W and H, at most: (in, in), (out, in), and (out + in,
+# rank). benchmarks/memory.py measures them for each method.
+SQUARES = 11
+ARRAYS = 12
+FACTORS = 8
 # Numbers for each trained one: the master, its unit and the two moments of Adam.
 MASTERS = 4
 RAM = torch.device("cpu")
@@ -265,10 +268,8 @@ def solving_terms(setup: Setup) -> dict[str, int]:
     for index, plans in enumerate(setup.plan):
         for name, layer in plans.items():
             (out, width), rank = layer.spec.shape, layer.spec.rank
-            needs = [setup.resolved.solver.cost.bytes(out, width, rank, device.type)]
-            if setup.probe_tokens:
-                needs.append(quick(layer.spec.grid).cost.bytes(out, width, 0, device.type))
-            solver = max(solver, FLOAT * out * width + max(needs))
+            needs = workspace(out, width, rank, device.type)
+            solver = max(solver, FLOAT * out * width + needs)
             # One pass sums for all layers of a block, or for one; layers of the same name are
             # experts of a mixture.
             kind = name.rpartition(".")[2] if setup.resolved.sequential == "layer" else ""
@@ -278,6 +279,22 @@ def solving_terms(setup: Setup) -> dict[str, int]:
     if setup.at_once:
         return {"forward pass": forward, "Gram matrices and solver": max(most, solver)}
     return {"Gram matrices and solver": max(forward + most, solver)}
+
+
+def workspace(out: int, width: int, rank: int, device: str) -> int:
+    """The bytes that a solver takes at most besides W and H for a layer (out, width).
+
+    Args:
+        device: a type of device, such as "cuda".
+    """
+    numbers = SQUARES * width**2 + ARRAYS * out * width + FACTORS * (out + width) * rank
+    kernels = min(CHECKS * FLOAT * width**2, cache_bytes(device))
+    return FLOAT * numbers + kernels
+
+
+def rounds_of(method: Method) -> int:
+    """The number of products out × in × in that a method takes for a layer."""
+    return getattr(method, "rounds", 1)
 
 
 def masters(setup: Setup) -> int:
@@ -328,13 +345,13 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
     passes = 1 if setup.at_once else 2 if resolved.sequential == "block" else by_layer
     volume = sum(map(weight_of, setup.layers)) / setup.processes
     probing = 2 * setup.probe_tokens * (parameters + head)
-    looks = QUICK_PRUNING.cost.flops + len(resolved.grids) * SparseGPT().cost.flops
+    looks = 2 * (rounds_of(QUICK_PRUNING) + len(resolved.grids))
     phases = {
         REFERENCE: 2 * setup.matched_tokens * parameters,
         PROBES: probing,
         ALLOCATION: 2 * probing + looks * volume if probing else 0.0,
         INPUTS: grams + passes * forward + 4 * setup.checked_tokens * parameters,
-        SOLVING: resolved.solver.cost.flops * volume,
+        SOLVING: 2 * rounds_of(resolved.solver) * volume,
         # A step runs a block forward, again and backward; predictions of both models, and a
         # backward pass of the head.
         PREDICTIONS: 2 * setup.matched_tokens * (4 * parameters + 3 * head),

@@ -56,7 +56,6 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
             *by_kind(sites.automatically_dense),
             *other_modalities(setup.model, setup.blocks),
         ],
-        "unstated": list(setup.resolved.solver.cost.unstated),
         "phases": flops,
         "flops": sum(flops.values()),
         "model": sum(p.numel() * p.element_size() for p in setup.model.parameters()),
@@ -106,9 +105,6 @@ def plan_table(setup: Setup, *more: Table) -> Group:
         totals.add_row(name, peak)
     if plan["dense_by_default"]:
         totals.add_row("kept dense automatically", "\n".join(plan["dense_by_default"]))
-    if plan["unstated"]:
-        note = "states no cost: memory and time are those of the most expensive plug-in of its kind"
-        totals.add_row("counted by rule", f"{', '.join(plan['unstated'])} {note}")
     time = f"about {duration(plan['flops'] / rate)}"
     phases = (f"{name} {duration(flops / rate)}" for name, flops in plan["phases"].items())
     totals.add_row("time", "\n".join([time, *phases]))

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank
@@ -56,7 +55,3 @@ class Adam(LowRankSolver):
             v.grad = -2 * (u.T @ th - (u.T @ u) @ vh)
             optimizer.step()
         return LowRank(u.detach(), v.detach() / scale)
-
-    @property
-    def cost(self) -> Cost:
-        return Cost(flops=2 + 0.1 * self.steps, squares=3)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.low_rank import LowRank, truncated_svd
@@ -19,8 +18,6 @@ class Exact(LowRankSolver):
     The paper (arXiv 2502.00899) approaches this point by Adam. EoRA (arXiv 2410.21271) takes the
     same step with an eigendecomposition of H in the place of the Cholesky factor.
     """
-
-    cost = Cost(flops=28, squares=6)
 
     def prepare(self, gram: Gram) -> Tensor:
         return lower_cholesky(gram.matrix).to(gram.matrix.dtype)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import orthonormal
 from hasslefree.core.low_rank import LowRank, subspace_steps
@@ -25,8 +24,6 @@ class Subspace(LowRankSolver):
 
     steps: int = 1
     first_steps: int = 4
-
-    cost = Cost(flops=1)
 
     def prepare(self, gram: Gram) -> Tensor:
         return gram.matrix

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import orthonormal, unit_diagonal_scale
 from hasslefree.core.low_rank import LowRank, truncated_svd
@@ -17,8 +16,6 @@ from hasslefree.core.protocols import LowRankSolver
 @dataclass(frozen=True)
 class SVD(LowRankSolver):
     """L = C_r(T). It does not look at H."""
-
-    cost = Cost(flops=26, arrays=10.8)
 
     def fit(self, target: Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
         return truncated_svd(target, start.rank)
@@ -38,8 +35,6 @@ class RandomizedSVD(LowRankSolver):
     oversampling: int = 10
     iterations: int = 2
     seed: int = 0
-
-    cost = Cost(flops=1)
 
     def fit(self, target: Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
         columns = min(start.rank + self.oversampling, *target.shape)
@@ -69,7 +64,3 @@ class DiagonalSVD(LowRankSolver):
     def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int) -> LowRank:
         scaled = self.svd.fit(target * prepared, None, start, round)
         return LowRank(scaled.u, scaled.v / prepared)
-
-    @property
-    def cost(self) -> Cost:
-        return self.svd.cost

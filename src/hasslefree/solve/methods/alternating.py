@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram, relative
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
@@ -171,9 +170,3 @@ class AlternatingMinimization(Method):
             if last.error < best.error or not self.keep_best:
                 best = last
         return best, history
-
-    @property
-    def cost(self) -> Cost:
-        """Each round runs both parts and measures the objective."""
-        prune, fit = self.pruner.cost, self.low_rank.cost
-        return prune.joined(fit, self.rounds * (prune.flops + fit.flops + 2))

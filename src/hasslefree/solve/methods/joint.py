@@ -16,7 +16,6 @@ from pydantic import Field
 from torch import Generator, Tensor
 
 from hasslefree.core import linalg
-from hasslefree.core.cost import Cost, cache_bytes
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.core.patterns import Pattern
@@ -46,6 +45,10 @@ SAMPLED = 9
 # Sampled rows whose share of the objective is below this times their share of all rows are not
 # representative.
 LEAST_SHARE = 0.1
+
+# Bytes that kernels cached for the next layer with the same input may take. On a CPU that is
+# little: the widest layers, which have the largest kernels, often have an input of their own.
+CACHE = {"cpu": 1 << 27, "cuda": 1 << 31}
 
 # The dtype of the products of the rounds.
 Precision = Literal["auto", "float32", "tf32", "bfloat16"]
@@ -87,6 +90,11 @@ class ScaledProblem:
                     self.kernels[rho] = kernel
             yield kernel
             del kernel
+
+
+def cache_bytes(device: str) -> int:
+    """Bytes that cached kernels may take on a type of device."""
+    return CACHE.get(device, CACHE["cpu"])
 
 
 @dataclass(frozen=True)
@@ -166,14 +174,6 @@ class Joint(Method):
             found = self._search(scaled, prepared, pattern, low_rank, power, scaled * relief)
         with linalg.matmul_precision(weight.device):
             return self._polish(scaled, prepared, found)
-
-    @property
-    def cost(self) -> Cost:
-        """A product a round, the kernels, and the polish. Several kernels are cached, of which one
-        is always there.
-        """
-        flops = 2 * self.rounds + 2 * (CG_STEPS + 2) * self.sweeps + 20
-        return Cost(flops, squares=4.1, arrays=11, cached=min(self.rounds, CHECKS) - 1)
 
     def first_power(self, density: float, relief: float) -> int:
         """log ρ to the base `growth`, at first. It is a whole number, and layers with the same

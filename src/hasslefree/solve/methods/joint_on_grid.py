@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram, relative
 from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.linalg import masked_cg
@@ -114,17 +113,6 @@ class JointOnGrid(Method):
         sweep = SparseGPT(grid=self.grid, ranges=self.ranges)
         swept = sweep.prune(target, prepared.for_sweep, KnownSupport(known))
         return descend(target, swept, prepared.gram.matrix, support, self.passes)
-
-    @property
-    def cost(self) -> Cost:
-        """That of `joint`, and in each turn a sweep, descent, conjugate gradients and an exact
-        fit.
-        """
-        joint, sweep, fit = self._joint().cost, SparseGPT().cost, Exact().cost
-        flops = joint.flops + self.turns * (
-            sweep.flops + fit.flops + 2 * (CG_STEPS + 2 + self.passes)
-        )
-        return Cost(flops, squares=10, arrays=12, cached=joint.cached)
 
     def _joint(self) -> Joint:
         return Joint(rounds=self.rounds, damping=self.damping)

@@ -1,12 +1,10 @@
 """A pruner alone: W ≈ S."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Generator, Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
@@ -59,8 +57,3 @@ class Prune(Method):
         pruned = self.pruner.prune(weight, for_pruner, pattern)
         error = gram.relative_error(weight - pruned.sparse, weight)
         return Solution(pruned.sparse, LowRank.nothing(weight), (error,), scaling=pruned.scaling)
-
-    @property
-    def cost(self) -> Cost:
-        """Besides the pruner, the objective of S and that of the weight."""
-        return dataclasses.replace(self.pruner.cost, flops=self.pruner.cost.flops + 4)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.low_rank import LowRank, truncated_svd
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method, Solution
@@ -77,11 +76,6 @@ class PrincipalComponentPursuit(Method):
             errors.append(error)
         assert best is not None
         return Solution(*best, tuple(errors))
-
-    @property
-    def cost(self) -> Cost:
-        """Each round has an SVD and a product."""
-        return Cost(flops=self.searches * (self.rounds + 1) * 28, squares=0, arrays=21)
 
     def pursue(self, weight: Tensor, balance: float) -> LowRank:
         """Solve the convex problem without a budget.

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.low_rank import LowRank
@@ -89,9 +88,3 @@ class ThreeBlock(Method):
         low_rank = LowRank(fit.low_rank.u, fit.low_rank.v / spectrum.scale)
         error = gram.relative_error(low_rank.residual(weight, sparse), weight)
         return Solution(sparse, low_rank, (error,))
-
-    @property
-    def cost(self) -> Cost:
-        """The rounds at most: two products each, and the randomised SVD."""
-        checks = self.penalty.most // self.penalty.every
-        return Cost(flops=4.5 * self.penalty.most + 2 * checks + 9, squares=10.6, arrays=10.5)

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Generator, Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.low_rank import LowRank
 from hasslefree.core.patterns import Pattern
@@ -51,7 +50,3 @@ class Weighted(Method):
         solution = self.method.solve(weight * root, prepared, pattern, rank, generator)
         low_rank = LowRank(solution.low_rank.u / root, solution.low_rank.v)
         return dataclasses.replace(solution, sparse=solution.sparse / root, low_rank=low_rank)
-
-    @property
-    def cost(self) -> Cost:
-        return self.method.cost

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import masked_cg
 from hasslefree.core.patterns import Pattern
@@ -40,13 +39,3 @@ class ALPS(Pruner):
         mask = pattern.mask(dense.square())
         refitted = masked_cg(prepared.matrix, weight, dense * mask, mask, self.cg_steps)
         return Pruned(refitted / prepared.scale)
-
-    @property
-    def cost(self) -> Cost:
-        """The rounds at most, each with a product, and those of the refit."""
-        checks = self.penalty.most // self.penalty.every
-        return Cost(
-            flops=2 * (self.penalty.most + checks + self.cg_steps + 1) + 9,
-            squares=10.3,
-            arrays=10.5,
-        )

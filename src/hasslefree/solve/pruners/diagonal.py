@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
@@ -17,8 +16,6 @@ from hasslefree.core.protocols import Pruned, Pruner
 class Magnitude(Pruner):
     """S keeps the entries with the largest T². It does not look at H (Han et al. 2015)."""
 
-    cost = Cost()
-
     def prune(self, target: Tensor, prepared: None, pattern: Pattern) -> Pruned:
         return Pruned(target * pattern.mask(target.square()))
 
@@ -28,8 +25,6 @@ class Wanda(Pruner):
     """S keeps the entries with the largest T²·H_jj, the square of Wanda's `|T|·‖X_j‖` (arXiv
     2306.11695).
     """
-
-    cost = Cost()
 
     def prepare(self, gram: Gram) -> Tensor:
         return gram.diagonal
@@ -51,8 +46,6 @@ class RoundToNearest(Pruner):
 
     grid: Grid = Grid()
     weighted: bool = False
-
-    cost = Cost()
 
     def prepare(self, gram: Gram) -> Tensor | None:
         return gram.diagonal if self.weighted else None

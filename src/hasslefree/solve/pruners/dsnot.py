@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.patterns import Pattern, Structured
 from hasslefree.core.protocols import Pruned, Pruner
@@ -56,10 +55,6 @@ class DSNoT(Pruner):
         else:
             problems = target.unsqueeze(1)
         return Pruned(target * self._swapped(problems, kept, mean, variance, pattern.group))
-
-    @property
-    def cost(self) -> Cost:
-        return self.start.cost
 
     def _swapped(
         self, target: Tensor, start: Tensor, mean: Tensor, variance: Tensor, group: int | None

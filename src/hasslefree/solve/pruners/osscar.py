@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import lower_cholesky
 from hasslefree.core.patterns import Pattern, Structured
@@ -39,8 +38,6 @@ class OSSCAR(Pruner):
     steps: Positive = 256
     swaps: Count = 100
     candidates: Positive = 16
-
-    cost = Cost(flops=7, squares=6, arrays=7.5)
 
     def prepare(self, gram: Gram) -> Tensor:
         return torch.cholesky_inverse(lower_cholesky(gram.matrix))

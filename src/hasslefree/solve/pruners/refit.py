@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import masked_cg
 from hasslefree.core.patterns import Pattern
@@ -64,8 +63,3 @@ class Refit(Pruner):
         matrix, for_pruner = prepared
         start = self.pruner.prune(target, for_pruner, pattern).sparse
         return Pruned(masked_cg(matrix, target, start, start != 0, self.steps, self.tolerance))
-
-    @property
-    def cost(self) -> Cost:
-        cost = self.pruner.cost
-        return cost.joined(Cost(), cost.flops + 2 * (self.steps + 1))

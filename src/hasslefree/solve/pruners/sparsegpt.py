@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hasslefree.core.cost import Cost
 from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid, Scaling
 from hasslefree.core.linalg import inverse_factor
@@ -63,12 +62,6 @@ class SparseGPT(Pruner):
             )
             columns[stop:].addmm_(prepared[start:stop, stop:].T, errors, alpha=-1)
         return Pruned(columns.T.contiguous(), scaling)
-
-    @property
-    def cost(self) -> Cost:
-        """Where whole rows share a grid, there may be two sweeps."""
-        twice = self.grid is not None and self.grid.group is None
-        return Cost(flops=3 if twice else 2, squares=8.3, arrays=7)
 
     def _scaling(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Scaling | None:
         """The scaling to begin with: of whole rows for good, of smaller groups to be written by the
