@@ -35,9 +35,10 @@ def continued(folder, prompt, count):
 
 
 def test_generate_shows_both_models_with_their_bytes(monkeypatch, capsys, out):
-    code, text = run(monkeypatch, capsys, "generate", out, "Return the", "--max-new-tokens", "12")
+    words = ["generate", out, "Return the", "--max-new-tokens", "12", "--dense", "original"]
+    code, text = run(monkeypatch, capsys, *words)
     assert code == 0, text
-    before, dense, compressed = text.replace("[compressed]", "[dense]").split("[dense]\n")
+    before, compressed, dense = text.replace("[compressed]", "[dense]").split("[dense]\n")
     assert before == ""
     assert dense.startswith(continued(MODEL, "Return the", 12))
     assert compressed.startswith(continued(out, "Return the", 12))
@@ -60,8 +61,8 @@ def test_unpacked_copies_count_as_bytes(out):
     assert found.bytes - packed == sum(4 * layer["out"] * layer["width"] for layer in layers)
 
 
-def test_generate_reads_the_prompt_from_a_pipe_and_leaves_the_dense_model_out(monkeypatch, capsys, out):
-    arguments = ["generate", out, "--dense", "none", "--max-new-tokens", "4", "--backend", "dense"]
+def test_generate_reads_the_prompt_from_a_pipe_and_loads_no_dense_model(monkeypatch, capsys, out):
+    arguments = ["generate", out, "--max-new-tokens", "4", "--backend", "dense"]
     code, text = run(monkeypatch, capsys, *arguments, stdin=b"Return the\n")
     assert code == 0, text
     assert text.startswith("[compressed]\n" + continued(out, "Return the", 4))
@@ -74,20 +75,19 @@ def test_a_dense_model_that_is_not_at_hand_is_a_sentence(monkeypatch, capsys, ou
     record = json.loads((out / "compression.json").read_text())
     for name in ("nobody/such-model", str(tmp_path / "gone" / "model")):
         (tmp_path / "out" / "compression.json").write_text(json.dumps(record | {"model": name}))
-        code, text = run(monkeypatch, capsys, "generate", tmp_path / "out", "Return", "--max-new-tokens", "2")
+        words = ["generate", tmp_path / "out", "Return", "--max-new-tokens", "2", "--dense", "original"]
+        code, text = run(monkeypatch, capsys, *words)
         assert code == 0, text
-        assert text.startswith(
-            f"The dense model {name} was not found from this folder or in the cache of the hub; name it with --dense."
-        )
+        assert f"The dense model {name} was not found from this folder or in the cache of the hub" in text
         assert "[dense]" not in text
     (tmp_path / "out" / "compression.json").unlink()
-    code, text = run(monkeypatch, capsys, "generate", tmp_path / "out", "Return", "--max-new-tokens", "2")
+    code, text = run(monkeypatch, capsys, *words)
     assert code == 0, text
     assert "no compression.json, which would name the dense model" in text
 
 
 def test_chat_answers_the_lines_of_a_pipe(monkeypatch, capsys, with_template):
-    arguments = ["chat", with_template, "--dense", "none", "--max-new-tokens", "6"]
+    arguments = ["chat", with_template, "--max-new-tokens", "6"]
     code, text = run(monkeypatch, capsys, *arguments, stdin=b"Hello\n\n \nNot \xff UTF-8\n")
     assert code == 0, text
     first = continued(with_template, "<user>Hello\n<assistant>", 6).removeprefix("<user>Hello\n<assistant>")
@@ -97,7 +97,7 @@ def test_chat_answers_the_lines_of_a_pipe(monkeypatch, capsys, with_template):
 
 
 def test_chat_goes_on_after_a_message_that_is_too_long(monkeypatch, capsys, out):
-    arguments = ["chat", out, "--dense", "none", "--max-new-tokens", "2"]
+    arguments = ["chat", out, "--max-new-tokens", "2"]
     code, text = run(monkeypatch, capsys, *arguments, stdin=b"words " * 600 + b"\nReturn\n")
     assert code == 0, text
     assert "the model takes at most 512" in text
@@ -116,7 +116,7 @@ def test_ctrl_d_and_ctrl_c_end_a_chat(monkeypatch, capsys, out, end, expected):
 
     monkeypatch.setattr("builtins.input", answer)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    code, text = run(monkeypatch, capsys, "chat", out, "--dense", "none", "--max-new-tokens", "2")
+    code, text = run(monkeypatch, capsys, "chat", out, "--max-new-tokens", "2")
     assert code == expected
     assert "2 tokens, " in text
     assert "Traceback" not in text

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import shlex
 import textwrap
 import time
@@ -258,6 +259,9 @@ def demo(
     Several methods are compared by perplexity; then the dense and the last compressed model
     continue a prompt.
     """
+    # Read when torch is loaded. By default a thread that waits for another one keeps its core busy:
+    # beside other programs, the many small products of the demo then take twenty times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from hasslefree.demo.run import demo_table, run_demo, sample_table
 
     start = time.perf_counter()

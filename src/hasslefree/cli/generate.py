@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 
 TEXT = "Text"
 BACKEND = "How S is multiplied: dense, unpacked, numba or int4 (default: chosen for each layer)."
-MOST_THREADS = 4 * (
-    os.cpu_count() or 1
-)  # more only slow a machine down, and systems refuse thousands
+# More only slow a machine down, and systems refuse thousands.
+MOST_THREADS = 4 * (os.cpu_count() or 1)
 LONGEST = 1 << 22  # characters of a prompt
-Dense = Annotated[
-    str | None, flag(None, "Dense model to compare with, or none (default: the original of OUT).")
-]
+BESIDE = "Dense model to compare with; original: the one from which OUT was made (default: none)."
+Dense = Annotated[str, flag(None, BESIDE)]
 NewTokens = Annotated[int, flag(TEXT, "Maximum number of tokens to generate.", min=1)]
 Temperature = Annotated[
     float, flag(TEXT, "0 takes the most probable token each time, more draws tokens.", min=0)
@@ -49,7 +47,7 @@ def generate(
         str | None,
         typer.Argument(metavar="PROMPT", help="The text to continue (default: standard input)."),
     ] = None,
-    dense: Dense = None,
+    dense: Dense = "none",
     max_new_tokens: NewTokens = 64,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
@@ -59,9 +57,10 @@ def generate(
     backend: Backend = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Let the compressed and the dense model continue a prompt.
+    """Let the compressed model continue a prompt.
 
-    A table compares the memory of their weights, and their speed.
+    A table shows the memory of its weights, and its speed. With --dense, the dense model continues
+    the prompt too.
     """
     if prompt is None:
         if sys.stdin.isatty():
@@ -75,20 +74,30 @@ def generate(
 
     sampling = Sampling(max_new_tokens, temperature, seed)
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    writers = load_writers(folder, dense, backend, threads, options)
-    texts = []
-    for role, writer in writers.items():
+    set_threads(threads)
+    writers: dict[str, Writer] = {}
+    texts: list[Continuation] = []
+
+    def show(role: str, writer: Writer) -> None:
         say(f"[{role}]", style="cyan")
         say(prompt, end="", style="bold")
         texts.append(writer.write(prompt, sampling, say_piece))
+        writers[role] = writer
         console.print()
-    console.print(writer_table(writers, texts))
+
+    show("compressed", load_compressed(folder, backend, options))
+    try:
+        original = load_dense(folder, dense, options)
+        if original is not None:
+            show("dense", original)
+    finally:  # the dense model may not fit
+        console.print(writer_table(writers, texts))
 
 
 @app.command(rich_help_panel=TRY)
 def chat(
     folder: Folder,
-    dense: Dense = None,
+    dense: Dense = "none",
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
@@ -98,15 +107,19 @@ def chat(
     backend: Backend = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Talk to the compressed and the dense model, line by line.
+    """Talk to the compressed model, line by line.
 
-    Ctrl-D or Ctrl-C ends the conversation.
+    With --dense, the dense model answers too. Ctrl-D or Ctrl-C ends the conversation.
     """
     from hasslefree.evaluation.continuation import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, seed)
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    writers = load_writers(folder, dense, backend, threads, options)
+    set_threads(threads)
+    writers = {"compressed": load_compressed(folder, backend, options)}
+    original = load_dense(folder, dense, options)
+    if original is not None:
+        writers["dense"] = original
     console.print(writer_table(writers))
     if any(writer.tokenizer.chat_template is None for writer in writers.values()):
         say(
@@ -124,19 +137,20 @@ def chat(
                 say(with_flags(error.message), style="red")
                 continue
             console.print()
-            rate = (
-                "" if text.tokens_per_second is None else f", {text.tokens_per_second:.1f} tokens/s"
-            )
-            plural = "s" if len(text.tokens) > 1 else ""
-            console.print(f"{len(text.tokens)} token{plural}{rate}", style="dim", highlight=False)
+            console.print(speed_of(text), style="dim", highlight=False)
+
+
+def speed_of(text: Continuation) -> str:
+    """The number of tokens, and how many were written in a second."""
+    if len(text.tokens) == 1:
+        return "1 token"
+    return f"{len(text.tokens)} tokens, {text.tokens_per_second:.1f} tokens/s"
 
 
 def answer(
     writer: Writer, history: list[dict[str, str]], message: str, sampling: Sampling
 ) -> Continuation:
-    """The model's answer to a message; both join the history in the form of chat templates, if
-    there is a template.
-    """
+    """Let the model answer a message; with a chat template, both are added to the history."""
     if writer.tokenizer.chat_template is None:
         return writer.write(message, sampling, say_piece)
     from hasslefree.models.tokenizer import rendered
@@ -156,49 +170,57 @@ def answer(
     return text
 
 
-def load_writers(
-    folder: Path,
-    dense: str | None,
-    backend: str | None,
-    threads: int | None,
-    options: dict[str, Any],
-) -> dict[str, Writer]:
-    """The dense model, if it is wanted and on this machine, and the compressed one; a line says why
-    one is missing.
-    """
+def set_threads(threads: int | None) -> None:
+    """Set the number of torch's threads, if it is given."""
     import torch
-
-    from hasslefree.evaluation.continuation import Sampling, Writer, dense_original
-    from hasslefree.packed.linear import compressed_layers, use_backend
 
     if threads is not None:
         torch.set_num_threads(threads)
-    remark = None
+
+
+def load_compressed(folder: Path, backend: str | None, options: dict[str, Any]) -> Writer:
+    """Load a compressed model, and call its kernels once, which compiles them.
+
+    Raises:
+        ModelError: the model has no compressed layers.
+    """
+    import torch
+
+    from hasslefree.evaluation.continuation import Sampling, Writer
+    from hasslefree.packed.linear import compressed_layers, use_backend
+
     with console.status("loading"):
-        if dense is None:
-            dense, remark = dense_original(folder)
-        compressed = Writer.load(str(folder), **options)
-        if not compressed_layers(compressed.model):
+        writer = Writer.load(str(folder), **options)
+        if not compressed_layers(writer.model):
             raise ModelError(
                 f"{folder} has no compressed layers; give a folder that `hasslefree compress` wrote"
             )
-        use_backend(compressed.model, backend)
-        # Kernels are compiled, or read from their cache, when they are first called.
-        compressed.write(torch.zeros(1, 2, dtype=torch.long), Sampling(max_new_tokens=2))
-        writers = {} if dense in (None, "none") else {"dense": Writer.load(str(dense), **options)}
-    if remark is not None:
-        say(remark)
-    return writers | {"compressed": compressed}
+        use_backend(writer.model, backend)
+        writer.write(torch.zeros(1, 2, dtype=torch.long), Sampling(max_new_tokens=2))
+    return writer
+
+
+def load_dense(folder: Path, dense: str, options: dict[str, Any]) -> Writer | None:
+    """Load the dense model, if it is wanted; a line says why the original was not found."""
+    from hasslefree.evaluation.continuation import Writer, dense_original
+
+    name: str | None = dense
+    if dense == "original":
+        name, remark = dense_original(folder)
+        if remark is not None:
+            say(remark)
+    if name is None or name == "none":
+        return None
+    with console.status("loading the dense model"):
+        return Writer.load(name, **options)
 
 
 def messages() -> Iterator[str]:
     """The lines of standard input that are not blank; those of a pipe are printed too."""
     typed = sys.stdin.isatty()
     if typed:
-        with suppress(
-            ImportError
-        ):  # it gives input() a history and keys to edit with; Windows has none
-            import readline  # noqa: F401
+        with suppress(ImportError):  # Windows has none
+            import readline  # noqa: F401  # gives input() a history and keys to edit with
     while True:
         try:
             line = input("> ") if typed else bounded(sys.stdin.readline)
@@ -215,8 +237,9 @@ def messages() -> Iterator[str]:
 
 
 def bounded(read: Callable[[int], str]) -> str:
-    """What `read` of standard input gives: it may have no end."""
-    if len(text := read(LONGEST + 1)) > LONGEST:
+    """Read at most `LONGEST` characters of standard input, which may have no end."""
+    text = read(LONGEST + 1)
+    if len(text) > LONGEST:
         raise PromptError(f"the prompt is longer than {LONGEST:,} characters; give a shorter one")
     return text
 
