@@ -7,11 +7,12 @@ from the low end.
 Every layout of a matrix S (out, in) has the name and the dtype of its index tensor, and these
 methods:
 
-    shapes    the shapes of `values` and the index; a PatternError if no S has this number of stored
-    values pack      the values and the index of S; a PatternError if S has more entries than the
-    pattern allows unpack    S, with gradients to the values; the index is not validated
-    validate  raises PatternError if an index of the right shape has contents that `pack` never
-    writes
+- `shapes`: the shapes of `values` and the index; a PatternError if no S has this number of stored
+  values.
+- `pack`: the values and the index of S; a PatternError if S has more entries than the pattern
+  allows.
+- `unpack`: S, with gradients to the values; the index is not validated.
+- `validate`: a PatternError if an index of the right shape has contents that `pack` never writes.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from hasslefree.core.budgets import parse_pattern
 from hasslefree.core.patterns import SemiStructured
 from hasslefree.errors import PatternError
 
-# Entries that are packed at a time: torch's selections by a mask need 16 bytes an entry.
+# Entries that are packed at a time: torch's selections by a mask need 16 bytes per entry.
 CHUNK = 1 << 24
 
 
@@ -47,135 +48,145 @@ class PackedGroups:
 
     @property
     def position_bits(self) -> int:
+        """The bits of a position in its group."""
         return (self.m - 1).bit_length()
 
     @property
     def is_mask(self) -> bool:
-        """Whether a code is the mask."""
+        """True if a code is the mask."""
         return self.n * self.position_bits > self.m
 
     @property
     def code_bits(self) -> int:
+        """The bits of a code."""
         return self.m if self.is_mask else self.n * self.position_bits
 
     def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
         SemiStructured(self.n, self.m).check((out, width))
         groups = width // self.m
-        if nonzeros != out * groups * self.n:
+        stored = out * groups * self.n
+        if nonzeros != stored:
             raise PatternError(
-                f"a {out}×{width} weight of pattern {self.n}:{self.m} has {out * groups * self.n}"
-                f" stored values, got {nonzeros}"
+                f"a {out}×{width} weight of pattern {self.n}:{self.m} has {stored} stored values,"
+                f" got {nonzeros}"
             )
-        return {
-            "values": (out, groups * self.n),
-            "positions": (out, -(-groups * self.code_bits // 8)),
-        }
+        code_bytes = -(-groups * self.code_bits // 8)
+        return {"values": (out, groups * self.n), "positions": (out, code_bytes)}
 
     def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
         SemiStructured(self.n, self.m).check((sparse.shape[0], sparse.shape[1]))
-        return joined([self._pack_rows(rows, chunk) for rows, chunk in row_chunks(sparse)])
+        return joined([self._pack_rows(first, rows) for first, rows in row_chunks(sparse)])
 
     def _pack_rows(self, first: int, sparse: Tensor) -> tuple[Tensor, Tensor]:
-        """`pack` for the rows from `first` on: (rows, in)."""
-        rows, groups = len(sparse), sparse.shape[1] // self.m
+        """Pack the rows from `first` on: (rows, in)."""
+        rows = len(sparse)
+        groups = sparse.shape[1] // self.m
         entries = is_stored(sparse).view(rows, groups, self.m)
         missing = self.n - entries.sum(-1, keepdim=True)
         if missing.amin() < 0:
             row, group = (missing[..., 0] < 0).nonzero()[0].tolist()
+            count = self.n - int(missing[row, group])
             raise PatternError(
-                f"row {first + row}, inputs {group * self.m} to {group * self.m + self.m - 1}, has"
-                f" {self.n - int(missing[row, group])} non-zeros, but pattern {self.n}:{self.m}"
-                f" allows {self.n}; use another pattern"
+                f"row {first + row}, {self._inputs(group)}, has {count} non-zeros, but pattern"
+                f" {self.n}:{self.m} allows {self.n}; use another pattern"
             )
-        kept = entries | (~entries & ((~entries).cumsum(-1, dtype=torch.int32) <= missing))
+        free = ~entries
+        filling = free & (free.cumsum(-1, dtype=torch.int32) <= missing)
+        kept = entries | filling
         values = sparse.masked_select(kept.view(rows, -1)).view(rows, groups * self.n)
         if self.is_mask:
             return values, pack_bits(kept.view(rows, -1))
-        places = (
-            torch.arange(self.m, dtype=torch.int32, device=sparse.device)
-            .expand(kept.shape)
-            .masked_select(kept)
-        )
-        bits = (
-            places[:, None]
-            >> torch.arange(self.position_bits, dtype=torch.int32, device=sparse.device)
-            & 1
-        )
+        inputs = torch.arange(self.m, dtype=torch.int32, device=sparse.device)
+        positions = inputs.expand(kept.shape).masked_select(kept)
+        shifts = torch.arange(self.position_bits, dtype=torch.int32, device=sparse.device)
+        bits = positions[:, None] >> shifts & 1
         return values, pack_bits(bits.view(rows, groups * self.code_bits))
 
+    def _inputs(self, group: int) -> str:
+        return f"inputs {group * self.m} to {group * self.m + self.m - 1}"
+
     def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
+        out = len(index)
         if not self.code_bits:  # everything is kept, or nothing
-            return values.clone() if self.n else values.new_zeros(len(index), width)
+            return values.clone() if self.n else values.new_zeros(out, width)
         if self.is_mask:
-            return values.new_zeros(len(index), width).masked_scatter(
-                unpack_bits(index)[:, :width], values
-            )
-        sparse: Tensor = Placed.apply(values, self._places(index, width), (len(index), width))
+            mask = unpack_bits(index)[:, :width]
+            return values.new_zeros(out, width).masked_scatter(mask, values)
+        sparse: Tensor = Placed.apply(values, self._places(index, width), (out, width))
         return sparse
 
     def _places(self, index: Tensor, width: int) -> Tensor:
-        """The position of each value in S, counted row by row; for codes that do not cross bytes: a
-        table look-up.
-        """
-        dtype = torch.int32 if len(index) * width < 2**31 else torch.int64
+        """The position of each value in S, counted row by row."""
+        out = len(index)
+        dtype = torch.int32 if out * width < 2**31 else torch.int64
+        groups = width // self.m
         if 8 % self.code_bits:
-            codes, places = (
-                1,
-                self._positions(unpack_bits(index)[:, : width // self.m * self.code_bits]).to(
-                    dtype
-                ),
-            )
-        else:
-            codes = 8 // self.code_bits
-            in_byte = torch.arange(codes, dtype=dtype, device=index.device)[:, None] * self.m
-            table = (self._positions(bits_of_bytes(index.device)) + in_byte).flatten(1)
-            places = look_up_bytes(table, index).view(len(index), -1, table.shape[1])
-        places += torch.arange(places.shape[1], dtype=dtype, device=index.device)[:, None] * (
-            codes * self.m
-        )
-        places += torch.arange(len(index), dtype=dtype, device=index.device)[:, None, None] * width
-        return places.flatten(1)[:, : width // self.m * self.n].flatten()
+            together = 1
+            bits = unpack_bits(index)[:, : groups * self.code_bits]
+            places = self._positions(bits).to(dtype)
+        else:  # codes do not cross bytes: a table look-up
+            together = 8 // self.code_bits
+            positions = self._positions(bits_of_bytes(index.device))
+            first_inputs = self.m * torch.arange(together, dtype=dtype, device=index.device)
+            table = (positions + first_inputs[:, None]).flatten(1)
+            places = look_up_bytes(table, index).view(out, -1, table.shape[1])
+        numbers = torch.arange(places.shape[1], dtype=dtype, device=index.device)
+        rows = torch.arange(out, dtype=dtype, device=index.device)
+        places += numbers[:, None] * (together * self.m)
+        places += rows[:, None, None] * width
+        return places.flatten(1)[:, : groups * self.n].flatten()
 
     def _positions(self, bits: Tensor) -> Tensor:
         """(rows, codes · bits of a code) → (rows, codes, n)."""
         fields = bits.unflatten(1, (-1, self.n, self.position_bits))
         dtype = torch.uint8 if self.position_bits <= 8 else torch.int32
-        places = torch.zeros(fields.shape[:-1], dtype=dtype, device=bits.device)
+        positions = torch.zeros(fields.shape[:-1], dtype=dtype, device=bits.device)
         for bit in range(self.position_bits):
-            places = places | fields[..., bit].to(dtype) << bit
-        return places
+            positions = positions | fields[..., bit].to(dtype) << bit
+        return positions
 
     def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
         used = width // self.m * self.code_bits
-        whole = used // 8 if self.code_bits and 8 % self.code_bits == 0 else 0
-        if whole:  # as in `mask`; the rest of the row is at most a byte
-            possible = ~self._impossible(bits_of_bytes(index.device)).any(1, keepdim=True)
-            if not look_up_bytes(possible, index[:, :whole]).all():
-                whole = 0
+        checked = self._valid_bytes(index, used)
+        end = used - 8 * checked
         for first, rows in row_chunks(index):
-            bits = unpack_bits(rows[:, whole:])
-            end = used - 8 * whole
-            if len(padded := bits[:, end:].any(1).nonzero()):
+            bits = unpack_bits(rows[:, checked:])
+            padded = bits[:, end:].any(1).nonzero()
+            if len(padded):
                 raise PatternError(
                     f"a padding bit at the end of row {first + int(padded[0])} is not 0"
                 )
-            if end and (bad := self._impossible(bits[:, :end])).any():
-                row, group = bad.nonzero()[0].tolist()
-                group += 8 * whole // self.code_bits
+            if not end:
+                continue
+            invalid = self._is_invalid(bits[:, :end])
+            if invalid.any():
+                row, group = invalid.nonzero()[0].tolist()
+                group += 8 * checked // self.code_bits
                 raise PatternError(
-                    f"the stored code of row {first + row}, inputs {group * self.m} to"
-                    f" {group * self.m + self.m - 1}, is not a valid code of pattern"
-                    f" {self.n}:{self.m}"
+                    f"the stored code of row {first + row}, {self._inputs(group)}, is not a valid"
+                    f" code of pattern {self.n}:{self.m}"
                 )
 
-    def _impossible(self, bits: Tensor) -> Tensor:
-        """The codes that `pack` never writes: (rows, codes · bits of a code) → bool (rows,
+    def _valid_bytes(self, index: Tensor, used: int) -> int:
+        """The leading bytes of all rows that hold valid codes, as a table of all bytes shows; 0 if
+        one is invalid, or codes cross bytes. used: the bits of a row.
+        """
+        if not self.code_bits or 8 % self.code_bits:
+            return 0
+        whole = used // 8
+        is_valid = ~self._is_invalid(bits_of_bytes(index.device)).any(1, keepdim=True)
+        return whole if look_up_bytes(is_valid, index[:, :whole]).all() else 0
+
+    def _is_invalid(self, bits: Tensor) -> Tensor:
+        """Mark the codes that `pack` never writes: (rows, codes · bits of a code) → bool (rows,
         codes).
         """
         if self.is_mask:
             return bits.unflatten(1, (-1, self.m)).sum(-1) != self.n
-        places = self._positions(bits)
-        return (places >= self.m).any(-1) | (places[..., 1:] <= places[..., :-1]).any(-1)
+        positions = self._positions(bits)
+        is_outside = (positions >= self.m).any(-1)
+        is_descending = (positions[..., 1:] <= positions[..., :-1]).any(-1)
+        return is_outside | is_descending
 
 
 @dataclass(frozen=True)
@@ -191,21 +202,24 @@ class Bitmask:
         return {"values": (nonzeros,), "mask": (out, -(-width // 8))}
 
     def pack(self, sparse: Tensor) -> tuple[Tensor, Tensor]:
-        masks = ((chunk, is_stored(chunk)) for _, chunk in row_chunks(sparse))
-        return joined([(chunk.masked_select(mask), pack_bits(mask)) for chunk, mask in masks])
+        parts = []
+        for _, rows in row_chunks(sparse):
+            mask = is_stored(rows)
+            parts.append((rows.masked_select(mask), pack_bits(mask)))
+        return joined(parts)
 
     def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
-        return values.new_zeros(len(index), width).masked_scatter(
-            unpack_bits(index)[:, :width], values
-        )
+        mask = unpack_bits(index)[:, :width]
+        return values.new_zeros(len(index), width).masked_scatter(mask, values)
 
     def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
-        if width % 8 and len(padded := (index[:, -1] >> width % 8).nonzero()):
-            raise PatternError(f"a padding bit at the end of row {int(padded[0])} is not 0")
+        if width % 8:
+            padded = (index[:, -1] >> width % 8).nonzero()
+            if len(padded):
+                raise PatternError(f"a padding bit at the end of row {int(padded[0])} is not 0")
         ones = bits_of_bytes(index.device).sum(1, keepdim=True, dtype=torch.uint8)
-        if (
-            count := sum(int(look_up_bytes(ones, rows).sum()) for _, rows in row_chunks(index))
-        ) != nonzeros:
+        count = sum(int(look_up_bytes(ones, rows).sum()) for _, rows in row_chunks(index))
+        if count != nonzeros:
             raise PatternError(f"the mask marks {count} entries, but {nonzeros} values are stored")
 
 
@@ -253,19 +267,16 @@ def layout_of(pattern: str) -> Layout:
 
 
 class Placed(torch.autograd.Function):
-    """Values at their places in a matrix, counted row by row: on a CPU faster, both ways, than
-    selections by a mask.
+    """Put values at their places in a matrix, counted row by row: on a CPU faster, forwards and
+    backwards, than selections by a mask.
     """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
         ctx.save_for_backward(places)
         ctx.shape = values.shape
-        return (
-            values.new_zeros(shape[0] * shape[1])
-            .index_copy_(0, places.long(), values.flatten())
-            .view(shape)
-        )
+        flat = values.new_zeros(shape[0] * shape[1])
+        return flat.index_copy_(0, places.long(), values.flatten()).view(shape)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
@@ -274,21 +285,21 @@ class Placed(torch.autograd.Function):
 
 
 def is_stored(sparse: Tensor) -> Tensor:
-    """The entries whose bits are not all zero, bool, for a floating tensor of any shape."""
+    """Mark the entries whose bits are not all zero: bool, for a floating tensor of any shape."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return sparse.contiguous().view(integers[sparse.element_size()]) != 0
 
 
 def row_chunks(matrix: Tensor) -> list[tuple[int, Tensor]]:
-    """The matrix in pieces of whole rows and about CHUNK entries, each with the number of its first
-    row.
+    """Divide a matrix into pieces of whole rows and about CHUNK entries, each with the number of
+    its first row.
     """
     rows = max(1, CHUNK // max(1, matrix.shape[1]))
     return [(first, matrix[first : first + rows]) for first in range(0, len(matrix), rows)]
 
 
 def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Values and indices of consecutive rows, put together."""
+    """Concatenate the values and the indices of consecutive rows."""
     values, indices = zip(*parts, strict=True)
     return torch.cat(values), torch.cat(indices)
 
@@ -297,9 +308,8 @@ def pack_bits(bits: Tensor) -> Tensor:
     """0s and 1s (rows, n) → uint8 (rows, ⌈n / 8⌉)."""
     rows, n = bits.shape
     octets = F.pad(bits.to(torch.uint8), (0, -n % 8)).view(rows, -(-n // 8), 8)
-    return (octets << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
-        -1, dtype=torch.uint8
-    )
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (octets << shifts).sum(-1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor) -> Tensor:
@@ -314,6 +324,6 @@ def bits_of_bytes(device: torch.device) -> Tensor:
 
 
 def look_up_bytes(table: Tensor, packed: Tensor) -> Tensor:
-    """Each byte's row of a table (256, k): uint8 (rows, n) → (rows, n · k)."""
+    """Replace each byte by its row of a table (256, k): uint8 (rows, n) → (rows, n · k)."""
     rows, n = packed.shape
     return table.index_select(0, packed.flatten().int()).view(rows, n * table.shape[1])

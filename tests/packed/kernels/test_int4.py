@@ -50,7 +50,7 @@ def close(y, expected):
 
 @grids
 @pytest.mark.parametrize(("rank", "bias"), [(3, True), (0, False), (0, True)])
-@pytest.mark.parametrize("tokens", [1, 5, int4.MOST_TOKENS, int4.MOST_TOKENS + 1, 70])
+@pytest.mark.parametrize("tokens", [1, 5, int4.CPU_TOKENS, int4.CPU_TOKENS + 1, 70])
 def test_it_computes_the_matrix_of_the_codes(grid, rank, bias, tokens):
     """Oracle: float64. 112 rows are a block of 64 and 48 more in the operators' order."""
     layer, matrix, b = layer_of(grid, rank=rank, bias=bias)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hasslefree.packed.kernels import backends, ops
 from hasslefree.packed.kernels.arrays import FactorArrays, LayerArrays, is_traced, takes_few
-from hasslefree.packed.kernels.int4 import CUDA_TOKENS, Int4, plain
+from hasslefree.packed.kernels.int4 import CUDA_TOKENS, Int4, codes_in_file_order
 from hasslefree.packed.layouts import PackedGroups
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.packed.storage import pack_codes, unpack_codes
@@ -197,7 +197,9 @@ class Int4Kernel:
         if self.operands is None:
             return
         if layer._buffers["weight_packed"] is None:
-            layer._buffers["weight_packed"] = pack_codes(plain(self.operands.codes), 4)
+            layer._buffers["weight_packed"] = pack_codes(
+                codes_in_file_order(self.operands.codes), 4
+            )
         self.operands = None
         self.factors = None
         self.key = ()
