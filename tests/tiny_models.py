@@ -73,6 +73,7 @@ MIXTURES: dict[str, dict] = {
         "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 16, "layers_block_type": ["moe", "attention"],
     },
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},  # a shared expert, and its gate
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 8},  # in one batch
     "deepseek_v3": {
         "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
         "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,

@@ -100,26 +100,21 @@ def test_a_layer_that_only_chooses_counts_as_the_others_of_its_block(tmp_path):
     assert chosen
 
 
-@pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])
-def test_weights_that_a_kernel_reads_by_itself_stay_dense(family, tmp_path):
-    """Of Mamba's projection of time steps only the weight is used; a compressed layer has none to be read."""
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("mamba", ".mixer.dt_proj"), ("falcon_mamba", ".mixer.dt_proj"), ("zamba2", ".shared_transformer.")],
+)
+def test_what_kernels_read_and_blocks_share_stays_dense_and_is_stored_once(family, name, tmp_path):
+    """A compressed projection of time steps has no weight to be read, and Zamba's attention would be compressed in each
+    block that has it."""
     model = build(family)
     report = hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
-    assert [name for name in report.dense if "dt_proj" in name] == [
-        f"backbone.layers.{index}.mixer.dt_proj" for index in (0, 1)
+    assert any(name in full for full in report.dense)
+    assert not any(name in layer.name for layer in report.layers)
+    stored = [
+        full for full in tensors_of(tmp_path / "out") if full.endswith("shared_transformer.self_attn.q_proj.weight")
     ]
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(logits(loaded, segments()), logits(model, segments()))
-
-
-def test_blocks_in_common_stay_dense_and_are_stored_once(tmp_path):
-    """Zamba's attention is the same in several blocks: compressed in each, it would take more room than before."""
-    model = build("zamba2")
-    report = hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
-    assert {name.split(".")[3] for name in report.dense if "shared" in name} == {"shared_transformer"}
-    assert not any("shared" in layer.name for layer in report.layers)
-    stored = [name for name in tensors_of(tmp_path / "out") if "shared_transformer.self_attn.q_proj" in name]
-    assert len(stored) == 1
+    assert len(stored) == (family == "zamba2")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(loaded, segments()), logits(model, segments()))
 

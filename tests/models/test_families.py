@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.distributed import ALONE
-from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.calibrate import gather, groups_by_input, run_block, tensors_read
 from hasslefree.models.probe import block_calls
@@ -65,40 +64,42 @@ def test_streamed_grams_are_those_of_the_whole_model(family):
 
 
 @families
-def test_compressed_model_reloads_to_the_same_logits(family, tmp_path):
-    model, tokens = build(family), segments()
-    before = logits(model, tokens)
-    shapes = {name: sorted(site.shape) for name, site in find_sites(model).items()}
+def test_a_compressed_model_reloads_and_its_record_is_true(family, tmp_path):
+    """Oracle: hooks on the finished model. What enters a layer depends on the layers before it alone, so that the Gram
+    it was compressed with is the one that it sees at the end."""
+    dense, model, tokens = build(family), build(family), segments()
+    sites = find_sites(dense)
     report = hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=tokens)
-    blocks = find_blocks_compressed(model)
-    assert not find_sites(blocks), "a linear layer of a block stayed dense"
     assert len(report.layers) == sum(isinstance(m, SparseLowRankLinear) for m in model.modules()) >= 8
-    for layer in report.layers:
-        assert sorted(layer.spec.shape) == shapes[layer.name]
-        assert 0 < layer.relative_error < 1
-        assert layer.spec.nonzeros == layer.spec.dense_parameters // 2
-
+    assert not find_sites(model.get_submodule(find_blocks(dense).name)), "a linear layer of a block stayed dense"
+    for found in report.layers:
+        layer, weight = model.get_submodule(found.name), sites[found.name].weight()
+        assert found.spec.shape == sites[found.name].shape
+        assert found.spec.nonzeros == found.spec.dense_parameters // 2
+        h = gram_of(model, found.name, tokens).matrix
+        residual = (weight - layer.unpacked() - layer.low_rank_u @ layer.low_rank_v).detach()
+        expected = oracles.loss(residual, h) / oracles.loss(weight, h)
+        assert found.relative_error == pytest.approx(expected, rel=1e-3), found.name
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    after = logits(model, tokens)
-    assert not torch.allclose(after, before)
-    assert torch.equal(logits(loaded, tokens), after)
-    generated = loaded.generate(tokens[:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert torch.equal(logits(loaded, tokens), logits(model, tokens))
+    assert not torch.allclose(logits(dense, tokens), logits(model, tokens))
+    generated = loaded.generate(tokens[:1], max_new_tokens=3, min_new_tokens=3, do_sample=False)
     assert generated.shape == (1, tokens.shape[1] + 3)
-
-
-def find_blocks_compressed(model):
-    """The module list that `find_blocks` found before the layers were replaced."""
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2]
-    return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
 
 
 @families
 def test_full_density_changes_nothing(family, tmp_path):
-    """4:4 keeps every weight: the compressed model is the model, whatever the order of replacement."""
+    """4:4 keeps every weight: the compressed model is the model, biases included."""
     model, tokens = build(family), segments()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
     before = logits(model, tokens)
     hasslefree.compress(model, tmp_path / "out", Recipe(pattern="4:4", method="sparsegpt"), segments=tokens)
     torch.testing.assert_close(logits(model, tokens), before)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded, tokens), logits(model, tokens))
 
 
 def test_tied_weights_stay_tied(tmp_path):
@@ -126,48 +127,6 @@ def test_dtypes(dtype, tmp_path):
     assert all(cast_costs) == (dtype in (torch.bfloat16, torch.float16))
 
 
-def test_s_and_the_factors_are_stored_apart_and_in_shards(tmp_path):
-    model = build("llama")
-    hasslefree.compress(model, tmp_path / "out", Recipe(rank=3, method="eora"), segments=segments())
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) == 3
-    tensors = tensors_of(tmp_path / "out")
-    name = "model.layers.1.mlp.down_proj"
-    assert tensors[f"{name}.values"].shape == (32, 24)
-    assert tensors[f"{name}.positions"].shape == (32, 6)
-    assert tensors[f"{name}.low_rank_u"].shape == (32, 3)
-    assert tensors[f"{name}.low_rank_v"].shape == (3, 48)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(logits(loaded, segments()), logits(model, segments()))
-
-
-def test_a_loaded_model_can_be_saved_again(tmp_path):
-    model = build("gpt2")
-    hasslefree.compress(model, tmp_path / "one", Recipe(rank=2, method="eora"), segments=segments())
-    AutoModelForCausalLM.from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "two")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
-    assert torch.equal(logits(again, segments()), logits(model, segments()))
-
-
-def test_experts_and_routers_stay_dense_on_request(tmp_path):
-    model = build("mixtral")
-    globs = ("*.experts.*", "*.mlp.gate.*")
-    recipe = Recipe(rank=2, method="eora", leave_dense=globs)
-    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
-    assert {layer.name.rpartition(".")[2] for layer in report.layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(logits(loaded, segments()), logits(model, segments()))
-
-
-def test_weights_of_a_kind_that_is_not_known_are_refused_by_name(tmp_path):
-    model = build("llama")
-    for layer in model.model.layers:
-        layer.mlp.extra = torch.nn.Parameter(torch.zeros(4, 32, 32))
-    recipe = Recipe(rank=2, method="eora")
-    with pytest.raises(ModelError, match=r"stay dense: model\.layers\.0\.mlp\.extra \(4, 32, 32\).*leave_dense"):
-        hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
-
-
 def test_small_matrices_and_routers_stay_dense_by_themselves_and_are_listed(tmp_path):
     model = build("mixtral")
     for layer in model.model.layers:
@@ -183,21 +142,6 @@ def test_small_matrices_and_routers_stay_dense_by_themselves_and_are_listed(tmp_
     assert "model.layers.*.mlp.gate.weight (2)" in (tmp_path / "out" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox"])
-def test_biases_stay_as_they_are(family, tmp_path):
-    """4:4 keeps every weight, so that the compressed model must be the model, biases included."""
-    model = build(family)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
-    before = logits(model, segments())
-    hasslefree.compress(model, tmp_path / "out", Recipe(pattern="4:4", method="wanda"), segments=segments())
-    torch.testing.assert_close(logits(model, segments()), before)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(logits(loaded, segments()), logits(model, segments()))
-
-
 def test_the_blocks_are_the_largest_outermost_list():
     def linears(count, width):
         return torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(width, width)) for _ in range(count))
@@ -210,17 +154,3 @@ def test_the_blocks_are_the_largest_outermost_list():
     model.tail = linears(3, 8)
     blocks = find_blocks(model)
     assert (blocks.name, len(blocks.modules)) == ("model.layers".removeprefix("model."), 2)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_reported_error_is_that_of_the_finished_model(family, tmp_path):
-    """Oracle: hooks on the finished model. What enters a layer depends on the layers before it alone, so that the Gram
-    it was compressed with is the one that it sees at the end."""
-    dense, model, tokens = build(family), build(family), segments()
-    report = hasslefree.compress(model, tmp_path / "out", Recipe(rank=2, method="eora"), segments=tokens)
-    for found in report.layers:
-        layer, weight = model.get_submodule(found.name), find_sites(dense)[found.name].weight()
-        h = gram_of(model, found.name, tokens).matrix
-        residual = (weight - layer.unpacked() - layer.low_rank_u @ layer.low_rank_v).detach()
-        expected = oracles.loss(residual, h) / oracles.loss(weight, h)
-        assert found.relative_error == pytest.approx(expected, rel=1e-3), found.name

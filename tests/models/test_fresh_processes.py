@@ -12,13 +12,10 @@ from hasslefree import Recipe
 from hasslefree.exports.export import export
 from hasslefree.models.load import auto_class
 from tests.models.test_multimodal import MODELS
-from tests.tiny_models import ROTARY, logits, segments
+from tests.tiny_models import MIXTURE, MIXTURES, ROTARY, logits, segments
 
-MIXTURE = ROTARY | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 FOLDERS = {
-    "gpt_oss": MIXTURE | {"num_local_experts": 4},
-    "qwen3_moe": MIXTURE | {"num_experts": 4},
-    "mixtral": MIXTURE | {"num_local_experts": 4},
+    "gpt_oss": MIXTURE | MIXTURES["gpt_oss"],
     "qwen3_next": MIXTURE
     | {
         "num_experts": 4, "shared_expert_intermediate_size": 24, "layer_types": ["linear_attention", "full_attention"],
@@ -26,7 +23,6 @@ FOLDERS = {
     },
     "falcon": ROTARY | {"new_decoder_architecture": True, "num_kv_heads": 2},  # a linear layer of its own kind
     "llama4": MODELS["llama4"],
-    "gemma3": MODELS["gemma3"],
 }  # fmt: skip
 
 # Load, predict, generate, save and load again; prints the logits of the last token.

@@ -11,7 +11,6 @@ from hasslefree import Recipe
 from hasslefree.errors import ModelError
 from hasslefree.exports.export import export
 from hasslefree.models.blocks import find_blocks, other_modalities
-from hasslefree.models.experts import BatchedExperts, every_expert_called, fuse_experts, split_experts
 from hasslefree.models.load import load_model
 from tests.tiny_models import NO_TOKENIZER, ROTARY, logits, segments, tensors_of
 
@@ -100,38 +99,18 @@ def test_the_dense_export_is_a_model_of_its_class(family, folder, tmp_path):
     assert "AutoModelForMultimodalLM" in (tmp_path / "plain" / "README.md").read_text()
 
 
-def test_experts_in_one_batch_are_those_of_transformers():
-    """Oracle: transformers' own forward pass, also when every expert is called."""
-    model = made("llama4")
-    expected = logits(model, segments())
-    split_experts(model)
-    torch.testing.assert_close(logits(model, segments()), expected, rtol=1e-5, atol=1e-6)
-    with every_expert_called(model):
-        torch.testing.assert_close(logits(model, segments()), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_an_encoder_decoder_that_sees_images_is_refused(tmp_path):
-    config = AutoConfig.for_model("florence2")
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="florence2 model, which is not a decoder"):
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("florence2", "florence2 model, which is not a decoder"),
+        ("t5", "t5 model, which is not a decoder"),
+        ("blip-2", "Blip2ForConditionalGeneration, which needs more inputs than text"),
+    ],
+)
+def test_what_does_not_run_on_text_alone_is_refused(family, message, tmp_path):
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=message):
         hasslefree.compress(tmp_path, tmp_path / "out", Recipe(rank=2))
-
-
-def test_a_model_that_needs_an_image_is_refused(tmp_path):
-    AutoConfig.for_model("blip-2").save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="Blip2ForConditionalGeneration, which needs more inputs than text"):
-        hasslefree.compress(tmp_path, tmp_path / "out", Recipe(rank=2))
-
-
-def test_experts_in_one_batch_are_taken_apart_again():
-    """Oracle: the model as it was."""
-    model = made("llama4")
-    expected = logits(model, segments())
-    for _ in range(2):
-        split_experts(model)
-        assert sum(isinstance(module, BatchedExperts) for module in model.modules()) == 2
-        fuse_experts(model)
-    assert torch.equal(logits(model, segments()), expected)
 
 
 def test_the_text_model_alone_is_loaded_where_the_configuration_names_it(tmp_path):

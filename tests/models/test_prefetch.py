@@ -15,8 +15,7 @@ from hasslefree import Recipe
 from hasslefree.errors import ModelError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import load_on_disk
-from hasslefree.models.weights import Prefetcher, Source, Weights
-from tests.cuda.fake_cuda import fake_cuda
+from hasslefree.models.weights import Source, Weights
 from tests.listeners import by_layer
 from tests.tiny_models import NO_TOKENIZER, build, segments
 
@@ -153,22 +152,3 @@ def test_an_error_of_the_reader_names_the_tensor_and_the_file_when_it_is_needed(
     with pytest.raises(ModelError, match=message), weights.present(second.modules):
         pass
     assert all(parameter.is_meta for parameter in second.parameters())
-
-
-def test_for_a_gpu_it_is_read_into_pinned_memory_by_the_thread(monkeypatch, tmp_path):
-    """The fake GPU pins nothing: what is seen is who asks for it, and that the values are those of the source."""
-    pinned = []
-
-    def pin(tensor):
-        pinned.append(threading.current_thread().name)
-        return tensor.clone()
-
-    build("llama").save_pretrained(tmp_path)
-    model, weights, _ = opened(tmp_path)
-    source = weights._source(model.lm_head, "weight")
-    with fake_cuda():
-        monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-        ahead = Prefetcher(torch.device("cuda"))
-        ahead.start([source])
-        assert torch.equal(ahead.take(source), load_file(tmp_path / "model.safetensors")["lm_head.weight"])
-    assert [name.startswith("read ahead") for name in pinned] == [True]

@@ -86,3 +86,23 @@ def test_shared_weights_and_projections_of_time_steps_stay_dense():
     assert reasons["backbone.layers.1.mixer.dt_proj"] == TIME_STEP
     shared = [name for name, reason in select_sites(find_blocks(build("zamba2"))).dense.items() if reason == SHARED]
     assert {name.split(".")[2] for name in shared} == {"1", "3"}
+
+
+def test_large_weights_that_are_no_linear_layers_are_refused_by_name():
+    """Beside linear layers, and in a module of experts that holds something else."""
+    model = build("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.experts.extra = torch.nn.Parameter(torch.zeros(4, 24))
+        layer.self_attn.extra = torch.nn.Parameter(torch.zeros(40, 32, 32))
+    split_experts(model)
+    blocks = find_blocks(model)
+    with pytest.raises(
+        ModelError, match=r"6 weights are not linear layers .*attn\.extra \(40, 32, 32\).*experts\.gate_up"
+    ) as e:
+        select_sites(blocks)
+    assert "leave_dense" in str(e.value)
+    globs = ("*.experts.*", "*.extra")
+    assert len(select_sites(blocks, globs).sites[0]) == 4
+    for wrong, message in ((("*.nothing",), "matches no layer"), (("*",), "matches every linear layer")):
+        with pytest.raises(ModelError, match=message):
+            select_sites(blocks, (*globs, *wrong))

@@ -16,7 +16,7 @@ from hasslefree.models import sites
 from hasslefree.models.calls import replaced
 from hasslefree.models.sites import Site, find_sites, replace_module
 from tests.listeners import by_layer
-from tests.tiny_models import build, gram_of, logits, segments, tensors_of
+from tests.tiny_models import NO_TOKENIZER, build, gram_of, logits, segments, tensors_of
 
 
 class Product(nn.Module):
@@ -85,7 +85,6 @@ def third_kind(monkeypatch):
 
 
 NAME = "model.layers.1.mlp.up_proj.matrix"
-TOKENIZER = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
 
 
 @pytest.mark.parametrize("allocate", ["uniform", "error"])
@@ -101,18 +100,11 @@ def test_a_parameter_that_a_module_multiplies_is_compressed_like_any_other(third
         if done == 10:
             raise KeyboardInterrupt
 
+    arguments = (tmp_path / "dense", tmp_path / "out", recipe)
+    options = {"tokenizer": NO_TOKENIZER, "segments": segments()}
     with pytest.raises(KeyboardInterrupt):
-        hasslefree.compress(
-            tmp_path / "dense",
-            tmp_path / "out",
-            recipe,
-            tokenizer=TOKENIZER,
-            segments=segments(),
-            progress=by_layer(stop),
-        )
-    report = hasslefree.compress(
-        tmp_path / "dense", tmp_path / "out", recipe, tokenizer=TOKENIZER, segments=segments(), resume=True
-    )
+        hasslefree.compress(*arguments, **options, progress=by_layer(stop))
+    report = hasslefree.compress(*arguments, **options, resume=True)
     found = next(layer for layer in report.layers if layer.name == NAME)
     assert found.spec.shape == (48, 32)
     assert f"{NAME}.values" in tensors_of(tmp_path / "out")
@@ -127,14 +119,6 @@ def test_a_parameter_that_a_module_multiplies_is_compressed_like_any_other(third
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert isinstance(plain.get_submodule("model.layers.1.mlp.up_proj"), Product)
     torch.testing.assert_close(logits(plain, segments()), logits(loaded, segments()), rtol=1e-4, atol=1e-5)
-
-
-def test_what_no_kind_knows_stays_dense_on_request_alone(monkeypatch, tmp_path):
-    monkeypatch.setattr(modeling_llama, "LlamaMLP", MLP)
-    with pytest.raises(
-        hasslefree.HasslefreeError, match=r"2 weights are not linear layers.*up_proj\.matrix.*leave_dense="
-    ):
-        hasslefree.compress(build("llama"), tmp_path / "out", Recipe(rank=2), segments=segments())
 
 
 def test_a_replaced_matrix_can_be_put_back():
