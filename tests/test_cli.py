@@ -205,6 +205,7 @@ BAD = {
     "two budgets": (["--ratio", "0.4", "--rank", "4"], "not both"),
     "missing text": (["--rank", "4", "--calibration", "none.txt"], "none.txt does not exist"),
     "unknown text": (["--rank", "4", "--calibration", "wikitext"], "Did you mean 'wikitext2'"),
+    "no text of this name": (["--rank", "4", "--calibration", "foo"], "c4, ptb, self, wikitext2"),
     "short text": (["--rank", "4", "--samples", "9999", "--seqlen", "512"], "are needed"),
     "positions": (["--rank", "4", "--seqlen", "4096"], "takes at most 512 tokens"),
     "device": (["--rank", "4", "--device", "gpu"], "unknown device 'gpu'"),

@@ -67,7 +67,6 @@ def test_every_option_has_a_sentence_with_its_default(name):
         text = parameter.help or ""
         assert text[:1].isupper() or text.split()[0].rstrip(",") in {"8", "0", "cpu", "dense", "table1"}, parameter.name
         assert text.endswith("."), (parameter.name, text)
-        assert text.count(". ") == 0, (parameter.name, "one sentence")
         given = parameter.param_type_name == "argument" or parameter.required
         assert given or "default" in text or parameter.default is not None or parameter.name in NO_DEFAULT, text
 

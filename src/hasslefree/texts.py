@@ -21,13 +21,13 @@ _SLICE = re.compile(r"(?P<path>.+\.jsonl)\[(?P<start>\d{0,18}):(?P<stop>\d{0,18}
 
 @dataclass(frozen=True)
 class Protocol:
-    """What of a text the perplexity is taken of; two figures compare only where all of this is the
-    same.
+    """The part of a text that is scored; two perplexities compare only if all of this is the same.
 
     Args:
-        joiner: between two documents. documents, windows: how many, from the first on; None for
-            all.
-        remainder: score the last window too where the tokens do not fill it.
+        joiner: the text between two documents.
+        documents: the number of documents, from the first on; None for all.
+        windows: the number of windows, from the first on; None for all.
+        remainder: also score the last window if the tokens do not fill it.
         special_tokens: let the tokenizer put its own (<bos>, say) before the whole text, once.
     """
 
@@ -40,8 +40,12 @@ class Protocol:
 
 @dataclass(frozen=True)
 class HubText:
-    """Where the documents of a public text are, for calibration and for evaluation, and how it is
-    evaluated.
+    """A public text on the hub.
+
+    Args:
+        calibration, evaluation: the arguments of `datasets.load_dataset` for each use.
+        field: the field of a row that holds the text.
+        protocol: how the perplexity is measured.
     """
 
     calibration: dict[str, Any]
@@ -53,12 +57,14 @@ class HubText:
 # A longer text is cut into pieces of this many characters before it is tokenised: a tokenizer takes
 # seconds and 200 MB for a million. At 128 a token, a piece of a document for calibration also has
 # the tokens of a segment.
-PIECE, WIDEST = 1 << 18, 128
+PIECE = 1 << 18
+WIDEST = 128
 # Bytes of a text file, which is held in memory.
 MOST_BYTES = 10**9
 # Text counts as repeated if this many consecutive tokens are, or half a window; and the base of
 # their hash.
-RUN, MULTIPLIER = 32, 6364136223846793005
+RUN = 32
+MULTIPLIER = 6364136223846793005
 # Documents in a row without a segment, after which no more are looked at: a tokenizer takes a
 # minute for a million.
 MOST_SHORT = 1 << 16
@@ -100,47 +106,52 @@ HUB_TEXTS = {
 
 
 def calibration_documents(name: str, seqlen: int = 0) -> Sequence[str]:
-    """The documents of a hub name or a local file. Line-based texts (wikitext2, ptb) are one
-    document.
+    """Read the documents of a hub name or a local file.
 
-    Each piece of a document of more than `PIECE` characters is a document. seqlen: of the segments.
+    Line-based texts (wikitext2, ptb) are one document. Each piece of a document of more than
+    `PIECE` characters counts as a document.
+
+    Args:
+        seqlen: tokens in a segment, which a piece must hold.
     """
     if name == "c4":  # it has no such documents
         return _from_hub(name, HUB_TEXTS[name].calibration)
-    text = HUB_TEXTS.get(name)
-    documents = (
-        [text.protocol.joiner.join(_from_hub(name, text.calibration))] if text else _local(name)
-    )
-    return [
-        piece for document in documents for piece in pieces(document, max(PIECE, WIDEST * seqlen))
-    ]
+    if name in HUB_TEXTS:
+        text = HUB_TEXTS[name]
+        documents = [text.protocol.joiner.join(_from_hub(name, text.calibration))]
+    else:
+        documents = _local(name)
+    found: list[str] = []
+    for document in documents:
+        found.extend(pieces(document, max(PIECE, WIDEST * seqlen)))
+    return found
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
-    """A text in pieces of `size` characters; the text itself if it has no more, or none."""
+    """Cut a text into pieces of `size` characters; an empty text is one piece."""
     return (text[start : start + size] for start in range(0, len(text) or 1, size))
 
 
 def evaluation_protocol(name: str) -> Protocol:
-    """How the perplexity of this text is taken: as published for a hub name, all of it for a local
-    file.
-    """
-    return HUB_TEXTS[name].protocol if name in HUB_TEXTS else Protocol()
+    """The protocol of a text: the published one for a hub name, all of a local file."""
+    if name in HUB_TEXTS:
+        return HUB_TEXTS[name].protocol
+    return Protocol()
 
 
 def evaluation_text(name: str) -> str:
-    """One text to compute the perplexity of: the documents of a hub name or a local file,
-    joined.
-    """
+    """Read the text to evaluate on: the joined documents of a hub name or a local file."""
     protocol = evaluation_protocol(name)
-    documents = _from_hub(name, HUB_TEXTS[name].evaluation) if name in HUB_TEXTS else _local(name)
+    if name not in HUB_TEXTS:
+        return protocol.joiner.join(_local(name))
+    documents = _from_hub(name, HUB_TEXTS[name].evaluation)
     return protocol.joiner.join(documents[: protocol.documents])
 
 
-def check_text(name: str) -> None:
-    """Raise where a calibration text is neither a known name nor a local file that is not empty."""
-    if name not in (SELF, *HUB_TEXTS):
-        _local(name)
+def check_text(name: str, known: Sequence[str] = (SELF, *HUB_TEXTS)) -> None:
+    """Raise an error unless a text is one of the known names, or a local file that is not empty."""
+    if name not in known:
+        _local(name, known)
 
 
 def _from_hub(name: str, split: dict[str, Any]) -> Any:
@@ -149,11 +160,9 @@ def _from_hub(name: str, split: dict[str, Any]) -> Any:
     try:
         return datasets.load_dataset(**split)[HUB_TEXTS[name].field]
     except Exception as error:  # whatever the network, the hub and the reader of the file may raise
-        cause = (
-            "no connection"
-            if isinstance(error, ConnectionError)
-            else f"{type(error).__name__}: {error}"
-        )
+        cause = f"{type(error).__name__}: {error}"
+        if isinstance(error, ConnectionError):
+            cause = "no connection"
         raise CalibrationError(
             f"the text {name!r} could not be downloaded from the hub ({cause}); give a local .txt"
             " or .jsonl file, or, to compress, let the model write the text"
@@ -161,14 +170,16 @@ def _from_hub(name: str, split: dict[str, Any]) -> Any:
         ) from error
 
 
-def _local(name: str) -> list[str]:
-    """A .txt file is one document; a .jsonl file one per line, in the field `text`;
-    FILE.jsonl[START:STOP]: some.
+def _local(name: str, known: Sequence[str] = tuple(HUB_TEXTS)) -> list[str]:
+    """Read the documents of a local file.
+
+    A .txt file is one document. A .jsonl file holds one per line, in the field `text`;
+    FILE.jsonl[START:STOP] names some of its lines.
     """
     match = _SLICE.fullmatch(name)
     path = Path(match["path"] if match else name)
     if path.suffix not in (".txt", ".jsonl", ".raw"):
-        raise UnknownNameError("text", name, [*HUB_TEXTS, "a .txt file", "a .jsonl file"])
+        raise UnknownNameError("text", name, [*known, "a .txt file", "a .jsonl file"])
     if not path.is_file():
         raise CalibrationError(f"the text file {path} does not exist; check its path")
     try:
@@ -177,15 +188,16 @@ def _local(name: str) -> list[str]:
                 f"{path} is larger than {MOST_BYTES:,} bytes; use a part of the text"
             )
         with path.open(encoding="utf-8-sig") as lines:
-            documents = (
-                list(_parse_jsonl(path, lines)) if path.suffix == ".jsonl" else [lines.read()]
-            )
+            if path.suffix == ".jsonl":
+                documents = list(_parse_jsonl(path, lines))
+            else:
+                documents = [lines.read()]
     except UnicodeDecodeError as error:
         raise CalibrationError(f"{path} is not UTF-8 text: {error}; convert it") from None
     if match:
-        documents = documents[
-            int(match["start"] or 0) : int(match["stop"]) if match["stop"] else None
-        ]
+        start = int(match["start"] or 0)
+        stop = int(match["stop"] or len(documents))
+        documents = documents[start:stop]
     if not any(document.strip() for document in documents):
         raise CalibrationError(f"the text file {name} is empty; give another")
     return documents
@@ -213,13 +225,17 @@ def _parse_jsonl(path: Path, lines: Iterable[str]) -> Iterator[str]:
 def in_turn(
     documents: Sequence[str], order: Tensor, encode: Encode, seqlen: int
 ) -> Iterator[Tensor]:
-    """The tokens of documents in this order, up to `MOST_SHORT` in a row that have fewer than
-    `seqlen`: int64 each.
+    """Yield the tokens of documents in this order, int64 (tokens).
+
+    It ends after `MOST_SHORT` documents in a row that have fewer tokens than `seqlen`.
     """
     short = 0
     for index in order.tolist():
         tokens = torch.as_tensor(encode(documents[index]), dtype=torch.int64)
-        short = short + 1 if len(tokens) < seqlen else 0
+        if len(tokens) < seqlen:
+            short += 1
+        else:
+            short = 0
         yield tokens
         if short == MOST_SHORT:
             return
@@ -247,39 +263,36 @@ def disjoint_segments(
     """
     generator = torch.Generator().manual_seed(seed)
     windows: list[Tensor] = []
-    order, length = (
-        torch.randperm(len(documents), generator=generator).flip(0),
-        min(RUN, max(seqlen // 2, 1)),
-    )
-    seen = runs(
-        torch.empty(0, seqlen, dtype=torch.int64) if used is None else used, length
-    ).unique()
-    for tokens in in_turn(
-        documents, order if used is None else order.roll(len(order) // 2), encode, seqlen
-    ):
+    order = torch.randperm(len(documents), generator=generator).flip(0)
+    length = min(RUN, max(seqlen // 2, 1))
+    nothing = torch.empty(0, seqlen, dtype=torch.int64)
+    if used is None:
+        seen = runs(nothing, length)
+    else:
+        seen = runs(used, length).unique()
+        order = order.roll(len(order) // 2)
+    for tokens in in_turn(documents, order, encode, seqlen):
         start = int(torch.randint(len(tokens) % seqlen + 1, (), generator=generator))
         if len(tokens) < seqlen:
             continue
         repeated = torch.isin(runs(tokens, length), seen)
         while start + seqlen <= len(tokens):
             repeats = repeated[start : start + seqlen - length + 1].nonzero()
-            if not len(repeats):
+            if len(repeats):
+                start += int(repeats[-1]) + 1
+            else:
                 windows.append(tokens[start : start + seqlen])
-            start += int(repeats[-1]) + 1 if len(repeats) else seqlen
+                start += seqlen
         if len(windows) >= most:
             break
     chosen = torch.randperm(len(windows), generator=generator)[:most].tolist()
-    return (
-        torch.stack([windows[i] for i in chosen])
-        if chosen
-        else torch.empty(0, seqlen, dtype=torch.int64)
-    )
+    if not chosen:
+        return nothing
+    return torch.stack([windows[i] for i in chosen])
 
 
 def runs(tokens: Tensor, length: int) -> Tensor:
-    """A hash of every `length` consecutive tokens: (…, tokens) → (…, tokens − length + 1),
-    int64.
-    """
+    """Hash every `length` consecutive tokens: (…, tokens) → (…, tokens − length + 1), int64."""
     hashes = torch.zeros_like(tokens[..., length - 1 :])
     for offset in range(length):
         hashes = hashes * MULTIPLIER + tokens[..., offset : offset + hashes.shape[-1]]
@@ -306,34 +319,42 @@ def draw_segments(
 
     windows: list[Tensor] = []
     long: list[Tensor] = []
-    longest = tried = 0
-    for tokens in in_turn(
-        documents, torch.randperm(len(documents), generator=generator), encode, seqlen
-    ):
-        longest, tried = max(longest, len(tokens)), tried + 1
+    lengths: list[int] = []
+    order = torch.randperm(len(documents), generator=generator)
+    for tokens in in_turn(documents, order, encode, seqlen):
+        lengths.append(len(tokens))
         if len(tokens) >= seqlen:
             long.append(tokens)
             windows.append(window(tokens))
         if len(windows) == samples:
             break
-    if not long:
-        remedy = (
-            f"longer documents or {option('seqlen', longest)}"
-            if longest >= SHORTEST
-            else "longer documents"
-        )
+    _check_length(lengths, samples, seqlen)
+    while len(windows) < samples:
+        windows.append(window(long[int(torch.randint(len(long), (), generator=generator))]))
+    return torch.stack(windows)
+
+
+def _check_length(lengths: list[int], samples: int, seqlen: int) -> None:
+    """Raise a CalibrationError if a text is too short for its segments.
+
+    Args:
+        lengths: the tokens of each document that was read.
+    """
+    longest = max(lengths, default=0)
+    if longest < seqlen:
+        remedy = "longer documents"
+        if longest >= SHORTEST:
+            remedy += f" or {option('seqlen', longest)}"
         raise CalibrationError(
-            f"no document of the calibration text has {seqlen} tokens: the longest of {tried} has"
-            f" {longest}; use {remedy}"
+            f"no document of the calibration text has {seqlen} tokens: the longest of"
+            f" {len(lengths)} has {longest}; use {remedy}"
         )
-    have = sum(map(len, long))
-    if len(windows) < samples and have < samples * seqlen:
+    long = [length for length in lengths if length >= seqlen]
+    have = sum(long)
+    if len(long) < samples and have < samples * seqlen:
         raise CalibrationError(
             f"the calibration text is too short: {samples} samples × {seqlen} = {samples * seqlen}"
             f" tokens are needed, and its documents of at least {seqlen} tokens have {have} in"
             f" total; use {option('samples', have // seqlen)}, a smaller {option('seqlen')} or a"
             " longer text"
         )
-    while len(windows) < samples:
-        windows.append(window(long[int(torch.randint(len(long), (), generator=generator))]))
-    return torch.stack(windows)

@@ -9,14 +9,13 @@ import sys
 import tempfile
 import traceback
 from contextlib import suppress
-from typing import Any
 
 import hasslefree
 from hasslefree.cli.common import errors
 from hasslefree.errors import WENT_WRONG, HasslefreeError, with_flags
 from hasslefree.escaping import escaped
 
-# What a message may take, with its "error: ".
+# The room of a message, with its "error: ".
 COLUMNS = 80
 LINES = 3
 # Stands for the words that a long message loses.
@@ -32,63 +31,64 @@ def report(error: Exception, arguments: list[str]) -> int:
         return 2  # it printed the help
     try:
         print(end="", flush=True)
-    except (
-        OSError
-    ):  # what standard output does not take is discarded: Python would try again when it exits
+    except OSError:  # discards the rest of the output, which Python would try again when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sentence, code = sentence_for(error, arguments)
     with suppress(OSError):
-        how: Any = {"markup": False, "highlight": False}
+        message = f"error: {sentence}"
         if verbose:
-            errors.print("".join(traceback.format_exception(error)).rstrip(), **how)
-        errors.print(
-            f"error: {sentence}" if verbose else shortened(f"error: {sentence}"), style="red", **how
-        )
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            errors.print(trace, markup=False, highlight=False)
+        else:
+            message = shortened(message)
+        errors.print(message, style="red", markup=False, highlight=False)
     return code
 
 
 def sentence_for(error: Exception, arguments: list[str]) -> tuple[str, int]:
-    """What to say about an exception, and the exit code: 2 for what was typed wrong, 1 for what
-    went wrong.
+    """Say in a sentence what an exception means.
+
+    Returns:
+        The sentence, and the exit code: 2 for what was typed wrong, 1 for what went wrong.
     """
     text = escaped(str(error).strip().partition("\n")[0])
     if isinstance(error, HasslefreeError):
         return with_flags(error.message), 1 if isinstance(error, WENT_WRONG) else 2
-    if usage := getattr(error, "format_message", None):  # the command line could not be parsed
+    usage = getattr(error, "format_message", None)
+    if usage is not None:  # the command line could not be parsed
         path = getattr(getattr(error, "ctx", None), "command_path", "hasslefree")
-        return f"{escaped(usage()).rstrip('.')}; `{path} --help` lists what can be given", 2
-    if text.startswith("Symlink loop"):  # a RuntimeError of pathlib, before Python 3.13
-        return f"{text}; give another path", 1
-    if isinstance(error, OSError):
-        place = escaped(str(error.filename or "a file, or standard output"))
-        return (
-            f"{place} cannot be used: {error.strerror or text}; correct this, or give another path",
-            1,
-        )
-    if (
-        isinstance(error, MemoryError)
-        or "OutOfMemory" in type(error).__name__
-        or "can't allocate" in text
-    ):
-        return (
-            (
-                f"not enough memory ({text or 'MemoryError'}); use smaller inputs, or a machine"
-                " with more memory"
-            ),
-            1,
-        )
+        cause = escaped(usage()).rstrip(".").replace("'?", "'")
+        return f"{cause}; `{path} --help` lists what can be given", 2
+    if isinstance(error, OSError) or text.startswith("Symlink loop"):
+        return sentence_for_file(error, text), 1
+    if is_out_of_memory(error, text):
+        cause = text or "MemoryError"
+        remedy = "use smaller inputs, or a machine with more memory"
+        return f"not enough memory ({cause}); {remedy}", 1
     if isinstance(error, UnicodeError):
         return f"a text or a name is not UTF-8 ({text}); convert or rename it", 1
     if isinstance(error, RecursionError):
         return "a file is nested too deeply to be read; download or write it again", 1
     if isinstance(error, OverflowError):
         return f"a number is too large ({text}); give a smaller one", 1
+    defect = f"this is a defect of hasslefree ({type(error).__name__}: {text:.60})"
+    return f"{defect}; {keep(error, arguments)}", 1
+
+
+def sentence_for_file(error: Exception, text: str) -> str:
+    """The sentence for a file that the system does not let us use."""
+    if not isinstance(error, OSError):  # a RuntimeError of pathlib, before Python 3.13
+        return f"{text}; give another path"
+    file = escaped(str(error.filename or "a file, or standard output"))
+    return f"{file} cannot be used: {error.strerror or text}; correct this, or give another path"
+
+
+def is_out_of_memory(error: Exception, text: str) -> bool:
+    """Recognise Python's and torch's errors about memory, on the CPU and on a GPU."""
     return (
-        (
-            f"this is a defect of hasslefree ({type(error).__name__}: {text:.60});"
-            f" {keep(error, arguments)}"
-        ),
-        1,
+        isinstance(error, MemoryError)
+        or "OutOfMemory" in type(error).__name__
+        or "can't allocate" in text
     )
 
 

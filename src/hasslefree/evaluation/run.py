@@ -26,7 +26,7 @@ from hasslefree.models.load import load_model, resolve_seqlen
 from hasslefree.models.probe import sees_later_tokens
 from hasslefree.models.tokenizer import encode, load_tokenizer
 from hasslefree.progress import LOADING, Listener, Phases
-from hasslefree.texts import check_text, evaluation_protocol, evaluation_text
+from hasslefree.texts import HUB_TEXTS, check_text, evaluation_protocol, evaluation_text
 from hasslefree.validation import Positive, typed
 
 
@@ -162,7 +162,7 @@ def evaluate(
         "average": the mean of the tasks' values}, the last three only with tasks.
     """
     for text in texts:
-        check_text(text)
+        check_text(text, tuple(HUB_TEXTS))
     if tasks:
         check_tasks(tasks, task_data)
         check_harness()
