@@ -14,7 +14,7 @@ from hasslefree import Recipe, SparseLowRankLinear
 from hasslefree.checkpoint.inspect import inspect_folder
 from hasslefree.models import sites
 from hasslefree.models.calls import replaced
-from hasslefree.models.sites import Site, find_sites, replace_module
+from hasslefree.models.sites import Site, find_site, find_sites, replace_module
 from tests.listeners import by_layer
 from tests.tiny_models import NO_TOKENIZER, build, gram_of, logits, segments, tensors_of
 
@@ -93,7 +93,7 @@ def test_a_parameter_that_a_module_multiplies_is_compressed_like_any_other(third
     dense = build("llama")
     dense.save_pretrained(tmp_path / "dense")
     weight = dense.get_parameter(NAME).detach().clone()
-    assert torch.equal(find_sites(dense)[NAME].weight(), weight)
+    assert torch.equal(find_site(dense, NAME).weight(), weight)
     recipe = Recipe(rank=2, rounds=3, effort="fast", allocate=allocate)
 
     def stop(report, done, total):
@@ -127,6 +127,9 @@ def test_a_replaced_matrix_can_be_put_back():
         model, tokens = build(family), segments()
         before = logits(model, tokens)
         found = find_sites(model)
+        assert {name: find_site(model, name) for name in found} == found
+        with pytest.raises(KeyError):
+            find_site(model, "lm_head.weight")
         for site in found.values():
             site.replace(torch.nn.Linear(site.shape[1], site.shape[0]))
         assert not torch.equal(logits(model, tokens), before)

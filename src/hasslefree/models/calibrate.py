@@ -17,7 +17,7 @@ from hasslefree.models.activations import Activations
 from hasslefree.models.calls import BlockCall, Stop, hooks
 from hasslefree.models.experts import every_expert_called, share_of_tokens
 from hasslefree.models.precision import as_multiplied, computing
-from hasslefree.models.sites import find_sites
+from hasslefree.models.sites import find_site
 from hasslefree.units import FLOAT
 
 # Number of tokens whose squares are summed in float32 at a time, and number of columns.
@@ -102,12 +102,11 @@ def tensors_read(
         call. Layers that read the very same tensor (q, k, v) have equal entries.
     """
     inputs = defaultdict[str, list[Tensor]](list)  # alive, so that no identity is used twice
-    sites = find_sites(block)
 
     def keep(name: str, x: Tensor) -> None:
         inputs[name].append(x)
 
-    watching = hooks(sites[name].on_input(partial(keep, name)) for name in names)
+    watching = hooks(find_site(block, name).on_input(partial(keep, name)) for name in names)
     with watching, every_expert_called(block), computing(block), torch.no_grad():
         call.run(block, states)
     return {name: tuple(map(id, tensors)) for name, tensors in inputs.items()}
@@ -231,7 +230,6 @@ def inputs_of(
         For each layer its inputs, (tokens, in) for each call.
     """
     inputs: dict[str, list[Tensor]] = {name: [] for name in names}
-    sites = find_sites(block)
 
     def keep(name: str, x: Tensor) -> None:
         rows = as_multiplied(x.reshape(-1, x.shape[-1]))
@@ -239,7 +237,8 @@ def inputs_of(
         if sum(len(parts) for parts in inputs.values()) == calls:
             raise Stop
 
-    with hooks(sites[name].on_input(partial(keep, name)) for name in names), suppress(Stop):
+    watching = hooks(find_site(block, name).on_input(partial(keep, name)) for name in names)
+    with watching, suppress(Stop):
         call.run(block, states)
     return inputs
 

@@ -146,6 +146,24 @@ def find_sites(root: nn.Module) -> dict[str, Site]:
     return sites
 
 
+def find_site(root: nn.Module, name: str) -> Site:
+    """Find the site of this name under a block or a model, without a search of all modules.
+
+    Raises a KeyError if there is none.
+    """
+    parent = name.rpartition(".")[0]
+    for path in (name, parent):  # of a layer, or of a module that holds a parameter
+        try:
+            module = root.get_submodule(path)
+        except AttributeError:
+            continue
+        for kind in KINDS:
+            for site in kind.at(root, path, module):
+                if site.name == name:
+                    return site
+    raise KeyError(name)
+
+
 def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` in the place of the one called `name` under root."""
     parent, _, leaf = name.rpartition(".")

@@ -15,7 +15,7 @@ from hasslefree.models.blocks import Blocks
 from hasslefree.models.calibrate import run_block, with_batching
 from hasslefree.models.calls import BlockCall
 from hasslefree.models.probe import block_calls, entering
-from hasslefree.models.sites import Site, find_sites
+from hasslefree.models.sites import Site, find_site
 from hasslefree.models.weights import Weights, outside
 from hasslefree.progress import PREFLIGHT, Phases
 
@@ -39,8 +39,7 @@ class Visit:
 
     def sites(self, names: Sequence[str]) -> dict[str, Site]:
         """The sites of these names in the block, as it is now."""
-        sites = find_sites(self.block)
-        return {name: sites[name] for name in names}
+        return {name: find_site(self.block, name) for name in names}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hasslefree.core.gram import Gram
 from hasslefree.core.protocols import Decomposition, Method
 from hasslefree.distributed import World
 from hasslefree.errors import HasslefreeError, MemoryShortError, OutputError, option
-from hasslefree.models.sites import find_sites
+from hasslefree.models.sites import find_site
 from hasslefree.models.walk import Visit
 from hasslefree.models.weights import trim
 from hasslefree.packed.linear import SparseLowRankLinear
@@ -144,7 +144,7 @@ def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
     """Put a compressed layer in its place, in all processes. done: what its owner has; None in the
     other processes.
     """
-    site, world = find_sites(task.visit.block)[name], task.world
+    site, world = find_site(task.visit.block, name), task.world
     entry, report = world.broadcast((entry_of(done[0]), done[1]) if done else None, owner)
     if done is None:
         layer = empty_layer(site, report.name, read_entries({report.name: entry})[report.name])
