@@ -37,7 +37,7 @@ class RandomizedSVD(LowRankSolver):
     seed: int = 0
 
     def fit(self, target: Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
-        columns = min(start.rank + self.oversampling, *target.shape)
+        columns = min(start.rank + self.oversampling, min(target.shape))
         generator = torch.Generator().manual_seed(self.seed)
         omega = torch.randn(target.shape[1], columns, generator=generator).to(target)
         basis = orthonormal(target @ omega)

@@ -1,6 +1,20 @@
-"""Methods by name, and their composition from a pruner and a low-rank solver."""
+"""Methods by name, most of them compositions of a pruner and a low-rank solver:
+
+    hassle-free = sparsegpt × adam        the paper's method
+    oats        = wanda × diagonal-svd    L first, the last round
+    eora        = sparsegpt × exact       one round
+    godec       = magnitude × svd         L first, the last round, without data
+    losparse    = osscar × exact          whole channels
+    loftq       = rtn × svd               S on a grid, without data
+    lq-lora     = rtn × diagonal-svd      S on a grid
+    caldera     = gptq × exact            S on a grid, L first
+
+`joint`, `3basil` and `pcp` find S and L together; joint-grid = joint, then gptq × exact with
+coordinate descent. Every pruner is also a method, without L.
+"""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from hasslefree.core.grids import Grid
@@ -26,6 +40,7 @@ REFIT_DAMPING = 0.01
 
 # Magnitude, Wanda, DSNoT, OATS, rounding, LoftQ and LQ-LoRA are defined by the undamped H: nothing
 # in them is inverted. GoDec and the pursuit do not look at H.
+UNDAMPED = ("magnitude", "wanda", "dsnot", "rtn")
 METHODS: dict[str, Method] = {
     "joint": Joint(),
     "hassle-free": AlternatingMinimization(),
@@ -39,7 +54,7 @@ METHODS: dict[str, Method] = {
     ),
     "pcp": PrincipalComponentPursuit(),
     "losparse": AlternatingMinimization(OSSCAR(), Exact(), rounds=10),
-    **{name: Prune(PRUNERS[name], damping=0.0) for name in ("magnitude", "wanda", "dsnot", "rtn")},
+    **{name: Prune(PRUNERS[name], damping=0.0) for name in UNDAMPED},
     "loftq": AlternatingMinimization(
         RoundToNearest(), SVD(), rounds=5, damping=0.0, keep_best=False
     ),
@@ -50,11 +65,11 @@ METHODS: dict[str, Method] = {
         PRUNERS["gptq"], Exact(), rounds=15, low_rank_first=True, last_fit=True
     ),
     "joint-grid": JointOnGrid(),
+    **{name: Prune(pruner) for name, pruner in PRUNERS.items() if name not in UNDAMPED},
 }
-METHODS |= {name: Prune(pruner) for name, pruner in PRUNERS.items() if name not in METHODS}
 
 ABOUT: dict[str, About] = {
-    "joint": About("fits S and L at once, by ADMM; the default", "docs: joint"),
+    "joint": About("S and L at once, by ADMM; default if pruning", "docs: joint"),
     "hassle-free": About("alternates sparsegpt and adam", "arXiv 2502.00899"),
     "oats": About("alternates wanda and diagonal-svd", "arXiv 2409.13652"),
     "eora": About("prunes by sparsegpt, then fits L exactly", "arXiv 2410.21271"),
@@ -65,7 +80,7 @@ ABOUT: dict[str, About] = {
     "loftq": About("alternates rtn and svd; uses no data", "arXiv 2310.08659"),
     "lq-lora": About("alternates rtn and a randomised diagonal-svd", "arXiv 2311.12023"),
     "caldera": About("alternates gptq and exact", "arXiv 2405.18886"),
-    "joint-grid": About("joint, with S on a grid of 2 to 8 bits", "docs: maths"),
+    "joint-grid": About("joint on a grid of 2 to 8 bits; the default", "docs: maths"),
     **ABOUT_PRUNERS,
 }
 
@@ -85,46 +100,56 @@ def build_method(
     """The method of this name, with parts of it replaced.
 
     Args:
-        pruner, low_rank: names from the tables, which replace the method's own.
+        pruner, low_rank: names from the tables, which replace the method's own parts.
         rounds, damping: hyper-parameters of the method.
         refit: after the pruner, fit the values on its support by least squares (`Refit`), with the
-            method's damping, or 0.01 where it has none.
-        bits, group_size, symmetric, offset: of the grid of its pruner; see `Grid`. A group size of
-            0 means one group per row.
+            method's damping, or 0.01 for a method without damping.
+        bits, group_size, symmetric, offset: the grid of its pruner; see `Grid`. A group size of 0
+            means one group per row.
+
+    Raises:
+        UnknownNameError: an unknown name.
+        BudgetError, GridError: the method has no such part.
     """
     method: Any = look_up("method", name, METHODS, "method")
-    parts: dict[str, Any] = {"rounds": rounds, "damping": damping}
-    parts["pruner"] = None if pruner is None else look_up("pruner", pruner, PRUNERS, "pruner")
-    parts["low_rank"] = (
-        None
-        if low_rank is None
-        else look_up("low-rank solver", low_rank, LOW_RANK_SOLVERS, "low_rank")
+    parts: dict[str, Any] = {}
+    if rounds is not None:
+        parts["rounds"] = rounds
+    if damping is not None:
+        parts["damping"] = damping
+    if pruner is not None:
+        parts["pruner"] = look_up("pruner", pruner, PRUNERS, "pruner")
+    if low_rank is not None:
+        parts["low_rank"] = look_up("low-rank solver", low_rank, LOW_RANK_SOLVERS, "low_rank")
+    _check_parts(name, method, parts)
+    method = dataclasses.replace(method, **parts)
+    fields: dict[str, Any] = {}
+    if bits is not None:
+        fields["bits"] = bits
+    if group_size is not None:
+        fields["group"] = group_size or None
+    if symmetric is not None:
+        fields["symmetric"] = symmetric
+    if offset is not None:
+        fields["offset"] = offset
+    if fields:
+        method = _with_fields_of_grid(name, method, fields)
+    return refitted(name, method) if refit else method
+
+
+def _check_parts(name: str, method: Method, parts: Collection[str]) -> None:
+    """Raise BudgetError if a method lacks one of these fields."""
+    missing = [part for part in parts if part not in settings_of(method)]
+    if not missing:
+        return
+    able = [
+        other for other, candidate in METHODS.items() if settings_of(candidate).issuperset(missing)
+    ]
+    unused = " and ".join(missing)
+    remedy = f", or use method {' or '.join(able)}" if able else ""
+    raise BudgetError(
+        f"method {name!r} does not use {unused}: leave out {unused}{remedy}", ("method", *missing)
     )
-    chosen = {part: value for part, value in parts.items() if value is not None}
-    if missing := [part for part in chosen if part not in settings_of(method)]:
-        having = [
-            usable
-            for usable, candidate in METHODS.items()
-            if settings_of(candidate).issuperset(missing)
-        ]
-        remedy = f", or use method {' or '.join(having)}" if having else ""
-        unused = " and ".join(missing)
-        raise BudgetError(
-            f"method {name!r} does not use {unused}: leave out {unused}{remedy}",
-            ("method", *missing),
-        )
-    method = dataclasses.replace(method, **chosen)
-    of_grid: dict[str, Any] = {
-        "bits": bits,
-        "group": group_size,
-        "symmetric": symmetric,
-        "offset": offset,
-    }
-    changes = {part: value for part, value in of_grid.items() if value is not None}
-    if group_size == 0:
-        changes["group"] = None
-    built = _with_changes(name, method, changes) if changes else method
-    return refitted(name, built) if refit else built
 
 
 def refitted(name: str, method: Any) -> Method:
@@ -139,23 +164,23 @@ def refitted(name: str, method: Any) -> Method:
     return dataclasses.replace(method, pruner=pruner)
 
 
-def _with_changes(name: str, method: Any, changes: dict[str, Any]) -> Method:
-    """The method with other fields of its grid."""
-    grid = method.grid
-    if grid is None:
-        having = [usable for usable, candidate in METHODS.items() if candidate.grid]
+def _with_fields_of_grid(name: str, method: Method, fields: dict[str, Any]) -> Method:
+    """The method with other fields of its grid; GridError if it has none."""
+    if method.grid is None:
+        able = [other for other, candidate in METHODS.items() if candidate.grid]
         raise GridError(
             f"method {name!r} does not quantise S: leave out bits, group_size, symmetric and"
-            f" offset, or use method {', '.join(having)}, or {option('method', 'hassle-free')} with"
+            f" offset, or use method {', '.join(able)}, or {option('method', 'hassle-free')} with"
             f" {option('pruner', 'gptq')}",
             ("method", "bits", "group_size", "symmetric", "offset"),
         )
-    return with_grid(method, dataclasses.replace(grid, **changes))
+    return with_grid(method, dataclasses.replace(method.grid, **fields))
 
 
 def with_grid(method: Method, grid: Grid | None) -> Method:
-    """The method with another grid in the place of its own, as a layer's plan has it; what
-    `prepare` returns is the same for both."""
+    """The method with another grid in place of its own, as a layer's plan has it. The result of
+    `prepare` is the same for both.
+    """
     if grid == method.grid:
         return method
     part: Any = method
@@ -170,8 +195,12 @@ def settings_of(method: Any) -> set[str]:
 
 
 def look_up(kind: str, name: str, table: dict[str, Any], field: str) -> Any:
-    """The entry of this name, or an UnknownNameError that lists the table. field: the argument that
-    gave the name.
+    """The entry of this name in a table; UnknownNameError, with the names of the table, if it has
+    none.
+
+    Args:
+        kind: the noun of the entries.
+        field: the argument that gave the name.
     """
     if name not in table:
         raise UnknownNameError(kind, name, table, (field,))

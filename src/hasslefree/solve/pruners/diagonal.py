@@ -54,6 +54,6 @@ class RoundToNearest(Pruner):
         scaling = self.grid.scaling(target)
         rounded = scaling.nearest(target)
         gain = target.square() - (target - rounded).square()
-        return Pruned(
-            rounded.mul_(pattern.mask(gain if prepared is None else gain * prepared)), scaling
-        )
+        if prepared is not None:
+            gain = gain * prepared
+        return Pruned(rounded.mul_(pattern.mask(gain)), scaling)

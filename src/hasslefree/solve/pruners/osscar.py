@@ -30,8 +30,9 @@ class OSSCAR(Pruner):
 
     Args:
         steps: the maximum of removal steps; with more channels to remove, a step removes several.
-        swaps: the maximum of exchanges. candidates: the number of removed channels that are tried
-            against all kept ones: those whose return alone would lower the loss most.
+        swaps: the maximum of exchanges.
+        candidates: the number of removed channels that are tried against all kept ones: those whose
+            return alone would lower the loss most.
     """
 
     whole_channels = True
@@ -49,13 +50,16 @@ class OSSCAR(Pruner):
         excess = len(state.gone) - pattern.count // pattern.unit
         if excess == 0:
             return Pruned(target.clone())
-        while left := excess - int(state.gone.sum()):
-            several = min(-(-excess // self.steps), left)
-            state.exchange(state.losses().topk(several, largest=False).indices)
-        least = LEAST_GAIN * state.total
+        step = -(-excess // self.steps)
+        left = excess
+        while left:
+            cheapest = state.losses().topk(min(step, left), largest=False).indices
+            state.exchange(cheapest)
+            left -= len(cheapest)
+        least_gain = LEAST_GAIN * state.total
         for _ in range(self.swaps):
-            won, back, out = max(self._exchanges(state))
-            if won <= least:
+            gain, back, out = max(self._exchanges(state))
+            if gain <= least_gain:
                 break
             state.exchange(torch.tensor([back], device=target.device))
             state.exchange(torch.tensor([out], device=target.device))
@@ -63,21 +67,35 @@ class OSSCAR(Pruner):
         return Pruned((state.target * kept).to(target.dtype))
 
     def _exchanges(self, state: "Swept") -> list[tuple[float, int, int]]:
-        """The gain of each exchange, the unit that returns, and the best unit to remove for it."""
-        gains, exchanges = state.gains(), []
-        for back in gains.topk(min(self.candidates, int(state.gone.sum()))).indices.tolist():
-            least, out = state.losses_with(back).min(0)
-            exchanges.append((gains[back].item() - least.item(), back, int(out)))
+        """For each candidate: the gain of its best exchange, the unit that returns, and the unit
+        that is removed for it.
+        """
+        gains = state.gains()
+        count = min(self.candidates, int(state.gone.sum()))
+        exchanges = []
+        for back in gains.topk(count).indices.tolist():
+            loss, out = state.losses_with(back).min(0)
+            exchanges.append((gains[back].item() - loss.item(), back, int(out)))
         return exchanges
 
 
 class Swept:
-    """T (out, in), refitted in the kept channels, and A = H⁻¹, swept on the others. gone: removed
-    units, (units,).
+    """T (out, in), refitted in the kept channels, and A = H⁻¹, swept on the others.
+
+    Args:
+        inverse: A, (in, in); it is overwritten.
+        target: T.
+        unit: the number of consecutive channels that are removed together.
+
+    Attributes:
+        gone: the removed units, bool (units,).
+        total: the loss of removing all units.
     """
 
     def __init__(self, inverse: Tensor, target: Tensor, unit: int):
-        self.inverse, self.target, self.unit = inverse, target.clone(), unit
+        self.inverse = inverse
+        self.target = target.clone()
+        self.unit = unit
         self.gone = torch.zeros(len(inverse) // unit, dtype=torch.bool, device=target.device)
         self.total = self._forms(self.target, self._blocks()).sum().item()
 
@@ -91,46 +109,42 @@ class Swept:
 
     def losses_with(self, back: int) -> Tensor:
         """`losses` if a removed unit returned; infinite for that unit too."""
-        place = slice(back * self.unit, (back + 1) * self.unit)
-        rows = self.inverse[place]
-        step = torch.linalg.solve(self.inverse[place, place], rows)
-        target = self.target - self.target[:, place] @ step
+        channels = slice(back * self.unit, (back + 1) * self.unit)
+        rows = self.inverse[channels]
+        step = torch.linalg.solve(self.inverse[channels, channels], rows)
+        target = self.target - self.target[:, channels] @ step
         by_unit = (self.unit, len(self.gone), self.unit)
-        blocks = self._blocks() - torch.einsum(
-            "igv,igw->gvw", rows.view(by_unit), step.view(by_unit)
-        )
+        change = torch.einsum("igv,igw->gvw", rows.view(by_unit), step.view(by_unit))
+        blocks = self._blocks() - change
         blocks[self.gone] = torch.eye(self.unit, dtype=blocks.dtype, device=blocks.device)
         return self._forms(target, blocks).masked_fill_(self.gone, torch.inf)
 
     def exchange(self, units: Tensor) -> None:
         """Remove kept units, or return removed ones: all units must be of one kind."""
         sign = -1.0 if self.gone[units[0]] else 1.0
-        places = (
-            units.unsqueeze(1) * self.unit + torch.arange(self.unit, device=units.device)
-        ).flatten()
-        rows = self.inverse[places]
-        pivot = torch.linalg.inv(rows[:, places])
-        step, columns = pivot @ rows, self.target[:, places]
+        offsets = torch.arange(self.unit, device=units.device)
+        channels = (units.unsqueeze(1) * self.unit + offsets).flatten()
+        rows = self.inverse[channels]
+        columns = self.target[:, channels]
+        pivot = torch.linalg.inv(rows[:, channels])
+        step = pivot @ rows
         self.target.addmm_(columns, step, alpha=-1)
+        self.target[:, channels] = sign * columns @ pivot
         self.inverse.addmm_(rows.T, step, alpha=-1)
-        self.target[:, places] = sign * columns @ pivot
-        self.inverse[places], self.inverse[:, places] = sign * step, sign * step.T
-        self.inverse[places.unsqueeze(1), places] = -pivot
+        self.inverse[channels] = sign * step
+        self.inverse[:, channels] = sign * step.T
+        self.inverse[channels.unsqueeze(1), channels] = -pivot
         self.gone[units] = ~self.gone[units]
 
     def _blocks(self) -> Tensor:
         """(units, unit, unit): the diagonal blocks of A."""
         units = len(self.gone)
-        return (
-            self.inverse.view(units, self.unit, units, self.unit)
-            .diagonal(dim1=0, dim2=2)
-            .permute(2, 0, 1)
-            .clone()
-        )
+        blocks = self.inverse.view(units, self.unit, units, self.unit)
+        return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone()
 
     def _forms(self, target: Tensor, blocks: Tensor) -> Tensor:
         """(units,): tr(T_g A_gg⁻¹ T_gᵀ)."""
         if self.unit == 1:
             return target.square().sum(0) / blocks.flatten()
-        parts = target.view(len(target), -1, self.unit).transpose(0, 1)
-        return (torch.linalg.solve(blocks, parts.mT) * parts.mT).sum((1, 2))
+        parts = target.view(len(target), -1, self.unit).transpose(0, 1).mT
+        return (torch.linalg.solve(blocks, parts) * parts).sum((1, 2))

@@ -24,11 +24,12 @@ class Refit(Pruner):
     factorisation for each row, because every row has its own support.
 
     Args:
-        pruner: chooses the support, and the values to start from.
-        damping: λ over the mean of diag H, for the refit alone, where the Gram comes undamped: with
+        pruner: the pruner that chooses the support, and the values to start from.
+        damping: λ over the mean of diag H, for the refit alone, if the Gram comes undamped: with
             fewer tokens than kept entries of a row, H alone does not determine the values.
-        steps: of conjugate gradients at most. tolerance: they stop when the gradient of every row,
-            relative to the output of the row, is below this.
+        steps: the maximum of steps of conjugate gradients.
+        tolerance: they stop when the gradient of every row, relative to the output of the row, is
+            below this.
 
     Raises:
         GridError: the pruner quantises.
