@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cuda.fake_cuda import CudaTensor, fake_cuda
+from tests.cuda.fake_cuda import fake_cuda
 from tests.cuda.watch import watched
 
 pytestmark = pytest.mark.nightly
@@ -37,34 +37,23 @@ def test_it_computes_what_the_cpu_does():
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    "mixed",
-    [
-        lambda here, there: here + there,
-        lambda here, there: there @ here,
-        lambda here, there: here[there.long()],
-        lambda here, there: torch.equal(here, there),
-        lambda here, there: torch.where(there > 0, here, 1.0),
-        lambda here, there: here.mul_(there),
-        lambda here, there: there + there.to("cuda:1"),
-        lambda here, there: there.to("cuda:1") + there[0, 0],
-    ],
-)
-def test_it_refuses_tensors_on_two_devices(mixed):
+def test_it_refuses_two_devices_and_numpy():
     here = torch.ones(3, 3)
-    with fake_cuda(), pytest.raises(RuntimeError, match="same device"):
-        mixed(here, here.cuda())
-
-
-def test_it_refuses_numpy():
-    with fake_cuda(), pytest.raises(TypeError, match=r"Use Tensor\.cpu\(\) first"):
-        torch.ones(3, device="cuda").numpy()
-
-
-def test_numbers_of_the_cpu_and_its_indices_go_with_any_device():
     with fake_cuda():
-        x = torch.arange(6.0, device="cuda").view(2, 3)
-        assert (x * torch.tensor(2.0))[torch.tensor([1])].tolist() == [[6.0, 8.0, 10.0]]
+        there = here.cuda()
+        for mixed in (
+            lambda: here + there,
+            lambda: here[there.long()],
+            lambda: torch.equal(here, there),
+            lambda: torch.where(there > 0, here, 1.0),
+            lambda: here.mul_(there),
+            lambda: there + there.to("cuda:1"),
+        ):
+            with pytest.raises(RuntimeError, match="same device"):
+                mixed()
+        with pytest.raises(TypeError, match=r"Use Tensor\.cpu\(\) first"):
+            there.numpy()
+        assert (there * torch.tensor(2.0))[torch.tensor([1])].tolist() == [[2.0] * 3]
 
 
 def test_bytes_are_those_of_living_storages():
@@ -90,12 +79,3 @@ def test_a_watch_counts_waits_and_float64():
         assert (sum(watch.waits.values()), sum(watch.doubles.values())) == (0, 1)
         _ = x.sum().item(), bool((x == 0).all()), x[x > 0], x.cpu(), torch.equal(x, x)
         assert sum(watch.waits.values()) == 5
-
-
-def test_shapes_alone_will_do():
-    with fake_cuda("meta") as gpu:
-        x = torch.empty(1 << 20, 1 << 20, device="cuda", dtype=torch.bfloat16)
-        assert (x @ x).shape == x.shape
-        assert gpu.peak == 2 * 2 * (1 << 40)
-        assert isinstance(x, CudaTensor)
-        assert x[:2, :3].cpu().tolist() == [[0.0] * 3] * 2

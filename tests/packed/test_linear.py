@@ -56,8 +56,12 @@ def test_it_computes_s_plus_the_low_rank_part(pattern, rank, with_bias):
 
 
 @patterns
-def test_a_cast_leaves_the_index_alone_and_a_copy_is_independent(pattern):
+def test_state_dicts_casts_and_copies(pattern):
     layer = layer_of(pattern)
+    fresh = SparseLowRankLinear(LayerSpec(pattern, (10, 24), 2, layer.values.numel()), True)
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(fresh(torch.eye(24)), layer(torch.eye(24)))
+    assert set(layer.state_dict()) == {"values", layer.storage.layout.index, "low_rank_u", "low_rank_v", "bias"}
     index = layer.index.clone()
     for cast, dtype in [(lambda m: m.half(), torch.float16), (lambda m: m.to(torch.bfloat16), torch.bfloat16),
                         (lambda m: m.double(), torch.float64)]:  # fmt: skip
@@ -75,31 +79,31 @@ def test_a_cast_leaves_the_index_alone_and_a_copy_is_independent(pattern):
 
 
 @patterns
-def test_a_state_dict_there_and_back(pattern):
-    layer = layer_of(pattern)
-    fresh = SparseLowRankLinear(LayerSpec(pattern, (10, 24), 2, layer.values.numel()), True)
-    fresh.load_state_dict(layer.state_dict())
-    x = torch.randn(4, 24)
-    assert torch.equal(fresh(x), layer(x))
-    name = layer.storage.layout.index
-    assert set(layer.state_dict()) == {"values", name, "low_rank_u", "low_rank_v", "bias"}
-
-
-@patterns
 def test_it_compiles_without_a_graph_break_and_gradients_are_the_same(pattern):
-    """Oracle: the layer as it is."""
+    """Oracle: the layer as it is, with and without gradients."""
     torch.compiler.reset()
     layer, x = layer_of(pattern), torch.randn(4, 24)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), layer(x))
+    with torch.no_grad():
+        assert torch.equal(compiled(x), layer(x))
     gradients = []
     for module in (compiled, layer):
         layer.zero_grad()
-        module(x).square().sum().backward()
-        gradients.append([p.grad.clone() for p in layer.parameters()])
-    assert len(gradients[0]) == 4
+        y = module(x)
+        y.square().sum().backward()
+        gradients.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])
+    assert len(gradients[0]) == 5
     for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["dense", "2:4", "row", "structured", "factors"])
+def test_codes_compile(kind):
+    """Oracle: the layer as it is. Codes of S, or of the factors."""
+    torch.compiler.reset()
+    layer, _ = coded_layer("2:4") if kind == "factors" else quantised_layer(kind)
+    x = torch.randn(4, 24)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
 def test_what_does_not_have_the_pattern_is_refused():
@@ -108,24 +112,32 @@ def test_what_does_not_have_the_pattern_is_refused():
         SparseLowRankLinear.from_decomposition(Decomposition(sparse, LowRank(u, v), 0.0, 0.0, ()), None, "2:4")
 
 
-def test_s_is_unpacked_once_where_that_is_asked_for(monkeypatch):
-    """Oracle: the layer outside; it holds nothing afterwards, whatever happened."""
-    layer, x = layer_of("2:4"), torch.randn(2, 24)
+def test_s_is_unpacked_once_where_that_is_asked_for():
+    """Oracle: the layer outside; gradients flow, nothing is kept for them meanwhile, nor S after an error."""
+    layer, x, kept = layer_of("2:4"), torch.randn(3, 24), []
+    expected = torch.autograd.grad(layer(x).sum(), layer.values)[0]
     layer.use("dense")
-    expected, calls, unpacked = layer(x), [], layer.unpacked
-    monkeypatch.setattr(layer, "unpacked", lambda: (calls.append(1), unpacked())[1])
+    y = layer(x)
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(1) or tensor, lambda tensor: tensor)
 
     def fail():
-        with unpacked_once(torch.nn.Sequential(layer)), torch.no_grad():
-            assert torch.equal(layer(x), expected)
-            assert torch.equal(layer(x), expected)
+        with keep, unpacked_once(torch.nn.Sequential(layer)):
+            copy_of_s = layer.unpacked_copy
+            with torch.no_grad():
+                assert torch.equal(layer(x), y)
+            assert layer.unpacked_copy is copy_of_s
+            assert not copy_of_s.requires_grad
+            assert not kept
+            assert torch.equal(torch.autograd.grad(layer(x).sum(), layer.values)[0], expected)
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert len(calls) == 1
     assert layer.unpacked_copy is None
-    assert len(layer.state_dict()) == 5
+    for backend in ("unpacked", "numba"):
+        layer.use(backend)
+        with pytest.raises(KernelError, match="no gradients"):
+            layer(x)
 
 
 def test_factors_alone_are_trained_for_a_few_tokens():
@@ -139,33 +151,21 @@ def test_factors_alone_are_trained_for_a_few_tokens():
     torch.testing.assert_close((layer.low_rank_u.grad, layer.low_rank_v.grad), expected)
 
 
-def test_nothing_is_kept_for_gradients_while_s_is_unpacked_once():
-    """S is unpacked for all calls; what its gradient would need is as large as S."""
-    layer, kept = layer_of("2:4"), []
-    keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda tensor: tensor)
-    with keep, unpacked_once(layer):
-        assert not layer.unpacked_copy.requires_grad
-    layer.use("unpacked")
-    assert not layer.unpacked_copy.requires_grad
-    assert not kept
-
-
 @patterns
 @pytest.mark.parametrize(
     ("dtype", "tokens", "width"),
     [(torch.float32, 1, 24), (torch.float32, 40, 192), (torch.bfloat16, 3, 192), (torch.bfloat16, 40, 24)],
 )
-def test_every_way_of_a_cpu_computes_the_same(pattern, tokens, dtype, width):
+def test_every_backend_of_a_cpu_computes_the_same(pattern, tokens, dtype, width):
     """Oracle: float64, give or take what is rounded: S x, V x, U V x, their sum, the result; and float32 sums."""
     layer, x = layer_of(pattern, dtype=dtype, width=width), torch.randn(tokens, width).to(dtype)
     sparse, u, v, bias = (part.double() for part in parts(pattern, dtype=dtype, width=width))
-    own, inner = x.double() @ sparse.T, x.double() @ v.T
-    expected = own + inner @ u.T + bias
-    passed = own.abs() + inner.abs() @ u.abs().T + (inner @ u.T).abs() + (expected - bias).abs() + expected.abs()
+    by_s, inner = x.double() @ sparse.T, x.double() @ v.T
+    expected = by_s + inner @ u.T + bias
+    passed = by_s.abs() + inner.abs() @ u.abs().T + (inner @ u.T).abs() + (expected - bias).abs() + expected.abs()
     sums = x.double().abs() @ (sparse.abs().T + v.abs().T @ u.abs().T)
     bound = torch.finfo(dtype).eps / 2 * passed + width * torch.finfo(torch.float32).eps * sums
-    ways = ["unpacked", "dense", None] + (["numba"] if pattern != "structured" else [])
-    for backend in ways:
+    for backend in ["unpacked", "dense", None] + (["numba"] if pattern != "structured" else []):
         layer.use(backend)
         with torch.no_grad():
             excess = (layer(x).double() - expected).abs() / bound
@@ -173,22 +173,7 @@ def test_every_way_of_a_cpu_computes_the_same(pattern, tokens, dtype, width):
     assert f"backend={'dense' if pattern == 'structured' else 'numba'}" in repr(layer)
 
 
-def test_gradients_flow_whatever_is_held():
-    """Oracle: the dense backend."""
-    layer, x = layer_of("2:4"), torch.randn(3, 24)
-    layer(x).sum().backward()
-    expected = layer.values.grad.clone()
-    layer.zero_grad()
-    with unpacked_once(layer):
-        layer(x).sum().backward()
-    assert torch.equal(layer.values.grad, expected)
-    for backend in ("unpacked", "numba"):
-        layer.use(backend)
-        with pytest.raises(KernelError, match="no gradients"):
-            layer(x)
-
-
-def test_a_way_is_told_to_all_layers_or_to_none():
+def test_a_backend_is_set_for_all_layers_or_for_none():
     model = torch.nn.Sequential(layer_of("2:4"), layer_of("structured"))
     use_backend(model, "unpacked")
     assert all(layer.unpacked_copy is not None and "backend=unpacked" in repr(layer) for layer in model)
@@ -205,23 +190,6 @@ def test_a_way_is_told_to_all_layers_or_to_none():
     assert all(layer.unpacked_copy is None for layer in model)
     with pytest.raises(UnknownNameError, match="Did you mean 'numba'"):
         use_backend(torch.nn.Linear(2, 2), "nunba")
-
-
-@patterns
-def test_without_gradients_it_compiles_in_one_graph_too(pattern):
-    """Oracle: the layer as it is, by the chosen backend."""
-    torch.compiler.reset()
-    layer, x = layer_of(pattern), torch.randn(4, 24)
-    with torch.no_grad():
-        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
-
-
-@pytest.mark.parametrize("shape", [(24,), (0, 24), (2, 3, 24)])
-def test_any_leading_dimensions(shape):
-    """Oracle: the dense layer."""
-    layer, x = layer_of("2:4"), torch.randn(shape)
-    sparse, u, v, bias = parts("2:4")
-    torch.testing.assert_close(layer(x), F.linear(x, sparse + u @ v, bias))
 
 
 QUANTISED = ["dense", "2:4", "3:8", "row", "structured"]
@@ -269,14 +237,6 @@ def test_casts_copies_and_state_dicts_of_a_layer_on_a_grid(pattern):
     assert torch.equal(fresh(torch.eye(24)), layer(torch.eye(24)))
     layer(torch.randn(4, 24)).square().sum().backward()
     assert all(p.grad.abs().sum() > 0 for p in layer.parameters())
-
-
-@pytest.mark.parametrize("pattern", QUANTISED)
-def test_a_layer_on_a_grid_compiles(pattern):
-    torch.compiler.reset()
-    layer, x = quantised_layer(pattern)[0], torch.randn(4, 24)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), layer(x))
 
 
 def test_codes_have_no_kernel():
@@ -336,18 +296,6 @@ def test_casts_copies_and_gradients_of_coded_factors(pattern):
         torch.testing.assert_close(scale.grad, expected.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_a_layer_with_coded_factors_compiles():
-    torch.compiler.reset()
-    layer, x = coded_layer("2:4")[0], torch.randn(4, 24)
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
-
-
-def test_rank_0_has_no_codes():
-    layer = SparseLowRankLinear(LayerSpec("2:4", (10, 24), 0, 120, factor_bits=8), False)
-    assert (layer.spec.factor_bits, layer.factors()) == (None, None)
-    assert set(layer.state_dict()) == {"values", "positions"}
-
-
 def changed_in_place(layer):
     layer.values.data.mul_(2)  # as an optimizer may
 
@@ -392,6 +340,16 @@ def test_nan_and_inf_come_out(dtype):
         y = layer(x)
     assert y[0].isnan().all()
     assert not y[1].isfinite().any()
+
+
+@pytest.mark.parametrize("shape", [(24,), (0, 24), (2, 3, 24)])
+def test_any_leading_dimensions(shape):
+    """Oracle: the dense layer."""
+    layer, x = layer_of("2:4"), torch.randn(shape)
+    sparse, u, v, bias = parts("2:4")
+    torch.testing.assert_close(layer(x), F.linear(x, sparse + u @ v, bias))
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), F.linear(x, sparse + u @ v, bias))
 
 
 def test_inputs_of_another_width_are_an_error():

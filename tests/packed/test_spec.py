@@ -14,3 +14,9 @@ def test_a_pattern_is_parsed_once_for_all_sizes(monkeypatch):
     sizes = [LayerSpec("3:17", (34, 34), rank, 34 * 6).bytes(torch.bfloat16) for rank in range(20)]
     assert len(set(sizes)) == 20
     assert calls == ["3:17"]
+
+
+def test_rank_0_has_no_coded_factors():
+    spec = LayerSpec("2:4", (10, 24), 0, 120, factor_bits=8)
+    assert spec.factor_bits is None
+    assert set(spec.tensors()) == {"values", "positions"}

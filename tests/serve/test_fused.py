@@ -1,7 +1,5 @@
 """Fused layers and the shares of ranks: their products add up to those of the whole matrices in float64."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -109,7 +107,7 @@ def test_a_layer_that_is_fused_in_the_folder(ranks):
             assert_close(part, whole.chunk(ranks, 1)[rank])
 
 
-@pytest.mark.parametrize("kinds", list(itertools.permutations(["dense", "2:4", "row"], 2)))
+@pytest.mark.parametrize("kinds", [("dense", "2:4"), ("row", "dense"), ("2:4", "row")])
 def test_layers_of_different_kinds_are_fused(kinds):
     """Oracle: the float64 product."""
     layers = [dense((16, WIDTH)) if kind == "dense" else layer_of(kind, (16, WIDTH), 2) for kind in kinds]

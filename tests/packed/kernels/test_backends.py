@@ -73,6 +73,8 @@ def test_a_way_that_is_not_possible_says_why(everything, way, changes, reason):
 def test_a_way_that_is_possible_is_taken(everything, way):
     changes = {"device": "cuda", **CODED} if way == "int4" else {"dtype": torch.bfloat16}
     assert choose(case(**changes), way) == way
+    if way == "int4":
+        assert choose(case(**changes, tokens=17), way) == "dense"
 
 
 @pytest.mark.parametrize(

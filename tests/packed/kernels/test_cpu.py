@@ -1,5 +1,6 @@
 """Products and unpacked rows from packed tensors, on the CPU. Oracle: float64 on the dense matrix."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from hasslefree.packed.kernels import arrays, ops
 from tests.packed.kernels import reference
 
 pytest.importorskip("numba", reason="needs hasslefree[fast]")
+cpu = importlib.import_module("hasslefree.packed.kernels.cpu")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Positions in one byte, across bytes, of no bits; masks of 5, 4 and 8 bits; a group that is longer than a word.
@@ -66,23 +68,31 @@ def test_products_of_a_bitmask(out, width, tokens, dtype, share, seed):
     reference.assert_close(y, x, s)
 
 
-@pytest.mark.parametrize(("pattern", "dtype"), [(p, DTYPES[i % 3]) for i, p in enumerate(p for p in PATTERNS if p[0])])
-def test_rows_are_unpacked_exactly(pattern, dtype):
-    """Oracle: the matrix that was packed. An odd number of groups leaves half a byte."""
-    for groups in (1, 2, 7, 32):
-        s = reference.sparse(19, groups, *pattern, dtype, seed=groups)
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize(
+    ("pattern", "dtype"), [(p, DTYPES[i % 3]) for i, p in enumerate([p for p in PATTERNS if p[0]] + [(1, 1030)])]
+)
+def test_rows_are_unpacked_exactly(pattern, dtype, wide, monkeypatch):
+    """Oracle: the matrix that was packed, by registers and bit by bit. An odd number of groups leaves half a byte; the
+    last row has no values behind it; positions of 1:1030 lie across three bytes.
+    """
+    monkeypatch.setattr(cpu, "WIDE", cpu.WIDE and wide)
+    for groups in (1, 2, 7, 8, 9, 33):
+        if groups * pattern[1] > 3000:
+            continue
+        s = reference.sparse(5, groups, *pattern, dtype, seed=groups)
         values, positions = reference.pack_groups(s, *pattern)
         like = {"dtype": dtype, "width": s.shape[1]}
         assert torch.equal(unpacked(ops.linear_groups, values, positions, *pattern, **like), s)
         assert torch.equal(unpacked(ops.linear_mask, *reference.pack_mask(s), **like), s)
+        x = inputs(1, s.shape[1], dtype)
+        reference.assert_close(ops.linear_groups(x, values, positions, *pattern), x, s)
 
 
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)])
 @pytest.mark.parametrize("groups", [1, 4, 7, 8, 9, 33, 513])
 def test_registers_of_2_4_and_what_they_leave(groups, dtype, wide, monkeypatch):
     """Whole registers and every remainder, with and without AVX-512, for one token and more than go at once."""
-    from hasslefree.packed.kernels import cpu
-
     monkeypatch.setattr(cpu, "WIDE", cpu.WIDE and wide)
     for table in ("DIRECT_2_4", "DIRECT_2_4_AMX", "DIRECT_2_4_SCALAR"):
         monkeypatch.setattr(ops, table, {dtype: 100})
@@ -93,20 +103,7 @@ def test_registers_of_2_4_and_what_they_leave(groups, dtype, wide, monkeypatch):
         reference.assert_close(ops.linear_groups(x, *packed, 2, 4), x, s)
 
 
-@pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False)])
-@pytest.mark.parametrize("width", [4, 12, 28, 32, 36, 132])
-def test_unpacking_by_registers_and_bit_by_bit(width, dtype, wide, monkeypatch):
-    """Oracle: the matrix that was packed; the last row has no values behind it."""
-    from hasslefree.packed.kernels import cpu
-
-    monkeypatch.setattr(cpu, "WIDE", cpu.WIDE and wide)
-    s = reference.sparse(5, width // 4, 2, 4, dtype, seed=width)
-    like = {"dtype": dtype, "width": width}
-    assert torch.equal(unpacked(ops.linear_groups, *reference.pack_groups(s, 2, 4), 2, 4, **like), s)
-    assert torch.equal(unpacked(ops.linear_mask, *reference.pack_mask(s), **like), s)
-
-
-@pytest.mark.parametrize("tokens", [1, 40, 300])
+@pytest.mark.parametrize("tokens", [1, 40])
 def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch):
     monkeypatch.setattr(ops, "TILE_BYTES", 1)
     monkeypatch.setattr(ops, "direct_tokens", lambda n, m: {})
@@ -123,8 +120,6 @@ def test_a_layer_of_several_tiles_that_do_not_come_out_even(tokens, monkeypatch)
 )  # fmt: skip
 def test_a_whole_layer_in_one_call(pattern, out, groups, rank, tokens, wide, dtype, seed):
     """Oracle: the sum of its products in float64."""
-    from hasslefree.packed.kernels import cpu
-
     s = reference.sparse(out, groups, *pattern, dtype, seed)
     u, v = inputs(out, rank, dtype, seed + 1), inputs(rank, s.shape[1], dtype, seed + 2)
     x = inputs(tokens, s.shape[1], dtype, seed)
@@ -196,8 +191,6 @@ def test_inputs_and_values_may_be_views():
 @pytest.mark.parametrize("width", [15, 20, 64])
 def test_no_index_reaches_outside_its_row(width):
     """Every bit of the index is set. Oracle: the row that follows in memory stays as it was."""
-    from hasslefree.packed.kernels import cpu
-
     values, untouched = np.ones(width + 64, np.uint32), np.full(width, 7, np.uint32)
     rows = np.full((2, width), 7, np.uint32)
     cpu.unpack_positions(
@@ -209,23 +202,6 @@ def test_no_index_reaches_outside_its_row(width):
     assert (rows[1] == untouched).all()
 
 
-def test_positions_of_many_bits_lie_across_three_bytes():
-    """Oracle: float64, and the matrix that was packed."""
-    s = reference.sparse(3, 9, 1, 1030, torch.float32, seed=7, empty_rows=False)
-    values, positions = reference.pack_groups(s, 1, 1030)
-    like = {"dtype": torch.float32, "width": s.shape[1]}
-    assert torch.equal(unpacked(ops.linear_groups, values, positions, 1, 1030, **like), s)
-    x = inputs(1, s.shape[1], torch.float32)
-    reference.assert_close(ops.linear_groups(x, values, positions, 1, 1030), x, s)
-
-
-def test_a_mask_that_does_not_go_with_the_values_is_an_error():
-    s = reference.sparse(4, 4, 2, 4, torch.float32, seed=3)
-    values, mask = reference.pack_mask(s)
-    with pytest.raises(PatternError, match=f"{len(values)} entries, but there are {len(values) - 1} values"):
-        ops.linear_mask(inputs(1, 16, torch.float32), values[1:], mask)
-
-
 def test_shapes_and_dtypes_that_do_not_go_together_are_errors():
     s = reference.sparse(4, 4, 2, 4, torch.float32, seed=3)
     values, positions = reference.pack_groups(s, 2, 4)
@@ -234,6 +210,8 @@ def test_shapes_and_dtypes_that_do_not_go_together_are_errors():
             ops.linear_groups(x, values, positions, 2, 4)
     with pytest.raises(ShapeError, match="bytes per row for inputs of width 40"):
         ops.linear_mask(inputs(1, 40, torch.float32), *reference.pack_mask(s))
+    with pytest.raises(PatternError, match="8 entries, but there are 7 values"):
+        ops.linear_mask(inputs(1, 16, torch.float32), torch.ones(7), torch.full((1, 2), 0x0F, dtype=torch.uint8))
     with pytest.raises(ShapeError, match=r"inputs of torch\.bfloat16, values of torch\.float32"):
         ops.linear_groups(inputs(1, 16, torch.bfloat16), values, positions, 2, 4)
 
@@ -268,6 +246,7 @@ import json, sys, torch
 from hasslefree.packed.kernels import arrays, ops
 from tests.packed.kernels import reference
 torch.set_num_threads(int(sys.argv[1]))
+torch.set_num_threads = lambda count: None  # as vLLM does in its workers
 answers = []
 for n, m in ((2, 4), (2, 8), (4, 8)):
     s = reference.sparse(257, 32, n, m, torch.float32, seed=5)

@@ -70,17 +70,11 @@ def test_the_low_rank_part_of_a_token(monkeypatch, numba, coded, rank):
     assert close(layer(x), F.linear(x.double(), matrix, b))
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_inputs_of_any_strides(tokens):
-    layer, matrix, b = layer_of()
-    x = torch.randn(tokens, 400).bfloat16()[:, ::2][:, 4:196]
-    assert close(layer(x), F.linear(x.double(), matrix, b))
-
-
-def test_a_matrix_in_several_tiles(monkeypatch):
-    layer, matrix, b = layer_of(out=208)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_inputs_of_any_strides_and_several_tiles(tokens, monkeypatch):
     monkeypatch.setattr(int4, "TILE_BYTES", 2 * 192 * 64)
-    x = torch.randn(40, 192).bfloat16()
+    layer, matrix, b = layer_of(out=208)
+    x = torch.randn(tokens, 400).bfloat16()[:, ::2][:, 4:196]
     assert close(layer(x), F.linear(x.double(), matrix, b))
 
 
@@ -192,13 +186,6 @@ def test_where_it_is_not_possible_the_rule_is_slower_and_the_wish_an_error(monke
     assert choose(case(**changes)) == rule
     with pytest.raises(KernelError, match=reason):
         choose(case(**changes), "int4")
-
-
-def test_on_a_gpu_it_is_for_few_tokens(monkeypatch):
-    monkeypatch.setattr(int4, "without_cuda", lambda: None)
-    assert choose(case(device="cuda")) == "int4"
-    assert choose(case(device="cuda", tokens=17)) == "dense"
-    assert choose(case(device="cuda", tokens=17), "int4") == "dense"
 
 
 def test_a_processor_without_the_operators_is_named_once_and_the_result_the_same(monkeypatch, caplog):
