@@ -14,8 +14,9 @@ from html.parser import HTMLParser
 import pytest
 
 from hasslefree.errors import MemoryShortError
-from hasslefree.report.charts import frontiers, heat_map, thinned, write_figures
+from hasslefree.report.charts import frontiers, run_charts, thinned, write_figures
 from hasslefree.report.content import read_content
+from hasslefree.report.maps import heat_map
 from hasslefree.report.page import leading, percent, render
 from tests.report.folders import compressed, edit, evaluation, record
 
@@ -168,6 +169,50 @@ def test_allocation_and_perplexities_have_figures(made, tmp_path):
     sizes = [run.sizes.to_dict()["bytes"] for run in content.runs]
     points = frontiers(content)["held_out.txt"].rows
     assert [(point["bytes"], point["perplexity"]) for point in points] == [*zip(sizes, (3.0, 4.0), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """As with the default setting: no zeros, no L, and other bits in each layer."""
+    folder = compressed(
+        tmp_path_factory.mktemp("bits") / "out", method="gptq", rank=None, rounds=None, bits=4, group_size=8
+    )
+
+    def share_out(content):
+        for number, layer in enumerate(content["layers"]):
+            layer["grid"]["bits"] = 3 + number % 3
+
+    edit(folder, share_out)
+    return folder
+
+
+def test_the_page_of_a_quantised_model_shows_its_bits(quantised):
+    """Oracle: compression.json."""
+    content = read_content([quantised])
+    (run,) = content.runs
+    bits = {layer.name: layer.spec.grid.bits for layer in run.record.layers}
+    drawings = run_charts(run, content)
+    assert {row["layer"]: row["bits"] for row in drawings["bits"].rows} == bits
+    assert drawings["bits"].svg().startswith("<svg")
+    assert "parameters" not in drawings, "bars of 100 %, and points of rank 0"
+    page = render(content)
+    text = Tags(page).text
+    assert "every layer in the blocks is a quantised matrix S, without a low-rank part." in text
+    assert "bits of S: 3 to 5" in text
+    assert '<th scope="col">bits of S</th><th scope="col">bytes</th>' in page
+    assert "Non-zeros and rank" not in text
+
+
+def test_the_sensitivity_of_a_quantised_model_is_to_rounding(quantised, made, tmp_path):
+    pages = []
+    for source in (quantised, made[0]):
+        folder = shutil.copytree(source, tmp_path / source.name)
+        names = [layer.name for layer in read_content([folder]).runs[0].record.layers]
+        edit(folder, lambda content, names=names: content.update(sensitivities=dict.fromkeys(names, 0.5)))
+        pages.append(Tags(render(read_content([folder]))).text)
+    assert "when this layer alone is rounded to the fewest bits" in pages[0]
+    assert "More bits, or a higher rank, went to" in pages[0]
+    assert "when this layer alone is pruned" in pages[1]
 
 
 def draw(error):

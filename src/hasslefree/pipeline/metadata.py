@@ -72,7 +72,8 @@ def write_rest(
     if known and report.towers:
         copy_processor(report.model, folder)
     (folder / "compression.json").write_text(report.to_json(), encoding="utf-8")
-    from hasslefree.report.charts import heat_map, png  # loads the charting library
+    from hasslefree.report.drawing import png  # loads the charting library
+    from hasslefree.report.maps import heat_map
 
     (folder / FIGURE).write_bytes(png(heat_map(report.layers).svg()))
     licence = base_licence(report.model) if known else {}

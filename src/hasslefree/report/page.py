@@ -3,8 +3,7 @@
 import base64
 import functools
 import hashlib
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,74 +13,125 @@ from markupsafe import Markup
 
 from hasslefree.checkpoint.card import trained
 from hasslefree.escaping import escaped_within
-from hasslefree.report.charts import ASSETS, CONFIG, comparisons, dense_bytes, run_charts
-from hasslefree.report.content import Content, place
+from hasslefree.packed.spec import LayerSpec
+from hasslefree.report.charts import comparisons, dense_bytes, run_charts
+from hasslefree.report.content import Content, Run, place
+from hasslefree.report.drawing import ASSETS, CONFIG, Drawing
 from hasslefree.report.samples import Samples
 from hasslefree.units import duration, size
 
 
 def render(content: Content, samples: Sequence[Samples] = ()) -> str:
-    """The page, which escapes what comes from a folder, and runs its own scripts alone. samples: of
-    each run, or ().
+    """Write the page, which escapes what comes from a folder, and runs its own scripts alone.
+
+    Args:
+        samples: those of each run, or none.
     """
-    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
-    # Texts lose their control characters; the page's own markup stays.
-    options["finalize"] = lambda value: (
-        value if isinstance(value, Markup) else escaped_within(value)
+    selected = selected_layers(content.runs)
+    charts_of_runs: list[dict[str, Drawing]] = []
+    compared = comparisons(content)
+    charts = dict(compared)
+    for index, (run, layer) in enumerate(zip(content.runs, selected, strict=True)):
+        drawings = run_charts(run, content, layer)
+        charts_of_runs.append(drawings)
+        for name, drawing in drawings.items():
+            charts[f"{name}-{index}"] = drawing
+    texts: dict[str, None] = {}
+    tasks: dict[str, None] = {}
+    for evaluation in (*content.others.values(), *(run.evaluation for run in content.runs)):
+        texts |= dict.fromkeys(evaluation.perplexity)
+        tasks |= dict.fromkeys(evaluation.tasks)
+    specs = [layer.spec for run in content.runs for layer in run.record.layers]
+    scripts = [vega_bundle(), (ASSETS / "page.js").read_text(encoding="utf-8")]
+    return (
+        environment()
+        .get_template("page.html")
+        .render(
+            content=content,
+            runs=content.runs,
+            lead=lead(specs),
+            selected=selected,
+            run_charts=charts_of_runs,
+            comparisons=compared,
+            texts=list(texts),
+            tasks=list(tasks),
+            held_out=any(run.record.held_out for run in content.runs),
+            dense_bytes={name: dense_bytes(name, content.runs) for name in content.others},
+            samples=samples,
+            vega=vl_convert.get_vega_version(),
+            data={
+                "config": CONFIG,
+                "charts": {name: drawing.on_page() for name, drawing in charts.items()},
+            },
+            style=(ASSETS / "page.css").read_text(encoding="utf-8"),
+            scripts=scripts,
+            hashes=[script_hash(script) for script in scripts],
+        )
     )
-    environment = Environment(loader=FileSystemLoader(ASSETS), undefined=StrictUndefined, **options)
-    environment.filters |= {
+
+
+def environment() -> Environment:
+    """The templates and their filters. Texts lose their control characters; the markup stays."""
+    made = Environment(
+        loader=FileSystemLoader(ASSETS),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=without_control_characters,
+    )
+    made.filters |= {
         "percent": percent,
-        "error": lambda value: f"{value:.5f}" if value >= 1e-4 or value == 0 else f"{value:.2e}",
+        "error": error_figure,
         "size": size,
         "duration": duration,
-        "precise": lambda seconds: f"{seconds:.1f} s" if seconds < 9.95 else duration(seconds),
+        "precise": precise_duration,
+        "range": number_range,
         "leading": leading,
         "trained": trained,
         "layer": layer_text,
-        "leaf": lambda path: Path(path).name or path,
+        "leaf": leaf,
     }
-    worst = [
-        max(run.record.layers, key=lambda layer: layer.relative_error).name for run in content.runs
-    ]
-    layers = [{layer.name for layer in run.record.layers} for run in content.runs]
-    selected = [
-        worst[0] if worst[0] in names else other for other, names in zip(worst, layers, strict=True)
-    ]
-    drawings = [
-        run_charts(run, content, layer) for run, layer in zip(content.runs, selected, strict=True)
-    ]
-    compared = comparisons(content)
-    charts = compared | {
-        f"{name}-{i}": each for i, charts in enumerate(drawings) for name, each in charts.items()
-    }
-    evaluations = [*content.others.values(), *(run.evaluation for run in content.runs)]
-    scripts = [vega_bundle(), (ASSETS / "page.js").read_text(encoding="utf-8")]
-    return environment.get_template("page.html").render(
-        content=content,
-        runs=content.runs,
-        selected=selected,
-        run_charts=drawings,
-        comparisons=compared,
-        texts=list(
-            dict.fromkeys(text for evaluation in evaluations for text in evaluation.perplexity)
-        ),
-        tasks=list(dict.fromkeys(task for evaluation in evaluations for task in evaluation.tasks)),
-        dense_bytes={name: dense_bytes(name, content.runs) for name in content.others},
-        samples=samples,
-        vega=vl_convert.get_vega_version(),
-        data={
-            "config": CONFIG,
-            "charts": {name: drawing.on_page() for name, drawing in charts.items()},
-        },
-        style=(ASSETS / "page.css").read_text(encoding="utf-8"),
-        scripts=scripts,
-        # What a Content-Security-Policy calls an inline script.
-        hashes=[
-            f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-            for text in scripts
-        ],
-    )
+    return made
+
+
+def without_control_characters(value: Any) -> Any:
+    """Escape the control characters of a text, but not the page's own markup."""
+    return value if isinstance(value, Markup) else escaped_within(value)
+
+
+def selected_layers(runs: Sequence[Run]) -> list[str]:
+    """The layer that each folder shows first: the worst of the first folder, or else its own."""
+    selected: list[str] = []
+    for run in runs:
+        names = {layer.name for layer in run.record.layers}
+        if selected and selected[0] in names:
+            selected.append(selected[0])
+        else:
+            worst = max(run.record.layers, key=lambda layer: layer.relative_error)
+            selected.append(worst.name)
+    return selected
+
+
+def lead(specs: Sequence[LayerSpec]) -> str:
+    """Say what a compressed layer consists of."""
+    quantised = any(spec.grid for spec in specs)
+    sparse = any(spec.pattern != "dense" for spec in specs)
+    if quantised and sparse:
+        kind = "sparse or quantised"
+    elif quantised:
+        kind = "quantised"
+    else:
+        kind = "sparse"
+    if any(spec.rank for spec in specs):
+        return f"every layer in the blocks is the sum of a {kind} matrix S and a low-rank matrix L."
+    return f"every layer in the blocks is a {kind} matrix S, without a low-rank part."
+
+
+def script_hash(script: str) -> str:
+    """The hash by which a Content-Security-Policy allows an inline script."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 @functools.cache
@@ -93,10 +143,14 @@ def vega_bundle() -> str:
 
 
 def leading(values: Sequence[float], share: float) -> int:
-    """How many of the largest singular values hold this share of the sum of squares."""
-    squares = [value * value for value in values]
-    sums, least = enumerate(accumulate(squares), 1), share * sum(squares)
-    return next((count for count, held in sums if held >= least > 0), 0)
+    """Count the largest singular values that hold this share of the sum of squares."""
+    least = share * sum(value * value for value in values)
+    held = 0.0
+    for count, value in enumerate(values, 1):
+        held += value * value
+        if held >= least > 0:
+            return count
+    return 0
 
 
 def layer_text(name: str) -> str:
@@ -105,9 +159,40 @@ def layer_text(name: str) -> str:
     return f"block {block}, {kind.rpartition('.')[2]}"
 
 
+def leaf(path: str) -> str:
+    """The last part of a path."""
+    return Path(path).name or path
+
+
+def number_range(values: Iterable[int]) -> str:
+    """The least and the greatest of some numbers: 3 to 6, or 4 if all are the same."""
+    numbers = list(values)
+    if min(numbers) == max(numbers):
+        return str(min(numbers))
+    return f"{min(numbers)} to {max(numbers)}"
+
+
+def error_figure(value: float) -> str:
+    """A relative error as a number of the tables."""
+    if value >= 1e-4 or value == 0:
+        return f"{value:.5f}"
+    return f"{value:.2e}"
+
+
+def precise_duration(seconds: float) -> str:
+    """A duration, with tenths of a second below ten seconds."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    return duration(seconds)
+
+
 def percent(share: float) -> str:
     """A share in per cent, two digits of it, and no more than two after the point."""
     value = 100 * share
     if 0 < value < 0.005:
         return "<.01"
-    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 0.995 else f"{value:.2f}"
+    if value >= 9.95:
+        return f"{value:.0f}"
+    if value >= 0.995:
+        return f"{value:.1f}"
+    return f"{value:.2f}"

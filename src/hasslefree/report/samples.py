@@ -4,8 +4,6 @@ by side.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -54,52 +52,70 @@ def sample_folders(
     prompts: Sequence[str],
     dense: str | None = None,
     max_new_tokens: int = 64,
-    **how: Any,
+    **options: Any,
 ) -> list[Samples]:
-    """Let the model of each folder and its dense model continue the prompts. One model is in memory
-    at a time.
+    """Let the model of each folder and its dense model continue the prompts.
 
-    dense: for all folders; None for what each folder names, if it is on this machine; "none" for
-    none. how: of `load_model`.
+    One model is in memory at a time.
+
+    Args:
+        dense: the dense model of all folders; None for the one that each folder names, if it is on
+            this machine; "none" for none.
+        options: those of `load_model`.
     """
-    sampling, by_model, samples = Sampling(max_new_tokens), dict[str, list[Continuation]](), []
+    sampling = Sampling(max_new_tokens)
+    by_model: dict[str, list[Continuation]] = {}
+    samples: list[Samples] = []
     for folder in folders:
-        name, remark = dense_original(folder) if dense is None else (dense, None)
-        compressed, tokenizer = write(str(folder), prompts, sampling, how)
+        name = dense
+        remark = None
+        if dense is None:
+            name, remark = dense_original(folder)
+        compressed, tokenizer = write(str(folder), prompts, sampling, options)
         if name is None or name == "none":
-            texts = (Text(continuation.text, "") for continuation in compressed)
-            samples.append(Samples(tuple(map(Sample, prompts, texts)), remark))
+            alone = []
+            for prompt, one in zip(prompts, compressed, strict=True):
+                alone.append(Sample(prompt, Text(one.text, "")))
+            samples.append(Samples(tuple(alone), remark))
             continue
         if name not in by_model:
-            by_model[name], _ = write(name, prompts, sampling, how)
-        samples.append(
-            Samples(tuple(map(partial(sample, tokenizer), prompts, compressed, by_model[name])))
-        )
+            by_model[name], _ = write(name, prompts, sampling, options)
+        both = []
+        for prompt, one, other in zip(prompts, compressed, by_model[name], strict=True):
+            both.append(sample(tokenizer, prompt, one, other))
+        samples.append(Samples(tuple(both)))
     return samples
 
 
 def write(
-    name: str, prompts: Iterable[str], sampling: Sampling, how: dict[str, Any]
+    name: str, prompts: Iterable[str], sampling: Sampling, options: dict[str, Any]
 ) -> tuple[list[Continuation], Any]:
-    """What a model writes after each prompt, and its tokenizer; the model is not kept."""
-    writer = Writer.load(name, **how)
+    """Continue each prompt with a model, which is not kept; return its tokenizer too."""
+    writer = Writer.load(name, **options)
     return [writer.write(prompt, sampling) for prompt in prompts], writer.tokenizer
 
 
 def sample(tokenizer: Any, prompt: str, compressed: Continuation, dense: Continuation) -> Sample:
-    """Both texts, parted at the first token that differs."""
+    """Part both texts at the first token that differs."""
     tokens = shared(compressed.tokens, dense.tokens)
     start = tokenizer.decode(compressed.tokens[:tokens], skip_special_tokens=True)
+    return Sample(prompt, parted(compressed.text, start), parted(dense.text, start), tokens)
 
-    def parted(text: str) -> Text:
-        # A character may be of several tokens: without the last of them, it is decoded as another
-        # one.
-        same = shared(start, text)
-        return Text(text[:same], text[same:])
 
-    return Sample(prompt, parted(compressed.text), parted(dense.text), tokens)
+def parted(text: str, start: str) -> Text:
+    """Part a text after its common beginning with `start`.
+
+    A character may be of several tokens: without the last of them, it is decoded as another one.
+    """
+    same = shared(start, text)
+    return Text(text[:same], text[same:])
 
 
 def shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many elements two sequences have in common at their beginning."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    """Count the elements that two sequences have in common at their beginning."""
+    count = 0
+    for first, second in zip(one, other, strict=False):
+        if first != second:
+            break
+        count += 1
+    return count

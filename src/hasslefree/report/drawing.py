@@ -1,0 +1,136 @@
+"""A chart as Vega-Lite, for the page as well as for PNG and SVG files.
+
+Colours are variables of page.css, so that charts on the page follow the reader's colour scheme.
+Files have the colours of the light scheme.
+"""
+
+import functools
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import vl_convert
+
+from hasslefree.errors import MemoryShortError
+from hasslefree.escaping import escaped, escaped_within
+
+ASSETS = Path(__file__).parent / "assets"
+ROWS = alt.NamedData("rows")
+
+INK = "var(--ink)"
+SOFT = "var(--soft)"
+LINE = "var(--line)"
+CARD = "var(--card)"
+_HUE_NAMES = ("accent", "second", "third", "fourth", "fifth", "sixth", "seventh")
+HUES = [f"var(--{name})" for name in _HUE_NAMES]
+
+_TEXT = {
+    "labelColor": SOFT,
+    "titleColor": SOFT,
+    "titleFontWeight": "normal",
+    "labelFontSize": 11,
+    "titleFontSize": 11,
+}
+CONFIG: dict[str, Any] = {
+    "background": CARD,
+    "font": "sans-serif",
+    "axis": {**_TEXT, "gridColor": LINE, "domainColor": LINE, "tickColor": LINE},
+    "legend": {**_TEXT, "labelColor": INK, "orient": "bottom", "labelLimit": 300},
+    "title": {"color": INK, "anchor": "start"},
+    "view": {"stroke": None},
+    "range": {"category": HUES},
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart and its data, which the chart calls "rows".
+
+    Args:
+        note: how to read the chart; empty if the title is enough.
+    """
+
+    title: str
+    chart: alt.Chart | alt.LayerChart | alt.FacetChart
+    rows: list[dict[str, Any]]
+    note: str = ""
+
+    def on_page(self) -> dict[str, Any]:
+        """Vega-Lite as wide as its part of the page, without `CONFIG`, which the charts share."""
+        content = self._definition()
+        content["width"] = "container"
+        content["datasets"] = {"rows": escaped_within(self.rows)}
+        return content
+
+    def svg(self) -> str:
+        """The chart as a file of its own; the same data give the same text."""
+        content = self._definition()
+        content["config"] = CONFIG
+        content["title"] = escaped(self.title)
+        coloured = json.loads(in_light_colours(json.dumps(content)))
+        coloured["datasets"] = {"rows": escaped_within(self.rows)}
+        return with_repeatable_ids(_vega_svg(json.dumps(coloured)))
+
+    def _definition(self) -> dict[str, Any]:
+        content = self.chart.to_dict()
+        content["config"] = {}
+        content["description"] = self.title
+        return escaped_within(content)
+
+
+def in_light_colours(text: str) -> str:
+    """Replace the variables of page.css by the light scheme's colours, which it states first."""
+    style = (ASSETS / "page.css").read_text("utf-8").partition("@media")[0]
+    for name, colour in re.findall(r"--(\w+): (#\w+)", style):
+        text = text.replace(f"var(--{name})", colour)
+    return text
+
+
+def with_repeatable_ids(svg: str) -> str:
+    """Number clips and gradients from 0: Vega numbers them from the start of the process."""
+    numbers: dict[str, int] = {}
+
+    def renamed(match: re.Match[str]) -> str:
+        number = numbers.setdefault(match[2], len(numbers))
+        return f"{match[1]}part{number}"
+
+    return re.sub(r'(id="|url\(#)((?:clip|gradient_)\d+)', renamed, svg)
+
+
+def png(svg: str) -> bytes:
+    """Draw an SVG as PNG, two pixels a unit."""
+    return vl_convert.svg_to_png(svg, scale=2)
+
+
+@functools.cache
+def _engine_process() -> int:
+    """The process in which vl-convert runs JavaScript, in a thread. A forked child has no such
+    thread.
+    """
+    return os.getpid()
+
+
+def _vega_svg(definition: str) -> str:
+    """Draw Vega-Lite, in a process of its own if the engine cannot run in this one."""
+    unlimited = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    if _engine_process() == os.getpid() and unlimited:
+        return vl_convert.vegalite_to_svg(definition)
+    script = (
+        "import sys, vl_convert; sys.stdout.write(vl_convert.vegalite_to_svg(sys.stdin.read()))"
+    )
+    command = [sys.executable, "-X", "utf8", "-c", script]
+    done = subprocess.run(
+        command, input=definition, capture_output=True, encoding="utf-8", check=False
+    )
+    if done.returncode:  # V8 reserves more than 64 GB of addresses, and aborts if it gets none
+        raise MemoryShortError(
+            "the charts could not be drawn: lift the limit on address space (ulimit -v), and repeat"
+        )
+    return done.stdout
