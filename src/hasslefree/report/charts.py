@@ -190,7 +190,7 @@ def parameters(layers: Iterable[LayerRecord]) -> Drawing:
         alt.X("layer:N", sort=None, title="layer, in the order of the model", axis=axis),
         tooltip=["layer:N", *(f"{share}:Q" for share in shares), "rank:Q"],
     )
-    bars = bases.transform_fold(shares, ["part", "share"]).mark_bar(cursor="pointer")
+    bars = bases.transform_fold([*shares], ["part", "share"]).mark_bar(cursor="pointer")
     bars = bars.encode(
         alt.Y("share:Q", title="% of the dense weight"),
         alt.Color("part:N", sort=shares, title=None),

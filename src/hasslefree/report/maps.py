@@ -108,7 +108,7 @@ def _map(
     dark: Any,
     figure: alt.Tooltip,
     selected: str,
-) -> alt.LayerChart:
+) -> alt.LayerChart | alt.FacetChart:
     """Draw a coloured cell with a number for each block and kind, and mark one of them.
 
     Args:
