@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hasslefree.errors import CheckpointError, ServeError
-from hasslefree.serve.fused import FusedLinear, LoadBuffer
+from hasslefree.serve.fused import FusedLinear
 from hasslefree.serve.parts import Division
 from tests.serve.layers import KINDS, dense, layer_of
 
@@ -33,10 +33,9 @@ def fused(layers, division, dtype=torch.float32, **options):
     """A fused layer with all tensors loaded, part by part."""
     entries = {f"layer{i}": layer.entry for i, layer in enumerate(layers)}
     stack = FusedLinear(division.parts(entries), dtype, **options)
-    buffer = LoadBuffer(stack)
     for part, layer in zip(stack.parts, layers, strict=True):
         for leaf, tensor in layer.tensors.items():
-            buffer.add(leaf, tensor, part.slices.start)
+            stack.add(leaf, tensor, part.slices.start)
     stack.finish()
     return stack
 
@@ -199,11 +198,10 @@ def test_tensors_may_come_in_any_order_and_their_memory_may_be_used_again():
         {f"l{i}": each.entry for i, each in enumerate(layers)}
     )
     stack = FusedLinear(parts, torch.float32)
-    buffer = LoadBuffer(stack)
     for leaf in ("low_rank_v", "values", "low_rank_u", "positions"):
         for name, layer in reversed(list(zip("qkv", layers, strict=True))):
             memory = layer.tensors[leaf].clone()
-            buffer.add(leaf, memory, name)
+            stack.add(leaf, memory, name)
             memory.zero_()
     stack.finish()
     x = torch.randn(3, WIDTH)

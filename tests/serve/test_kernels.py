@@ -7,7 +7,7 @@ import torch
 
 from hasslefree import Grid
 from hasslefree.packed.storage import unpack_codes
-from hasslefree.serve.fused import FusedLinear, LoadBuffer
+from hasslefree.serve.fused import FusedLinear
 from hasslefree.serve.parts import Division
 from tests.serve.layers import KINDS, layer_of
 
@@ -60,10 +60,9 @@ def stack_of(layers, width, rank, ranks, dtype):
     division = Division(sizes, sizes, width, width // ranks, rank, ranks)
     parts = division.parts({f"layer{i}": layer.entry for i, layer in enumerate(layers)})
     stack = FusedLinear(parts, dtype, kernel_for=kernel_for)
-    buffer = LoadBuffer(stack)
     for part, layer in zip(parts, layers, strict=True):
         for leaf, tensor in layer.tensors.items():
-            buffer.add(leaf, tensor, part.slices.start)
+            stack.add(leaf, tensor, part.slices.start)
     stack.finish()
     return stack
 

@@ -175,7 +175,9 @@ class PackedGroups:
             return 0
         whole = used // 8
         is_valid = ~self._is_invalid(bits_of_bytes(index.device)).any(1, keepdim=True)
-        return whole if look_up_bytes(is_valid, index[:, :whole]).all() else 0
+        if not look_up_bytes(is_valid, index[:, :whole]).all():
+            return 0
+        return whole
 
     def _is_invalid(self, bits: Tensor) -> Tensor:
         """Mark the codes that `pack` never writes: (rows, codes · bits of a code) → bool (rows,

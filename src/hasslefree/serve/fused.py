@@ -7,7 +7,7 @@ Where vLLM has a kernel for the codes of S, S stays packed, and the low-rank par
 Otherwise S + u v is summed when the weights are loaded, and the layer is a dense one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from hasslefree.serve.parts import Part
 
 # The names that vLLM gives the slices of its fused attention layer; other slices have numbers.
 ATTENTION = {"q": 0, "k": 1, "v": 2}
+
+# The slices of a fused layer that a tensor is for, as vLLM names them.
+Slices = str | int | tuple[int, ...] | None
 
 # Make a `serve.kernels.VllmKernel` for a complete S with this grid, (out, in) and dtype, or None.
 KernelFor = Callable[[Grid, tuple[int, int], torch.dtype], Any]
@@ -52,10 +55,14 @@ class FusedLinear(nn.Module):
         self.outs = [part.shard.shape[0] for part in parts]
         self.ranks = [part.rank for part in parts]
         self.missing = set(range(len(parts)))
+        # The tensors of a part until it is complete, and codes until all parts are loaded.
+        self.waiting: list[dict[str, Tensor]] = [{} for _ in parts]
+        self.codes: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         shape = (sum(self.outs), parts[0].shard.shape[1])
         self.grid = common_grid(parts)
-        self.kernel: Any = kernel_for(self.grid, shape, dtype) if self.grid else None
-        self.codes: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # until all parts are loaded
+        self.kernel: Any = None
+        if self.grid is not None:
+            self.kernel = kernel_for(self.grid, shape, dtype)
 
         def empty(*shape: int) -> nn.Parameter:
             tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -67,6 +74,52 @@ class FusedLinear(nn.Module):
         factors = zip(self.outs, self.ranks, strict=True)
         self.low_rank_u = nn.ParameterList([empty(out, rank) for out, rank in factors])
         self.low_rank_v = empty(sum(self.ranks), shape[1])
+
+    def add(self, leaf: str, tensor: Tensor, slices: Slices) -> None:
+        """Take one tensor, in any order, and load the part that it completes.
+
+        Args:
+            leaf: its name within the layer, such as `weight_scale`.
+            tensor: the whole tensor.
+            slices: the slices of the fused layer that it is for, as vLLM names them.
+
+        Raises:
+            ServeError: the layer has no such tensor or part.
+            CheckpointError: the tensors of the part are damaged.
+        """
+        index = self._part(slices)
+        waiting = self.waiting[index]
+        wanted = self.parts[index].tensors()
+        if leaf not in wanted:
+            raise ServeError(
+                f"the weight files contain {self.parts[index].name}.{leaf}, which the layer that"
+                " config.json describes does not have; download or copy the folder again"
+            )
+        # A copy, because some of vLLM's loaders read the next tensor into the same memory.
+        waiting[leaf] = tensor.detach().clone()
+        if waiting.keys() == wanted.keys():
+            self.load(index, waiting)
+            waiting.clear()
+
+    def _part(self, slices: Slices) -> int:
+        """The index of the part that these slices belong to."""
+        if slices is None and len(self.parts) == 1:
+            return 0
+        first = slices
+        if isinstance(first, tuple):
+            first = first[0]
+        if isinstance(first, str):
+            first = ATTENTION.get(first)
+        for index, part in enumerate(self.parts):
+            if first in part.slices:
+                return index
+        raise ServeError(
+            f"vLLM loads part {slices!r} of a fused layer of {self._names(range(len(self.parts)))},"
+            " a part that this version of hasslefree does not know; update hasslefree"
+        )
+
+    def _names(self, indices: Iterable[int]) -> str:
+        return ", ".join([self.parts[index].name for index in indices])
 
     def load(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Load one part.
@@ -81,9 +134,10 @@ class FusedLinear(nn.Module):
         part = self.parts[index]
         part.check(tensors)
         # Before codes are multiplied by their scales: a product has the dtype of its scale.
-        local = {}
+        local = dict(tensors)
         for leaf, tensor in tensors.items():
-            local[leaf] = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            if tensor.is_floating_point():
+                local[leaf] = tensor.to(self.dtype)
         if self.kernel is None:
             self.weight.data.split(self.outs)[index].copy_(part.dense(local))
         else:
@@ -98,17 +152,16 @@ class FusedLinear(nn.Module):
             self.low_rank_v.data.split(self.ranks)[index].copy_(factors[1])
         self.codes[index] = part.codes(tensors)
         if len(self.codes) == len(self.parts):
-            ordered = [self.codes[i] for i in range(len(self.parts))]
-            codes, scale, zero = (torch.cat(tensors) for tensors in zip(*ordered, strict=True))
-            self.kernel.load(codes, scale, zero)
-            self.codes.clear()
+            ordered = [self.codes.pop(i) for i in range(len(self.parts))]
+            codes, scales, zeros = zip(*ordered, strict=True)
+            self.kernel.load(torch.cat(codes), torch.cat(scales), torch.cat(zeros))
 
     def finish(self) -> None:
         """Prepare the kernel, if there is one; a CheckpointError if a part was not loaded."""
         if self.missing:
-            names = ", ".join(self.parts[index].name for index in sorted(self.missing))
             raise CheckpointError(
-                f"the weight files lack tensors of {names}; download or copy the folder again"
+                f"the weight files lack tensors of {self._names(sorted(self.missing))}; download or"
+                " copy the folder again"
             )
         if self.kernel is not None:
             self.kernel.finish()
@@ -142,51 +195,3 @@ def common_grid(parts: list[Part]) -> Grid | None:
     if grid is None or width % (grid.group or width):
         return None
     return grid
-
-
-class LoadBuffer:
-    """Keeps the tensors of a part until it is complete: they come in any order and from several
-    files.
-    """
-
-    def __init__(self, layer: FusedLinear):
-        self.layer = layer
-        self.waiting: list[dict[str, Tensor]] = [{} for _ in layer.parts]
-
-    def add(self, leaf: str, tensor: Tensor, slices: str | int | tuple[int, ...] | None) -> None:
-        """Take one tensor, and load the part that it completes.
-
-        Args:
-            leaf: its name within the layer, such as `weight_scale`.
-            tensor: the whole tensor.
-            slices: the slices of the fused layer that it is for, as vLLM names them.
-        """
-        index = self._part(slices)
-        part = self.layer.parts[index]
-        waiting = self.waiting[index]
-        wanted = part.tensors()
-        if leaf not in wanted:
-            raise ServeError(
-                f"the weight files contain {part.name}.{leaf}, which the layer that config.json"
-                " describes does not have; download or copy the folder again"
-            )
-        # A copy, because some of vLLM's loaders read the next tensor into the same memory.
-        waiting[leaf] = tensor.detach().clone()
-        if waiting.keys() == wanted.keys():
-            self.layer.load(index, waiting)
-            waiting.clear()
-
-    def _part(self, slices: str | int | tuple[int, ...] | None) -> int:
-        if slices is None and len(self.layer.parts) == 1:
-            return 0
-        first = slices[0] if isinstance(slices, tuple) else slices
-        if isinstance(first, str):
-            first = ATTENTION.get(first)
-        for index, part in enumerate(self.layer.parts):
-            if first in part.slices:
-                return index
-        names = ", ".join(part.name for part in self.layer.parts)
-        raise ServeError(
-            f"vLLM loads part {slices!r} of a fused layer of {names}, a part that this version of"
-            " hasslefree does not know; update hasslefree"
-        )

@@ -29,11 +29,12 @@ class VllmKernel(nn.Module):
 
     def __init__(self, grid: Grid, shape: tuple[int, int], dtype: torch.dtype):
         super().__init__()
-        (out, width), self.grid, self.bias = shape, grid, None  # the kernel for a CPU reads a bias
+        out, width = shape
+        self.grid = grid
+        self.bias = None  # the kernel for a CPU reads it
         group = ENGINES["vllm"].group_for(grid, width) if grid.group else None
-        self.scheme: Any = CompressedTensorsWNA16(
-            "group" if group else "channel", grid.bits, group, grid.symmetric
-        )
+        strategy = "group" if group else "channel"
+        self.scheme: Any = CompressedTensorsWNA16(strategy, grid.bits, group, grid.symmetric)
         self.scheme.create_weights(self, out, width, [out], width, dtype, weight_loader=None)
 
     def load(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
@@ -41,7 +42,8 @@ class VllmKernel(nn.Module):
         groups).
         """
         times = self.weight_scale.shape[1] // scale.shape[1]
-        scale, zero = (each.repeat_interleave(times, 1) for each in (scale, zero))
+        scale = scale.repeat_interleave(times, 1)
+        zero = zero.repeat_interleave(times, 1)
         self.weight_packed.copy_(pack_codes(codes, self.grid.bits))
         self.weight_scale.copy_(scale)
         if not self.grid.symmetric:  # packed along the outputs
@@ -62,11 +64,9 @@ def kernel_for(grid: Grid, shape: tuple[int, int], dtype: torch.dtype) -> VllmKe
     """The kernel that vLLM chooses on this device; None if it has none. No kernel computes in
     float32.
     """
+    if dtype == torch.float32 or not ENGINES["vllm"].holds(grid):
+        return None
     try:
-        return (
-            VllmKernel(grid, shape, dtype)
-            if ENGINES["vllm"].holds(grid) and dtype != torch.float32
-            else None
-        )
+        return VllmKernel(grid, shape, dtype)
     except ValueError:
         return None

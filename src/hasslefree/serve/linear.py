@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear
 
 from hasslefree.checkpoint.entries import Entry
-from hasslefree.serve.fused import FusedLinear, LoadBuffer
+from hasslefree.serve.fused import FusedLinear, Slices
 from hasslefree.serve.kernels import kernel_for
 from hasslefree.serve.parts import Division
 from hasslefree.units import size
@@ -61,10 +61,9 @@ class FusedLinearMethod(LinearMethodBase):
         )
         parts = division.parts(self.entries)
         layer.compressed = FusedLinear(parts, params_dtype, kernel_for=kernel_for)
-        buffer = LoadBuffer(layer.compressed)
         for part in parts:
             for leaf, (_, dtype) in part.tensors().items():
-                slot = WeightSlot(leaf, buffer, dtype or params_dtype)
+                slot = WeightSlot(leaf, layer.compressed, dtype or params_dtype)
                 layer.register_parameter(leaf, slot)
         if layer.compressed.kernel is None:
             kinds = ", ".join(dict.fromkeys(part.kind for part in parts))
@@ -87,29 +86,24 @@ class FusedLinearMethod(LinearMethodBase):
 
 
 class WeightSlot(nn.Parameter):
-    """A parameter without elements, which passes the tensors that vLLM loads to a buffer.
+    """A parameter without elements, which passes the tensors that vLLM loads to a fused layer.
 
     Args:
         leaf: the name of the tensor within the layer.
-        buffer: where the tensors go.
+        fused: the layer.
         dtype: of the tensors.
     """
 
-    def __new__(cls, leaf: str, buffer: LoadBuffer, dtype: torch.dtype) -> "WeightSlot":
+    def __new__(cls, leaf: str, fused: FusedLinear, dtype: torch.dtype) -> "WeightSlot":
         return super().__new__(cls, torch.empty(0, dtype=dtype), requires_grad=False)
 
-    def __init__(self, leaf: str, buffer: LoadBuffer, dtype: torch.dtype):
+    def __init__(self, leaf: str, fused: FusedLinear, dtype: torch.dtype):
         self.leaf = leaf
-        self.buffer = buffer
+        self.fused = fused
 
-    def weight_loader(
-        self,
-        parameter: nn.Parameter,
-        tensor: Tensor,
-        slices: str | int | tuple[int, ...] | None = None,
-    ) -> None:
+    def weight_loader(self, parameter: nn.Parameter, tensor: Tensor, slices: Slices = None) -> None:
         """Take a tensor; vLLM calls it. slices: the part of a fused layer that it is for."""
-        self.buffer.add(self.leaf, tensor, slices)
+        self.fused.add(self.leaf, tensor, slices)
 
 
 def slice_sizes(layer: LinearBase, output_size: int) -> list[int]:

@@ -127,8 +127,8 @@ class Part:
         if factors is None:
             return shard
         wide = torch.promote_types(shard.dtype, torch.float32)
-        u, v = (factor.to(wide) for factor in factors)
-        return torch.addmm(shard.to(wide), u, v)
+        u, v = factors
+        return torch.addmm(shard.to(wide), u.to(wide), v.to(wide))
 
 
 @dataclass(frozen=True)
@@ -206,5 +206,7 @@ class Division:
             start = offset + self.rank * (size // local) // self.ranks * local
             rows.append((start, start + local))
             offset += size
-        column = self.rank * self.local_width if self.local_width < self.width else 0
+        column = 0
+        if self.local_width < self.width:
+            column = self.rank * self.local_width
         return Shard(tuple(rows), (column, column + self.local_width))

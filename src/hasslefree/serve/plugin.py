@@ -85,11 +85,10 @@ class ServedConfig(QuantizationConfig):
                 )
             return None
         parent, _, leaf = prefix.rpartition(".")
-        names = [
-            f"{parent}.{name}" if parent else name
-            for name in self.packed_modules_mapping.get(leaf, [leaf])
-        ]
-        entries = {name: self.entries.get(name) for name in names}
+        entries = {}
+        for part in self.packed_modules_mapping.get(leaf, [leaf]):
+            name = f"{parent}.{part}" if parent else part
+            entries[name] = self.entries.get(name)
         if not any(entries.values()):
             return UnquantizedLinearMethod()
         return FusedLinearMethod(entries)

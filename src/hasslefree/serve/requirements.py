@@ -14,15 +14,19 @@ DENSE = "write a dense model with `hasslefree export FOLDER --to dense DEST` and
 
 
 def check_vllm(version: str) -> None:
+    """Raise a ServeError for a version of vLLM that is not in `VERSIONS`."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    installed = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    installed = (0, 0)
+    if numbers:
+        installed = (int(numbers[1]), int(numbers[2]))
     if installed in VERSIONS:
         return
-    known, (major, minor) = (
-        " and ".join(f"{major}.{minor}" for major, minor in VERSIONS),
-        max(VERSIONS),
-    )
-    update = "update hasslefree, or " if installed > max(VERSIONS) else ""
+    known = " and ".join([f"{major}.{minor}" for major, minor in VERSIONS])
+    newest = max(VERSIONS)
+    major, minor = newest
+    update = ""
+    if installed > newest:
+        update = "update hasslefree, or "
     raise ServeError(
         f"this version of hasslefree serves compressed folders with vLLM {known}, but vLLM"
         f" {version} is installed: "
@@ -31,7 +35,9 @@ def check_vllm(version: str) -> None:
 
 
 def check_device(name: str) -> None:
-    """name: as vLLM calls the device. vLLM itself compares a GPU with `get_min_capability`."""
+    """Raise a ServeError for a device that is neither a CPU nor CUDA. vLLM itself compares a GPU
+    with `get_min_capability`.
+    """
     if name not in ("cpu", "cuda"):
         raise ServeError(
             f"compressed folders are served on a CPU or an NVIDIA GPU, not on {name}: {DENSE}"
@@ -39,8 +45,10 @@ def check_device(name: str) -> None:
 
 
 def check_layers(names: Iterable[str]) -> None:
-    if expert := next((name for name in names if EXPERT.search(name)), None):
-        raise ServeError(
-            f"{expert} belongs to a mixture of experts (MoE), and compressed experts cannot be"
-            f" served: {DENSE}"
-        )
+    """Raise a ServeError if one of the compressed layers is an expert."""
+    for name in names:
+        if EXPERT.search(name):
+            raise ServeError(
+                f"{name} belongs to a mixture of experts (MoE), and compressed experts cannot be"
+                f" served: {DENSE}"
+            )

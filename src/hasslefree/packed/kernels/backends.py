@@ -66,7 +66,9 @@ def choose(case: Case, backend: str | None = None) -> str:
         obstacle = BACKENDS[backend](case)
         if obstacle is not None:
             raise KernelError(f"backend {backend!r} is not possible: {obstacle}")
-        return "dense" if backend == "int4" and is_long_on_cuda else backend
+        if backend == "int4" and is_long_on_cuda:
+            return "dense"
+        return backend
     if is_long_on_cuda:
         return "dense"
     for name in ("numba", "int4"):
@@ -112,7 +114,9 @@ def _int4(case: Case) -> str | None:
     if case.grad:
         return NO_GRADIENTS
     obstacle = int4.obstacle(case.device, case.dtype, case.grid, case.shape)
-    return None if obstacle is None else f"{obstacle}; use dense or unpacked"
+    if obstacle is None:
+        return None
+    return f"{obstacle}; use dense or unpacked"
 
 
 # Functions that say why a backend is not possible in a case, or None, by the backend's name.

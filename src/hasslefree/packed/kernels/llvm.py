@@ -171,8 +171,14 @@ def add_products(typing, sums, values, codes, o, x, t, span):
         sums, values, codes, o, x, t, span = arguments
         kind, values_kind, codes_kind, _, x_kind, _, _ = signature.args
         is_float = isinstance(values_kind.dtype, types.Float)
-        lanes = LANES if is_float else 2 * LANES
-        stored = FLOATS if is_float else ir.VectorType(INT16, lanes)
+        if is_float:
+            lanes = LANES
+            stored = FLOATS
+            select = "llvm.x86.avx512.vpermi2var.ps.512"
+        else:
+            lanes = 2 * LANES
+            stored = ir.VectorType(INT16, lanes)
+            select = "llvm.x86.avx512.vpermi2var.hi.512"
 
         def load(array_kind, array, row, column, to):
             source = address(context, builder, array_kind, array, [row, column], to)
@@ -195,7 +201,6 @@ def add_products(typing, sums, values, codes, o, x, t, span):
             for j, (low, high) in enumerate(inputs):
                 number = i * kind.tokens + j
                 total = builder.extract_value(sums, number)
-                select = "llvm.x86.avx512.vpermi2var." + ("ps.512" if is_float else "hi.512")
                 chosen = native(builder, select, stored, [low, selected, high])
                 if is_float:
                     total = native(builder, "llvm.fma.v16f32", FLOATS, [factors, chosen, total])

@@ -73,11 +73,14 @@ def product(
         (..., out), of x's dtype; sums are float32.
     """
     flat = x.reshape(-1, x.shape[-1])
+    groups = groups_product
+    masked = mask_product
+    if is_traced(x):
+        groups = linear_groups
+        masked = linear_mask
     if isinstance(layout, PackedGroups):
-        groups = linear_groups if is_traced(x) else groups_product
         y = groups(flat, values, index, layout.n, layout.m, u, v, bias)
     else:
-        masked = linear_mask if is_traced(x) else mask_product
         y = masked(flat, values, index)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 

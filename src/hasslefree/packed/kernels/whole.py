@@ -49,9 +49,11 @@ def kernel_for(spec: LayerSpec) -> Kernel:
     layout = spec.storage.layout
     if not isinstance(layout, PackedGroups):
         return NoKernel()
-    if spec.grid is not None:
-        return Int4Kernel() if layout.n == layout.m else NoKernel()
-    return GroupsKernel() if spec.factor_bits is None else NoKernel()
+    if spec.grid is not None and layout.n == layout.m:
+        return Int4Kernel()
+    if spec.grid is None and spec.factor_bits is None:
+        return GroupsKernel()
+    return NoKernel()
 
 
 class NoKernel:
@@ -162,10 +164,12 @@ class Int4Kernel:
             y = operands.product(x)
             self.factors.add(x.contiguous(), y)
             return y
-        factors = layer.factors()
-        y = operands.product(x) if factors is None else operands.product(x, *factors)
+        u, v = layer.factors() or (None, None)
+        y = operands.product(x, u, v)
         bias = layer._parameters["bias"]
-        return y if bias is None else y.add_(bias)
+        if bias is not None:
+            y.add_(bias)
+        return y
 
     def _prepare(self, layer: "SparseLowRankLinear") -> None:
         """Take the codes of the layer, if this is its backend."""
@@ -175,9 +179,10 @@ class Int4Kernel:
             self._take(layer)
         else:
             obstacle = backends.BACKENDS["int4"](case)
+            if case.grid is not None and case.grid.bits != 4:
+                obstacle = OTHER_BITS
             if obstacle and case.device == "cpu":
-                has_other_bits = case.grid is not None and case.grid.bits != 4
-                log_slower(OTHER_BITS if has_other_bits else obstacle)
+                log_slower(obstacle)
         self.key = key_of(layer)
 
     def _take(self, layer: "SparseLowRankLinear") -> None:
