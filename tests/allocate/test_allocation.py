@@ -9,7 +9,7 @@ import torch
 
 import hasslefree
 from hasslefree import Gram, Recipe
-from hasslefree.allocate.allocation import choice_of
+from hasslefree.allocate.options import budget_options
 from hasslefree.checkpoint.record import Record
 from hasslefree.core.patterns import SemiStructured, Unstructured
 from hasslefree.errors import BudgetError, RecipeError
@@ -51,6 +51,23 @@ def test_the_bytes_are_those_of_the_uniform_plan(recipe, tmp_path):
         was = before[layer.name]
         assert was.spec.rank // 2 <= layer.spec.rank <= 2 * was.spec.rank
         assert was.spec.nonzeros // 2 <= layer.spec.nonzeros <= 2 * was.spec.nonzeros
+
+
+@pytest.mark.parametrize("field", ["ratio", "sparsity"])
+def test_owl_moves_the_ratio_between_blocks(field, tmp_path):
+    """Oracle: OWL's formula for two blocks, one of which has the outliers."""
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[::7, ::5] *= 30
+    budget = {"ratio": 0.5, "rank_share": 0.2} if field == "ratio" else {"sparsity": 0.5, "rank": 2}
+    recipe = Recipe(pattern="unstructured", method="eora", allocate="owl", **budget)
+    report = hasslefree.compress(model, tmp_path / "out", recipe, segments=segments())
+    for layer in report.layers:
+        saved = 0.58 if ".0." in layer.name else 0.42
+        expected = dataclasses.replace(recipe.resolve(with_text=False).budget, **{field: saved})
+        pattern, rank = expected.resolve(*layer.spec.shape)
+        assert layer.spec.rank == rank
+        assert layer.spec.nonzeros == pytest.approx(pattern.kept(layer.spec.shape), abs=1)
 
 
 def test_no_layer_grows_beyond_the_dense_one(tmp_path):
@@ -103,17 +120,21 @@ def test_what_a_step_would_undo(pattern):
     weight, h = (part.double() for part in oracles.problem(24, 32))
     plan = LayerPlan.of((24, 32), pattern, 2, torch.float32)
     sparse = weight * pattern.mask(weight.square())
-    choice = choice_of(weight.float(), sparse.float(), Gram(h.float(), 1), plan).weighed(0.6)
+    options = budget_options(weight.float(), sparse.float(), Gram(h.float(), 1), plan)
     values = torch.linalg.svdvals((weight - sparse) @ torch.linalg.cholesky(h)).square()
-    torch.testing.assert_close(choice.curves[0].gains, 0.6 * (values / values.sum())[1:4], rtol=1e-4, atol=1e-8)
-    assert choice.curves[0].cost == 4 * (24 + 32)
-    if len(choice.curves) == 2:
+    ranks = options.ladders["rank"]
+    torch.testing.assert_close(ranks.gains, (values / values.sum())[1:4], rtol=1e-4, atol=1e-8)
+    assert ranks.cost == 4 * (24 + 32)
+    steps = {"rank": 3, "nonzeros": 5}
+    if isinstance(pattern, Unstructured):
         scores = (weight.square() * h.diagonal()).flatten().sort(descending=True).values
-        expected = 0.6 * (scores / scores[200:].sum())[100:400]
-        torch.testing.assert_close(choice.curves[1].gains, expected, rtol=1e-4, atol=1e-8)
-        assert choice.curves[1].cost == 4
-        assert choice.plan(3, 5).spec.nonzeros == 105
-    assert choice.plan(3, 0).spec.rank == 4
+        nonzeros = options.ladders["nonzeros"]
+        torch.testing.assert_close(nonzeros.gains, (scores / scores[200:].sum())[100:400], rtol=1e-4, atol=1e-8)
+        assert nonzeros.cost == 4
+        assert options.plan(steps).spec.nonzeros == 105
+    assert options.plan(steps).spec.rank == 4
+    # The uniform plan without its L loses all; its own rank undoes the two largest values.
+    assert options.loss(plan) == pytest.approx(float(1 - (values / values.sum())[:2].sum()), rel=1e-4)
 
 
 def test_a_step_costs_what_it_adds_to_the_bytes():
@@ -122,11 +143,11 @@ def test_a_step_costs_what_it_adds_to_the_bytes():
     sparse = weight * SemiStructured(2, 4).mask(weight.square())
     for rank in (0, 1, 2, 5):
         plan = LayerPlan.of((24, 32), SemiStructured(2, 4), rank, torch.bfloat16, factor_bits=8)
-        choice = choice_of(weight.bfloat16(), sparse, Gram(h, 1), plan)
-        assert choice.plan(0).spec.rank == {0: 0, 1: 1, 2: 1, 5: 2}[rank]
-        steps = [choice.plan(step).bytes for step in range(len(choice.curves[0].gains) + 1)]
+        options = budget_options(weight.bfloat16(), sparse, Gram(h, 1), plan)
+        assert options.plan({"rank": 0}).spec.rank == {0: 0, 1: 1, 2: 1, 5: 2}[rank]
+        steps = [options.plan({"rank": step}).bytes for step in range(len(options.ladders["rank"].gains) + 1)]
         assert [later - one for one, later in pairwise(steps)] == [24 + 32 + 2] * (len(steps) - 1)
-        assert choice.plan(0).spec.factor_bits == (8 if rank else None)
+        assert options.plan({"rank": 0}).spec.factor_bits == (8 if rank else None)
 
 
 def test_factors_in_eight_bits_where_the_ratio_leaves_no_rank_are_refused():
@@ -154,7 +175,8 @@ def test_a_run_that_ended_early_goes_on_to_the_same_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"allocate": "fair"}, "allocate must be 'uniform' or 'error', got 'fair'"),
+        ({"allocate": "fair"}, "allocate must be 'uniform', 'owl' or 'error', got 'fair'"),
+        ({"allocate": "owl"}, "allocate owl distributes a ratio or a sparsity.*give ratio"),
         ({"allocate": "error", "rank": 0}, "none to move \\(pattern 2:4\\): give a rank"),
     ],
 )

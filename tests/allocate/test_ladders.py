@@ -7,25 +7,30 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasslefree.allocate.ladders import GainCurve, greedy_allocate, hull, rank_gains
+from hasslefree.allocate.ladders import Ladder, greedy_allocate, hull, rank_gains
 from hasslefree.core.gram import Gram
 
 GAINS = st.lists(st.floats(0, 10), max_size=4).map(lambda gains: sorted(gains, reverse=True))
 
 
 def ladders_of(gains, costs):
-    return [GainCurve(torch.tensor(g, dtype=torch.float64), c) for g, c in zip(gains, costs, strict=False)]
+    return [Ladder(torch.tensor(g, dtype=torch.float64), c) for g, c in zip(gains, costs, strict=False)]
 
 
-def won(curves, taken):
-    return sum(float(curve.gains[:steps].sum()) for curve, steps in zip(curves, taken, strict=True))
+def won(ladders, taken):
+    return sum(float(ladder.gains[:steps].sum()) for ladder, steps in zip(ladders, taken, strict=True))
+
+
+def chosen_steps(ladders, budget):
+    """The number of steps on each ladder of a list."""
+    return list(greedy_allocate(dict(enumerate(ladders)), budget).values())
 
 
 @given(st.lists(GAINS, min_size=1, max_size=4), st.lists(st.integers(1, 5), min_size=4, max_size=4), st.integers(0, 40))
 def test_no_choice_wins_more_but_for_what_is_left_over(gains, costs, budget):
     """Oracle: all choices. Where all steps cost the same, nothing is left over that could buy one."""
     curves = ladders_of(gains, costs)
-    taken = greedy_allocate(curves, budget)
+    taken = chosen_steps(curves, budget)
     spent = sum(curve.cost * steps for curve, steps in zip(curves, taken, strict=True))
     assert spent <= budget
     every = itertools.product(*(range(len(curve.gains) + 1) for curve in curves))
@@ -58,10 +63,10 @@ def test_points_of_several_layers_are_dealt_within_the_budget(layers, budget):
     corners = [[points[index] for index in hull(points)] for points in layers]
     least = sum(best[0][0] for best in corners)
     curves = [
-        GainCurve(-torch.tensor([loss for _, loss in best]).double().diff(), torch.tensor([b for b, _ in best]).diff())
+        Ladder(-torch.tensor([loss for _, loss in best]).double().diff(), torch.tensor([b for b, _ in best]).diff())
         for best in corners
     ]
-    taken = greedy_allocate(curves, budget - least)
+    taken = chosen_steps(curves, budget - least)
     chosen = [best[steps] for best, steps in zip(corners, taken, strict=True)]
     assert sum(size for size, _ in chosen) <= max(budget, least)
     every = [choice for choice in itertools.product(*layers) if sum(size for size, _ in choice) <= budget]
@@ -84,10 +89,10 @@ class OnGPU(torch.Tensor):
 def test_gains_on_a_gpu_are_climbed_as_on_a_cpu():
     """Oracle: the same curves on the CPU, and a device whose tensors cannot index those of the CPU."""
     curves = ladders_of([[5.0, 3.0, 1.0], [4.0, 2.0, 0.0]], [2, 3])
-    on_gpu = [GainCurve(curve.gains.as_subclass(OnGPU), curve.cost) for curve in curves]
+    on_gpu = [Ladder(curve.gains.as_subclass(OnGPU), curve.cost) for curve in curves]
     with pytest.raises(RuntimeError, match="indices"):
         torch.arange(3)[on_gpu[0].gains.argsort()]
-    assert greedy_allocate(on_gpu, 9) == greedy_allocate(curves, 9) == [3, 1]
+    assert chosen_steps(on_gpu, 9) == chosen_steps(curves, 9) == [3, 1]
 
 
 def test_a_rank_wins_what_the_best_approximation_does():

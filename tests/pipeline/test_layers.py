@@ -59,8 +59,8 @@ def test_layers_are_fitted_with_the_weights_of_their_outputs(allocate, weighted,
     measured, given = {}, []
     solve, find = layers.solve_with_room, driver.by_sensitivity
 
-    def remembered(*args):
-        allocation = find(*args)
+    def remembered(*args, **settings):
+        allocation = find(*args, **settings)
         measured.update(allocation.output_weights)
         return allocation
 

@@ -8,7 +8,8 @@ import torch
 
 import hasslefree
 from hasslefree import Gram, Grid, Recipe
-from hasslefree.allocate.allocation import choice_on_grids
+from hasslefree.allocate.allocation import LayerChoice
+from hasslefree.allocate.options import grid_options
 from hasslefree.allocate.sensitivity import ProbedLayer, quick
 from hasslefree.core.patterns import SemiStructured
 from hasslefree.distributed import ALONE
@@ -121,7 +122,7 @@ def test_what_bits_and_ranks_lose():
     layer, gram = probed(weight, x, gradients, grid)
     plan = LayerPlan.of((24, 32), DENSE, 0, torch.bfloat16, grid)
     resolved = Recipe(size="6bits", **QUICK).resolve(with_text=False)
-    choice, sensitivity = choice_on_grids(layer, plan, resolved)
+    options, sensitivity = grid_options(layer, plan, resolved.grids)
     rates, errors, root = [], {}, torch.linalg.cholesky(gram.matrix.double())
     for bits in (2, 3, 4, 5, 6, 8):
         each = dataclasses.replace(grid, bits=bits)
@@ -131,14 +132,17 @@ def test_what_bits_and_ranks_lose():
     assert sensitivity == pytest.approx(
         sum(rates) / 6 * float(errors[dataclasses.replace(grid, bits=2)].sum()), rel=1e-3
     )
-    weighed = choice.weighed(sensitivity)
+    choice = LayerChoice(options, sensitivity)
     for each, values in errors.items():
         for rank in (0, 8, 16):
             share = 1 - float(errors[grid][:rank].sum() / errors[grid].sum())
-            found = weighed.loss(LayerPlan.of((24, 32), DENSE, rank, torch.bfloat16, each))
+            found = choice.loss(LayerPlan.of((24, 32), DENSE, rank, torch.bfloat16, each))
             assert found == pytest.approx(sum(rates) / 6 * float(values.sum()) * share, rel=1e-3)
-    steps = [weighed.plan(step) for step in range(len(weighed.curves[0].gains) + 1)]
-    assert [later.bytes - one.bytes for one, later in itertools.pairwise(steps)] == weighed.curves[0].cost.tolist()
+    ladder = options.ladders["plan"]
+    steps = [options.plan({"plan": step}) for step in range(len(ladder.gains) + 1)]
+    assert [later.bytes - one.bytes for one, later in itertools.pairwise(steps)] == ladder.cost.tolist()
+    losses = [options.loss(step) for step in steps]
+    assert [one - later for one, later in itertools.pairwise(losses)] == pytest.approx(ladder.gains.tolist())
     assert all(each.bytes <= each.dense_bytes for each in steps)
     assert (steps[0].spec.grid.bits, steps[0].spec.rank) == (2, 0)
 
@@ -150,13 +154,13 @@ def test_a_layer_on_a_grid_gets_the_bits_of_that_grid():
     weight = grid.scaling(weight).nearest(weight)
     layer, _ = probed(weight, x, torch.randn(200, 24), grid)
     plan = LayerPlan.of((24, 32), DENSE, 0, torch.bfloat16, grid)
-    choice, sensitivity = choice_on_grids(layer, plan, Recipe(size="6bits", **QUICK).resolve(with_text=False))
+    options, sensitivity = grid_options(layer, plan, Recipe(size="6bits", **QUICK).resolve(with_text=False).grids)
     assert sensitivity > 0
     every = [
         dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, grid=Grid(bits, 16, offset=True)))
         for bits in (2, 4)
     ]
-    losses = {each.spec.grid.bits: choice.loss(each) for each in every}
+    losses = {each.spec.grid.bits: options.loss(each) for each in every}
     assert losses[4] < 1e-6 < losses[2] / 100
 
 
@@ -232,7 +236,9 @@ def test_a_run_with_another_plan_is_not_resumed(tmp_path, monkeypatch):
     with pytest.raises(OutputError, match="recipe"):
         run("6bits", resume=True)
     with monkeypatch.context() as patch:
-        patch.setattr("hasslefree.allocate.allocation.greedy_allocate", lambda curves, budget: [0] * len(curves))
+        patch.setattr(
+            "hasslefree.allocate.allocation.greedy_allocate", lambda ladders, budget: dict.fromkeys(ladders, 0)
+        )
         with pytest.raises(OutputError, match="plan"):
             run(resume=True)
     run(resume=True)

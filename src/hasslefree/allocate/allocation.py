@@ -1,50 +1,37 @@
-"""A plan that is not uniform: the sensitivity of each layer of the dense model decides its share of
-one budget.
-"""
+"""A plan that is not uniform: the sensitivity of each layer decides its share of one budget."""
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from hasslefree.allocate.ladders import GainCurve, greedy_allocate, hull, rank_gains
+from hasslefree.allocate.ladders import Ladder, greedy_allocate
+from hasslefree.allocate.options import Options, budget_options, grid_options
 from hasslefree.allocate.sensitivity import ProbedLayer, sensitivities
-from hasslefree.core.gram import Gram
 from hasslefree.core.grids import Grid
-from hasslefree.core.patterns import Unstructured
 from hasslefree.distributed import World
 from hasslefree.models.walk import Walk
-from hasslefree.planning.plan import STEP as RANK_STEP
 from hasslefree.planning.plan import LayerPlan, Plan
-from hasslefree.recipe.resolve import Resolved
-
-# A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
-LEAST, MOST = 0.5, 2.0
-# A layer on a grid gets at least this rank to choose from, or as much as MOST allows.
-RANKS = 128
-# Non-zeros move in this number of steps between the two.
-STEPS = 256
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The plans that a layer may get.
+class LayerChoice:
+    """The options of a layer, and what it loses at most.
 
     Args:
-        plan: the one with a number of steps along each curve. curves: what the steps gain.
-        loss: what one of the plans loses, of the layer's sensitivity.
+        sensitivity: in nats per token.
     """
 
-    plan: Callable[..., LayerPlan]
-    curves: Sequence[GainCurve]
-    loss: Callable[[LayerPlan], float]
+    options: Options
+    sensitivity: float
 
-    def weighed(self, sensitivity: float) -> "Choice":
-        """The same with each step winning its share of a sensitivity."""
-        curves = [curve.weighed(sensitivity) for curve in self.curves]
-        return Choice(self.plan, curves, lambda plan: sensitivity * self.loss(plan))
+    def loss(self, plan: LayerPlan) -> float:
+        """What the layer is estimated to lose with a plan, in nats per token."""
+        return self.sensitivity * self.options.loss(plan)
+
+
+# For every block: the name of a layer in it → its choice.
+Choices = Sequence[Mapping[str, LayerChoice]]
 
 
 @dataclass(frozen=True)
@@ -52,177 +39,110 @@ class Allocation:
     """A plan, and what was measured for it.
 
     Args:
-        sensitivities: by the full name of each layer, in nats per token; None if the allocation
-            does not measure them.
+        sensitivities: by the full name of each layer, in nats per token; None if they were not
+            measured.
         output_weights: of layers whose S is not on a grid, by their full names; see
             `ProbedLayer.output_weights`.
-        choices: of each block, by the name of each layer.
+        choices: empty if there were none.
     """
 
     plan: Plan
     sensitivities: dict[str, float] | None = None
     output_weights: Mapping[str, Tensor] = field(default_factory=dict)
-    choices: Sequence[Mapping[str, Choice]] = ()
+    choices: Choices = ()
 
     def divergence(self, plan: Plan) -> float:
-        """The sum over layers of what a plan is estimated to lose, in nats per token."""
-        blocks = zip(self.choices, plan, strict=True)
-        return sum(
-            choice.loss(plans[name])
-            for choices, plans in blocks
-            for name, choice in choices.items()
-        )
+        """The estimated divergence of predictions with a plan, summed over layers, in nats."""
+        total = 0.0
+        for choices, plans in zip(self.choices, plan, strict=True):
+            for name, choice in choices.items():
+                total += choice.loss(plans[name])
+        return total
+
+
+@dataclass
+class Inspection:
+    """Look at each layer of the dense model on the probes.
+
+    Args:
+        grids: those that a layer may get, by rising bits.
+        rank: of every layer on a grid; None if it is to be chosen.
+        factor_bits: of L.
+        output_weights: filled in; see `Allocation`.
+    """
+
+    grids: Sequence[Grid]
+    rank: int | None
+    factor_bits: int | None
+    output_weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, layer: ProbedLayer, plan: LayerPlan) -> tuple[Options, float]:
+        """The options of a layer, and its sensitivity. plan: its uniform one."""
+        if plan.spec.grid is not None:
+            return grid_options(layer, plan, self.grids, self.rank, self.factor_bits)
+        sparse = layer.changed(plan.pattern, None)
+        weights = layer.output_weights()
+        if weights is not None:
+            self.output_weights[layer.full] = weights.cpu()
+        options = budget_options(layer.weight, sparse, layer.gram, plan)
+        return options, layer.divergence(sparse)
 
 
 def by_sensitivity(
-    walk: Walk, plan: Plan, room: int, resolved: Resolved, segments: Tensor, world: World
+    walk: Walk,
+    plan: Plan,
+    room: int,
+    segments: Tensor,
+    world: World,
+    *,
+    grids: Sequence[Grid] = (),
+    rank: int | None = None,
+    factor_bits: int | None = None,
+    seed: int = 0,
 ) -> Allocation:
-    """The bytes that all layers may take, spent where they bring the model's predictions closest to
-    the dense ones.
+    """Spend bytes on the layers where they bring the predictions closest to the dense model's.
 
-    `sensitivities` estimates how each layer, pruned or rounded alone, changes the predictions. The
-    spectrum of the error tells what share of that change each rank would undo, the scores of Wanda
-    what share each non-zero, and the errors on other grids what each bit is worth.
+    `sensitivities` estimates how much each layer, pruned or rounded alone, changes the predictions.
+    The spectrum of its error tells what share of that change each rank undoes, the scores of Wanda
+    what share each non-zero undoes, and the errors on other grids what each bit is worth.
 
     Args:
-        plan: the uniform one. room: in bytes, at least those of the plan. segments: of this
-            process.
+        plan: the uniform one.
+        room: bytes for all layers, at least those of the plan.
+        segments: those of this process, (samples, tokens).
+        grids, rank, factor_bits: see `Inspection`.
+        seed: of the labels that are drawn.
     """
-
-    output_weights: dict[str, Tensor] = {}
-
-    def inspect(layer: ProbedLayer, its_plan: LayerPlan) -> tuple[Choice, float]:
-        if its_plan.spec.grid is not None:
-            return choice_on_grids(layer, its_plan, resolved)
-        sparse = layer.changed(its_plan.pattern, None)
-        if (weights := layer.output_weights()) is not None:
-            output_weights[layer.full] = weights.cpu()
-        return choice_of(layer.weight, sparse, layer.gram, its_plan), layer.divergence(sparse)
-
-    measured = sensitivities(walk, plan, segments, world, inspect, resolved.seed)
-    choices: list[dict[str, Choice]] = [{} for _ in measured]
-    by_name = {}
+    inspection = Inspection(grids, rank, factor_bits)
+    measured = sensitivities(walk, plan, segments, world, inspection, seed)
+    choices: list[dict[str, LayerChoice]] = []
+    by_name: dict[str, float] = {}
     for index, layers in enumerate(measured):
-        for name, (choice, sensitivity) in layers.items():
-            choices[index][name] = choice.weighed(sensitivity)
+        choices.append({})
+        for name, (options, sensitivity) in layers.items():
+            choices[index][name] = LayerChoice(options, sensitivity)
             by_name[f"{walk.blocks.prefix(index)}.{name}"] = sensitivity
-    every = [choice for block in choices for choice in block.values()]
-    curves = [curve for choice in every for curve in choice.curves]
-    least = sum(choice.plan(*(0 for _ in choice.curves)).bytes for choice in every)
-    steps = iter(greedy_allocate(curves, room - least))
-    moved = [
-        {name: its.plan(*(next(steps) for _ in its.curves)) for name, its in block.items()}
-        for block in choices
-    ]
-    return Allocation(moved, by_name, output_weights, choices)
+    return Allocation(allocated(choices, room), by_name, inspection.output_weights, choices)
 
 
-def choice_of(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> Choice:
-    """Ranks, and non-zeros where the pattern counts them, and what share of its sensitivity to
-    pruning each undoes.
-    """
-    spec, (out, width) = plan.spec, plan.spec.shape
-    dense = weight.to(gram.matrix.dtype)
-    one, two = (dataclasses.replace(spec, rank=rank).bytes(plan.dtype) for rank in (1, 2))
-    cost = two - one
-    # Beyond the bytes of the dense layer there is nothing to win.
-    room = spec.rank + max(plan.dense_bytes - plan.bytes, 0) // cost
-    low, high = int(LEAST * spec.rank), min(int(MOST * spec.rank), room, out, width)
-    if spec.factor_bits:
-        low = max(
-            low, min(spec.rank, 1)
-        )  # the scales of u come with the first rank, and are no part of its cost
-    spectrum, total = rank_gains(dense - sparse.to(dense.dtype), gram, high)
-    curves, lost = (
-        [GainCurve(spectrum[low:] * per_unit(total), cost)],
-        1 - spectrum[:low].sum().item() * per_unit(total),
-    )
-    first, step = spec.nonzeros, 1
-    if isinstance(plan.pattern, Unstructured):
-        count = plan.pattern.count
-        first, last = int(LEAST * count), min(int(MOST * count), out * width)
-        step = max((last - first) // STEPS, 1)
-        scores = (
-            (dense.square() * gram.matrix.diagonal())
-            .flatten()
-            .sort(descending=True)
-            .values.double()
-        )
-        gains = scores[first : first + (last - first) // step * step].view(-1, step).sum(1)
-        entries = GainCurve(
-            gains * per_unit(scores[count:].sum().item()), step * plan.dtype.itemsize
-        )
-        lost += entries.gains[: (count - first) // step].sum().item()
-        curves.append(entries)
-
-    def taken(ranks: int, steps: int = 0) -> LayerPlan:
-        pattern = plan.pattern if len(curves) == 1 else Unstructured(first + steps * step)
-        return LayerPlan.of(
-            spec.shape, pattern, low + ranks, plan.dtype, spec.grid, spec.factor_bits
-        )
-
-    def loss(other: LayerPlan) -> float:
-        steps = other.spec.rank - low, (other.spec.nonzeros - first) // step
-        return lost - sum(
-            float(curve.gains[:count].sum()) for curve, count in zip(curves, steps, strict=False)
-        )
-
-    return Choice(taken, curves, loss)
+def allocated(choices: Choices, room: int) -> Plan:
+    """The plan that loses least within a number of bytes."""
+    ladders: dict[tuple[int, str, str], Ladder] = {}
+    for index, layers in enumerate(choices):
+        for name, choice in layers.items():
+            for axis, ladder in choice.options.ladders.items():
+                ladders[index, name, axis] = ladder.scaled(choice.sensitivity)
+    bottom = plan_after(choices, dict.fromkeys(ladders, 0))
+    least = sum(layer.bytes for layers in bottom for layer in layers.values())
+    return plan_after(choices, greedy_allocate(ladders, room - least))
 
 
-def ranks_of(plan: LayerPlan, resolved: Resolved) -> list[int]:
-    """The ranks that a layer on a grid may get: the one that is given within a size, or multiples
-    of STEP.
-    """
-    if resolved.fixed_rank is not None and (resolved.size or not plan.spec.rank):
-        return [resolved.fixed_rank]
-    most = min(max(RANKS, int(MOST * plan.spec.rank)), *plan.spec.shape)
-    return sorted({plan.spec.rank, *range(0, most + 1, RANK_STEP)})
-
-
-def choice_on_grids(
-    layer: ProbedLayer, plan: LayerPlan, resolved: Resolved
-) -> tuple[Choice, float]:
-    """Bits and ranks, the best for some price of a byte; and the layer's sensitivity to the fewest
-    bits, without L.
-
-    Few tokens decide how much a layer matters where the model has attention sinks: the divergence
-    for an error in the norm of H is the mean over the grids. Each rank undoes nearly the same share
-    of the error on all of them.
-    """
-    grids, ranks = resolved.grids, ranks_of(plan, resolved)
-    spec, own, errors, rates = plan.spec, plan.spec.grid, dict[Grid, float](), list[float]()
-    assert own is not None
-    for grid in grids:
-        changed = layer.changed(plan.pattern, grid)
-        residual = layer.weight.to(changed.dtype) - changed
-        if grid == own:
-            spectrum, _ = rank_gains(residual, layer.gram, ranks[-1])
-        errors[grid] = layer.gram.loss(residual)
-        rates.append(layer.divergence(changed) * per_unit(errors[grid]))
-    undone = torch.cat(
-        [torch.zeros(1).double(), spectrum.cpu().double().cumsum(0) * per_unit(errors[own])]
-    )
-    most = errors[grids[0]]  # weights may lie on the finer grids
-    losses = {grid: (1 - undone) * error * per_unit(most) for grid, error in errors.items()}
-    every = [
-        LayerPlan.of(spec.shape, plan.pattern, rank, plan.dtype, grid, resolved.factor_bits)
-        for grid in grids
-        for rank in ranks
-        if rank < len(undone)
-    ]
-
-    def loss(other: LayerPlan) -> float:
-        assert other.spec.grid is not None
-        return float(losses[other.spec.grid][other.spec.rank])
-
-    every = [each for each in every if each.bytes <= each.dense_bytes]
-    best = [every[index] for index in hull([(each.bytes, loss(each)) for each in every])]
-    lost = torch.tensor(list(map(loss, best)), dtype=torch.float64)
-    curve = GainCurve(-lost.diff(), torch.tensor([each.bytes for each in best]).diff())
-    return Choice(best.__getitem__, [curve], loss), most * sum(rates) / len(rates)
-
-
-def per_unit(total: float) -> float:
-    """One over a sum of parts; 0 where there are none."""
-    return 1 / total if total > 0 else 0.0
+def plan_after(choices: Choices, steps: Mapping[tuple[int, str, str], int]) -> Plan:
+    """The plan after a number of steps. steps: by block, layer and ladder."""
+    plan: Plan = []
+    for index, layers in enumerate(choices):
+        plan.append({})
+        for name, choice in layers.items():
+            taken = {axis: steps[index, name, axis] for axis in choice.options.ladders}
+            plan[index][name] = choice.options.plan(taken)
+    return plan

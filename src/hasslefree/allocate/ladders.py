@@ -1,9 +1,8 @@
-"""One budget over many layers: the next bit, rank or non-zeros go to the layer that gains most by
-them for a byte.
-"""
+"""One budget over many layers, spent step by step where a byte gains most."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,56 +10,80 @@ from torch import Tensor
 from hasslefree.core.gram import Gram
 from hasslefree.core.linalg import orthonormal
 
-# Fewer eigenvalues than one in FEW come from orthogonal iteration, with SPARE columns, in
-# ITERATIONS steps.
-FEW, SPARE, ITERATIONS = 4, 8, 6
+# If fewer eigenvalues are wanted than one in FEW of all, they come from orthogonal iteration with
+# SPARE more columns and ITERATIONS steps.
+FEW = 4
+SPARE = 8
+ITERATIONS = 6
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class GainCurve:
-    """Steps that can be taken one after the other, each with less gain for a byte than the one
-    before.
+class Ladder:
+    """Steps that can only be taken one after the other, each with less gain a byte than the last.
 
-    gains: (steps,) float64. cost: of a step, in bytes: the same for all, or (steps,) int64.
+    Args:
+        gains: (steps,) float64, on any device.
+        cost: the bytes of a step: one number for all steps, or (steps,) int64.
     """
 
     gains: Tensor
     cost: int | Tensor
 
-    def weighed(self, weight: float) -> "GainCurve":
-        """The same steps with their gains multiplied by `weight`."""
-        return GainCurve(self.gains * weight, self.cost)
+    @property
+    def costs(self) -> Tensor:
+        """The bytes of each step: (steps,) int64, on the CPU."""
+        return torch.as_tensor(self.cost).expand(len(self.gains))
+
+    def scaled(self, factor: float) -> "Ladder":
+        """The same steps with `factor` times the gains."""
+        return Ladder(self.gains * factor, self.cost)
 
 
-def greedy_allocate(curves: Sequence[GainCurve], budget: int) -> list[int]:
-    """How many steps to take on each curve, for the most gain within the budget, in bytes.
+def greedy_allocate(ladders: Mapping[Key, Ladder], budget: int) -> dict[Key, int]:
+    """Choose the number of steps on each ladder that gains most within a budget.
 
-    The steps with the most gain per byte come first; since gains fall, none is taken before the one
-    below it. That is optimal up to the bytes that are left over at the end, fewer than the most
-    expensive step costs. Ties go to the earlier curve. A step without gain is not taken. Gains may
-    be on any device; the choice is made on the CPU.
+    The step with the most gain per byte comes first. Gains fall along a ladder, so no step is taken
+    before the one below it. The result is optimal up to the bytes that are left over, which are
+    fewer than the most expensive step costs. Equal gains go to the earlier ladder. Steps without a
+    gain are not taken.
+
+    Args:
+        budget: in bytes.
     """
-    taken, closed = [0] * len(curves), [False] * len(curves)
-    costs = torch.cat([torch.as_tensor(curve.cost).expand(len(curve.gains)) for curve in curves])
-    rates = torch.cat([curve.gains.cpu() for curve in curves]) / costs
-    owners = torch.cat([torch.full((len(curve.gains),), i) for i, curve in enumerate(curves)])
+    keys = list(ladders)
+    steps = dict.fromkeys(keys, 0)
+    if not keys:
+        return steps
+    costs = torch.cat([ladder.costs for ladder in ladders.values()])
+    gains = torch.cat([ladder.gains.cpu() for ladder in ladders.values()])
+    lengths = torch.tensor([len(ladder.gains) for ladder in ladders.values()])
+    owners = torch.arange(len(keys)).repeat_interleave(lengths)
+    rates = gains / costs
     order = rates.argsort(descending=True, stable=True)
     order = order[rates[order] > 0]
-    for index, cost in zip(owners[order].tolist(), costs[order].tolist(), strict=True):
+    closed: set[int] = set()
+    for owner, cost in zip(owners[order].tolist(), costs[order].tolist(), strict=True):
         if cost > budget:
-            closed[index] = True
-        if not closed[index]:
-            taken[index] += 1
+            closed.add(owner)
+        if owner not in closed:
+            steps[keys[owner]] += 1
             budget -= cost
-    return taken
+    return steps
 
 
 def hull(points: Sequence[tuple[int, float]]) -> list[int]:
-    """The choices (bytes, loss) that can be best for some price of a byte, by their indices, from
-    the fewest bytes on.
+    """Find the choices that are the best for some price of a byte.
 
-    They are the corners of the lower convex hull, up to the least loss: each step gains less for a
-    byte than the last.
+    They are the corners of the lower convex hull, up to the least loss: each step along them gains
+    less for a byte than the one before.
+
+    Args:
+        points: (bytes, loss) of each choice.
+
+    Returns:
+        Indices into `points`, by rising bytes.
     """
     corners: list[int] = []
     for index in sorted(range(len(points)), key=lambda index: points[index]):
@@ -68,7 +91,8 @@ def hull(points: Sequence[tuple[int, float]]) -> list[int]:
         if corners and loss >= points[corners[-1]][1]:
             continue
         while len(corners) > 1:
-            (size0, loss0), (size1, loss1) = points[corners[-2]], points[corners[-1]]
+            size0, loss0 = points[corners[-2]]
+            size1, loss1 = points[corners[-1]]
             if (loss0 - loss1) * (size - size1) > (loss1 - loss) * (size1 - size0):
                 break
             corners.pop()
@@ -77,30 +101,45 @@ def hull(points: Sequence[tuple[int, float]]) -> list[int]:
 
 
 def rank_gains(residual: Tensor, gram: Gram, count: int) -> tuple[Tensor, float]:
-    """By how much each further rank of L lowers tr(R H Rᵀ), R = W − S: (count,) or fewer, falling;
-    and that trace.
+    """Compute by how much each further rank of L lowers tr(R H Rᵀ), R = W − S.
 
-    They are the squared singular values of R H^½ (Eckart and Young), the eigenvalues of A = R H Rᵀ,
-    in float64. Where `count` is a small part of them they come from orthogonal iteration, without
-    A, slightly below the true ones.
-    residual: R, (out, in).
+    The gains are the squared singular values of R H^½ (Eckart and Young), which are the eigenvalues
+    of A = R H Rᵀ. A small part of them comes from orthogonal iteration, which does not form A; they
+    are then slightly below the true ones.
+
+    Args:
+        residual: R, (out, in).
+        count: the number of ranks.
+
+    Returns:
+        The gains, (count,) or fewer, float64, falling; and tr(R H Rᵀ).
     """
-    wide, matrix = residual.to(gram.matrix.dtype), gram.matrix
-    total, least = gram.loss(wide), min(wide.shape)
-    if least <= FEW * (count + SPARE):
-        if wide.shape[0] <= wide.shape[1]:
-            values = torch.linalg.eigvalsh((wide.double() @ matrix.double()) @ wide.double().T)
-        else:
-            # The same but for zeros: of FᵀRᵀRF, with H = F Fᵀ.
-            squares, vectors = torch.linalg.eigh(matrix.double())
-            factor = wide.double() @ (vectors * squares.clamp_min(0).sqrt())
-            values = torch.linalg.eigvalsh(factor.T @ factor)
-        return values.flip(0).clamp_min(0)[:count], total
-    start = torch.randn(len(wide), count + SPARE, generator=torch.Generator().manual_seed(0)).to(
-        wide
-    )
-    for _ in range(ITERATIONS):
-        basis = orthonormal(start)
-        start = wide @ (matrix @ (wide.T @ basis))
-    values = torch.linalg.eigvalsh((basis.T @ start).double())
+    matrix = gram.matrix
+    residual = residual.to(matrix.dtype)
+    total = gram.loss(residual)
+    if min(residual.shape) <= FEW * (count + SPARE):
+        values = _all_eigenvalues(residual.double(), matrix.double())
+    else:
+        values = _largest_eigenvalues(residual, matrix, count + SPARE)
     return values.flip(0).clamp_min(0)[:count], total
+
+
+def _all_eigenvalues(residual: Tensor, matrix: Tensor) -> Tensor:
+    """All eigenvalues of R H Rᵀ but for zeros, rising; arguments and result in float64."""
+    out, width = residual.shape
+    if out <= width:
+        return torch.linalg.eigvalsh((residual @ matrix) @ residual.T)
+    # With H = F Fᵀ, those of FᵀRᵀRF are the same, and fewer.
+    squares, vectors = torch.linalg.eigh(matrix)
+    factor = residual @ (vectors * squares.clamp_min(0).sqrt())
+    return torch.linalg.eigvalsh(factor.T @ factor)
+
+
+def _largest_eigenvalues(residual: Tensor, matrix: Tensor, count: int) -> Tensor:
+    """Estimates of the largest eigenvalues of R H Rᵀ: (count,) float64, rising."""
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(len(residual), count, generator=generator).to(residual)
+    for _ in range(ITERATIONS):
+        basis = orthonormal(image)
+        image = residual @ (matrix @ (residual.T @ basis))
+    return torch.linalg.eigvalsh((basis.T @ image).double())

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hasslefree.allocate.allocation import Allocation, by_sensitivity
+from hasslefree.allocate.owl import by_outliers
 from hasslefree.bar import with_bar
 from hasslefree.checkpoint.output import FILES, check_output
 from hasslefree.checkpoint.record import Record
@@ -254,12 +255,29 @@ def compress_dense(
 def allocate(
     walk: Walk, plan: Plan, room: int, resolved: Resolved, segments: Tensor, world: World
 ) -> Allocation:
-    """The plan that the recipe's `allocate` asks for, from the uniform one. Arguments as for
-    `by_sensitivity`.
+    """The plan that the recipe's `allocate` asks for.
+
+    Args:
+        plan: the uniform one.
+        room: bytes for all layers.
+        segments: those of this process, (samples, tokens).
     """
     if resolved.allocate == "uniform":
         return Allocation(plan)
-    found = by_sensitivity(walk, plan, room, resolved, segments, world)
+    bits = resolved.factor_bits
+    if resolved.allocate == "owl":
+        return by_outliers(walk, plan, resolved.budget, resolved.solver, bits, segments, world)
+    found = by_sensitivity(
+        walk,
+        plan,
+        room,
+        segments,
+        world,
+        grids=resolved.grids,
+        rank=resolved.rank_on_grids,
+        factor_bits=bits,
+        seed=resolved.seed,
+    )
     return dataclasses.replace(found, choices=())  # other processes need none
 
 

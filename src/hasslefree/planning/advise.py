@@ -1,7 +1,7 @@
 """Advice: what a size gives each layer of a model, and what that is expected to lose; nothing is
 compressed.
 
-Bits and ranks are dealt as `compress` deals them (`levers.allocation.by_sensitivity`), by one
+Bits and ranks are dealt as `compress` deals them (`allocate.allocation.by_sensitivity`), by one
 backward pass. The loss is the sum over layers of ½ · mean over tokens of (g_tᵀ ΔW x_t)², as if they
 were independent, before any training: it ranks choices, and does not predict the divergence of a
 compressed model.
@@ -111,5 +111,15 @@ def advise(
         options = {"storage": activations, "folder": Path(scratch), "phases": phases}
         phases.expect(seconds_by_phase(setup, without=(INPUTS, SOLVING)))
         walk, _ = preflight(loaded, blocks, weights, uniform[0], segments[:1], options)
-        dealt = by_sensitivity(walk, uniform[0], room, resolved, segments, ALONE)
+        dealt = by_sensitivity(
+            walk,
+            uniform[0],
+            room,
+            segments,
+            ALONE,
+            grids=resolved.grids,
+            rank=resolved.rank_on_grids,
+            factor_bits=resolved.factor_bits,
+            seed=resolved.seed,
+        )
         return [Advice.of(plan, dense, dealt.divergence(plan)) for plan in (dealt.plan, *uniform)]

@@ -19,7 +19,7 @@ BUDGET, METHOD, GRID = "What to compress to", "Method", "Quantisation"
 TEXT, LEVERS = "Calibration", "Training and allocation"
 GROUPS = (BUDGET, METHOD, GRID, TEXT, LEVERS)
 
-Allocate = Literal["uniform", "error"]
+Allocate = Literal["uniform", "owl", "error"]
 CONFIG = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
 
 
@@ -63,8 +63,8 @@ class Fields:
     balanced for joint and joint-grid, fast for other methods)."""
     allocate: Allocate | None = declared(None, LEVERS)
     """Share of each layer in the bits, the rank and the non-zeros: uniform (the same for every
-    layer) or error (more for layers whose errors hurt predictions most) (default: error for a size,
-    else the effort's)."""
+    layer), error (more for layers whose errors hurt predictions most) or owl (a higher ratio or
+    sparsity for blocks with fewer outliers) (default: error for a size, else the effort's)."""
     pruner: str | None = declared(None, METHOD)
     """Pruner of an alternating method such as hassle-free; `hasslefree methods` lists the pruners
     (default: the method's)."""

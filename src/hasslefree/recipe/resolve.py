@@ -100,6 +100,13 @@ class Resolved(Fields):
         """The rank of every layer within a size; None if it is to be chosen."""
         return 0 if isinstance(self.solver, Prune) else self.rank
 
+    @property
+    def rank_on_grids(self) -> int | None:
+        """The rank of every layer on a grid while bits are chosen; None if it is chosen too."""
+        if self.size or not self.fixed_rank:
+            return self.fixed_rank
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """The fields of the recipe, for JSON."""
         fields = {name: getattr(self, name) for name in NAMES}
@@ -293,6 +300,12 @@ def combination_problems(recipe: Fields, solver: Method | None) -> Iterator[Prob
             ("minutes", given),
             f"minutes is a time for fine-tuning, and with this {given} there is none: leave out"
             f" minutes or {given}",
+        )
+    if recipe.allocate == "owl" and recipe.ratio is None and recipe.sparsity is None:
+        yield Problem(
+            ("allocate", "ratio", "sparsity"),
+            "allocate owl distributes a ratio or a sparsity over the blocks: give ratio or"
+            " sparsity",
         )
     if recipe.allocate == "error" and not recipe.size and not movable(recipe):
         remedy = "leave out allocate"

@@ -1,0 +1,241 @@
+"""The plans that one layer may get, what each of them loses, and the ladders that lead to them."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hasslefree.allocate.ladders import Ladder, hull, rank_gains
+from hasslefree.allocate.sensitivity import ProbedLayer
+from hasslefree.core.gram import Gram
+from hasslefree.core.grids import Grid
+from hasslefree.core.patterns import Unstructured
+from hasslefree.planning.plan import STEP as RANK_STEP
+from hasslefree.planning.plan import LayerPlan
+
+# A layer keeps at least this share of its uniform rank and non-zeros, and gets at most this.
+LEAST = 0.5
+MOST = 2.0
+# A layer on a grid may choose from ranks up to this one, or as many as MOST allows.
+RANKS = 128
+# Non-zeros move in this number of steps between the two shares.
+NONZERO_STEPS = 256
+
+
+class Options(Protocol):
+    """The plans that a layer may get.
+
+    Losses and gains are shares of the layer's sensitivity: of the divergence of predictions when
+    the layer is pruned alone, or rounded alone to the fewest bits, without L.
+    """
+
+    @property
+    def ladders(self) -> Mapping[str, Ladder]:
+        """The ladders by what their steps add."""
+
+    def plan(self, steps: Mapping[str, int]) -> LayerPlan:
+        """The plan after a number of steps on each ladder."""
+
+    def loss(self, plan: LayerPlan) -> float:
+        """The share of its sensitivity that the layer loses with a plan."""
+
+
+@dataclass(frozen=True)
+class BudgetOptions:
+    """Ranks around the uniform one, and non-zeros if the pattern counts them.
+
+    Args:
+        uniform: the layer's plan in the uniform budget.
+        first_rank: the rank below the first step.
+        first_nonzeros: the non-zeros below the first step.
+        nonzeros_per_step: what a step on the ladder "nonzeros" adds.
+        ladders: "rank", and "nonzeros" for an unstructured pattern.
+        lost_at_bottom: the loss below the first steps.
+    """
+
+    uniform: LayerPlan
+    first_rank: int
+    first_nonzeros: int
+    nonzeros_per_step: int
+    ladders: Mapping[str, Ladder]
+    lost_at_bottom: float
+
+    def plan(self, steps: Mapping[str, int]) -> LayerPlan:
+        """The plan after a number of steps on each ladder."""
+        spec = self.uniform.spec
+        pattern = self.uniform.pattern
+        if "nonzeros" in self.ladders:
+            pattern = Unstructured(self.first_nonzeros + steps["nonzeros"] * self.nonzeros_per_step)
+        rank = self.first_rank + steps["rank"]
+        dtype = self.uniform.dtype
+        return LayerPlan.of(spec.shape, pattern, rank, dtype, spec.grid, spec.factor_bits)
+
+    def loss(self, plan: LayerPlan) -> float:
+        """The share of its sensitivity that the layer loses with a plan."""
+        steps = {
+            "rank": plan.spec.rank - self.first_rank,
+            "nonzeros": (plan.spec.nonzeros - self.first_nonzeros) // self.nonzeros_per_step,
+        }
+        undone = 0.0
+        for name, ladder in self.ladders.items():
+            undone += float(ladder.gains[: steps[name]].sum())
+        return self.lost_at_bottom - undone
+
+
+def budget_options(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> BudgetOptions:
+    """Find what more ranks and non-zeros would undo of a layer's sensitivity to pruning.
+
+    A rank undoes the share of its squared singular value of R H^½, R = W − S; an entry that of its
+    score of Wanda among the entries that are removed.
+
+    Args:
+        weight: W, (out, in).
+        sparse: S of the uniform plan, without L, (out, in).
+        gram: of the layer's inputs.
+        plan: the uniform one.
+    """
+    dense = weight.to(gram.matrix.dtype)
+    first_rank, last_rank, bytes_per_rank = _rank_bounds(plan)
+    spectrum, total = rank_gains(dense - sparse.to(dense.dtype), gram, last_rank)
+    shares = spectrum * reciprocal(total)
+    ladders = {"rank": Ladder(shares[first_rank:], bytes_per_rank)}
+    lost = 1 - spectrum[:first_rank].sum().item() * reciprocal(total)
+    first_nonzeros = plan.spec.nonzeros
+    nonzeros_per_step = 1
+    if isinstance(plan.pattern, Unstructured):
+        count = plan.pattern.count
+        first_nonzeros = int(LEAST * count)
+        last = min(int(MOST * count), dense.numel())
+        nonzeros_per_step = max((last - first_nonzeros) // NONZERO_STEPS, 1)
+        steps = (last - first_nonzeros) // nonzeros_per_step
+        scores = (dense.square() * gram.matrix.diagonal()).flatten()
+        scores = scores.sort(descending=True).values.double()
+        added = scores[first_nonzeros:][: steps * nonzeros_per_step]
+        gains = added.view(-1, nonzeros_per_step).sum(1) * reciprocal(scores[count:].sum().item())
+        ladders["nonzeros"] = Ladder(gains, nonzeros_per_step * plan.dtype.itemsize)
+        to_uniform = (count - first_nonzeros) // nonzeros_per_step
+        lost += gains[:to_uniform].sum().item()
+    return BudgetOptions(plan, first_rank, first_nonzeros, nonzeros_per_step, ladders, lost)
+
+
+def _rank_bounds(plan: LayerPlan) -> tuple[int, int, int]:
+    """The least and the largest rank that a layer may get, and the bytes of one rank."""
+    spec = plan.spec
+
+    def bytes_at(rank: int) -> int:
+        return dataclasses.replace(spec, rank=rank).bytes(plan.dtype)
+
+    bytes_per_rank = bytes_at(2) - bytes_at(1)
+    # There is nothing to win beyond the bytes of the dense layer.
+    spare_ranks = max(plan.dense_bytes - plan.bytes, 0) // bytes_per_rank
+    first = int(LEAST * spec.rank)
+    last = min(int(MOST * spec.rank), spec.rank + spare_ranks, *spec.shape)
+    if spec.factor_bits:
+        # The scales of u come with the first rank, and are no part of what a rank costs.
+        first = max(first, min(spec.rank, 1))
+    return first, last, bytes_per_rank
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """Bits and ranks: those that are the best for some price of a byte.
+
+    Args:
+        plans: by rising bytes.
+        losses: by grid, the loss at each rank, (ranks,) float64.
+    """
+
+    plans: Sequence[LayerPlan]
+    losses: Mapping[Grid, Tensor]
+
+    @property
+    def ladders(self) -> Mapping[str, Ladder]:
+        """One ladder: each step leads to the next plan."""
+        lost = torch.tensor([self.loss(plan) for plan in self.plans], dtype=torch.float64)
+        sizes = torch.tensor([plan.bytes for plan in self.plans])
+        return {"plan": Ladder(-lost.diff(), sizes.diff())}
+
+    def plan(self, steps: Mapping[str, int]) -> LayerPlan:
+        """The plan after a number of steps on the ladder."""
+        return self.plans[steps["plan"]]
+
+    def loss(self, plan: LayerPlan) -> float:
+        """The share of its sensitivity that the layer loses with a plan."""
+        assert plan.spec.grid is not None
+        return float(self.losses[plan.spec.grid][plan.spec.rank])
+
+
+def grid_options(
+    layer: ProbedLayer,
+    plan: LayerPlan,
+    grids: Sequence[Grid],
+    rank: int | None = None,
+    factor_bits: int | None = None,
+) -> tuple[GridOptions, float]:
+    """Find what bits and ranks leave of a layer's sensitivity to rounding.
+
+    In a model with attention sinks, few tokens decide how much a layer matters. The divergence for
+    an error in the norm of H is therefore the mean over the grids. Each rank undoes nearly the same
+    share of the error on all of them, so that the spectrum of one grid serves for all.
+
+    Args:
+        plan: the uniform one, on one of the grids.
+        grids: those that the layer may get, by rising bits.
+        rank: the rank of the layer; None if it is to be chosen.
+        factor_bits: of L.
+
+    Returns:
+        The options, and the layer's sensitivity to the fewest bits without L.
+    """
+    uniform_grid = plan.spec.grid
+    assert uniform_grid is not None
+    ranks = _ranks(plan, rank)
+    errors: dict[Grid, float] = {}
+    rates: list[float] = []
+    for grid in grids:
+        rounded = layer.changed(plan.pattern, grid)
+        residual = layer.weight.to(rounded.dtype) - rounded
+        if grid == uniform_grid:
+            spectrum, _ = rank_gains(residual, layer.gram, ranks[-1])
+        errors[grid] = layer.gram.loss(residual)
+        rates.append(layer.divergence(rounded) * reciprocal(errors[grid]))
+    shares = spectrum.cpu().double().cumsum(0) * reciprocal(errors[uniform_grid])
+    undone = torch.cat([torch.zeros(1, dtype=torch.float64), shares])
+    most = errors[grids[0]]  # the weights may lie on the finer grids, where there is no error
+    losses = {grid: (1 - undone) * error * reciprocal(most) for grid, error in errors.items()}
+    plans: list[LayerPlan] = []
+    for grid in grids:
+        for rank in ranks:
+            if rank < len(undone):
+                candidate = _on_grid(plan, grid, rank, factor_bits)
+                if candidate.bytes <= candidate.dense_bytes:
+                    plans.append(candidate)
+    points = [(p.bytes, float(losses[_grid_of(p)][p.spec.rank])) for p in plans]
+    best = [plans[index] for index in hull(points)]
+    return GridOptions(best, losses), most * sum(rates) / len(rates)
+
+
+def _grid_of(plan: LayerPlan) -> Grid:
+    assert plan.spec.grid is not None
+    return plan.spec.grid
+
+
+def _on_grid(plan: LayerPlan, grid: Grid, rank: int, factor_bits: int | None) -> LayerPlan:
+    """The plan with another grid and rank."""
+    return LayerPlan.of(plan.spec.shape, plan.pattern, rank, plan.dtype, grid, factor_bits)
+
+
+def _ranks(plan: LayerPlan, rank: int | None) -> list[int]:
+    """The ranks that a layer on a grid may get: the given one, or multiples of the step."""
+    if rank is not None:
+        return [rank]
+    most = min(max(RANKS, int(MOST * plan.spec.rank)), *plan.spec.shape)
+    return sorted({plan.spec.rank, *range(0, most + 1, RANK_STEP)})
+
+
+def reciprocal(total: float) -> float:
+    """One over a sum; 0 for an empty one."""
+    return 1 / total if total > 0 else 0.0

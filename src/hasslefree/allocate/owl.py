@@ -1,0 +1,134 @@
+"""OWL: blocks with more outliers keep more of their parameters (Yin et al., arXiv 2310.05175)."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hasslefree.allocate.allocation import Allocation
+from hasslefree.core.budgets import Budget
+from hasslefree.core.protocols import Method
+from hasslefree.distributed import World
+from hasslefree.errors import BudgetError
+from hasslefree.models.activations import Activations
+from hasslefree.models.calibrate import gather, groups_by_input, tensors_read
+from hasslefree.models.experts import every_expert_called
+from hasslefree.models.rules import Matrix
+from hasslefree.models.walk import Visit, Walk
+from hasslefree.planning.plan import LayerPlan, Plan, plan_block
+from hasslefree.progress import ALLOCATION
+
+# M of the paper, which tries 3, 5, 7 and 10: entries above this multiple of the mean are outliers.
+MULTIPLE = 5.0
+# λ of the paper: the ratios of blocks differ by at most twice this.
+SPREAD = 0.08
+
+
+def by_outliers(
+    walk: Walk,
+    plan: Plan,
+    budget: Budget,
+    method: Method,
+    factor_bits: int | None,
+    segments: Tensor,
+    world: World,
+) -> Allocation:
+    """Give each block a ratio, or a sparsity, of its own around that of the budget.
+
+    Args:
+        plan: the uniform one for this budget, method and factors.
+        segments: those of this process, (samples, tokens).
+    """
+    hidden = walk.entering(segments)
+    shares: list[float] = []
+    sizes: list[int] = []
+    for visit in walk.phases.counted(ALLOCATION, walk.visits(hidden), len(plan), "blocks"):
+        plans = plan[visit.index]
+        shares.append(block_outliers(visit, plans, hidden, world))
+        sizes.append(sum(layer.spec.dense_parameters for layer in plans.values()))
+    changes = owl_changes(budget, shares, sizes)
+    allocated: Plan = []
+    for index, change in enumerate(changes):
+        matrices = {
+            name: Matrix(name, layer.spec.shape, layer.dtype) for name, layer in plan[index].items()
+        }
+        allocated.append(plan_block(walk.blocks, index, matrices, change, method, factor_bits))
+    return Allocation(allocated)
+
+
+def owl_changes(budget: Budget, shares: Sequence[float], sizes: Sequence[int]) -> list[Budget]:
+    """The budget of each block; arguments as for `owl_ratios`."""
+    if budget.ratio is not None:
+        ratios = owl_ratios(shares, budget.ratio, sizes)
+        return [dataclasses.replace(budget, ratio=ratio) for ratio in ratios]
+    assert budget.sparsity is not None
+    sparsities = owl_ratios(shares, budget.sparsity, sizes)
+    return [dataclasses.replace(budget, sparsity=sparsity) for sparsity in sparsities]
+
+
+def block_outliers(
+    visit: Visit, plans: Mapping[str, LayerPlan], hidden: Activations, world: World
+) -> float:
+    """The share of outliers in the planned layers of a block. hidden: the inputs of the block."""
+    sites = visit.sites(list(plans))
+    layers: list[tuple[Tensor, Tensor]] = []
+    with every_expert_called(visit.block):
+        reads = tensors_read(visit.block, visit.call, hidden[0], plans)
+        for group in groups_by_input(reads):
+            [gram] = gather(visit.block, visit.prefix, visit.call, hidden, [group], world)
+            for name in group:
+                layers.append((sites[name].weight(), gram.matrix.diagonal()))
+    return outlier_share(layers)
+
+
+def outlier_share(layers: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The share of entries whose A_ij = |W_ij|·‖X_j‖ is over `MULTIPLE` times the mean of all A_ij.
+
+    Args:
+        layers: W, (out, in), and diag H, (in,), of each linear layer of a block. ‖X_j‖² is the
+            number of tokens times H_jj, and that number cancels. The mean is over the entries of
+            all layers.
+
+    Raises:
+        BudgetError: there are no layers.
+    """
+    if not layers:
+        raise BudgetError("outliers are counted over at least one layer, and none was given")
+    scores = [weight.abs() * diagonal.sqrt() for weight, diagonal in layers]
+    count = sum(score.numel() for score in scores)
+    mean = sum(score.sum(dtype=torch.float64).item() for score in scores) / count
+    outliers = sum(int(torch.count_nonzero(score > MULTIPLE * mean)) for score in scores)
+    return outliers / count
+
+
+def owl_ratios(shares: Sequence[float], ratio: float, sizes: Sequence[int]) -> tuple[float, ...]:
+    """The share of its parameters that each block saves: the more outliers, the less.
+
+    What is kept grows linearly with the share of outliers, by 2λ from the block with the fewest to
+    the block with the most, and is shifted so that ρ is saved on average. All ratios lie within 2λ
+    of ρ. If all blocks have the same share, all get ρ.
+
+    Args:
+        shares: `outlier_share` of each block.
+        ratio: ρ, over all blocks.
+        sizes: the parameters of each block, which weight the average.
+
+    Raises:
+        BudgetError: a ratio would be below 0 or above 1.
+    """
+    least = min(shares)
+    spread = max(shares) - least
+    if spread == 0:
+        return (ratio,) * len(shares)
+    moves = [(share - least) / spread for share in shares]
+    weighted = sum(move * size for move, size in zip(moves, sizes, strict=True))
+    mean = weighted / sum(sizes)
+    ratios = tuple(ratio - 2 * SPREAD * (move - mean) for move in moves)
+    if min(ratios) < 0 or max(ratios) > 1:
+        raise BudgetError(
+            f"OWL with a mean of {ratio} would remove from {min(ratios):.3f} to {max(ratios):.3f}"
+            " of a block's parameters, which must be within 0 to 1; choose another ratio or"
+            " sparsity"
+        )
+    return ratios

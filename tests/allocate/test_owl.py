@@ -1,0 +1,55 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasslefree.allocate.owl import outlier_share, owl_ratios
+from hasslefree.errors import BudgetError
+from tests import oracles
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 999), st.integers(1, 3))
+def test_the_share_is_a_count_entry_by_entry(seed, count):
+    """Oracle: arXiv 2310.05175, equation 1, with the norms of the inputs themselves."""
+    layers, entries = [], []
+    for k in range(count):
+        weight, _ = oracles.problem(3 + k, 8, seed=seed + k)
+        x = torch.randn(20, 8, generator=torch.Generator().manual_seed(seed + k)) * torch.arange(1, 9) ** 2
+        layers.append((weight, (x.T @ x / 20).diagonal()))
+        norms = [math.sqrt(sum(float(v) ** 2 for v in column)) for column in x.T]
+        entries += [abs(float(weight[i, j])) * norms[j] for i in range(len(weight)) for j in range(8)]
+    mean = sum(entries) / len(entries)
+    assert outlier_share(layers) == sum(e > 5 * mean for e in entries) / len(entries)
+
+
+shares = st.lists(st.floats(0, 0.2), min_size=1, max_size=12)
+
+
+@given(shares, st.floats(0.2, 0.8), st.integers(0, 99))
+def test_the_average_is_kept_and_more_outliers_save_less(shares, ratio, seed):
+    """Oracle: the rule of the paper, with its λ: a linear map onto [0, 2λ] of what is kept, shifted to the mean."""
+    weights = torch.randint(1, 9, (len(shares),), generator=torch.Generator().manual_seed(seed)).tolist()
+    found = owl_ratios(shares, ratio, weights)
+    assert sum(r * w for r, w in zip(found, weights, strict=True)) / sum(weights) == pytest.approx(ratio, abs=1e-9)
+    for one, other in zip(shares, found, strict=True):
+        assert all(mine >= other - 1e-12 for share, mine in zip(shares, found, strict=True) if share < one)
+    if max(shares) > min(shares):
+        kept = [2 * 0.08 * (share - min(shares)) / (max(shares) - min(shares)) for share in shares]
+        middle = sum(k * w for k, w in zip(kept, weights, strict=True)) / sum(weights)
+        assert found == pytest.approx([1 - (k - middle + 1 - ratio) for k in kept], abs=1e-9)
+    else:
+        assert found == (ratio,) * len(shares)
+
+
+@pytest.mark.parametrize(("ratio", "shares"), [(0.95, [0.0, 0.1, 0.1]), (0.02, [0.0, 0.0, 0.1]), (1.0, [0.1, 0.2])])
+def test_what_cannot_be_saved_is_an_error(ratio, shares):
+    with pytest.raises(BudgetError, match="which must be within 0 to 1; choose another ratio or sparsity"):
+        owl_ratios(shares, ratio, [1] * len(shares))
+
+
+def test_a_block_without_layers_is_an_error():
+    with pytest.raises(BudgetError, match="at least one layer"):
+        outlier_share([])
