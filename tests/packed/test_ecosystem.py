@@ -1,15 +1,14 @@
-"""A loaded compressed model goes wherever a model goes: generation, compilation, casts, lm-evaluation-harness."""
+"""A loaded compressed model goes wherever a model goes: generation, compilation, casts."""
 
 import copy
 import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
-from hasslefree.demo.run import CALIBRATION, MODEL
 from tests.tiny_models import FAMILIES, build, logits, segments
 
 
@@ -66,14 +65,6 @@ def test_a_cast_model_is_the_one_loaded_in_that_dtype(folders, model, dtype):
     torch.testing.assert_close(logits(cast, segments()), want, rtol=0, atol=max(close, 1e-7))
 
 
-CASTS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32}
-
-
-@pytest.mark.parametrize("cast", CASTS)
-def test_the_short_forms_of_a_cast(model, cast):
-    assert {p.dtype for p in getattr(model, cast)().parameters()} == {CASTS[cast]}
-
-
 def test_a_deep_copy_is_equal_and_independent(model):
     before = logits(model, segments())
     copied = copy.deepcopy(model)
@@ -97,38 +88,3 @@ def test_saving_and_loading_never_pickle(folders, model, tmp_path, monkeypatch):
     assert torch.equal(logits(again, segments()), logits(model, segments()))
     names = {path.name for folder in (folders / "llama", tmp_path / "again") for path in folder.iterdir()}
     assert {name.rpartition(".")[2] for name in names} <= {"json", "safetensors", "md", "png"}
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """The demo's model, compressed, with its tokenizer."""
-    out = tmp_path_factory.mktemp("demo") / "out"
-    recipe = Recipe(rank=2, method="eora", calibration=str(CALIBRATION), samples=2, seqlen=32, dtype="float32")
-    hasslefree.compress(MODEL, out, recipe, device="cpu")
-    return AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-
-
-REQUESTS = [
-    ("Return the number of", " items in the list."),
-    ("A dictionary maps", " keys to values"),
-    ("", "The function takes no arguments."),
-]
-
-
-def test_lm_evaluation_harness_scores_the_model(demo):
-    """Oracle: log-probabilities from whole forward passes, one request at a time."""
-    pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: pip install "hasslefree[eval]"')
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    model, tokenizer = demo
-    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2)
-    requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(REQUESTS)]
-    found = harness.loglikelihood(requests, disable_tqdm=True)
-    for (context, continuation), (score, greedy) in zip(REQUESTS, found, strict=True):
-        start = tokenizer(context, add_special_tokens=False)["input_ids"] or [harness.prefix_token_id]
-        whole = torch.tensor([*start, *tokenizer(continuation, add_special_tokens=False)["input_ids"]])
-        steps = logits(model, whole[None])[0, len(start) - 1 : -1].double().log_softmax(-1)
-        answer = whole[len(start) :]
-        assert score == pytest.approx(steps.gather(-1, answer[:, None]).sum().item(), rel=1e-4)
-        assert greedy == torch.equal(steps.argmax(-1), answer)

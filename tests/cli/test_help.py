@@ -28,7 +28,7 @@ from hasslefree.recipe.fields import GROUPS, Fields
 from hasslefree.recipe.resolve import EFFORTS
 from hasslefree.solve import low_rank, methods, pruners
 
-DOCS = Path(__file__).parents[1] / "docs" / "explanation"
+DOCS = Path(__file__).parents[2] / "docs" / "explanation"
 COMMANDS = typer.main.get_command(app).commands
 PLAN = ["plan", str(MODEL), "--rank", "4", "--calibration", str(CALIBRATION)]
 
