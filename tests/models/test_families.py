@@ -25,42 +25,20 @@ families = pytest.mark.parametrize("family", FAMILIES)
 def test_streamed_grams_are_those_of_the_whole_model(family):
     """Oracle: hooks on every linear layer during ordinary forward passes of the whole model."""
     model, tokens = build(family), segments()
-    blocks = find_blocks(model)
-    expected, means = {}, {}
-
-    def record(name):
-        def hook(module, args):
-            x = args[0].reshape(-1, args[0].shape[-1]).double()
-            expected[name] = expected.get(name, 0) + x.T @ x / tokens.numel()
-            means[name] = means.get(name, 0) + x.sum(0) / tokens.numel()
-
-        return hook
-
-    names = {
-        f"{blocks.prefix(i)}.{n}": site.module
-        for i, block in enumerate(blocks.modules)
-        for n, site in find_sites(block).items()
-    }
-    handles = [module.register_forward_pre_hook(record(name)) for name, module in names.items()]
-    for row in tokens:
-        logits(model, row[None])
-    for handle in handles:
-        handle.remove()
-
-    calls = block_calls(model, blocks, tokens[:1], Weights(model, model.device), lambda index: None, lambda: None)
-    hidden = Walk(model, blocks, Weights(model, model.device), calls).entering(tokens)
-    seen = set()
+    blocks, weights = find_blocks(model), Weights(model, model.device)
+    calls = block_calls(model, blocks, tokens[:1], weights, lambda index: None, lambda: None)
+    hidden = Walk(model, blocks, weights, calls).entering(tokens)
     for index, block in enumerate(blocks.modules):
         groups = groups_by_input(tensors_read(block, calls[index], hidden[0], find_sites(block)))
+        assert sorted(name for group in groups for name in group) == sorted(find_sites(block))
         grams = gather(block, blocks.prefix(index), calls[index], hidden, groups, ALONE)
         for group, gram in zip(groups, grams, strict=True):
-            for name in (f"{blocks.prefix(index)}.{n}" for n in group):
+            for name in group:
+                expected = gram_of(model, f"{blocks.prefix(index)}.{name}", tokens)
                 assert gram.tokens == tokens.numel()
-                torch.testing.assert_close(gram.matrix.double(), expected[name], rtol=1e-4, atol=1e-6)
-                torch.testing.assert_close(gram.mean.double(), means[name], rtol=1e-4, atol=1e-6)
-                seen.add(name)
+                torch.testing.assert_close(gram.matrix, expected.matrix, rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(gram.mean, expected.mean, rtol=1e-4, atol=1e-6)
         run_block(block, calls[index], hidden)
-    assert seen == names.keys()
 
 
 @families

@@ -51,11 +51,10 @@ def find_blocks(model: nn.Module) -> Blocks:
             if isinstance(module, nn.ModuleList) and module and all(map(find_sites, module)):
                 lists[name] = module
                 sizes[name] = sum(parameter.numel() for parameter in module.parameters())
-        if not lists:
-            continue
-        large = [name for name, size in sizes.items() if size >= LARGE * max(sizes.values())]
-        name = min(large, key=lambda name: (name.count("."), -sizes[name]))
-        return Blocks(name, tuple(lists[name]), shared_parameters(model, name))
+        if lists:
+            large = [name for name in lists if sizes[name] >= LARGE * max(sizes.values())]
+            name = min(large, key=lambda name: (name.count("."), -sizes[name]))
+            return Blocks(name, tuple(lists[name]), shared_parameters(model, name))
     raise ModelError(
         f"{type(model).__name__} has no list of blocks with linear layers; hasslefree compresses"
         " causal language models"
@@ -69,9 +68,10 @@ def shared_parameters(model: Any, name: str) -> frozenset[str]:
     """
     shared = set[str]()
     for pair in getattr(model, "all_tied_weights_keys", {}).items():
-        if not all(inside(parameter, name) for parameter in pair):
-            continue
-        blocks = {parameter.removeprefix(f"{name}.").split(".")[0] for parameter in pair}
+        paths = [
+            parameter.removeprefix(f"{name}.") for parameter in pair if inside(parameter, name)
+        ]
+        blocks = {path.split(".")[0] for path in paths}
         if len(blocks) > 1:
             shared.update(pair)
     return frozenset(shared)
@@ -90,9 +90,15 @@ def around(model: Any) -> list[str]:
         embeddings = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
         embeddings = None
-    path = next((name for name, module in model.named_modules() if module is embeddings), "")
-    parts = path.split(".")[:-1]
-    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+    holder = ""
+    for name, module in model.named_modules():
+        if module is embeddings:
+            holder = name.rpartition(".")[0]
+            break
+    holders = [holder]
+    while holders[-1]:
+        holders.append(holders[-1].rpartition(".")[0])
+    return holders
 
 
 def other_modalities(model: Any, blocks: Blocks) -> list[str]:

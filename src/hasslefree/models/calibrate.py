@@ -109,7 +109,7 @@ def tensors_read(
     watching = hooks(find_site(block, name).on_input(partial(keep, name)) for name in names)
     with watching, every_expert_called(block), computing(block), torch.no_grad():
         call.run(block, states)
-    return {name: tuple(map(id, tensors)) for name, tensors in inputs.items()}
+    return {name: tuple(id(x) for x in tensors) for name, tensors in inputs.items()}
 
 
 def groups_by_input(reads: Mapping[str, tuple[int, ...]]) -> list[list[str]]:

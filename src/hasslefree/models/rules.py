@@ -91,8 +91,10 @@ class BlockView:
     def of(cls, blocks: Blocks, index: int) -> "BlockView":
         block = blocks.modules[index]
         prefix = blocks.prefix(index)
-        parameters = block.named_parameters()
-        shared = {id(p) for name, p in parameters if f"{prefix}.{name}" in blocks.shared}
+        shared = set()
+        for name, parameter in block.named_parameters():
+            if f"{prefix}.{name}" in blocks.shared:
+                shared.add(id(parameter))
         experts = {}
         for name, module in block.named_modules():
             holder, _, leaf = name.rpartition(".")

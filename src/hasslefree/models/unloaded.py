@@ -4,6 +4,7 @@ further tokens.
 
 import re
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -29,11 +30,12 @@ def unloaded_tensors(model: PreTrainedModel) -> dict[str, StoredTensor]:
     """
     config = cached_file(str(model.name_or_path), "config.json")
     assert config is not None  # it raises an error if there is none
-    names = dict.fromkeys(model.state_dict(), True)
-    names.update((name, True) for name, _ in model.named_buffers())  # computed, not stored
+    names: dict[str, Any] = dict(model.state_dict())
+    names.update(model.named_buffers())  # also those that are computed, not stored
     for path, module in model.named_modules():
         if isinstance(module, SplitExperts):
-            names.update((f"{path}.{source}", True) for source in module.sources)
+            for source, shape in module.sources.items():
+                names[f"{path}.{source}"] = shape
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]

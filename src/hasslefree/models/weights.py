@@ -148,11 +148,10 @@ class Weights:
     def _remove_hooks(self, model: PreTrainedModel) -> None:
         from accelerate.hooks import remove_hook_from_module
 
-        buffers = [
-            (module, name, buffer)
-            for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
+        buffers = []
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                buffers.append((module, name, buffer))
         remove_hook_from_module(model, recurse=True)
         # accelerate has read the buffers again, and rounded them to the dtype of the model.
         for module, name, buffer in buffers:
@@ -206,7 +205,8 @@ class Weights:
                 if parameter.is_meta and (module, name) not in self._tied:
                     yield module, name, parameter.shape
             if isinstance(module, SplitExperts):
-                yield from ((module, name, shape) for name, shape in module.sources.items())
+                for name, shape in module.sources.items():
+                    yield module, name, shape
 
     def _bring(self, part: Modules) -> None:
         """Put the parameters of a part on the device. It holds no module: a replaced layer would
