@@ -58,12 +58,11 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_shares_of_the_outputs_are_rows_of_the_product(kind, ranks, tokens):
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_shares_of_the_outputs_are_rows_of_the_product(kind, ranks):
     """Oracle: the product with both matrices in float64. The ranks of the layers differ, and one may be 0."""
     layers = [layer_of(kind, (16, WIDTH), 3, seed=0), layer_of(kind, (32, WIDTH), 0, seed=1)]
-    x = torch.randn(tokens, WIDTH)
+    x = torch.randn(7, WIDTH)
     found = [by_outputs(layers, rank, ranks)(x).split([16 // ranks, 32 // ranks], 1) for rank in range(ranks)]
     for layer, shares in zip(layers, zip(*found, strict=True), strict=True):
         assert_close(torch.cat(shares, 1), x.double() @ layer.matrix.T)

@@ -1,4 +1,4 @@
-"""Which way is taken, and what a way that is not possible says."""
+"""Which backend is chosen, and what a backend that is not possible says."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_without_numba_the_rule_is_dense_and_the_wish_an_error_that_says_what_to
 
 
 @pytest.mark.parametrize(
-    ("way", "changes", "reason"),
+    ("backend", "changes", "reason"),
     [
         ("numba", {"device": "cuda"}, "use dense"),
         ("numba", {"grad": True}, "no gradients"),
@@ -64,17 +64,17 @@ def test_without_numba_the_rule_is_dense_and_the_wish_an_error_that_says_what_to
         ("unpacked", {"grad": True}, "no gradients"),
     ],
 )
-def test_a_way_that_is_not_possible_says_why(everything, way, changes, reason):
-    with pytest.raises(KernelError, match=f"backend '{way}' is not possible: .*{reason}"):
-        choose(case(**changes), way)
+def test_a_backend_that_is_not_possible_says_why(everything, backend, changes, reason):
+    with pytest.raises(KernelError, match=f"backend '{backend}' is not possible: .*{reason}"):
+        choose(case(**changes), backend)
 
 
-@pytest.mark.parametrize("way", BACKENDS)
-def test_a_way_that_is_possible_is_taken(everything, way):
-    changes = {"device": "cuda", **CODED} if way == "int4" else {"dtype": torch.bfloat16}
-    assert choose(case(**changes), way) == way
-    if way == "int4":
-        assert choose(case(**changes, tokens=17), way) == "dense"
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_that_is_possible_is_taken(everything, backend):
+    changes = {"device": "cuda", **CODED} if backend == "int4" else {"dtype": torch.bfloat16}
+    assert choose(case(**changes), backend) == backend
+    if backend == "int4":
+        assert choose(case(**changes, tokens=17), backend) == "dense"
 
 
 @pytest.mark.parametrize(
