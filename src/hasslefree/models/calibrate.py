@@ -65,7 +65,9 @@ def with_batching(block: nn.Module, call: BlockCall, hidden: Activations) -> Blo
     columns = (output[..., width:], expected[..., width:])
     same_columns = torch.allclose(*columns, rtol=TOLERANCE, atol=TOLERANCE)
     same_states = bool((difference <= TOLERANCE * norms).all())
-    return batched if same_states and same_columns else singly
+    if same_states and same_columns:
+        return batched
+    return singly
 
 
 def activation_values(
@@ -200,52 +202,59 @@ def gather(
     the others end at the last call of a group.
     """
     sums = {group[0]: MomentSums(hidden.states.shape[1]) for group in groups}
-    calls: int | None = None  # of all first layers of the groups, known after the first batch
+    calls: int | None = None  # of the first layers of all groups, known after the first batch
     with computing(block), torch.no_grad():
         for batch in hidden.batches(BATCH if call.batched else 0):
-            inputs = inputs_of(block, call, hidden[batch], list(sums), calls)
-            calls = sum(len(parts) for parts in inputs.values())
-            for name, parts in inputs.items():
+            collector = InputCollector(list(sums), calls)
+            collector.run(block, call, hidden[batch])
+            calls = collector.count
+            for name, parts in collector.inputs.items():
                 for rows in parts:
                     sums[name].take(rows)
-    return [checked(total.gram(world), f"{prefix}.{name}") for name, total in sums.items()]
+    grams = []
+    for name, total in sums.items():
+        grams.append(checked(total.gram(world), f"{prefix}.{name}"))
+    return grams
 
 
-def inputs_of(
-    block: nn.Module,
-    call: BlockCall,
-    states: Tensor,
-    names: Sequence[str],
-    calls: int | None = None,
-) -> dict[str, list[Tensor]]:
-    """Copy the inputs of layers in a pass of some segments.
+class InputCollector:
+    """Copies the inputs of layers during a pass.
 
     Args:
-        states: hidden states that enter the block, (segments, tokens, width).
         names: of the layers in the block.
-        calls: number of calls of these layers after which the pass ends; None: it does not end
-            before the end of the block.
-
-    Returns:
-        For each layer its inputs, (tokens, in) for each call.
+        calls: number of calls of these layers after which the pass is stopped; None: it is not
+            stopped.
+        inputs: for each layer its inputs, (tokens, in) for each call.
     """
-    inputs: dict[str, list[Tensor]] = {name: [] for name in names}
 
-    def keep(name: str, x: Tensor) -> None:
+    def __init__(self, names: Sequence[str], calls: int | None):
+        self.inputs: dict[str, list[Tensor]] = {name: [] for name in names}
+        self.calls = calls
+        self.count = 0
+
+    def keep(self, name: str, x: Tensor) -> None:
         rows = as_multiplied(x.reshape(-1, x.shape[-1]))
-        inputs[name].append(rows.clone() if rows.data_ptr() == x.data_ptr() else rows)
-        if sum(len(parts) for parts in inputs.values()) == calls:
+        if rows.data_ptr() == x.data_ptr():
+            rows = rows.clone()
+        self.inputs[name].append(rows)
+        self.count += 1
+        if self.count == self.calls:
             raise Stop
 
-    watching = hooks(find_site(block, name).on_input(partial(keep, name)) for name in names)
-    with watching, suppress(Stop):
-        call.run(block, states)
-    return inputs
+    def run(self, block: nn.Module, call: BlockCall, states: Tensor) -> None:
+        """Run a block on hidden states (segments, tokens, width)."""
+        handles = []
+        for name in self.inputs:
+            handles.append(find_site(block, name).on_input(partial(self.keep, name)))
+        with hooks(handles), suppress(Stop):
+            call.run(block, states)
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
     """The dtype of sums over tokens: float64, which Apple's GPUs do not have."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    if device.type == "mps":
+        return torch.float32
+    return torch.float64
 
 
 def _add_square(total: Tensor, rows: Tensor) -> None:

@@ -44,7 +44,9 @@ class BlockCall:
 
     def hidden(self, states: Tensor) -> Tensor:
         """The hidden states alone: (segments, tokens, width)."""
-        return states if self.extra is None else states[..., : self.extra.width]
+        if self.extra is None:
+            return states
+        return states[..., : self.extra.width]
 
     def run(self, block: nn.Module, states: Tensor) -> Tensor:
         """The block's output for hidden states (segments, tokens, width), in their dtype, with
@@ -54,7 +56,9 @@ class BlockCall:
         """
         count = len(states) if self.batched else 1
         parts = [self._run(block, part) for part in states.split(count)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts)
 
     def _run(self, block: nn.Module, states: Tensor) -> Tensor:
         arguments = self.arguments

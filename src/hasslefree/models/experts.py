@@ -253,11 +253,14 @@ def is_fused(module: Any) -> bool:
     """
     if not all(hasattr(module, name) for name in INTERFACE):
         return False
-    sources = set[str]()
+    sources = set()
     for slices in expert_slices(module).values():
-        sources.update(part.source for part in slices.values())
-    parameters = {name for name, _ in module.named_parameters(recurse=False)}
-    return parameters == sources and not any(True for _ in module.buffers(recurse=False))
+        for part in slices.values():
+            sources.add(part.source)
+    tensors = dict(module.named_parameters(recurse=False)) | dict(
+        module.named_buffers(recurse=False)
+    )
+    return tensors.keys() == sources
 
 
 def is_batched(module: Any) -> bool:

@@ -224,7 +224,9 @@ def load_model(
 def load_shapes(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
     """Build a model with all parameters on the meta device. No weight file is read."""
     config = load_config(name, trust_remote_code)
-    chosen = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
+    chosen = config.dtype or torch.float32
+    if dtype != "auto":
+        chosen = getattr(torch, dtype)
     with (
         loading(f"the model {name!r} could not be built from its config.json", DOWNLOAD_AGAIN),
         torch.device("meta"),

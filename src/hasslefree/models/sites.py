@@ -82,12 +82,16 @@ class Site:
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
         first, second = self.parameter.shape
-        return (second, first) if self.transposed else (first, second)
+        if self.transposed:
+            return second, first
+        return first, second
 
     def weight(self) -> Tensor:
         """The matrix: (out, in)."""
         weight = self.parameter.detach()
-        return weight.T.contiguous() if self.transposed else weight
+        if self.transposed:
+            return weight.T.contiguous()
+        return weight
 
     def on_input(self, see: Callable[[Tensor], None]) -> Any:
         """Call `see` with the inputs (…, in) whenever the matrix is multiplied. The result has
@@ -117,7 +121,9 @@ class Site:
 
     def set_weight(self, weight: Tensor, bias: Tensor | None) -> None:
         """Give the dense module a matrix (out, in) and a bias (out,)."""
-        self.module.weight = nn.Parameter(weight.T.contiguous() if self.transposed else weight)
+        if self.transposed:
+            weight = weight.T.contiguous()
+        self.module.weight = nn.Parameter(weight)
         self.module.bias = bias
 
 
