@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from hasslefree import Gram, LowRank
 from hasslefree.core.factors import (
-    check_factor_bits,
     factor_tensors,
     hartley,
     nearest,
@@ -17,7 +16,6 @@ from hasslefree.core.factors import (
     row_scale,
     swept,
 )
-from hasslefree.errors import BudgetError, GridError
 from hasslefree.packed.spec import LayerSpec
 from tests import oracles
 
@@ -206,13 +204,3 @@ def test_bytes_by_hand():
     assert taken(64, None) == 2 * entries
     assert taken(0, 8) == 0
     assert factor_tensors(4, 6, 0, 8) == {}
-
-
-@pytest.mark.parametrize("bits", [4, 16, 0, -8])
-def test_wrong_bits(bits):
-    with pytest.raises(GridError, match=f"factor_bits must be 8, got {bits}; leave it out"):
-        check_factor_bits(bits, 3)
-    with pytest.raises(BudgetError, match="with rank 0 there are none; give a rank"):
-        check_factor_bits(8, 0)
-    check_factor_bits(8, None)
-    check_factor_bits(None, 0)

@@ -62,23 +62,15 @@ def test_wrong_bits_of_factors(bits, rank, error, message):
         hasslefree.decompose(torch.randn(4, 8), None, "2:4", rank, factor_bits=bits)
 
 
-def test_budgets_reach_the_result():
-    weight, h = oracles.problem(20, 40)
-    gram = Gram(h, 1)
-    result = hasslefree.decompose(weight, gram, "unstructured", sparsity=0.6, rank=3, method="eora")
-    assert (result.sparse.count_nonzero(), result.low_rank.rank) == (320, 3)
-    result = hasslefree.decompose(weight, gram, "unstructured", ratio=0.5, rank_share=0.3, method="eora")
-    assert (result.sparse.count_nonzero(), result.low_rank.rank) == (280, 2)
-    result = hasslefree.decompose(weight, gram, "2:8", ratio=0.5, method="eora")
-    assert (result.sparse.count_nonzero(), result.low_rank.rank) == (200, 3)
-
-
 def test_errors():
     weight, gram = torch.randn(4, 8), Gram(torch.eye(8), 1)
     with pytest.raises(ShapeError, match="do not match: expected shapes"):
         hasslefree.decompose(weight, Gram(torch.eye(9), 1), "2:4", 1)
-    with pytest.raises(NonFiniteError, match="NaN or Inf"):
+    with pytest.raises(NonFiniteError, match="weight contains NaN or Inf"):
         hasslefree.decompose(weight / 0, gram, "2:4", 1)
+    for value in (torch.nan, torch.inf):
+        with pytest.raises(NonFiniteError, match="Gram matrix .* contains NaN or Inf"):
+            hasslefree.decompose(weight, Gram(torch.full((8, 8), value), 1), "2:4", 0, method="magnitude")
     with pytest.raises(FactorizationError, match="raise the damping"):
         hasslefree.decompose(weight, Gram(torch.ones(8, 8), 1), "2:4", 1, method=build_method("eora", damping=0.0))
 
@@ -112,14 +104,6 @@ def test_no_rank_is_spent_on_dead_inputs():
             / oracles.loss(weight[:, alive], h[alive][:, alive])
         )
         torch.testing.assert_close(whole.product()[:, alive], part.product(), rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gram_that_is_not_finite_is_an_error(value):
-    h = torch.eye(8)
-    h[2, 3] = h[3, 2] = value
-    with pytest.raises(NonFiniteError, match="Gram matrix .* contains NaN or Inf"):
-        hasslefree.decompose(torch.randn(4, 8), Gram(h, 1), "2:4", 0, method="magnitude")
 
 
 def test_factors_of_very_different_scale_fit_into_half_precision():
