@@ -116,7 +116,12 @@ class Budget(Checked):
             )
             yield Problem(("ratio", "rank_share"), message)
 
-    def resolve(self, out: int, width: int, unit: int = 1) -> tuple[Pattern, int]:
+    def resolve(
+        self,
+        out: int,
+        width: int,
+        unit: int = 1,
+    ) -> tuple[Pattern, int]:
         """The pattern with its exact count, and the rank, of a weight (out, width).
 
         Args:

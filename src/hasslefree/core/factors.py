@@ -75,7 +75,10 @@ def check_factor_bits(bits: int | None, rank: int | None = None) -> None:
 
 
 def factor_tensors(
-    out: int, width: int, rank: int, bits: int | None
+    out: int,
+    width: int,
+    rank: int,
+    bits: int | None,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
     """The names of the tensors that hold the factors, with their shapes and dtypes (None: the
     model's). Rank 0 has no tensors.
@@ -162,7 +165,11 @@ def nearest(matrix: Tensor, dtype: torch.dtype) -> CodedRows:
     return CodedRows(_codes(matrix, scale.to(matrix.dtype).unsqueeze(1)), scale)
 
 
-def swept(u: Tensor, norm: Tensor, dtype: torch.dtype) -> CodedRows:
+def swept(
+    u: Tensor,
+    norm: Tensor,
+    dtype: torch.dtype,
+) -> CodedRows:
     """The codes of u (out, r), float64, with tr((u − û) G (u − û)ᵀ) small, for a positive definite
     G (r, r).
 

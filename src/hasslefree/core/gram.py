@@ -51,8 +51,10 @@ class Gram:
             NonFiniteError: x holds NaN or Inf, or its squares overflow.
             ShapeError: x is no such tensor.
         """
+        given: object = type(x).__name__
+        if isinstance(x, Tensor):
+            given = tuple(x.shape)
         if not isinstance(x, Tensor) or x.ndim < 2 or not x.numel():
-            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ShapeError(
                 f"x must be a tensor (..., tokens, in) with at least one token, got {given}"
             )

@@ -68,8 +68,8 @@ class Grid(Checked):
             )
 
     def __str__(self) -> str:
-        text = f"int{self.bits} in "
-        text += "rows" if self.group is None else f"groups of {self.group}"
+        groups = "rows" if self.group is None else f"groups of {self.group}"
+        text = f"int{self.bits} in {groups}"
         if self.symmetric:
             text += ", symmetric"
         if self.offset:
@@ -103,11 +103,18 @@ class Grid(Checked):
                 ("offset", "pattern"),
             )
 
-    def _check_group(self, group: int, width: int, pattern: "Pattern | None") -> None:
+    def _check_group(
+        self,
+        group: int,
+        width: int,
+        pattern: "Pattern | None",
+    ) -> None:
         by_row = f"{option('group_size', 0)} for one scale per row"
         if width % group:
             fitting = math.gcd(width, 128)
-            remedy = f"{option('group_size', fitting)}, or {by_row}" if fitting > 1 else by_row
+            remedy = by_row
+            if fitting > 1:
+                remedy = f"{option('group_size', fitting)}, or {by_row}"
             raise GridError(
                 f"group_size {group} does not divide the {width} inputs of the layer; use {remedy}"
             )
@@ -123,7 +130,10 @@ class Grid(Checked):
         return 1 if self.group is None else width // self.group
 
     def fit(
-        self, entries: Tensor, ranges: int = 1, weights: Tensor | None = None
+        self,
+        entries: Tensor,
+        ranges: int = 1,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Scale and zero, (…, 1) each, of groups of entries (…, n), in the dtype of the entries.
 
@@ -166,7 +176,11 @@ class Grid(Checked):
         return low, high
 
     def _error(
-        self, entries: Tensor, scale: Tensor, zero: Tensor, weights: Tensor | None
+        self,
+        entries: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        weights: Tensor | None,
     ) -> Tensor:
         """The weighted sum of squared rounding errors of each group (…, n): (…, 1)."""
         squares = (entries - self.nearest(entries, scale, zero)).square_()
@@ -186,19 +200,34 @@ class Grid(Checked):
             return scale, torch.full_like(scale, (self.top + 1) / 2)
         return scale, (-low / scale).round_().clamp_(0, self.top)
 
-    def nearest(self, entries: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    def nearest(
+        self,
+        entries: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+    ) -> Tensor:
         """The values on the grid that are nearest to entries; scale and zero broadcast with
         them.
         """
         return self.values(self.codes(entries, scale, zero), scale, zero)
 
-    def values(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    def values(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+    ) -> Tensor:
         """The values of codes, which are overwritten, in the dtype of the scale."""
         if self.offset:
             return codes.mul_(scale).add_(zero)
         return codes.sub_(zero).mul_(scale)
 
-    def codes(self, entries: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    def codes(
+        self,
+        entries: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+    ) -> Tensor:
         """The codes of the nearest values, whole numbers in the dtype of the entries."""
         if self.offset:
             codes = ((entries - zero) / scale).round_()
@@ -276,7 +305,12 @@ class Quantised:
     scaling: Scaling
 
     @classmethod
-    def of(cls, matrix: Tensor, scaling: Scaling, dtype: torch.dtype) -> "Quantised":
+    def of(
+        cls,
+        matrix: Tensor,
+        scaling: Scaling,
+        dtype: torch.dtype,
+    ) -> "Quantised":
         """The codes of a matrix on the grid, with scales in another dtype; GridError if that dtype
         does not hold them exactly.
         """

@@ -130,8 +130,10 @@ def cholesky_qr(matrix: Tensor) -> Tensor:
             scale = 1 / unit_diagonal_scale(squares)
             matrix = matrix * scale
             products *= torch.outer(scale, scale)
-            shift = rounding * (squares < 0.5) if last else rounding
-            products.diagonal().add_(shift)
+            if last:
+                products.diagonal().add_(rounding * (squares < 0.5))
+            else:
+                products.diagonal().add_(rounding)
             factor = torch.linalg.cholesky_ex(products).L
             matrix = torch.linalg.solve_triangular(factor.T, matrix, upper=True, left=False)
     return matrix
@@ -252,7 +254,11 @@ def narrow_products(device: torch.device) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _setting(settings: Any, name: str, value: Any) -> Iterator[None]:
+def _setting(
+    settings: Any,
+    name: str,
+    value: Any,
+) -> Iterator[None]:
     before = getattr(settings, name)
     setattr(settings, name, value)
     try:

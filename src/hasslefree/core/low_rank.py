@@ -40,7 +40,12 @@ class LowRank:
         return LowRank(self.u.to(dtype), self.v.to(dtype))
 
     @classmethod
-    def gaussian_start(cls, weight: Tensor, rank: int, generator: torch.Generator) -> "LowRank":
+    def gaussian_start(
+        cls,
+        weight: Tensor,
+        rank: int,
+        generator: torch.Generator,
+    ) -> "LowRank":
         """L = 0 for a weight (out, in): u gaussian, v zero.
 
         The paper (arXiv 2502.00899, Algorithm 2) writes W transposed: its U = 0 is v here, and its
@@ -66,7 +71,12 @@ def truncated_svd(matrix: Tensor, rank: int) -> LowRank:
     return LowRank(u[:, :rank] * s[:rank], vh[:rank])
 
 
-def subspace_steps(target: Tensor, norm: Tensor, basis: Tensor, steps: int) -> LowRank:
+def subspace_steps(
+    target: Tensor,
+    norm: Tensor,
+    basis: Tensor,
+    steps: int,
+) -> LowRank:
     """L = B BᵀT after steps B ← qr(T H (BᵀT)ᵀ) of orthogonal iteration.
 
     For every orthonormal B the best L with that column space is B BᵀT, whatever H is; at the fixed

@@ -46,7 +46,12 @@ class Pattern(ABC):
         """The entries to keep, bool (out, in), of the largest scores (out, in)."""
 
     @abstractmethod
-    def restricted(self, start: int, stop: int, width: int) -> "Pattern":
+    def restricted(
+        self,
+        start: int,
+        stop: int,
+        width: int,
+    ) -> "Pattern":
         """The part of the pattern of a weight with `width` inputs that falls to the inputs from
         start to stop − 1.
         """
@@ -91,7 +96,12 @@ class SemiStructured(Pattern):
         kept = largest(groups, self.n) if self.m > PAIRWISE else largest_by_pairs(groups, self.n)
         return kept.reshape(score.shape)
 
-    def restricted(self, start: int, stop: int, width: int) -> "SemiStructured":
+    def restricted(
+        self,
+        start: int,
+        stop: int,
+        width: int,
+    ) -> "SemiStructured":
         return self
 
 
@@ -112,7 +122,12 @@ class Unstructured(Pattern):
         self.check((score.shape[0], score.shape[1]))
         return largest(score.flatten(), self.count).reshape(score.shape)
 
-    def restricted(self, start: int, stop: int, width: int) -> "Unstructured":
+    def restricted(
+        self,
+        start: int,
+        stop: int,
+        width: int,
+    ) -> "Unstructured":
         return replace(self, count=_share(self.count, start, stop, width))
 
 
@@ -133,7 +148,12 @@ class Row(Pattern):
         self.check((score.shape[0], score.shape[1]))
         return largest(score, self.count)
 
-    def restricted(self, start: int, stop: int, width: int) -> "Row":
+    def restricted(
+        self,
+        start: int,
+        stop: int,
+        width: int,
+    ) -> "Row":
         return Row(_share(self.count, start, stop, width))
 
 
@@ -168,7 +188,12 @@ class Structured(Pattern):
         units = largest(totals, self.count // self.unit)
         return units.repeat_interleave(self.unit).expand(score.shape)
 
-    def restricted(self, start: int, stop: int, width: int) -> "Structured":
+    def restricted(
+        self,
+        start: int,
+        stop: int,
+        width: int,
+    ) -> "Structured":
         return replace(self, count=_share(self.count, start, stop, width), unit=1)
 
 
@@ -194,7 +219,12 @@ class KnownSupport(Pattern):
         self.check((score.shape[0], score.shape[1]))
         return self.known
 
-    def restricted(self, start: int, stop: int, width: int) -> "KnownSupport":
+    def restricted(
+        self,
+        start: int,
+        stop: int,
+        width: int,
+    ) -> "KnownSupport":
         return KnownSupport(self.known[:, start:stop])
 
 
@@ -257,13 +287,23 @@ def largest_by_pairs(score: Tensor, count: int) -> Tensor:
     return before.lt_(count).view(torch.bool).T
 
 
-def _share(count: int, start: int, stop: int, width: int) -> int:
+def _share(
+    count: int,
+    start: int,
+    stop: int,
+    width: int,
+) -> int:
     """The part of `count` that falls to the inputs from start to stop − 1 of width. Consecutive
     parts add up to it exactly.
     """
     return count * stop // width - count * start // width
 
 
-def _check_count(pattern: object, count: int, limit: int, what: str) -> None:
+def _check_count(
+    pattern: object,
+    count: int,
+    limit: int,
+    what: str,
+) -> None:
     if not 0 <= count <= limit:
         raise PatternError(f"pattern {pattern} must keep from 0 to {limit} {what}, got {count}")

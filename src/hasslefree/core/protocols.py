@@ -69,14 +69,16 @@ class Sparsifier(Checked):
     @property
     def grid(self) -> Grid | None:
         """The grid of a quantised S; None if S may hold any number."""
-        return self.inner.grid if self.inner else None
+        if self.inner is None:
+            return None
+        return self.inner.grid
 
     @property
     def whole_channels(self) -> bool:
         """True if only whole input channels are removed. Attention heads are then kept or removed
         as a whole.
         """
-        return self.inner.whole_channels if self.inner else False
+        return self.inner is not None and self.inner.whole_channels
 
     def check_pattern(self, pattern: Pattern) -> None:
         """Raise PatternError if the plug-in removes whole channels and the pattern is not
@@ -95,7 +97,12 @@ class Pruner(Sparsifier, ABC):
     """Solves P1: a sparse S close to a target in the norm of H."""
 
     @abstractmethod
-    def prune(self, target: Tensor, prepared: Any, pattern: Pattern) -> Pruned:
+    def prune(
+        self,
+        target: Tensor,
+        prepared: Any,
+        pattern: Pattern,
+    ) -> Pruned:
         """Compute S, (out, in), with this pattern, for a target (out, in), which is not changed."""
 
 
@@ -107,7 +114,13 @@ class LowRankSolver(Checked, ABC):
         return None
 
     @abstractmethod
-    def fit(self, target: Tensor, prepared: Any, start: LowRank, round: int) -> LowRank:
+    def fit(
+        self,
+        target: Tensor,
+        prepared: Any,
+        start: LowRank,
+        round: int,
+    ) -> LowRank:
         """Compute L for a target.
 
         Args:

@@ -243,7 +243,11 @@ def checked_norm(weight: Tensor, gram: Gram) -> float:
     return norm
 
 
-def unchanged(weight: Tensor, pattern: Pattern, rank: int) -> Solution | None:
+def unchanged(
+    weight: Tensor,
+    pattern: Pattern,
+    rank: int,
+) -> Solution | None:
     """S = W and L = 0 if the pattern keeps every non-zero of W; None otherwise."""
     kept = pattern.kept((weight.shape[0], weight.shape[1]))
     if torch.count_nonzero(weight) > kept:
@@ -256,7 +260,11 @@ def unchanged(weight: Tensor, pattern: Pattern, rank: int) -> Solution | None:
     return Solution(weight, LowRank.nothing(weight, rank), (), remarks)
 
 
-def _remarks_on(after: float, before: float, rounding: str) -> Iterator[str]:
+def _remarks_on(
+    after: float,
+    before: float,
+    rounding: str,
+) -> Iterator[str]:
     if after > 2 * before + 1e-4:
         yield f"{rounding} raised the relative error from {before:.2g} to {after:.2g}"
     if after > 1:

@@ -24,7 +24,11 @@ SINGULAR = 1e-6
 
 
 def descend(
-    target: Tensor, swept: Pruned, norm: Tensor, support: Tensor | None, passes: int
+    target: Tensor,
+    swept: Pruned,
+    norm: Tensor,
+    support: Tensor | None,
+    passes: int,
 ) -> Pruned:
     """S on its grid and its support, with a loss no larger than that of `swept`, up to rounding.
 

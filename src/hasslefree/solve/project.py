@@ -21,7 +21,11 @@ GROUPS = (4, 8)
 
 
 def project_step(
-    pattern: Pattern, weight: Tensor, state: Tensor, sparse: Tensor, target: Tensor
+    pattern: Pattern,
+    weight: Tensor,
+    state: Tensor,
+    sparse: Tensor,
+    target: Tensor,
 ) -> Tensor:
     """One round's X, support, S and next target; the support, bool (out, in), is returned.
 

@@ -24,7 +24,12 @@ inlined = njit(nogil=True, error_model="numpy", inline="always")
 
 
 def project_groups(
-    weight: Tensor, state: Tensor, sparse: Tensor, target: Tensor, n: int, m: int
+    weight: Tensor,
+    state: Tensor,
+    sparse: Tensor,
+    target: Tensor,
+    n: int,
+    m: int,
 ) -> Tensor:
     """`project_step` for N:M, on as many threads as torch uses at most."""
     mask = torch.empty_like(weight, dtype=torch.bool)
@@ -34,10 +39,15 @@ def project_groups(
     if threads < 2:
         kernel(*arrays, n)
     else:
-        bounds = [len(weight) * thread // threads for thread in range(threads + 1)]
         with ThreadPoolExecutor(threads) as pool:
-            shares = [slice(*bounds[thread : thread + 2]) for thread in range(threads)]
-            list(pool.map(lambda rows: kernel(*(array[rows] for array in arrays), n), shares))
+            running = []
+            for thread in range(threads):
+                first = len(weight) * thread // threads
+                end = len(weight) * (thread + 1) // threads
+                parts = [array[first:end] for array in arrays]
+                running.append(pool.submit(kernel, *parts, n))
+        for part in running:
+            part.result()  # raises the error of a thread
     return mask
 
 
@@ -78,9 +88,7 @@ def _project_span(weight, state, sparse, target, mask, n, m, first, count, score
             score[i, lane] = x * x
     for i in range(m):
         for lane in range(count):
-            before[i, lane] = (
-                m - 1 - i
-            )  # as if all later entries were larger, until the comparisons say otherwise
+            before[i, lane] = m - 1 - i  # as if all later entries were larger
     for i in range(m):
         for j in range(i + 1, m):
             for lane in range(count):

@@ -22,7 +22,13 @@ class Exact(LowRankSolver):
     def prepare(self, gram: Gram) -> Tensor:
         return lower_cholesky(gram.matrix).to(gram.matrix.dtype)
 
-    def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int) -> LowRank:
+    def fit(
+        self,
+        target: Tensor,
+        prepared: Tensor,
+        start: LowRank,
+        round: int,
+    ) -> LowRank:
         white = truncated_svd(target @ prepared, start.rank)
         v = torch.linalg.solve_triangular(prepared, white.v, upper=False, left=False)
         return LowRank(white.u, v)

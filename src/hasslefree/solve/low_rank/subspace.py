@@ -28,7 +28,13 @@ class Subspace(LowRankSolver):
     def prepare(self, gram: Gram) -> Tensor:
         return gram.matrix
 
-    def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int) -> LowRank:
+    def fit(
+        self,
+        target: Tensor,
+        prepared: Tensor,
+        start: LowRank,
+        round: int,
+    ) -> LowRank:
         if round == 0:
             return subspace_steps(target, prepared, orthonormal(start.u), self.first_steps)
         return subspace_steps(target, prepared, start.u, self.steps)

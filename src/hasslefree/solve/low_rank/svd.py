@@ -17,7 +17,13 @@ from hasslefree.core.protocols import LowRankSolver
 class SVD(LowRankSolver):
     """L = C_r(T). It does not look at H."""
 
-    def fit(self, target: Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
+    def fit(
+        self,
+        target: Tensor,
+        prepared: None,
+        start: LowRank,
+        round: int,
+    ) -> LowRank:
         return truncated_svd(target, start.rank)
 
 
@@ -36,7 +42,13 @@ class RandomizedSVD(LowRankSolver):
     iterations: int = 2
     seed: int = 0
 
-    def fit(self, target: Tensor, prepared: None, start: LowRank, round: int) -> LowRank:
+    def fit(
+        self,
+        target: Tensor,
+        prepared: None,
+        start: LowRank,
+        round: int,
+    ) -> LowRank:
         columns = min(start.rank + self.oversampling, min(target.shape))
         generator = torch.Generator().manual_seed(self.seed)
         omega = torch.randn(target.shape[1], columns, generator=generator).to(target)
@@ -61,6 +73,12 @@ class DiagonalSVD(LowRankSolver):
     def prepare(self, gram: Gram) -> Tensor:
         return unit_diagonal_scale(gram.diagonal)
 
-    def fit(self, target: Tensor, prepared: Tensor, start: LowRank, round: int) -> LowRank:
+    def fit(
+        self,
+        target: Tensor,
+        prepared: Tensor,
+        start: LowRank,
+        round: int,
+    ) -> LowRank:
         scaled = self.svd.fit(target * prepared, None, start, round)
         return LowRank(scaled.u, scaled.v / prepared)

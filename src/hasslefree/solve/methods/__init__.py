@@ -112,32 +112,31 @@ def build_method(
         BudgetError, GridError: the method has no such part.
     """
     method: Any = look_up("method", name, METHODS, "method")
-    parts: dict[str, Any] = {}
-    if rounds is not None:
-        parts["rounds"] = rounds
-    if damping is not None:
-        parts["damping"] = damping
+    parts = given(rounds=rounds, damping=damping)
     if pruner is not None:
         parts["pruner"] = look_up("pruner", pruner, PRUNERS, "pruner")
     if low_rank is not None:
         parts["low_rank"] = look_up("low-rank solver", low_rank, LOW_RANK_SOLVERS, "low_rank")
     _check_parts(name, method, parts)
     method = dataclasses.replace(method, **parts)
-    fields: dict[str, Any] = {}
-    if bits is not None:
-        fields["bits"] = bits
-    if group_size is not None:
-        fields["group"] = group_size or None
-    if symmetric is not None:
-        fields["symmetric"] = symmetric
-    if offset is not None:
-        fields["offset"] = offset
+    fields = given(bits=bits, group=group_size, symmetric=symmetric, offset=offset)
+    if group_size == 0:
+        fields["group"] = None
     if fields:
         method = _with_fields_of_grid(name, method, fields)
     return refitted(name, method) if refit else method
 
 
-def _check_parts(name: str, method: Method, parts: Collection[str]) -> None:
+def given(**values: Any) -> dict[str, Any]:
+    """The arguments that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _check_parts(
+    name: str,
+    method: Method,
+    parts: Collection[str],
+) -> None:
     """Raise BudgetError if a method lacks one of these fields."""
     missing = [part for part in parts if part not in settings_of(method)]
     if not missing:
@@ -164,7 +163,11 @@ def refitted(name: str, method: Any) -> Method:
     return dataclasses.replace(method, pruner=pruner)
 
 
-def _with_fields_of_grid(name: str, method: Method, fields: dict[str, Any]) -> Method:
+def _with_fields_of_grid(
+    name: str,
+    method: Method,
+    fields: dict[str, Any],
+) -> Method:
     """The method with other fields of its grid; GridError if it has none."""
     if method.grid is None:
         able = [other for other, candidate in METHODS.items() if candidate.grid]
@@ -194,7 +197,12 @@ def settings_of(method: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(method)}
 
 
-def look_up(kind: str, name: str, table: dict[str, Any], field: str) -> Any:
+def look_up(
+    kind: str,
+    name: str,
+    table: dict[str, Any],
+    field: str,
+) -> Any:
     """The entry of this name in a table; UnknownNameError, with the names of the table, if it has
     none.
 

@@ -77,7 +77,12 @@ class ScaledProblem:
         kernel.diagonal().add_(1)
         return kernel.to(dtype)
 
-    def kernels_from(self, first: int, growth: float, dtype: torch.dtype) -> Iterator[Tensor]:
+    def kernels_from(
+        self,
+        first: int,
+        growth: float,
+        dtype: torch.dtype,
+    ) -> Iterator[Tensor]:
         """K for ρ = growth^first, growth^(first + 1), …: (in, in), computed once for each ρ while
         there is room.
         """
@@ -183,7 +188,12 @@ class Joint(Method):
         rho = max(self.penalty * odds * relief, 0.01)
         return round(math.log(rho, self.growth))
 
-    def moves_too_much(self, mask: Tensor, last: Tensor, done: int) -> bool:
+    def moves_too_much(
+        self,
+        mask: Tensor,
+        last: Tensor,
+        done: int,
+    ) -> bool:
         """True if ρ must grow: a check is due after `done` rounds, and too much of the support
         (out, in) changed from `last` to `mask`.
         """
@@ -254,7 +264,12 @@ class Joint(Method):
                 torch.sub(weight, sparse, out=target).add_(state)
         return Searched(sparse, mask, low_rank, course)
 
-    def _polish(self, weight: Tensor, problem: ScaledProblem, found: Searched) -> Solution:
+    def _polish(
+        self,
+        weight: Tensor,
+        problem: ScaledProblem,
+        found: Searched,
+    ) -> Solution:
         """Take steps of conjugate gradients on S and a subspace step on L in turn, on the support
         that the rounds found.
         """
@@ -287,14 +302,24 @@ class Joint(Method):
         return Solution(sparse / problem.scale, low_rank, tuple(history), tuple(remarks))
 
 
-def refitted(weight: Tensor, sparse: Tensor, gram: Gram, low_rank: LowRank) -> LowRank:
+def refitted(
+    weight: Tensor,
+    sparse: Tensor,
+    gram: Gram,
+    low_rank: LowRank,
+) -> LowRank:
     """L after a subspace step towards the best one for S, (out, in)."""
     if not low_rank.rank:
         return low_rank
     return subspace_steps(weight - sparse, gram.matrix, low_rank.u, 1)
 
 
-def sampled_loss(gram: Gram, weight: Tensor, sparse: Tensor, low_rank: LowRank) -> float:
+def sampled_loss(
+    gram: Gram,
+    weight: Tensor,
+    sparse: Tensor,
+    low_rank: LowRank,
+) -> float:
     """tr(R H Rᵀ), R = W − S − L, of one row in SAMPLED. weight, sparse: (out, in)."""
     sampled = LowRank(low_rank.u[::SAMPLED], low_rank.v)
     return gram.loss(sampled.residual(weight[::SAMPLED], sparse[::SAMPLED]))

@@ -102,7 +102,12 @@ class JointOnGrid(Method):
         sparse, low_rank, scaling = best
         return Solution(sparse, low_rank, tuple(history), scaling=scaling)
 
-    def _round(self, target: Tensor, prepared: Prepared, support: Tensor | None) -> Pruned:
+    def _round(
+        self,
+        target: Tensor,
+        prepared: Prepared,
+        support: Tensor | None,
+    ) -> Pruned:
         """Put a target on the grid: a sweep, then descent.
 
         Args:
@@ -118,7 +123,11 @@ class JointOnGrid(Method):
         return Joint(rounds=self.rounds, damping=self.damping)
 
 
-def fit_exactly(target: Tensor, prepared: Prepared, rank: int) -> LowRank:
+def fit_exactly(
+    target: Tensor,
+    prepared: Prepared,
+    rank: int,
+) -> LowRank:
     """The best L of a rank for a target (out, in)."""
     start = LowRank.nothing(target, rank)
     return Exact().fit(target, prepared.for_fit, start, 0) if rank else start

@@ -54,7 +54,12 @@ class PrincipalComponentPursuit(Method):
     tolerance: Figure = 1e-6
 
     def solve(
-        self, weight: Tensor, prepared: None, pattern: Pattern, rank: int, generator: Generator
+        self,
+        weight: Tensor,
+        prepared: None,
+        pattern: Pattern,
+        rank: int,
+        generator: Generator,
     ) -> Solution:
         norm = squared_norm(weight)
         low = -RANGE
@@ -105,7 +110,12 @@ class PrincipalComponentPursuit(Method):
         return low_rank
 
 
-def cut(weight: Tensor, pursued: LowRank, pattern: Pattern, rank: int) -> tuple[Tensor, LowRank]:
+def cut(
+    weight: Tensor,
+    pursued: LowRank,
+    pattern: Pattern,
+    rank: int,
+) -> tuple[Tensor, LowRank]:
     """Cut a solution of the convex problem to the pattern and the rank, by a round of GoDec."""
     leading = LowRank(pursued.u[:, :rank], pursued.v[:rank])
     residual = weight - leading.product()

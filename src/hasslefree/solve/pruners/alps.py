@@ -30,7 +30,12 @@ class ALPS(Pruner):
     def prepare(self, gram: Gram) -> ScaledSpectrum:
         return ScaledSpectrum.of(gram)
 
-    def prune(self, target: Tensor, prepared: ScaledSpectrum, pattern: Pattern) -> Pruned:
+    def prune(
+        self,
+        target: Tensor,
+        prepared: ScaledSpectrum,
+        pattern: Pattern,
+    ) -> Pruned:
         if pattern.kept((target.shape[0], target.shape[1])) == target.numel():
             return Pruned(target.clone())  # nothing to remove; the support could not move
         weight = target * prepared.scale

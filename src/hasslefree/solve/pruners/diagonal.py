@@ -16,7 +16,12 @@ from hasslefree.core.protocols import Pruned, Pruner
 class Magnitude(Pruner):
     """S keeps the entries with the largest T². It does not look at H (Han et al. 2015)."""
 
-    def prune(self, target: Tensor, prepared: None, pattern: Pattern) -> Pruned:
+    def prune(
+        self,
+        target: Tensor,
+        prepared: None,
+        pattern: Pattern,
+    ) -> Pruned:
         return Pruned(target * pattern.mask(target.square()))
 
 
@@ -29,7 +34,12 @@ class Wanda(Pruner):
     def prepare(self, gram: Gram) -> Tensor:
         return gram.diagonal
 
-    def prune(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Pruned:
+    def prune(
+        self,
+        target: Tensor,
+        prepared: Tensor,
+        pattern: Pattern,
+    ) -> Pruned:
         return Pruned(target * pattern.mask(target.square() * prepared))
 
 
@@ -50,7 +60,12 @@ class RoundToNearest(Pruner):
     def prepare(self, gram: Gram) -> Tensor | None:
         return gram.diagonal if self.weighted else None
 
-    def prune(self, target: Tensor, prepared: Tensor | None, pattern: Pattern) -> Pruned:
+    def prune(
+        self,
+        target: Tensor,
+        prepared: Tensor | None,
+        pattern: Pattern,
+    ) -> Pruned:
         scaling = self.grid.scaling(target)
         rounded = scaling.nearest(target)
         gain = target.square() - (target - rounded).square()

@@ -45,7 +45,12 @@ class DSNoT(Pruner):
         rounding = torch.finfo(gram.matrix.dtype).eps * torch.where(gram.alive, gram.diagonal, 1.0)
         return gram.means, torch.maximum(gram.variances, rounding), self.start.prepare(gram)
 
-    def prune(self, target: Tensor, prepared: Prepared, pattern: Pattern) -> Pruned:
+    def prune(
+        self,
+        target: Tensor,
+        prepared: Prepared,
+        pattern: Pattern,
+    ) -> Pruned:
         mean, variance, for_start = prepared
         kept = self.start.prune(target, for_start, pattern).sparse != 0
         # A row is a problem; for a structured pattern, all rows together are one.
@@ -57,7 +62,12 @@ class DSNoT(Pruner):
         return Pruned(target * self._swapped(problems, kept, mean, variance, pattern.group))
 
     def _swapped(
-        self, target: Tensor, start: Tensor, mean: Tensor, variance: Tensor, group: int | None
+        self,
+        target: Tensor,
+        start: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        group: int | None,
     ) -> Tensor:
         """The support after the swaps, bool (b, in).
 

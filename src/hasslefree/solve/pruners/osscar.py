@@ -43,7 +43,12 @@ class OSSCAR(Pruner):
     def prepare(self, gram: Gram) -> Tensor:
         return torch.cholesky_inverse(lower_cholesky(gram.matrix))
 
-    def prune(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Pruned:
+    def prune(
+        self,
+        target: Tensor,
+        prepared: Tensor,
+        pattern: Pattern,
+    ) -> Pruned:
         self.check_pattern(pattern)
         assert isinstance(pattern, Structured)
         state = Swept(prepared.clone(), target.double(), pattern.unit)
@@ -92,7 +97,12 @@ class Swept:
         total: the loss of removing all units.
     """
 
-    def __init__(self, inverse: Tensor, target: Tensor, unit: int):
+    def __init__(
+        self,
+        inverse: Tensor,
+        target: Tensor,
+        unit: int,
+    ):
         self.inverse = inverse
         self.target = target.clone()
         self.unit = unit

@@ -60,7 +60,12 @@ class Refit(Pruner):
     def prepare(self, gram: Gram) -> tuple[Tensor, Any]:
         return gram.damped(self.damping).matrix, self.pruner.prepare(gram)
 
-    def prune(self, target: Tensor, prepared: tuple[Tensor, Any], pattern: Pattern) -> Pruned:
+    def prune(
+        self,
+        target: Tensor,
+        prepared: tuple[Tensor, Any],
+        pattern: Pattern,
+    ) -> Pruned:
         matrix, for_pruner = prepared
         start = self.pruner.prune(target, for_pruner, pattern).sparse
         return Pruned(masked_cg(matrix, target, start, start != 0, self.steps, self.tolerance))

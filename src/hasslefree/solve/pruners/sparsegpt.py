@@ -43,7 +43,12 @@ class SparseGPT(Pruner):
     def prepare(self, gram: Gram) -> Tensor:
         return inverse_factor(gram.matrix)
 
-    def prune(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Pruned:
+    def prune(
+        self,
+        target: Tensor,
+        prepared: Tensor,
+        pattern: Pattern,
+    ) -> Pruned:
         scaling = self._scaling(target, prepared, pattern)
         # Columns become rows, (in, out), so that each update runs over contiguous memory.
         columns = target.T.clone(memory_format=torch.contiguous_format)
@@ -60,7 +65,12 @@ class SparseGPT(Pruner):
             columns[stop:].addmm_(prepared[here, stop:].T, errors, alpha=-1)
         return Pruned(columns.T.contiguous(), scaling)
 
-    def _scaling(self, target: Tensor, prepared: Tensor, pattern: Pattern) -> Scaling | None:
+    def _scaling(
+        self,
+        target: Tensor,
+        prepared: Tensor,
+        pattern: Pattern,
+    ) -> Scaling | None:
         """The scaling to begin with. That of whole rows is final; the sweep writes that of smaller
         groups.
         """
@@ -90,7 +100,12 @@ class Sweep:
     scaling: Scaling | None = None
     ranges: int = 1
 
-    def run(self, columns: Tensor, factor: Tensor, known: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        columns: Tensor,
+        factor: Tensor,
+        known: Tensor | None = None,
+    ) -> Tensor:
         """Decide columns.
 
         Args:
@@ -122,14 +137,25 @@ class Sweep:
             columns[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
         return errors
 
-    def _removed(self, j: int, columns: Tensor, pivots: Tensor) -> Tensor:
+    def _removed(
+        self,
+        j: int,
+        columns: Tensor,
+        pivots: Tensor,
+    ) -> Tensor:
         """The entries to remove of columns (g, out) from column j on, bool (g, out)."""
         score = (columns / pivots).square().T
         first = self.start + j
         part = self.pattern.restricted(first, first + score.shape[1], self.width)
         return ~part.mask(score).T
 
-    def _fit(self, j: int, columns: Tensor, factor: Tensor, removed: Tensor | None) -> None:
+    def _fit(
+        self,
+        j: int,
+        columns: Tensor,
+        factor: Tensor,
+        removed: Tensor | None,
+    ) -> None:
         """Write the scale and the zero of the group of columns (g, out) from column j on.
 
         Args:
