@@ -2,7 +2,8 @@
 
 import pytest
 
-from hasslefree.units import duration
+from hasslefree.errors import BudgetError
+from hasslefree.units import Size, duration
 
 DAY = 86_400
 
@@ -15,3 +16,11 @@ DAY = 86_400
 )  # fmt: skip
 def test_durations_by_hand(seconds, text):
     assert duration(seconds) == text
+
+
+def test_part_of_a_byte_is_no_size():
+    """5.2 is meant as bits."""
+    with pytest.raises(BudgetError, match=r"'5.2' has no unit; give size='5.2bits'"):
+        Size.parse("5.2")
+    assert Size.parse("5.2bits") == Size(5.2, True)
+    assert Size.parse("2000000") == Size(2_000_000)

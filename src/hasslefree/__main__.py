@@ -40,9 +40,8 @@ def main() -> None:
     signal.
     """
     for number in SIGNALS:
-        if (
-            signal.getsignal(number) != signal.SIG_IGN
-        ):  # as nohup, and a shell's background jobs, have it
+        # nohup, and shells for jobs in the background, ignore some of them.
+        if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)
     sys.unraisablehook = repeat
     try:
@@ -53,11 +52,12 @@ def main() -> None:
         print("Interrupted before anything was written.", file=sys.stderr)
         sys.exit(128 + received[-1])
     except SystemExit as end:
-        sys.exit(128 + received[-1] if end.code == 130 else end.code)
+        if end.code == 130:  # a command was interrupted
+            sys.exit(128 + received[-1])
+        raise
     finally:
-        for (
-            number
-        ) in SIGNALS:  # nothing is left to put in order: from now on the system ends the process
+        # Nothing is left to put in order: from now on the system ends the process.
+        for number in SIGNALS:
             if signal.getsignal(number) == interrupt:
                 signal.signal(number, signal.SIG_DFL)
 

@@ -49,6 +49,12 @@ class Size:
             )
         if match[3]:
             return cls(float(match[1]), True)
+        if "." in match[1] and text.strip()[-1].isdigit():
+            raise BudgetError(
+                f"{text!r} has no unit; give {option('size', f'{match[1]}bits')} for bits for each"
+                f" weight of the compressed layers, or bytes such as {option('size', '150MB')}",
+                ("size",),
+            )
         factors = {prefix.lower(): factor for prefix, factor in _PREFIXES.items()}
         return cls(int(float(match[1]) * factors[match[2].lower()]))
 

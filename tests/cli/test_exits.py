@@ -98,6 +98,15 @@ def test_a_usage_error_is_one_sentence(monkeypatch, capsys):
     assert "\x1b[31" not in text
 
 
+def test_a_command_that_is_misspelt(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hasslefree", "compres"])
+    with pytest.raises(SystemExit):
+        run_app()
+    text = capsys.readouterr().err.replace("\n", " ")
+    assert "Did you mean 'compress'" in text
+    assert "?;" not in text
+
+
 def test_what_is_escaped():
     """Oracle: the categories and the bidirectional classes of Unicode."""
     for letter in map(chr, range(sys.maxunicode + 1)):

@@ -23,8 +23,12 @@ import hasslefree
 from hasslefree.escaping import escaped
 
 # The headings of the root's help and, beside those of a recipe, of a command's help.
-COMPRESS, TRY, MEASURE, ELSEWHERE = "Compress", "Try a result", "Measure", "Use in other programs"
-RUN, OUTPUT = "Where to run", "Output"
+COMPRESS = "Compress"
+TRY = "Try a result"
+MEASURE = "Measure"
+ELSEWHERE = "Use in other programs"
+RUN = "Where to run"
+OUTPUT = "Output"
 
 
 class Console(rich.console.Console):
@@ -34,19 +38,18 @@ class Console(rich.console.Console):
 
     def render(self, *content: Any, **options: Any) -> Iterator[Segment]:
         for segment in super().render(*content, **options):
-            yield (
-                segment
-                if segment.control
-                else Segment(escaped(segment.text, "\n\t"), segment.style)
-            )
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(escaped(segment.text, "\n\t"), segment.style)
 
 
 # Under torchrun, which sets both variables, the first process alone speaks, but for errors.
 QUIET_PROCESS = "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
 console = Console(quiet=QUIET_PROCESS)
-errors = Console(
-    stderr=True, soft_wrap=not sys.stderr or not sys.stderr.isatty()
-)  # a terminal wraps within words
+# A terminal wraps lines by itself, but within words.
+ON_TERMINAL = bool(sys.stderr) and sys.stderr.isatty()
+errors = Console(stderr=True, soft_wrap=not ON_TERMINAL)
 
 
 class Commands(TyperGroup):
@@ -61,9 +64,8 @@ class Commands(TyperGroup):
         for command in self.commands.values():  # --verbose may stand before a command or after it
             command.params += [option for option in self.params if option.name == "verbose"]
             command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.help or ""))
-            if (
-                width := shutil.get_terminal_size().columns
-            ) < 60:  # rich would cut the names of options
+            width = shutil.get_terminal_size().columns
+            if width < 60:  # rich would cut the names of options
                 command.rich_markup_mode = None  # type: ignore[attr-defined]
                 command.context_settings["terminal_width"] = width
 
@@ -78,8 +80,10 @@ class Commands(TyperGroup):
 
 def untyped_switches(get_params: Callable[[Any], list[Any]], ctx: Any) -> list[Any]:
     """The parameters of a command; the help shows no type of a switch."""
-    for option in (options := get_params(ctx)):
-        option.metavar = "" if getattr(option, "is_flag", False) else option.metavar
+    options = get_params(ctx)
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
     return options
 
 

@@ -57,8 +57,9 @@ Activations = Annotated[
 
 
 def recipe_options() -> Iterator[Parameter]:
-    """An option for each field, first the common ones, then group by group. It is None if it is not
-    given.
+    """Yield an option for each field, first the common ones, then group by group.
+
+    An option that is not given is None.
     """
     types = typing.get_type_hints(Fields)
     fields = sorted(
@@ -68,9 +69,9 @@ def recipe_options() -> Iterator[Parameter]:
         text = COMMON.get(field.name) or help_of(field.name)
         group = None if field.name in COMMON else field.metadata["group"]
         if field.default not in (None, ()):
-            default = (
-                ("on" if field.default else "off") if types[field.name] is bool else field.default
-            )
+            default = field.default
+            if types[field.name] is bool:
+                default = "on" if default else "off"
             text = f"{text.rstrip('.')} (default: {default})."
         option = flag(group, text, *field.metadata.get("flags", ()))
         annotation: Any = Annotated[flag_type(types[field.name]) | None, option]
@@ -78,14 +79,16 @@ def recipe_options() -> Iterator[Parameter]:
 
 
 def flag_type(hint: Any) -> Any:
-    """The type of a value on the command line: int for int | None, list[str] for tuple[str, …], str
-    for a Literal.
+    """The type of a value on the command line.
+
+    It is int for int | None, list[str] for tuple[str, …], and str for a Literal.
     """
     if typing.get_origin(hint) is tuple:
         return list[str]
-    return next(
-        (kind for kind in (bool, int, float) if kind in (hint, *typing.get_args(hint))), str
-    )
+    for kind in (bool, int, float):
+        if kind == hint or kind in typing.get_args(hint):
+            return kind
+    return str
 
 
 def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
@@ -95,8 +98,13 @@ def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def wrapped(recipe: Path | None, **values: Any) -> None:
-        given = {name: value for name in NAMES if (value := values.pop(name)) not in (None, [])}
-        command(recipe=Recipe.from_yaml(recipe, **given) if recipe else Recipe(**given), **values)
+        given: dict[str, Any] = {}
+        for name in NAMES:
+            value = values.pop(name)
+            if value not in (None, []):
+                given[name] = value
+        made = Recipe.from_yaml(recipe, **given) if recipe else Recipe(**given)
+        command(recipe=made, **values)
 
     text = (
         "YAML file (-: standard input) with any of these options; the command line wins over it"
@@ -107,12 +115,9 @@ def with_recipe(command: Callable[..., None]) -> Callable[..., None]:
         Parameter("recipe", Parameter.KEYWORD_ONLY, default=None, annotation=file),
         *recipe_options(),
     ]
-    others = (
-        parameter
-        for name, parameter in signature(command, eval_str=True).parameters.items()
-        if name != "recipe"
-    )
-    parameters += [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in others]
+    for name, parameter in signature(command, eval_str=True).parameters.items():
+        if name != "recipe":
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
     wrapped.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapped
@@ -173,18 +178,14 @@ def call_compress(
 
 
 def next_commands(out: Path, recipe: Recipe) -> str:
-    """What to type after a compression."""
-    folder, target = (
-        shlex.quote(str(out)),
-        {
-            "llama.cpp": "gguf --template DENSE.gguf",
-            "mlx": "mlx",
-        },
-    )
+    """The commands to type after a compression."""
+    folder = shlex.quote(str(out))
+    targets = {"llama.cpp": "gguf --template DENSE.gguf", "mlx": "mlx"}
+    target = targets.get(recipe.engine or "", "dense")
     return f"""Next:  hasslefree chat {folder}
        hasslefree report {folder}
        vllm serve {folder}  # with hasslefree[vllm]
-       hasslefree export {folder} --to {target.get(recipe.engine or "", "dense")} DEST"""
+       hasslefree export {folder} --to {target} DEST"""
 
 
 @app.command(rich_help_panel=COMPRESS)
@@ -215,7 +216,8 @@ def plan(
     setup = setup_of(
         model, recipe, resolve_device(device), activations, processes, trust_remote_code
     )
-    content, tables = dict[str, Any](), list[Any]()
+    content: dict[str, Any] = {}
+    tables: list[Any] = []
     if recipe.size and setup.resolved.allocate == "error":
         from hasslefree.planning.advise import advise
 
@@ -227,7 +229,8 @@ def plan(
         with phase_bars() as progress:
             advice = advise(model, recipe, progress=progress, **options)
         setup = dataclasses.replace(setup, plan=advice[0].plan)
-        content, tables = {"advice": [each.to_dict() for each in advice]}, [advice_table(advice)]
+        content["advice"] = [choice.to_dict() for choice in advice]
+        tables.append(advice_table(advice))
     setup = without_prefetch_if_tight(setup)
     common.show(plan_summary(setup) | content, output, as_json, plan_table(setup, *tables))
 

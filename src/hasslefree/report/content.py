@@ -35,7 +35,7 @@ class _Accuracy(TypedDict):
 
 @dataclass(frozen=True)
 class _Results:
-    """What is read of a file that `evaluate` wrote."""
+    """The part of a file of `evaluate` that a report needs."""
 
     model: str
     perplexity: dict[str, _Perplexity] = field(default_factory=dict)
@@ -43,11 +43,22 @@ class _Results:
     limit: Count | None = None
     dense: "_Results | None" = None
 
+    @property
+    def evaluation(self) -> "Evaluation":
+        """The figures alone; a text is known by the last part of its path."""
+        texts = {Path(text).name: row["perplexity"] for text, row in self.perplexity.items()}
+        tasks = {name: row["value"] for name, row in self.tasks.items()}
+        return Evaluation(texts, tasks, self.limit)
+
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long a compression took. compression: SHA-256 of its compression.json. phases: of the
-    last, resumed run.
+    """The time that a compression took.
+
+    Args:
+        compression: the SHA-256 of its compression.json.
+        layers: the seconds of each layer.
+        phases: those of the last run, if it was resumed.
     """
 
     compression: str
@@ -58,8 +69,10 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Perplexities by text, and accuracies of tasks as shares, of one model. limit: rows of each
-    task; None for all.
+    """The results of one model: perplexities by text, and accuracies of tasks as shares.
+
+    Args:
+        limit: the rows of each task; None for all.
     """
 
     perplexity: dict[str, float] = field(default_factory=dict)
@@ -68,8 +81,10 @@ class Evaluation:
 
     @property
     def average(self) -> float | None:
-        """Of the tasks; None without any."""
-        return sum(self.tasks.values()) / len(self.tasks) if self.tasks else None
+        """The mean accuracy of the tasks; None without any."""
+        if not self.tasks:
+            return None
+        return sum(self.tasks.values()) / len(self.tasks)
 
     def __or__(self, other: "Evaluation") -> "Evaluation":
         """Both; where both have a result, that of `other`."""
@@ -79,12 +94,14 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """A compressed folder. name: unlike that of any other run. record: with seconds, where they are
-    known.
+    """A compressed folder.
 
-    spectra: by layer the singular values of L, the largest first. command: repeats the compression;
-    None where its text was given from Python. seconds: of the whole compression; None where they
-    are unknown.
+    Args:
+        name: unlike that of any other folder of the report.
+        record: with seconds, if they are known.
+        spectra: the singular values of L by layer, the largest first.
+        command: repeats the compression; None if its text was given from Python.
+        seconds: of the whole compression; None if they are unknown.
     """
 
     name: str
@@ -98,46 +115,73 @@ class Run:
 
 @dataclass(frozen=True)
 class Content:
-    """A report. others: evaluations of other models, such as the dense one, by their name."""
+    """The content of a report.
+
+    Args:
+        others: the evaluations of other models, such as the dense one, by their name.
+    """
 
     runs: tuple[Run, ...]
     others: dict[str, Evaluation]
 
 
 def read_content(paths: Sequence[Path]) -> Content:
-    """Folders that `compress` wrote, and JSON files that `evaluate` wrote, of these folders or of
-    other models.
+    """Read folders that `compress` wrote, and JSON files that `evaluate` wrote.
+
+    The JSON files may be those of the folders, or of other models.
+
+    Raises:
+        ModelError: a path does not exist, or no folder is named, or one twice.
+        CheckpointError: a folder or a file is damaged.
     """
-    if missing := [str(path) for path in paths if not path.exists()]:
+    folders = resolved_folders(paths)
+    evaluations = read_evaluations(paths, folders)
+    names = distinct_names([*folders])
+    runs: list[Run] = []
+    for (resolved, folder), name in zip(folders.items(), names, strict=True):
+        runs.append(read_run(folder, name, evaluations.pop(resolved, Evaluation())))
+    others = {str(model): evaluation for model, evaluation in evaluations.items()}
+    return Content(tuple(runs), others)
+
+
+def resolved_folders(paths: Sequence[Path]) -> dict[Path, Path]:
+    """The folders among some paths, by their resolved paths."""
+    missing = [str(path) for path in paths if not path.exists()]
+    if missing:
         raise ModelError(
             f"{', '.join(missing)} does not exist; name a folder that `hasslefree compress` wrote"
         )
     folders: dict[Path, Path] = {}
-    for path in filter(Path.is_dir, paths):
+    for path in paths:
+        if not path.is_dir():
+            continue
         if path.resolve() in folders:
             raise ModelError(f"the folder {path} is named twice; remove one")
         folders[path.resolve()] = path
     if not folders:
         raise ModelError("a report needs at least one folder that `hasslefree compress` wrote")
-    # A file that is named wins over those in the folders, and of these the first.
-    inside = [
-        (file, owner)
-        for owner in folders
-        for file in sorted(owner.glob("evaluation*.json"), reverse=True)
-    ]
+    return folders
+
+
+def read_evaluations(
+    paths: Sequence[Path], folders: Mapping[Path, Path]
+) -> dict[Path | str, Evaluation]:
+    """The evaluations in the folders and in the files that are named, by folder or model.
+
+    A file that is named wins over those in the folders, and of these the first by name.
+    """
+    files: list[tuple[Path, Path | None]] = []
+    for owner in folders:
+        for file in sorted(owner.glob("evaluation*.json"), reverse=True):
+            files.append((file, owner))
+    files += [(path, None) for path in paths if not path.is_dir()]
     evaluations: dict[Path | str, Evaluation] = {}
-    for file, owner in [*inside, *((path, None) for path in paths if not path.is_dir())]:
-        for model, evaluation in read_evaluation(file, owner):
-            key = Path(model).resolve() if Path(model).resolve() in folders else model
+    for file, folder in files:
+        for model, evaluation in read_evaluation(file, folder):
+            resolved = Path(model).resolve()
+            key = resolved if resolved in folders else model
             evaluations[key] = evaluations.get(key, Evaluation()) | evaluation
-    names = distinct_names([*folders])
-    runs = [
-        read_run(folder, name, evaluations.pop(resolved, Evaluation()))
-        for (resolved, folder), name in zip(folders.items(), names, strict=True)
-    ]
-    return Content(
-        tuple(runs), {str(model): evaluation for model, evaluation in evaluations.items()}
-    )
+    return evaluations
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
@@ -152,20 +196,22 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 def read_run(folder: Path, name: str, evaluation: Evaluation) -> Run:
     """Load a folder's record, sizes and spectra."""
-    sizes, record = inspect_folder(folder), read_record(folder)
+    sizes = inspect_folder(folder)
+    record = read_record(folder)
     if len(record.layers) != len(sizes.layers):
         raise CheckpointError(
             f"compression.json in {folder} is of another model; download or copy the folder again"
         )
     command = command_of(record, trust_remote_code="auto_map" in read_json(folder / "config.json"))
     seconds = read_seconds(folder, (folder / "compression.json").read_text(encoding="utf-8"))
+    total = None
     if seconds is not None:
-        layers = (
-            dataclasses.replace(layer, seconds=seconds.layers.get(layer.name, 0.0))
-            for layer in record.layers
-        )
+        total = seconds.seconds
+        layers = []
+        for layer in record.layers:
+            layer_seconds = seconds.layers.get(layer.name, 0.0)
+            layers.append(dataclasses.replace(layer, seconds=layer_seconds))
         record = dataclasses.replace(record, layers=tuple(layers), phases=seconds.phases)
-    total = None if seconds is None else seconds.seconds
     return Run(name, record, sizes, read_spectra(folder), evaluation, command, total)
 
 
@@ -186,29 +232,37 @@ def write_seconds(folder: Path, report: Record) -> None:
 
 
 def read_seconds(folder: Path, compression: str) -> Seconds | None:
-    """What `write_seconds` wrote; None without a file, or of another compression; a CheckpointError
-    if damaged.
+    """Read what `write_seconds` wrote.
+
+    Args:
+        compression: the text of compression.json.
+
+    Returns:
+        The seconds; None without a file, or if it is of another compression.
+
+    Raises:
+        CheckpointError: the file is damaged.
     """
-    file, remedy = (
-        seconds_file(folder),
-        "move or delete it: hasslefree keeps the seconds of a run there",
-    )
+    file = seconds_file(folder)
+    remedy = "move or delete it: hasslefree keeps the seconds of a run there"
     if not file.exists():
         return None
     try:
         seconds = validated(Seconds, read_json(file, remedy))
     except InvalidError as error:
         raise CheckpointError(f"{file} is damaged ({error}); {remedy}") from None
-    return (
-        seconds if seconds.compression == hashlib.sha256(compression.encode()).hexdigest() else None
-    )
+    if seconds.compression != hashlib.sha256(compression.encode()).hexdigest():
+        return None
+    return seconds
 
 
 def read_evaluation(
     file: Path, owner: Path | None = None
 ) -> Iterator[tuple[str | Path, Evaluation]]:
-    """The model and results in a file of `evaluate`; then the dense model's, if any. owner: the
-    model's folder.
+    """Yield the model and results in a file of `evaluate`, then those of its dense model, if any.
+
+    Args:
+        owner: the folder of the model, if the file lies in it.
     """
     try:
         results = validated(_Results, read_json(file))
@@ -220,22 +274,21 @@ def read_evaluation(
         raise CheckpointError(
             f"{file} holds no results of `hasslefree evaluate`: neither of texts nor of tasks"
         )
-    for each in filter(None, (results, results.dense)):
-        texts = {Path(text).name: row["perplexity"] for text, row in each.perplexity.items()}
-        tasks = {name: row["value"] for name, row in each.tasks.items()}
-        yield (
-            owner if owner and each is results else each.model,
-            Evaluation(texts, tasks, each.limit),
-        )
+    yield owner or results.model, results.evaluation
+    if results.dense is not None:
+        yield results.dense.model, results.dense.evaluation
 
 
 def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
     """The singular values of every L in a folder that was checked, by the layer's name."""
-    stored, spectra = stored_tensors(weight_files(folder)), {}
-    for layer in [
-        name.removesuffix(".low_rank_u") for name in stored if name.endswith(".low_rank_u")
-    ]:
-        u, v = (_factor(stored, f"{layer}.low_rank_{side}") for side in "uv")
+    stored = stored_tensors(weight_files(folder))
+    spectra: dict[str, tuple[float, ...]] = {}
+    for name in stored:
+        if not name.endswith(".low_rank_u"):
+            continue
+        layer = name.removesuffix(".low_rank_u")
+        u = _factor(stored, f"{layer}.low_rank_u")
+        v = _factor(stored, f"{layer}.low_rank_v")
         if not (torch.isfinite(u).all() and torch.isfinite(v).all()):
             raise CheckpointError(
                 f"the factors of {layer} in {folder} contain NaN or Inf; compress the model again"
@@ -246,46 +299,63 @@ def read_spectra(folder: Path) -> dict[str, tuple[float, ...]]:
 
 def _factor(stored: Mapping[str, StoredTensor], name: str) -> Tensor:
     """A factor, decoded if it is stored as codes."""
-    factor, scale = stored[name].read(), stored.get(f"{name}_scale")
-    return factor if scale is None else CodedRows(factor, scale.read()).values()
+    factor = stored[name].read()
+    scale = stored.get(f"{name}_scale")
+    if scale is None:
+        return factor
+    return CodedRows(factor, scale.read()).values()
 
 
 def spectrum(u: Tensor, v: Tensor) -> Tensor:
-    """The singular values of u v, float64, the largest first, of u: (out, r), v: (r, in): those of
-    R Tᵀ.
+    """The singular values of u v, float64, the largest first.
+
+    With u = Q R and vᵀ = P T, they are those of R Tᵀ.
+
+    Args:
+        u: (out, r).
+        v: (r, in).
     """
-    # u = Q R and vᵀ = P T.
-    left, right = (torch.linalg.qr(factor.double(), mode="r").R for factor in (u, v.T))
-    return torch.linalg.svdvals(left @ right.T)
+    R = torch.linalg.qr(u.double(), mode="r").R
+    T = torch.linalg.qr(v.T.double(), mode="r").R
+    return torch.linalg.svdvals(R @ T.T)
 
 
 def place(name: str) -> tuple[int, str]:
-    """The block of a layer and its kind: model.layers.3.mlp.up_proj → 3, mlp.up_proj. Without a
-    number, block 0.
+    """The block of a layer and its kind: model.layers.3.mlp.up_proj → 3, mlp.up_proj.
+
+    A name without a number is in block 0.
     """
     match = _BLOCK.fullmatch(name)
-    return (int(match[1]), match[2]) if match else (0, name)
+    if match is None:
+        return 0, name
+    return int(match[1]), match[2]
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """The last part of each name where that tells them apart, else all of it."""
+    """The last part of each name if no other name ends in it, else all of the name."""
     leaves: dict[str, set[str]] = {}
     for name in names:
         leaves.setdefault(name.rpartition(".")[2], set()).add(name)
-    return {
-        name: leaf if len(alike) == 1 else name for leaf, alike in leaves.items() for name in alike
-    }
+    short: dict[str, str] = {}
+    for leaf, alike in leaves.items():
+        for name in alike:
+            short[name] = leaf if len(alike) == 1 else name
+    return short
 
 
 def places(names: Iterable[str], merge_experts: bool = False) -> dict[str, tuple[int, str]]:
-    """The block and the shortened kind of each layer. merge_experts: experts.5.w1 becomes
-    experts.w1, one kind.
+    """The block and the shortened kind of each layer.
+
+    Args:
+        merge_experts: experts.5.w1 becomes experts.w1, one kind.
     """
-    long = {name: place(name) for name in names}
-    if merge_experts:
-        long = {name: (block, _EXPERT.sub("", kind)) for name, (block, kind) in long.items()}
-    short = short_names(kind for _, kind in long.values())
-    return {name: (block, short[kind]) for name, (block, kind) in long.items()}
+    blocks: dict[str, int] = {}
+    kinds: dict[str, str] = {}
+    for name in names:
+        blocks[name], kind = place(name)
+        kinds[name] = _EXPERT.sub("", kind) if merge_experts else kind
+    short = short_names(kinds.values())
+    return {name: (blocks[name], short[kind]) for name, kind in kinds.items()}
 
 
 def error_range(errors: Iterable[float]) -> tuple[float, float]:
