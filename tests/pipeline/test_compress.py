@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import hasslefree
 from hasslefree import Recipe, SparseLowRankLinear
-from hasslefree.errors import BudgetError, CalibrationError, ModelError, OutputError, RecipeError
+from hasslefree.errors import BudgetError, CalibrationError, MemoryShortError, ModelError, OutputError, RecipeError
 from hasslefree.models import precision
 from hasslefree.models.sites import replace_module
 from hasslefree.pipeline import compress as module
@@ -314,3 +314,17 @@ def test_a_recipe_file_needs_no_text_beside_given_segments(tmp_path):
     report = hasslefree.compress(build("llama"), tmp_path / "a", tmp_path / "r.yaml", segments=segments())
     expected = hasslefree.compress(build("llama"), tmp_path / "b", Recipe(**fields), segments=segments())
     assert report.mean_relative_error == expected.mean_relative_error
+
+
+def test_a_picture_that_cannot_be_drawn_does_not_fail_the_run(tmp_path, monkeypatch, caplog):
+    """The engine that draws it needs more address space than a batch system may allow."""
+
+    def no_memory(definition):
+        raise MemoryShortError("not enough memory to draw")
+
+    monkeypatch.setattr("hasslefree.report.drawing._vega_svg", no_memory)
+    hasslefree.compress(build("llama"), tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
+    assert (tmp_path / "out" / "compression.json").exists()
+    assert not (tmp_path / "out" / "relative_error.png").exists()
+    assert "relative_error.png" not in (tmp_path / "out" / "README.md").read_text()
+    assert "the model card has no picture" in caplog.text

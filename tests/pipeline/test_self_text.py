@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import GenerationConfig
 
 from hasslefree import Recipe, compress
 from hasslefree.demo.run import MODEL
@@ -48,6 +49,18 @@ def test_a_seed_names_a_text(model, tokenizer):
     assert not one.equal(other)
     assert torch.random.get_rng_state().equal(state)
     assert one[:, : len(beginning(tokenizer))].tolist() == [beginning(tokenizer)] * 3
+
+
+def test_settings_of_the_model_do_not_count(model, tokenizer, monkeypatch):
+    """Oracle: the same model with a plain generation_config."""
+    plain = written_segments(model, tokenizer, 2, SEQLEN, seed=0)
+    shipped = GenerationConfig(
+        repetition_penalty=5.0, suppress_tokens=[5, 6, 7], min_p=0.5, num_beams=2, stop_strings=["e"], max_time=0.001,
+        no_repeat_ngram_size=1,
+    )  # fmt: skip
+    monkeypatch.setattr(model, "generation_config", shipped)
+    assert written_segments(model, tokenizer, 2, SEQLEN, seed=0).equal(plain)
+    assert model.generation_config is shipped
 
 
 def test_a_chat_begins_before_the_question(tokenizer, monkeypatch):

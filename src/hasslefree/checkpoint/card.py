@@ -1,15 +1,12 @@
-"""README.md of the folders that are written, in the Hub's format, and the files that come from the
-base model.
-"""
+"""README.md of the folders that are written, in the Hub's format."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData, metadata_load
-from transformers.utils.hub import cached_file
 from yaml import YAMLError
 
+from hasslefree.checkpoint.originals import original_file
 from hasslefree.checkpoint.record import Record, command_of
 from hasslefree.escaping import escaped
 from hasslefree.models.rules import by_kind
@@ -22,16 +19,6 @@ PLACE, NAME, TAG = "path/to/this/folder", "USER/NAME", "hasslefree"
 FIGURE = "relative_error.png"
 
 LICENCE_FIELDS = ("license", "license_name", "license_link")
-
-# The files that prepare images and sound for a model. They belong to a folder as its tokenizer
-# does.
-PROCESSOR_FILES = (
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "audio_preprocessor_config.json",
-    "chat_template.json",
-)
 
 _LOAD = """```python
 from transformers import {auto}
@@ -130,31 +117,12 @@ hasslefree exported this model from `{source}`, whose layers are sums of a spars
     return escaped(card, "\n")
 
 
-def _hub_file(model: str, name: str) -> Path | None:
-    """A file of a local folder or of the hub; None if there is none, or no network."""
-    errors = ("missing_entries", "connection_errors", "gated_repo")
-    try:
-        file = cached_file(
-            model, name, **{f"_raise_exceptions_for_{error}": False for error in errors}
-        )
-    except OSError:
-        return None
-    return Path(file) if file else None
-
-
-def copy_processor(model: str, folder: Path) -> None:
-    """Copy the processor files of a model, a folder or a hub name, that the folder lacks."""
-    for name in PROCESSOR_FILES:
-        if not (folder / name).exists() and (file := _hub_file(model, name)):
-            shutil.copyfile(file, folder / name)
-
-
 def base_licence(model: str) -> dict[str, str]:
     """The licence fields in the card of a model, a folder or a hub name; empty without a card or a
     network.
     """
     try:
-        file = _hub_file(model, "README.md")
+        file = original_file(model, "README.md")
         front = metadata_load(file) if file else None
     except (OSError, ValueError, YAMLError):
         return {}
@@ -196,10 +164,18 @@ def model_card(
     licence: dict[str, str],
     auto: str = "AutoModelForCausalLM",
     trust_remote_code: bool = False,
+    has_picture: bool = True,
 ) -> str:
-    """The card of a compressed folder with the picture `FIGURE`. licence: from `base_licence`.
-    auto: what loads it.
+    """The card of a compressed folder.
+
+    Args:
+        licence: from `base_licence`.
+        auto: the name of the class that loads the model.
+        has_picture: the folder holds `FIGURE`.
     """
+    picture = (
+        f"![Relative error of every layer, block by block]({FIGURE})\n\n" if has_picture else ""
+    )
     left = report.recipe.get("leave_dense")
     kept = f"{report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%})"
     verdict = "\n".join(
@@ -229,9 +205,7 @@ norms and the output head were not compressed.
 
 ## Errors
 
-![Relative error of every layer, block by block]({FIGURE})
-
-The relative error of a layer is the share of its output that is lost on the calibration text:
+{picture}The relative error of a layer is the share of its output that is lost on the calibration text:
 tr(R H Rᵀ) / tr(W H Wᵀ), where W is the dense weight, R = W − S − L, and H is the second moment of the layer's inputs.
 {_remarks(report)}`compression.json` lists all layers; `hasslefree report` shows them on an HTML page.
 
@@ -276,14 +250,16 @@ def _licence(report: Record, licence: dict[str, str]) -> str:
 def _repeat(report: Record, trust_remote_code: bool) -> str:
     """The command, and what it depends on."""
     command = command_of(report, trust_remote_code=trust_remote_code)
-    given = (
-        "No command repeats this compression, because its calibration tokens were given from"
-        " Python."
-    )
+    given = "its calibration tokens were given from Python"
+    if report.from_memory:
+        given = "its model was given from memory, which may differ from the one of this name"
+    repeat = f"    {command}"
+    if command is None:
+        repeat = f"No command repeats this compression: {given}."
     versions = ", ".join(f"{library} {version}" for library, version in report.versions.items())
     return f"""## Repeat the compression
 
-{given if command is None else f"    {command}"}
+{repeat}
 
 All parameters of the method: `{report.method}`. Made with {versions}; `compression.json` has all settings."""  # noqa: E501
 

@@ -134,6 +134,7 @@ class Record:
         other_bytes: of all tensors outside the compressed layers.
         own_segments: whether the calibration tokens were given, not drawn from the text that the
             recipe names.
+        from_memory: whether a loaded model was given, which may have been changed after loading.
         phases: how long each phase of the run took.
     """
 
@@ -154,6 +155,7 @@ class Record:
     towers: tuple[str, ...] = ()
     other_bytes: Count = 0
     own_segments: bool = False
+    from_memory: bool = False
     phases: tuple[PhaseTime, ...] = ()
 
     @property
@@ -334,9 +336,9 @@ def compress_command(model: str, out: str, recipe: Recipe) -> list[str]:
 
 def command_of(report: Record, out: str = "OUT", trust_remote_code: bool = False) -> str | None:
     """The command that makes the same folder again, without this version's defaults; None if its
-    tokens were given.
+    tokens or its model were given from Python.
     """
-    if report.own_segments:
+    if report.own_segments or report.from_memory:
         return None
     given = {name: value for name, value in report.recipe.items() if value is not None}
     recipe = Recipe(**given | {"seqlen": report.seqlen})

@@ -170,9 +170,16 @@ def dense_original(folder: Path) -> tuple[str | None, str | None]:
         )
         return None, remark
     try:
-        name = read_record(folder).model
+        record = read_record(folder)
     except CheckpointError as error:
         raise CheckpointError(f"{error}, or give the dense one with --dense") from None
+    name = record.model
+    if record.from_memory:
+        remark = (
+            f"The dense model was given from memory and may differ from {name}; name a dense model"
+            " with --dense."
+        )
+        return None, remark
     local = find_local_model(name)
     if local is None:
         remark = (

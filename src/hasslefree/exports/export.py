@@ -7,11 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hasslefree.bar import with_bar
-from hasslefree.checkpoint.card import copy_processor, export_card
+from hasslefree.checkpoint.card import export_card
 from hasslefree.checkpoint.entries import QUANT_METHOD
+from hasslefree.checkpoint.originals import copy_text_files, read_configuration, restore_keys
 from hasslefree.checkpoint.output import check_output, replaced_whole
 from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
 from hasslefree.exports.formats import write_adapter, write_dense, write_narrow
@@ -104,7 +105,7 @@ def export(
     check_output(target, overwrite, bytes_needed(model))
     with phases.phase(WRITING), replaced_whole(target, overwrite) as part:
         folders = write(model, part, Path(destination), max_shard_size)
-        copy_rest(source, part, folders, auto)
+        copy_rest(source, part, folders, auto, model.config)
 
 
 def bytes_needed(model: PreTrainedModel) -> int:
@@ -120,9 +121,14 @@ def bytes_needed(model: PreTrainedModel) -> int:
     return entries * model.dtype.itemsize + 50_000_000
 
 
-def copy_rest(source: Path, part: Path, folders: dict[str, Path], auto: str) -> None:
-    """Write the tokenizer, the model cards and the record. auto: the name of the class that loads
-    the model.
+def copy_rest(
+    source: Path, part: Path, folders: dict[str, Path], auto: str, config: PretrainedConfig
+) -> None:
+    """Write the tokenizer, the model cards and the record, and complete the configuration.
+
+    Args:
+        auto: the name of the class that loads the model.
+        config: the configuration that was written.
     """
     tokenizer = load_tokenizer(str(source)) if (source / "tokenizer_config.json").exists() else None
     recorded = (source / "compression.json").exists()
@@ -130,10 +136,12 @@ def copy_rest(source: Path, part: Path, folders: dict[str, Path], auto: str) -> 
         read_json(source / "compression.json")  # it may be damaged
         shutil.copyfile(source / "compression.json", part / "compression.json")
     for kind, folder in folders.items():
-        if tokenizer is not None and kind != "gguf":  # a GGUF file has its own
-            tokenizer.save_pretrained(folder)
-        copy_processor(str(source), folder)
+        if kind != "gguf":  # a GGUF file has a tokenizer of its own
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            copy_text_files(str(source), folder)
         if (folder / "config.json").exists():  # an adapter has none
+            restore_keys(folder / "config.json", read_configuration(str(source)), config)
             write_older_rotary(folder / "config.json")
         (folder / "README.md").write_text(
             export_card(kind, source.name, recorded, auto), encoding="utf-8"

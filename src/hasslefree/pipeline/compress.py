@@ -157,7 +157,10 @@ def compress(
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
             segments = draw(loaded, tokenizer, recipe, phases, target)
         check_segments(loaded, segments, world)
-        dense = Dense(name, loaded, tokenizer, blocks, plan, room, left, segments, own_segments)
+        from_memory = isinstance(model, PreTrainedModel)
+        dense = Dense(
+            name, from_memory, loaded, tokenizer, blocks, plan, room, left, segments, own_segments
+        )
         report = compress_dense(dense, resolved, target, activations, work, world, phases)
     times = sorted(
         phases.times(), key=lambda each: each.name == WRITING
@@ -175,6 +178,7 @@ class Dense:
     """
 
     name: str
+    from_memory: bool
     model: PreTrainedModel
     tokenizer: Any
     blocks: Blocks
@@ -223,7 +227,11 @@ def compress_dense(
             )
     allocation = world.broadcast(allocate(walk, plan, dense.room, resolved, local, world))
     about = described(dense.name, model, resolved, segments) | dense.left
-    about |= {"device": device.type, "own_segments": dense.own_segments}
+    about |= {
+        "device": device.type,
+        "own_segments": dense.own_segments,
+        "from_memory": dense.from_memory,
+    }
     if world.writes:
         dense_digests = {
             "segments": fingerprint(segments),

@@ -3,6 +3,7 @@ the model card.
 """
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from hasslefree.checkpoint.card import FIGURE, base_licence, copy_processor, model_card
+from hasslefree.checkpoint.card import FIGURE, base_licence, model_card
+from hasslefree.checkpoint.originals import copy_text_files, read_configuration, restore_keys
 from hasslefree.checkpoint.plugin import HasslefreeConfig
 from hasslefree.checkpoint.record import LayerRecord, Record, versions
 from hasslefree.checkpoint.resume import FinishedPart
 from hasslefree.models.load import auto_class
 from hasslefree.recipe.resolve import Resolved
 from hasslefree.units import significant
+
+logger = logging.getLogger(__name__)
 
 
 def described(
@@ -54,28 +58,73 @@ def recorded(
 def write_rest(
     folder: Path, model: PreTrainedModel, tokenizer: Any, parts: list[FinishedPart], report: Record
 ) -> None:
-    """All of the output folder but the weights: configuration, tokenizer, compression.json and the
-    model card.
+    """Write all of the output folder but the weights.
+
+    These are the configuration, the tokenizer, compression.json and the model card.
     """
-    entries = {name: entry for part in parts for name, entry in part.entries.items()}
-    model.config.quantization_config = HasslefreeConfig(entries)
-    model.config.dtype, model.config.architectures = report.dtype, [type(model).__name__]
-    if model.is_remote_code():
-        custom_object_save(model, folder, config=model.config)  # type: ignore[arg-type]
-    model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+    # A model that was created in memory has no files, and the hub is not searched for them.
+    has_files = Path(report.model).is_dir() or bool(getattr(model.config, "_commit_hash", None))
+    write_configuration(folder, model, parts, report, has_files)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    # A model that was created in memory has no files, and the hub is not searched for them.
-    known = Path(report.model).is_dir() or getattr(model.config, "_commit_hash", None)
-    if known and report.towers:
-        copy_processor(report.model, folder)
+        if has_files and getattr(tokenizer, "name_or_path", None) == report.model:
+            copy_text_files(report.model, folder)
     (folder / "compression.json").write_text(report.to_json(), encoding="utf-8")
-    from hasslefree.report.drawing import png  # loads the charting library
-    from hasslefree.report.maps import heat_map
-
-    (folder / FIGURE).write_bytes(png(heat_map(report.layers).svg()))
-    licence = base_licence(report.model) if known else {}
-    card = model_card(report, licence, auto_class(model.config).__name__, model.is_remote_code())
+    picture = draw_errors(report)
+    if picture is not None:
+        (folder / FIGURE).write_bytes(picture)
+    licence = base_licence(report.model) if has_files else {}
+    loader = auto_class(model.config).__name__
+    card = model_card(report, licence, loader, model.is_remote_code(), picture is not None)
     (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def write_configuration(
+    folder: Path, model: PreTrainedModel, parts: list[FinishedPart], report: Record, has_files: bool
+) -> None:
+    """Write config.json with the compressed layers, generation_config.json, and code of the model.
+
+    Args:
+        has_files: the model has an original config.json, whose keys are kept.
+    """
+    config = model.config
+    entries = {name: entry for part in parts for name, entry in part.entries.items()}
+    original = read_configuration(report.model) if has_files else {}
+    if not head_is_tied(model):
+        config.tie_word_embeddings = False
+        config.get_text_config().tie_word_embeddings = False
+    config.quantization_config = HasslefreeConfig(entries)
+    config.dtype = report.dtype
+    config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=config)  # type: ignore[arg-type]
+    config.save_pretrained(folder)
+    restore_keys(folder / "config.json", original, config)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def head_is_tied(model: PreTrainedModel) -> bool:
+    """Say whether the head is the matrix of the embeddings, and False for a model without a head.
+
+    A checkpoint may state `tie_word_embeddings` and hold a head of its own, which then counts.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        return False
+    names = {f"{name}.weight" for name, module in model.named_modules() if module is head}
+    tied = model.all_tied_weights_keys
+    return any(name in tied or name in tied.values() for name in names)
+
+
+def draw_errors(report: Record) -> bytes | None:
+    """The picture of the model card as PNG; None, with a warning, if it cannot be drawn."""
+    try:
+        # These load the charting library.
+        from hasslefree.report.drawing import png
+        from hasslefree.report.maps import heat_map
+
+        return png(heat_map(report.layers).svg())
+    except Exception as error:  # the engine of the charts raises anything, such as short memory
+        logger.warning("the model card has no picture: it could not be drawn (%s)", error)
+        return None

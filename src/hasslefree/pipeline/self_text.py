@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from hasslefree.errors import CalibrationError, MemoryShortError, option
+from hasslefree.models.calls import replaced
 from hasslefree.models.load import load_model
 from hasslefree.models.tokenizer import encode, rendered
 from hasslefree.planning.machine import free_memory
@@ -69,7 +70,10 @@ def written_segments(
         eos_token_id=embeddings.num_embeddings,
         pad_token_id=start[0],
     )
-    with torch.random.fork_rng(), torch.no_grad():
+    # What `settings` leaves open would come from the model's own generation_config.json: penalties,
+    # suppressed tokens, beams. These are plain samples.
+    plain = replaced(model, "generation_config", GenerationConfig())
+    with plain, torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         for first in range(0, count, BATCH):
             prompts = torch.tensor([start] * min(BATCH, count - first), device=model.device)

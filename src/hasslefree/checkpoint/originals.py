@@ -1,0 +1,106 @@
+"""What a written folder keeps of the original model beside its weights: files and configuration."""
+
+import fnmatch
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from transformers import PretrainedConfig
+from transformers.utils.hub import cached_file
+
+# The files of tokenizers and processors. A program that is not transformers may read one that
+# transformers does not write, such as tokenizer.model.
+TEXT_FILES = (
+    "*tokenizer*",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+    "*processor_config.json",
+)
+# Weights and code that the patterns above would match.
+OTHER_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.py")
+
+
+def original_file(model: str, name: str) -> Path | None:
+    """A file of a local folder or of the hub; None if there is none, or no network."""
+    errors = ("missing_entries", "connection_errors", "gated_repo")
+    options = {f"_raise_exceptions_for_{error}": False for error in errors}
+    try:
+        file = cached_file(model, name, **options)
+    except OSError:
+        return None
+    return Path(file) if file else None
+
+
+def copy_text_files(model: str, folder: Path) -> None:
+    """Copy the files of the tokenizer and the processor that the folder lacks.
+
+    Args:
+        model: a local folder, or a hub name.
+    """
+    for name in file_names(model):
+        wanted = any(fnmatch.fnmatch(name, pattern) for pattern in TEXT_FILES)
+        other = any(fnmatch.fnmatch(name, pattern) for pattern in OTHER_FILES)
+        if not wanted or other or (folder / name).exists():
+            continue
+        file = original_file(model, name)
+        if file is not None:
+            shutil.copyfile(file, folder / name)
+
+
+def file_names(model: str) -> Iterable[str]:
+    """The names of the files at the top of a local folder or of a repository of the hub."""
+    if Path(model).is_dir():
+        return sorted(path.name for path in Path(model).iterdir() if path.is_file())
+    try:
+        names = huggingface_hub.list_repo_files(model)
+    except Exception:  # without a network, or a repository that is gone: requests raise anything
+        return ()
+    return [name for name in names if "/" not in name]
+
+
+def read_configuration(model: str) -> dict[str, Any]:
+    """The content of a model's config.json; empty if it is not at hand."""
+    file = original_file(model, "config.json")
+    if file is None:
+        return {}
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
+
+
+def restore_keys(file: Path, original: dict[str, Any], config: PretrainedConfig) -> None:
+    """Write the keys of the original config.json that transformers renames or leaves out.
+
+    transformers writes `num_local_experts` where a released Qwen3-MoE has `num_experts`, which
+    other programs look for. A key whose value has changed keeps the new value under its new name.
+
+    Args:
+        file: the config.json that transformers wrote.
+        original: the content of the original one.
+        config: the configuration that was written.
+    """
+    written = json.loads(file.read_text(encoding="utf-8"))
+    _restore(written, original, config)
+    file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _restore(written: dict[str, Any], original: dict[str, Any], config: PretrainedConfig) -> None:
+    missing = object()
+    for key, value in original.items():
+        inner = getattr(config, key, missing)
+        if isinstance(inner, PretrainedConfig):
+            if isinstance(value, dict) and isinstance(written.get(key), dict):
+                _restore(written[key], value, inner)
+        elif key not in written and inner is not missing and inner == value:
+            written[key] = value
+            renamed = config.attribute_map.get(key)
+            if renamed is not None and renamed not in original:
+                written.pop(renamed, None)
