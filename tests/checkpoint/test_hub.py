@@ -13,7 +13,7 @@ import hasslefree
 from hasslefree import Recipe
 from hasslefree.checkpoint.hub import prepare_push
 from hasslefree.checkpoint.output import check_output
-from hasslefree.cli import app, spread_lists
+from hasslefree.cli import app
 from hasslefree.demo.run import CALIBRATION, MODEL
 from hasslefree.errors import OutputError, with_flags
 from tests.hub import Repository
@@ -139,7 +139,7 @@ def test_a_model_goes_to_the_hub_and_comes_back(ada, tmp_path, capsys):
         ["compress", MODEL, out, *quick, "--push-to", "ada/small", "--private"],
         ["export", out, dense, "--to", "dense", "--push-to", "ada/dense"],
     ):
-        app(spread_lists(list(map(str, words))), standalone_mode=False)
+        app(list(map(str, words)), standalone_mode=False)
         assert capsys.readouterr().out.endswith(f"Uploaded to {ada.url}/{words[-1 - ('--private' in words)]}.\n")
         check_output(out if words[0] == "compress" else dense, overwrite=True)  # it is still hasslefree's own
     assert ada.repositories["ada/small"].private

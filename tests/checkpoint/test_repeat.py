@@ -4,10 +4,11 @@ import dataclasses
 import shlex
 
 import pytest
+import typer.main
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasslefree import Recipe, cli
+from hasslefree import Recipe
 from hasslefree.checkpoint.record import Record, command_of
 from hasslefree.errors import RecipeError
 
@@ -31,7 +32,8 @@ def parsed(command, monkeypatch):
     words = shlex.split(command)
     assert words.pop(0) == "hasslefree"
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        cli.app(args=cli.spread_lists(words))
+        root = typer.main.get_command(app)
+        root(args=spread_lists(words, root.commands))
     return seen
 
 
