@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from hasslefree import Recipe
 from hasslefree.checkpoint.record import Record, command_of
+from hasslefree.cli.arguments import spread_lists
+from hasslefree.cli.common import app
 from hasslefree.errors import RecipeError
 
 
@@ -31,8 +33,8 @@ def parsed(command, monkeypatch):
     monkeypatch.setattr("hasslefree.pipeline.compress.compress", compress)
     words = shlex.split(command)
     assert words.pop(0) == "hasslefree"
+    root = typer.main.get_command(app)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        root = typer.main.get_command(app)
         root(args=spread_lists(words, root.commands))
     return seen
 
