@@ -23,7 +23,7 @@ def words(codes, bits):
     return [word - 2**32 if word >= 2**31 else word for word in found]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 @settings(max_examples=25)
 @given(st.integers(0, 40), st.integers(1, 3), st.integers(0, 99))
 def test_codes_lie_in_words_low_bits_first(bits, n, rows, seed):

@@ -260,7 +260,13 @@ class SparseLowRankLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         self.kernel.release(self)
-        return {**self.__dict__, "kernel": kernel_for(self.spec)}
+        state = self.__dict__.copy()
+        del state["kernel"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.kernel = kernel_for(self.spec)
 
 
 def add_low_rank(y: Tensor, x: Tensor, u: Tensor, v: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ another order, belongs to the kernel.
 """
 
 import logging
+import threading
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -136,6 +137,7 @@ class Int4Kernel:
         self.operands: Int4 | None = None
         self.factors: FactorArrays | None = None
         self.key: tuple[tuple[int, int], ...] = ()  # of the tensors that were prepared
+        self.preparing = threading.RLock()  # threads may share a layer
 
     @property
     def bytes(self) -> int:
@@ -152,10 +154,12 @@ class Int4Kernel:
         if not x.is_cpu and len(flat) > CUDA_TOKENS:
             return None
         if not is_traced(x) and self.key != key_of(layer):
-            self._prepare(layer)
-        if self.operands is None or self.operands.terms.device != x.device:
+            with self.preparing:
+                self._prepare(layer)
+        operands = self.operands
+        if operands is None or operands.terms.device != x.device:
             return None
-        y = self._flat_product(self.operands, layer, flat)
+        y = self._flat_product(operands, layer, flat)
         return y.view(*x.shape[:-1], layer.out_features)
 
     def _flat_product(self, operands: Int4, layer: "SparseLowRankLinear", x: Tensor) -> Tensor:
@@ -172,7 +176,9 @@ class Int4Kernel:
         return y
 
     def _prepare(self, layer: "SparseLowRankLinear") -> None:
-        """Take the codes of the layer, if this is its backend."""
+        """Take the codes of the layer, if this is its backend and no other thread has done so."""
+        if self.key == key_of(layer):
+            return
         self.release(layer)
         case = layer.case()
         if backends.choose(case, layer.backend) == "int4":
