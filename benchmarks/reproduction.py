@@ -45,7 +45,7 @@ from hasslefree.planning.machine import product_rate
 from hasslefree.planning.memory import setup_of
 from hasslefree.planning.tables import plan_summary
 from hasslefree.progress import Listener
-from hasslefree.report.content import read_seconds, seconds_file, write_seconds
+from hasslefree.report.seconds import read_seconds, seconds_file, write_seconds
 from hasslefree.units import duration, size, table
 
 PARTS = ("table1", "table2", "table3", "table4", "figure1")

@@ -8,9 +8,10 @@ import shutil
 import pytest
 
 from hasslefree.progress import PhaseTime
-from hasslefree.report.content import Content, Evaluation, read_content, seconds_file, write_seconds
+from hasslefree.report.content import Content, Evaluation, read_content
 from hasslefree.report.page import render
 from hasslefree.report.samples import Sample, Samples, Text
+from hasslefree.report.seconds import seconds_file, write_seconds
 from tests.report.folders import compressed, edit, evaluation, record
 from tests.tiny_models import build, tensors_of
 

@@ -18,10 +18,9 @@ from hasslefree.report.content import (
     place,
     places,
     read_content,
-    seconds_file,
     spectrum,
-    write_seconds,
 )
+from hasslefree.report.seconds import seconds_file, write_seconds
 from tests.report.folders import compressed, edit, evaluation
 
 

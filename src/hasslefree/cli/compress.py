@@ -150,7 +150,7 @@ def call_compress(
     try:
         from hasslefree.checkpoint.resume import describe_progress
         from hasslefree.pipeline.compress import compress
-        from hasslefree.report.content import read_seconds, write_seconds
+        from hasslefree.report.seconds import read_seconds, write_seconds
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Interrupted before anything was written.") from None
 

@@ -1,8 +1,6 @@
 """What a report is made from: compressed folders, and the results of evaluations."""
 
 import dataclasses
-import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +11,11 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from hasslefree.checkpoint.inspect import FolderSize, inspect_folder
-from hasslefree.checkpoint.output import write_whole
 from hasslefree.checkpoint.record import Record, command_of, read_record
 from hasslefree.core.factors import CodedRows
 from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.files import StoredTensor, read_json, stored_tensors, weight_files
-from hasslefree.progress import PhaseTime
+from hasslefree.report.seconds import read_seconds
 from hasslefree.validation import Count, Figure, InvalidError, validated
 
 _BLOCK = re.compile(r"(?:.*?\.)?(\d{1,9})\.(.+)")
@@ -49,22 +46,6 @@ class _Results:
         texts = {Path(text).name: row["perplexity"] for text, row in self.perplexity.items()}
         tasks = {name: row["value"] for name, row in self.tasks.items()}
         return Evaluation(texts, tasks, self.limit)
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """The time that a compression took.
-
-    Args:
-        compression: the SHA-256 of its compression.json.
-        layers: the seconds of each layer.
-        phases: those of the last run, if it was resumed.
-    """
-
-    compression: str
-    seconds: Figure
-    layers: dict[str, Figure]
-    phases: tuple[PhaseTime, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -213,47 +194,6 @@ def read_run(folder: Path, name: str, evaluation: Evaluation) -> Run:
             layers.append(dataclasses.replace(layer, seconds=layer_seconds))
         record = dataclasses.replace(record, layers=tuple(layers), phases=seconds.phases)
     return Run(name, record, sizes, read_spectra(folder), evaluation, command, total)
-
-
-def seconds_file(folder: Path) -> Path:
-    """Beside the folder, which has no seconds in it, so that the same compression gives the same
-    bytes.
-    """
-    return folder.resolve().with_name(f"{folder.resolve().name}.seconds.json")
-
-
-def write_seconds(folder: Path, report: Record) -> None:
-    """Keep how long a compression took, for the folder that it wrote."""
-    times = {layer.name: round(layer.seconds, 3) for layer in report.layers}
-    phases = tuple(PhaseTime(phase.name, round(phase.seconds, 3)) for phase in report.phases)
-    digest = hashlib.sha256((folder / "compression.json").read_bytes()).hexdigest()
-    content = dataclasses.asdict(Seconds(digest, round(report.seconds, 3), times, phases))
-    write_whole(seconds_file(folder), json.dumps(content, indent=1) + "\n")
-
-
-def read_seconds(folder: Path, compression: str) -> Seconds | None:
-    """Read what `write_seconds` wrote.
-
-    Args:
-        compression: the text of compression.json.
-
-    Returns:
-        The seconds; None without a file, or if it is of another compression.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
-    file = seconds_file(folder)
-    remedy = "move or delete it: hasslefree keeps the seconds of a run there"
-    if not file.exists():
-        return None
-    try:
-        seconds = validated(Seconds, read_json(file, remedy))
-    except InvalidError as error:
-        raise CheckpointError(f"{file} is damaged ({error}); {remedy}") from None
-    if seconds.compression != hashlib.sha256(compression.encode()).hexdigest():
-        return None
-    return seconds
 
 
 def read_evaluation(

@@ -1,0 +1,71 @@
+"""The time that a compression took, in a file beside its folder."""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from hasslefree.checkpoint.output import write_whole
+from hasslefree.checkpoint.record import Record
+from hasslefree.errors import CheckpointError
+from hasslefree.files import read_json
+from hasslefree.progress import PhaseTime
+from hasslefree.validation import Figure, InvalidError, validated
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The time that a compression took.
+
+    Args:
+        compression: the SHA-256 of its compression.json.
+        layers: the seconds of each layer.
+        phases: those of the last run, if it was resumed.
+    """
+
+    compression: str
+    seconds: Figure
+    layers: dict[str, Figure]
+    phases: tuple[PhaseTime, ...] = ()
+
+
+def seconds_file(folder: Path) -> Path:
+    """Beside the folder, which has no seconds in it, so that the same compression gives the same
+    bytes.
+    """
+    return folder.resolve().with_name(f"{folder.resolve().name}.seconds.json")
+
+
+def write_seconds(folder: Path, report: Record) -> None:
+    """Keep how long a compression took, for the folder that it wrote."""
+    times = {layer.name: round(layer.seconds, 3) for layer in report.layers}
+    phases = tuple(PhaseTime(phase.name, round(phase.seconds, 3)) for phase in report.phases)
+    digest = hashlib.sha256((folder / "compression.json").read_bytes()).hexdigest()
+    content = dataclasses.asdict(Seconds(digest, round(report.seconds, 3), times, phases))
+    write_whole(seconds_file(folder), json.dumps(content, indent=1) + "\n")
+
+
+def read_seconds(folder: Path, compression: str) -> Seconds | None:
+    """Read what `write_seconds` wrote.
+
+    Args:
+        compression: the text of compression.json.
+
+    Returns:
+        The seconds; None without a file, or if it is of another compression.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    file = seconds_file(folder)
+    remedy = "move or delete it: hasslefree keeps the seconds of a run there"
+    if not file.exists():
+        return None
+    try:
+        seconds = validated(Seconds, read_json(file, remedy))
+    except InvalidError as error:
+        raise CheckpointError(f"{file} is damaged ({error}); {remedy}") from None
+    if seconds.compression != hashlib.sha256(compression.encode()).hexdigest():
+        return None
+    return seconds
