@@ -18,7 +18,7 @@ from hasslefree.models.weights import Weights
 from tests import oracles
 from tests.tiny_models import FAMILIES, build, gram_of, logits, segments, tensors_of
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", [*FAMILIES, "falcon"])
 
 
 @families

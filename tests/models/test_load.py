@@ -75,14 +75,6 @@ def test_devices_that_are_not_there(device):
         resolve_device(device)
 
 
-def test_pickled_weights_are_not_read(tmp_path):
-    build("llama").save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"pickle files \(pytorch_model.bin\).*save_pretrained\(FOLDER\)"):
-        load_model(str(tmp_path), device="cpu")
-
-
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "README.md").write_text("read me")
     with pytest.raises(ModelError, match="README.md is a file; give the folder of a model"):

@@ -1,4 +1,4 @@
-"""Models that see images: the text decoder is compressed, and everything else is as it was."""
+"""Multimodal models: the text decoder is compressed, and everything else is as it was."""
 
 import json
 
