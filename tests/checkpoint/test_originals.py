@@ -1,5 +1,6 @@
 """What OUT and its exports keep of the original folder: files of the tokenizer, keys and ties of the configuration."""
 
+import dataclasses
 import json
 import shutil
 
@@ -10,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hasslefree
 from hasslefree import Recipe
 from hasslefree.demo.run import CALIBRATION, MODEL
-from tests.tiny_models import NO_TOKENIZER, build, segments
+from tests.tiny_models import NO_TOKENIZER, ROTARY, build, logits, segments
 
 QUICK = Recipe(pattern="2:4", rank=2, method="eora")
 
@@ -52,6 +53,56 @@ def test_keys_that_transformers_renames_stay(tmp_path):
         assert content["num_experts"] == experts
         assert "num_local_experts" not in content
         assert AutoConfig.from_pretrained(tmp_path / folder).num_experts == experts
+
+
+# By hand: how the released configurations spell what transformers 5 writes by other names, and fields it drops.
+RELEASED = {
+    "qwen3_moe": (
+        {"num_local_experts": "num_experts", "dtype": "torch_dtype"},
+        {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 2, "rope_theta": 1e6,
+         "rope_scaling": None, "transformers_version": "4.51.0"},
+    ),
+    "llama": (
+        {"dtype": "torch_dtype"},
+        {"rope_theta": 5e5, "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+         "original_max_position_embeddings": 32, "rope_type": "llama3"}, "a field of somebody": [1, 2]},
+    ),
+}  # fmt: skip
+
+
+def released_as(family, folder):
+    """A folder whose configuration is spelled as in a release of the family."""
+    settings = ROTARY | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 8}
+    config = AutoConfig.for_model(family, **(settings if family == "qwen3_moe" else ROTARY))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    names, fields = RELEASED[family]
+    written = configuration(folder)
+    del written["rope_parameters"]
+    original = {names.get(name, name): value for name, value in written.items()} | fields
+    (folder / "config.json").write_text(json.dumps(original))
+    return original
+
+
+@pytest.mark.parametrize("family", RELEASED)
+def test_the_configuration_keeps_the_keys_and_values_of_the_original(family, tmp_path):
+    original = released_as(family, tmp_path / "base")
+    hasslefree.compress(str(tmp_path / "base"), tmp_path / "out", QUICK, segments=segments(), tokenizer=NO_TOKENIZER)
+    hasslefree.export(tmp_path / "out", tmp_path / "dense")
+    for folder in ("out", "dense"):
+        found = configuration(tmp_path / folder)
+        kept = {name: found.get(name, "missing") for name in original if name != "transformers_version"}
+        assert kept == {name: value for name, value in original.items() if name != "transformers_version"}, folder
+    expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), segments())
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    torch.testing.assert_close(logits(dense, segments()), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_was_changed_is_not_put_back(tmp_path):
+    released_as("llama", tmp_path / "base")
+    recipe = dataclasses.replace(QUICK, dtype="bfloat16")
+    hasslefree.compress(str(tmp_path / "base"), tmp_path / "out", recipe, segments=segments(), tokenizer=NO_TOKENIZER)
+    assert configuration(tmp_path / "out")["torch_dtype"] == configuration(tmp_path / "out")["dtype"] == "bfloat16"
 
 
 def test_a_head_of_its_own_is_not_called_tied(tmp_path):

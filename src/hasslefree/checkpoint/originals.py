@@ -1,5 +1,6 @@
 """What a written folder keeps of the original model beside its weights: files and configuration."""
 
+import copy
 import fnmatch
 import json
 import shutil
@@ -27,6 +28,8 @@ TEXT_FILES = (
 )
 # Weights and code that the patterns above would match.
 OTHER_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.py")
+# Keys of config.json that describe the folder that was written, not the original.
+OF_THE_FOLDER = ("quantization_config", "transformers_version", "auto_map", "_name_or_path")
 
 
 def original_file(model: str, name: str) -> Path | None:
@@ -77,30 +80,52 @@ def read_configuration(model: str) -> dict[str, Any]:
 
 
 def restore_keys(file: Path, original: dict[str, Any], config: PretrainedConfig) -> None:
-    """Write the keys of the original config.json that transformers renames or leaves out.
+    """Give a config.json that transformers wrote the keys and values of the original, wherever
+    nothing changed them.
 
     transformers writes `num_local_experts` where a released Qwen3-MoE has `num_experts`, which
-    other programs look for. A key whose value has changed keeps the new value under its new name.
+    other programs look for, and null for a `sliding_window` that is not in use.
 
     Args:
         file: the config.json that transformers wrote.
         original: the content of the original one.
         config: the configuration that was written.
     """
+    if original.get("model_type") != config.model_type:  # a decoder taken out of its model
+        return
     written = json.loads(file.read_text(encoding="utf-8"))
-    _restore(written, original, config)
+    loaded = type(config).from_dict(copy.deepcopy(original))  # it changes the dict that it reads
+    _restore(written, original, loaded, config)
     file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _restore(written: dict[str, Any], original: dict[str, Any], config: PretrainedConfig) -> None:
-    missing = object()
+def _restore(
+    written: dict[str, Any],
+    original: dict[str, Any],
+    loaded: PretrainedConfig,
+    config: PretrainedConfig,
+) -> None:
+    """Restore the keys of one configuration. loaded: the original as transformers reads it."""
+    before = as_json(loaded)
+    now = as_json(config)
+    names = {"torch_dtype": "dtype", **config.attribute_map}
     for key, value in original.items():
-        inner = getattr(config, key, missing)
+        name = names.get(key, key)
+        inner = getattr(config, name, None)
+        if key in OF_THE_FOLDER:
+            continue
         if isinstance(inner, PretrainedConfig):
             if isinstance(value, dict) and isinstance(written.get(key), dict):
-                _restore(written[key], value, inner)
-        elif key not in written and inner is not missing and inner == value:
+                _restore(written[key], value, getattr(loaded, name), inner)
+        elif before.get(name) == now.get(name):
             written[key] = value
-            renamed = config.attribute_map.get(key)
-            if renamed is not None and renamed not in original:
-                written.pop(renamed, None)
+        elif key not in written and name in now:
+            written[key] = now[name]
+        if key in config.attribute_map and name not in original and key in written:
+            written.pop(name, None)
+
+
+def as_json(config: PretrainedConfig) -> dict[str, Any]:
+    """All fields of a configuration, as JSON holds them."""
+    content: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return content
