@@ -36,7 +36,8 @@ from hasslefree.planning.plan import LayerPlan, Plan, bytes_on_disk, plan_of
 from hasslefree.progress import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolve import Resolved
-from hasslefree.solve.methods.joint import CHECKS, QUICK_PRUNING, cache_bytes
+from hasslefree.solve.methods.joint import CHECKS, QUICK_PRUNING
+from hasslefree.solve.scaled import cache_bytes
 from hasslefree.train.trainer import Training, segments_for
 from hasslefree.units import FLOAT, size
 

@@ -12,7 +12,8 @@ from hasslefree.core import linalg
 from hasslefree.core.low_rank import LowRank, subspace_steps
 from hasslefree.errors import BudgetError
 from hasslefree.solve.methods import joint
-from hasslefree.solve.methods.joint import refit_scale, sampled_loss
+from hasslefree.solve.methods.joint import sampled_loss
+from hasslefree.solve.scaled import refit_scale
 from tests import oracles
 
 PATTERNS = [SemiStructured(2, 4), SemiStructured(2, 8), Unstructured(80), Row(7), Structured(6)]
@@ -211,7 +212,7 @@ def test_kernels_are_what_they_say_and_are_kept_while_there_is_room(monkeypatch)
     torch.testing.assert_close(kept, expected, rtol=1e-9, atol=1e-9)
     assert kernel(0.3) is kept
     assert kernel(0.5) is not kept
-    monkeypatch.setattr("hasslefree.solve.methods.joint.CACHE", {"cpu": 16 * 16 * 8 * 2})
+    monkeypatch.setattr("hasslefree.solve.scaled.CACHE", {"cpu": 16 * 16 * 8 * 2})
     anew = kernel(0.7)
     assert kernel(0.7) is not anew
     assert torch.equal(kernel(0.7), anew)
@@ -304,7 +305,7 @@ def test_a_kernel_is_made_once_for_a_penalty_whatever_the_room(room, monkeypatch
     made = []
     inverse = linalg.inverse_
     monkeypatch.setattr(linalg, "inverse_", lambda matrix: made.append(matrix) or inverse(matrix))
-    monkeypatch.setattr("hasslefree.solve.methods.joint.CACHE", {"cpu": room * 16 * 16 * 4})
+    monkeypatch.setattr("hasslefree.solve.scaled.CACHE", {"cpu": room * 16 * 16 * 4})
     expected = solve(weight, h)
     traces = [matrix.trace().item() for matrix in made]
     # The scale, and as many as ρ took values: two at least, and more where rounding moves the support for longer.

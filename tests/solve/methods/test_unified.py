@@ -25,7 +25,7 @@ from hasslefree import (
 )
 from hasslefree.core.low_rank import truncated_svd
 from hasslefree.solve.methods import METHODS
-from hasslefree.solve.methods.joint import ScaledProblem
+from hasslefree.solve.scaled import ScaledProblem
 from tests import oracles
 
 PATTERNS = [SemiStructured(2, 4), Row(7), Unstructured(90)]

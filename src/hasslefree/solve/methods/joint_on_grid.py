@@ -15,8 +15,9 @@ from hasslefree.core.patterns import KnownSupport, Pattern
 from hasslefree.core.protocols import Method, Pruned, Solution
 from hasslefree.solve.grid_descent import descend
 from hasslefree.solve.low_rank.exact import Exact
-from hasslefree.solve.methods.joint import Joint, ScaledProblem
+from hasslefree.solve.methods.joint import Joint
 from hasslefree.solve.pruners.sparsegpt import SparseGPT
+from hasslefree.solve.scaled import ScaledProblem
 from hasslefree.validation import Count, Figure, Positive
 
 # Steps of conjugate gradients before each sweep; they begin with the S of the sweep before.

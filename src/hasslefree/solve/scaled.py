@@ -1,0 +1,76 @@
+"""The problem of `joint` in units where one penalty suits all inputs, and its kernels
+K = H(H + ρI)⁻¹.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from hasslefree.core import linalg
+from hasslefree.core.gram import Gram
+
+# Bytes that kernels cached for the next layer with the same input may take. On a CPU that is
+# little: the widest layers, which have the largest kernels, often have an input of their own.
+CACHE = {"cpu": 1 << 27, "cuda": 1 << 31}
+
+
+@dataclass(frozen=True)
+class ScaledProblem:
+    """The part of the problem that depends on the Gram alone, in units where one penalty suits all
+    inputs.
+
+    Args:
+        scale: D, (in,).
+        gram: D⁻¹HD⁻¹.
+        kernels: the cached K of some ρ.
+    """
+
+    scale: Tensor
+    gram: Gram
+    kernels: dict[float, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def kernel(self, rho: float, dtype: torch.dtype) -> Tensor:
+        """K = H(H + ρI)⁻¹ = I − ρ(H + ρI)⁻¹: (in, in)."""
+        shifted = self.gram.matrix.clone()
+        shifted.diagonal().add_(rho)
+        kernel = linalg.inverse_(shifted).mul_(-rho)
+        kernel.diagonal().add_(1)
+        return kernel.to(dtype)
+
+    def kernels_from(
+        self,
+        first: int,
+        growth: float,
+        dtype: torch.dtype,
+    ) -> Iterator[Tensor]:
+        """K for ρ = growth^first, growth^(first + 1), …: (in, in), computed once for each ρ while
+        there is room.
+        """
+        for power in count(first):
+            rho = growth**power
+            kernel = self.kernels.get(rho)
+            if kernel is None or kernel.dtype != dtype:
+                kernel = self.kernel(rho, dtype)
+                if (len(self.kernels) + 1) * kernel.nbytes <= cache_bytes(kernel.device.type):
+                    self.kernels[rho] = kernel
+            yield kernel
+            del kernel
+
+
+def cache_bytes(device: str) -> int:
+    """Bytes that cached kernels may take on a type of device."""
+    return CACHE.get(device, CACHE["cpu"])
+
+
+def refit_scale(matrix: Tensor) -> Tensor:
+    """D, (in,), with D² = 1/[H⁻¹]_jj, for a positive semi-definite H (in, in) with a positive
+    diagonal.
+    """
+    diagonal = linalg.unit_diagonal_scale(matrix.diagonal())
+    unit = torch.outer(diagonal, diagonal)
+    torch.div(matrix, unit, out=unit)
+    unit.diagonal().add_(1e-2)
+    return diagonal * linalg.inverse_(unit).diagonal().rsqrt()
