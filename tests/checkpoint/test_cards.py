@@ -7,7 +7,10 @@ import yaml
 
 import hasslefree
 from hasslefree import Recipe
-from hasslefree.checkpoint.card import FIGURE, base_licence
+from hasslefree.checkpoint.card import FIGURE, base_licence, model_card
+from hasslefree.checkpoint.record import LayerRecord, Record
+from hasslefree.core.grids import Grid
+from hasslefree.packed.spec import LayerSpec
 from tests.tiny_models import build, segments
 
 LICENCES = {
@@ -79,3 +82,19 @@ class Nothing:
 
     def save_pretrained(self, folder):
         pass
+
+
+@pytest.mark.parametrize(
+    ("grid", "row"),
+    [(Grid(bits=4, group=8), "| stored | 24 bytes for 32 weights: 6.00 bits per weight |"),
+     (None, "| parameters kept | 16 of 32 (50.0%) |")],
+)  # fmt: skip
+def test_a_quantised_model_is_measured_in_bytes_and_bits(grid, row):
+    """By hand: 24 bytes are 192 bits. A count of parameters says nothing about codes."""
+    spec = LayerSpec("2:4", (4, 8), 0, 16, grid)
+    layer = LayerRecord("a.q", spec, 0.1, 0.09, 1.0, bytes=24, dense_bytes=64)
+    record = Record("m", {"pattern": "2:4", "method": "gptq"}, "", {}, "cpu", "float32", 8, 8, 3.0, (layer,))
+    card = model_card(record, {})
+    assert row in card
+    assert ("parameters kept" in card) == (grid is None)
+    assert "Without `import hasslefree`, transformers fills the compressed layers with random numbers." in card

@@ -36,6 +36,8 @@ from transformers import {auto}, AutoTokenizer
 model = {auto}.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```
+
+Without `import hasslefree`, transformers fills the compressed layers with random numbers.
 """
 
 _LOAD_ADAPTER = """```python
@@ -177,7 +179,6 @@ def model_card(
         f"![Relative error of every layer, block by block]({FIGURE})\n\n" if has_picture else ""
     )
     left = report.recipe.get("leave_dense")
-    kept = f"{report.kept_parameters:,} of {report.dense_parameters:,} ({report.kept_share:.1%})"
     verdict = "\n".join(
         f"| {name} | {_cell(text)} |" for name, text in report.verdict().items() if name != "time"
     )
@@ -196,7 +197,7 @@ norms and the output head were not compressed.
 |---|---|
 {verdict}
 | mean relative error | {report.mean_relative_error:.5f}, over {len(report.layers)} layers |
-| parameters kept | {kept} |
+| {_stored(report)} |
 | calibration text | {report.tokens:,} tokens, in segments of {report.seqlen} |
 | dtype | {report.dtype} |
 
@@ -214,6 +215,22 @@ tr(R H Rᵀ) / tr(W H Wᵀ), where W is the dense weight, R = W − S − L, and
 {_licence(report, licence)}
 """  # noqa: E501
     return escaped(card, "\n")
+
+
+def _stored(report: Record) -> str:
+    """The row of the table that says how much of the compressed layers is stored.
+
+    It counts parameters where the stored values are numbers of the model's dtype, and bits where
+    some layers hold codes.
+    """
+    weights = report.dense_parameters
+    if all(layer.spec.grid is None for layer in report.layers):
+        return (
+            f"parameters kept | {report.kept_parameters:,} of {weights:,} ({report.kept_share:.1%})"
+        )
+    bits = 8 * report.stored_bytes / weights
+    sizes = f"{report.stored_bytes:,} bytes for {weights:,} weights"
+    return f"stored | {sizes}: {bits:.2f} bits per weight"
 
 
 def _front(report: Record, licence: dict[str, str], auto: str) -> ModelCardData:
