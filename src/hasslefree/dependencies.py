@@ -24,10 +24,8 @@ def check_version(library: ModuleType) -> None:
         or "vllm" in sys.modules
     ):
         return
-    installed, needed = (
-        f"{library.__name__} {library.__version__}",
-        f"{library.__name__}>={major}.{minor}",
-    )
+    installed = f"{library.__name__} {library.__version__}"
+    needed = f"{library.__name__}>={major}.{minor}"
     raise VersionError(
         f'{installed} is too old for hasslefree, which needs {needed}: pip install "{needed}"'
     )

@@ -10,9 +10,9 @@ from typing import Any, Self
 
 from hasslefree.escaping import escaped
 
-# An option in a message stands between the outer two, its two forms on either side of the one in
-# the middle. The last
-# one separates the lines of a message: a line feed would be part of a name.
+# An option in a message stands between the first and the third of these characters, and the second
+# separates its two forms. The last one separates the lines of a message: a line feed would be part
+# of a name.
 _BEGIN, _MIDDLE, _END, LINE = "\ue000", "\ue001", "\ue002", "\ue003"
 _OPTION = re.compile(f"{_BEGIN}(.*?){_MIDDLE}(.*?){_END}", re.DOTALL)
 
@@ -23,7 +23,9 @@ def option(name: str, value: Any = None) -> str:
     """
     argument = f"{name}=" if value is None else f"{name}={value!r}"
     flag = f"--{name.replace('_', '-')}"
-    return f"{_BEGIN}{argument}{_MIDDLE}{flag if value is None or value is True else f'{flag} {value}'}{_END}"  # noqa: E501
+    if value is not None and value is not True:
+        flag = f"{flag} {value}"
+    return f"{_BEGIN}{argument}{_MIDDLE}{flag}{_END}"
 
 
 def with_arguments(message: str) -> str:
@@ -60,7 +62,8 @@ class HasslefreeError(ValueError):
     """
 
     def __init__(self, message: str, fields: tuple[str, ...] = ()):
-        self.message, self.fields = escaped(message), fields
+        self.message = escaped(message)
+        self.fields = fields
         super().__init__(with_arguments(self.message))
 
     def within(self, where: str) -> Self:

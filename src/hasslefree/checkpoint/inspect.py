@@ -95,15 +95,14 @@ def inspect_folder(folder: Path) -> FolderSize:
             f"{folder} is not a compressed model; give a folder that `hasslefree compress` wrote"
         )
     check_format_version(config.get("version"), config.get("layout"))
-    entries, stored = read_entries(config.get("modules")), stored_tensors(weight_files(folder))
+    entries = read_entries(config.get("modules"))
+    stored = stored_tensors(weight_files(folder))
     biased = {name for name in entries if f"{name}.bias" in stored}
     check_stored(entries, stored, biased, indices=False)
     records = read_record(folder).layers if (folder / "compression.json").is_file() else ()
     errors = {record.name: record.relative_error for record in records}
-    layers, order = (
-        [],
-        {name: place for place, name in enumerate(errors)},
-    )  # the model's, where there is a record
+    layers = []
+    order = {name: index for index, name in enumerate(errors)}  # the model's, if it is recorded
     # Numbers by their length, then by their digits: Python does not convert thousands of them.
     numbered = sorted(
         entries, key=lambda name: [(len(p) * p.isdecimal(), p) for p in name.split(".")]
@@ -111,7 +110,8 @@ def inspect_folder(folder: Path) -> FolderSize:
     for name in sorted(
         numbered, key=lambda name: order.get(name, len(order))
     ):  # else layers.2 before layers.10
-        spec, (out, width) = entries[name].spec, entries[name].spec.shape
+        spec = entries[name].spec
+        out, width = spec.shape
         dtype = stored[f"{name}.{'weight_scale' if spec.grid else 'values'}"].meta.dtype
         leaves = [*spec.tensors(), *(["bias"] if name in biased else [])]
         stored_bytes = sum(stored[f"{name}.{leaf}"].meta.nbytes for leaf in leaves)
@@ -175,7 +175,8 @@ def _pattern(folder: FolderSize, layers: Sequence[LayerSize]) -> list[str]:
 
 def _figures(layers: Sequence[LayerSize]) -> list[str]:
     errors = [layer.relative_error for layer in layers if layer.relative_error is not None]
-    stored, dense = sum(layer.bytes for layer in layers), sum(layer.dense_bytes for layer in layers)
+    stored = sum(layer.bytes for layer in layers)
+    dense = sum(layer.dense_bytes for layer in layers)
     error = span(errors, "{:.2g}") if errors else ""
     return [
         span([layer.spec.rank for layer in layers]),

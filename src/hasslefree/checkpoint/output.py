@@ -17,13 +17,11 @@ from safetensors import SafetensorError
 from hasslefree.errors import OutputError, WriteError, option
 from hasslefree.files import read_json
 
-# The file in a folder that lists the others as they were written, and how the results of `evaluate`
-# and a page begin.
-FILES, RESULTS, PAGE = (
-    "files.json",
-    b'{\n "model',
-    b"<!doctype html><!-- a page of hasslefree report -->",
-)
+# The file in a folder that lists the others as they were written.
+FILES = "files.json"
+# The first bytes of the results of `evaluate`, and of a page of `report`.
+RESULTS = b'{\n "model'
+PAGE = b"<!doctype html><!-- a page of hasslefree report -->"
 
 
 def check_output(
@@ -183,7 +181,8 @@ def check_file(path: Path, start: bytes) -> None:
 
     start: of the content. A file that is there must be empty or begin with it.
     """
-    file, remedy = path.resolve(), "give another file"
+    file = path.resolve()
+    remedy = "give another file"
     if not file.parent.is_dir():
         raise OutputError(f"the folder of {path} does not exist; make it, or {remedy}")
     if file.is_dir():
@@ -216,7 +215,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file in one step. If that fails, the file before it stays, and a WriteError says
     where the new one is.
     """
-    data, file = content.encode() if isinstance(content, str) else content, path.resolve()
+    data = content.encode() if isinstance(content, str) else content
+    file = path.resolve()
     with disk_errors(path, "if there was such a file, it is unchanged"):
         try:
             check_file(path, PAGE if data.startswith(PAGE) else data[: len(RESULTS)])

@@ -36,7 +36,9 @@ class HasslefreeConfig(QuantizationConfigMixin):
     ):
         read.check_format_version(version, layout)
         self.quant_method = read.QUANT_METHOD  # type: ignore[assignment]
-        self.modules, self.layout, self.version = modules, layout, version
+        self.modules = modules
+        self.layout = layout
+        self.version = version
 
 
 class HasslefreeQuantizer(HfQuantizer):

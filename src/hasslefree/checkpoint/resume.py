@@ -85,11 +85,15 @@ class Unfinished:
     """
 
     def __init__(self, out: Path, progress: Progress, overwrite: bool = False):
-        self.out, self.overwrite = out, overwrite
-        self.identity, self.parts = progress.identity, progress.parts
-        self.predictions, self.held_out = progress.predictions, progress.held_out
+        self.out = out
+        self.overwrite = overwrite
+        self.identity = progress.identity
+        self.parts = progress.parts
+        self.predictions = progress.predictions
+        self.held_out = progress.held_out
         self.folder = unfinished_folder(out)
-        self.model, self.scratch = self.folder / "model", self.folder / "scratch"
+        self.model = self.folder / "model"
+        self.scratch = self.folder / "scratch"
         self.background_writes = True
         self._writing: Future[None] | None = None
 
@@ -166,7 +170,8 @@ class Unfinished:
         files: for each block the name of its new file, and its tensors. predictions: the record of
             the matching.
         """
-        outside, blocks = self.parts[0], self.parts[1:]
+        outside = self.parts[0]
+        blocks = self.parts[1:]
         with resumable(self.model):
             new = [outside]
             for part, (file, tensors) in zip(blocks, files, strict=True):
@@ -300,7 +305,8 @@ def check_own(folder: Path) -> None:
 
 def read_progress(folder: Path) -> Progress:
     """The journal of an unfinished folder; without parts if there is none."""
-    file, remedy = folder / JOURNAL, "delete it to start again"
+    file = folder / JOURNAL
+    remedy = "delete it to start again"
     if not file.exists():
         return Progress()
     try:
@@ -321,7 +327,8 @@ def read_progress(folder: Path) -> Progress:
 
 def _finished(folder: Path) -> Progress:
     """The journal, up to the first part whose file is missing."""
-    progress, parts = read_progress(folder), list[FinishedPart]()
+    progress = read_progress(folder)
+    parts: list[FinishedPart] = []
     for part in progress.parts:
         file = folder / "model" / part.file
         if not file.is_file():

@@ -19,7 +19,9 @@ def check_layers(model: PreTrainedModel, engine: str) -> dict[str, SparseLowRank
     layers = compressed_layers(model)
     again = f"compress with {option('method', 'joint-grid')} and {option('engine', engine)}"
     for name, layer in layers.items():
-        grid, width, pattern = layer.spec.grid, layer.in_features, layer.spec.pattern
+        grid = layer.spec.grid
+        width = layer.in_features
+        pattern = layer.spec.pattern
         if experts_of(model, name):
             reason = "it belongs to experts, which this export does not know"
         elif grid is None:
@@ -48,7 +50,8 @@ def numbers_of(layer: SparseLowRankLinear, engine: str) -> tuple[Tensor, Tensor]
     """The scale and the zero or offset of each group of the engine: (out, groups) each, in the
     layer's dtype.
     """
-    grid, scale = grid_of(layer), layer.get_parameter("weight_scale").detach()
+    grid = grid_of(layer)
+    scale = layer.get_parameter("weight_scale").detach()
     tensors = layer.tensors()
     second = (
         tensors["weight_offset"].detach() if grid.offset else layer.storage.zeros(tensors).to(scale)

@@ -70,7 +70,8 @@ def export(
     """
     if to not in EXPORTS:
         raise UnknownNameError("export format", to, EXPORTS)
-    source, target = Path(folder).resolve(), Path(destination).resolve()
+    source = Path(folder).resolve()
+    target = Path(destination).resolve()
     if not re.fullmatch(
         r"(?=.*[1-9])\d{1,12}(\.\d{1,6})?\s?[KMGT]B", max_shard_size, re.IGNORECASE
     ):

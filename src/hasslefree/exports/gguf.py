@@ -63,7 +63,8 @@ def find_places(
     """Where each layer is in the template, and by their name there, the vectors that differ; or a
     ModelError.
     """
-    sites, plain = find_sites(model), dict[str, Tensor]()
+    sites = find_sites(model)
+    plain: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[0] not in layers:
             site = sites.get(name.removesuffix(".weight"))
@@ -124,13 +125,12 @@ def write_model(
             LlamaFileType[f"MOSTLY_{Counter(types.values()).most_common(1)[0][0]}"]
         )
         for name, tensor in template.tensors.items():
-            data, kind = tensor.data, tensor.tensor_type
+            data = tensor.data
+            kind = tensor.tensor_type
             if name in ours:
                 layer, place = ours[name]
-                data, kind = (
-                    place.ordered(blocks_of(layer)).numpy(),
-                    GGMLQuantizationType[types[name]],
-                )
+                data = place.ordered(blocks_of(layer)).numpy()
+                kind = GGMLQuantizationType[types[name]]
             elif name in changed:
                 data = quantize(changed[name].numpy(), kind)
             writer.add_tensor(name, data, raw_dtype=kind)

@@ -32,7 +32,8 @@ def write_compressed_tensors(
     packed: Packed = {}
     schemes: dict[str, dict[str, Any]] = {}
     for name, layer in check_layers(model, "vllm").items():
-        grid, group = grid_of(layer), group_of(layer, "vllm")
+        grid = grid_of(layer)
+        group = group_of(layer, "vllm")
         schemes[name] = {
             "num_bits": grid.bits,
             "type": "int",
@@ -85,7 +86,8 @@ def write_mlx(
     packed: Packed = {}
     forms: dict[str, Any] = {}
     for name, layer in check_layers(model, "mlx").items():
-        grid, (scale, second) = grid_of(layer), numbers_of(layer, "mlx")
+        grid = grid_of(layer)
+        scale, second = numbers_of(layer, "mlx")
         forms[name] = {"group_size": group_of(layer, "mlx"), "bits": grid.bits}
         words = layer.tensors()["weight_packed"].view(torch.uint32)
         # The zero of a symmetric grid is a power of two: its product with the scale is exact.
