@@ -112,3 +112,12 @@ def test_the_time_left_is_that_of_the_whole_run():
     assert left[503] == pytest.approx(300, rel=0.1)
     assert left[803] == 0
     assert (steps[-1].left, steps[-1].seconds) == (0, 600)
+
+
+def test_phases_that_should_take_no_time_leave_the_time_of_the_run_unknown():
+    steps = []
+    phases = Phases(steps.append)
+    phases.expect({"solving": 0.0})
+    with phases.phase("solving"):
+        pass
+    assert steps[-1].run_left is None

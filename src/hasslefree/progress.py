@@ -261,9 +261,9 @@ class Phases:
 
     def time_left(self) -> float | None:
         """Estimated seconds until the run ends: those expected, at the pace of the run so far."""
-        if not self.expected:
-            return None
         prior = TRUST * sum(self.expected.values())
+        if not prior:
+            return None
         measured = expected = prior
         left = 0.0
         for name, seconds in self.expected.items():

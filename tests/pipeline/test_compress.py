@@ -328,3 +328,27 @@ def test_a_picture_that_cannot_be_drawn_does_not_fail_the_run(tmp_path, monkeypa
     assert not (tmp_path / "out" / "relative_error.png").exists()
     assert "relative_error.png" not in (tmp_path / "out" / "README.md").read_text()
     assert "the model card has no picture" in caplog.text
+
+
+@pytest.mark.parametrize("loaded_inside", [False, True])
+def test_a_call_within_inference_mode_works_or_names_the_remedy(loaded_inside, tmp_path):
+    """Oracle: the same call outside of it. A model that was loaded inside has weights without gradients."""
+    recipe = Recipe(rank=2, rounds=2, allocate="error", match_predictions=32)
+    hasslefree.compress(build("llama"), tmp_path / "outside", recipe, segments=segments())
+    model = build("llama")
+    with torch.inference_mode():
+        if loaded_inside:
+            with pytest.raises(ModelError, match=r"torch\.inference_mode\(\).* load it outside"):
+                hasslefree.compress(build("llama"), tmp_path / "inside", recipe, segments=segments())
+            return
+        hasslefree.compress(model, tmp_path / "inside", recipe, segments=segments())
+    expected, found = tensors_of(tmp_path / "outside"), tensors_of(tmp_path / "inside")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_generation_config_that_transformers_finds_inconsistent_fails_no_run(tmp_path):
+    """Oracle: the value itself. Published models have a temperature without sampling, which strict checks refuse."""
+    model = build("llama")
+    model.generation_config.temperature = 0.3
+    hasslefree.compress(model, tmp_path / "out", Recipe(method="wanda"), segments=segments())
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.3

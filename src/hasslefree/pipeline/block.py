@@ -74,7 +74,7 @@ def compress_blocks(
         walk.phases.phase(INPUTS, layers, "layers") as collecting,
         walk.phases.phase(SOLVING, layers, "layers", running=False) as solving,
     ):
-        hidden = first_states(walk, segments, work, world, writing)
+        hidden = write_outside_and_embed(walk, segments, work, world, writing)
 
         def report_layer(record: LayerRecord) -> None:
             work.check()
@@ -124,7 +124,7 @@ def check_time(walk: Walk, needed: float, deadline: float, world: World) -> None
         )
 
 
-def first_states(
+def write_outside_and_embed(
     walk: Walk, segments: Tensor, work: Unfinished, world: World, writing: Phase
 ) -> Activations:
     """What enters the first block. Where nothing is finished, what is outside the blocks is

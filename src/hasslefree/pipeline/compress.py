@@ -26,7 +26,7 @@ from hasslefree.checkpoint.resume import (
     unfinished_folder,
 )
 from hasslefree.distributed import World, local_device, process_group
-from hasslefree.errors import OutputError
+from hasslefree.errors import ModelError, OutputError
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, find_blocks, other_modalities
 from hasslefree.models.load import resolve_device
@@ -134,7 +134,13 @@ def compress(
         if isinstance(model, PreTrainedModel)
         else resolve_device(device or local_device())
     )
+    if isinstance(model, PreTrainedModel) and any(p.is_inference() for p in model.parameters()):
+        raise ModelError(
+            "the model was loaded inside torch.inference_mode(), so its weights cannot be trained;"
+            " load it outside"
+        )
     with (
+        torch.inference_mode(False),
         memory_reused(),
         process_group(target) as world,
         workplace(folder, overwrite, resume, world) as work,
@@ -153,7 +159,9 @@ def compress(
         twice = bytes_of(plan) if resolved.match_predictions else 0
         check_output(folder, overwrite, bytes_on_disk(loaded, plan) + twice - work.bytes_done)
         own_segments = segments is not None
-        if segments is None:
+        if segments is not None:
+            segments = segments.clone()  # an inference tensor cannot be saved for a gradient
+        else:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
             segments = draw(loaded, tokenizer, recipe, phases, target)
         check_segments(loaded, segments, world)

@@ -157,7 +157,7 @@ def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
     return layer, report
 
 
-def weight_of(layer: LayerPlan) -> float:
+def relative_cost(layer: LayerPlan) -> float:
     """What the cost of a layer is proportional to: every method does products out × in × in most of
     the time.
     """
@@ -167,5 +167,5 @@ def weight_of(layer: LayerPlan) -> float:
 
 def assign_layers(plans: Plans, processes: int) -> dict[str, int]:
     """The rank that solves each layer."""
-    owners = World(0, processes).assign([weight_of(plan) for plan in plans.values()])
+    owners = World(0, processes).assign([relative_cost(plan) for plan in plans.values()])
     return dict(zip(plans, owners, strict=True))

@@ -101,7 +101,9 @@ def write_configuration(
     config.save_pretrained(folder)
     restore_keys(folder / "config.json", original, config)
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        # Not `save_pretrained`, which refuses settings that it finds inconsistent after all the work.
+        path = folder / "generation_config.json"
+        model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
 
 
 def head_is_tied(model: PreTrainedModel) -> bool:

@@ -30,7 +30,7 @@ from hasslefree.models.load import load_shapes, refuse_compressed, resolve_seqle
 from hasslefree.models.precision import product_dtype
 from hasslefree.models.rules import by_kind
 from hasslefree.pipeline.held_out import ROWS, segments_held_out
-from hasslefree.pipeline.layers import weight_of
+from hasslefree.pipeline.layers import relative_cost
 from hasslefree.planning.machine import free_memory, in_one_pass, product_rate, room_for_sums
 from hasslefree.planning.plan import LayerPlan, Plan, bytes_on_disk, plan_of
 from hasslefree.progress import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
@@ -344,7 +344,7 @@ def flops_by_phase(setup: Setup) -> dict[str, float]:
     # moves on.
     by_layer = 1 + len(by_kind(setup.plan[0])) / 2
     passes = 1 if setup.at_once else 2 if resolved.sequential == "block" else by_layer
-    volume = sum(map(weight_of, setup.layers)) / setup.processes
+    volume = sum(map(relative_cost, setup.layers)) / setup.processes
     probing = 2 * setup.probe_tokens * (parameters + head)
     looks = 2 * (rounds_of(QUICK_PRUNING) + len(resolved.grids))
     phases = {
