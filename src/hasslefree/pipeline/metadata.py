@@ -101,7 +101,7 @@ def write_configuration(
     config.save_pretrained(folder)
     restore_keys(folder / "config.json", original, config)
     if model.can_generate():
-        # Not `save_pretrained`, which refuses settings that it finds inconsistent after all the work.
+        # Not `save_pretrained`: it refuses inconsistent settings, and all the work would be lost.
         path = folder / "generation_config.json"
         model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
 
