@@ -12,7 +12,7 @@ import huggingface_hub
 from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
 
-# The files of tokenizers and processors. A program that is not transformers may read one that
+# The files of tokenizers, and of processors. A program that is not transformers may read one that
 # transformers does not write, such as tokenizer.model.
 TEXT_FILES = (
     "*tokenizer*",
@@ -24,8 +24,8 @@ TEXT_FILES = (
     "vocab.*",
     "merges.txt",
     "chat_template.*",
-    "*processor_config.json",
 )
+PROCESSOR_FILES: tuple[str, ...] = ("*processor_config.json",)
 # Weights and code that the patterns above would match.
 OTHER_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.py")
 # Keys of config.json that describe the folder that was written, not the original.
@@ -43,14 +43,15 @@ def original_file(model: str, name: str) -> Path | None:
     return Path(file) if file else None
 
 
-def copy_text_files(model: str, folder: Path) -> None:
-    """Copy the files of the tokenizer and the processor that the folder lacks.
+def copy_original_files(model: str, folder: Path, patterns: tuple[str, ...]) -> None:
+    """Copy the files that the folder lacks.
 
     Args:
         model: a local folder, or a hub name.
+        patterns: of their names: `TEXT_FILES`, `PROCESSOR_FILES`.
     """
     for name in file_names(model):
-        wanted = any(fnmatch.fnmatch(name, pattern) for pattern in TEXT_FILES)
+        wanted = any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
         other = any(fnmatch.fnmatch(name, pattern) for pattern in OTHER_FILES)
         if not wanted or other or (folder / name).exists():
             continue

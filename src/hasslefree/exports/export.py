@@ -12,7 +12,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hasslefree.bar import with_bar
 from hasslefree.checkpoint.card import export_card
 from hasslefree.checkpoint.entries import QUANT_METHOD
-from hasslefree.checkpoint.originals import copy_text_files, read_configuration, restore_keys
+from hasslefree.checkpoint.originals import (
+    PROCESSOR_FILES,
+    TEXT_FILES,
+    copy_original_files,
+    read_configuration,
+    restore_keys,
+)
 from hasslefree.checkpoint.output import check_output, replaced_whole
 from hasslefree.errors import ModelError, OutputError, UnknownNameError, option
 from hasslefree.exports.formats import write_adapter, write_dense, write_narrow
@@ -140,7 +146,7 @@ def copy_rest(
         if kind != "gguf":  # a GGUF file has a tokenizer of its own
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-            copy_text_files(str(source), folder)
+            copy_original_files(str(source), folder, TEXT_FILES + PROCESSOR_FILES)
         if (folder / "config.json").exists():  # an adapter has none
             restore_keys(folder / "config.json", read_configuration(str(source)), config)
             write_older_rotary(folder / "config.json")

@@ -12,7 +12,13 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from hasslefree.checkpoint.card import FIGURE, base_licence, model_card
-from hasslefree.checkpoint.originals import copy_text_files, read_configuration, restore_keys
+from hasslefree.checkpoint.originals import (
+    PROCESSOR_FILES,
+    TEXT_FILES,
+    copy_original_files,
+    read_configuration,
+    restore_keys,
+)
 from hasslefree.checkpoint.plugin import HasslefreeConfig
 from hasslefree.checkpoint.record import LayerRecord, Record, versions
 from hasslefree.checkpoint.resume import FinishedPart
@@ -67,8 +73,11 @@ def write_rest(
     write_configuration(folder, model, parts, report, has_files)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-        if has_files and getattr(tokenizer, "name_or_path", None) == report.model:
-            copy_text_files(report.model, folder)
+    if has_files:
+        patterns = PROCESSOR_FILES
+        if getattr(tokenizer, "name_or_path", None) == report.model:
+            patterns += TEXT_FILES
+        copy_original_files(report.model, folder, patterns)
     (folder / "compression.json").write_text(report.to_json(), encoding="utf-8")
     picture = draw_errors(report)
     if picture is not None:
