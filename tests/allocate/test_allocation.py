@@ -14,7 +14,7 @@ from hasslefree.checkpoint.record import Record
 from hasslefree.core.patterns import SemiStructured, Unstructured
 from hasslefree.errors import BudgetError, RecipeError
 from hasslefree.models.blocks import find_blocks
-from hasslefree.planning.plan import LayerPlan, make_plan
+from hasslefree.planning.plan import LayerPlan, make_plan, select
 from tests import oracles
 from tests.listeners import by_layer
 from tests.tiny_models import build, segments, tensors_of
@@ -29,7 +29,8 @@ BY_ERROR = [
 def uniform(recipe):
     """Name → plan of the uniform budget."""
     blocks = find_blocks(build("llama"))
-    plan = make_plan(blocks, recipe.resolve(with_text=False))
+    resolved = recipe.resolve(with_text=False)
+    plan = make_plan(select(blocks, resolved), resolved)
     return {f"{blocks.prefix(i)}.{name}": layer for i, plans in enumerate(plan) for name, layer in plans.items()}
 
 

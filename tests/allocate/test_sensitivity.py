@@ -22,7 +22,7 @@ from hasslefree.models.calls import hooks
 from hasslefree.models.sites import find_sites
 from hasslefree.models.weights import Weights
 from hasslefree.pipeline.preflight import preflight
-from hasslefree.planning.plan import make_plan
+from hasslefree.planning.plan import make_plan, select
 from hasslefree.solve.decompose import approximation
 from hasslefree.solve.methods.joint import QUICK_PRUNING
 from tests.tiny_models import build, logits, segments
@@ -31,7 +31,7 @@ RECIPE = Recipe(rank=2, allocate="error").resolve(with_text=False)
 
 
 def plan_of(model):
-    return make_plan(find_blocks(model), RECIPE)
+    return make_plan(select(find_blocks(model), RECIPE), RECIPE)
 
 
 def walk_of(model, tokens, folder, storage="device"):

@@ -15,7 +15,7 @@ from hasslefree.models.extra_inputs import Column, leaves, rebuilt
 from hasslefree.models.probe import block_calls
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
-from hasslefree.planning.plan import make_plan
+from hasslefree.planning.plan import make_plan, select
 from tests.listeners import by_layer
 from tests.tiny_models import BESIDE, NO_TOKENIZER, build, logits, segments, tensors_of
 
@@ -84,7 +84,7 @@ def test_a_layer_that_only_chooses_counts_as_the_others_of_its_block(tmp_path):
     model, tokens = build("glm_moe_dsa"), segments()
     resolved = Recipe(rank=2).resolve(with_text=False)
     blocks = find_blocks(model)
-    plan = make_plan(blocks, resolved)
+    plan = make_plan(select(blocks, resolved), resolved)
     walk = Walk.open(model, blocks, Weights(model, model.device), tokens[:1])
 
     def pruned(layer, its_plan):

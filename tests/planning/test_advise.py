@@ -16,7 +16,7 @@ from hasslefree.distributed import ALONE
 from hasslefree.errors import BudgetError, HasslefreeError, OutputError, RecipeError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.planning.advise import advise
-from hasslefree.planning.plan import LayerPlan, digest, uniform_plans
+from hasslefree.planning.plan import LayerPlan, digest, select, uniform_plans
 from hasslefree.recipe.resolve import DEFAULT_SIZE, with_defaults
 from hasslefree.units import Size
 from tests.listeners import by_layer
@@ -39,7 +39,8 @@ def words(text, verbose=False):
 
 def within(size, **fields):
     model = build("llama", torch.bfloat16)
-    return uniform_plans(model, find_blocks(model), Recipe(size=size, **QUICK | fields).resolve(with_text=False))
+    resolved = Recipe(size=size, **QUICK | fields).resolve(with_text=False)
+    return uniform_plans(model, select(find_blocks(model), resolved), resolved)
 
 
 def bits_and_rank(plan):

@@ -2,21 +2,135 @@
 
 from __future__ import annotations
 
-import pytest
+import math
 
+import pytest
+import torch
+from torch import nn
+
+import hasslefree
 from hasslefree import Recipe
-from hasslefree.errors import BudgetError
+from hasslefree.errors import BudgetError, GridError, PatternError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.models.sites import find_sites
-from hasslefree.planning.plan import make_plan
-from tests.tiny_models import build
+from hasslefree.planning.plan import make_plan, plan_of, select
+from tests.tiny_models import build, segments
+
+# Every default, within a size and without one.
+RECIPES = [{}, {"size": "5bits"}, {"bits": 4, "rank": 8}, {"pattern": "2:4", "rank": 8}]
 
 
-def test_the_largest_rank_is_that_of_the_narrowest_layer():
+def with_thin_layers(shape=(4, 4)):
+    """A Llama with a matrix of a few entries beside the MLP of each block, which adds little to it."""
+    model = build("llama")
+    out, width = shape
+
+    class Thin(nn.Module):
+        def __init__(self, mlp):
+            super().__init__()
+            self.mlp, self.mix = mlp, nn.Linear(width, out, bias=False)
+
+        def forward(self, x):
+            small = self.mix(x[..., :width])
+            return self.mlp(x) + nn.functional.pad(small, (0, x.shape[-1] - out))
+
+    for layer in model.model.layers:
+        layer.mlp = Thin(layer.mlp)
+    return model
+
+
+def layers_of(model, **fields):
+    """The reasons for what stays dense, and the plans of all other layers by their names in the model."""
+    resolved = Recipe(**fields).resolve(with_text=False)
+    selection = select(find_blocks(model), resolved)
+    plan = plan_of(model, selection, resolved)
+    named = {f"{i}.{name}": layer for i, layers in enumerate(plan) for name, layer in layers.items()}
+    return selection.dense, named
+
+
+@pytest.mark.parametrize("fields", RECIPES, ids=str)
+def test_a_thin_matrix_does_not_decide_for_the_others(fields):
+    """Oracle: the plan of the model without it."""
+    dense, plan = layers_of(with_thin_layers(), **fields)
+    _, without = layers_of(build("llama"), **fields)
+    assert {name.rpartition(".")[2] for name in dense} == {"mix"}
+    assert {name.replace("mlp.mlp", "mlp"): layer.spec.kind for name, layer in plan.items()} == {
+        name: layer.spec.kind for name, layer in without.items()
+    }
+    if "size" not in fields and fields:  # a size is shared with the bytes of the dense one
+        assert [layer.spec.rank for layer in plan.values()] == [layer.spec.rank for layer in without.values()]
+
+
+def test_a_rank_that_a_layer_cannot_have_leaves_it_dense(tmp_path, caplog):
     blocks = find_blocks(build("llama"))
     limits = [min(site.shape) for block in blocks.modules for site in find_sites(block).values()]
-    assert min(limits) < limits[0]
-    plan = make_plan(blocks, Recipe(rank=min(limits)).resolve(with_text=False))
-    assert {layer.spec.rank for plans in plan for layer in plans.values()} == {min(limits)}
-    with pytest.raises(BudgetError, match=rf"use rank={min(limits)} or less .*k_proj"):
-        make_plan(blocks, Recipe(rank=min(limits) + 1).resolve(with_text=False))
+    narrow = min(limits)
+    assert narrow < max(limits)
+    dense, plan = layers_of(build("llama"), rank=narrow)
+    assert not dense
+    assert {layer.spec.rank for layer in plan.values()} == {narrow}
+    dense, plan = layers_of(build("llama"), rank=narrow + 1)
+    assert set(dense.values()) == {f"narrower than rank {narrow + 1}"}
+    assert {layer.spec.rank for layer in plan.values()} == {narrow + 1}
+    with caplog.at_level("INFO", "hasslefree"):
+        recipe = Recipe(rank=narrow + 1, method="eora")
+        record = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
+    assert set(record.dense) == set(dense)
+    assert f"narrower than rank {narrow + 1}" in caplog.text
+    with pytest.raises(
+        BudgetError, match=f"rank 999 is larger than every weight allows; use rank={max(limits)} or less"
+    ):
+        layers_of(build("llama"), rank=999)
+
+
+def test_within_a_size_a_narrow_layer_does_not_cap_the_rank_of_others():
+    """2×2 entries allow rank 2."""
+    dense, plan = layers_of(with_thin_layers((2, 4)), size="24bits", method="joint", pattern="2:4")
+    assert not dense
+    ranks = {name: layer.spec.rank for name, layer in plan.items()}
+    narrow = [rank for name, rank in ranks.items() if name.endswith("mix")]
+    others = [rank for name, rank in ranks.items() if not name.endswith("mix")]
+    assert set(narrow) == {2}
+    assert min(others) > 2
+
+
+@pytest.mark.parametrize("size", ["6bits", None])
+def test_a_pattern_that_does_not_fit_leaves_a_layer_dense():
+    dense, _ = layers_of(with_thin_layers((2, 2)), pattern="2:4", rank=2)
+    assert set(dense.values()) == {"the pattern does not fit its 2 inputs"}
+    with pytest.raises(PatternError, match="does not fit a layer of 32 inputs"):
+        layers_of(build("llama"), pattern="5:11", rank=2)
+
+
+def test_odd_inputs_get_a_group_that_divides_them(size, tmp_path):
+    """90 inputs in groups of 64 are none: the largest divisor from 16 to 64 is 45; 96 inputs have 48."""
+    odd = {"hidden_size": 90, "intermediate_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3}
+    model = build("llama", **odd)
+    fields = {"size": size} if size else {"bits": 4, "rank": 0}
+    dense, plan = layers_of(model, **fields)
+    assert not dense
+    assert {layer.spec.shape[1]: layer.spec.grid.group for layer in plan.values()} == {90: 45, 96: 48}
+    record = hasslefree.compress(model, tmp_path / "out", Recipe(effort="fast", **fields), segments=segments())
+    assert all(math.isfinite(layer.relative_error) for layer in record.layers)
+    with pytest.raises(GridError, match="group_size 64 does not divide the"):
+        layers_of(build("llama", **odd), group_size=64, **fields)
+
+
+def test_a_group_that_divides_no_layer_for_an_engine_is_an_error():
+    model = build("llama", hidden_size=90, intermediate_size=90, num_attention_heads=3, num_key_value_heads=3)
+    with pytest.raises(GridError, match="does not divide the 90 inputs"):
+        layers_of(model, engine="llama.cpp")
+
+
+def test_a_recipe_in_a_file_needs_no_text_if_the_segments_are_given(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(f"rank: 2\nmethod: eora\ncalibration: {tmp_path / 'missing.txt'}\n")
+    hasslefree.compress(build("llama"), tmp_path / "out", path, segments=segments())
+    assert (tmp_path / "out" / "compression.json").exists()
+
+
+def test_the_plan_is_made_from_shapes():
+    with torch.device("meta"):
+        model = build("llama")
+    resolved = Recipe(rank=2).resolve(with_text=False)
+    assert sum(map(len, make_plan(select(find_blocks(model), resolved), resolved))) == 14

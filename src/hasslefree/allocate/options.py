@@ -192,6 +192,8 @@ def grid_options(
     """
     uniform_grid = plan.spec.grid
     assert uniform_grid is not None
+    # The group of this layer may be smaller than that of others.
+    grids = [dataclasses.replace(grid, group=uniform_grid.group) for grid in grids]
     ranks = _ranks(plan, rank)
     errors: dict[Grid, float] = {}
     rates: list[float] = []
@@ -231,7 +233,7 @@ def _on_grid(plan: LayerPlan, grid: Grid, rank: int, factor_bits: int | None) ->
 def _ranks(plan: LayerPlan, rank: int | None) -> list[int]:
     """The ranks that a layer on a grid may get: the given one, or multiples of the step."""
     if rank is not None:
-        return [rank]
+        return [min(rank, *plan.spec.shape)]
     most = min(max(RANKS, int(MOST * plan.spec.rank)), *plan.spec.shape)
     return sorted({plan.spec.rank, *range(0, most + 1, RANK_STEP)})
 

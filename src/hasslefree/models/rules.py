@@ -70,6 +70,13 @@ class Selection:
         """The full names of the matrices that stay dense without being excluded by the user."""
         return [name for name, reason in self.dense.items() if reason != EXCLUDED]
 
+    def reasons(self) -> list[str]:
+        """What stays dense without being excluded by the user: a line for each reason."""
+        names: dict[str, list[str]] = {}
+        for name in self.automatically_dense:
+            names.setdefault(self.dense[name], []).append(name)
+        return [f"{', '.join(by_kind(group))}: {reason}" for reason, group in names.items()]
+
 
 @dataclass(frozen=True)
 class BlockView:

@@ -30,7 +30,6 @@ from hasslefree.errors import ModelError, OutputError
 from hasslefree.models.activations import check_storage
 from hasslefree.models.blocks import Blocks, find_blocks, other_modalities
 from hasslefree.models.load import resolve_device
-from hasslefree.models.rules import by_kind, select_sites
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
@@ -42,7 +41,15 @@ from hasslefree.pipeline.preflight import preflight
 from hasslefree.pipeline.training import matching_text, train_whole
 from hasslefree.planning.machine import memory_reused
 from hasslefree.planning.memory import Setup, check_memory, seconds_by_phase
-from hasslefree.planning.plan import Plan, bytes_of, bytes_on_disk, digest, layer_room, plan_of
+from hasslefree.planning.plan import (
+    Plan,
+    bytes_of,
+    bytes_on_disk,
+    digest,
+    layer_room,
+    plan_of,
+    select,
+)
 from hasslefree.progress import (
     CHECK,
     LOADING,
@@ -337,19 +344,17 @@ def writing_files(
 def plan_model(model: PreTrainedModel, resolved: Resolved) -> tuple[Blocks, Plan, dict[str, Any]]:
     """The blocks, the plans of their layers, and what stays dense, as in `Record`."""
     blocks = find_blocks(model)
-    plan, dense = (
-        plan_of(model, blocks, resolved),
-        select_sites(blocks, resolved.leave_dense).automatically_dense,
-    )
-    if dense:
-        logger.info("kept dense automatically: %s", ", ".join(by_kind(dense)))
+    selection = select(blocks, resolved)
+    plan = plan_of(model, selection, resolved)
+    for line in selection.reasons():
+        logger.info("kept dense automatically: %s", line)
     if beside := other_modalities(model, blocks):
         logger.info(
             "only the text decoder is compressed, and only text is used for calibration; %s stay"
             " dense",
             ", ".join(beside),
         )
-    return blocks, plan, {"dense": list(dense), "towers": beside}
+    return blocks, plan, {"dense": selection.automatically_dense, "towers": beside}
 
 
 @contextmanager

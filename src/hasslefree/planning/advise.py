@@ -28,7 +28,14 @@ from hasslefree.pipeline.inputs import check_segments, draw, open_model
 from hasslefree.pipeline.preflight import preflight
 from hasslefree.planning.machine import memory_reused
 from hasslefree.planning.memory import Setup, check_memory, seconds_by_phase
-from hasslefree.planning.plan import Plan, bytes_of, layer_room, uniform_plans, weights_on_disk
+from hasslefree.planning.plan import (
+    Plan,
+    bytes_of,
+    layer_room,
+    select,
+    uniform_plans,
+    weights_on_disk,
+)
 from hasslefree.progress import INPUTS, LOADING, SOLVING, Listener, Phases
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.validation import typed
@@ -97,7 +104,7 @@ def advise(
                 model, recipe.dtype, Path(scratch), tokenizer, trust_remote_code
             )
         blocks = find_blocks(loaded)
-        uniform = uniform_plans(loaded, blocks, resolved)
+        uniform = uniform_plans(loaded, select(blocks, resolved), resolved)
         # Before any block is read: tied weights are counted once.
         room = layer_room(loaded, uniform[0], resolved)
         dense = weights_on_disk(loaded, uniform[0]) - bytes_of(uniform[0])

@@ -32,7 +32,7 @@ from hasslefree.models.rules import by_kind
 from hasslefree.pipeline.held_out import ROWS, segments_held_out
 from hasslefree.pipeline.layers import relative_cost
 from hasslefree.planning.machine import free_memory, in_one_pass, product_rate, room_for_sums
-from hasslefree.planning.plan import LayerPlan, Plan, bytes_on_disk, plan_of
+from hasslefree.planning.plan import LayerPlan, Plan, bytes_on_disk, plan_of, select
 from hasslefree.progress import ALLOCATION, CHECK, INPUTS, PREDICTIONS, PROBES, REFERENCE, SOLVING
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolve import Resolved
@@ -153,12 +153,12 @@ def setup_of(
     model = load_shapes(name, recipe.dtype, trust_remote_code)
     refuse_compressed(model.config, name)
     split_experts(model)
-    blocks = find_blocks(model)
+    selection = select(find_blocks(model), resolved)
     tokens = recipe.samples, resolve_seqlen(model, recipe.seqlen)
     return Setup(
         model,
-        blocks,
-        plan_of(model, blocks, resolved),
+        selection.blocks,
+        plan_of(model, selection, resolved),
         resolved,
         tokens,
         device,

@@ -4,7 +4,7 @@ within a size.
 
 import dataclasses
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,16 @@ from hasslefree.core.factors import check_factor_bits
 from hasslefree.core.grids import Grid
 from hasslefree.core.patterns import Pattern
 from hasslefree.core.protocols import Method
-from hasslefree.errors import BudgetError, HasslefreeError, option
+from hasslefree.errors import (
+    BudgetError,
+    GridError,
+    HasslefreeError,
+    ModelError,
+    PatternError,
+    option,
+)
 from hasslefree.models.blocks import Blocks, head_unit
-from hasslefree.models.rules import Matrix, select_sites
+from hasslefree.models.rules import Matrix, Selection, select_sites
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.methods import with_grid
@@ -24,6 +31,8 @@ from hasslefree.units import Size
 
 # Ranks within a size are multiples of STEP where S is on a grid, which suits kernels.
 STEP = 8
+# The smallest group that a grid gets where the default does not divide the inputs of a layer.
+SMALLEST_GROUP = 16
 # Bytes for what OUT holds besides weights: the tokenizer, the reports, the model card.
 ROOM = 50_000_000
 
@@ -70,60 +79,170 @@ class LayerPlan:
 Plan = list[dict[str, LayerPlan]]
 
 
-def make_plan(blocks: Blocks, resolved: Resolved) -> Plan:
+def select(blocks: Blocks, resolved: Resolved) -> Selection:
+    """Choose the matrices to compress; one that cannot take the recipe stays dense, with a reason.
+
+    Raises:
+        BudgetError: the rank is larger than every matrix allows.
+        GridError: no matrix has inputs that the groups of the grid divide.
+        ModelError: as for `select_sites`.
+    """
+    rule = TooThin(resolved)
+    try:
+        selection = select_sites(blocks, resolved.leave_dense, rule)
+    except ModelError:
+        rule.check_all_refused()
+        raise
+    return selection
+
+
+class TooThin:
+    """The rule that keeps a matrix dense if the recipe's rank, pattern or grid does not fit it.
+
+    Without it, one matrix of 4×4 would decide for the whole model.
+    """
+
+    def __init__(self, resolved: Resolved):
+        self.rank = 0 if resolved.size else resolved.budget.rank or 0
+        self.budget = resolved.budget
+        if resolved.size:
+            self.budget = dataclasses.replace(resolved.budget, rank=0)
+        self.grid = resolved.solver.grid
+        self.free_group = has_free_group(resolved)
+        self.errors: list[HasslefreeError] = []
+        self.widest = 0
+
+    def __call__(self, matrix: Matrix) -> str | None:
+        """The reason to keep a matrix dense, or None."""
+        thinner = min(matrix.shape)
+        self.widest = max(self.widest, thinner)
+        if self.rank > thinner:
+            return f"narrower than rank {self.rank}"
+        try:
+            pattern, _ = self.budget.resolve(*matrix.shape)
+            if self.grid is not None:
+                grid = fitted_grid(self.grid, matrix.shape, self.free_group) or self.grid
+                grid.check(matrix.shape, pattern)
+        except (PatternError, GridError) as error:
+            self.errors.append(error.within(matrix.name))
+            thing = "pattern" if isinstance(error, PatternError) else "group size"
+            return f"the {thing} does not fit its {matrix.shape[1]} inputs"
+        return None
+
+    def check_all_refused(self) -> None:
+        """Raise the error of the recipe, if it is why nothing is left to compress."""
+        if self.rank > self.widest > 0:
+            raise BudgetError(
+                f"rank {self.rank} is larger than every weight allows; use"
+                f" {option('rank', self.widest)} or less"
+            )
+        if self.errors:
+            raise self.errors[0]
+
+
+def has_free_group(resolved: Resolved) -> bool:
+    """Say whether neither the user nor an engine has set the group size."""
+    return resolved.group_size is None and resolved.engine is None
+
+
+def fitted_grid(grid: Grid, shape: tuple[int, int], free_group: bool) -> Grid | None:
+    """The grid for a weight, with a smaller group if it may choose one; None if none fits.
+
+    Args:
+        shape: (out, in).
+        free_group: the group size may differ from the grid's.
+    """
+    width = shape[1]
+    if grid.group is None or width % grid.group == 0:
+        return grid
+    if not free_group:
+        return None
+    for group in range(grid.group - 1, SMALLEST_GROUP - 1, -1):
+        if width % group == 0:
+            return dataclasses.replace(grid, group=group)
+    return None
+
+
+def make_plan(selection: Selection, resolved: Resolved) -> Plan:
     """The pattern and rank of every layer, from shapes alone."""
-    selected = select_sites(blocks, resolved.leave_dense).sites
-    check_rank(blocks, selected, resolved.budget.rank or 0)
     bits = resolved.factor_bits
-    plan = [
-        plan_block(blocks, i, sites, resolved.budget, resolved.solver, bits)
-        for i, sites in enumerate(selected)
-    ]
-    check_factor_bits(
-        bits, max((layer.spec.rank for plans in plan for layer in plans.values()), default=None)
-    )
+    free_group = has_free_group(resolved)
+    plan: Plan = []
+    for index, matrices in enumerate(selection.sites):
+        budget = resolved.budget
+        solver = resolved.solver
+        plan.append(plan_block(selection.blocks, index, matrices, budget, solver, bits, free_group))
+    ranks = [layer.spec.rank for plans in plan for layer in plans.values()]
+    check_factor_bits(bits, max(ranks, default=None))
     return plan
 
 
-def plan_of(model: torch.nn.Module, blocks: Blocks, resolved: Resolved) -> Plan:
-    """The plan with which a compression begins: that of the recipe, or the best uniform one within
-    its size.
+def plan_of(model: torch.nn.Module, selection: Selection, resolved: Resolved) -> Plan:
+    """The plan with which a compression begins.
+
+    It is that of the recipe, or the best uniform one within its size.
     """
-    return (
-        uniform_plans(model, blocks, resolved)[0] if resolved.size else make_plan(blocks, resolved)
-    )
+    if resolved.size:
+        return uniform_plans(model, selection, resolved)[0]
+    return make_plan(selection, resolved)
 
 
-def uniform_plans(model: torch.nn.Module, blocks: Blocks, resolved: Resolved) -> list[Plan]:
-    """For each number of bits, from the most on, the plan with the largest rank in the size. Raises
-    as `layer_room`.
+def uniform_plans(model: torch.nn.Module, selection: Selection, resolved: Resolved) -> list[Plan]:
+    """For each number of bits, the plan with the largest rank in the size, most bits first.
+
+    Raises as `layer_room`.
     """
-    sites = select_sites(blocks, resolved.leave_dense).sites
-    narrowest = min(min(site.shape) for layers in sites for site in layers.values())
-    grids: Sequence[Grid | None] = resolved.grids or (None,)
-    least = {
-        grid: uniform_plan(blocks, resolved, grid, resolved.fixed_rank or 0)
-        for grid in reversed(grids)
-    }
-    room, plans = layer_room(model, least[grids[0]], resolved), list[Plan]()
-    for grid, plan in least.items():
-        if (left := room - bytes_of(plan)) > 0 and resolved.fixed_rank is None:
-            step = STEP if grid else 1
-            cost = bytes_of(uniform_plan(blocks, resolved, grid, step)) - bytes_of(plan)
-            plan = uniform_plan(blocks, resolved, grid, min(left // cost, narrowest // step) * step)
-        plans += [plan] if left >= 0 else []
+    grids: list[Grid | None] = list(resolved.grids) or [None]
+    first_rank = resolved.fixed_rank or 0
+    least = {grid: uniform_plan(selection, resolved, grid, first_rank) for grid in grids}
+    room = layer_room(model, least[grids[0]], resolved)
+    plans: list[Plan] = []
+    for grid in reversed(grids):
+        plan = least[grid]
+        if bytes_of(plan) > room:
+            continue
+        if resolved.fixed_rank is None:
+            plan = largest_ranks(selection, resolved, grid, room)
+        plans.append(plan)
     return plans
 
 
-def uniform_plan(blocks: Blocks, resolved: Resolved, grid: Grid | None, rank: int) -> Plan:
-    """The plan of the recipe with this grid and rank in every layer."""
-    changed = dataclasses.replace(
-        resolved,
-        budget=dataclasses.replace(resolved.budget, rank=rank),
-        solver=with_grid(resolved.solver, grid),
-        factor_bits=resolved.factor_bits if rank else None,
-    )
-    return make_plan(blocks, changed)
+def largest_ranks(selection: Selection, resolved: Resolved, grid: Grid | None, room: int) -> Plan:
+    """The uniform plan with the largest rank within a number of bytes.
+
+    A matrix that is narrower than the rank gets the largest rank that it allows.
+    """
+    step = STEP if grid else 1
+    shapes = [matrix.shape for matrices in selection.sites for matrix in matrices.values()]
+    fits = 0
+    too_many = max(min(shape) for shape in shapes) // step + 1
+    while too_many - fits > 1:
+        steps = (fits + too_many) // 2
+        if bytes_of(uniform_plan(selection, resolved, grid, steps * step)) <= room:
+            fits = steps
+        else:
+            too_many = steps
+    return uniform_plan(selection, resolved, grid, fits * step)
+
+
+def uniform_plan(selection: Selection, resolved: Resolved, grid: Grid | None, rank: int) -> Plan:
+    """The plan of the recipe with this grid, and this rank in every layer that is wide enough."""
+    solver = with_grid(resolved.solver, grid)
+    step = STEP if grid else 1
+    plan: Plan = []
+    for index, matrices in enumerate(selection.sites):
+        plan.append({})
+        for name, matrix in matrices.items():
+            most = min(matrix.shape)
+            fitted = rank if rank <= most else most // step * step
+            budget = dataclasses.replace(resolved.budget, rank=fitted)
+            bits = resolved.factor_bits if fitted else None
+            one = {name: matrix}
+            free_group = has_free_group(resolved)
+            plan[index] |= plan_block(
+                selection.blocks, index, one, budget, solver, bits, free_group
+            )
+    return plan
 
 
 def bytes_of(plan: Plan) -> int:
@@ -132,77 +251,77 @@ def bytes_of(plan: Plan) -> int:
 
 
 def layer_room(model: torch.nn.Module, plan: Plan, resolved: Resolved) -> int:
-    """The bytes for the planned layers: by the recipe's size, or the plan's. A BudgetError if the
-    size does not do.
+    """The bytes for all layers: those of the recipe's size, or those of the plan.
+
+    Args:
+        plan: the smallest one.
+
+    Raises:
+        BudgetError: the size is too small, or no smaller than the dense model.
     """
-    if (size := resolved.size_limit) is None:
-        return bytes_of(plan)
+    size = resolved.size_limit
+    used = bytes_of(plan)
+    if size is None:
+        return used
     layers = [layer for plans in plan for layer in plans.values()]
-    dense, weights = (
-        sum(layer.dense_bytes for layer in layers),
-        sum(layer.spec.dense_parameters for layer in layers),
-    )
-    used, rest = bytes_of(plan), weights_on_disk(model, []) - dense
+    dense = sum(layer.dense_bytes for layer in layers)
+    weights = sum(layer.spec.dense_parameters for layer in layers)
+    rest = weights_on_disk(model, []) - dense
+
+    def as_size(taken: int) -> Size:
+        """The size of the user's kind, if the layers take a number of bytes."""
+        if size.in_bits:
+            return Size(8 * taken / weights, True)
+        return Size(rest + taken)
+
     room = int(size.amount * weights / 8) if size.in_bits else int(size.amount) - rest
-    uncompressed, least = (
-        Size(8 * taken / weights, True) if size.in_bits else Size(rest + taken)
-        for taken in (dense, used)
-    )
     if room >= dense:
         raise BudgetError(
-            f"the uncompressed model takes {uncompressed}, which is already within the size of"
+            f"the uncompressed model takes {as_size(dense)}, which is already within the size of"
             f" {size}; give a smaller size",
             ("size",),
         )
     if room < used:
+        least = as_size(used).rounded_up
         raise BudgetError(
             f"a size of {size} is too small: the least possible with method"
-            f" {resolved.method} is {least.rounded_up} ({layers[0].spec.kind}, rank"
-            f" {layers[0].spec.rank}); use {option('size', least.rounded_up)}",
+            f" {resolved.method} is {least} ({layers[0].spec.kind}, rank"
+            f" {layers[0].spec.rank}); use {option('size', least)}",
             ("size",),
         )
     return room
 
 
-def check_rank(blocks: Blocks, selected: Sequence[Mapping[str, Matrix]], rank: int) -> None:
-    """Raise a BudgetError with the narrowest layer if the rank is too large for it."""
-    layers = [
-        (min(site.shape), blocks.prefix(i), site)
-        for i, sites in enumerate(selected)
-        for site in sites.values()
-    ]
-    narrowest, prefix, site = min(layers, key=lambda layer: layer[0], default=(rank, "", None))
-    if site is not None and rank > narrowest:
-        out, width = site.shape
-        raise BudgetError(
-            f"rank {rank} is larger than the narrowest weight ({out}×{width}); use"
-            f" {option('rank', narrowest)} or less"
-        ).within(f"{prefix}.{site.name}")
-
-
 def plan_block(
     blocks: Blocks,
     index: int,
-    sites: Mapping[str, Matrix],
+    matrices: Mapping[str, Matrix],
     budget: Budget,
     method: Method,
     factor_bits: int | None,
+    free_group: bool = False,
 ) -> dict[str, LayerPlan]:
-    """The plans of the sites of one block, by their names in it. budget: of each layer. Raises as
-    `make_plan`.
+    """The plans of the matrices of one block, by their names in it.
+
+    Args:
+        budget: of each layer.
+        free_group: see `fitted_grid`.
     """
     plans = {}
-    for name, site in sites.items():
+    for name, matrix in matrices.items():
+        shape = matrix.shape
         try:
             unit = head_unit(blocks.modules[index], name) if method.whole_channels else 1
-            pattern, rank = budget.resolve(*site.shape, unit)
+            pattern, rank = budget.resolve(*shape, unit)
             method.check(rank)
             method.check_pattern(pattern)
-            if method.grid:
-                method.grid.check(site.shape, pattern)
+            grid = method.grid
+            if grid is not None:
+                grid = fitted_grid(grid, shape, free_group) or grid
+                grid.check(shape, pattern)
         except HasslefreeError as error:
             raise error.within(f"{blocks.prefix(index)}.{name}") from None
-        plans[name] = LayerPlan.of(site.shape, pattern, rank, site.dtype, method.grid, factor_bits)
+        plans[name] = LayerPlan.of(shape, pattern, rank, matrix.dtype, grid, factor_bits)
     return plans
 
 

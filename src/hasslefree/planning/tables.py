@@ -10,11 +10,10 @@ from rich.text import Text
 
 from hasslefree.errors import with_flags
 from hasslefree.models.blocks import other_modalities
-from hasslefree.models.rules import by_kind, select_sites
 from hasslefree.planning.advise import Advice
 from hasslefree.planning.machine import product_rate
 from hasslefree.planning.memory import Setup, estimate, flops_by_phase, peaks, verdict
-from hasslefree.planning.plan import ROOM
+from hasslefree.planning.plan import ROOM, select
 from hasslefree.units import duration, size, span, table
 
 
@@ -23,7 +22,7 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
     operations.
     """
     footprint, flops = estimate(setup), flops_by_phase(setup)
-    sites = select_sites(setup.blocks, setup.resolved.leave_dense)
+    selection = select(setup.blocks, setup.resolved)
     kinds = Counter(
         (name.rpartition(".")[2], layer) for plans in setup.plan for name, layer in plans.items()
     )
@@ -53,7 +52,7 @@ def plan_summary(setup: Setup) -> dict[str, Any]:
         "ram_peak": footprint.ram_peak,
         "memory": {"device": footprint.device, "ram": footprint.ram},
         "dense_by_default": [
-            *by_kind(sites.automatically_dense),
+            *selection.reasons(),
             *other_modalities(setup.model, setup.blocks),
         ],
         "phases": flops,

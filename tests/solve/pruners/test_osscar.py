@@ -9,7 +9,7 @@ import hasslefree
 from hasslefree import OSSCAR, Gram, Recipe, Structured, Unstructured
 from hasslefree.errors import BudgetError, PatternError
 from hasslefree.models.blocks import find_blocks
-from hasslefree.planning.plan import make_plan
+from hasslefree.planning.plan import make_plan, select
 from hasslefree.solve.methods import build_method
 from hasslefree.solve.pruners.osscar import Swept
 from tests import oracles
@@ -107,7 +107,8 @@ def test_swaps_win_where_greed_does_not_see_far_enough():
 
 
 def plan_of(**fields):
-    return make_plan(find_blocks(build("llama")), Recipe(**fields).resolve(with_text=False))[0]
+    resolved = Recipe(**fields).resolve(with_text=False)
+    return make_plan(select(find_blocks(build("llama")), resolved), resolved)[0]
 
 
 @pytest.mark.parametrize("method", [{"method": "osscar"}, {"method": "osscar", "refit": True}, {"method": "losparse"},
