@@ -17,7 +17,7 @@ from hasslefree.checkpoint import output
 from hasslefree.checkpoint import resume as journal
 from hasslefree.errors import CheckpointError, HasslefreeError, OutputError, WriteError
 from hasslefree.pipeline import layers
-from hasslefree.train.trainer import Masters
+from hasslefree.train.optimizer import Masters
 from tests.listeners import by_layer
 from tests.tiny_models import build, segments
 

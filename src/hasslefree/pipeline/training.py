@@ -24,7 +24,8 @@ from hasslefree.pipeline.preflight import block_tensors
 from hasslefree.planning.machine import in_one_pass
 from hasslefree.progress import READ_BACK, Phase
 from hasslefree.recipe.resolve import Resolved
-from hasslefree.train.trainer import Reference, Training, passes_over, segments_for, train
+from hasslefree.train.schedule import Reference, Training, passes_over, segments_for
+from hasslefree.train.trainer import train
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.methods.joint import CHECKS, QUICK_PRUNING
 from hasslefree.solve.scaled import cache_bytes
-from hasslefree.train.trainer import Training, segments_for
+from hasslefree.train.schedule import Training, segments_for
 from hasslefree.units import FLOAT, size
 
 logger = logging.getLogger(__name__)

@@ -32,15 +32,14 @@ class Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, target: Tensor, logits: Tensor) -> Tensor:
-        total, gradient = (
-            torch.zeros((), dtype=working_dtype(logits), device=logits.device),
-            torch.empty_like(logits),
-        )
+        total = torch.zeros((), dtype=working_dtype(logits), device=logits.device)
+        gradient = torch.empty_like(logits)
         rows = max(ENTRIES // logits.shape[-1], 1)
         for wanted, predicted, slope in zip(
             target.split(rows), logits.split(rows), gradient.split(rows), strict=True
         ):
-            p, q = finite_log_softmax(wanted), finite_log_softmax(predicted)
+            p = finite_log_softmax(wanted)
+            q = finite_log_softmax(predicted)
             share = p.exp()
             total += (p.sub_(q) * share).sum()
             slope.copy_(q.exp_().sub_(share))
@@ -62,39 +61,60 @@ def finite_log_softmax(logits: Tensor) -> Tensor:
 
 
 class BlockGraph:
-    """Hidden states through a block, with the graph for the backward pass. The block is `computing`
-    until `close`.
+    """A block with its inputs, from the forward pass to the backward pass of a training step.
+
+    Args:
+        inputs: (segments, tokens, width).
     """
 
-    def __init__(self, block: nn.Module, call: BlockCall):
-        self.block, self.call = block, call
-        self.computing, self.merged = ExitStack(), ExitStack()
+    def __init__(self, block: nn.Module, call: BlockCall, inputs: Tensor):
+        self.block = block
+        self.call = call
+        self.leaf: Tensor | None = inputs.detach()
+        self.output: Tensor | None = None
+        self.computing = ExitStack()
+        self.merged = ExitStack()
 
-    def run(self, states: Tensor) -> None:
-        """states: what enters the block, (segments, tokens, width)."""
+    def checkpoint(self) -> Tensor:
+        """The outputs of the block, (segments, tokens, width), without its activations."""
+        assert self.leaf is not None
+        with computing(self.block), torch.no_grad():
+            return self.call.run(self.block, self.leaf)
+
+    def forward(self) -> Tensor:
+        """The outputs of the block, (segments, tokens, width); its activations are kept.
+
+        The block is `computing` until `close`.
+        """
+        assert self.leaf is not None
         self.computing.enter_context(computing(self.block, unpack=False))
-        layers = [
-            layer for layer in compressed_layers(self.block).values() if layer.weight.requires_grad
-        ]
+        layers = compressed_layers(self.block).values()
+        trained = [layer for layer in layers if layer.weight.requires_grad]
         with torch.enable_grad():
-            self.merged.enter_context(merged_for_gradients(layers))
-            self.leaf = states.detach().requires_grad_()
+            self.merged.enter_context(merged_for_gradients(trained))
+            self.leaf.requires_grad_()
             self.output = self.call.run(self.block, self.leaf)
+        return self.output.detach()
 
     def backward(self, gradients: Tensor) -> Tensor:
-        """The gradients with respect to the inputs of the block; those of its own values are in its
-        parameters.
+        """The gradients with respect to the inputs; those of the block's values go to `grad`.
 
         Args:
-            gradients: with respect to its outputs. Both (segments, tokens, width).
+            gradients: with respect to the outputs. Both (segments, tokens, width).
         """
+        if self.output is None:
+            self.forward()
         leaf, output = self.leaf, self.output
-        del self.leaf, self.output
+        assert leaf is not None
+        assert output is not None
+        self.leaf = self.output = None  # freed with the last reference, as soon as autograd is done
         output.backward(gradients)
         self.merged.close()
         return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
     def close(self) -> None:
+        """Free the activations, and let the block compute as before."""
+        self.leaf = self.output = None
         self.merged.close()
         self.computing.close()
 
@@ -119,9 +139,8 @@ def input_scales(
             call.run(block, hidden[index])
     for total in squares.values():
         world.add(total)
-        total.div_(total.mean().clamp_min(torch.finfo(total.dtype).tiny)).sqrt_().clamp_min_(
-            LEAST_SCALE
-        )
+        mean = total.mean().clamp_min(torch.finfo(total.dtype).tiny)
+        total.div_(mean).sqrt_().clamp_min_(LEAST_SCALE)
     return squares
 
 

@@ -1,9 +1,9 @@
-"""What is trained of a compressed block, and in which units: float32 masters, which Adam moves.
+"""What is trained of a compressed block, and in which units: Adam moves float32 master weights.
 
 Adam moves every entry of a tensor about equally far. So that this moves the output of a layer
 equally far, S and v are trained in units of their inputs, S D and v D with D² the mean square of
-each input, and the scales of a grid in units of their group. What is stored are the masters,
-rounded:
+each input, and the scales of a grid in units of their group. The layer stores the master
+weights, rounded:
 
     values, u, v, biases    to the dtype of the model
     scales and offsets      likewise. An offset is trained as the value of the middle code, offset +
@@ -16,6 +16,7 @@ rounded:
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +49,8 @@ class Variable:
     middle: float = 0.0
 
     def __post_init__(self) -> None:
-        self.dtype = (
-            self.leaf.dtype
-        )  # that in which it is stored: the leaf is wider while its block is `computing`
+        # The dtype in which it is stored: the leaf is wider while its block is `computing`.
+        self.dtype = self.leaf.dtype
 
     def write(self, value: Tensor) -> None:
         """Store a value, given in the units of the leaf."""
@@ -85,26 +85,23 @@ class Masters:
         device: torch.device | None = None,
         fixed: Container[int] = (),
     ):
-        self.variables, self.world = list(variables_of(block, scales, fixed)), world
+        self.variables = list(variables_of(block, scales, fixed))
+        self.world = world
         self.units = [variable.unit.to(device) for variable in self.variables]
         self.masters = [variable.start.to(device) for variable in self.variables]
-        for variable in self.variables:
+        sizes: dict[Variable, float] = {}
+        for variable, master in zip(self.variables, self.masters, strict=True):
             del variable.start
-        sizes = {
-            variable: rms(master)
-            for variable, master in zip(self.variables, self.masters, strict=True)
-        }
-        self.peaks = [
-            learning_rate * sizes[variable.scale or variable] for variable in self.variables
-        ]
-        groups = [
-            {"params": [master], "lr": peak}
-            for master, peak in zip(self.masters, self.peaks, strict=True)
-        ]
-        # A block may have been left dense.
-        self.optimizer = (
-            torch.optim.Adam(groups, betas=betas, eps=epsilon, fused=True) if groups else None
-        )
+            sizes[variable] = rms(master)
+        self.peaks: list[float] = []
+        groups: list[dict[str, Any]] = []
+        for variable, master in zip(self.variables, self.masters, strict=True):
+            peak = learning_rate * sizes[variable.scale or variable]
+            self.peaks.append(peak)
+            groups.append({"params": [master], "lr": peak})
+        self.optimizer: torch.optim.Adam | None = None
+        if groups:  # a block may have been left dense
+            self.optimizer = torch.optim.Adam(groups, betas=betas, eps=epsilon, fused=True)
 
     @torch.no_grad()
     def update(self, rate: float) -> None:
@@ -125,15 +122,17 @@ class Masters:
 
     def gradients(self) -> dict[Variable, Tensor]:
         """Those of all processes, with respect to the masters in the units of the leaves."""
-        gradients = {}
+        gradients: dict[Variable, Tensor] = {}
         for variable, master in zip(self.variables, self.masters, strict=True):
             # No gradient is a gradient of zero, for every number of processes: one without a
             # segment of the mini-batch has none to add, and a parameter that a mini-batch does not
             # reach still moves by its momentum.
             leaf = variable.leaf
-            gradient = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).to(master.dtype)
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            gradient = gradient.to(master.dtype)
+            leaf.grad = None
             self.world.add(gradient)
-            gradients[variable], leaf.grad = gradient, None
+            gradients[variable] = gradient
         for variable in self.variables:
             if variable.scale is not None:
                 gradients[variable.scale] = (
@@ -152,47 +151,51 @@ def variables_of(
         yield from variables_of_factors(layer, scale)
         if layer.bias is not None:
             yield plain(layer.bias)
-    yield from (
-        plain(weight)
-        for weight in norms(block)
-        if id(weight) not in fixed and compressed_layers(block)
-    )
+    if not compressed_layers(block):
+        return
+    for weight in norms(block):
+        if id(weight) not in fixed:
+            yield plain(weight)
 
 
 def plain(leaf: Tensor, unit: Tensor | None = None) -> Variable:
-    """A tensor that is stored as it is, in these units, or in none."""
-    unit = torch.ones((), device=leaf.device) if unit is None else unit
-    return Variable(leaf, leaf.detach().to(working_dtype(leaf), copy=True) * unit, unit)
+    """A tensor that is stored as it is. unit: of its master weights; None for 1."""
+    if unit is None:
+        unit = torch.ones((), device=leaf.device)
+    start = leaf.detach().to(working_dtype(leaf), copy=True) * unit
+    return Variable(leaf, start, unit)
 
 
 def variables_of_sparse(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[Variable]:
     """The values of S, or its scales and offsets. scale: D, (in,)."""
-    if (grid := layer.spec.grid) is None:
+    grid = layer.spec.grid
+    if grid is None:
         if layer.values.numel():
-            unit = (
-                scale.expand(layer.spec.shape).masked_select(layer.support()).view_as(layer.values)
-            )
-            yield plain(layer.values, unit)
+            dense = scale.expand(layer.spec.shape)
+            yield plain(layer.values, dense.masked_select(layer.support()).view_as(layer.values))
         return
     stored = layer.get_parameter("weight_scale")
     unit = scale.view(stored.shape[1], -1).square().mean(1).sqrt()
-    yield (steps := plain(stored, unit))
+    steps = plain(stored, unit)
+    yield steps
     if grid.offset:
-        offset, middle = layer.get_parameter("weight_offset"), (grid.top + 1) / 2
+        offset = layer.get_parameter("weight_offset")
+        middle = (grid.top + 1) / 2
         start = plain(offset, unit).start + middle * steps.start
         yield Variable(offset, start, unit, scale=steps, middle=middle)
 
 
 def variables_of_factors(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[Variable]:
     """u and v. scale: D, (in,)."""
-    if (factors := layer.factors()) is None:
+    factors = layer.factors()
+    if factors is None:
         return
     u, v = (factor.detach().to(working_dtype(factor)) for factor in factors)
     if layer.spec.factor_bits is None:
         assert layer.low_rank_u is not None
         assert layer.low_rank_v is not None
-        balanced, one = LowRank(u, v * scale).balanced(), torch.ones((), device=u.device)
-        yield Variable(layer.low_rank_u, balanced.u, one)
+        balanced = LowRank(u, v * scale).balanced()
+        yield Variable(layer.low_rank_u, balanced.u, torch.ones((), device=u.device))
         yield Variable(layer.low_rank_v, balanced.v, scale)
         return
     # Not balanced: they are mixed so that rounding costs little.
@@ -203,13 +206,12 @@ def variables_of_factors(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[
 
 
 def coded(layer: SparseLowRankLinear, name: str, leaf: Tensor) -> Callable[[Tensor], None]:
-    """What rounds a factor to codes, stores them in the layer, and their values in the leaf."""
+    """A function that stores a factor as codes in the layer, and their values in the leaf."""
 
     def store(value: Tensor) -> None:
-        codes, scale = layer.get_buffer(name), layer.get_parameter(f"{name}_scale")
         rows = nearest(value, layer.weight.dtype)
-        codes.copy_(rows.codes)
-        scale.copy_(rows.scale)
+        layer.get_buffer(name).copy_(rows.codes)
+        layer.get_parameter(f"{name}_scale").copy_(rows.scale)
         leaf.copy_(rows.values())
 
     return store

@@ -1,0 +1,106 @@
+"""The settings of training, the text that it reads, and how often it reads it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hasslefree.models.activations import Activations
+
+# Training segments per validation segment.
+TRAINING_PER_VALIDATION = 16
+# The most passes over a text that is too short.
+MOST_PASSES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The settings of training.
+
+    Args:
+        learning_rate: at the peak, times the root mean square of each tensor: a step changes an
+            entry by that share of a typical one, whatever the units of the tensor.
+        warm_up: share of the steps over which the rate grows linearly; afterwards it falls along
+            half a cosine to zero.
+        retreats: how often training starts again with a third of the rate, if the first validation
+            shows no improvement: the effect of a step on the output grows with the width.
+        batch: tokens per step.
+        validations: how often the model is validated during training.
+        betas, epsilon: of Adam. Gradients differ widely in size, so epsilon is tiny.
+    """
+
+    learning_rate: float = 0.0015
+    warm_up: float = 0.05
+    retreats: int = 2
+    batch: int = 2048
+    validations: int = 4
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-12
+
+    def rate(self, step: float, steps: float) -> float:
+        """The learning rate in a step, as a share of the peak. step, steps: in steps or seconds."""
+        warm = self.warm_up * steps
+        if step + 1 < warm:
+            return (step + 1) / warm
+        progress = (step + 1 - warm) / max(steps - warm, 1)
+        return (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+    def tokens(self, seqlen: int) -> int:
+        """Tokens per step: whole segments, at least one."""
+        return max(self.batch // seqlen, 1) * seqlen
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The last hidden states of the dense model for the text that the model is trained on.
+
+    Args:
+        segments: token ids of this process, (samples, tokens).
+        states: outputs of the last block for these segments.
+        total: number of segments of all processes.
+        tokens: number of training tokens that were asked for.
+    """
+
+    segments: Tensor
+    states: Activations
+    total: int
+    tokens: int = 0
+
+    @property
+    def validation(self) -> range:
+        """Global indices of the segments that are held out: the first ones, at least one."""
+        return range(self.total - trained_of(self.total))
+
+    @property
+    def training(self) -> range:
+        """Global indices of the segments to train on."""
+        return range(len(self.validation), self.total)
+
+    @property
+    def seqlen(self) -> int:
+        return self.segments.shape[1]
+
+    @property
+    def passes(self) -> int:
+        """How often the segments to train on are read, if no deadline says how long."""
+        return passes_over(self.total, self.tokens, self.seqlen)
+
+
+def segments_for(tokens: int, seqlen: int) -> int:
+    """How many segments hold this number of training tokens, plus the validation segments."""
+    training = math.ceil(tokens / seqlen)
+    return training + math.ceil(training / TRAINING_PER_VALIDATION)
+
+
+def trained_of(segments: int) -> int:
+    """How many of these segments are trained on; the others are for validation."""
+    return segments * TRAINING_PER_VALIDATION // (TRAINING_PER_VALIDATION + 1)
+
+
+def passes_over(segments: int, tokens: int, seqlen: int) -> int:
+    """How often a text of so many segments is read to reach about a number of training tokens."""
+    tokens_per_pass = max(trained_of(segments), 1) * seqlen
+    passes = round(tokens / tokens_per_pass)
+    return min(max(passes, 1), MOST_PASSES)
