@@ -94,7 +94,6 @@ def test_within_a_size_a_narrow_layer_does_not_cap_the_rank_of_others():
     assert min(others) > 2
 
 
-@pytest.mark.parametrize("size", ["6bits", None])
 def test_a_pattern_that_does_not_fit_leaves_a_layer_dense():
     dense, _ = layers_of(with_thin_layers((2, 2)), pattern="2:4", rank=2)
     assert set(dense.values()) == {"the pattern does not fit its 2 inputs"}
@@ -102,6 +101,7 @@ def test_a_pattern_that_does_not_fit_leaves_a_layer_dense():
         layers_of(build("llama"), pattern="5:11", rank=2)
 
 
+@pytest.mark.parametrize("size", ["6bits", None])
 def test_odd_inputs_get_a_group_that_divides_them(size, tmp_path):
     """90 inputs in groups of 64 are none: the largest divisor from 16 to 64 is 45; 96 inputs have 48."""
     odd = {"hidden_size": 90, "intermediate_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3}
