@@ -77,7 +77,8 @@ def test_arguments_and_exit_code_are_the_program_s(tmp_path, name):
 def test_a_console_script_is_found_beside_the_interpreter(tmp_path):
     """Oracle: torchrun, which starts processes of its own, gives each its rank."""
     (tmp_path / "rank.py").write_text(
-        "import os, sys\nprint('rank', os.environ['RANK'], 'hasslefree' in sys.modules)\n"
+        "import os, sys\nline = f\"rank {os.environ['RANK']} {'hasslefree' in sys.modules}\\n\"\n"
+        "os.write(1, line.encode())  # at once, as the other process writes too\n"
     )
     done = run(tmp_path, "torchrun", "--nproc-per-node", "2", "rank.py")
     assert done.returncode == 0, done.stderr

@@ -61,26 +61,25 @@ def test_a_thin_matrix_does_not_decide_for_the_others(fields):
         assert [layer.spec.rank for layer in plan.values()] == [layer.spec.rank for layer in without.values()]
 
 
-def test_a_rank_that_a_layer_cannot_have_leaves_it_dense(tmp_path, caplog):
+def test_a_rank_that_a_thin_layer_cannot_have_leaves_it_dense(tmp_path, caplog):
+    dense, plan = layers_of(with_thin_layers(), rank=5)
+    assert set(dense.values()) == {"narrower than rank 5"}
+    assert {layer.spec.rank for layer in plan.values()} == {5}
+    with caplog.at_level("INFO", "hasslefree"):
+        recipe = Recipe(rank=5, method="eora")
+        record = hasslefree.compress(with_thin_layers(), tmp_path / "out", recipe, segments=segments())
+    assert set(record.dense) == set(dense)
+    assert "narrower than rank 5" in caplog.text
+
+
+def test_a_rank_that_fits_too_few_layers_is_an_error_with_the_narrowest():
     blocks = find_blocks(build("llama"))
     limits = [min(site.shape) for block in blocks.modules for site in find_sites(block).values()]
-    narrow = min(limits)
-    assert narrow < max(limits)
-    dense, plan = layers_of(build("llama"), rank=narrow)
+    dense, plan = layers_of(build("llama"), rank=min(limits))
     assert not dense
-    assert {layer.spec.rank for layer in plan.values()} == {narrow}
-    dense, plan = layers_of(build("llama"), rank=narrow + 1)
-    assert set(dense.values()) == {f"narrower than rank {narrow + 1}"}
-    assert {layer.spec.rank for layer in plan.values()} == {narrow + 1}
-    with caplog.at_level("INFO", "hasslefree"):
-        recipe = Recipe(rank=narrow + 1, method="eora")
-        record = hasslefree.compress(build("llama"), tmp_path / "out", recipe, segments=segments())
-    assert set(record.dense) == set(dense)
-    assert f"narrower than rank {narrow + 1}" in caplog.text
-    with pytest.raises(
-        BudgetError, match=f"rank 999 is larger than every weight allows; use rank={max(limits)} or less"
-    ):
-        layers_of(build("llama"), rank=999)
+    assert {layer.spec.rank for layer in plan.values()} == {min(limits)}
+    with pytest.raises(BudgetError, match=rf"use rank={min(limits)} or less .*k_proj"):
+        layers_of(build("llama"), rank=min(limits) + 1)
 
 
 def test_within_a_size_a_narrow_layer_does_not_cap_the_rank_of_others():

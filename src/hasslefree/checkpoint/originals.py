@@ -95,7 +95,8 @@ def restore_keys(file: Path, original: dict[str, Any], config: PretrainedConfig)
     if original.get("model_type") != config.model_type:  # a decoder taken out of its model
         return
     written = json.loads(file.read_text(encoding="utf-8"))
-    loaded = type(config).from_dict(copy.deepcopy(original))  # it changes the dict that it reads
+    readable = config._decode_special_floats(copy.deepcopy(original))  # such as an infinity
+    loaded = type(config).from_dict(readable)
     _restore(written, original, loaded, config)
     file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

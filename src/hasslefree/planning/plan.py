@@ -3,6 +3,7 @@ within a size.
 """
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from hasslefree.errors import (
     BudgetError,
     GridError,
     HasslefreeError,
-    ModelError,
     PatternError,
     option,
 )
@@ -31,6 +31,8 @@ from hasslefree.units import Size
 
 # Ranks within a size are multiples of STEP where S is on a grid, which suits kernels.
 STEP = 8
+# Matrices that hold at most this share of the weights may be too thin for the recipe.
+THIN_SHARE = 0.05
 # The smallest group that a grid gets where the default does not divide the inputs of a layer.
 SMALLEST_GROUP = 16
 # Bytes for what OUT holds besides weights: the tokenizer, the reports, the model card.
@@ -80,64 +82,67 @@ Plan = list[dict[str, LayerPlan]]
 
 
 def select(blocks: Blocks, resolved: Resolved) -> Selection:
-    """Choose the matrices to compress; one that cannot take the recipe stays dense, with a reason.
+    """Choose the matrices to compress; a thin one that cannot take the recipe stays dense.
+
+    Without this rule, one matrix of 4×4 would decide for the whole model.
 
     Raises:
-        BudgetError: the rank is larger than every matrix allows.
-        GridError: no matrix has inputs that the groups of the grid divide.
+        BudgetError, PatternError, GridError: the recipe does not fit matrices that hold more than
+            `THIN_SHARE` of the weights.
         ModelError: as for `select_sites`.
     """
-    rule = TooThin(resolved)
+    selection = select_sites(blocks, resolved.leave_dense)
+    sites: list[dict[str, Matrix]] = []
+    dense = dict(selection.dense)
+    misfits: list[tuple[Matrix, HasslefreeError]] = []
+    weights = 0
+    for index, matrices in enumerate(selection.sites):
+        sites.append({})
+        for name, matrix in matrices.items():
+            weights += math.prod(matrix.shape)
+            error = misfit(matrix, resolved)
+            if error is None:
+                sites[index][name] = matrix
+                continue
+            full_name = f"{blocks.prefix(index)}.{name}"
+            misfits.append((matrix, error.within(full_name)))
+            dense[full_name] = short_reason(error, matrix, resolved)
+    if sum(math.prod(matrix.shape) for matrix, _ in misfits) > THIN_SHARE * weights:
+        _, error = min(misfits, key=lambda found: min(found[0].shape))
+        raise error
+    return Selection(blocks, tuple(sites), dense)
+
+
+def misfit(matrix: Matrix, resolved: Resolved) -> HasslefreeError | None:
+    """The error that the recipe's rank, pattern or grid is for a matrix, or None."""
+    narrow = min(matrix.shape)
+    budget = resolved.budget
+    if resolved.size:
+        budget = dataclasses.replace(budget, rank=0)
+    rank = budget.rank or 0
+    if rank > narrow:
+        out, width = matrix.shape
+        return BudgetError(
+            f"rank {rank} is larger than the narrowest weight ({out}×{width}); use"
+            f" {option('rank', narrow)} or less"
+        )
     try:
-        selection = select_sites(blocks, resolved.leave_dense, rule)
-    except ModelError:
-        rule.check_all_refused()
-        raise
-    return selection
+        pattern, _ = budget.resolve(*matrix.shape)
+        grid = resolved.solver.grid
+        if grid is not None:
+            grid = fitted_grid(grid, matrix.shape, has_free_group(resolved)) or grid
+            grid.check(matrix.shape, pattern)
+    except (PatternError, GridError) as error:
+        return error
+    return None
 
 
-class TooThin:
-    """The rule that keeps a matrix dense if the recipe's rank, pattern or grid does not fit it.
-
-    Without it, one matrix of 4×4 would decide for the whole model.
-    """
-
-    def __init__(self, resolved: Resolved):
-        self.rank = 0 if resolved.size else resolved.budget.rank or 0
-        self.budget = resolved.budget
-        if resolved.size:
-            self.budget = dataclasses.replace(resolved.budget, rank=0)
-        self.grid = resolved.solver.grid
-        self.free_group = has_free_group(resolved)
-        self.errors: list[HasslefreeError] = []
-        self.widest = 0
-
-    def __call__(self, matrix: Matrix) -> str | None:
-        """The reason to keep a matrix dense, or None."""
-        thinner = min(matrix.shape)
-        self.widest = max(self.widest, thinner)
-        if self.rank > thinner:
-            return f"narrower than rank {self.rank}"
-        try:
-            pattern, _ = self.budget.resolve(*matrix.shape)
-            if self.grid is not None:
-                grid = fitted_grid(self.grid, matrix.shape, self.free_group) or self.grid
-                grid.check(matrix.shape, pattern)
-        except (PatternError, GridError) as error:
-            self.errors.append(error.within(matrix.name))
-            thing = "pattern" if isinstance(error, PatternError) else "group size"
-            return f"the {thing} does not fit its {matrix.shape[1]} inputs"
-        return None
-
-    def check_all_refused(self) -> None:
-        """Raise the error of the recipe, if it is why nothing is left to compress."""
-        if self.rank > self.widest > 0:
-            raise BudgetError(
-                f"rank {self.rank} is larger than every weight allows; use"
-                f" {option('rank', self.widest)} or less"
-            )
-        if self.errors:
-            raise self.errors[0]
+def short_reason(error: HasslefreeError, matrix: Matrix, resolved: Resolved) -> str:
+    """Why a matrix stays dense, in a few words."""
+    if isinstance(error, BudgetError):
+        return f"narrower than rank {resolved.budget.rank}"
+    thing = "pattern" if isinstance(error, PatternError) else "group size"
+    return f"the {thing} does not fit its {matrix.shape[1]} inputs"
 
 
 def has_free_group(resolved: Resolved) -> bool:
