@@ -72,7 +72,8 @@ class World:
 
     def assign(self, costs: Sequence[float]) -> list[int]:
         """The rank of each job: largest job first, to the least-loaded rank."""
-        loads, owners = [0.0] * self.size, [0] * len(costs)
+        loads = [0.0] * self.size
+        owners = [0] * len(costs)
         for job in sorted(range(len(costs)), key=lambda job: -costs[job]):
             owners[job] = loads.index(min(loads))
             loads[owners[job]] += costs[job]
@@ -118,11 +119,9 @@ def process_group(device: torch.device) -> Iterator[World]:
 def local_device() -> str | None:
     """The GPU of this process under `torchrun`; None where there is no torchrun or no GPU."""
     rank = os.environ.get("LOCAL_RANK")
-    return (
-        f"cuda:{int(rank) % torch.cuda.device_count()}"
-        if rank and torch.cuda.is_available()
-        else None
-    )
+    if rank and torch.cuda.is_available():
+        return f"cuda:{int(rank) % torch.cuda.device_count()}"
+    return None
 
 
 @contextmanager

@@ -13,7 +13,10 @@ from hasslefree.escaping import escaped
 # An option in a message stands between the first and the third of these characters, and the second
 # separates its two forms. The last one separates the lines of a message: a line feed would be part
 # of a name.
-_BEGIN, _MIDDLE, _END, LINE = "\ue000", "\ue001", "\ue002", "\ue003"
+_BEGIN = "\ue000"
+_MIDDLE = "\ue001"
+_END = "\ue002"
+LINE = "\ue003"
 _OPTION = re.compile(f"{_BEGIN}(.*?){_MIDDLE}(.*?){_END}", re.DOTALL)
 
 
@@ -49,7 +52,9 @@ class Problem:
     where: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.message}" if self.where else self.message
+        if self.where:
+            return f"{self.where}: {self.message}"
+        return self.message
 
 
 class HasslefreeError(ValueError):
@@ -80,7 +85,13 @@ class VersionError(HasslefreeError):
 class UnknownNameError(HasslefreeError):
     """An unknown name of a method, pruner, solver, pattern or data set."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], fields: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        known: Iterable[str],
+        fields: tuple[str, ...] = (),
+    ):
         known = sorted(known)
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""

@@ -27,4 +27,6 @@ def escaped_within(content: Any) -> Any:
         return {escaped_within(name): escaped_within(value) for name, value in content.items()}
     if isinstance(content, list | tuple):
         return [escaped_within(value) for value in content]
-    return escaped(content, "\n\t") if isinstance(content, str) else content
+    if isinstance(content, str):
+        return escaped(content, "\n\t")
+    return content

@@ -82,7 +82,9 @@ class Step:
     @property
     def count(self) -> str:
         """The count in words, such as "3/14 layers"; empty without a unit."""
-        return f"{self.done:,}/{self.total:,} {self.unit}" if self.unit else ""
+        if self.unit:
+            return f"{self.done:,}/{self.total:,} {self.unit}"
+        return ""
 
     def about(self) -> str:
         """The time left of the run, or else of the phase, after a comma."""
@@ -202,7 +204,13 @@ class Phases:
         phase.done = total
         self.notify(phase, ended=True)
 
-    def counted(self, name: str, items: Iterable[T], total: int, unit: str) -> Iterator[T]:
+    def counted(
+        self,
+        name: str,
+        items: Iterable[T],
+        total: int,
+        unit: str,
+    ) -> Iterator[T]:
         """Iterate as a phase, which counts each item after the body of the loop."""
         with self.phase(name, total, unit) as phase:
             for item in items:
@@ -234,7 +242,12 @@ class Phases:
         self.charged = now
         self.timed = phase
 
-    def notify(self, phase: Phase, ended: bool = False, layer: Any = None) -> None:
+    def notify(
+        self,
+        phase: Phase,
+        ended: bool = False,
+        layer: Any = None,
+    ) -> None:
         """Report a phase to the listener, and to the log once per `INTERVAL`."""
         self.switch(self.timed)
         if not phase.total:

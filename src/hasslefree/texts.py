@@ -334,7 +334,11 @@ def draw_segments(
     return torch.stack(windows)
 
 
-def _check_length(lengths: list[int], samples: int, seqlen: int) -> None:
+def _check_length(
+    lengths: list[int],
+    samples: int,
+    seqlen: int,
+) -> None:
     """Raise a CalibrationError if a text is too short for its segments.
 
     Args:

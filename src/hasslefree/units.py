@@ -59,7 +59,9 @@ class Size:
         return cls(int(float(match[1]) * factors[match[2].lower()]))
 
     def __str__(self) -> str:
-        return f"{self.amount:.4g} bits a weight" if self.in_bits else size(int(self.amount))
+        if self.in_bits:
+            return f"{self.amount:.4g} bits a weight"
+        return size(int(self.amount))
 
     @property
     def rounded_up(self) -> str:
@@ -81,7 +83,9 @@ def duration(seconds: float) -> str:
         return f"{minutes} min"
     if minutes < 600:
         return f"{minutes // 60} h" + (f" {minutes % 60} min" if minutes % 60 else "")
-    return f"{minutes / 60:.0f} h" if minutes < 48 * 60 else f"{minutes / 1440:.0f} days"
+    if minutes < 48 * 60:
+        return f"{minutes / 60:.0f} h"
+    return f"{minutes / 1440:.0f} days"
 
 
 def significant(value: float, digits: int = 4) -> float:
@@ -96,7 +100,11 @@ class _Rows(Table):
         super().add_row(*(Text(escaped(cell, "\n")) for cell in cells), **settings)
 
 
-def table(text: Sequence[str], numbers: Sequence[str] = (), title: str = "") -> Table:
+def table(
+    text: Sequence[str],
+    numbers: Sequence[str] = (),
+    title: str = "",
+) -> Table:
     """A table without rows. text, numbers: headings of the columns on the left, and of those on the
     right.
     """
@@ -105,7 +113,8 @@ def table(text: Sequence[str], numbers: Sequence[str] = (), title: str = "") -> 
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, min_width=len(title) or None
     )
     if title:
-        rows.title, rows.title_justify = Text(escaped(title)), "left"
+        rows.title = Text(escaped(title))
+        rows.title_justify = "left"
     for heading in text:
         rows.add_column(Text(escaped(heading)), overflow="fold")
     for heading in numbers:
@@ -115,5 +124,8 @@ def table(text: Sequence[str], numbers: Sequence[str] = (), title: str = "") -> 
 
 def span(values: Sequence[float], form: str = "{}") -> str:
     """The smallest and the largest value, such as 8–16, or the only one."""
-    least, most = form.format(min(values)), form.format(max(values))
-    return least if least == most else f"{least}–{most}"
+    least = form.format(min(values))
+    most = form.format(max(values))
+    if least == most:
+        return least
+    return f"{least}–{most}"

@@ -38,7 +38,8 @@ class InvalidError(ValueError):
 
     def __init__(self, field: str, cause: str):
         super().__init__(with_arguments(cause))
-        self.field, self.message = field, cause
+        self.field = field
+        self.message = cause
 
 
 _adapter = functools.cache(TypeAdapter)
@@ -96,7 +97,8 @@ def typed(function: F) -> F:
     """A function whose arguments must be of their types; an ArgumentError names the first that is
     not.
     """
-    signature, adapters = inspect.signature(function), dict[str, TypeAdapter[Any]]()
+    signature = inspect.signature(function)
+    adapters = dict[str, TypeAdapter[Any]]()
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -131,7 +133,9 @@ def typed(function: F) -> F:
 
 def plain(value: Any) -> Any:
     """A number of Python for a scalar of numpy or torch; anything else as it is."""
-    return value.item() if getattr(value, "ndim", None) == 0 else value
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    return value
 
 
 def describe(error: ErrorDetails) -> tuple[str, str]:

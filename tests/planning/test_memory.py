@@ -219,7 +219,9 @@ def test_compress_refuses_before_the_work(tmp_path, free):
 def test_wrong_plans(tmp_path):
     with pytest.raises(BudgetError, match="rank 99 is larger"):
         planned(tmp_path, Recipe(rank=99))
-    with pytest.raises(GridError, match=r"does not divide the 32 inputs of the layer; use group_size=32.*model\.layers\.0\.self_attn"):
+    with pytest.raises(
+        GridError, match=r"does not divide the 32 inputs of the layer; use group_size=32.*model\.layers\.0\.self_attn"
+    ):
         planned(tmp_path, Recipe(method="gptq", group_size=64))
     with pytest.raises(UnknownNameError, match="storage of activations 'attic'"):
         planned(tmp_path, storage="attic")

@@ -100,7 +100,11 @@ def hull(points: Sequence[tuple[int, float]]) -> list[int]:
     return corners
 
 
-def rank_gains(residual: Tensor, gram: Gram, count: int) -> tuple[Tensor, float]:
+def rank_gains(
+    residual: Tensor,
+    gram: Gram,
+    count: int,
+) -> tuple[Tensor, float]:
     """Compute by how much each further rank of L lowers tr(R H Rᵀ), R = W − S.
 
     The gains are the squared singular values of R H^½ (Eckart and Young), which are the eigenvalues
@@ -135,7 +139,11 @@ def _all_eigenvalues(residual: Tensor, matrix: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(factor.T @ factor)
 
 
-def _largest_eigenvalues(residual: Tensor, matrix: Tensor, count: int) -> Tensor:
+def _largest_eigenvalues(
+    residual: Tensor,
+    matrix: Tensor,
+    count: int,
+) -> Tensor:
     """Estimates of the largest eigenvalues of R H Rᵀ: (count,) float64, rising."""
     generator = torch.Generator().manual_seed(0)
     image = torch.randn(len(residual), count, generator=generator).to(residual)

@@ -85,7 +85,12 @@ class BudgetOptions:
         return self.lost_at_bottom - undone
 
 
-def budget_options(weight: Tensor, sparse: Tensor, gram: Gram, plan: LayerPlan) -> BudgetOptions:
+def budget_options(
+    weight: Tensor,
+    sparse: Tensor,
+    gram: Gram,
+    plan: LayerPlan,
+) -> BudgetOptions:
     """Find what more ranks and non-zeros would undo of a layer's sensitivity to pruning.
 
     A rank undoes the share of its squared singular value of R H^½, R = W − S; an entry that of its
@@ -225,7 +230,12 @@ def _grid_of(plan: LayerPlan) -> Grid:
     return plan.spec.grid
 
 
-def _on_grid(plan: LayerPlan, grid: Grid, rank: int, factor_bits: int | None) -> LayerPlan:
+def _on_grid(
+    plan: LayerPlan,
+    grid: Grid,
+    rank: int,
+    factor_bits: int | None,
+) -> LayerPlan:
     """The plan with another grid and rank."""
     return LayerPlan.of(plan.spec.shape, plan.pattern, rank, plan.dtype, grid, factor_bits)
 
@@ -240,4 +250,6 @@ def _ranks(plan: LayerPlan, rank: int | None) -> list[int]:
 
 def reciprocal(total: float) -> float:
     """One over a sum; 0 for an empty one."""
-    return 1 / total if total > 0 else 0.0
+    if total > 0:
+        return 1 / total
+    return 0.0

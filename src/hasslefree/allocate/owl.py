@@ -57,7 +57,11 @@ def by_outliers(
     return Allocation(allocated)
 
 
-def owl_changes(budget: Budget, shares: Sequence[float], sizes: Sequence[int]) -> list[Budget]:
+def owl_changes(
+    budget: Budget,
+    shares: Sequence[float],
+    sizes: Sequence[int],
+) -> list[Budget]:
     """The budget of each block; arguments as for `owl_ratios`."""
     if budget.ratio is not None:
         ratios = owl_ratios(shares, budget.ratio, sizes)
@@ -102,7 +106,11 @@ def outlier_share(layers: Sequence[tuple[Tensor, Tensor]]) -> float:
     return outliers / count
 
 
-def owl_ratios(shares: Sequence[float], ratio: float, sizes: Sequence[int]) -> tuple[float, ...]:
+def owl_ratios(
+    shares: Sequence[float],
+    ratio: float,
+    sizes: Sequence[int],
+) -> tuple[float, ...]:
     """The share of its parameters that each block saves: the more outliers, the less.
 
     What is kept grows linearly with the share of outliers, by 2λ from the block with the fewest to

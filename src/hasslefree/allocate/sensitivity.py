@@ -104,13 +104,19 @@ def sensitivities(
     return measured
 
 
-def backwards(walk: Walk, segments: Tensor, world: World, seed: int) -> Iterator[Reverse]:
+def backwards(
+    walk: Walk,
+    segments: Tensor,
+    world: World,
+    seed: int,
+) -> Iterator[Reverse]:
     """The blocks from the last to the first; arguments and errors as for `sensitivities`."""
     total = round(world.total(len(segments), segments.device))
     count = len(world.local(range(probes(total, segments.shape[1]))))
     segments = segments[: max(count, 1)]
     with walk.phases.phase(PROBES, len(walk.blocks.modules), "blocks") as phase:
-        hidden, entering = walk.entering(segments), []
+        hidden = walk.entering(segments)
+        entering = []
         check_predictions(walk, segments, hidden)
         for _ in walk.visits(hidden):
             entering.append(hidden.copy())
@@ -120,7 +126,11 @@ def backwards(walk: Walk, segments: Tensor, world: World, seed: int) -> Iterator
         yield Reverse(visit, entering.pop(), gradients, count * segments.shape[1])
 
 
-def check_predictions(walk: Walk, segments: Tensor, states: Activations) -> None:
+def check_predictions(
+    walk: Walk,
+    segments: Tensor,
+    states: Activations,
+) -> None:
     """Raise a ModelError where the model's predictions cannot be had without running its blocks,
     before any work.
     """
@@ -257,10 +267,12 @@ def block_sensitivities(
     """The planned layers of one block, in the order of the plan. Afterwards the gradients have
     passed the block.
     """
-    visit, states = reverse.visit, reverse.states
+    visit = reverse.visit
+    states = reverse.states
     groups = groups_by_input(tensors_read(visit.block, visit.call, states[0], plans))
     inputs, outer = inputs_and_gradients(reverse, groups)
-    sites, tokens = visit.sites(list(plans)), round(world.total(reverse.tokens, states.device))
+    sites = visit.sites(list(plans))
+    tokens = round(world.total(reverse.tokens, states.device))
     inspected: dict[str, T] = {}
     divergences: dict[str, float] = {}
     for group in groups:
@@ -271,7 +283,9 @@ def block_sensitivities(
         owners = world.assign([plans[name].spec.dense_parameters for name in group])
         prepared = quick(plans[group[0]].spec.grid).prepare(gram) if world.rank in owners else None
         for name, owner in zip(group, owners, strict=True):
-            full, weight, gradients = f"{visit.prefix}.{name}", sites[name].weight(), outer[name]
+            full = f"{visit.prefix}.{name}"
+            weight = sites[name].weight()
+            gradients = outer[name]
             layer = ProbedLayer(
                 name, full, weight, gram, prepared, rows, gradients, tokens, owner, world
             )
@@ -288,12 +302,10 @@ def inputs_and_gradients(
     """What enters the first site of each group, (tokens, in), and the gradient at the output of
     each, (tokens, out).
     """
-    block, call, states, gradients = (
-        reverse.visit.block,
-        reverse.visit.call,
-        reverse.states,
-        reverse.gradients,
-    )
+    block = reverse.visit.block
+    call = reverse.visit.call
+    states = reverse.states
+    gradients = reverse.gradients
     inputs: dict[str, list[Tensor]] = {group[0]: [] for group in groups}
     # By the calls of a layer in forward order, as its inputs; autograd comes in another order.
     outer: dict[str, list[Tensor]] = {name: [] for group in groups for name in group}
@@ -330,7 +342,9 @@ def inputs_and_gradients(
 
     def counted(parts: list[Tensor]) -> Tensor:
         rows = torch.cat(parts)
-        return rows if reverse.tokens else rows[:0]
+        if reverse.tokens:
+            return rows
+        return rows[:0]
 
     rows = {name: counted(parts) for name, parts in inputs.items()}
     return rows, {

@@ -13,7 +13,9 @@ from hasslefree.models.rules import by_kind
 
 # What an upload replaces in a card with the name on the hub; and the tag by which it knows its own
 # models.
-PLACE, NAME, TAG = "path/to/this/folder", "USER/NAME", "hasslefree"
+PLACE = "path/to/this/folder"
+NAME = "USER/NAME"
+TAG = "hasslefree"
 
 # The picture in the card of a compressed folder.
 FIGURE = "relative_error.png"
@@ -82,7 +84,12 @@ _EXPORTS = {
 _EXPORTS["mlx-base"] = _EXPORTS["base"]
 
 
-def export_card(kind: str, source: str, recorded: bool, auto: str = "AutoModelForCausalLM") -> str:
+def export_card(
+    kind: str,
+    source: str,
+    recorded: bool,
+    auto: str = "AutoModelForCausalLM",
+) -> str:
     """The card of one folder. kind: as in `_EXPORTS`. source: name of the compressed folder.
     recorded: with record.
     """
@@ -233,7 +240,11 @@ def _stored(report: Record) -> str:
     return f"stored | {sizes}: {bits:.2f} bits per weight"
 
 
-def _front(report: Record, licence: dict[str, str], auto: str) -> ModelCardData:
+def _front(
+    report: Record,
+    licence: dict[str, str],
+    auto: str,
+) -> ModelCardData:
     """The fields that the Hub reads."""
     fields: dict[str, Any] = {
         "library_name": "transformers",

@@ -117,7 +117,11 @@ def check_stored(
             raise CheckpointError(f"{', '.join(files)}: {error.message}") from None
 
 
-def check_tensors(name: str, expected: TensorSpecs, tensors: Mapping[str, Tensor]) -> None:
+def check_tensors(
+    name: str,
+    expected: TensorSpecs,
+    tensors: Mapping[str, Tensor],
+) -> None:
     """Compare the tensors of a layer, by their names in it, with what config.json says. name: of
     the layer.
     """
@@ -142,11 +146,17 @@ def check_tensors(name: str, expected: TensorSpecs, tensors: Mapping[str, Tensor
             )
 
 
-def check_index(name: str, entry: Entry, index: Tensor) -> None:
+def check_index(
+    name: str,
+    entry: Entry,
+    index: Tensor,
+) -> None:
     """Compare the index tensor of a layer with its CRC-32, and its codes with the pattern. name: of
     the layer.
     """
-    spec, layout, index = entry.spec, entry.spec.storage.layout, index.cpu()
+    spec = entry.spec
+    layout = entry.spec.storage.layout
+    index = index.cpu()
     if (crc := crc32(index)) != entry.crc32:
         raise CheckpointError(
             f"{name}.{layout.index} is damaged: its CRC-32 is {crc:08x}, but {entry.crc32:08x}"

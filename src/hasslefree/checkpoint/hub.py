@@ -16,7 +16,12 @@ from hasslefree.validation import typed
 
 
 @typed
-def push(folder: str | Path, name: str, *, private: bool = False) -> str:
+def push(
+    folder: str | Path,
+    name: str,
+    *,
+    private: bool = False,
+) -> str:
     """Upload a folder that `compress` or `export` wrote to the Hugging Face Hub, and return its
     address there.
 

@@ -170,7 +170,9 @@ def _table(folder: FolderSize, text: str, *numbers: str) -> Table:
 
 def _pattern(folder: FolderSize, layers: Sequence[LayerSize]) -> list[str]:
     """The cell of the pattern; none if all layers of the folder have the same."""
-    return [layers[0].spec.kind] if len({layer.spec.kind for layer in folder.layers}) > 1 else []
+    if len({layer.spec.kind for layer in folder.layers}) > 1:
+        return [layers[0].spec.kind]
+    return []
 
 
 def _figures(layers: Sequence[LayerSize]) -> list[str]:

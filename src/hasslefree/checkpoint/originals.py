@@ -40,10 +40,16 @@ def original_file(model: str, name: str) -> Path | None:
         file = cached_file(model, name, **options)
     except OSError:
         return None
-    return Path(file) if file else None
+    if file:
+        return Path(file)
+    return None
 
 
-def copy_original_files(model: str, folder: Path, patterns: tuple[str, ...]) -> None:
+def copy_original_files(
+    model: str,
+    folder: Path,
+    patterns: tuple[str, ...],
+) -> None:
     """Copy the files that the folder lacks.
 
     Args:
@@ -77,10 +83,16 @@ def read_configuration(model: str) -> dict[str, Any]:
     if file is None:
         return {}
     content = json.loads(file.read_text(encoding="utf-8"))
-    return content if isinstance(content, dict) else {}
+    if isinstance(content, dict):
+        return content
+    return {}
 
 
-def restore_keys(file: Path, original: dict[str, Any], config: PretrainedConfig) -> None:
+def restore_keys(
+    file: Path,
+    original: dict[str, Any],
+    config: PretrainedConfig,
+) -> None:
     """Give a config.json that transformers wrote the keys and values of the original, wherever
     nothing changed them.
 

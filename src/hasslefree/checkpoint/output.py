@@ -151,7 +151,12 @@ def rewrite(file: Path, text: str) -> None:
         listed.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def put_in_place(part: Path, folder: Path, overwrite: bool, old: Path) -> None:
+def put_in_place(
+    part: Path,
+    folder: Path,
+    overwrite: bool,
+    old: Path,
+) -> None:
     """Rename a finished folder to `folder`. If that is in use by now, both stay, and the WriteError
     says where.
 

@@ -114,7 +114,11 @@ class HasslefreeQuantizer(HfQuantizer):
         return True
 
 
-def empty_layer(site: Site, name: str, entry: read.Entry) -> SparseLowRankLinear:
+def empty_layer(
+    site: Site,
+    name: str,
+    entry: read.Entry,
+) -> SparseLowRankLinear:
     """The layer to load into, with the dtype and device of the one that it replaces. name: in the
     model.
     """

@@ -59,7 +59,8 @@ class LayerRecord:
     ) -> "LayerRecord":
         """The record of a decomposition. spec: of the stored layer. stored: its size in bytes."""
         spec = dataclasses.replace(spec, nonzeros=int(result.sparse.count_nonzero()))
-        history, remarks = result.history, result.remarks
+        history = result.history
+        remarks = result.remarks
         if not all(map(math.isfinite, history)):
             history = ()
             remarks = (*remarks, "the objective was NaN or Inf in a round: its history is left out")
@@ -308,7 +309,11 @@ def perplexities(report: Record) -> str:
     return f"{values}{rise}\n{tokens}\ntext of other kinds may lose more"
 
 
-def compress_command(model: str, out: str, recipe: Recipe) -> list[str]:
+def compress_command(
+    model: str,
+    out: str,
+    recipe: Recipe,
+) -> list[str]:
     """The words of the command that compresses a model by a recipe, without the defaults of this
     version.
     """
@@ -334,7 +339,11 @@ def compress_command(model: str, out: str, recipe: Recipe) -> list[str]:
     return words
 
 
-def command_of(report: Record, out: str = "OUT", trust_remote_code: bool = False) -> str | None:
+def command_of(
+    report: Record,
+    out: str = "OUT",
+    trust_remote_code: bool = False,
+) -> str | None:
     """The command that makes the same folder again, without this version's defaults; None if its
     tokens or its model were given from Python.
     """

@@ -39,7 +39,9 @@ from hasslefree.validation import InvalidError, validated
 
 logger = logging.getLogger(__name__)
 
-JOURNAL, BEFORE, OWNER = "progress.json", "before", "owner"
+JOURNAL = "progress.json"
+BEFORE = "before"
+OWNER = "owner"
 OWN = ("model", "scratch", BEFORE, f".{JOURNAL}", JOURNAL, "lock", OWNER)  # as they are removed
 PART = r"(model|fitted)-\d+-of-\d+\.safetensors"
 
@@ -84,7 +86,12 @@ class Unfinished:
     overwrite: as for `check_output`.
     """
 
-    def __init__(self, out: Path, progress: Progress, overwrite: bool = False):
+    def __init__(
+        self,
+        out: Path,
+        progress: Progress,
+        overwrite: bool = False,
+    ):
         self.out = out
         self.overwrite = overwrite
         self.identity = progress.identity
@@ -147,7 +154,12 @@ class Unfinished:
         if self._writing is not None and (error := error_of(self._writing)) is not None:
             logger.error("%s", error)
 
-    def _write_part(self, file: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+    def _write_part(
+        self,
+        file: str,
+        tensors: dict[str, Tensor],
+        rest: dict[str, Any],
+    ) -> None:
         with resumable(self.model / file):
             sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
             self.parts.append(FinishedPart(file, self._save(file, tensors), sizes, **rest))
@@ -230,7 +242,11 @@ def unfinished_folder(out: Path) -> Path:
 
 
 @contextmanager
-def unfinished(out: Path, overwrite: bool, resume: bool) -> Iterator[Unfinished]:
+def unfinished(
+    out: Path,
+    overwrite: bool,
+    resume: bool,
+) -> Iterator[Unfinished]:
     """The unfinished folder of OUT, locked by this process. If no block is finished at the end, it
     is removed.
 
@@ -363,7 +379,11 @@ def _blocks(parts: list[Any]) -> str:
     return f"{len(parts) - 1} finished block{'' if len(parts) == 2 else 's'}"
 
 
-def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+def differences(
+    before: Any,
+    now: Any,
+    name: str = "",
+) -> Iterator[str]:
     """The fields in which two JSON values differ, with both values."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in before | now:

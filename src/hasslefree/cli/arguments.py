@@ -59,7 +59,11 @@ def _groups(arguments: list[str], switches: set[str]) -> list[tuple[str | None, 
     return groups
 
 
-def _spread(flag: str | None, values: list[str], positional: int) -> list[str]:
+def _spread(
+    flag: str | None,
+    values: list[str],
+    positional: int,
+) -> list[str]:
     """A flag and its values as arguments; the last `positional` values stand without the flag."""
     if flag is None:
         return values

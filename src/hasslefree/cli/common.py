@@ -127,7 +127,8 @@ def root(
     versions: Annotated[bool, VERSIONS] = False, verbose: Annotated[bool, VERBOSE] = False
 ) -> None:
     """Make a language model smaller: quantised or sparse layers, plus low-rank ones."""
-    console.quiet, console.stderr = QUIET_PROCESS, False
+    console.quiet = QUIET_PROCESS
+    console.stderr = False
 
 
 def set_quiet(quiet: bool) -> bool:

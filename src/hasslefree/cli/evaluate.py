@@ -106,7 +106,11 @@ def parse_batch_size(text: str) -> int | None:
     return int(text)
 
 
-def dense_model(model: str, dense: str | None, trust_remote_code: bool) -> str | None:
+def dense_model(
+    model: str,
+    dense: str | None,
+    trust_remote_code: bool,
+) -> str | None:
     """The dense model to measure after MODEL, or None; a line says why it was not found.
 
     Raises:
@@ -160,7 +164,12 @@ class Results:
             common.say(line)
 
 
-def measure(results: Results, model: str, dense: str | None, options: dict[str, Any]) -> None:
+def measure(
+    results: Results,
+    model: str,
+    dense: str | None,
+    options: dict[str, Any],
+) -> None:
     """Measure a model, and then its dense model, whose errors leave the results of the first."""
     from hasslefree.evaluation.run import evaluate
 
@@ -237,4 +246,6 @@ def task_table(results: dict[str, Any]) -> Table:
 
 def per_cent(share: float | None) -> str:
     """A share in per cent, and nothing for None."""
-    return "" if share is None else f"{100 * share:.2f}"
+    if share is None:
+        return ""
+    return f"{100 * share:.2f}"

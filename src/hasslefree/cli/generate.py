@@ -178,7 +178,11 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def load_compressed(folder: Path, backend: str | None, options: dict[str, Any]) -> Writer:
+def load_compressed(
+    folder: Path,
+    backend: str | None,
+    options: dict[str, Any],
+) -> Writer:
     """Load a compressed model, and call its kernels once, which compiles them.
 
     Raises:
@@ -200,7 +204,11 @@ def load_compressed(folder: Path, backend: str | None, options: dict[str, Any]) 
     return writer
 
 
-def load_dense(folder: Path, dense: str, options: dict[str, Any]) -> Writer | None:
+def load_dense(
+    folder: Path,
+    dense: str,
+    options: dict[str, Any],
+) -> Writer | None:
     """Load the dense model, if it is wanted; a line says why the original was not found."""
     from hasslefree.evaluation.continuation import Writer, dense_original
 

@@ -152,13 +152,17 @@ class Gram:
 def relative(loss: float, norm: float) -> float:
     """loss / norm; 0 where both vanish."""
     if norm == 0.0:
-        return 0.0 if loss == 0.0 else float("inf")
+        if loss == 0.0:
+            return 0.0
+        return float("inf")
     return loss / norm
 
 
 def working_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype that solvers work in: float32, or float64 where the caller already uses it."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    if tensor.dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -127,7 +127,9 @@ class Grid(Checked):
 
     def groups(self, width: int) -> int:
         """The number of groups in a row of `width` inputs."""
-        return 1 if self.group is None else width // self.group
+        if self.group is None:
+            return 1
+        return width // self.group
 
     def fit(
         self,

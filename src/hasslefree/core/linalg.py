@@ -86,7 +86,9 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor | None:
     """
     if len(matrix) <= BLOCK.get(matrix.device.type, BLOCK["cpu"]):
         factor, info = torch.linalg.cholesky_ex(matrix)
-        return torch.cholesky_inverse(factor) if info.item() == 0 else None
+        if info.item() == 0:
+            return torch.cholesky_inverse(factor)
+        return None
     half = len(matrix) // 2
     first = slice(None, half)
     rest = slice(half, None)

@@ -73,7 +73,9 @@ class SemiStructured(Pattern):
             )
 
     def __str__(self) -> str:
-        return "dense" if self.n == self.m == 1 else f"{self.n}:{self.m}"
+        if self.n == self.m == 1:
+            return "dense"
+        return f"{self.n}:{self.m}"
 
     @property
     def group(self) -> int | None:

@@ -202,4 +202,6 @@ def find_local_model(name: str) -> Path | None:
             folder = Path(snapshot_download(name, local_files_only=True))
         except (LocalEntryNotFoundError, HFValidationError):
             return None
-    return folder if any(folder.glob("*.safetensors")) else None
+    if any(folder.glob("*.safetensors")):
+        return folder
+    return None

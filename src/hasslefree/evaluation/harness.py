@@ -115,7 +115,11 @@ def count_new_answers(lm: Any, phase: Phase) -> None:
     """
     store = lm.cache_hook.add_partial
 
-    def store_and_count(kind: str, request: Any, answer: Any) -> None:
+    def store_and_count(
+        kind: str,
+        request: Any,
+        answer: Any,
+    ) -> None:
         if math.isnan(answer[0]):  # every comparison with it is false: a wrong accuracy
             raise NonFiniteError(
                 "the log-likelihood of an answer is NaN; look for NaN or Inf in the model's"
@@ -127,7 +131,11 @@ def count_new_answers(lm: Any, phase: Phase) -> None:
     lm.cache_hook.add_partial = store_and_count
 
 
-def task_scores(results: Any, lm: Any, name: str) -> dict[str, Any]:
+def task_scores(
+    results: Any,
+    lm: Any,
+    name: str,
+) -> dict[str, Any]:
     """The scores of one task from the results of the harness."""
     found = results["results"][name]
     accuracies: dict[str, Any] = {}

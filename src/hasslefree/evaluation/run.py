@@ -109,7 +109,11 @@ def perplexity(
     return Perplexity(value, len(tokens), scored, window)
 
 
-def batches_of_windows(tokens: Tensor, window: int, batch: int) -> list[Tensor]:
+def batches_of_windows(
+    tokens: Tensor,
+    window: int,
+    batch: int,
+) -> list[Tensor]:
     """Cut token ids (n,) into batches (at most `batch`, window), and a shorter last window (1, m).
 
     A single token at the end, which has no context, is left out.

@@ -117,7 +117,11 @@ def form_of_rows(name: str, folder: Path) -> RowForm:
     raise TaskError(f"{file}: the first row lacks fields; every row needs {needed}")
 
 
-def load_task(name: str, folder: Path | None, limit: int | None) -> Any:
+def load_task(
+    name: str,
+    folder: Path | None,
+    limit: int | None,
+) -> Any:
     """Load a task of the harness on the hub's data, or on FOLDER/<name>.jsonl.
 
     Args:
@@ -151,7 +155,11 @@ def load_task(name: str, folder: Path | None, limit: int | None) -> Any:
     return task
 
 
-def _local_data(name: str, folder: Path, cache: str) -> dict[str, Any]:
+def _local_data(
+    name: str,
+    folder: Path,
+    cache: str,
+) -> dict[str, Any]:
     """The changes to a task's definition for the rows in FOLDER/<name>.jsonl."""
     data_files = {"validation": str((folder / f"{name}.jsonl").resolve())}
     changes: dict[str, Any] = {
@@ -165,7 +173,11 @@ def _local_data(name: str, folder: Path, cache: str) -> dict[str, Any]:
     return changes | form_of_rows(name, folder).changes
 
 
-def _check_row(task: Any, row: dict[str, Any], where: str) -> None:
+def _check_row(
+    task: Any,
+    row: dict[str, Any],
+    where: str,
+) -> None:
     """Raise a TaskError for a row without a right choice, which the harness would count as wrong.
 
     The reader of JSON gives None for a field that a row lacks.

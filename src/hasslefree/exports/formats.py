@@ -87,7 +87,8 @@ def write_narrow(
     blocks = find_blocks(model)
     kept = {reader: [units_kept(block, reader) for block in blocks.modules] for reader in MAKERS}
     counts = {reader: common_count(reader, masks) for reader, masks in kept.items()}
-    heads, config = kept["self_attn.o_proj"], model.config
+    heads = kept["self_attn.o_proj"]
+    config = model.config
     counts["self_attn.o_proj"] = accepted_count(config, len(heads[0]), counts["self_attn.o_proj"])
     if all(counts[reader] == len(masks[0]) for reader, masks in kept.items()):
         raise ModelError(
@@ -142,7 +143,11 @@ def common_count(reader: str, kept: list[Tensor]) -> int:
     return counts[0]
 
 
-def set_heads(config: Any, groups: int, count: int) -> None:
+def set_heads(
+    config: Any,
+    groups: int,
+    count: int,
+) -> None:
     """Set the number of key heads to `count` instead of `groups`; each keeps its number of query
     heads.
     """
@@ -153,7 +158,11 @@ def set_heads(config: Any, groups: int, count: int) -> None:
     config.num_key_value_heads = count
 
 
-def accepted_count(config: Any, groups: int, least: int) -> int:
+def accepted_count(
+    config: Any,
+    groups: int,
+    least: int,
+) -> int:
     """The least number of key heads, from `least` to `groups`, that transformers accepts: Llama's
     must divide the hidden size, though nothing depends on that if head_dim is given."""
     for count in range(least, groups):
@@ -165,7 +174,11 @@ def accepted_count(config: Any, groups: int, least: int) -> int:
     return groups
 
 
-def remove_units(block: nn.Module, reader: str, kept: Tensor) -> None:
+def remove_units(
+    block: nn.Module,
+    reader: str,
+    kept: Tensor,
+) -> None:
     """Remove the units that are not kept from the layer that reads them, and from the layers that
     compute them.
     """
@@ -233,7 +246,11 @@ def write_peft(
     return {"peft": part}
 
 
-def adapter_config(ranks: dict[str, int], base: str, fan_in_fan_out: bool) -> dict[str, Any]:
+def adapter_config(
+    ranks: dict[str, int],
+    base: str,
+    fan_in_fan_out: bool,
+) -> dict[str, Any]:
     """adapter_config.json: LoRA with lora_alpha = r in every layer, so that PEFT scales u v by
     exactly 1.
     """

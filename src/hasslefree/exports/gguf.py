@@ -99,7 +99,9 @@ def find_places(
 
 def begin(name: str) -> str:
     """The beginning of a name, up to its first number; empty without one."""
-    return match[0] if (match := re.match(r".*?\.\d+\.", name)) else ""
+    if match := re.match(r".*?\.\d+\.", name):
+        return match[0]
+    return ""
 
 
 def write_model(
@@ -136,7 +138,12 @@ def write_model(
             writer.add_tensor(name, data, raw_dtype=kind)
 
 
-def write_adapter(layers: Layers, places: dict[str, Place], template: Template, path: Path) -> None:
+def write_adapter(
+    layers: Layers,
+    places: dict[str, Place],
+    template: Template,
+    path: Path,
+) -> None:
     """u and v, scaled by 1: llama.cpp scales by alpha over the rank of the layer, and by 1 if alpha
     is 0.
     """

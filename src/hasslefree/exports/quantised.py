@@ -107,7 +107,8 @@ def write_mlx_adapter(factors: dict[str, tuple[Tensor, Tensor]], part: Path) -> 
     """adapters.safetensors and adapter_config.json with a scale of 1; nothing without factors."""
     if not factors:
         return {}
-    rank, tensors = max(len(v) for _, v in factors.values()), {}
+    rank = max(len(v) for _, v in factors.values())
+    tensors = {}
     for name, (u, v) in factors.items():
         tensors[f"{name}.lora_a"] = F.pad(v.T, (0, rank - len(v))).contiguous()
         tensors[f"{name}.lora_b"] = F.pad(u.T, (0, 0, 0, rank - len(v))).contiguous()

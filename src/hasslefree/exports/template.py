@@ -54,11 +54,17 @@ class Template:
         )
         return flat.float().view(self.shape(name))
 
-    def holds(self, name: str, ours: Tensor, shift: int = 0) -> bool:
+    def holds(
+        self,
+        name: str,
+        ours: Tensor,
+        shift: int = 0,
+    ) -> bool:
         """Whether a tensor is ours plus a number, but for the rounding of one to the dtype of the
         other.
         """
-        theirs, kind = self.values(name), PLAIN[self.tensors[name].tensor_type.name]
+        theirs = self.values(name)
+        kind = PLAIN[self.tensors[name].tensor_type.name]
         return torch.equal((ours.float() + shift).to(kind).float(), theirs) or torch.equal(
             (theirs - shift).to(ours.dtype), ours
         )
@@ -159,8 +165,11 @@ def row_order(ours: Tensor, theirs: Tensor) -> Tensor | None:
     same = torch.arange(len(ours))
     if in_place(ours, theirs):
         return same
-    nearest, back = nearest_rows(theirs, ours), nearest_rows(ours, theirs)
-    return nearest if torch.equal(back[nearest], same) and in_place(ours[nearest], theirs) else None
+    nearest = nearest_rows(theirs, ours)
+    back = nearest_rows(ours, theirs)
+    if torch.equal(back[nearest], same) and in_place(ours[nearest], theirs):
+        return nearest
+    return None
 
 
 def in_place(ours: Tensor, theirs: Tensor) -> bool:
@@ -206,4 +215,6 @@ def find_vector(
     most = NEAR if trained else 0.0
     if not found or found[0][0] > most or (len(found) > 1 and found[1][0] < 2 * found[0][0]):
         raise template.error(f"is of another model: none of its tensors is clearly {name}")
-    return {found[0][1]: found[0][2]} if found[0][0] else {}
+    if found[0][0]:
+        return {found[0][1]: found[0][2]}
+    return {}

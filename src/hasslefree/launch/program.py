@@ -27,7 +27,8 @@ def run_program(name: str, arguments: Sequence[str]) -> None:
     its exit code.
     """
     path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command, environment = [*program_command(name), *arguments], {**os.environ, "PYTHONPATH": path}
+    command = [*program_command(name), *arguments]
+    environment = {**os.environ, "PYTHONPATH": path}
     if os.name == "nt":  # exec on Windows returns to the shell before the program ends
         sys.exit(subprocess.call(command, env=environment))
     os.execve(command[0], command, environment)

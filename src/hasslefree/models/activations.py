@@ -82,7 +82,11 @@ class Activations:
             yield slice(first, first + count)
 
 
-def _in_file(shape: tuple[int, int, int], dtype: torch.dtype, folder: Path) -> Tensor:
+def _in_file(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    folder: Path,
+) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:

@@ -36,14 +36,22 @@ def probes(samples: int, seqlen: int) -> int:
     return min(samples, max(PROBED // seqlen, 1))
 
 
-def run_block(block: nn.Module, call: BlockCall, hidden: Activations) -> None:
+def run_block(
+    block: nn.Module,
+    call: BlockCall,
+    hidden: Activations,
+) -> None:
     """Replace the inputs of a block by its outputs."""
     with computing(block), torch.no_grad():
         for batch in hidden.batches(BATCH):
             hidden[batch] = call.run(block, hidden[batch])
 
 
-def with_batching(block: nn.Module, call: BlockCall, hidden: Activations) -> BlockCall:
+def with_batching(
+    block: nn.Module,
+    call: BlockCall,
+    hidden: Activations,
+) -> BlockCall:
     """The call, `batched` if the block gives the same outputs for two segments together as for each
     alone.
     """
@@ -241,7 +249,12 @@ class InputCollector:
         if self.count == self.calls:
             raise Stop
 
-    def run(self, block: nn.Module, call: BlockCall, states: Tensor) -> None:
+    def run(
+        self,
+        block: nn.Module,
+        call: BlockCall,
+        states: Tensor,
+    ) -> None:
         """Run a block on hidden states (segments, tokens, width)."""
         handles = []
         for name in self.inputs:

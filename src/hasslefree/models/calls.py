@@ -85,7 +85,9 @@ class BlockCall:
         hidden = self.hidden(states)
         if self.shape:
             hidden = hidden.unflatten(-1, self.shape)
-        return hidden.movedim(2, 0) if self.first else hidden
+        if self.first:
+            return hidden.movedim(2, 0)
+        return hidden
 
     def as_rows(self, hidden: Tensor) -> Tensor:
         """The hidden states of the model as (segments, tokens, width)."""
@@ -125,7 +127,11 @@ def shaped(call: BlockCall, hidden: Tensor) -> BlockCall:
     return replace(call, shape=tuple(hidden.shape[2:]), first=first)
 
 
-def cast(dtype: torch.dtype, path: Any, leaf: Any) -> Any:
+def cast(
+    dtype: torch.dtype,
+    path: Any,
+    leaf: Any,
+) -> Any:
     """A leaf of the arguments of a block, in this dtype if it is a floating-point tensor."""
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         return leaf.to(dtype)
@@ -144,7 +150,11 @@ def hooks(handles: Iterable[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(
+    owner: Any,
+    name: str,
+    value: Any,
+) -> Iterator[None]:
     """Set an attribute of an object within the context, and restore or delete it afterwards."""
     is_property = isinstance(getattr(type(owner), name, None), property)
     instance_has_it = is_property or name in vars(owner)

@@ -63,7 +63,9 @@ class FusedSlice:
             rows = torch.cat(halves)
         else:
             rows = torch.stack(halves, 1).flatten(0, 1)
-        return rows.mT if self.transposed else rows
+        if self.transposed:
+            return rows.mT
+        return rows
 
 
 def expert_slices(fused: Any) -> dict[str, dict[str, FusedSlice]]:
@@ -126,7 +128,12 @@ class SplitExperts(nn.Module):
         for index in range(self.count):
             yield self.get_submodule(str(index))
 
-    def fill(self, source: str, fused: Tensor, requires_grad: bool = False) -> None:
+    def fill(
+        self,
+        source: str,
+        fused: Tensor,
+        requires_grad: bool = False,
+    ) -> None:
         """Give the linear layers that are not compressed their slices of a fused tensor, as views.
 
         source: the name of the fused tensor.
@@ -157,7 +164,12 @@ class SplitExperts(nn.Module):
             self.fused.register_parameter(source, parameter)
         return self.fused
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+    ) -> Tensor:
         """Add up the outputs of the chosen experts, (tokens, width).
 
         Args:

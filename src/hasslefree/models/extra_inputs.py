@@ -58,7 +58,12 @@ class Column:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, value: Tensor, tokens: int, first: int) -> Self | None:
+    def of(
+        cls,
+        value: Tensor,
+        tokens: int,
+        first: int,
+    ) -> Self | None:
         """The columns for a tensor of one segment; None if no axis of it is the tokens."""
         if len(value) != 1:
             return None
@@ -130,7 +135,9 @@ class ExtraInputs:
 
         def put(path: Path, value: Any) -> Any:
             key = self.reads.get(path)
-            return value if key is None else self.columns[key].value(states)
+            if key is None:
+                return value
+            return self.columns[key].value(states)
 
         return {name: rebuilt(value, put, (name,)) for name, value in template.items()}
 
@@ -185,7 +192,11 @@ def keep(path: Path, leaf: Any) -> Any:
     return leaf
 
 
-def rebuilt(value: Any, put: Callable[[Path, Any], Any] = keep, path: Path = ()) -> Any:
+def rebuilt(
+    value: Any,
+    put: Callable[[Path, Any], Any] = keep,
+    path: Path = (),
+) -> Any:
     """Copy nested containers, with `put(path, leaf)` in the place of each leaf."""
     if isinstance(value, MutableMapping):
         copied = copy.copy(value)
@@ -213,7 +224,11 @@ class Argument:
     depends: bool
 
 
-def arguments_of(name: str, first: BlockTrace, second: BlockTrace) -> list[Argument]:
+def arguments_of(
+    name: str,
+    first: BlockTrace,
+    second: BlockTrace,
+) -> list[Argument]:
     """List the tensors among the arguments of a block in two passes. name: of the block.
 
     Raises a ModelError if the second pass has further tensors.
@@ -266,7 +281,9 @@ class ColumnFinder:
             if column is None:
                 return None
             self.columns[key] = column
-        return key if self.columns[key].shape == tuple(value.shape[1:]) else None
+        if self.columns[key].shape == tuple(value.shape[1:]):
+            return key
+        return None
 
 
 def learn(

@@ -221,7 +221,11 @@ def load_model(
     return model.to(target)
 
 
-def load_shapes(name: str, dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
+def load_shapes(
+    name: str,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
     """Build a model with all parameters on the meta device. No weight file is read."""
     config = load_config(name, trust_remote_code)
     chosen = config.dtype or torch.float32

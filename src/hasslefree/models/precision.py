@@ -25,7 +25,9 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | Non
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     fast = device.type == "cuda" or (dtype == torch.bfloat16 and multiplies_bfloat16(device))
-    return dtype if fast else None
+    if fast:
+        return dtype
+    return None
 
 
 @contextmanager

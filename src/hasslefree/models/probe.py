@@ -78,7 +78,13 @@ class Probe:
             yield block.register_forward_pre_hook(partial(self.enter, index), with_kwargs=True)
             yield block.register_forward_hook(partial(self.leave, index))
 
-    def enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(
+        self,
+        index: int,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
         part = self.weights.present(module.modules, self.blocks.part(index + 1))
         self.block_in_memory.enter_context(part)
         states, call = split_call(args, kwargs)
@@ -91,7 +97,13 @@ class Probe:
         self.traces.append(BlockTrace(rebuilt(call.arguments), call.arguments, ()))
         self.inspect(index)
 
-    def leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(
+        self,
+        index: int,
+        module: nn.Module,
+        args: Any,
+        output: Any,
+    ) -> None:
         self.block_in_memory.close()
         others = []
         length = 0
@@ -112,7 +124,11 @@ class Probe:
             raise Stop
 
 
-def sees_later_tokens(before: Tensor, after: Tensor, dtype: torch.dtype) -> bool:
+def sees_later_tokens(
+    before: Tensor,
+    after: Tensor,
+    dtype: torch.dtype,
+) -> bool:
     """Return True if outputs, before and after a change of a later token, differ by more than
     rounding in the dtype.
 

@@ -122,7 +122,11 @@ def is_router(view: BlockView, name: str) -> bool:
     return chooses_experts(view, name, view.sites[name].shape[0])
 
 
-def chooses_experts(view: BlockView, path: str, outputs: int) -> bool:
+def chooses_experts(
+    view: BlockView,
+    path: str,
+    outputs: int,
+) -> bool:
     """Return True if a module is a router, or a part of one.
 
     A router is a module beside the experts with one output, or with one output per expert; or it
@@ -223,12 +227,18 @@ def select_sites(
     return Selection(blocks, tuple(selected), dense)
 
 
-def layer_reason(view: BlockView, matrix: Matrix, refuse: Refuse | None) -> str | None:
+def layer_reason(
+    view: BlockView,
+    matrix: Matrix,
+    refuse: Refuse | None,
+) -> str | None:
     """Return the reason for which a linear layer stays dense, or None."""
     for reason, applies in RULES:
         if applies(view, matrix.name):
             return reason
-    return refuse(matrix) if refuse else None
+    if refuse:
+        return refuse(matrix)
+    return None
 
 
 def other_matrices(view: BlockView) -> Iterator[tuple[str, nn.Parameter]]:
@@ -240,7 +250,11 @@ def other_matrices(view: BlockView) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
-def parameter_reason(view: BlockView, name: str, parameter: nn.Parameter) -> str | None:
+def parameter_reason(
+    view: BlockView,
+    name: str,
+    parameter: nn.Parameter,
+) -> str | None:
     """Return the reason for which a parameter that is no linear layer may stay dense, or None."""
     path = name.rpartition(".")[0]
     if parameter.ndim == 2 and chooses_experts(view, path, parameter.shape[0]):
@@ -249,7 +263,9 @@ def parameter_reason(view: BlockView, name: str, parameter: nn.Parameter) -> str
     if isinstance(module, nn.Conv1d) and parameter.shape[1] == 1:
         return DEPTHWISE
     total = sum(p.numel() for p in view.block.parameters())
-    return SMALL if parameter.numel() <= SMALL_SHARE * total else None
+    if parameter.numel() <= SMALL_SHARE * total:
+        return SMALL
+    return None
 
 
 def unsupported_weights(weights: list[str]) -> ModelError:

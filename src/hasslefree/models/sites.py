@@ -54,7 +54,12 @@ class Site:
     transposed: ClassVar[bool] = False
 
     @classmethod
-    def at(cls, root: nn.Module, name: str, module: nn.Module) -> "Iterator[Site]":
+    def at(
+        cls,
+        root: nn.Module,
+        name: str,
+        module: nn.Module,
+    ) -> "Iterator[Site]":
         """Yield the sites of this kind that a module holds itself, not those of its children.
 
         name: of the module under root.
@@ -76,7 +81,9 @@ class Site:
     def bias(self) -> Tensor | None:
         """(out,), or None."""
         bias: Tensor | None = getattr(self.module, "bias", None)
-        return None if bias is None else bias.detach()
+        if bias is None:
+            return None
+        return bias.detach()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -134,7 +141,12 @@ class Conv1DSite(Site):
     transposed: ClassVar[bool] = True
 
     @classmethod
-    def at(cls, root: nn.Module, name: str, module: nn.Module) -> Iterator[Site]:
+    def at(
+        cls,
+        root: nn.Module,
+        name: str,
+        module: nn.Module,
+    ) -> Iterator[Site]:
         if isinstance(module, Conv1D):
             yield cls(root, name, module)
 
@@ -170,7 +182,11 @@ def find_site(root: nn.Module, name: str) -> Site:
     raise KeyError(name)
 
 
-def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
+def replace_module(
+    root: nn.Module,
+    name: str,
+    module: nn.Module,
+) -> None:
     """Put `module` in the place of the one called `name` under root."""
     parent, _, leaf = name.rpartition(".")
     setattr(root.get_submodule(parent), leaf, module)

@@ -89,7 +89,9 @@ class Walk:
         call = self.calls[0]
         if call.extra is not None:
             return call.extra.width + call.extra.size
-        return math.prod(call.shape) if call.shape else None
+        if call.shape:
+            return math.prod(call.shape)
+        return None
 
     def outside(self) -> AbstractContextManager[None]:
         """Within it, the modules outside the blocks are in memory: embeddings, the last norm, the

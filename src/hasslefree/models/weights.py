@@ -107,7 +107,12 @@ class Weights:
     takes the memory of one more part.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, prefetch: bool = True):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        prefetch: bool = True,
+    ):
         self.device = device
         self.prefetch = prefetch
         self._prefetcher = Prefetcher(device)
@@ -240,7 +245,12 @@ class Weights:
         dtype = prescribed_dtype(self._dtype_plan, full_name)
         return Source(self._stored[module], name, full_name, dtype)
 
-    def _read(self, module: nn.Module, name: str, shape: torch.Size) -> Tensor:
+    def _read(
+        self,
+        module: nn.Module,
+        name: str,
+        shape: torch.Size,
+    ) -> Tensor:
         source = self._source(module, name)
         tensor = self._prefetcher.take(source)
         if tensor.shape != shape:
@@ -253,7 +263,11 @@ class Weights:
         return tensor.to(self.device, non_blocking=self.device.type == "cuda")
 
 
-def _put(module: nn.Module, name: str, value: Tensor) -> None:
+def _put(
+    module: nn.Module,
+    name: str,
+    value: Tensor,
+) -> None:
     module.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
 

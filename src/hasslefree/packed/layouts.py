@@ -59,9 +59,16 @@ class PackedGroups:
     @property
     def code_bits(self) -> int:
         """The bits of a code."""
-        return self.m if self.is_mask else self.n * self.position_bits
+        if self.is_mask:
+            return self.m
+        return self.n * self.position_bits
 
-    def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
+    def shapes(
+        self,
+        out: int,
+        width: int,
+        nonzeros: int,
+    ) -> dict[str, tuple[int, ...]]:
         SemiStructured(self.n, self.m).check((out, width))
         groups = width // self.m
         stored = out * groups * self.n
@@ -105,10 +112,17 @@ class PackedGroups:
     def _inputs(self, group: int) -> str:
         return f"inputs {group * self.m} to {group * self.m + self.m - 1}"
 
-    def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
+    def unpack(
+        self,
+        values: Tensor,
+        index: Tensor,
+        width: int,
+    ) -> Tensor:
         out = len(index)
         if not self.code_bits:  # everything is kept, or nothing
-            return values.clone() if self.n else values.new_zeros(out, width)
+            if self.n:
+                return values.clone()
+            return values.new_zeros(out, width)
         if self.is_mask:
             mask = unpack_bits(index)[:, :width]
             return values.new_zeros(out, width).masked_scatter(mask, values)
@@ -145,7 +159,12 @@ class PackedGroups:
             positions = positions | fields[..., bit].to(dtype) << bit
         return positions
 
-    def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
+    def validate(
+        self,
+        index: Tensor,
+        width: int,
+        nonzeros: int,
+    ) -> None:
         used = width // self.m * self.code_bits
         checked = self._valid_bytes(index, used)
         end = used - 8 * checked
@@ -198,7 +217,12 @@ class Bitmask:
     index = "mask"
     index_dtype = torch.uint8
 
-    def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
+    def shapes(
+        self,
+        out: int,
+        width: int,
+        nonzeros: int,
+    ) -> dict[str, tuple[int, ...]]:
         if not 0 <= nonzeros <= out * width:
             raise PatternError(f"a {out}×{width} weight cannot have {nonzeros} stored values")
         return {"values": (nonzeros,), "mask": (out, -(-width // 8))}
@@ -210,11 +234,21 @@ class Bitmask:
             parts.append((rows.masked_select(mask), pack_bits(mask)))
         return joined(parts)
 
-    def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
+    def unpack(
+        self,
+        values: Tensor,
+        index: Tensor,
+        width: int,
+    ) -> Tensor:
         mask = unpack_bits(index)[:, :width]
         return values.new_zeros(len(index), width).masked_scatter(mask, values)
 
-    def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
+    def validate(
+        self,
+        index: Tensor,
+        width: int,
+        nonzeros: int,
+    ) -> None:
         if width % 8:
             padded = (index[:, -1] >> width % 8).nonzero()
             if len(padded):
@@ -234,7 +268,12 @@ class Columns:
     index = "columns"
     index_dtype = torch.int32
 
-    def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
+    def shapes(
+        self,
+        out: int,
+        width: int,
+        nonzeros: int,
+    ) -> dict[str, tuple[int, ...]]:
         if nonzeros % out or not 0 <= nonzeros <= out * width:
             raise PatternError(
                 f"{nonzeros} values do not fill whole columns of a {out}×{width} weight; there must"
@@ -246,10 +285,20 @@ class Columns:
         columns = is_stored(sparse).any(0).nonzero().flatten()
         return sparse.index_select(1, columns), columns.int()
 
-    def unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
+    def unpack(
+        self,
+        values: Tensor,
+        index: Tensor,
+        width: int,
+    ) -> Tensor:
         return values.new_zeros(len(values), width).index_copy(1, index.long(), values)
 
-    def validate(self, index: Tensor, width: int, nonzeros: int) -> None:
+    def validate(
+        self,
+        index: Tensor,
+        width: int,
+        nonzeros: int,
+    ) -> None:
         if ((index < 0) | (index >= width)).any():
             raise PatternError(f"a column index is not between 0 and {width - 1}")
         if (index[1:] <= index[:-1]).any():
@@ -265,7 +314,9 @@ def layout_of(pattern: str) -> Layout:
     semi = parse_pattern(pattern)
     if semi is not None:
         return PackedGroups(semi.n, semi.m)
-    return Columns() if pattern == "structured" else Bitmask()
+    if pattern == "structured":
+        return Columns()
+    return Bitmask()
 
 
 class Placed(torch.autograd.Function):
@@ -274,7 +325,12 @@ class Placed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        places: Tensor,
+        shape: tuple[int, int],
+    ) -> Tensor:
         ctx.save_for_backward(places)
         ctx.shape = values.shape
         flat = values.new_zeros(shape[0] * shape[1])

@@ -127,7 +127,9 @@ class SparseLowRankLinear(nn.Module):
         """The values, or the scales of the grid; not the matrix. Code of models looks up its dtype
         and device.
         """
-        return self.values if self.spec.grid is None else self.get_parameter("weight_scale")
+        if self.spec.grid is None:
+            return self.values
+        return self.get_parameter("weight_scale")
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of S by their names in the file."""
@@ -184,7 +186,9 @@ class SparseLowRankLinear(nn.Module):
         y = self.sparse_product(x)
         if factors is not None:
             y = add_low_rank(y.reshape(-1, self.out_features), x, *factors).view(y.shape)
-        return y if self.bias is None else y + self.bias
+        if self.bias is None:
+            return y
+        return y + self.bias
 
     def _needs_gradients(self, x: Tensor) -> bool:
         if not torch.is_grad_enabled():
@@ -269,7 +273,12 @@ class SparseLowRankLinear(nn.Module):
         self.kernel = kernel_for(self.spec)
 
 
-def add_low_rank(y: Tensor, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+def add_low_rank(
+    y: Tensor,
+    x: Tensor,
+    u: Tensor,
+    v: Tensor,
+) -> Tensor:
     """y + x vᵀ uᵀ, y: (tokens, out), x: (..., in)."""
     hidden = F.linear(x, v).reshape(-1, len(v))
     # Autocast may make the dtypes differ. In place where it does not: for a long prompt, new memory

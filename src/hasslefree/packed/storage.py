@@ -54,7 +54,12 @@ class Storage:
         dtypes[self.layout.index] = self.layout.index_dtype
         return dtypes
 
-    def shapes(self, out: int, width: int, nonzeros: int) -> dict[str, tuple[int, ...]]:
+    def shapes(
+        self,
+        out: int,
+        width: int,
+        nonzeros: int,
+    ) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors of S (out, width), which has this number of stored values or
         codes.
         """
@@ -111,7 +116,12 @@ class Storage:
         tensors[self.layout.index] = index
         return tensors, values.numel()
 
-    def unpack(self, tensors: Mapping[str, Tensor], width: int, nonzeros: int) -> Tensor:
+    def unpack(
+        self,
+        tensors: Mapping[str, Tensor],
+        width: int,
+        nonzeros: int,
+    ) -> Tensor:
         """Unpack S (out, width). The index is not validated.
 
         Gradients flow to the values, or to the scales and offsets.
@@ -162,7 +172,9 @@ def codes_of_word(bits: int) -> int:
     """How many codes are packed together: those of a byte, or of as many bytes as a code has
     bits.
     """
-    return 8 if 8 % bits else 8 // bits
+    if 8 % bits:
+        return 8
+    return 8 // bits
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -185,7 +197,11 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     return octets.reshape(-1).view(torch.int32).view(*octets.shape[:-1], words_of_row)
 
 
-def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+def unpack_codes(
+    packed: Tensor,
+    bits: int,
+    count: int,
+) -> Tensor:
     """The codes, uint8 (…, count), of int32 (…, ⌈count·bits / 32⌉)."""
     *rows, words_of_row = packed.shape
     octets = packed.reshape(-1).view(torch.uint8).view(*rows, 4 * words_of_row)

@@ -34,10 +34,16 @@ GROUP = 32
 def kind_of(grid: Grid) -> str:
     if grid.symmetric:
         return SYMMETRIC
-    return OFFSET if grid.offset else WHOLE_ZERO
+    if grid.offset:
+        return OFFSET
+    return WHOLE_ZERO
 
 
-def grid_of_kind(kind: str, bits: int, group: int | None = None) -> Grid:
+def grid_of_kind(
+    kind: str,
+    bits: int,
+    group: int | None = None,
+) -> Grid:
     return Grid(bits, group, symmetric=kind == SYMMETRIC, offset=kind == OFFSET)
 
 
@@ -147,7 +153,11 @@ def _changes(engine: Engine, grid: Grid) -> list[str]:
     return changes
 
 
-def _nearest(engine: Engine, kind: str, bits: int) -> tuple[str, int]:
+def _nearest(
+    engine: Engine,
+    kind: str,
+    bits: int,
+) -> tuple[str, int]:
     """The kind and the bits of an engine that are nearest to those of a grid; two bits more or less
     weigh more than another kind.
     """

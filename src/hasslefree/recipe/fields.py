@@ -15,8 +15,11 @@ from pydantic import ConfigDict
 from hasslefree.validation import Dtype
 
 # The headings of the help, in its order.
-BUDGET, METHOD, GRID = "What to compress to", "Method", "Quantisation"
-TEXT, LEVERS = "Calibration", "Training and allocation"
+BUDGET = "What to compress to"
+METHOD = "Method"
+GRID = "Quantisation"
+TEXT = "Calibration"
+LEVERS = "Training and allocation"
 GROUPS = (BUDGET, METHOD, GRID, TEXT, LEVERS)
 
 Allocate = Literal["uniform", "owl", "error"]

@@ -93,7 +93,8 @@ def settings(part: Any, prefix: str = "") -> Iterator[tuple[str, Any, str | None
         value: name for name, value in (pruners.PRUNERS | low_rank.LOW_RANK_SOLVERS).items()
     }
     for field in fields(part):
-        value, setting = getattr(part, field.name), prefix + field.name
+        value = getattr(part, field.name)
+        setting = prefix + field.name
         option = next((name for end, name in GRID_FIELDS.items() if setting.endswith(end)), setting)
         flag = f"--{option.replace('_', '-')}" if option in NAMES else None
         if not is_dataclass(value):
@@ -110,7 +111,8 @@ def settings(part: Any, prefix: str = "") -> Iterator[tuple[str, Any, str | None
 def describe_plug_in(name: str) -> tuple[dict[str, Any], Group]:
     """A plug-in and its settings as JSON, and as text."""
     part, about = plug_in(name)
-    content, kind = {"name": name, **asdict(about), "settings": {}}, type(part)
+    content = {"name": name, **asdict(about), "settings": {}}
+    kind = type(part)
     title = f"{name}: {about.line} ({about.reference})"
     rows = table(("setting", "default", "option"), title=title)
     for setting, value, flag in settings(part):

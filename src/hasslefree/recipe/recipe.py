@@ -96,7 +96,11 @@ def _problem(details: ErrorDetails) -> Problem:
     return Problem((name,), cause)
 
 
-def _located(problem: Problem, places: Mapping[str, Any], path: str) -> Problem:
+def _located(
+    problem: Problem,
+    places: Mapping[str, Any],
+    path: str,
+) -> Problem:
     """The problem with the files that give its fields; with `path` if none of them is given."""
     files = dict.fromkeys(str(places[name]) for name in problem.fields if name in places)
     return dataclasses.replace(problem, where=", ".join(files) or path)

@@ -80,7 +80,9 @@ class Resolved(Fields):
     @property
     def size_limit(self) -> Size | None:
         """The size to reach; None if the budget says what every layer gets."""
-        return None if self.size is None else Size.parse(self.size)
+        if self.size is None:
+            return None
+        return Size.parse(self.size)
 
     @property
     def grids(self) -> tuple[Grid, ...]:
@@ -98,7 +100,9 @@ class Resolved(Fields):
     @property
     def fixed_rank(self) -> int | None:
         """The rank of every layer within a size; None if it is to be chosen."""
-        return 0 if isinstance(self.solver, Prune) else self.rank
+        if isinstance(self.solver, Prune):
+            return 0
+        return self.rank
 
     @property
     def rank_on_grids(self) -> int | None:
@@ -151,8 +155,10 @@ def with_defaults(recipe: Fields) -> Fields:
     for name, default in openings.items():
         if getattr(recipe, name) is None:
             recipe = dataclasses.replace(recipe, **{name: default(recipe)})
-    effort, method = effort_defaults(recipe), method_defaults(recipe)
-    engine, size = engine_defaults(recipe), size_defaults(recipe)
+    effort = effort_defaults(recipe)
+    method = method_defaults(recipe)
+    engine = engine_defaults(recipe)
+    size = size_defaults(recipe)
     given = {name: value for name, value in vars(recipe).items() if value is not None}
     return dataclasses.replace(recipe, **effort | method | engine | size | given)
 
@@ -168,12 +174,16 @@ def default_method(recipe: Fields) -> str:
     """A method with a grid if a field asks for a grid, unless the pattern prunes."""
     prunes = recipe.pattern not in (None, "dense")
     wants_grid = any(getattr(recipe, name) is not None for name in GRIDS)
-    return "joint-grid" if wants_grid and not prunes else "joint"
+    if wants_grid and not prunes:
+        return "joint-grid"
+    return "joint"
 
 
 def default_pattern(recipe: Fields) -> str:
     """Dense if S is quantised."""
-    return "dense" if has_grid(recipe) else "2:4"
+    if has_grid(recipe):
+        return "dense"
+    return "2:4"
 
 
 def default_effort(recipe: Fields) -> str | None:
@@ -342,7 +352,11 @@ def factor_problems(recipe: Fields, bits: int) -> Iterator[Problem]:
     yield from refusals(lambda: check_factor_bits(bits, rank), "factor_bits")
 
 
-def engine_problems(recipe: Fields, engine: str, grid: Grid | None) -> Iterator[Problem]:
+def engine_problems(
+    recipe: Fields,
+    engine: str,
+    grid: Grid | None,
+) -> Iterator[Problem]:
     """Why an engine cannot hold S."""
     if grid is None:
         yield Problem(

@@ -12,7 +12,10 @@ from hasslefree.files import read_limited, read_small
 
 _INT = "tag:yaml.org,2002:int"
 # Bytes and fields of a recipe, recipes on top of one another, and lists in lists.
-MOST_BYTES, MOST_FIELDS, MOST_BASES, DEEPEST = 1 << 18, 100, 16, 8
+MOST_BYTES = 1 << 18
+MOST_FIELDS = 100
+MOST_BASES = 16
+DEEPEST = 8
 
 
 class _Loader(yaml.SafeLoader):
@@ -85,12 +88,14 @@ def read_fields(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any
     if not isinstance(content, dict):
         raise RecipeError(f"the recipe {path} must contain fields, such as 'pattern: 2:4'")
     values = {str(name): value for name, value in content.items()}
-    base, files = values.pop("base", None), dict.fromkeys(values, path)
+    base = values.pop("base", None)
+    files = dict.fromkeys(values, path)
     if base is None:
         return values, files
     if not isinstance(base, str):
         raise RecipeError(f"{path}: base must be the path of a recipe, got {base!r}")
-    target, above = path.parent / base, (*above, path)
+    target = path.parent / base
+    above = (*above, path)
     if not target.is_file():
         raise RecipeError(
             f"{path}: the base {target} does not exist; the path is relative to {path.name}"

@@ -49,7 +49,11 @@ def file_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text)
 
 
-def run_charts(run: Run, content: Content, selected: str = "") -> dict[str, Drawing]:
+def run_charts(
+    run: Run,
+    content: Content,
+    selected: str = "",
+) -> dict[str, Drawing]:
     """Draw the charts of one folder, by name.
 
     Args:
@@ -91,7 +95,11 @@ def comparisons(content: Content) -> dict[str, Drawing]:
     return charts
 
 
-def _objectives(layers: Sequence[LayerRecord], most: int, selected: str) -> Drawing:
+def _objectives(
+    layers: Sequence[LayerRecord],
+    most: int,
+    selected: str,
+) -> Drawing:
     """Draw the objective of the method during the run, layer by layer."""
     histories = {layer.name: layer.history for layer in layers}
     if selected:
@@ -107,7 +115,11 @@ def _objectives(layers: Sequence[LayerRecord], most: int, selected: str) -> Draw
     return _curves("Error during the run", histories, most, selected, x, y, note)
 
 
-def _spectra(run: Run, most: int, selected: str) -> Drawing:
+def _spectra(
+    run: Run,
+    most: int,
+    selected: str,
+) -> Drawing:
     """Draw the singular values of L, layer by layer."""
     spectra = {layer.name: run.spectra.get(layer.name, ()) for layer in run.record.layers}
     y = alt.Y("share:Q", title="share of the largest", scale=alt.Scale(domain=[0, 1]))
@@ -202,7 +214,12 @@ def parameters(layers: Iterable[LayerRecord]) -> Drawing:
     return Drawing("Parameters kept, in per cent of the dense weight's", chart, rows)
 
 
-def _by_block(title: str, total: str, y: str, values: Iterable[tuple[str, int, float]]) -> Drawing:
+def _by_block(
+    title: str,
+    total: str,
+    y: str,
+    values: Iterable[tuple[str, int, float]],
+) -> Drawing:
     """Draw lines over the blocks.
 
     Args:
@@ -224,7 +241,11 @@ def _by_block(title: str, total: str, y: str, values: Iterable[tuple[str, int, f
     return Drawing(title, chart, rows)
 
 
-def _series(field: str, names: Iterable[str], legend: bool = True) -> dict[str, Any]:
+def _series(
+    field: str,
+    names: Iterable[str],
+    legend: bool = True,
+) -> dict[str, Any]:
     """A colour for each line, and dashes where the colours come again."""
     domain = list(dict.fromkeys(names))
     shared: dict[str, Any] = {"title": None, "legend": None}
@@ -263,7 +284,12 @@ def frontiers(content: Content) -> dict[str, Drawing]:
     """Draw a chart for each text on which at least two models of known size were evaluated."""
     texts: dict[str, list[dict[str, Any]]] = {}
 
-    def add(name: str, size: int, colour: str, perplexities: Mapping[str, float]) -> None:
+    def add(
+        name: str,
+        size: int,
+        colour: str,
+        perplexities: Mapping[str, float],
+    ) -> None:
         for text, perplexity in perplexities.items():
             point = {"model": name, "bytes": size, "perplexity": perplexity, "colour": colour}
             texts.setdefault(text, []).append(point)

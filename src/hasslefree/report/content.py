@@ -175,7 +175,11 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def read_run(folder: Path, name: str, evaluation: Evaluation) -> Run:
+def read_run(
+    folder: Path,
+    name: str,
+    evaluation: Evaluation,
+) -> Run:
     """Load a folder's record, sizes and spectra."""
     sizes = inspect_folder(folder)
     record = read_record(folder)

@@ -97,7 +97,9 @@ def environment() -> Environment:
 
 def without_control_characters(value: Any) -> Any:
     """Escape the control characters of a text, but not the page's own markup."""
-    return value if isinstance(value, Markup) else escaped_within(value)
+    if isinstance(value, Markup):
+        return value
+    return escaped_within(value)
 
 
 def selected_layers(runs: Sequence[Run]) -> list[str]:

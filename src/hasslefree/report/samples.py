@@ -95,7 +95,12 @@ def write(
     return [writer.write(prompt, sampling) for prompt in prompts], writer.tokenizer
 
 
-def sample(tokenizer: Any, prompt: str, compressed: Continuation, dense: Continuation) -> Sample:
+def sample(
+    tokenizer: Any,
+    prompt: str,
+    compressed: Continuation,
+    dense: Continuation,
+) -> Sample:
     """Part both texts at the first token that differs."""
     tokens = shared(compressed.tokens, dense.tokens)
     start = tokenizer.decode(compressed.tokens[:tokens], skip_special_tokens=True)

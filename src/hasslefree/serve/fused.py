@@ -28,7 +28,11 @@ Slices = str | int | tuple[int, ...] | None
 KernelFor = Callable[[Grid, tuple[int, int], torch.dtype], Any]
 
 
-def no_kernel(grid: Grid, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def no_kernel(
+    grid: Grid,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
     """Stand for vLLM where it is not installed."""
 
 
@@ -75,7 +79,12 @@ class FusedLinear(nn.Module):
         self.low_rank_u = nn.ParameterList([empty(out, rank) for out, rank in factors])
         self.low_rank_v = empty(sum(self.ranks), shape[1])
 
-    def add(self, leaf: str, tensor: Tensor, slices: Slices) -> None:
+    def add(
+        self,
+        leaf: str,
+        tensor: Tensor,
+        slices: Slices,
+    ) -> None:
         """Take one tensor, in any order, and load the part that it completes.
 
         Args:

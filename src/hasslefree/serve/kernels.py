@@ -27,7 +27,12 @@ class VllmKernel(nn.Module):
     weight_scale: Tensor
     weight_zero_point: Tensor
 
-    def __init__(self, grid: Grid, shape: tuple[int, int], dtype: torch.dtype):
+    def __init__(
+        self,
+        grid: Grid,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ):
         super().__init__()
         out, width = shape
         self.grid = grid
@@ -37,7 +42,12 @@ class VllmKernel(nn.Module):
         self.scheme: Any = CompressedTensorsWNA16(strategy, grid.bits, group, grid.symmetric)
         self.scheme.create_weights(self, out, width, [out], width, dtype, weight_loader=None)
 
-    def load(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+    def load(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+    ) -> None:
         """Fill in codes, uint8 (out, in), and for each group its scale and the code of zero, (out,
         groups).
         """
@@ -60,7 +70,11 @@ class VllmKernel(nn.Module):
         return self.scheme.apply_weights(self, x, None)
 
 
-def kernel_for(grid: Grid, shape: tuple[int, int], dtype: torch.dtype) -> VllmKernel | None:
+def kernel_for(
+    grid: Grid,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> VllmKernel | None:
     """The kernel that vLLM chooses on this device; None if it has none. No kernel computes in
     float32.
     """

@@ -79,10 +79,17 @@ class FusedLinearMethod(LinearMethodBase):
         if getattr(layer.compressed.kernel, "use_w4a8", False):
             warn_of_rounded_inputs(str(layer.compressed.grid))
 
-    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(
+        self,
+        layer: LinearBase,
+        x: Tensor,
+        bias: Tensor | None = None,
+    ) -> Tensor:
         """x: (…, in) → (…, out), of this rank."""
         y = layer.compressed(x)
-        return y if bias is None else y + bias
+        if bias is None:
+            return y
+        return y + bias
 
 
 class WeightSlot(nn.Parameter):
@@ -94,14 +101,29 @@ class WeightSlot(nn.Parameter):
         dtype: of the tensors.
     """
 
-    def __new__(cls, leaf: str, fused: FusedLinear, dtype: torch.dtype) -> "WeightSlot":
+    def __new__(
+        cls,
+        leaf: str,
+        fused: FusedLinear,
+        dtype: torch.dtype,
+    ) -> "WeightSlot":
         return super().__new__(cls, torch.empty(0, dtype=dtype), requires_grad=False)
 
-    def __init__(self, leaf: str, fused: FusedLinear, dtype: torch.dtype):
+    def __init__(
+        self,
+        leaf: str,
+        fused: FusedLinear,
+        dtype: torch.dtype,
+    ):
         self.leaf = leaf
         self.fused = fused
 
-    def weight_loader(self, parameter: nn.Parameter, tensor: Tensor, slices: Slices = None) -> None:
+    def weight_loader(
+        self,
+        parameter: nn.Parameter,
+        tensor: Tensor,
+        slices: Slices = None,
+    ) -> None:
         """Take a tensor; vLLM calls it. slices: the part of a fused layer that it is for."""
         self.fused.add(self.leaf, tensor, slices)
 
@@ -123,7 +145,11 @@ def slice_sizes(layer: LinearBase, output_size: int) -> list[int]:
 _summed_kinds: set[tuple[str, str]] = set()
 
 
-def warn_of_summed(kinds: str, names: str, memory: str) -> None:
+def warn_of_summed(
+    kinds: str,
+    names: str,
+    memory: str,
+) -> None:
     """Log once per kind and size of layers that they are dense in memory."""
     if (kinds, memory) not in _summed_kinds:
         _summed_kinds.add((kinds, memory))

@@ -66,18 +66,24 @@ class Part:
     @property
     def kind(self) -> str:
         """How the layer is stored, in words."""
-        return self.entry.spec.kind if self.entry else "no compression"
+        if self.entry:
+            return self.entry.spec.kind
+        return "no compression"
 
     @property
     def rank(self) -> int:
         """The rank of the low-rank part."""
-        return self.entry.spec.rank if self.entry else 0
+        if self.entry:
+            return self.entry.spec.rank
+        return 0
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         """Map the names of the stored tensors, without the bias, to their shapes and dtypes; None
         is the model's dtype.
         """
-        return self.entry.spec.tensors() if self.entry else {"weight": (self.shape, None)}
+        if self.entry:
+            return self.entry.spec.tensors()
+        return {"weight": (self.shape, None)}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Compare the tensors of the layer with its entry; a CheckpointError names what differs."""

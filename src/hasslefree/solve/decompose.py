@@ -184,7 +184,9 @@ def solve_layer(
 
 def live(weight: Tensor, gram: Gram) -> Tensor:
     """A weight (out, in) with zeros for the inputs that are always zero."""
-    return weight if gram.alive.all() else weight * gram.alive
+    if gram.alive.all():
+        return weight
+    return weight * gram.alive
 
 
 def approximation(

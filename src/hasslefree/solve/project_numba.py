@@ -52,19 +52,41 @@ def project_groups(
 
 
 @compiled
-def _project_4(weight, state, sparse, target, mask, n):
+def _project_4(
+    weight,
+    state,
+    sparse,
+    target,
+    mask,
+    n,
+):
     for row in range(len(weight)):
         _project_row(weight[row], state[row], sparse[row], target[row], mask[row], n, 4)
 
 
 @compiled
-def _project_8(weight, state, sparse, target, mask, n):
+def _project_8(
+    weight,
+    state,
+    sparse,
+    target,
+    mask,
+    n,
+):
     for row in range(len(weight)):
         _project_row(weight[row], state[row], sparse[row], target[row], mask[row], n, 8)
 
 
 @inlined
-def _project_row(weight, state, sparse, target, mask, n, m):
+def _project_row(
+    weight,
+    state,
+    sparse,
+    target,
+    mask,
+    n,
+    m,
+):
     """One row, `LANES` groups at a time, and what is left one group at a time."""
     score = np.empty((m, LANES), np.float32)
     before = np.empty((m, LANES), np.int32)
@@ -76,7 +98,19 @@ def _project_row(weight, state, sparse, target, mask, n, m):
 
 
 @inlined
-def _project_span(weight, state, sparse, target, mask, n, m, first, count, score, before):
+def _project_span(
+    weight,
+    state,
+    sparse,
+    target,
+    mask,
+    n,
+    m,
+    first,
+    count,
+    score,
+    before,
+):
     """`count` groups from the group `first` on. An entry is kept if fewer than n others of its
     group come before it.
     """

@@ -31,7 +31,11 @@ class Divergence(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, target: Tensor, logits: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        target: Tensor,
+        logits: Tensor,
+    ) -> Tensor:
         total = torch.zeros((), dtype=working_dtype(logits), device=logits.device)
         gradient = torch.empty_like(logits)
         rows = max(ENTRIES // logits.shape[-1], 1)
@@ -67,7 +71,12 @@ class BlockGraph:
         inputs: (segments, tokens, width).
     """
 
-    def __init__(self, block: nn.Module, call: BlockCall, inputs: Tensor):
+    def __init__(
+        self,
+        block: nn.Module,
+        call: BlockCall,
+        inputs: Tensor,
+    ):
         self.block = block
         self.call = call
         self.leaf: Tensor | None = inputs.detach()
@@ -104,13 +113,16 @@ class BlockGraph:
         """
         if self.output is None:
             self.forward()
-        leaf, output = self.leaf, self.output
+        leaf = self.leaf
+        output = self.output
         assert leaf is not None
         assert output is not None
         self.leaf = self.output = None  # freed with the last reference, as soon as autograd is done
         output.backward(gradients)
         self.merged.close()
-        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        if leaf.grad is None:
+            return torch.zeros_like(leaf)
+        return leaf.grad
 
     def close(self) -> None:
         """Free the activations, and let the block compute as before."""
@@ -164,5 +176,8 @@ def merged_for_gradients(layers: Sequence[SparseLowRankLinear]) -> Iterator[None
 
 def merged_weight(layer: SparseLowRankLinear) -> Tensor:
     """S + u v: (out, in)."""
-    sparse, factors = layer.unpacked(), layer.factors()
-    return sparse if factors is None else torch.addmm(sparse, *factors)
+    sparse = layer.unpacked()
+    factors = layer.factors()
+    if factors is None:
+        return sparse
+    return torch.addmm(sparse, *factors)

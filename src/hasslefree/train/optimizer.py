@@ -205,7 +205,11 @@ def variables_of_factors(layer: SparseLowRankLinear, scale: Tensor) -> Iterator[
         yield Variable(leaf, leaf.detach() * unit, unit, coded(layer, name, leaf))
 
 
-def coded(layer: SparseLowRankLinear, name: str, leaf: Tensor) -> Callable[[Tensor], None]:
+def coded(
+    layer: SparseLowRankLinear,
+    name: str,
+    leaf: Tensor,
+) -> Callable[[Tensor], None]:
     """A function that stores a factor as codes in the layer, and their values in the leaf."""
 
     def store(value: Tensor) -> None:

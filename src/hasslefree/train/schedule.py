@@ -99,7 +99,11 @@ def trained_of(segments: int) -> int:
     return segments * TRAINING_PER_VALIDATION // (TRAINING_PER_VALIDATION + 1)
 
 
-def passes_over(segments: int, tokens: int, seqlen: int) -> int:
+def passes_over(
+    segments: int,
+    tokens: int,
+    seqlen: int,
+) -> int:
     """How often a text of so many segments is read to reach about a number of training tokens."""
     tokens_per_pass = max(trained_of(segments), 1) * seqlen
     passes = round(tokens / tokens_per_pass)

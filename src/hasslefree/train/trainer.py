@@ -47,7 +47,12 @@ logger = logging.getLogger(__name__)
 MEASURED = 16
 
 
-def reference_of(walk: Walk, segments: Tensor, total: int, tokens: int = 0) -> Reference:
+def reference_of(
+    walk: Walk,
+    segments: Tensor,
+    total: int,
+    tokens: int = 0,
+) -> Reference:
     """The reference of segments (samples, tokens) of this process. total, tokens: as for
     `Reference`.
     """
@@ -90,9 +95,11 @@ def train(
     if deadline is None:
         tokens_per_step = settings.tokens(reference.seqlen)
         steps = math.ceil(len(reference.training) * reference.seqlen / tokens_per_step)
-        length, unit = steps * reference.passes, "steps"
+        length = steps * reference.passes
+        unit = "steps"
     else:
-        length, unit = max(round(deadline - walk.phases.clock()), 1), "seconds"
+        length = max(round(deadline - walk.phases.clock()), 1)
+        unit = "seconds"
     # Embeddings and head are read once, not at every step.
     with walk.outside(), walk.phases.phase(PREDICTIONS, length, unit) as phase:
         for retreat in range(settings.retreats + 1):

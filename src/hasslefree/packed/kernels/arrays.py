@@ -59,7 +59,12 @@ class FactorArrays:
     tokens.
     """
 
-    def __init__(self, u: Tensor, v: Tensor, bias: Tensor | None):
+    def __init__(
+        self,
+        u: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+    ):
         if bias is None:
             bias = u.new_empty(0)
         self.arrays = (as_numpy(v), as_numpy(u), as_numpy(bias))
@@ -112,4 +117,6 @@ def bits_of(tensor: Tensor) -> Any:
 
 def as_numpy(tensor: Tensor) -> Any:
     """The memory of a contiguous tensor as a NumPy array: float32, or the bits of bfloat16."""
-    return bits_of(tensor) if tensor.dtype == torch.bfloat16 else tensor.detach().numpy()
+    if tensor.dtype == torch.bfloat16:
+        return bits_of(tensor)
+    return tensor.detach().numpy()

@@ -88,7 +88,9 @@ def _dense(case: Case) -> None:
 
 
 def _unpacked(case: Case) -> str | None:
-    return NO_GRADIENTS if case.grad else None
+    if case.grad:
+        return NO_GRADIENTS
+    return None
 
 
 def _numba(case: Case) -> str | None:

@@ -60,20 +60,40 @@ def _widen(value):
     return lambda value: u32(u32(value) << u32(16)).view(np.float32)
 
 
-def store_rounded(y, t, o, value):
+def store_rounded(
+    y,
+    t,
+    o,
+    value,
+):
     """y[t, o] = a float32, rounded to the nearest, and to the even one of two."""
 
 
 @overload(store_rounded, inline="always")
-def _store_rounded(y, t, o, value):
+def _store_rounded(
+    y,
+    t,
+    o,
+    value,
+):
     if isinstance(y.dtype, types.Float):
 
-        def store(y, t, o, value):
+        def store(
+            y,
+            t,
+            o,
+            value,
+        ):
             y[t, o] = value
 
     else:
 
-        def store(y, t, o, value):
+        def store(
+            y,
+            t,
+            o,
+            value,
+        ):
             bits = np.float32(value).view(np.uint32)  # a NaN of narrow numbers has a low half of 0
             rounded = (bits + u32(0x7FFF) + ((bits >> u32(16)) & u32(1))) >> u32(16)
             y[t, o] = u16(rounded)
@@ -85,7 +105,15 @@ def _store_rounded(y, t, o, value):
 
 
 @row_function
-def expand_positions(values, start, codes, n, m, bits, row):
+def expand_positions(
+    values,
+    start,
+    codes,
+    n,
+    m,
+    bits,
+    row,
+):
     """One row of N:M from its positions. values: flat, the row's from `start`; codes: bytes."""
     # Unsigned indices: Numba tests signed ones for being negative.
     window = np.zeros(codes.shape[0] + WINDOW, u8)
@@ -107,7 +135,13 @@ def expand_positions(values, start, codes, n, m, bits, row):
 
 
 @row_function
-def expand_mask(values, start, mask, row, wide):
+def expand_mask(
+    values,
+    start,
+    mask,
+    row,
+    wide,
+):
     """One row from its mask. values: flat, the row's from `start`; mask: bytes. Reads no value that
     is not there.
     """
@@ -143,7 +177,13 @@ def dot(row, x):
 
 
 @sums_in_parallel
-def add_layer(x, v, u, bias, y):
+def add_layer(
+    x,
+    v,
+    u,
+    bias,
+    y,
+):
     """y += x vᵀ uᵀ + bias, summed in float32 and rounded once; as for `layer_2_4`, y: (tokens,
     out).
     """
@@ -160,7 +200,15 @@ def add_layer(x, v, u, bias, y):
 
 
 @sums_in_parallel
-def dot_positions(values, positions, n, m, bits, x, y):
+def dot_positions(
+    values,
+    positions,
+    n,
+    m,
+    bits,
+    x,
+    y,
+):
     """y = x Sᵀ. values: flat; positions: (out, bytes); x: (tokens, in); y: (tokens, out)."""
     kept = x.shape[1] // m * n
     for o in prange(positions.shape[0]):
@@ -171,7 +219,14 @@ def dot_positions(values, positions, n, m, bits, x, y):
 
 
 @sums_in_parallel
-def dot_mask(values, starts, mask, x, y, wide):
+def dot_mask(
+    values,
+    starts,
+    mask,
+    x,
+    y,
+    wide,
+):
     """y = x Sᵀ. values: flat; starts: (out,) where each row's begin; mask: (out, bytes); x:
     (tokens, in).
     """
@@ -183,7 +238,14 @@ def dot_mask(values, starts, mask, x, y, wide):
 
 
 @rows_in_parallel
-def unpack_positions(values, positions, n, m, bits, rows):
+def unpack_positions(
+    values,
+    positions,
+    n,
+    m,
+    bits,
+    rows,
+):
     """rows: (out, in). values: flat bits; positions: (out, bytes)."""
     kept = rows.shape[1] // m * n
     for o in prange(rows.shape[0]):
@@ -191,7 +253,13 @@ def unpack_positions(values, positions, n, m, bits, rows):
 
 
 @rows_in_parallel
-def unpack_mask(values, starts, mask, rows, wide):
+def unpack_mask(
+    values,
+    starts,
+    mask,
+    rows,
+    wide,
+):
     """rows: (out, in). values: flat bits; starts: (out,); mask: (out, bytes)."""
     for o in prange(rows.shape[0]):
         expand_mask(values, starts[o], mask[o], rows[o], wide)
@@ -212,7 +280,12 @@ def count_rows(mask, counts):
 
 
 @row_function
-def dot_groups(values, codes, x, first):
+def dot_groups(
+    values,
+    codes,
+    x,
+    first,
+):
     """Σ of a row from its group `first` on."""
     sums = np.float32(0)
     for g in range(u64(first), u64(values.shape[0] // 2)):
@@ -225,7 +298,15 @@ def dot_groups(values, codes, x, first):
 
 
 @row_function
-def dot_one(values, codes, o, x, t, y, spans):
+def dot_one(
+    values,
+    codes,
+    o,
+    x,
+    t,
+    y,
+    spans,
+):
     """One row and one token; the values are prefetched earlier than the processor would."""
     sums = zeros(1, 1)
     step = u64(64 // values.itemsize)
@@ -238,7 +319,15 @@ def dot_one(values, codes, o, x, t, y, spans):
 
 
 @row_function
-def dot_block(values, codes, o, x, t, y, spans):
+def dot_block(
+    values,
+    codes,
+    o,
+    x,
+    t,
+    y,
+    spans,
+):
     """Four rows and four tokens, which share their reads; the next four rows are prefetched."""
     sums = zeros(4, 4)
     step = u64(64 // values.itemsize)
@@ -252,7 +341,15 @@ def dot_block(values, codes, o, x, t, y, spans):
 
 
 @row_function
-def rows_2_4(values, positions, x, sums, chunk, spans, span):
+def rows_2_4(
+    values,
+    positions,
+    x,
+    sums,
+    chunk,
+    spans,
+    span,
+):
     """sums[:, o : o + 4] = x Sᵀ for the four rows of a chunk, or fewer in the last chunk."""
     tokens = u64(x.shape[0])
     out = u64(values.shape[0])
@@ -270,7 +367,16 @@ def rows_2_4(values, positions, x, sums, chunk, spans, span):
 
 
 @sums_in_parallel
-def layer_2_4(values, positions, u, v, bias, x, y, wide):
+def layer_2_4(
+    values,
+    positions,
+    u,
+    v,
+    bias,
+    x,
+    y,
+    wide,
+):
     """y = x (S + u v)ᵀ + bias, summed in float32 and rounded once.
 
     values: (out, in/2); positions: (out, ⌈in/8⌉); u: (out, r); v: (r, in); bias: (out,), or (0,)
@@ -307,7 +413,12 @@ def mask_of(code, shift):
 
 
 @rows_in_parallel
-def unpack_2_4(values, positions, rows, wide):
+def unpack_2_4(
+    values,
+    positions,
+    rows,
+    wide,
+):
     """rows: (out, in). values: flat bits; positions: (out, ⌈in/8⌉)."""
     for o in prange(rows.shape[0]):
         mask = np.empty(positions.shape[1], u8)

@@ -52,7 +52,12 @@ class Int4:
     group: int
 
     @classmethod
-    def of(cls, codes: Tensor, scale: Tensor, low: Tensor) -> "Int4":
+    def of(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        low: Tensor,
+    ) -> "Int4":
         """Bring codes into the order of the operators.
 
         Args:
@@ -75,7 +80,12 @@ class Int4:
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         return cls(packed, terms, group)
 
-    def product(self, x: Tensor, u: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+    def product(
+        self,
+        x: Tensor,
+        u: Tensor | None = None,
+        v: Tensor | None = None,
+    ) -> Tensor:
         """x Sᵀ, or x Sᵀ + x vᵀ uᵀ.
 
         Args:
@@ -94,7 +104,12 @@ class Int4:
         return multiply(x, self.codes, self.terms, self.group, u, v)
 
 
-def add_factors(y: Tensor, x: Tensor, u: Tensor | None, v: Tensor | None) -> Tensor:
+def add_factors(
+    y: Tensor,
+    x: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+) -> Tensor:
     """y + x vᵀ uᵀ, in place; y if there are no factors."""
     if u is None or v is None:
         return y
@@ -172,7 +187,12 @@ def tiles_of(out: int, width: int) -> Iterator[slice]:
         yield slice(whole, out)
 
 
-def unpack_tile(codes: Tensor, rows: slice, tile: Tensor, middle: int = 0) -> None:
+def unpack_tile(
+    codes: Tensor,
+    rows: slice,
+    tile: Tensor,
+    middle: int = 0,
+) -> None:
     """Write the codes of some rows, less `middle`, into a tile (in, rows) of any dtype.
 
     codes: uint8 (out, in/2), in a CPU's order.
@@ -188,7 +208,12 @@ def unpack_tile(codes: Tensor, rows: slice, tile: Tensor, middle: int = 0) -> No
     halves[:, 1] = (octets >> 4).view(torch.int8).sub_(middle)
 
 
-def obstacle(device: str, dtype: torch.dtype, grid: Grid, shape: tuple[int, int]) -> str | None:
+def obstacle(
+    device: str,
+    dtype: torch.dtype,
+    grid: Grid,
+    shape: tuple[int, int],
+) -> str | None:
     """Say why the operators cannot multiply a complete S (out, in) on this grid; None if they
     can.
     """
@@ -211,7 +236,9 @@ def obstacle(device: str, dtype: torch.dtype, grid: Grid, shape: tuple[int, int]
             f"on {device}, torch's operators take a multiple of {outputs} outputs, and the layer"
             f" has {out}"
         )
-    return without_cuda() if device == "cuda" else without_cpu()
+    if device == "cuda":
+        return without_cuda()
+    return without_cpu()
 
 
 @functools.cache

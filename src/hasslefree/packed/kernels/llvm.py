@@ -72,7 +72,14 @@ def _model_of_sums(manager, kind):
 register_model(Sums)(_model_of_sums)
 
 
-def address(context, builder, kind, array, at, to):
+def address(
+    context,
+    builder,
+    kind,
+    array,
+    at,
+    to,
+):
     """The address of array[at], as a pointer to the type `to`. at: one or two indices."""
     structure = context.make_array(kind)(context, builder, array)
     offset = at[-1]
@@ -82,7 +89,12 @@ def address(context, builder, kind, array, at, to):
     return builder.bitcast(builder.gep(structure.data, [offset]), to.as_pointer())
 
 
-def native(builder, name, result, arguments):
+def native(
+    builder,
+    name,
+    result,
+    arguments,
+):
     """Call an intrinsic of AVX-512. Without AVX-512 the loop is never entered, and any value would
     do.
     """
@@ -97,28 +109,53 @@ def native(builder, name, result, arguments):
 def popcount(typing, bits):
     """Count the set bits of an unsigned integer."""
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context,
+        builder,
+        signature,
+        arguments,
+    ):
         return builder.ctpop(arguments[0])
 
     return bits(bits), generate
 
 
 @intrinsic(prefer_literal=True)
-def zeros(typing, rows, tokens):
+def zeros(
+    typing,
+    rows,
+    tokens,
+):
     """Sums of this number of rows and tokens, both literal, all 0."""
     kind = Sums(rows.literal_value, tokens.literal_value)
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context,
+        builder,
+        signature,
+        arguments,
+    ):
         return ir.Constant(context.get_value_type(kind), None)
 
     return kind(rows, tokens), generate
 
 
 @intrinsic
-def store_totals(typing, sums, y, t, o):
+def store_totals(
+    typing,
+    sums,
+    y,
+    t,
+    o,
+):
     """y[t + j, o + i] = the total of row i and token j. y: (tokens, out), contiguous."""
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context,
+        builder,
+        signature,
+        arguments,
+    ):
         sums, y, t, o = arguments
         kind = ir.FunctionType(FLOAT, [FLOAT, FLOATS])
         name = "llvm.vector.reduce.fadd.v16f32"
@@ -137,7 +174,11 @@ def store_totals(typing, sums, y, t, o):
     return types.none(sums, y, types.uint64, types.uint64), generate
 
 
-def inputs_of_codes(builder, codes, lanes):
+def inputs_of_codes(
+    builder,
+    codes,
+    lanes,
+):
     """The inputs, 0 … 2·lanes − 1, that the codes of `lanes` values name.
 
     codes: an integer of 2·lanes bits. Returns a register of `lanes` numbers of 512/lanes bits.
@@ -162,12 +203,26 @@ def inputs_of_codes(builder, codes, lanes):
 
 
 @intrinsic
-def add_products(typing, sums, values, codes, o, x, t, span):
+def add_products(
+    typing,
+    sums,
+    values,
+    codes,
+    o,
+    x,
+    t,
+    span,
+):
     """sums += one span, two registers of inputs, of the rows of 2:4 from o on with the tokens from
     t on.
     """
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context,
+        builder,
+        signature,
+        arguments,
+    ):
         sums, values, codes, o, x, t, span = arguments
         kind, values_kind, codes_kind, _, x_kind, _, _ = signature.args
         is_float = isinstance(values_kind.dtype, types.Float)
@@ -180,7 +235,13 @@ def add_products(typing, sums, values, codes, o, x, t, span):
             stored = ir.VectorType(INT16, lanes)
             select = "llvm.x86.avx512.vpermi2var.hi.512"
 
-        def load(array_kind, array, row, column, to):
+        def load(
+            array_kind,
+            array,
+            row,
+            column,
+            to,
+        ):
             source = address(context, builder, array_kind, array, [row, column], to)
             return builder.load(source, align=1)
 
@@ -216,17 +277,33 @@ def add_products(typing, sums, values, codes, o, x, t, span):
 
 
 @intrinsic
-def add_tabulated(typing, values, codes, table, sums):
+def add_tabulated(
+    typing,
+    values,
+    codes,
+    table,
+    sums,
+):
     """sums (TOKENS,) += GROUPS groups of a row of S with a table.
 
     values: uint16, and codes: uint8, both from the first of these groups on.
     """
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context,
+        builder,
+        signature,
+        arguments,
+    ):
         values_kind, codes_kind, table_kind, sums_kind = signature.args
         values, codes, table, sums = arguments
 
-        def pointer(kind, array, at, to):
+        def pointer(
+            kind,
+            array,
+            at,
+            to,
+        ):
             return address(context, builder, kind, array, [INT64(at)], to)
 
         registers = range(0, TOKENS, LANES)
@@ -256,10 +333,19 @@ def add_tabulated(typing, values, codes, table, sums):
 
 
 @intrinsic
-def load_word(typing, codes, at):
+def load_word(
+    typing,
+    codes,
+    at,
+):
     """Load four bytes, wherever they begin."""
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context,
+        builder,
+        signature,
+        arguments,
+    ):
         codes, at = arguments
         source = address(context, builder, signature.args[0], codes, [at], INT32)
         return builder.load(source, align=1)
@@ -268,12 +354,24 @@ def load_word(typing, codes, at):
 
 
 @intrinsic
-def expand(typing, values, at, mask, row, base):
+def expand(
+    typing,
+    values,
+    at,
+    mask,
+    row,
+    base,
+):
     """row[base : base + 32]: values from values[at] on where the mask has a bit, else 0. Reads 32
     values.
     """
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context,
+        builder,
+        signature,
+        arguments,
+    ):
         values, at, mask, row, base = arguments
         bits = signature.args[0].dtype.bitwidth
         lanes = 512 // bits
@@ -300,12 +398,22 @@ def expand(typing, values, at, mask, row, base):
 
 
 @intrinsic
-def prefetch(typing, row, at, ahead):
+def prefetch(
+    typing,
+    row,
+    at,
+    ahead,
+):
     """Ask for the cache line that is `ahead` bytes after row[at]; beyond the array this does
     nothing.
     """
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context,
+        builder,
+        signature,
+        arguments,
+    ):
         array, at, ahead = arguments
         kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT32, INT32, INT32])
         ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")

@@ -116,7 +116,11 @@ def groups_product(
     stored = bits_of(values)
     codes = positions.numpy()
 
-    def unpack(start: int, stop: int, rows: Any) -> None:
+    def unpack(
+        start: int,
+        stop: int,
+        rows: Any,
+    ) -> None:
         part = stored[start:stop].reshape(-1)
         if is_wide:
             kernels.unpack_2_4(part, codes[start:stop], rows, is_wide)
@@ -132,10 +136,16 @@ def direct_tokens(n: int, m: int) -> Mapping[torch.dtype, float]:
         return DIRECT
     if not numba_kernels().WIDE:
         return DIRECT_2_4_SCALAR
-    return DIRECT_2_4_AMX if multiplies_tiles() else DIRECT_2_4
+    if multiplies_tiles():
+        return DIRECT_2_4_AMX
+    return DIRECT_2_4
 
 
-def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def mask_product(
+    x: Tensor,
+    values: Tensor,
+    mask: Tensor,
+) -> Tensor:
     """`product` for any pattern that is stored as a mask.
 
     x: (tokens, in). values: (nonzeros,), row by row. mask: (out, ⌈in/8⌉), uint8.
@@ -166,7 +176,11 @@ def mask_product(x: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         return y.to(x.dtype)
     stored = bits_of(values)
 
-    def unpack(start: int, stop: int, rows: Any) -> None:
+    def unpack(
+        start: int,
+        stop: int,
+        rows: Any,
+    ) -> None:
         masks = rows_of_mask[start:stop]
         kernels.unpack_mask(stored, starts[start:stop], masks, rows, kernels.WIDE)
 
@@ -211,10 +225,16 @@ def _direct_groups(
         factors = (as_numpy(v.contiguous()), as_numpy(u.contiguous()))
         kernels.add_layer(inputs, *factors, no_bias, y.numpy())
     rounded = y.to(x.dtype)
-    return rounded if bias is None else rounded + bias
+    if bias is None:
+        return rounded
+    return rounded + bias
 
 
-def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+def _by_tables(
+    x: Tensor,
+    values: Tensor,
+    positions: Tensor,
+) -> Tensor:
     """x Sᵀ of 2:4 in bfloat16, 64 tokens at a time; a short remainder goes directly."""
     from hasslefree.packed.kernels import llvm, tables
 
@@ -238,7 +258,11 @@ def _by_tables(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     return y
 
 
-def _by_tiles(x: Tensor, out: int, unpack: Callable[[int, int, Any], None]) -> Tensor:
+def _by_tiles(
+    x: Tensor,
+    out: int,
+    unpack: Callable[[int, int, Any], None],
+) -> Tensor:
     """x Sᵀ by torch, from some rows of S at a time.
 
     Args:
@@ -263,7 +287,13 @@ def _by_tiles(x: Tensor, out: int, unpack: Callable[[int, int, Any], None]) -> T
     return y
 
 
-def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) -> None:
+def _check_groups(
+    x: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    n: int,
+    m: int,
+) -> None:
     _check_dtypes(x, values, positions)
     width = x.shape[1]
     out = len(positions)
@@ -278,7 +308,11 @@ def _check_groups(x: Tensor, values: Tensor, positions: Tensor, n: int, m: int) 
         )
 
 
-def _check_dtypes(x: Tensor, values: Tensor, index: Tensor) -> None:
+def _check_dtypes(
+    x: Tensor,
+    values: Tensor,
+    index: Tensor,
+) -> None:
     if x.dtype != values.dtype or index.dtype != torch.uint8 or x.itemsize not in (2, 4):
         raise ShapeError(
             "inputs and values must have the same dtype, of 16 or 32 bits, and indices must be"

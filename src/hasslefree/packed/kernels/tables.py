@@ -34,7 +34,13 @@ PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
 
 
 @row_function
-def fill_table(x, start, first, columns, table):
+def fill_table(
+    x,
+    start,
+    first,
+    columns,
+    table,
+):
     """The pairs of GROUPS groups of x (tokens, in) from input `first` on, for TOKENS tokens from
     `start` on.
 
@@ -55,7 +61,13 @@ def fill_table(x, start, first, columns, table):
 
 
 @rows_in_parallel
-def dot_tables_2_4(values, positions, x, y, memory):
+def dot_tables_2_4(
+    values,
+    positions,
+    x,
+    y,
+    memory,
+):
     """y = x Sᵀ of 2:4 in the bits of bfloat16, with AVX-512 only.
 
     values: (out, in/2); positions: (out, in/8); x: (tokens in whole 64s, in); y: (tokens, out);

@@ -162,7 +162,12 @@ class Int4Kernel:
         y = self._flat_product(operands, layer, flat)
         return y.view(*x.shape[:-1], layer.out_features)
 
-    def _flat_product(self, operands: Int4, layer: "SparseLowRankLinear", x: Tensor) -> Tensor:
+    def _flat_product(
+        self,
+        operands: Int4,
+        layer: "SparseLowRankLinear",
+        x: Tensor,
+    ) -> Tensor:
         """x: (tokens, in) → (tokens, out)."""
         if self.factors is not None and takes_few(x) and not is_traced(x):
             y = operands.product(x)

@@ -124,7 +124,9 @@ def build_method(
         fields["group"] = None
     if fields:
         method = _with_fields_of_grid(name, method, fields)
-    return refitted(name, method) if refit else method
+    if refit:
+        return refitted(name, method)
+    return method
 
 
 def given(**values: Any) -> dict[str, Any]:

@@ -293,7 +293,9 @@ def estimates(
     out = len(weight)
     sampled = -(-out // SAMPLED)
     representative = end > LEAST_SHARE * (error * norm * sampled / out)
-    return [loss * error / end for loss in course] if representative else []
+    if representative:
+        return [loss * error / end for loss in course]
+    return []
 
 
 # A quick estimate of the loss that a pattern causes in a layer: few rounds, without the polish,

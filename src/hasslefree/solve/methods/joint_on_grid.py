@@ -131,4 +131,6 @@ def fit_exactly(
 ) -> LowRank:
     """The best L of a rank for a target (out, in)."""
     start = LowRank.nothing(target, rank)
-    return Exact().fit(target, prepared.for_fit, start, 0) if rank else start
+    if rank:
+        return Exact().fit(target, prepared.for_fit, start, 0)
+    return start

@@ -58,7 +58,9 @@ class RoundToNearest(Pruner):
     weighted: bool = False
 
     def prepare(self, gram: Gram) -> Tensor | None:
-        return gram.diagonal if self.weighted else None
+        if self.weighted:
+            return gram.diagonal
+        return None
 
     def prune(
         self,
