@@ -2,10 +2,12 @@
 
 import ctypes
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -13,6 +15,8 @@ import torch
 
 from hasslefree.models.calibrate import pass_bytes
 from hasslefree.models.weights import trim
+
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def product_rate(device: torch.device, side: int = 1024) -> float:
@@ -29,34 +33,100 @@ def product_rate(device: torch.device, side: int = 1024) -> float:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process could use in total, including those in use."""
+    """The bytes that this process may use, including those that it uses already.
+
+    The processes of one machine share its RAM: each gets an equal part of what is left.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
-    own = psutil.Process().memory_info().rss
-    return min([psutil.virtual_memory().available + own, *cgroup_limits()])
+    used = psutil.Process().memory_info().rss
+    available = psutil.virtual_memory().available
+    container = container_memory()
+    if container is not None:
+        available = min(available, container.free)
+    return used + available // local_processes()
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes that the device has, whoever uses them."""
+    """The bytes that the device has, whoever uses them."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return min([psutil.virtual_memory().total, *cgroup_limits()])
+    total = psutil.virtual_memory().total
+    container = container_memory()
+    return total if container is None else min(total, container.limit)
 
 
-def cgroup_limits() -> Iterator[int]:
-    """The bytes of memory that the container of this process may have, if it is in one."""
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if Path(file).exists() and (text := Path(file).read_text().strip()).isdigit():
-            yield int(text)
+def local_processes() -> int:
+    """The number of processes of this run on this machine, as torchrun states it."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(int(count), 1) if count.isdigit() else 1
+
+
+@dataclass(frozen=True)
+class ContainerMemory:
+    """The memory of the container of this process, in bytes.
+
+    Args:
+        limit: what the container may have.
+        used: what its processes have, without pages of files that the system can drop.
+    """
+
+    limit: int
+    used: int
+
+    @property
+    def free(self) -> int:
+        """What is left of the limit."""
+        return max(self.limit - self.used, 0)
+
+
+def container_memory() -> ContainerMemory | None:
+    """The limit and use of the control group, in its second or first version; None without one."""
+    for folder, limit_file, used_file, cache in (
+        (CGROUPS, "memory.max", "memory.current", "inactive_file"),
+        (
+            CGROUPS / "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ):
+        limit = _read_number(folder / limit_file)
+        used = _read_number(folder / used_file)
+        if limit is not None and used is not None:
+            return ContainerMemory(limit, max(used - _read_statistic(folder, cache), 0))
+    return None
+
+
+def _read_number(file: Path) -> int | None:
+    """The whole number in a file; None without one, as where the limit is "max"."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _read_statistic(folder: Path, name: str) -> int:
+    """A line of memory.stat, in bytes; 0 if it is not there."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
 
 
 # Options of glibc's mallopt: the size from which each array gets memory of its own, which is
 # returned at once.
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 # glibc's defaults, and the values with which memory of arrays up to 64 MB is kept for the next
-# ones. That of larger
-# arrays is not all used again: with `wanda`, a block of Llama-3.2-1B took 2.9 GB instead of 2.5 GB.
+# ones. That of larger arrays is not all used again: with `wanda`, a block of Llama-3.2-1B took
+# 2.9 GB instead of 2.5 GB.
 DEFAULT = {MMAP_THRESHOLD: 128 << 10, TRIM_THRESHOLD: 128 << 10}
 KEPT = {MMAP_THRESHOLD: 1 << 26, TRIM_THRESHOLD: 2**31 - 1}
 

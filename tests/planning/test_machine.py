@@ -1,0 +1,54 @@
+"""The memory that a process may use, against the files of the kernel, written by hand."""
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from hasslefree.planning import machine
+
+CPU = torch.device("cpu")
+GB = 10**9
+VERSIONS = {
+    "second": ("", {"memory.max": 8 * GB, "memory.current": 6 * GB}, "inactive_file"),
+    "first": (
+        "memory",
+        {"memory.limit_in_bytes": 8 * GB, "memory.usage_in_bytes": 6 * GB},
+        "total_inactive_file",
+    ),
+}
+
+
+@pytest.fixture
+def memory(monkeypatch, tmp_path):
+    """A machine with 64 GB, of which 40 are available; this process has 1 GB, and no container."""
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=40 * GB, total=64 * GB))
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=GB))
+    return tmp_path
+
+
+def test_processes_of_one_machine_share_what_is_available(memory, monkeypatch):
+    assert machine.free_memory(CPU) == 41 * GB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert machine.free_memory(CPU) == 11 * GB
+
+
+@pytest.mark.parametrize(("folder", "numbers", "cache"), VERSIONS.values(), ids=VERSIONS)
+def test_what_a_container_has_used_is_not_free(memory, folder, numbers, cache):
+    """Of 8 GB, 6 are used, and half a GB of these are pages of files: 2.5 GB are left, beside this process's own."""
+    (memory / folder).mkdir(exist_ok=True)
+    for name, value in numbers.items():
+        (memory / folder / name).write_text(f"{value}\n")
+    (memory / folder / "memory.stat").write_text(f"anon 5\n{cache} {GB // 2}\n")
+    assert machine.free_memory(CPU) == GB + 5 * GB // 2
+    assert machine.total_memory(CPU) == 8 * GB
+
+
+def test_a_container_without_a_limit(memory):
+    (memory / "memory.max").write_text("max\n")
+    (memory / "memory.current").write_text("5\n")
+    assert machine.free_memory(CPU) == 41 * GB
+    assert machine.total_memory(CPU) == 64 * GB
