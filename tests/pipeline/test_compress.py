@@ -352,3 +352,14 @@ def test_a_generation_config_that_transformers_finds_inconsistent_fails_no_run(t
     model.generation_config.temperature = 0.3
     hasslefree.compress(model, tmp_path / "out", Recipe(method="wanda"), segments=segments())
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.3
+
+
+def test_a_card_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeypatch, caplog):
+    def broken(*args):
+        raise ValueError("no such licence")
+
+    monkeypatch.setattr("hasslefree.pipeline.metadata.model_card", broken)
+    hasslefree.compress(build("llama"), tmp_path / "out", Recipe(rank=2, method="eora"), segments=segments())
+    assert (tmp_path / "out" / "compression.json").exists()
+    assert not (tmp_path / "out" / "README.md").exists()
+    assert "no model card was written (ValueError: no such licence)" in caplog.text

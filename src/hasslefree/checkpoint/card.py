@@ -116,13 +116,14 @@ def export_card(
 
 # {source}, {kind}
 
-hasslefree exported this model from `{source}`, whose layers are sums of a sparse and a low-rank matrix.{record}
+hasslefree exported this model from `{source}`, whose layers are sums of a sparse and a low-rank
+matrix.{record}
 
 {_EXPORTS[kind]}
 
 ## Load it
 
-{fetch if "DIR" in load else ""}{load.format(auto=auto)}"""  # noqa: E501
+{fetch if "DIR" in load else ""}{load.format(auto=auto)}"""
     return escaped(card, "\n")
 
 
@@ -190,15 +191,16 @@ def model_card(
         f"| {name} | {_cell(text)} |" for name, text in report.verdict().items() if name != "time"
     )
     name = report.model.rstrip("/").rpartition("/")[2]
+    exception = f" (but for {_cell(left)})" if left else ""
     card = f"""---
 {_front(report, licence, auto).to_yaml()}
 ---
 
 # {name}, compressed
 
-hasslefree replaced every linear layer in the blocks{f" (but for {_cell(left)})" if left else ""} of `{report.model}`
-with the sum of a matrix S (sparse, quantised or both) and a low-rank matrix L, fitted on calibration texts. Embeddings,
-norms and the output head were not compressed.
+hasslefree replaced every linear layer in the blocks{exception} of `{report.model}` with the sum of
+a matrix S (sparse, quantised or both) and a low-rank matrix L, fitted on calibration texts.
+Embeddings, norms and the output head were not compressed.
 
 | | |
 |---|---|
@@ -213,14 +215,16 @@ norms and the output head were not compressed.
 
 ## Errors
 
-{picture}The relative error of a layer is the share of its output that is lost on the calibration text:
-tr(R H Rᵀ) / tr(W H Wᵀ), where W is the dense weight, R = W − S − L, and H is the second moment of the layer's inputs.
-{_remarks(report)}`compression.json` lists all layers; `hasslefree report` shows them on an HTML page.
+{picture}The relative error of a layer is the share of its output that is lost on the calibration
+text: tr(R H Rᵀ) / tr(W H Wᵀ), where W is the dense weight, R = W − S − L, and H is the second
+moment of the layer's inputs.
+{_remarks(report)}`compression.json` lists all layers; `hasslefree report` shows them on an HTML
+page.
 
 ## Licence
 
 {_licence(report, licence)}
-"""  # noqa: E501
+"""
     return escaped(card, "\n")
 
 
@@ -289,7 +293,8 @@ def _repeat(report: Record, trust_remote_code: bool) -> str:
 
 {repeat}
 
-All parameters of the method: `{report.method}`. Made with {versions}; `compression.json` has all settings."""  # noqa: E501
+All parameters of the method: `{report.method}`. Made with {versions};
+`compression.json` has all settings."""
 
 
 def _cell(value: Any) -> str:

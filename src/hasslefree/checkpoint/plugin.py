@@ -94,13 +94,15 @@ class HasslefreeQuantizer(HfQuantizer):
         # For transformers this forbids .half(), .float() and training; here the values are floats
         # like any others.
         model.is_quantized = False  # type: ignore[assignment]
-        if slow := layers_without_numba(model):
+        slow = layers_without_numba(model)
+        if slow:
             logger.warning(
-                "Numba is not installed, so %d layers (the first is %s) unpack their weights at every call, which is "  # noqa: E501
-                'slow on a CPU; pip install "hasslefree[fast]", or, if memory allows, call '
-                'hasslefree.use_backend(model, "unpacked")',
-                len(slow), slow[0],
-            )  # fmt: skip
+                "Numba is not installed, so %d layers (the first is %s) unpack their weights at"
+                ' every call, which is slow on a CPU; pip install "hasslefree[fast]", or, if memory'
+                ' allows, call hasslefree.use_backend(model, "unpacked")',
+                len(slow),
+                slow[0],
+            )
 
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
         return True

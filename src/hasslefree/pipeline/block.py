@@ -278,7 +278,7 @@ def compress_in_one_pass(
             del (
                 sums,
                 rows,
-                # not needed while the layers are solved: twice the Gram matrix in float64, and a copy  # noqa: E501
+                # Twice the Gram matrix in float64, and a copy: not needed while layers are solved.
             )
             task.collecting.advance(len(group))
             with task.solving.running():

@@ -79,12 +79,26 @@ def write_rest(
             patterns += TEXT_FILES
         copy_original_files(report.model, folder, patterns)
     (folder / "compression.json").write_text(report.to_json(), encoding="utf-8")
+    write_card(folder, model, report, has_files)
+
+
+def write_card(folder: Path, model: PreTrainedModel, report: Record, has_files: bool) -> None:
+    """Write README.md and its picture; an error is a warning, because the model is complete.
+
+    Args:
+        has_files: the model has an original card, whose licence is named.
+    """
     picture = draw_errors(report)
     if picture is not None:
         (folder / FIGURE).write_bytes(picture)
-    licence = base_licence(report.model) if has_files else {}
-    loader = auto_class(model.config).__name__
-    card = model_card(report, licence, loader, model.is_remote_code(), picture is not None)
+    try:
+        licence = base_licence(report.model) if has_files else {}
+        loader = auto_class(model.config).__name__
+        own_code = model.is_remote_code()
+        card = model_card(report, licence, loader, own_code, picture is not None)
+    except Exception as error:  # names and licences of a hub's card may hold anything
+        logger.warning("no model card was written (%s: %s)", type(error).__name__, error)
+        return
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
