@@ -1,13 +1,11 @@
-"""Block by block: the calibration text runs through, each linear layer becomes S + L, and the block
-is written.
-"""
+"""Compress a model block by block: decompose and replace its layers, and write each block."""
 
 import logging
 import math
 from collections.abc import Container, Iterator
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ from hasslefree.checkpoint.entries import entry_of, read_entries
 from hasslefree.checkpoint.plugin import empty_layer
 from hasslefree.checkpoint.record import LayerRecord
 from hasslefree.checkpoint.resume import FinishedPart, Unfinished
-from hasslefree.distributed import World
+from hasslefree.core.gram import Gram
 from hasslefree.errors import RecipeError, option
 from hasslefree.models.activations import Activations
 from hasslefree.models.calibrate import (
@@ -37,11 +35,11 @@ from hasslefree.models.sites import find_sites
 from hasslefree.models.unloaded import unloaded_tensors
 from hasslefree.models.walk import Visit, Walk
 from hasslefree.pipeline.held_out import Check
+from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.layers import Done, Task, compress_groups
 from hasslefree.pipeline.preflight import block_tensors, outside_tensors
 from hasslefree.planning.machine import in_one_pass, room_for_sums
 from hasslefree.progress import INPUTS, RESUMED, SOLVING, Phase
-from hasslefree.recipe.resolve import Resolved
 
 logger = logging.getLogger(__name__)
 
@@ -50,70 +48,76 @@ TIMED = 3
 
 
 def compress_blocks(
-    walk: Walk,
-    allocation: Allocation,
-    resolved: Resolved,
-    segments: Tensor,
-    work: Unfinished,
-    world: World,
-    writing: Phase,
-    check: Check | None = None,
-    deadline: float | None = None,
+    job: Job, walk: Walk, allocation: Allocation, writing: Phase, check: Check | None = None
 ) -> None:
-    """Decompose, replace and write every planned layer; each block gets the outputs of the
-    compressed ones before it.
+    """Decompose, replace and write every planned layer.
 
-    A block is read and the one before it written while a block is decomposed; all are written at
-    the end. segments: of this process. work: holds the finished blocks, and takes the others.
-    check: follows the blocks. deadline: when the whole run is to end, by the clock of the phases of
-    `walk`; None for no such time.
+    Each block gets the outputs of the compressed blocks before it. While a block is decomposed, the
+    next one is read and the one before it is written; at the end, all are written.
+
+    Args:
+        writing: the phase that counts files.
+        check: it sends its text through every block before and after the compression.
     """
-    plan, count = allocation.plan, len(walk.blocks.modules)
-    layers = sum(map(len, plan))
+    work = job.work
+    count = len(walk.blocks.modules)
+    layers = sum(len(plans) for plans in allocation.plan)
     with (
         walk.phases.phase(INPUTS, layers, "layers") as collecting,
         walk.phases.phase(SOLVING, layers, "layers", running=False) as solving,
     ):
-        hidden = write_outside_and_embed(walk, segments, work, world, writing)
-
-        def report_layer(record: LayerRecord) -> None:
-            work.check()
-            solving.advance(layer=record)
-
+        hidden = write_outside_and_embed(job, walk, writing)
         visits = walk.visits(hidden, to_end=False)
-        visits = visits if check is None else check.following(visits)
+        if check is not None:
+            visits = check.following(visits)
         put_back(walk, visits, work, collecting, solving)
         begun = walk.phases.clock()
         for number, visit in enumerate(visits):
-            if deadline is not None and number == TIMED:
-                check_time(
-                    walk,
-                    (walk.phases.clock() - begun) / TIMED * (count - visit.index),
-                    deadline,
-                    world,
-                )
-            plans, weights = plan[visit.index], allocation.output_weights
-            task = Task(visit, plans, weights, resolved, world, report_layer, collecting, solving)
+            if number == TIMED:
+                seconds_per_block = (walk.phases.clock() - begun) / TIMED
+                check_time(job, seconds_per_block * (count - visit.index))
+            plans = allocation.plan[visit.index]
+            task = Task(job, visit, plans, allocation.output_weights, collecting, solving)
             done = compress_block(task, hidden)
-            if world.writes:
+            if job.world.writes:
                 with writing.running():
-                    work.add(
-                        part_file(visit.index + 1, count, last=not resolved.match_predictions),
-                        block_tensors(visit.block, visit.prefix, walk.model.all_tied_weights_keys),
-                        entries={record.name: entry_of(layer) for layer, record in done},
-                        layers=[record.to_dict() for _, record in done],
-                    )
+                    write_block(task, done, count)
                     writing.advance()
         with writing.running():
             work.wait()
 
 
-def check_time(walk: Walk, needed: float, deadline: float, world: World) -> None:
-    """Raise a RecipeError if blocks that need so many seconds more do not end before the
-    deadline.
+def write_block(task: Task, done: list[Done], count: int) -> None:
+    """Write a compressed block.
+
+    Args:
+        count: the number of blocks of the model.
     """
-    began = walk.phases.began
-    end = world.broadcast(walk.phases.clock() + needed)  # by the clock of one process
+    visit = task.visit
+    trained_later = bool(task.job.resolved.match_predictions)
+    tied = task.job.model.all_tied_weights_keys
+    task.job.work.add(
+        part_file(visit.index + 1, count, last=not trained_later),
+        block_tensors(visit.block, visit.prefix, tied),
+        entries={record.name: entry_of(layer) for layer, record in done},
+        layers=[record.to_dict() for _, record in done],
+    )
+
+
+def check_time(job: Job, needed: float) -> None:
+    """Check that the blocks end before the deadline of a job, if it has one.
+
+    Args:
+        needed: seconds that the other blocks should take.
+
+    Raises:
+        RecipeError: they do not end before it.
+    """
+    deadline = job.deadline
+    if deadline is None:
+        return
+    began = job.phases.began
+    end = job.world.broadcast(job.phases.clock() + needed)  # by the clock of one process
     if end >= deadline:
         least = math.ceil((end - began) / 60)
         raise RecipeError(
@@ -124,20 +128,21 @@ def check_time(walk: Walk, needed: float, deadline: float, world: World) -> None
         )
 
 
-def write_outside_and_embed(
-    walk: Walk, segments: Tensor, work: Unfinished, world: World, writing: Phase
-) -> Activations:
-    """What enters the first block. Where nothing is finished, what is outside the blocks is
-    written.
+def write_outside_and_embed(job: Job, walk: Walk, writing: Phase) -> Activations:
+    """Compute what enters the first block; write what is outside the blocks, if nothing is yet.
+
+    Args:
+        writing: the phase that counts files.
     """
+    work = job.work
     with walk.outside():
-        if not work.parts and world.writes:
+        if not work.parts and job.world.writes:
             tensors = outside_tensors(walk.model, walk.blocks)
             if walk.weights.streamed:
                 tensors |= copied_tensors(walk.model)
             work.add(part_file(0, len(walk.blocks.modules)), tensors)
             writing.advance()
-        hidden = walk.entering(segments)
+        hidden = walk.entering(job.local_segments)
         with writing.running():
             work.wait()  # else what is outside the blocks stays in memory beside the first one
     return hidden
@@ -154,8 +159,14 @@ def copied_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def part_file(part: int, blocks: int, last: bool = True) -> str:
-    """The name of a part's file. last: its values are those of the finished model."""
-    return f"{'model' if last else 'fitted'}-{part + 1:05d}-of-{blocks + 1:05d}.safetensors"
+    """The name of a part's file.
+
+    Args:
+        part: 0 for what is outside the blocks, or one more than the index of a block.
+        last: its values are those of the finished model.
+    """
+    kind = "model" if last else "fitted"
+    return f"{kind}-{part + 1:05d}-of-{blocks + 1:05d}.safetensors"
 
 
 def put_back(
@@ -163,11 +174,9 @@ def put_back(
 ) -> None:
     """Visit the finished blocks, and put their compressed layers in place."""
     parts = work.parts[1:]
-    for visit, part in zip(
-        walk.phases.counted(RESUMED, islice(visits, len(parts)), len(parts), "blocks"),
-        parts,
-        strict=True,
-    ):
+    finished = islice(visits, len(parts))
+    counted = walk.phases.counted(RESUMED, finished, len(parts), "blocks")
+    for visit, part in zip(counted, parts, strict=True):
         put_block_back(visit, work, part, walk.model.all_tied_weights_keys)
         collecting.skip(len(part.layers))
         for layer in part.layers:
@@ -177,117 +186,153 @@ def put_back(
 def put_block_back(
     visit: Visit, work: Unfinished, part: FinishedPart, tied: Container[str]
 ) -> None:
-    """Put the compressed layers of a finished block in place, as they were written. tied: as for
-    `block_tensors`.
+    """Put the compressed layers of a finished block in place, as they were written.
+
+    Args:
+        tied: names of tensors that the part does not hold, as for `block_tensors`.
     """
     prefix = f"{visit.prefix}."
     sites = find_sites(visit.block)
-    for name, entry in read_entries(part.entries).items():
-        site = sites.pop(
-            name.removeprefix(prefix)
-        )  # whose weight is freed as soon as it is replaced
-        site.replace(empty_layer(site, name, entry))
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in work.read(part).items()}
-    own = {
-        name: tensor
-        for name, tensor in visit.block.state_dict().items()
-        if f"{prefix}{name}" in tied
-    }
-    visit.block.load_state_dict(own | tensors)
+    for full_name, entry in read_entries(part.entries).items():
+        # Taken out, so that its weight is freed as soon as it is replaced.
+        site = sites.pop(full_name.removeprefix(prefix))
+        site.replace(empty_layer(site, full_name, entry))
+    state: dict[str, Tensor] = {}
+    for name, tensor in visit.block.state_dict().items():
+        if f"{prefix}{name}" in tied:
+            state[name] = tensor
+    for full_name, tensor in work.read(part).items():
+        state[full_name.removeprefix(prefix)] = tensor
+    visit.block.load_state_dict(state)
 
 
 def compress_block(task: Task, hidden: Activations) -> list[Done]:
-    """Decompose and replace the layers of a block, each process its share. hidden: inputs; outputs
-    if it `has_run`.
+    """Decompose and replace the layers of a block; each process solves its share.
+
+    Args:
+        hidden: inputs of the block. They become its outputs if the visit then `has_run`.
     """
-    visit, resolved = task.visit, task.resolved
-    block, call, done = visit.block, visit.call, list[Done]()
-    reads = tensors_read(block, call, hidden[0], task.plans)
+    visit = task.visit
+    sequential = task.job.resolved.sequential
+    reads = tensors_read(visit.block, visit.call, hidden[0], task.plans)
     groups = groups_by_input(reads)
     called_once = all(len(tensors) == 1 for tensors in reads.values())
-    with every_expert_called(block):
-        if resolved.sequential == "layer" and called_once and runs_at_once(task, hidden):
+    with every_expert_called(visit.block):
+        if sequential == "layer" and called_once and runs_at_once(task, hidden):
             done, output = compress_in_one_pass(task, hidden, groups)
             hidden[:] = output
             visit.has_run = True
             return done
-        for together in (
-            [groups] if resolved.sequential == "block" else passes(task, groups, hidden.device)
-        ):
-            grams = gather(block, visit.prefix, call, hidden, together, task.world)
-            task.collecting.advance(sum(map(len, together)))
-            with task.solving.running():
-                done += compress_groups(task, together, grams)
+        if sequential == "block":
+            return compress_together(task, hidden, groups)
+        done = []
+        for together in passes(task, groups, hidden.device):
+            done += compress_together(task, hidden, together)
     return done
 
 
+def compress_together(task: Task, hidden: Activations, groups: list[list[str]]) -> list[Done]:
+    """Decompose and replace groups of layers after one pass that collects their inputs."""
+    visit = task.visit
+    grams = gather(visit.block, visit.prefix, visit.call, hidden, groups, task.world)
+    task.collecting.advance(sum(len(group) for group in groups))
+    with task.solving.running():
+        return compress_groups(task, groups, grams)
+
+
 def runs_at_once(task: Task, hidden: Activations) -> bool:
-    """Whether all segments, of every process, run through the block at once: it takes several, and
-    they fit.
+    """Say whether all segments run through the block at once, in every process.
+
+    The block must take several segments at a time, and they must fit in memory.
     """
     shapes = {name: plan.spec.shape for name, plan in task.plans.items()}
-    numbers = activation_values(task.visit.block, shapes, len(hidden) * hidden.states.shape[1])
-    room = task.visit.call.batched and in_one_pass(numbers, hidden.device)
-    return task.world.total(float(not room), hidden.device) == 0
+    tokens = len(hidden) * hidden.states.shape[1]
+    values = activation_values(task.visit.block, shapes, tokens)
+    fits = task.visit.call.batched and in_one_pass(values, hidden.device)
+    return task.world.total(float(not fits), hidden.device) == 0
 
 
 def passes(task: Task, groups: list[list[str]], device: torch.device) -> list[list[list[str]]]:
-    """The groups of layers for each pass, so that a pass sees the layers that earlier passes have
-    changed.
+    """The groups of layers for each pass; a pass sees the layers that earlier passes have changed.
 
     Experts of one module do not see each other: their groups are in one pass, as many as
     `room_for_sums` holds.
     """
-    by_kind: dict[tuple[object, ...], list[list[list[str]]]] = {}
-    block, room = (
-        task.visit.block,
-        task.world.broadcast(room_for_sums(device)),
-    )  # the same passes in all processes
+    room = task.world.broadcast(room_for_sums(device))  # the same passes in all processes
+    passes_of_kind: dict[tuple[object, ...], list[list[list[str]]]] = {}
     taken: dict[tuple[object, ...], int] = {}
     for group in groups:
-        experts = experts_of(block, group[0])
-        # The matrices of one expert follow each other.
-        kind = (group[0],) if experts is None else (id(experts[0]), group[0].rpartition(".")[2])
+        kind = kind_of(task, group[0])
         size = sums_bytes(task.plans[group[0]].spec.shape[1])
-        if kind not in by_kind or taken[kind] + size > room:
-            by_kind.setdefault(kind, []).append([])
+        if kind not in passes_of_kind or taken[kind] + size > room:
+            passes_of_kind.setdefault(kind, []).append([])
             taken[kind] = 0
-        by_kind[kind][-1].append(group)
+        passes_of_kind[kind][-1].append(group)
         taken[kind] += size
-    return [groups_of_pass for kind in by_kind.values() for groups_of_pass in kind]
+    return list(chain.from_iterable(passes_of_kind.values()))
+
+
+def kind_of(task: Task, name: str) -> tuple[object, ...]:
+    """A key that is the same for layers that may be in one pass: one matrix of all experts."""
+    experts = experts_of(task.visit.block, name)
+    if experts is None:
+        return (name,)
+    # The matrices of one expert follow each other.
+    return (id(experts[0]), name.rpartition(".")[2])
 
 
 def compress_in_one_pass(
     task: Task, hidden: Activations, groups: list[list[str]]
 ) -> tuple[list[Done], Tensor]:
-    """Decompose and replace every group of layers as soon as its input is computed, in one pass of
-    all segments.
+    """Decompose and replace every group of layers as soon as its input is computed.
+
+    Returns:
+        The compressed layers, and the outputs of the block for all segments.
     """
-    block, call, done = task.visit.block, task.visit.call, list[Done]()
-    sites = task.visit.sites([group[0] for group in groups])
-
-    def arrived(group: list[str], x: Tensor) -> Tensor:
-        """Compress the layers of a group, given their input; the output of the first."""
-        sums = MomentSums(hidden.states.shape[1])
-        rows = as_multiplied(
-            x.reshape(-1, x.shape[-1])
-        )  # in the dtype of products, which `solving` turns off
-        with solving(x.device):
-            sums.take(rows)
-            gram = checked(sums.gram(task.world), f"{task.visit.prefix}.{group[0]}")
-            del (
-                sums,
-                rows,
-                # Twice the Gram matrix in float64, and a copy: not needed while layers are solved.
-            )
-            task.collecting.advance(len(group))
-            with task.solving.running():
-                done.extend(compress_groups(task, [group], [gram]))
-        for layer, _ in done[-len(group) :]:
-            ready.enter_context(computing(layer))
-        return done[-len(group)][0](x)
-
-    with torch.no_grad(), computing(block), ExitStack() as ready:
+    visit = task.visit
+    seqlen = hidden.states.shape[1]
+    sites = visit.sites([group[0] for group in groups])
+    done: list[Done] = []
+    with torch.no_grad(), computing(visit.block), ExitStack() as opened:
         for group in groups:
-            ready.enter_context(sites[group[0]].on_call(partial(arrived, group)))
-        return done, call.run(block, hidden[:])
+            arrived = partial(replace_group, task, group, seqlen, done, opened)
+            opened.enter_context(sites[group[0]].on_call(arrived))
+        return done, visit.call.run(visit.block, hidden[:])
+
+
+def replace_group(
+    task: Task, group: list[str], seqlen: int, done: list[Done], opened: ExitStack, x: Tensor
+) -> Tensor:
+    """Compress the layers of a group, given their input.
+
+    Args:
+        done: gets the layers.
+        opened: gets the contexts in which the layers compute, until the pass ends.
+        x: inputs (…, in) of all segments.
+
+    Returns:
+        The outputs (…, out) of the first layer of the group.
+    """
+    gram = gram_of_input(task, group[0], seqlen, x)
+    task.collecting.advance(len(group))
+    with solving(x.device), task.solving.running():
+        new = compress_groups(task, [group], [gram])
+    done += new
+    for layer, _ in new:
+        opened.enter_context(computing(layer))
+    first = new[0][0]
+    return first(x)
+
+
+def gram_of_input(task: Task, name: str, seqlen: int, x: Tensor) -> Gram:
+    """Compute the Gram matrix of inputs (…, in) of a layer.
+
+    It is a function of its own because twice the matrix in float64, and a copy of the inputs, are
+    freed when it returns.
+    """
+    # In the dtype of products, which `solving` turns off.
+    rows = as_multiplied(x.reshape(-1, x.shape[-1]))
+    sums = MomentSums(seqlen)
+    with solving(x.device):
+        sums.take(rows)
+        return checked(sums.gram(task.world), f"{task.visit.prefix}.{name}")

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from hasslefree.checkpoint.resume import (
 from hasslefree.distributed import World, local_device, process_group
 from hasslefree.errors import ModelError, OutputError
 from hasslefree.models.activations import check_storage
-from hasslefree.models.blocks import Blocks, find_blocks, other_modalities
+from hasslefree.models.blocks import find_blocks, other_modalities
 from hasslefree.models.load import resolve_device
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.walk import Walk
@@ -36,9 +35,10 @@ from hasslefree.models.weights import Weights
 from hasslefree.pipeline.block import compress_blocks
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.inputs import check_segments, draw, open_model
+from hasslefree.pipeline.job import Job, PlannedModel
 from hasslefree.pipeline.metadata import configuration, described, recorded, write_rest
 from hasslefree.pipeline.preflight import preflight
-from hasslefree.pipeline.training import matching_text, train_whole
+from hasslefree.pipeline.training import matching_text, train_and_check
 from hasslefree.planning.machine import memory_reused
 from hasslefree.planning.memory import Setup, check_memory, seconds_by_phase
 from hasslefree.planning.plan import (
@@ -62,6 +62,7 @@ from hasslefree.progress import (
 )
 from hasslefree.recipe.recipe import Recipe
 from hasslefree.recipe.resolve import Resolved
+from hasslefree.train.schedule import Reference
 from hasslefree.train.trainer import reference_of
 from hasslefree.validation import typed
 
@@ -119,33 +120,15 @@ def compress(
             is changed.
     """
     start = time.perf_counter()
-    with_text = segments is None
-    if recipe is None:
-        recipe = Recipe()
-    elif not isinstance(recipe, Recipe):
-        recipe = Recipe.from_yaml(recipe, with_text)
-    resolved = recipe.resolve(with_text)
+    resolved = resolve_recipe(recipe, with_text=segments is None)
     folder = Path(out).resolve()
-    source = model.config._name_or_path if isinstance(model, PreTrainedModel) else model
-    if (
-        resume
-        and not overwrite
-        and (folder / FILES).is_file()
-        and not unfinished_folder(folder).exists()
-    ):
-        raise OutputError(f"{folder} is finished: there is nothing to resume")
-    check_output(folder, overwrite, source=Path(source) if source else None)
+    check_request(model, folder, resume, overwrite)
     check_storage(activations)
-    target = (
-        model.device
-        if isinstance(model, PreTrainedModel)
-        else resolve_device(device or local_device())
-    )
-    if isinstance(model, PreTrainedModel) and any(p.is_inference() for p in model.parameters()):
-        raise ModelError(
-            "the model was loaded inside torch.inference_mode(), so its weights cannot be trained;"
-            " load it outside"
-        )
+    from_memory = isinstance(model, PreTrainedModel)
+    if isinstance(model, PreTrainedModel):
+        target = model.device
+    else:
+        target = resolve_device(device or local_device())
     with (
         torch.inference_mode(False),
         memory_reused(),
@@ -153,163 +136,158 @@ def compress(
         workplace(folder, overwrite, resume, world) as work,
     ):
         phases = Phases(progress, log=world.writes)
+        scratch = work.scratch / str(world.rank)
         with phases.phase(LOADING):
             name, loaded, tokenizer = open_model(
-                model, recipe.dtype, work.scratch / str(world.rank), tokenizer, trust_remote_code
+                model, resolved.dtype, scratch, tokenizer, trust_remote_code
             )
-        blocks, plan, left = plan_model(loaded, resolved)
-        room = layer_room(
-            loaded, plan, resolved
-        )  # before any block is read: tied weights are counted once
-        # Blocks whose predictions were matched are written before those that they replace are
-        # removed.
-        twice = bytes_of(plan) if resolved.match_predictions else 0
-        check_output(folder, overwrite, bytes_on_disk(loaded, plan) + twice - work.bytes_done)
+        planned = plan_model(loaded, resolved)
+        check_output(folder, overwrite, planned.bytes_to_write - work.bytes_done)
         own_segments = segments is not None
         if segments is not None:
             segments = segments.clone()  # an inference tensor cannot be saved for a gradient
         else:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
-            segments = draw(loaded, tokenizer, recipe, phases, target)
+            segments = draw(loaded, tokenizer, resolved, phases, target)
         check_segments(loaded, segments, world)
-        from_memory = isinstance(model, PreTrainedModel)
-        dense = Dense(
-            name, from_memory, loaded, tokenizer, blocks, plan, room, left, segments, own_segments
+        job = Job(
+            name=name,
+            from_memory=from_memory,
+            model=loaded,
+            tokenizer=tokenizer,
+            resolved=resolved,
+            planned=planned,
+            segments=segments,
+            own_segments=own_segments,
+            device=target,
+            storage=activations,
+            world=world,
+            phases=phases,
+            work=work,
         )
-        report = compress_dense(dense, resolved, target, activations, work, world, phases)
-    times = sorted(
-        phases.times(), key=lambda each: each.name == WRITING
-    )  # which begins with the first block
-    return dataclasses.replace(report, seconds=time.perf_counter() - start, phases=tuple(times))
+        record = run(job)
+    # Files are written from the first block on, so this phase begins early and ends last.
+    times = sorted(phases.times(), key=lambda phase: phase.name == WRITING)
+    return dataclasses.replace(record, seconds=time.perf_counter() - start, phases=tuple(times))
 
 
-@dataclass(frozen=True)
-class Dense:
-    """A model to compress, and the text that it reads.
+def resolve_recipe(recipe: Recipe | str | Path | None, with_text: bool) -> Resolved:
+    """Resolve a recipe, the path of a YAML file, or None for the default recipe.
 
-    plan, room: of its layers before any allocation, and the bytes that they may take. left: what
-    stays as it is, as in `Record`. segments: token ids (samples, seqlen). own_segments: they were
-    given, not drawn from the recipe's text.
+    Args:
+        with_text: check the calibration text too.
     """
-
-    name: str
-    from_memory: bool
-    model: PreTrainedModel
-    tokenizer: Any
-    blocks: Blocks
-    plan: Plan
-    room: int
-    left: dict[str, Any]
-    segments: Tensor
-    own_segments: bool
+    if recipe is None:
+        recipe = Recipe()
+    elif not isinstance(recipe, Recipe):
+        recipe = Recipe.from_yaml(recipe, with_text)
+    return recipe.resolve(with_text)
 
 
-def compress_dense(
-    dense: Dense,
-    resolved: Resolved,
-    device: torch.device,
-    storage: str,
-    work: Unfinished,
-    world: World,
-    phases: Phases,
-) -> Record:
-    """Compress a model and write it. storage: of hidden states, as for `Activations`."""
-    model, plan, segments = dense.model, dense.plan, dense.segments
-    start, shape = time.perf_counter(), (segments.shape[0], segments.shape[1])
-    setup = Setup(model, dense.blocks, plan, resolved, shape, device, storage, world.size)
-    options = {"storage": storage, "folder": work.scratch, "phases": phases}
-    walk, digests = open_walk(setup, segments[:1].to(device), options)
-    work.background_writes = walk.weights.prefetch
-    local = world.share(segments).to(device)
-    # Of an earlier run, which had trained the model already.
-    predictions, work.held_out = world.broadcast((work.predictions, work.held_out))
-    skipped = (
-        (REFERENCE, PREDICTIONS, CHECK) if predictions else (CHECK,) if dense.own_segments else ()
-    )
-    phases.expect(seconds_by_phase(setup, without=skipped))
-    check, reference = None, None
-    minutes = resolved.minutes
-    deadline = None if minutes is None else phases.began + 60 * minutes
-    if predictions is None:
-        tokenizer = None if dense.own_segments else dense.tokenizer
-        text = matching_text(walk, resolved, tokenizer, segments, world)
-        if resolved.check and tokenizer is not None:
-            used = segments if text is None else torch.cat([segments, text])
-            check = Check.of(walk, resolved, tokenizer, used)
-        if text is not None:
-            reference = reference_of(
-                walk, world.share(text).to(device), len(text), resolved.match_predictions
-            )
-    allocation = world.broadcast(allocate(walk, plan, dense.room, resolved, local, world))
-    about = described(dense.name, model, resolved, segments) | dense.left
-    about |= {
-        "device": device.type,
-        "own_segments": dense.own_segments,
-        "from_memory": dense.from_memory,
-    }
-    if world.writes:
-        dense_digests = {
-            "segments": fingerprint(segments),
-            "weights": digests,
-            "config": configuration(model),
-        }
-        # No block depends on the minutes.
-        settings = {name: value for name, value in about["recipe"].items() if name != "minutes"}
-        work.begin(about | dense_digests | {"plan": digest(allocation.plan), "recipe": settings})
-    with writing_files(phases, resolved, work, len(plan)) as writing:
-        compress_blocks(walk, allocation, resolved, local, work, world, writing, check, deadline)
-        if reference is not None:
-            predictions = train_whole(walk, reference, work, world, writing, check, deadline)
-        elif check is not None:
-            work.held_out = check.measure()
-        parts = world.broadcast(work.parts)
-        about |= {
-            "predictions": predictions,
-            "held_out": work.held_out,
-            "seconds": time.perf_counter() - start,
-        }
-        record = recorded(about, parts, allocation.sensitivities)
-        if world.writes:
+def check_request(
+    model: str | Path | PreTrainedModel, out: Path, resume: bool, overwrite: bool
+) -> None:
+    """Raise an error for what is wrong before the model is opened.
+
+    Raises:
+        OutputError: OUT is finished and is to be resumed, or it cannot be written.
+        ModelError: a loaded model cannot be trained.
+    """
+    is_finished = (out / FILES).is_file() and not unfinished_folder(out).exists()
+    if resume and not overwrite and is_finished:
+        raise OutputError(f"{out} is finished: there is nothing to resume")
+    source = model.config._name_or_path if isinstance(model, PreTrainedModel) else model
+    check_output(out, overwrite, source=Path(source) if source else None)
+    if isinstance(model, PreTrainedModel) and any(p.is_inference() for p in model.parameters()):
+        raise ModelError(
+            "the model was loaded inside torch.inference_mode(), so its weights cannot be trained;"
+            " load it outside"
+        )
+
+
+def plan_model(model: PreTrainedModel, resolved: Resolved) -> PlannedModel:
+    """Find the blocks of a model, choose the layers to compress, and plan each of them."""
+    blocks = find_blocks(model)
+    selection = select(blocks, resolved)
+    plan = plan_of(model, selection, resolved)
+    for line in selection.reasons():
+        logger.info("kept dense automatically: %s", line)
+    beside = other_modalities(model, blocks)
+    if beside:
+        logger.info(
+            "only the text decoder is compressed, and only text is used for calibration; %s stay"
+            " dense",
+            ", ".join(beside),
+        )
+    # Before any block is read: tied weights are counted once.
+    room = layer_room(model, plan, resolved)
+    to_write = bytes_on_disk(model, plan)
+    if resolved.match_predictions:
+        # The trained blocks are written before those that they replace are removed.
+        to_write += bytes_of(plan)
+    return PlannedModel(blocks, plan, room, to_write, selection.automatically_dense, beside)
+
+
+def run(job: Job) -> Record:
+    """Compress the model of a job, train it, check it, and write it to the folder."""
+    start = time.perf_counter()
+    setup = setup_of_job(job)
+    walk, digests = open_walk(job, setup)
+    share_trained_state(job)
+    job.phases.expect(seconds_by_phase(setup, without=phases_to_skip(job)))
+    reference, check = run_dense_model(job, walk)
+    allocation = job.world.broadcast(allocate(job, walk))
+    description = described(job)
+    if job.world.writes:
+        job.work.begin(identity_of(job, description, digests, allocation.plan))
+    with writing_files(job) as writing:
+        compress_blocks(job, walk, allocation, writing, check)
+        predictions = train_and_check(job, walk, reference, writing, check)
+        parts = job.world.broadcast(job.work.parts)
+        record = recorded(
+            description,
+            parts,
+            allocation.sensitivities,
+            predictions=predictions,
+            held_out=job.work.held_out,
+            seconds=time.perf_counter() - start,
+        )
+        if job.world.writes:
             with writing.running():
-                work.finish(lambda part: write_rest(part, model, dense.tokenizer, parts, record))
+                job.work.finish(
+                    lambda part: write_rest(part, job.model, job.tokenizer, parts, record)
+                )
     return record
 
 
-def allocate(
-    walk: Walk, plan: Plan, room: int, resolved: Resolved, segments: Tensor, world: World
-) -> Allocation:
-    """The plan that the recipe's `allocate` asks for.
-
-    Args:
-        plan: the uniform one.
-        room: bytes for all layers.
-        segments: those of this process, (samples, tokens).
-    """
-    if resolved.allocate == "uniform":
-        return Allocation(plan)
-    bits = resolved.factor_bits
-    if resolved.allocate == "owl":
-        return by_outliers(walk, plan, resolved.budget, resolved.solver, bits, segments, world)
-    found = by_sensitivity(
-        walk,
-        plan,
-        room,
-        segments,
-        world,
-        grids=resolved.grids,
-        rank=resolved.rank_on_grids,
-        factor_bits=bits,
-        seed=resolved.seed,
+def setup_of_job(job: Job) -> Setup:
+    """Describe a job for estimates of its memory and time."""
+    shape = (job.segments.shape[0], job.segments.shape[1])
+    planned = job.planned
+    return Setup(
+        job.model,
+        planned.blocks,
+        planned.plan,
+        job.resolved,
+        shape,
+        job.device,
+        job.storage,
+        job.world.size,
     )
-    return dataclasses.replace(found, choices=())  # other processes need none
 
 
-def open_walk(
-    setup: Setup, segment: Tensor, options: dict[str, Any]
-) -> tuple[Walk, dict[str, str]]:
-    """`preflight` a model if memory suffices for its compression."""
-    weights = Weights(setup.model, setup.device, prefetch=check_memory(setup).prefetch)
-    walk, digests = preflight(setup.model, setup.blocks, weights, setup.plan, segment, options)
+def open_walk(job: Job, setup: Setup) -> tuple[Walk, dict[str, str]]:
+    """Run `preflight` on a model if memory suffices for its compression.
+
+    Returns:
+        How to walk through the model, and a checksum of each part by its name.
+    """
+    weights = Weights(job.model, job.device, prefetch=check_memory(setup).prefetch)
+    options = {"storage": job.storage, "folder": job.work.scratch, "phases": job.phases}
+    segment = job.segments[:1].to(job.device)
+    walk, digests = preflight(
+        job.model, job.planned.blocks, weights, job.planned.plan, segment, options
+    )
     if walk.width is not None:
         logger.info(
             "the blocks take extra inputs per token (%d values): more memory is used, results are"
@@ -317,18 +295,96 @@ def open_walk(
             walk.width,
         )
         weights.prefetch = check_memory(dataclasses.replace(setup, width=walk.width)).prefetch
+    job.work.background_writes = weights.prefetch
     return walk, digests
 
 
-@contextmanager
-def writing_files(
-    phases: Phases, resolved: Resolved, work: Unfinished, blocks: int
-) -> Iterator[Phase]:
-    """The phase in which the files of the model are counted: where they are written, while the work
-    waits for that.
+def share_trained_state(job: Job) -> None:
+    """Let every process know what an earlier run has trained and measured."""
+    trained = (job.work.predictions, job.work.held_out)
+    job.work.predictions, job.work.held_out = job.world.broadcast(trained)
+
+
+def phases_to_skip(job: Job) -> tuple[str, ...]:
+    """The phases that have an expected time, and that this run does not have."""
+    if job.work.predictions is not None:
+        return (REFERENCE, PREDICTIONS, CHECK)
+    if job.own_segments:
+        return (CHECK,)
+    return ()
+
+
+def run_dense_model(job: Job, walk: Walk) -> tuple[Reference | None, Check | None]:
+    """Run the dense model on the training text, and draw the held-out text.
+
+    Returns:
+        The predictions to match, and the check of the compressed model; None for each that the
+        recipe does not ask for, or that an earlier run has finished.
     """
-    files = 2 + blocks + (blocks if resolved.match_predictions else 0)
-    with phases.phase(WRITING, files, "files", running=False) as writing:
+    if job.work.predictions is not None:
+        return None, None
+    text = matching_text(job, walk)
+    check = None
+    if job.resolved.check and job.text_tokenizer is not None:
+        used = job.segments if text is None else torch.cat([job.segments, text])
+        check = Check.of(walk, job.resolved, job.tokenizer, used)
+    if text is None:
+        return None, check
+    local = job.world.share(text).to(job.device)
+    return reference_of(walk, local, len(text), job.resolved.match_predictions), check
+
+
+def allocate(job: Job, walk: Walk) -> Allocation:
+    """Plan the layers as the recipe's `allocate` asks for."""
+    resolved = job.resolved
+    plan = job.planned.plan
+    if resolved.allocate == "uniform":
+        return Allocation(plan)
+    segments = job.local_segments
+    bits = resolved.factor_bits
+    if resolved.allocate == "owl":
+        return by_outliers(walk, plan, resolved.budget, resolved.solver, bits, segments, job.world)
+    allocation = by_sensitivity(
+        walk,
+        plan,
+        job.planned.room,
+        segments,
+        job.world,
+        grids=resolved.grids,
+        rank=resolved.rank_on_grids,
+        factor_bits=bits,
+        seed=resolved.seed,
+    )
+    return dataclasses.replace(allocation, choices=())  # other processes need none
+
+
+def identity_of(
+    job: Job, description: dict[str, Any], digests: dict[str, str], plan: Plan
+) -> dict[str, Any]:
+    """Everything that the compressed blocks depend on, as JSON for the journal."""
+    # No block depends on the minutes.
+    settings = {name: value for name, value in description["recipe"].items() if name != "minutes"}
+    return description | {
+        "segments": fingerprint(job.segments),
+        "weights": digests,
+        "config": configuration(job.model),
+        "plan": digest(plan),
+        "recipe": settings,
+    }
+
+
+@contextmanager
+def writing_files(job: Job) -> Iterator[Phase]:
+    """Open the phase that counts the files of the model.
+
+    Its timer runs where files are written while the work waits for that.
+    """
+    work = job.work
+    blocks = len(job.planned.plan)
+    files = 2 + blocks
+    if job.resolved.match_predictions:
+        files += blocks
+    with job.phases.phase(WRITING, files, "files", running=False) as writing:
         if len(work.parts) > 1:
             finished = f"{len(work.parts) - 1} of {blocks} blocks"
             matched = ", prediction matching included" if work.predictions else ""
@@ -341,27 +397,9 @@ def writing_files(
         yield writing
 
 
-def plan_model(model: PreTrainedModel, resolved: Resolved) -> tuple[Blocks, Plan, dict[str, Any]]:
-    """The blocks, the plans of their layers, and what stays dense, as in `Record`."""
-    blocks = find_blocks(model)
-    selection = select(blocks, resolved)
-    plan = plan_of(model, selection, resolved)
-    for line in selection.reasons():
-        logger.info("kept dense automatically: %s", line)
-    if beside := other_modalities(model, blocks):
-        logger.info(
-            "only the text decoder is compressed, and only text is used for calibration; %s stay"
-            " dense",
-            ", ".join(beside),
-        )
-    return blocks, plan, {"dense": selection.automatically_dense, "towers": beside}
-
-
 @contextmanager
 def workplace(out: Path, overwrite: bool, resume: bool, world: World) -> Iterator[Unfinished]:
-    """The unfinished folder of OUT: for the process that writes it, and as a read-only view for the
-    others.
-    """
+    """Open the unfinished folder of OUT; in processes that do not write, a read-only view of it."""
     if world.writes:
         with unfinished(out, overwrite, resume) as work:
             world.broadcast(work.parts)

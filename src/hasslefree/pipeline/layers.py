@@ -1,6 +1,4 @@
-"""The layers of a block whose inputs are known: decomposed, each by one process, and put in
-their place.
-"""
+"""Solve the layers of a block whose inputs are known, and install them."""
 
 import dataclasses
 import logging
@@ -23,9 +21,9 @@ from hasslefree.models.sites import find_site
 from hasslefree.models.walk import Visit
 from hasslefree.models.weights import trim
 from hasslefree.packed.linear import SparseLowRankLinear
+from hasslefree.pipeline.job import Job
 from hasslefree.planning.plan import LayerPlan
 from hasslefree.progress import Phase
-from hasslefree.recipe.resolve import Resolved
 from hasslefree.solve.decompose import solve_layer
 from hasslefree.solve.methods import with_grid
 from hasslefree.solve.methods.weighted import Weighted
@@ -45,25 +43,43 @@ Done = tuple[SparseLowRankLinear, LayerRecord]
 
 @dataclass(frozen=True)
 class Task:
-    """A block to compress, the plans of its layers, what takes each record, and the phases that
-    count the layers.
+    """One block of a job to compress.
 
-    output_weights: of layers of the model, by their full names; see `Weighted`.
+    Args:
+        visit: the block, in memory.
+        plans: of its layers, after the allocation.
+        output_weights: of layers of the model, by their full names; see `Weighted`.
+        collecting, solving: the phases that count its layers.
     """
 
+    job: Job
     visit: Visit
     plans: Plans
     output_weights: Mapping[str, Tensor]
-    resolved: Resolved
-    world: World
-    report_layer: Callable[[LayerRecord], None]
     collecting: Phase
     solving: Phase
 
+    @property
+    def world(self) -> World:
+        """The processes that share the layers of the block."""
+        return self.job.world
+
+    def report_layer(self, record: LayerRecord) -> None:
+        """Count a layer that was compressed.
+
+        Raises:
+            OutputError: the block before, which is written meanwhile, cannot be written.
+        """
+        self.job.work.check()
+        self.solving.advance(layer=record)
+
 
 def compress_groups(task: Task, groups: list[list[str]], grams: Sequence[Gram]) -> list[Done]:
-    """Decompose and replace the layers of groups, given the Gram matrices of their inputs; each
-    process its share.
+    """Decompose and replace the layers of groups; each process solves its share.
+
+    Args:
+        groups: names of the layers that share one input.
+        grams: of these inputs.
     """
     world = task.world
     plans = {name: task.plans[name] for group in groups for name in group}
@@ -80,40 +96,59 @@ def compress_groups(task: Task, groups: list[list[str]], grams: Sequence[Gram]) 
 
 def compress_group(task: Task, plans: Plans, gram: Gram) -> dict[str, Done]:
     """Decompose layers that share one input, with what depends on its Gram matrix computed once."""
-    visit, resolved = task.visit, task.resolved
-    start, done = time.perf_counter(), {}
-    sites, method = visit.sites(list(plans)), resolved.solver
-    remarks = () if gram.tokens else (NEVER_ROUTED,)
+    start = time.perf_counter()
+    method = task.job.resolved.solver
+    prefix = task.visit.prefix
+    done: dict[str, Done] = {}
     try:
         factorising = f"factorise the Gram matrix (XᵀX of the layers' {len(gram.matrix)} inputs)"
         prepared = with_room(lambda: method.prepare(gram), factorising, gram.matrix.device)
         preparing = (time.perf_counter() - start) / len(plans)
         for name, plan in plans.items():
-            start = time.perf_counter()
-            weight = sites[name].weight().to(plan.dtype)  # it may be `computing`
-            solver = with_grid(method, plan.spec.grid)
-            if (weights := task.output_weights.get(f"{visit.prefix}.{name}")) is not None:
-                solver = Weighted(solver, weights)
-            result = solve_with_room(weight, gram, solver, prepared, plan, resolved.seed)
-            layer = SparseLowRankLinear.from_decomposition(
-                result, sites[name].bias, plan.spec.pattern
-            )
-            seconds = time.perf_counter() - start + preparing
-            report = LayerRecord.of(
-                f"{visit.prefix}.{name}", layer.spec, result, seconds, layer.stored_bytes
-            )
-            report = dataclasses.replace(report, remarks=(*report.remarks, *remarks))
-            done[name] = layer, report
-            task.report_layer(report)
+            layer, record = compress_layer(task, name, plan, gram, prepared)
+            record = dataclasses.replace(record, seconds=record.seconds + preparing)
+            done[name] = (layer, record)
+            task.report_layer(record)
     except OutputError:
-        raise  # `task.report_layer` raises that of the block before, which is written meanwhile
+        raise  # it is an error of the block before, which is written meanwhile
     except HasslefreeError as error:
-        raise error.within(f"{visit.prefix}: {', '.join(plans)}") from None
+        raise error.within(f"{prefix}: {', '.join(plans)}") from None
     return done
 
 
+def compress_layer(task: Task, name: str, plan: LayerPlan, gram: Gram, prepared: Any) -> Done:
+    """Decompose one layer.
+
+    Args:
+        name: of the layer in its block.
+        prepared: what the method has computed from the Gram matrix.
+    """
+    start = time.perf_counter()
+    full_name = f"{task.visit.prefix}.{name}"
+    site = find_site(task.visit.block, name)
+    weight = site.weight().to(plan.dtype)  # while the block computes, its dtype may be another
+    solver = with_grid(task.job.resolved.solver, plan.spec.grid)
+    weights = task.output_weights.get(full_name)
+    if weights is not None:
+        solver = Weighted(solver, weights)
+    result = solve_with_room(weight, gram, solver, prepared, plan, task.job.resolved.seed)
+    layer = SparseLowRankLinear.from_decomposition(result, site.bias, plan.spec.pattern)
+    seconds = time.perf_counter() - start
+    record = LayerRecord.of(full_name, layer.spec, result, seconds, layer.stored_bytes)
+    if not gram.tokens:
+        record = dataclasses.replace(record, remarks=(*record.remarks, NEVER_ROUTED))
+    return layer, record
+
+
 def with_room(compute: Callable[[], T], task: str, device: torch.device) -> T:
-    """What `compute` returns; where memory is short, once more after emptying torch's cache."""
+    """Compute something; if memory is short, once more after emptying torch's cache.
+
+    Args:
+        task: what it does, for the error.
+
+    Raises:
+        MemoryShortError: memory is short the second time too.
+    """
     for _ in range(2):
         try:
             return compute()
@@ -141,26 +176,30 @@ def solve_with_room(
 
 
 def install_layer(task: Task, name: str, owner: int, done: Done | None) -> Done:
-    """Put a compressed layer in its place, in all processes. done: what its owner has; None in the
-    other processes.
+    """Put a compressed layer into its block, in all processes.
+
+    Args:
+        name: of the layer in its block.
+        owner: the rank of the process that has solved it.
+        done: the layer and its record; None in the other processes.
     """
-    site, world = find_site(task.visit.block, name), task.world
-    entry, report = world.broadcast((entry_of(done[0]), done[1]) if done else None, owner)
+    site = find_site(task.visit.block, name)
+    world = task.world
+    solved = None if done is None else (entry_of(done[0]), done[1])
+    entry, record = world.broadcast(solved, owner)
     if done is None:
-        layer = empty_layer(site, report.name, read_entries({report.name: entry})[report.name])
-        task.report_layer(report)
+        layer = empty_layer(site, record.name, read_entries({record.name: entry})[record.name])
+        task.report_layer(record)
     else:
         layer = done[0]
     for tensor in layer.state_dict().values():
         world.broadcast_(tensor, owner)
     site.replace(layer)
-    return layer, report
+    return layer, record
 
 
 def relative_cost(layer: LayerPlan) -> float:
-    """What the cost of a layer is proportional to: every method does products out × in × in most of
-    the time.
-    """
+    """The time of a layer up to a factor: most of it is products out × in × in."""
     out, width = layer.spec.shape
     return out * width**2
 

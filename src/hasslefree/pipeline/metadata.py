@@ -7,7 +7,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -23,19 +22,28 @@ from hasslefree.checkpoint.plugin import HasslefreeConfig
 from hasslefree.checkpoint.record import LayerRecord, Record, versions
 from hasslefree.checkpoint.resume import FinishedPart
 from hasslefree.models.load import auto_class
-from hasslefree.recipe.resolve import Resolved
+from hasslefree.pipeline.job import Job
 from hasslefree.units import significant
 
 logger = logging.getLogger(__name__)
 
 
-def described(
-    name: str, model: PreTrainedModel, resolved: Resolved, segments: Tensor
-) -> dict[str, Any]:
+def described(job: Job) -> dict[str, Any]:
     """The model, recipe, method and text of a compression, as in `Record` and the journal."""
-    text = {"seqlen": segments.shape[1], "tokens": segments.numel()}
-    how = {"recipe": resolved.to_dict(), "method": repr(resolved.solver), "versions": versions()}
-    return {"model": name, **how, "dtype": str(model.dtype).removeprefix("torch."), **text}
+    return {
+        "model": job.name,
+        "recipe": job.resolved.to_dict(),
+        "method": repr(job.resolved.solver),
+        "versions": versions(),
+        "dtype": str(job.model.dtype).removeprefix("torch."),
+        "seqlen": job.segments.shape[1],
+        "tokens": job.segments.numel(),
+        "dense": job.planned.left_dense,
+        "towers": job.planned.other_modalities,
+        "device": job.device.type,
+        "own_segments": job.own_segments,
+        "from_memory": job.from_memory,
+    }
 
 
 def configuration(model: PreTrainedModel) -> dict[str, Any]:
@@ -49,16 +57,34 @@ def configuration(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def recorded(
-    about: dict[str, Any], parts: list[FinishedPart], sensitivities: dict[str, float] | None
+    description: dict[str, Any],
+    parts: list[FinishedPart],
+    sensitivities: dict[str, float] | None,
+    **results: Any,
 ) -> Record:
-    """The record of a compression. about: its other fields. sensitivities: of an `Allocation`."""
-    layers = tuple(LayerRecord.from_dict(layer) for part in parts for layer in part.layers)
-    total = sum(size for part in parts for size in part.tensors.values())
-    rest = about | {name: tuple(about[name]) for name in ("dense", "towers")}
-    rest["other_bytes"] = total - sum(layer.bytes for layer in layers)
+    """Make the record of a compression.
+
+    Args:
+        description: the fields that `described` gives.
+        parts: the finished parts of the model.
+        sensitivities: of an `Allocation`.
+        results: the fields of `Record` that are known at the end.
+    """
+    layers: list[LayerRecord] = []
+    total = 0
+    for part in parts:
+        layers += map(LayerRecord.from_dict, part.layers)
+        total += sum(part.tensors.values())
+    rounded = None
     if sensitivities is not None:
-        rest["sensitivities"] = {name: significant(value) for name, value in sensitivities.items()}
-    return Record(**rest, layers=layers)
+        rounded = {name: significant(value) for name, value in sensitivities.items()}
+    fields = description | {
+        "dense": tuple(description["dense"]),
+        "towers": tuple(description["towers"]),
+        "other_bytes": total - sum(layer.bytes for layer in layers),
+        "sensitivities": rounded,
+    }
+    return Record(**fields, **results, layers=tuple(layers))
 
 
 def write_rest(

@@ -1,18 +1,14 @@
-"""Training a whole compressed model: the text it reads, its blocks in memory, and their new
-files.
-"""
+"""Train a whole compressed model: the text, its blocks in memory, and their new files."""
 
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hasslefree.checkpoint.record import PredictionRecord
 from hasslefree.checkpoint.resume import Unfinished
-from hasslefree.distributed import World
 from hasslefree.errors import CalibrationError, option
 from hasslefree.models.calibrate import activation_values
 from hasslefree.models.walk import Walk
@@ -20,46 +16,47 @@ from hasslefree.packed.linear import compressed_layers
 from hasslefree.pipeline.block import part_file
 from hasslefree.pipeline.held_out import Check
 from hasslefree.pipeline.inputs import more_text
+from hasslefree.pipeline.job import Job
 from hasslefree.pipeline.preflight import block_tensors
 from hasslefree.planning.machine import in_one_pass
 from hasslefree.progress import READ_BACK, Phase
-from hasslefree.recipe.resolve import Resolved
 from hasslefree.train.schedule import Reference, Training, passes_over, segments_for
 from hasslefree.train.trainer import train
 
 logger = logging.getLogger(__name__)
 
 
-def matching_text(
-    walk: Walk, resolved: Resolved, tokenizer: Any, segments: Tensor, world: World
-) -> Tensor | None:
-    """The text that predictions are matched on, (samples, seqlen), of all processes; None if they
-    are not matched.
+def matching_text(job: Job, walk: Walk) -> Tensor | None:
+    """Read the text that predictions are matched on.
 
-    It is the recipe's, cut into windows that do not overlap, so that the validation windows are
-    new.
+    It is the recipe's text, cut into windows that do not overlap, so the validation windows are
+    new. Segments that were given in place of a text are used again.
 
-    Args:
-        segments: of the calibration, of all processes. tokenizer: None where they were given in the
-            place of a text; they are then used for this too.
+    Returns:
+        Token ids of all processes, (samples, seqlen); None if predictions are not matched.
+
+    Raises:
+        CalibrationError: the text is too short.
     """
-    if not resolved.match_predictions:
+    tokens = job.resolved.match_predictions
+    if not tokens:
         return None
+    segments = job.segments
     seqlen = segments.shape[1]
-    count = segments_for(resolved.match_predictions, seqlen)
-    if tokenizer is not None:
-        segments = more_text(walk, resolved, tokenizer, count, seqlen)
+    count = segments_for(tokens, seqlen)
+    if job.text_tokenizer is not None:
+        segments = more_text(walk, job.resolved, job.tokenizer, count, seqlen)
     if len(segments) < count:
-        passes = passes_over(len(segments), resolved.match_predictions, seqlen)
-        again = ", and is read again" if passes > 1 or resolved.minutes else ""
+        is_read_again = passes_over(len(segments), tokens, seqlen) > 1 or job.resolved.minutes
         logger.warning(
             "the text has %d of the %d segments that the training asks for%s",
             len(segments),
             count,
-            again,
+            ", and is read again" if is_read_again else "",
         )
     segments = segments[:count]
-    if len(segments) < (least := max(2, world.size)):
+    least = max(2, job.world.size)
+    if len(segments) < least:
         raise CalibrationError(
             f"prediction matching needs at least {least} segments of {seqlen} tokens, and the"
             f" calibration text has {len(segments)}; use a longer text, a smaller seqlen, or"
@@ -68,73 +65,85 @@ def matching_text(
     return segments
 
 
-def train_whole(
-    walk: Walk,
-    reference: Reference,
-    work: Unfinished,
-    world: World,
-    writing: Phase,
-    check: Check | None,
-    deadline: float | None = None,
-) -> PredictionRecord:
-    """Train and check the compressed model that `work` holds, and write it again.
+def train_and_check(
+    job: Job, walk: Walk, reference: Reference | None, writing: Phase, check: Check | None
+) -> PredictionRecord | None:
+    """Train the compressed model, and measure its perplexity, where the recipe asks for that.
 
-    writing: counts its files. deadline: as for `train`.
+    Args:
+        reference: predictions to match; None if there is nothing to train, or no more.
+        writing: the phase that counts files.
+        check: None if the perplexity is not measured.
+
+    Returns:
+        The record of the training, in this run or in an earlier one; None without training.
     """
-    work.parts[:] = world.broadcast(work.parts)
+    predictions = job.work.predictions
+    if reference is not None:
+        predictions = train_whole(job, walk, reference)
+        if check is not None:
+            check.run_again()
+    if check is not None:
+        job.work.held_out = check.measure()
+    if reference is not None and predictions is not None:
+        rewrite(job, walk, predictions, writing)
+    return predictions
+
+
+def train_whole(job: Job, walk: Walk, reference: Reference) -> PredictionRecord:
+    """Train the compressed model whose blocks the unfinished folder holds."""
+    work = job.work
+    work.parts[:] = job.world.broadcast(work.parts)
     blocks = walk.blocks.modules
     with walk.phases.phase(READ_BACK, len(blocks), "blocks") as phase:
         bring_back(walk, work, phase.advance)
-    optimizer_device = None if walk.storage == "device" else torch.device("cpu")
     settings = Training()
-    tokens = settings.tokens(reference.seqlen)
-    shapes = (
-        {name: layer.spec.shape for name, layer in compressed_layers(block).items()}
-        for block in blocks
-    )
-    numbers = sum(
-        activation_values(block, sizes, tokens) for block, sizes in zip(blocks, shapes, strict=True)
-    )
-    keep_graphs = in_one_pass(numbers, walk.weights.device)
+    values = 0.0
+    for block in blocks:
+        shapes = {name: layer.spec.shape for name, layer in compressed_layers(block).items()}
+        values += activation_values(block, shapes, settings.tokens(reference.seqlen))
+    keep_graphs = in_one_pass(values, walk.weights.device)
+    optimizer_device = None if walk.storage == "device" else torch.device("cpu")
     restore = partial(bring_back, walk, work)
-    record = train(
-        walk, reference, settings, restore, world, optimizer_device, keep_graphs, deadline
+    return train(
+        walk, reference, settings, restore, job.world, optimizer_device, keep_graphs, job.deadline
     )
-    if check is not None:
-        check.run_again()
-        work.held_out = check.measure()
-    world.total(0.0, walk.weights.device)  # all processes have read the files
-    if world.writes:
+
+
+def rewrite(job: Job, walk: Walk, predictions: PredictionRecord, writing: Phase) -> None:
+    """Write the trained blocks in place of those that were read back."""
+    job.world.total(0.0, walk.weights.device)  # all processes have read the files
+    if job.world.writes:
         with writing.running():
-            work.rewrite(trained_parts(walk, writing), record)
-    return record
+            job.work.rewrite(trained_parts(walk, writing), predictions)
 
 
 def bring_back(walk: Walk, work: Unfinished, passed: Callable[[], None] | None = None) -> None:
-    """Put every compressed block on the device as it was written. passed: called after each."""
+    """Put every compressed block on the device as it was written.
+
+    Args:
+        passed: called after each block.
+    """
     for index, block in enumerate(walk.blocks.modules):
-        prefix, tensors = f"{walk.blocks.prefix(index)}.", work.read(work.parts[index + 1])
-        own = {
-            name.removeprefix(prefix): tensor.to(walk.weights.device)
-            for name, tensor in tensors.items()
-        }
-        block.load_state_dict(own, assign=True, strict=not walk.blocks.shared)
+        prefix = f"{walk.blocks.prefix(index)}."
+        state: dict[str, Tensor] = {}
+        for name, tensor in work.read(work.parts[index + 1]).items():
+            state[name.removeprefix(prefix)] = tensor.to(walk.weights.device)
+        block.load_state_dict(state, assign=True, strict=not walk.blocks.shared)
         if passed is not None:
             passed()
     for name, source in walk.model.all_tied_weights_keys.items():
         if {name, source} <= walk.blocks.shared:
             path, _, leaf = name.rpartition(".")
-            walk.model.get_submodule(path).register_parameter(
-                leaf, walk.model.get_parameter(source)
-            )
+            parameter = walk.model.get_parameter(source)
+            walk.model.get_submodule(path).register_parameter(leaf, parameter)
 
 
 def trained_parts(walk: Walk, writing: Phase) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The file of each block and its tensors, as they are now. writing: counts them."""
+    """Yield the file of each block and its tensors, as they are now, and count it as written."""
     count = len(walk.blocks.modules)
+    tied = walk.model.all_tied_weights_keys
     for index, block in enumerate(walk.blocks.modules):
-        yield (
-            part_file(index + 1, count),
-            block_tensors(block, walk.blocks.prefix(index), walk.model.all_tied_weights_keys),
-        )
+        tensors = block_tensors(block, walk.blocks.prefix(index), tied)
+        yield part_file(index + 1, count), tensors
         writing.advance()

@@ -1,0 +1,82 @@
+"""Everything that one compression works on, made once before the first layer is changed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hasslefree.checkpoint.resume import Unfinished
+from hasslefree.distributed import World
+from hasslefree.models.blocks import Blocks
+from hasslefree.planning.plan import Plan
+from hasslefree.progress import Phases
+from hasslefree.recipe.resolve import Resolved
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """The blocks of a model and the plan of its layers, before any allocation.
+
+    Args:
+        room: bytes that all layers may take.
+        bytes_to_write: bytes that the folder takes at its largest.
+        left_dense: full names of the matrices that stay dense automatically.
+        other_modalities: names of the modules for other inputs than text, which stay dense.
+    """
+
+    blocks: Blocks
+    plan: Plan
+    room: int
+    bytes_to_write: int
+    left_dense: list[str]
+    other_modalities: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A compression: the model, the plan of its layers, the text, and where it runs.
+
+    Args:
+        name: of the model, as in `Record`.
+        from_memory: the model was given loaded, not by name.
+        tokenizer: None only if `segments` were given.
+        segments: calibration tokens of all processes, (samples, seqlen) int64.
+        own_segments: the segments were given, not drawn from the recipe's text.
+        device: where blocks are run and layers are solved.
+        storage: where hidden states are kept, as for `Activations`.
+        work: the unfinished folder.
+    """
+
+    name: str
+    from_memory: bool
+    model: PreTrainedModel
+    tokenizer: Any
+    resolved: Resolved
+    planned: PlannedModel
+    segments: Tensor
+    own_segments: bool
+    device: torch.device
+    storage: str
+    world: World
+    phases: Phases
+    work: Unfinished
+
+    @property
+    def local_segments(self) -> Tensor:
+        """The segments of this process, (samples, seqlen), on the device."""
+        return self.world.share(self.segments).to(self.device)
+
+    @property
+    def text_tokenizer(self) -> Any:
+        """The tokenizer to read more of the recipe's text; None if segments replace the text."""
+        return None if self.own_segments else self.tokenizer
+
+    @property
+    def deadline(self) -> float | None:
+        """When the run is to end, by the clock of its phases; None if it may take any time."""
+        minutes = self.resolved.minutes
+        if minutes is None:
+            return None
+        return self.phases.began + 60 * minutes
