@@ -84,10 +84,14 @@ def evaluate_tasks(
             from lm_eval.models.huggingface import HFLM
 
             # The harness's model gives the tokenizer a padding token, so the file comes first.
-            file = None if cache is None else cache / cache_name(model, tokenizer)
+            file = None
+            if cache is not None:
+                file = cache / cache_name(model, tokenizer)
             size: int | str = batch or ("auto" if model.device.type == "cuda" else 1)
             lm = HFLM(model, tokenizer=tokenizer, batch_size=size, softmax_dtype=SOFTMAX_DTYPE)
-            answering = lm if file is None else stack.enter_context(cached(lm, file))
+            answering = lm
+            if file is not None:
+                answering = stack.enter_context(cached(lm, file))
         answers = {name: count_answers(task, limit) for name, task in loaded.items()}
         answered = 0
         with phases.phase(SCORING, sum(answers.values()), "answers") as phase:

@@ -1,8 +1,8 @@
 """The charts of a report: those of one folder, and those that compare models."""
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import altair as alt
 
 from hasslefree.checkpoint.output import write_whole
 from hasslefree.checkpoint.record import LayerRecord
-from hasslefree.report.content import Content, Run, error_range, place, places
+from hasslefree.report.content import Content, Parts, Run, error_range, place, places
 from hasslefree.report.drawing import HUES, INK, ROWS, Drawing, png
 from hasslefree.report.maps import bits_map, cells, heat_map, layer_rows
 from hasslefree.units import significant
@@ -18,7 +18,8 @@ from hasslefree.units import significant
 # The most numbers in the curves of all layers of a report, about seven bytes each on the page.
 POINTS = 12_000
 # A dash for each line, in the order of lines: the colours come again after `HUES`.
-DASHES = [dash for dash in ([9999, 0], [6, 3], [2, 2], [8, 3, 2, 3]) for _ in HUES]
+_PATTERNS = ([9999, 0], [6, 3], [2, 2], [8, 3, 2, 3])
+DASHES = [dash for dash in _PATTERNS for _ in HUES]
 WHOLE = alt.Axis(
     grid=False, tickMinStep=1, labelExpr="datum.value % 1 ? '' : datum.label", format="d"
 )
@@ -66,8 +67,8 @@ def run_charts(
         errors.extend(layer.relative_error for layer in other.record.layers)
     most = max(12, POINTS // (2 * len(errors)))
     charts = {"relative-error": heat_map(record.layers, error_range(errors), selected)}
-    specs = [layer.spec for layer in record.layers]
-    if any(spec.grid for spec in specs):
+    parts = Parts.of(layer.spec for layer in record.layers)
+    if parts.quantised:
         charts["bits"] = bits_map(record.layers, selected)
     if any(len(layer.history) > 1 for layer in record.layers):
         charts["rounds"] = _objectives(record.layers, most, selected)
@@ -75,7 +76,7 @@ def run_charts(
         charts["spectra"] = _spectra(run, most, selected)
     if record.sensitivities:
         charts["sensitivity"] = _sensitivities(record.sensitivities)
-    if any(spec.rank or spec.pattern != "dense" for spec in specs):
+    if parts.sparse or parts.low_rank:
         charts["parameters"] = parameters(record.layers)
     return charts
 
@@ -102,10 +103,9 @@ def _objectives(
 ) -> Drawing:
     """Draw the objective of the method during the run, layer by layer."""
     histories = {layer.name: layer.history for layer in layers}
-    if selected:
-        curves = list(histories.values())
-    else:
-        curves = [tuple(value for history in histories.values() for value in history)]
+    curves = list(histories.values())
+    if not selected:  # All curves share one axis.
+        curves = [tuple(itertools.chain.from_iterable(curves))]
     note = (
         "What the method minimises, as a share of the layer's output, each time that it was"
         " measured or estimated."
@@ -152,9 +152,12 @@ def _curves(
     """
     kinds = places(values, merge_experts=True)
     rows: list[dict[str, Any]] = []
+    lines_shown: list[str] = []
     longest = 2
     for name, curve in values.items():
-        rows.append({"layer": name, "kind": kinds[name][1], **thinned(curve, most)})
+        _, kind = kinds[name]
+        lines_shown.append(kind)
+        rows.append({"layer": name, "kind": kind, **thinned(curve, most)})
         longest = max(longest, len(curve))
     parameter = alt.param(name="layer", value=selected)
     lines = alt.Chart(ROWS, width=560, height=240)
@@ -166,12 +169,15 @@ def _curves(
     mark: dict[str, Any] = {"strokeWidth": 1, "strokeOpacity": 0.6}
     if selected:
         mark = {"point": {"size": 25}}
+    steps = alt.Scale(domain=[1, longest])
+    shown_step = alt.Tooltip("step:Q", title=x)
+    shown_value = alt.Tooltip("value:Q", format=".4~g")
     chart = lines.mark_line(**mark).encode(
-        alt.X("step:Q", title=x, axis=WHOLE, scale=alt.Scale(domain=[1, longest])),
+        alt.X("step:Q", title=x, axis=WHOLE, scale=steps),
         y,
         detail="layer:N",
-        tooltip=["layer:N", alt.Tooltip("step:Q", title=x), alt.Tooltip("value:Q", format=".4~g")],
-        **_series("kind", [kind for _, kind in kinds.values()], legend=not selected),
+        tooltip=["layer:N", shown_step, shown_value],
+        **_series("kind", lines_shown, legend=not selected),
     )
     return Drawing(title, chart.add_params(parameter), rows, note)
 
@@ -184,10 +190,12 @@ def thinned(values: Sequence[float], most: int) -> dict[str, list[float]]:
     kept: Sequence[int] = range(count)
     if count > most:
         kept = [index * (count - 1) // (most - 1) for index in range(most)]
-    return {
-        "step": [index + 1 for index in kept],
-        "value": [significant(values[index], 5) for index in kept],
-    }
+    steps: list[float] = []
+    rounded: list[float] = []
+    for index in kept:
+        steps.append(index + 1)
+        rounded.append(significant(values[index], 5))
+    return {"step": steps, "value": rounded}
 
 
 def parameters(layers: Iterable[LayerRecord]) -> Drawing:
@@ -200,7 +208,7 @@ def parameters(layers: Iterable[LayerRecord]) -> Drawing:
     axis = alt.Axis(labels=False, ticks=False)
     bases = cells(**means).encode(
         alt.X("layer:N", sort=None, title="layer, in the order of the model", axis=axis),
-        tooltip=["layer:N", *(f"{share}:Q" for share in shares), "rank:Q"],
+        tooltip=["layer:N", "non-zeros of S:Q", "factors of L:Q", "rank:Q"],
     )
     bars = bases.transform_fold([*shares], ["part", "share"]).mark_bar(cursor="pointer")
     bars = bars.encode(
@@ -227,16 +235,21 @@ def _by_block(
         values: the line, the block and the value.
     """
     rows: list[dict[str, Any]] = []
+    names: list[str] = []
+    figures: list[float] = []
     for line, block, value in values:
-        rows.append({"line": line, "block": block, "value": significant(value)})
+        figure = significant(value)
+        names.append(line)
+        figures.append(figure)
+        rows.append({"line": line, "block": block, "value": figure})
     lines = alt.Chart(ROWS, width=560, height=240)
     lines = lines.transform_aggregate(value=f"{total}(value)", groupby=["line", "block"])
     chart = lines.transform_filter(alt.datum.value > 0).mark_line(point={"size": 25})
     chart = chart.encode(
         alt.X("block:Q", axis=WHOLE, scale=alt.Scale(nice=False)),
-        _value(y, [[row["value"] for row in rows]]),
+        _value(y, [figures]),
         tooltip=["line:N", "block:Q", alt.Tooltip("value:Q", title=y, format=".4~g")],
-        **_series("line", [row["line"] for row in rows]),
+        **_series("line", names),
     )
     return Drawing(title, chart, rows)
 
@@ -260,7 +273,7 @@ def _series(
 
 def _legend(names: Sequence[str]) -> alt.Legend:
     """A legend with as many names in a row as fit on a phone."""
-    longest = max(len(name) for name in names) if names else 0
+    longest = max(map(len, names), default=0)
     return alt.Legend(columns=max(1, LEGEND_PIXELS // (30 + 6 * longest)))
 
 
@@ -298,28 +311,37 @@ def frontiers(content: Content) -> dict[str, Drawing]:
         size = dense_bytes(model, content.runs)
         if size is not None:
             add(f"{Path(model).name or model} (dense)", size, INK, evaluation.perplexity)
-    for run, hue in zip(content.runs, cycle(HUES)):
+    for run, hue in zip(content.runs, itertools.cycle(HUES)):
         add(run.name, run.sizes.bytes, hue, run.evaluation.perplexity)
-    return {text: _frontier(text, points) for text, points in texts.items() if len(points) > 1}
+    charts: dict[str, Drawing] = {}
+    for text, points in texts.items():
+        if len(points) > 1:
+            charts[text] = _frontier(text, points)
+    return charts
 
 
 def dense_bytes(model: str, runs: Iterable[Run]) -> int | None:
     """The bytes of the dense model from which one of the folders was made; None for any other
     model.
     """
+    resolved = Path(model).resolve()
     for run in runs:
-        if run.record.model == model or Path(run.record.model).resolve() == Path(model).resolve():
+        if Path(run.record.model).resolve() == resolved:
             return run.sizes.dense_bytes
     return None
 
 
 def _frontier(text: str, points: list[dict[str, Any]]) -> Drawing:
     """Draw the perplexity on a text against the bytes of the weights."""
-    names = [point["model"] for point in points]
-    colours = [point["colour"] for point in points]
+    names: list[str] = []
+    colours: list[str] = []
+    perplexities: list[float] = []
+    for point in points:
+        names.append(point["model"])
+        colours.append(point["colour"])
+        perplexities.append(point["perplexity"])
     shared: dict[str, Any] = {"title": None, "legend": _legend(names)}
     wide = alt.Scale(zero=False, padding=15)
-    perplexities = [point["perplexity"] for point in points]
     chart = alt.Chart(ROWS, width=560, height=280).mark_point(size=120, filled=True, opacity=1)
     chart = chart.encode(
         alt.X("bytes:Q", title="bytes of the weights", axis=alt.Axis(format="~s"), scale=wide),

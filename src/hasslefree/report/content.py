@@ -15,6 +15,7 @@ from hasslefree.checkpoint.record import Record, command_of, read_record
 from hasslefree.core.factors import CodedRows
 from hasslefree.errors import CheckpointError, ModelError
 from hasslefree.files import StoredTensor, read_json, stored_tensors, weight_files
+from hasslefree.packed.spec import LayerSpec
 from hasslefree.report.seconds import read_seconds
 from hasslefree.validation import Count, Figure, InvalidError, validated
 
@@ -43,8 +44,12 @@ class _Results:
     @property
     def evaluation(self) -> "Evaluation":
         """The figures alone; a text is known by the last part of its path."""
-        texts = {Path(text).name: row["perplexity"] for text, row in self.perplexity.items()}
-        tasks = {name: row["value"] for name, row in self.tasks.items()}
+        texts: dict[str, float] = {}
+        for text, perplexity in self.perplexity.items():
+            texts[Path(text).name] = perplexity["perplexity"]
+        tasks: dict[str, float] = {}
+        for name, accuracy in self.tasks.items():
+            tasks[name] = accuracy["value"]
         return Evaluation(texts, tasks, self.limit)
 
 
@@ -95,6 +100,33 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """The parts that at least one of some layers has.
+
+    Args:
+        quantised: S is on a grid.
+        sparse: S has a pattern of zeros.
+        low_rank: L is not zero.
+    """
+
+    quantised: bool
+    sparse: bool
+    low_rank: bool
+
+    @classmethod
+    def of(cls, specs: Iterable[LayerSpec]) -> "Parts":
+        """Look at every layer once."""
+        quantised = False
+        sparse = False
+        low_rank = False
+        for spec in specs:
+            quantised = quantised or spec.grid is not None
+            sparse = sparse or spec.pattern != "dense"
+            low_rank = low_rank or spec.rank > 0
+        return cls(quantised, sparse, low_rank)
+
+
+@dataclass(frozen=True)
 class Content:
     """The content of a report.
 
@@ -121,7 +153,9 @@ def read_content(paths: Sequence[Path]) -> Content:
     runs: list[Run] = []
     for (resolved, folder), name in zip(folders.items(), names, strict=True):
         runs.append(read_run(folder, name, evaluations.pop(resolved, Evaluation())))
-    others = {str(model): evaluation for model, evaluation in evaluations.items()}
+    others: dict[str, Evaluation] = {}
+    for model, evaluation in evaluations.items():
+        others[str(model)] = evaluation
     return Content(tuple(runs), others)
 
 
@@ -155,7 +189,9 @@ def read_evaluations(
     for owner in folders:
         for file in sorted(owner.glob("evaluation*.json"), reverse=True):
             files.append((file, owner))
-    files += [(path, None) for path in paths if not path.is_dir()]
+    for path in paths:
+        if not path.is_dir():
+            files.append((path, None))
     evaluations: dict[Path | str, Evaluation] = {}
     for file, folder in files:
         for model, evaluation in read_evaluation(file, folder):
@@ -299,7 +335,10 @@ def places(names: Iterable[str], merge_experts: bool = False) -> dict[str, tuple
         blocks[name], kind = place(name)
         kinds[name] = _EXPERT.sub("", kind) if merge_experts else kind
     short = short_names(kinds.values())
-    return {name: (blocks[name], short[kind]) for name, kind in kinds.items()}
+    shortened: dict[str, tuple[int, str]] = {}
+    for name, kind in kinds.items():
+        shortened[name] = blocks[name], short[kind]
+    return shortened
 
 
 def error_range(errors: Iterable[float]) -> tuple[float, float]:

@@ -79,9 +79,14 @@ def heat_map(
 
 def bits_map(layers: Iterable[LayerRecord], selected: str = "") -> Drawing:
     """Draw the bits of the codes of S in every layer that has a grid."""
-    rows = [row for row in layer_rows(layers) if "bits" in row]
-    least = min(row["bits"] for row in rows)
-    most = max(max(row["bits"] for row in rows), least + 1)
+    rows: list[dict[str, Any]] = []
+    bits: set[int] = set()
+    for row in layer_rows(layers):
+        if "bits" in row:
+            rows.append(row)
+            bits.add(row["bits"])
+    least = min(bits)
+    most = max(*bits, least + 1)  # A scale needs a range.
     legend = alt.Legend(title="bits", format="d", values=list(range(least, most + 1)))
     scale = alt.Scale(scheme="viridis", domain=[least, most])
     dark = alt.datum.bits < least + (most - least) * WHITE_UP_TO
@@ -95,7 +100,7 @@ def bits_map(layers: Iterable[LayerRecord], selected: str = "") -> Drawing:
         selected,
     )
     note = "More bits went to the layers whose rounding changes the predictions most."
-    if len({row["bits"] for row in rows}) == 1:
+    if len(bits) == 1:
         note = ""
     return Drawing("Bits of S", chart, rows, note)
 

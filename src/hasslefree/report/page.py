@@ -15,7 +15,7 @@ from hasslefree.checkpoint.card import trained
 from hasslefree.escaping import escaped_within
 from hasslefree.packed.spec import LayerSpec
 from hasslefree.report.charts import comparisons, dense_bytes, run_charts
-from hasslefree.report.content import Content, Run, place
+from hasslefree.report.content import Content, Parts, Run, place
 from hasslefree.report.drawing import ASSETS, CONFIG, Drawing
 from hasslefree.report.samples import Samples
 from hasslefree.units import duration, size
@@ -36,12 +36,19 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
         charts_of_runs.append(drawings)
         for name, drawing in drawings.items():
             charts[f"{name}-{index}"] = drawing
+    definitions = {name: drawing.on_page() for name, drawing in charts.items()}
     texts: dict[str, None] = {}
     tasks: dict[str, None] = {}
-    for evaluation in (*content.others.values(), *(run.evaluation for run in content.runs)):
-        texts |= dict.fromkeys(evaluation.perplexity)
-        tasks |= dict.fromkeys(evaluation.tasks)
-    specs = [layer.spec for run in content.runs for layer in run.record.layers]
+    held_out = False
+    evaluations = list(content.others.values())
+    specs: list[LayerSpec] = []
+    for run in content.runs:
+        evaluations.append(run.evaluation)
+        held_out = held_out or bool(run.record.held_out)
+        specs.extend(layer.spec for layer in run.record.layers)
+    for evaluation in evaluations:
+        texts.update(dict.fromkeys(evaluation.perplexity))
+        tasks.update(dict.fromkeys(evaluation.tasks))
     scripts = [vega_bundle(), (ASSETS / "page.js").read_text(encoding="utf-8")]
     return (
         environment()
@@ -49,20 +56,17 @@ def render(content: Content, samples: Sequence[Samples] = ()) -> str:
         .render(
             content=content,
             runs=content.runs,
-            lead=lead(specs),
+            lead=lead(Parts.of(specs)),
             selected=selected,
             run_charts=charts_of_runs,
             comparisons=compared,
             texts=list(texts),
             tasks=list(tasks),
-            held_out=any(run.record.held_out for run in content.runs),
+            held_out=held_out,
             dense_bytes={name: dense_bytes(name, content.runs) for name in content.others},
             samples=samples,
             vega=vl_convert.get_vega_version(),
-            data={
-                "config": CONFIG,
-                "charts": {name: drawing.on_page() for name, drawing in charts.items()},
-            },
+            data={"config": CONFIG, "charts": definitions},
             style=(ASSETS / "page.css").read_text(encoding="utf-8"),
             scripts=scripts,
             hashes=[script_hash(script) for script in scripts],
@@ -115,17 +119,12 @@ def selected_layers(runs: Sequence[Run]) -> list[str]:
     return selected
 
 
-def lead(specs: Sequence[LayerSpec]) -> str:
+def lead(parts: Parts) -> str:
     """Say what a compressed layer consists of."""
-    quantised = any(spec.grid for spec in specs)
-    sparse = any(spec.pattern != "dense" for spec in specs)
-    if quantised and sparse:
-        kind = "sparse or quantised"
-    elif quantised:
-        kind = "quantised"
-    else:
-        kind = "sparse"
-    if any(spec.rank for spec in specs):
+    kind = "sparse"
+    if parts.quantised:
+        kind = "sparse or quantised" if parts.sparse else "quantised"
+    if parts.low_rank:
         return f"every layer in the blocks is the sum of a {kind} matrix S and a low-rank matrix L."
     return f"every layer in the blocks is a {kind} matrix S, without a low-rank part."
 
