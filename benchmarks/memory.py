@@ -10,9 +10,9 @@ that a row names. Few rounds take the same memory as many, but for the kernels t
 with the same input. Rows that the output file already holds stay.
 
 compression: a bf16 checkpoint that is written here with random weights, the shapes of Llama-3.2-1B (vocabulary, width
-2048, MLP 8192) and so many blocks, 8 × 128 tokens of the demo's calibration text, 2:4 + rank 64, joint without levers.
-Each run is a process of its own, `hasslefree compress`; its peak is the largest resident set that the kernel saw. With
-several processes, under torchrun, it is that of the largest one, and each has one thread.
+2048, MLP 8192) and so many blocks, 8 × 128 tokens of the demo's calibration text, 2:4 + rank 64, joint alone. Each run
+is a process of its own, `hasslefree compress`; its peak is the largest resident set that the kernel saw. With several
+processes, under torchrun, it is that of the largest one, and each has one thread.
 
 """
 

@@ -50,7 +50,7 @@ def test_a_plan_has_the_dense_model_first_and_the_methods_asked_for():
 
 
 def test_added_methods_are_measured_when_they_are_asked_for():
-    """Oracle: the recipes as they would be written by hand. The paper's methods and `joint` have no levers."""
+    """Oracle: the recipes as written by hand. The paper's methods and `joint` neither allocate nor train."""
     asked = ("hassle-free", "joint", "3basil", "joint-balanced", "joint-best")
     _, *jobs = table_jobs(2, SMALL, str(MODEL), None, asked, ("2:4 + rank 64",))
     shared = {"pattern": "2:4", "rank": 4, "samples": 2, "seqlen": 32, "calibration": str(CALIBRATION)}

@@ -104,7 +104,7 @@ def test_an_expert_that_no_token_reaches_is_fitted_without_inputs(tmp_path):
 
 
 @pytest.mark.parametrize("how", [{"sequential": "block"}, {"allocate": "error"}])
-def test_levers_take_mixtures(how, tmp_path):
+def test_allocation_and_training_take_mixtures(how, tmp_path):
     """Every expert is compressed, and the model predicts as the folder that was written does."""
     model = made("mixtral")
     report = hasslefree.compress(
