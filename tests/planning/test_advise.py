@@ -10,7 +10,7 @@ import hasslefree
 from hasslefree import Gram, Grid, Recipe
 from hasslefree.allocate.allocation import LayerChoice
 from hasslefree.allocate.options import grid_options
-from hasslefree.allocate.sensitivity import ProbedLayer, quick
+from hasslefree.allocate.sensitivity import ProbedLayer, probe_method
 from hasslefree.core.patterns import SemiStructured
 from hasslefree.distributed import ALONE
 from hasslefree.errors import BudgetError, HasslefreeError, OutputError, RecipeError
@@ -111,7 +111,7 @@ def test_uniform_plans_have_the_largest_rank_within_the_size(size):
 
 def probed(weight, x, gradients, grid):
     gram = Gram.from_activations(x)
-    prepared = quick(grid).prepare(gram)
+    prepared = probe_method(grid).prepare(gram)
     return ProbedLayer("l", "m.l", weight, gram, prepared, x, gradients, len(x), 0, ALONE), gram
 
 

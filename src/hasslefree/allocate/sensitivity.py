@@ -59,7 +59,7 @@ LEAST_WEIGHT = 1e-3
 SPREAD = 0x9E3779B97F4A7C15
 
 
-def quick(grid: Grid | None) -> Method:
+def probe_method(grid: Grid | None) -> Method:
     """A method for a first look at a layer, alone or on a grid."""
     if grid is None:
         return QUICK_PRUNING
@@ -67,13 +67,16 @@ def quick(grid: Grid | None) -> Method:
 
 
 @dataclass(frozen=True)
-class Reverse:
+class BackwardVisit:
     """A block while the gradients run backwards through the model.
 
-    states: its inputs for the probes. gradients: with respect to its output; once they have passed
-        it, to its input.
-    tokens: of the probes of this process, the first ones; one without probes runs a segment that
-    does not count.
+    Args:
+        visit: the block and its call.
+        states: the inputs of the block on the probes.
+        gradients: with respect to the outputs of the block; after its backward pass, with respect
+            to its inputs.
+        tokens: number of tokens in the probes of this process. A process without probes runs a
+            segment that does not count, and has 0.
     """
 
     visit: Visit
@@ -96,11 +99,10 @@ def sensitivities(
     segments: of this process. seed: of the labels.
     """
     measured: list[dict[str, tuple[T, float]]] = [{} for _ in plan]
-    for reverse in walk.phases.counted(
-        ALLOCATION, backwards(walk, segments, world, seed), len(plan), "blocks"
-    ):
-        index = reverse.visit.index
-        measured[index] = block_sensitivities(reverse, plan[index], world, inspect)
+    visits = backwards(walk, segments, world, seed)
+    for backward in walk.phases.counted(ALLOCATION, visits, len(plan), "blocks"):
+        index = backward.visit.index
+        measured[index] = block_sensitivities(backward, plan[index], world, inspect)
     return measured
 
 
@@ -109,7 +111,7 @@ def backwards(
     segments: Tensor,
     world: World,
     seed: int,
-) -> Iterator[Reverse]:
+) -> Iterator[BackwardVisit]:
     """The blocks from the last to the first; arguments and errors as for `sensitivities`."""
     total = round(world.total(len(segments), segments.device))
     count = len(world.local(range(probes(total, segments.shape[1]))))
@@ -123,7 +125,7 @@ def backwards(
             phase.advance()
         gradients = gradients_of_labels(walk, segments, hidden, world, seed)
     for visit in walk.backwards():
-        yield Reverse(visit, entering.pop(), gradients, count * segments.shape[1])
+        yield BackwardVisit(visit, entering.pop(), gradients, count * segments.shape[1])
 
 
 def check_predictions(
@@ -156,16 +158,13 @@ def gradients_of_labels(
     gradients = states.copy()
     with walk.outside(), computing(walk.model, walk.outer()), torch.enable_grad():
         for index, segment in enumerate(segments):
-            generator = torch.Generator().manual_seed(
-                (seed + SPREAD * (index * world.size + world.rank)) % 2**63
-            )
+            position = index * world.size + world.rank
+            generator = torch.Generator().manual_seed((seed + SPREAD * position) % 2**63)
             leaf = states[index].requires_grad_()
             logits = logits_of(walk.model, walk.blocks, walk.calls, segment, leaf)
-            labels = torch.cat(
-                [sample_labels(rows, generator) for rows in logits.detach().split(TOKENS)]
-            )
-            chosen = F.cross_entropy(logits.to(working_dtype(logits)), labels, reduction="sum")
-            [gradient] = torch.autograd.grad(chosen, leaf)
+            labels = sample_labels(logits.detach(), generator)
+            loss = F.cross_entropy(logits.to(working_dtype(logits)), labels, reduction="sum")
+            [gradient] = torch.autograd.grad(loss, leaf)
             if not torch.isfinite(gradient).all():
                 raise NonFiniteError(
                     "the gradient of the model's predictions contains NaN or Inf; try another"
@@ -176,14 +175,16 @@ def gradients_of_labels(
 
 
 def sample_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """A token id for each row of logits (tokens, vocabulary), drawn from their softmax."""
-    total = F.softmax(logits.to(working_dtype(logits)), -1).cumsum(-1)
-    uniform = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64).to(total)
-    return (
-        torch.searchsorted(total, uniform * total[:, -1:], right=True)
-        .squeeze(1)
-        .clamp_max(logits.shape[1] - 1)
-    )
+    """Draw a token id for each row of logits (tokens, vocabulary) from their softmax."""
+    labels: list[Tensor] = []
+    last = logits.shape[1] - 1
+    for rows in logits.split(TOKENS):
+        cumulative = F.softmax(rows.to(working_dtype(rows)), -1).cumsum(-1)
+        uniform = torch.rand(len(rows), 1, generator=generator, dtype=torch.float64)
+        threshold = uniform.to(cumulative) * cumulative[:, -1:]
+        drawn = torch.searchsorted(cumulative, threshold, right=True)
+        labels.append(drawn.squeeze(1).clamp_max(last))
+    return torch.cat(labels)
 
 
 @dataclass(frozen=True)
@@ -191,12 +192,18 @@ class ProbedLayer:
     """A layer of the dense model on the probes.
 
     Args:
-        name: in its block; full: in the model. weight: (out, in). gram: of its inputs.
-        prepared: of `quick`, in the process that owns the layer.
-        inputs: (rows, in). gradients: of the labels' log-likelihood, with respect to its outputs,
-            (rows, out). The rows are the tokens of this process's probes; of an expert's layer,
-            those that it saw.
-        tokens: of all probes.
+        name: in its block.
+        full: its name in the model.
+        weight: (out, in).
+        gram: of its inputs.
+        prepared: what `probe_method` prepares for `gram`, in the process that owns the layer.
+        inputs: (rows, in). The rows are the tokens of this process's probes; for the layer of an
+            expert, the tokens that were routed to it.
+        gradients: of the labels' log-likelihood with respect to the outputs of the layer, (rows,
+            out); None if no gradient reaches it.
+        tokens: number of tokens in the probes of all processes.
+        owner: rank of the process that prunes or rounds the layer.
+        world: the processes that share the probes.
     """
 
     name: str
@@ -211,13 +218,13 @@ class ProbedLayer:
     world: World
 
     def changed(self, pattern: Pattern, grid: Grid | None) -> Tensor:
-        """S of `quick`, alone: (out, in), in the working dtype, the same in all processes."""
+        """S of `probe_method`: (out, in), in the working dtype, the same in all processes."""
         kept = torch.empty_like(self.weight, dtype=self.gram.matrix.dtype)
         if self.owner == self.world.rank:
             weight = self.weight.to(kept.dtype)
-            kept.copy_(
-                approximation(quick(grid), weight, self.gram, self.prepared, pattern, 0, 0).sparse
-            )
+            method = probe_method(grid)
+            result = approximation(method, weight, self.gram, self.prepared, pattern, 0, 0)
+            kept.copy_(result.sparse)
         self.world.broadcast_(kept, self.owner)
         return kept
 
@@ -231,7 +238,8 @@ class ProbedLayer:
             return None
         squares = self.gradients.square().sum(0, dtype=widest_dtype(self.gradients.device))
         self.world.add(squares)
-        if not (mean := squares.mean()) > 0:
+        mean = squares.mean()
+        if not mean > 0:  # NaN is not
             return None
         return (squares / mean).clamp_min(LEAST_WEIGHT).to(self.gram.matrix.dtype)
 
@@ -242,13 +250,11 @@ class ProbedLayer:
         if self.gradients is None:
             return 0.0
         change = (self.weight.to(self.gram.matrix.dtype) - changed).T
-        moved = (
-            (self.inputs.to(change.dtype) @ change)
-            .mul_(self.gradients)
-            .sum(-1)
-            .to(widest_dtype(change.device))
-        )
-        divergence = 0.5 * self.world.total(moved.square().sum().item(), moved.device) / self.tokens
+        output_change = self.inputs.to(change.dtype) @ change
+        # g_tᵀ ΔW x_t of each token t.
+        first_order = output_change.mul_(self.gradients).sum(-1).to(widest_dtype(change.device))
+        local = first_order.square().sum().item()
+        divergence = 0.5 * self.world.total(local, first_order.device) / self.tokens
         if not math.isfinite(divergence):
             raise NonFiniteError(
                 f"the gradient at the output of layer {self.full} contains NaN or Inf; try another"
@@ -262,17 +268,17 @@ Inspect = Callable[[ProbedLayer, LayerPlan], tuple[T, float]]
 
 
 def block_sensitivities(
-    reverse: Reverse, plans: Mapping[str, LayerPlan], world: World, inspect: Inspect[T]
+    backward: BackwardVisit, plans: Mapping[str, LayerPlan], world: World, inspect: Inspect[T]
 ) -> dict[str, tuple[T, float]]:
     """The planned layers of one block, in the order of the plan. Afterwards the gradients have
     passed the block.
     """
-    visit = reverse.visit
-    states = reverse.states
+    visit = backward.visit
+    states = backward.states
     groups = groups_by_input(tensors_read(visit.block, visit.call, states[0], plans))
-    inputs, outer = inputs_and_gradients(reverse, groups)
+    inputs, outer = inputs_and_gradients(backward, groups)
     sites = visit.sites(list(plans))
-    tokens = round(world.total(reverse.tokens, states.device))
+    tokens = round(world.total(backward.tokens, states.device))
     inspected: dict[str, T] = {}
     divergences: dict[str, float] = {}
     for group in groups:
@@ -281,7 +287,9 @@ def block_sensitivities(
         sums.take(rows)
         gram = checked(sums.gram(world), f"{visit.prefix}.{group[0]}")
         owners = world.assign([plans[name].spec.dense_parameters for name in group])
-        prepared = quick(plans[group[0]].spec.grid).prepare(gram) if world.rank in owners else None
+        prepared = None
+        if world.rank in owners:
+            prepared = probe_method(plans[group[0]].spec.grid).prepare(gram)
         for name, owner in zip(group, owners, strict=True):
             full = f"{visit.prefix}.{name}"
             weight = sites[name].weight()
@@ -293,22 +301,29 @@ def block_sensitivities(
             if gradients is not None:
                 divergences[name] = divergence
     mean = sum(divergences.values()) / max(len(divergences), 1)
-    return {name: (inspected[name], divergences.get(name, mean)) for name in plans}
+    measured: dict[str, tuple[T, float]] = {}
+    for name in plans:
+        measured[name] = (inspected[name], divergences.get(name, mean))
+    return measured
 
 
 def inputs_and_gradients(
-    reverse: Reverse, groups: list[list[str]]
+    backward: BackwardVisit, groups: list[list[str]]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
     """What enters the first site of each group, (tokens, in), and the gradient at the output of
     each, (tokens, out).
     """
-    block = reverse.visit.block
-    call = reverse.visit.call
-    states = reverse.states
-    gradients = reverse.gradients
-    inputs: dict[str, list[Tensor]] = {group[0]: [] for group in groups}
+    block = backward.visit.block
+    call = backward.visit.call
+    states = backward.states
+    gradients = backward.gradients
+    inputs: dict[str, list[Tensor]] = {}
     # By the calls of a layer in forward order, as its inputs; autograd comes in another order.
-    outer: dict[str, list[Tensor]] = {name: [] for group in groups for name in group}
+    outer: dict[str, list[Tensor]] = {}
+    for group in groups:
+        inputs[group[0]] = []
+        for name in group:
+            outer[name] = []
     reached: set[str] = set()
     sites = find_sites(block)
 
@@ -326,8 +341,11 @@ def inputs_and_gradients(
         if y.requires_grad:
             y.register_hook(fill)
 
-    handles = [sites[name].on_input(partial(keep_input, name)) for name in inputs]
-    handles += [sites[name].on_output(partial(keep_gradient, name)) for name in outer]
+    handles = []
+    for name in inputs:
+        handles.append(sites[name].on_input(partial(keep_input, name)))
+    for name in outer:
+        handles.append(sites[name].on_output(partial(keep_gradient, name)))
     with (
         hooks(handles),
         every_expert_called(block),
@@ -340,13 +358,18 @@ def inputs_and_gradients(
             [gradient] = torch.autograd.grad(call.run(block, leaf), leaf, gradients[index])
             gradients[slice(index, index + 1)] = gradient
 
-    def counted(parts: list[Tensor]) -> Tensor:
-        rows = torch.cat(parts)
-        if reverse.tokens:
-            return rows
-        return rows[:0]
+    rows: dict[str, Tensor] = {}
+    for name, parts in inputs.items():
+        rows[name] = rows_of(parts, backward.tokens)
+    gradient_rows: dict[str, Tensor | None] = dict.fromkeys(outer)
+    for name in reached:
+        gradient_rows[name] = rows_of(outer[name], backward.tokens)
+    return rows, gradient_rows
 
-    rows = {name: counted(parts) for name, parts in inputs.items()}
-    return rows, {
-        name: counted(parts) if name in reached else None for name, parts in outer.items()
-    }
+
+def rows_of(parts: list[Tensor], tokens: int) -> Tensor:
+    """The rows of all calls of a layer; none in a process without probes, where `tokens` is 0."""
+    rows = torch.cat(parts)
+    if tokens == 0:
+        return rows[:0]
+    return rows
