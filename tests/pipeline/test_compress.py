@@ -16,7 +16,7 @@ from hasslefree.errors import BudgetError, CalibrationError, MemoryShortError, M
 from hasslefree.models import precision
 from hasslefree.models.sites import replace_module
 from hasslefree.pipeline import compress as module
-from hasslefree.pipeline.inputs import draw
+from hasslefree.pipeline.inputs import CalibrationText, draw
 from hasslefree.recipe.resolve import with_defaults
 from hasslefree.texts import calibration_documents, draw_segments
 from tests import oracles
@@ -183,7 +183,7 @@ def test_the_calibration_segments_are_those_that_the_recipe_asks_for(tmp_path):
     for seed in (0, 5):
         recipe = Recipe(method="wanda", calibration=str(text), samples=3, seqlen=20, seed=seed)
         expected = draw_segments(documents, lambda t: words(t)["input_ids"], 3, 20, seed)
-        assert torch.equal(draw(build("llama"), words, recipe), expected)
+        assert torch.equal(draw(build("llama"), words, CalibrationText.of(recipe)), expected)
 
 
 @pytest.mark.parametrize(

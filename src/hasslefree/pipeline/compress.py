@@ -34,7 +34,7 @@ from hasslefree.models.walk import Walk
 from hasslefree.models.weights import Weights
 from hasslefree.pipeline.block import compress_blocks
 from hasslefree.pipeline.held_out import Check
-from hasslefree.pipeline.inputs import check_segments, draw, open_model
+from hasslefree.pipeline.inputs import CalibrationText, check_segments, draw, open_model
 from hasslefree.pipeline.job import Job, PlannedModel
 from hasslefree.pipeline.metadata import configuration, described, recorded, write_rest
 from hasslefree.pipeline.preflight import preflight
@@ -121,6 +121,7 @@ def compress(
     """
     start = time.perf_counter()
     resolved = resolve_recipe(recipe, with_text=segments is None)
+    text = CalibrationText.of(resolved) if segments is None else None
     folder = Path(out).resolve()
     check_request(model, folder, resume, overwrite)
     check_storage(activations)
@@ -143,12 +144,12 @@ def compress(
             )
         planned = plan_model(loaded, resolved)
         check_output(folder, overwrite, planned.bytes_to_write - work.bytes_done)
-        own_segments = segments is not None
-        if segments is not None:
+        if text is None:
+            assert segments is not None
             segments = segments.clone()  # an inference tensor cannot be saved for a gradient
         else:
             tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
-            segments = draw(loaded, tokenizer, resolved, phases, target)
+            segments = draw(loaded, tokenizer, text, phases, target)
         check_segments(loaded, segments, world)
         job = Job(
             name=name,
@@ -157,8 +158,8 @@ def compress(
             tokenizer=tokenizer,
             resolved=resolved,
             planned=planned,
+            text=text,
             segments=segments,
-            own_segments=own_segments,
             device=target,
             storage=activations,
             world=world,
@@ -309,7 +310,7 @@ def phases_to_skip(job: Job) -> tuple[str, ...]:
     """The phases that have an expected time, and that this run does not have."""
     if job.work.predictions is not None:
         return (REFERENCE, PREDICTIONS, CHECK)
-    if job.own_segments:
+    if job.text is None:
         return (CHECK,)
     return ()
 
@@ -325,9 +326,9 @@ def run_dense_model(job: Job, walk: Walk) -> tuple[Reference | None, Check | Non
         return None, None
     text = matching_text(job, walk)
     check = None
-    if job.resolved.check and job.text_tokenizer is not None:
+    if job.resolved.check and job.text is not None:
         used = job.segments if text is None else torch.cat([job.segments, text])
-        check = Check.of(walk, job.resolved, job.tokenizer, used)
+        check = Check.of(walk, job.text, job.tokenizer, used)
     if text is None:
         return None, check
     local = job.world.share(text).to(job.device)

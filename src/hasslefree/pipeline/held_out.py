@@ -19,18 +19,20 @@ from hasslefree.models.calibrate import run_block
 from hasslefree.models.precision import computing
 from hasslefree.models.probe import logits_of
 from hasslefree.models.walk import Visit, Walk
-from hasslefree.pipeline.inputs import check_segments, more_text
+from hasslefree.pipeline.inputs import CalibrationText, check_segments, more_text
 from hasslefree.progress import CHECK
-from hasslefree.recipe.fields import Fields
 
 logger = logging.getLogger(__name__)
 
-# Held-out tokens, and the most segments; tokens whose predictions are in memory at a time.
-TOKENS, SEGMENTS, ROWS = 4096, 32, 256
+# Held-out tokens, and the most segments.
+TOKENS = 4096
+SEGMENTS = 32
+# Tokens whose predictions are in memory at a time.
+ROWS = 256
 
 
 def segments_held_out(seqlen: int) -> int:
-    """How many segments are held out, if the text has as many."""
+    """The number of segments to hold out, if the text has as many."""
     return min(math.ceil(TOKENS / seqlen), SEGMENTS)
 
 
@@ -43,30 +45,35 @@ class Check:
     """
 
     def __init__(self, walk: Walk, segments: Tensor):
-        self.walk, self.segments = walk, segments
+        self.walk = walk
+        self.segments = segments
         self.dense = walk.entering(segments)
         self.compressed = self.dense.copy()
 
     @classmethod
-    def of(cls, walk: Walk, recipe: Fields, tokenizer: Any, used: Tensor) -> Self | None:
-        """The check of a compression; None, with a warning, if its text has nothing but `used`,
-        (samples, tokens).
+    def of(cls, walk: Walk, text: CalibrationText, tokenizer: Any, used: Tensor) -> Self | None:
+        """Hold out a part of a text.
+
+        Args:
+            used: segments of the text that calibration and training read, (samples, tokens).
+
+        Returns:
+            None, with a warning, if the text holds nothing else.
         """
         seqlen = used.shape[1]
-        text = more_text(walk, recipe, tokenizer, segments_held_out(seqlen), seqlen, used)
-        if not len(text):
+        count = segments_held_out(seqlen)
+        segments = more_text(walk, text, tokenizer, count, seqlen, used)
+        if not len(segments):
             logger.warning(
                 "no perplexity is measured: the calibration text is too short to hold some of"
                 " it out"
             )
             return None
-        check_segments(walk.model, text, ALONE)
-        return cls(walk, text.to(walk.weights.device))
+        check_segments(walk.model, segments, ALONE)
+        return cls(walk, segments.to(walk.weights.device))
 
     def following(self, visits: Iterator[Visit]) -> Iterator[Visit]:
-        """The same visits; the text runs through each block before it, as it is dense, and after
-        it.
-        """
+        """Yield the same visits, and run the text through each block before and after each."""
         for visit in visits:
             run_block(visit.block, self.walk.calls[visit.index], self.dense)
             yield visit
@@ -79,14 +86,16 @@ class Check:
             run_block(block, call, self.compressed)
 
     def measure(self) -> HeldOutRecord | None:
-        """Both perplexities, once the text has left the last block; None, with a warning, for a
-        model without head.
+        """Measure both perplexities, once the text has left the last block.
+
+        Returns:
+            None, with a warning, for a model without an output head.
         """
         walk = self.walk
         try:
             with walk.outside(), computing(walk.model, walk.outer(), unpack=False), torch.no_grad():
                 runs = walk.phases.counted(CHECK, (self.dense, self.compressed), 2, "models")
-                dense, compressed = map(self.perplexity, runs)
+                dense, compressed = [self.perplexity(run) for run in runs]
         except ModelError:
             logger.warning(
                 "no perplexity is measured: %s has no output head", type(walk.model).__name__
@@ -95,19 +104,34 @@ class Check:
         return HeldOutRecord(dense=dense, compressed=compressed, segments=len(self.segments))
 
     def perplexity(self, run: Activations) -> float | None:
-        """exp of the mean negative log-likelihood of a token, by what has left the last block; None
-        if not finite.
+        """Compute exp of the mean negative log-likelihood of a token.
+
+        Args:
+            run: the outputs of the last block.
+
+        Returns:
+            None if it is not finite.
         """
-        walk, total = self.walk, 0.0
+        total = 0.0
         for index, segment in enumerate(self.segments):
             states = run[index]
             for first in range(0, len(segment) - 1, ROWS):
-                rows, labels = slice(first, first + ROWS), segment[first + 1 : first + 1 + ROWS]
-                logits = logits_of(
-                    walk.model, walk.blocks, walk.calls, segment[rows], states[:, rows]
-                )[: len(labels)]
-                total += F.cross_entropy(logits.float(), labels, reduction="sum").item()
-        mean = torch.tensor(
-            total / (self.segments.numel() - len(self.segments)), dtype=torch.float64
-        )
-        return mean.exp().item() if mean.exp().isfinite() else None
+                rows = slice(first, first + ROWS)
+                total += self.loss(segment, states[:, rows], first)
+        predicted = self.segments.numel() - len(self.segments)
+        mean = torch.tensor(total / predicted, dtype=torch.float64)
+        perplexity = mean.exp()
+        return perplexity.item() if perplexity.isfinite() else None
+
+    def loss(self, segment: Tensor, states: Tensor, first: int) -> float:
+        """Sum the negative log-likelihoods of the tokens that follow some tokens of a segment.
+
+        Args:
+            segment: token ids (tokens,).
+            states: outputs of the last block for the tokens from `first` on, (1, ROWS, width).
+        """
+        walk = self.walk
+        labels = segment[first + 1 : first + 1 + ROWS]
+        tokens = segment[first : first + ROWS]
+        logits = logits_of(walk.model, walk.blocks, walk.calls, tokens, states)[: len(labels)]
+        return F.cross_entropy(logits.float(), labels, reduction="sum").item()

@@ -1,10 +1,9 @@
-"""What a compression reads: a model, opened by name or as it was loaded, and calibration
-segments.
-"""
+"""Open a model, by name or as it was loaded, and read calibration segments."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -29,10 +28,13 @@ def open_model(
     tokenizer: Any,
     trust_remote_code: bool,
 ) -> tuple[str, PreTrainedModel, Any]:
-    """Name, model and tokenizer: opened by name with its weights on disk, or the loaded model as it
-    is.
+    """Open a model by name, with its weights on the disk, or take a loaded model as it is.
 
-    scratch: an empty folder, for weights that have to be converted.
+    Args:
+        scratch: an empty folder, for weights that have to be converted.
+
+    Returns:
+        The name, the model and the tokenizer.
     """
     if isinstance(model, str | Path):
         name = str(model)
@@ -52,71 +54,99 @@ def open_model(
     return name, model.eval(), tokenizer
 
 
+@dataclass(frozen=True)
+class CalibrationText:
+    """The calibration text of a recipe.
+
+    Args:
+        name: a hub name, a file, or `SELF` for text that the model writes itself.
+        samples: number of calibration segments.
+        seqlen: tokens in each; None for the default of the model.
+        seed: of the choice of segments.
+    """
+
+    name: str
+    samples: int
+    seqlen: int | None
+    seed: int
+
+    @classmethod
+    def of(cls, recipe: Fields) -> Self:
+        """Take the fields of the text out of a recipe."""
+        return cls(recipe.calibration, recipe.samples, recipe.seqlen, recipe.seed)
+
+
 def draw(
     model: PreTrainedModel,
     tokenizer: Any,
-    recipe: Fields,
+    text: CalibrationText,
     phases: Phases | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """The recipe's calibration segments: (samples, seqlen) token ids.
+    """Draw the calibration segments.
 
-    phases: in which they are counted. device: where the model writes its own text, if its weights
-    are on the disk.
+    Args:
+        phases: in which the segments are counted.
+        device: where the model writes its own text, if its weights are on the disk.
+
+    Returns:
+        Token ids (samples, seqlen), int64.
     """
-    seqlen = resolve_seqlen(model, recipe.seqlen)
-    with (phases or Phases()).phase(TEXT, recipe.samples, "segments") as phase:
-        if recipe.calibration == SELF:
+    seqlen = resolve_seqlen(model, text.seqlen)
+    with (phases or Phases()).phase(TEXT, text.samples, "segments") as phase:
+        if text.name == SELF:
             whole = whole_model(model, device or model.device)
             return written_segments(
-                whole, tokenizer, recipe.samples, seqlen, recipe.seed, phase.advance
+                whole, tokenizer, text.samples, seqlen, text.seed, phase.advance
             )
 
-        def encoded(text: str) -> Tensor:
-            tokens = encode(tokenizer, text)
+        def encoded(document: str) -> Tensor:
+            tokens = encode(tokenizer, document)
             if len(tokens) >= seqlen:
                 phase.advance()
             return tokens
 
-        documents = calibration_documents(recipe.calibration, seqlen)
-        return draw_segments(documents, encoded, recipe.samples, seqlen, recipe.seed)
+        documents = calibration_documents(text.name, seqlen)
+        return draw_segments(documents, encoded, text.samples, seqlen, text.seed)
 
 
 def more_text(
-    walk: Walk, recipe: Fields, tokenizer: Any, count: int, seqlen: int, used: Tensor | None = None
+    walk: Walk,
+    text: CalibrationText,
+    tokenizer: Any,
+    count: int,
+    seqlen: int,
+    used: Tensor | None = None,
 ) -> Tensor:
-    """More of the recipe's text than its calibration segments: (`count` or fewer, seqlen) token
-    ids.
+    """Read more of a text than its calibration segments.
 
-    used: all text so far, (samples, seqlen), if this is the text that is held out; None for the
-    text to train on.
+    Args:
+        used: all segments so far, (samples, seqlen), if the text is to be held out; None for the
+            text to train on.
+
+    Returns:
+        Token ids (`count` or fewer, seqlen), int64.
     """
-    with walk.phases.phase(
-        REFERENCE_TEXT if used is None else HELD_OUT_TEXT, count, "segments"
-    ) as phase:
-        if recipe.calibration == SELF:
-            model, seed = (
-                whole_model(walk.model, walk.weights.device),
-                recipe.seed + (1 if used is None else 2),
-            )
+    name = REFERENCE_TEXT if used is None else HELD_OUT_TEXT
+    with walk.phases.phase(name, count, "segments") as phase:
+        if text.name == SELF:
+            model = whole_model(walk.model, walk.weights.device)
+            seed = text.seed + (1 if used is None else 2)
             return written_segments(model, tokenizer, count, seqlen, seed % 2**63, phase.advance)
-        documents, encoded = (
-            calibration_documents(recipe.calibration, seqlen),
-            partial(encode, tokenizer),
-        )
-        return disjoint_segments(documents, encoded, count, seqlen, recipe.seed, used)
+        documents = calibration_documents(text.name, seqlen)
+        encoded = partial(encode, tokenizer)
+        return disjoint_segments(documents, encoded, count, seqlen, text.seed, used)
 
 
 def check_segments(model: PreTrainedModel, segments: Tensor, world: World) -> None:
-    """Raise a CalibrationError unless segments are (samples, seqlen) tokens of the model, at least
-    one per process.
+    """Check calibration segments.
+
+    Raises:
+        CalibrationError: they are not (samples, seqlen) tokens of the model, at least one segment
+            per process.
     """
-    if (
-        segments.ndim != 2
-        or segments.is_floating_point()
-        or len(segments) < 1
-        or segments.shape[1] < 2
-    ):
+    has_shape = segments.ndim == 2 and len(segments) >= 1 and segments.shape[1] >= 2
+    if not has_shape or segments.is_floating_point():
         raise CalibrationError(
             "segments must be a tensor of integer token ids of shape (samples, seqlen), seqlen at"
             f" least 2; got {segments.dtype} of shape {tuple(segments.shape)}"

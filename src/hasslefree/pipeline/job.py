@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from hasslefree.checkpoint.resume import Unfinished
 from hasslefree.distributed import World
 from hasslefree.models.blocks import Blocks
+from hasslefree.pipeline.inputs import CalibrationText
 from hasslefree.planning.plan import Plan
 from hasslefree.progress import Phases
 from hasslefree.recipe.resolve import Resolved
@@ -41,9 +42,9 @@ class Job:
     Args:
         name: of the model, as in `Record`.
         from_memory: the model was given loaded, not by name.
-        tokenizer: None only if `segments` were given.
+        tokenizer: None only if segments were given.
+        text: the calibration text; None if segments were given in its place.
         segments: calibration tokens of all processes, (samples, seqlen) int64.
-        own_segments: the segments were given, not drawn from the recipe's text.
         device: where blocks are run and layers are solved.
         storage: where hidden states are kept, as for `Activations`.
         work: the unfinished folder.
@@ -55,8 +56,8 @@ class Job:
     tokenizer: Any
     resolved: Resolved
     planned: PlannedModel
+    text: CalibrationText | None
     segments: Tensor
-    own_segments: bool
     device: torch.device
     storage: str
     world: World
@@ -67,11 +68,6 @@ class Job:
     def local_segments(self) -> Tensor:
         """The segments of this process, (samples, seqlen), on the device."""
         return self.world.share(self.segments).to(self.device)
-
-    @property
-    def text_tokenizer(self) -> Any:
-        """The tokenizer to read more of the recipe's text; None if segments replace the text."""
-        return None if self.own_segments else self.tokenizer
 
     @property
     def deadline(self) -> float | None:

@@ -41,7 +41,7 @@ def described(job: Job) -> dict[str, Any]:
         "dense": job.planned.left_dense,
         "towers": job.planned.other_modalities,
         "device": job.device.type,
-        "own_segments": job.own_segments,
+        "own_segments": job.text is None,
         "from_memory": job.from_memory,
     }
 

@@ -27,35 +27,43 @@ def preflight(
     segment: Tensor,
     walk_options: dict[str, Any],
 ) -> tuple[Walk, dict[str, str]]:
-    """One segment (1, tokens) through the whole model, before hours of work are spent.
+    """Run one segment (1, tokens) through the whole model, before hours of work are spent.
 
-    Returns how to walk through the model, and a checksum of each part by its name. walk_options: of
-    `Walk.open`.
+    Args:
+        walk_options: arguments of `Walk.open`.
+
+    Returns:
+        How to walk through the model, and a checksum of each part by its name.
+
+    Raises:
+        ModelError: a planned layer does not run.
+        NonFiniteError: a weight contains NaN or Inf.
     """
     with weights.present(outside(model, blocks)):
         digests = {"outside": checked(outside_tensors(model, blocks))}
 
+    reached: set[str] = set()
+
     def note(name: str, _: Tensor) -> None:
         reached.add(name)
 
-    reached, handles = set[str](), []
+    planned: list[str] = []
+    handles = []
     for index, (block, plans) in enumerate(zip(blocks.modules, plan, strict=True)):
         sites = find_sites(block)
-        handles += [
-            sites[name].on_input(partial(note, f"{blocks.prefix(index)}.{name}")) for name in plans
-        ]
+        for name in plans:
+            full_name = f"{blocks.prefix(index)}.{name}"
+            planned.append(full_name)
+            handles.append(sites[name].on_input(partial(note, full_name)))
 
     def inspect(index: int) -> None:
-        digests[blocks.prefix(index)] = checked(
-            block_tensors(blocks.modules[index], blocks.prefix(index))
-        )
+        prefix = blocks.prefix(index)
+        digests[prefix] = checked(block_tensors(blocks.modules[index], prefix))
 
     with hooks(handles), every_expert_called(model):
         walk = Walk.open(model, blocks, weights, segment, inspect=inspect, **walk_options)
-    planned = [
-        f"{blocks.prefix(index)}.{name}" for index, plans in enumerate(plan) for name in plans
-    ]
-    if silent := [name for name in planned if name not in reached]:
+    silent = [name for name in planned if name not in reached]
+    if silent:
         more = f" and {len(silent) - 1} more layers" if len(silent) > 1 else ""
         raise ModelError(
             f"{type(model).__name__} does not run {silent[0]}{more} on text, so there are no inputs"
@@ -66,18 +74,14 @@ def preflight(
 
 
 def checked(tensors: Mapping[str, Tensor]) -> str:
-    """CRC-32 of the bytes of tensors, one after the other. Raises a NonFiniteError if one contains
-    NaN or Inf.
+    """Compute the CRC-32 of the bytes of tensors, one after the other.
+
+    Raises:
+        NonFiniteError: one of them contains NaN or Inf.
     """
     crc = 0
     for name, tensor in tensors.items():
-        # The least and the largest value are NaN if any is; unlike isfinite of the whole, this
-        # needs no memory.
-        if (
-            tensor.is_floating_point()
-            and tensor.numel()
-            and not torch.stack(tensor.aminmax()).isfinite().all()
-        ):
+        if not is_finite(tensor):
             raise NonFiniteError(
                 f"the weight {name} contains NaN or Inf; download the model again, or use another"
             )
@@ -85,20 +89,35 @@ def checked(tensors: Mapping[str, Tensor]) -> str:
     return f"{crc:08x}"
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Say whether a tensor holds neither NaN nor Inf."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # The smallest and the largest value are NaN if any is; unlike isfinite of all values, this
+    # needs no memory.
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())
+
+
 def block_tensors(block: nn.Module, prefix: str, tied: Container[str] = ()) -> dict[str, Tensor]:
-    """The parameters and stored buffers of a block by their names in the model, without those in
-    `tied`.
+    """The parameters and stored buffers of a block by their names in the model.
+
+    Args:
+        tied: names that are left out.
     """
-    named = ((f"{prefix}.{name}", tensor) for name, tensor in block.state_dict().items())
-    return {name: tensor for name, tensor in named if name not in tied}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in block.state_dict().items():
+        full_name = f"{prefix}.{name}"
+        if full_name not in tied:
+            tensors[full_name] = tensor
+    return tensors
 
 
 def outside_tensors(model: PreTrainedModel, blocks: Blocks) -> dict[str, Tensor]:
-    """The parameters and stored buffers outside the blocks; of tied ones, the one that a checkpoint
-    holds.
-    """
+    """The parameters and stored buffers outside the blocks, without those tied to another."""
     tied = model.all_tied_weights_keys
     inside = f"{blocks.name}."
-    return {
-        n: t for n, t in model.state_dict().items() if not n.startswith(inside) and n not in tied
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if not name.startswith(inside) and name not in tied:
+            tensors[name] = tensor
+    return tensors

@@ -22,18 +22,20 @@ from hasslefree.units import size
 
 # Segments that are written at a time.
 BATCH = 32
-# The least share of tokens that differ from the one that a model writes most.
+# The smallest share of tokens that differ from the most frequent one.
 VARIED = 0.25
 
 
 def whole_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """The model with all of its weights in memory: itself, or, if they are on the disk, loaded by
-    its name.
+    """The model with all of its weights in memory.
+
+    It is the model itself, or, if its weights are on the disk, another copy loaded by its name.
     """
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model
     need = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    if need > (free := free_memory(device)):
+    free = free_memory(device)
+    if need > free:
         raise MemoryShortError(
             "to write its own calibration text, the model must be in memory as a whole:"
             f" {size(need)} of {size(free)} available on {device}; give a text"
@@ -53,12 +55,19 @@ def written_segments(
     seed: int,
     advance: Callable[[int], None] = lambda written: None,
 ) -> Tensor:
-    """Text of a model in memory: (count, seqlen) int64. advance: called after each batch.
+    """Let a model in memory write segments.
 
-    Raises a CalibrationError if the tokenizer has no token to begin with, or the model repeats one
-    token.
+    Args:
+        advance: called after each batch, with the number of its segments.
+
+    Returns:
+        Token ids (count, seqlen), int64.
+
+    Raises:
+        CalibrationError: the tokenizer has no token to begin with, or the model repeats one token.
     """
-    start, segments = beginning(tokenizer)[: seqlen - 1], list[Tensor]()
+    start = beginning(tokenizer)[: seqlen - 1]
+    segments: list[Tensor] = []
     embeddings: Any = model.get_input_embeddings()
     settings = GenerationConfig(
         do_sample=True,
@@ -105,9 +114,14 @@ def beginning(tokenizer: Any) -> list[int]:
 
 
 def check_variety(tokens: Tensor, tokenizer: Any) -> None:
-    """Raise a CalibrationError if nearly all tokens of a text are one."""
+    """Check that a text is not one token again and again.
+
+    Raises:
+        CalibrationError: nearly all tokens of the text are one.
+    """
     most = tokens.flatten().mode().values
-    if (share := float((tokens == most).float().mean())) > 1 - VARIED:
+    share = float((tokens == most).float().mean())
+    if share > 1 - VARIED:
         raise CalibrationError(
             f"the model writes little but {tokenizer.decode([int(most)])!r} ({share:.0%} of its"
             " tokens), which says nothing about its layers; give a text"

@@ -44,8 +44,8 @@ def matching_text(job: Job, walk: Walk) -> Tensor | None:
     segments = job.segments
     seqlen = segments.shape[1]
     count = segments_for(tokens, seqlen)
-    if job.text_tokenizer is not None:
-        segments = more_text(walk, job.resolved, job.tokenizer, count, seqlen)
+    if job.text is not None:
+        segments = more_text(walk, job.text, job.tokenizer, count, seqlen)
     if len(segments) < count:
         is_read_again = passes_over(len(segments), tokens, seqlen) > 1 or job.resolved.minutes
         logger.warning(

@@ -24,7 +24,7 @@ from hasslefree.models.blocks import find_blocks
 from hasslefree.models.load import resolve_device
 from hasslefree.models.tokenizer import load_tokenizer
 from hasslefree.models.weights import Weights
-from hasslefree.pipeline.inputs import check_segments, draw, open_model
+from hasslefree.pipeline.inputs import CalibrationText, check_segments, draw, open_model
 from hasslefree.pipeline.preflight import preflight
 from hasslefree.planning.machine import memory_reused
 from hasslefree.planning.memory import Setup, check_memory, seconds_by_phase
@@ -109,7 +109,7 @@ def advise(
         room = layer_room(loaded, uniform[0], resolved)
         dense = weights_on_disk(loaded, uniform[0]) - bytes_of(uniform[0])
         tokenizer = tokenizer or load_tokenizer(name, trust_remote_code)
-        segments = draw(loaded, tokenizer, recipe, phases, target).to(target)
+        segments = draw(loaded, tokenizer, CalibrationText.of(recipe), phases, target).to(target)
         check_segments(loaded, segments, ALONE)
         untrained = dataclasses.replace(resolved, match_predictions=0)
         shape = (segments.shape[0], segments.shape[1])
