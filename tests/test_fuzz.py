@@ -26,12 +26,7 @@ from tests.fuzzing import (
 NIGHTLY = int(os.environ.get("HASSLEFREE_FUZZ", "0"))
 
 
-@settings(
-    max_examples=NIGHTLY or 100,
-    derandomize=not NIGHTLY,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+@settings(max_examples=NIGHTLY or 100, derandomize=not NIGHTLY, database=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_a_hard_layer_has_an_honest_result_or_an_error_with_a_remedy(case):
     weight, x = case.layer()

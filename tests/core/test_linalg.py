@@ -124,14 +124,6 @@ def test_an_inverse_by_blocks_is_the_inverse(size, monkeypatch):
     )
 
 
-def test_nothing_is_set_where_there_are_no_bfloat16_products(monkeypatch):
-    settings = torch.backends.mkldnn.matmul
-    monkeypatch.setattr(linalg, "multiplies_bfloat16", lambda device: False)
-    before = settings.fp32_precision
-    with bfloat16_products(torch.device("cpu")):
-        assert settings.fp32_precision == before
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_rounded_directions_end_where_exact_ones_do(seed):
     """Oracle: the same with exact products; where it ends depends on the residual, which is not rounded."""
@@ -142,15 +134,6 @@ def test_rounded_directions_end_where_exact_ones_do(seed):
     before, one, other = (oracles.loss(target - sparse, h) for sparse in (start, exact, rounded))
     assert one < 0.9 * before
     assert abs(other - one) < 2e-3 * (before - one)
-
-
-def test_nothing_is_set_where_there_is_no_cuda(monkeypatch):
-    touched = []
-    monkeypatch.setattr(linalg, "_setting", lambda *how: touched.append(how[-1]) or contextlib.nullcontext())
-    for device in ("cpu", "cuda"):
-        with matmul_precision(torch.device(device), tf32=True):
-            touched.append(device)
-    assert touched == ["cpu", "tf32", "cuda"]
 
 
 @pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 23), (torch.float64, 52)])

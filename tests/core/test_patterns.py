@@ -72,10 +72,7 @@ def test_structured_keeps_the_columns_of_largest_total():
     [
         (lambda: SemiStructured(5, 4), "5:4 is impossible"),
         (lambda: SemiStructured(0, 0), "impossible"),
-        (
-            lambda: SemiStructured(2, 4).check((3, 1027)),
-            "divides 1027, or pattern='row' sparsity=0.5",
-        ),
+        (lambda: SemiStructured(2, 4).check((3, 1027)), "divides 1027, or pattern='row' sparsity=0.5"),
         (lambda: Unstructured(13).check((3, 4)), "from 0 to 12 entries, got 13"),
         (lambda: Row(5).check((3, 4)), "from 0 to 4 entries of a row, got 5"),
         (lambda: Structured(-1).check((3, 4)), "from 0 to 4 input channels, got -1"),

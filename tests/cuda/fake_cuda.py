@@ -44,7 +44,7 @@ _INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
 # Products of matrices, whose factors are the last arguments; and one that only CUDA has.
 _PRODUCTS = {aten.mm.default, aten.mm.out, aten.addmm.default, aten.addmm.out, aten.addmm_.default, aten.bmm.default}
 _CUDA_ONLY: dict[Any, Callable[..., Any]] = {
-    aten.mm.dtype: lambda one, other, dtype: aten.mm.default(one.to(dtype), other.to(dtype)),
+    aten.mm.dtype: lambda one, other, dtype: aten.mm.default(one.to(dtype), other.to(dtype))
 }
 
 

@@ -176,10 +176,7 @@ def test_shapes_that_do_not_add_up_are_refused():
 def test_damaged_tensors_are_refused_by_name(kind):
     for damage, message in [
         (lambda t, index: t | {index: t[index] ^ 1}, "damaged"),
-        (
-            lambda t, index: t | {"low_rank_u": t["low_rank_u"][1:]},
-            r"low_rank_u has the shape .*15, 2.*16, 2",
-        ),
+        (lambda t, index: t | {"low_rank_u": t["low_rank_u"][1:]}, r"low_rank_u has the shape .*15, 2.*16, 2"),
         (lambda t, index: t | {index: t[index].float()}, "layer0.*float32"),
         (lambda t, index: t | {"extra": t[index]}, "layer0.extra"),
         (lambda t, index: {leaf: each for leaf, each in t.items() if leaf != index}, "lack tensors of layer0"),

@@ -82,15 +82,6 @@ def test_a_group_gets_the_scale_and_the_offset_of_least_squares(kind):
     torch.testing.assert_close(group.slope, h @ (target.T - part))
 
 
-def test_a_block_of_a_group_updates_the_rest_of_it():
-    target, h, start = swept(Grid(4, 32), width=32)
-    part = start.sparse.T.clone()
-    group = whole_group(start, part, start.scaling.scale[:, 0], start.scaling.zero[:, 0], target, h)
-    for block in (slice(0, 16), slice(16, 32)):
-        group.recode(block)
-        torch.testing.assert_close(group.slope, h @ (target.T - part))
-
-
 def test_a_support_is_kept():
     support = SemiStructured(2, 4).mask(oracles.problem(6, 32)[0].square())
     target, h, start = swept(Grid(4, 8), support)

@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from hasslefree.core.grids import Grid
-from hasslefree.errors import KernelError, UnknownNameError
+from hasslefree.errors import KernelError
 from hasslefree.packed.kernels import backends, int4
 from hasslefree.packed.kernels.backends import BACKENDS, Case, choose
-from hasslefree.packed.kernels.ops import product
 from hasslefree.packed.layouts import Bitmask, Columns, PackedGroups
-from tests.packed.kernels import reference
 
 # A layer in codes of four bits that torch's operators take.
 CODED = {"grid": Grid(), "shape": (64, 128), "layout": PackedGroups(1, 1), "dtype": torch.bfloat16}
@@ -75,23 +73,3 @@ def test_a_backend_that_is_possible_is_taken(everything, backend):
     assert choose(case(**changes), backend) == backend
     if backend == "int4":
         assert choose(case(**changes, tokens=17), backend) == "dense"
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"), [("nunba", "Did you mean 'numba'"), ("semi-structured", "Known: dense, int4, numba")]
-)
-def test_an_unknown_backend_is_an_error_that_lists_the_known(name, hint):
-    with pytest.raises(UnknownNameError, match=f"unknown backend '{name}'.*{hint}"):
-        choose(case(), name)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0,)])
-def test_any_leading_dimensions(shape):
-    """Oracle: float64 on the dense matrix, and the shape that F.linear gives."""
-    pytest.importorskip("numba", reason="needs hasslefree[fast]")
-    s = reference.sparse(24, 8, 2, 4, torch.float32, seed=4)
-    x = torch.randn(*shape, s.shape[1], generator=torch.Generator().manual_seed(1))
-    for layout, packed in ((PackedGroups(2, 4), reference.pack_groups(s, 2, 4)), (Bitmask(), reference.pack_mask(s))):
-        y = product(x, *packed, layout)
-        assert y.shape == (*shape, 24)
-        reference.assert_close(y, x, s)

@@ -129,13 +129,6 @@ def test_without_s_the_low_rank_part_is_the_best_one(name):
     assert oracles.loss(weight - result.product(), damped) == pytest.approx(bound, rel=1e-3)
 
 
-def test_3basil_s_svd_is_not_a_part_to_choose():
-    with pytest.raises(
-        BudgetError, match="'3basil' does not use low_rank: leave out low_rank, or use method hassle-free"
-    ):
-        build_method("3basil", low_rank="exact")
-
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 

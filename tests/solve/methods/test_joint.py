@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import hasslefree
 from hasslefree import Gram, Joint, Prune, Row, SemiStructured, SparseGPT, Structured, Unstructured
 from hasslefree.core import linalg
-from hasslefree.core.low_rank import LowRank, subspace_steps
+from hasslefree.core.low_rank import LowRank
 from hasslefree.errors import BudgetError
 from hasslefree.solve.methods import joint
 from hasslefree.solve.methods.joint import sampled_loss
@@ -184,21 +184,6 @@ def test_rows_may_be_permuted_and_inputs_where_no_group_says_otherwise(pattern, 
         torch.testing.assert_close(permuted, plain[:, inputs])
 
 
-@settings(max_examples=20)
-@given(st.integers(0, 99), st.integers(1, 6))
-def test_subspace_steps_lower_the_loss_towards_the_bound(seed, rank):
-    """Oracle: Eckart–Young in the norm of K, which stays as it is."""
-    target, kernel = oracles.problem(8, 12, seed=seed, dtype=torch.float64)
-    start = torch.linalg.qr(torch.randn(8, rank, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))).Q
-    losses = [
-        oracles.loss(target - subspace_steps(target, kernel, start, steps).product(), kernel)
-        for steps in (0, 1, 2, 8, 3000)
-    ]
-    scale = oracles.loss(target, kernel)
-    assert all(later <= earlier + 1e-12 * scale for earlier, later in pairwise(losses))
-    assert losses[-1] == pytest.approx(oracles.eckart_young_bound(target, kernel, rank), rel=1e-3, abs=1e-9 * scale)
-
-
 def test_kernels_are_what_they_say_and_are_kept_while_there_is_room(monkeypatch):
     """Oracle: H(H + ρI)⁻¹ by a linear system in float64."""
 
@@ -297,21 +282,6 @@ def test_layers_with_one_input_can_share_what_was_prepared():
 def test_impossible_hyper_parameters_are_refused(field, value, message):
     with pytest.raises(BudgetError, match=message):
         Joint(**{field: value})
-
-
-@pytest.mark.parametrize("room", [0, 2, 20])
-def test_a_kernel_is_made_once_for_a_penalty_whatever_the_room(room, monkeypatch):
-    weight, h = oracles.problem(12, 16)
-    made = []
-    inverse = linalg.inverse_
-    monkeypatch.setattr(linalg, "inverse_", lambda matrix: made.append(matrix) or inverse(matrix))
-    monkeypatch.setattr("hasslefree.solve.scaled.CACHE", {"cpu": room * 16 * 16 * 4})
-    expected = solve(weight, h)
-    traces = [matrix.trace().item() for matrix in made]
-    # The scale, and as many as ρ took values: two at least, and more where rounding moves the support for longer.
-    assert len(traces) == len(set(traces)) > 2
-    monkeypatch.undo()
-    assert torch.equal(solve(weight, h).product(), expected.product())
 
 
 def test_a_high_rank_needs_no_damping():

@@ -117,38 +117,3 @@ def test_joint_with_the_identity_rests_where_godec_rests_once_rho_is_large(patte
         torch.testing.assert_close(found, sparse, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(fitted, low_rank, rtol=1e-5, atol=1e-6)
     assert tried >= 2
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_below_that_rho_a_fixed_point_of_godec_need_not_be_one_of_joint(pattern):
-    """At a small ρ joint is harder to please, and leaves fixed points of GoDec."""
-    left = 0
-    for seed in range(4):
-        weight, sparse, low_rank, _ = godec_fixed_point(seed, pattern)
-        found, _, _ = one_run(weight, sparse, low_rank, pattern, 0.2, rounds=200)
-        left += int(((found != 0) != (sparse != 0)).any())
-    assert left >= 3
-
-
-@pytest.mark.parametrize(("pattern", "seed"), [*zip(PATTERNS, (3, 2, 6), strict=True)], ids=str)
-def test_where_joint_rests_with_rho_at_most_one_godec_rests_too(pattern, seed):
-    """Oracle: joint's rounds written out, at ρ = 1 throughout; then one round of GoDec changes nothing.
-
-    The seeds are of problems where the rounds come to rest.
-    """
-    rho = 1.0
-    weight, _ = oracles.problem(12, 16, seed=seed, dtype=torch.float64)
-    sparse = weight * pattern.mask(weight.square())
-    dual = torch.zeros_like(weight)
-    for _ in range(3000):
-        before = sparse
-        low_rank = truncated_svd(weight - sparse + dual, 3).product()
-        dense = sparse - dual + (weight - sparse + dual - low_rank) / (1 + rho)
-        sparse = (dense + dual) * pattern.mask((dense + dual).square())
-        dual = dual + dense - sparse
-        if torch.dist(before, sparse) < 1e-13:
-            break
-    assert torch.dist(before, sparse) < 1e-13
-    torch.testing.assert_close(low_rank, truncated_svd(weight - sparse, 3).product(), rtol=1e-6, atol=1e-7)
-    rest = weight - low_rank
-    torch.testing.assert_close(sparse, rest * pattern.mask(rest.square()), rtol=1e-6, atol=1e-7)

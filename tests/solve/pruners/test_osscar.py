@@ -10,8 +10,6 @@ from hasslefree import OSSCAR, Gram, Recipe, Structured, Unstructured
 from hasslefree.errors import BudgetError, PatternError
 from hasslefree.models.blocks import find_blocks
 from hasslefree.planning.plan import make_plan, select
-from hasslefree.solve.methods import build_method
-from hasslefree.solve.pruners.osscar import Swept
 from tests import oracles
 from tests.tiny_models import build, segments
 
@@ -54,45 +52,6 @@ def test_the_values_are_the_least_squares_on_the_channels(units, steps, seed):
     kept = (found != 0).any(0)
     assert kept.view(-1, unit).all(1).sum() == count // unit == kept.sum() // unit
     torch.testing.assert_close(found, oracles.on_support(weight, h, kept.expand(9, 24)), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("unit", [1, 3])
-def test_sweeps_tell_what_a_removal_and_a_return_would_do(unit):
-    """Oracle: the losses themselves, with and without each unit; and that all that is done can be undone."""
-    weight, h = oracles.problem(5, 12, dtype=torch.float64)
-    state = Swept(torch.linalg.inv(h), weight, unit)
-    units = 12 // unit
-
-    def loss(gone):
-        mask = mask_of([k for k in range(units) if k not in gone], weight.shape, unit)
-        return oracles.loss(weight - oracles.on_support(weight, h, mask), h)
-
-    for gone in ([], [2], [2, 0]):
-        for k in range(units):
-            if k in gone:
-                rest = [g for g in gone if g != k]
-                assert float(state.gains()[k]) == pytest.approx(loss(gone) - loss(rest), rel=1e-6)
-                for out in set(range(units)) - set(gone):
-                    expected = loss([*rest, out]) - loss(rest)
-                    assert float(state.losses_with(k)[out]) == pytest.approx(expected, rel=1e-6)
-                assert state.losses_with(k)[k] == torch.inf
-            else:
-                assert float(state.losses()[k]) == pytest.approx(loss([*gone, k]) - loss(gone), rel=1e-6)
-        following = {0: [2], 1: [0]}.get(len(gone))
-        if following:
-            state.exchange(torch.tensor(following))
-    state.exchange(torch.tensor([0, 2]))
-    torch.testing.assert_close(state.target, weight)
-    torch.testing.assert_close(state.inverse, torch.linalg.inv(h))
-
-
-def test_below_magnitude_and_wanda_by_channel_and_below_their_refit():
-    for seed in range(4):
-        weight, h = oracles.problem(32, 48, seed=seed)
-        names = [("osscar", False), ("wanda", True), ("magnitude", True), ("magnitude", False)]
-        methods = [build_method(name, refit=refit) for name, refit in names]
-        errors = [hasslefree.decompose(weight, Gram(h, 99), Structured(24), method=m).relative_error for m in methods]
-        assert errors[0] < min(errors[1:])
 
 
 def test_swaps_win_where_greed_does_not_see_far_enough():

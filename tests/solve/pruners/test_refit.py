@@ -16,7 +16,7 @@ from hasslefree import (
     Unstructured,
 )
 from hasslefree.errors import BudgetError, GridError, RecipeError
-from hasslefree.solve.methods import METHODS, build_method
+from hasslefree.solve.methods import build_method
 from hasslefree.solve.pruners import PRUNERS
 from tests import oracles
 from tests.suited import suited
@@ -82,25 +82,6 @@ def test_it_follows_the_pruner_of_a_method_by_name():
     assert both == AlternatingMinimization(pruner=Refit(PRUNERS["alps"]))
     with pytest.raises(BudgetError, match="refit needs a method with a pruner, and method 'joint'"):
         build_method("joint", refit=True)
-
-
-WITH_PRUNER = [name for name, method in METHODS.items() if hasattr(method, "pruner") and not method.grid]
-
-
-@pytest.mark.parametrize("name", WITH_PRUNER)
-def test_every_method_with_a_pruner_gains_by_it(name):
-    """In the norm that it minimises. Oracle: the method without; ALPS is all but there by itself."""
-    weight, h = oracles.problem(24, 32)
-    gram = Gram(h, 1, oracles.mean_of(h))
-    rank = 0 if isinstance(METHODS[name], Prune) else 3
-    rounds = 3 if hasattr(METHODS[name], "rounds") else None
-    plain, refit = (
-        hasslefree.decompose(
-            weight, gram, suited(name, "2:4", 32), rank, method=build_method(name, rounds=rounds, refit=r)
-        )
-        for r in (False, True)
-    )
-    assert min(refit.history) <= min(plain.history) * (1 + 1e-5)
 
 
 def test_a_recipe_s_refit_reaches_every_layer(tmp_path):
