@@ -1,8 +1,8 @@
 """Packing: there and back bit for bit; the bytes against a slow packer that writes out one bit after the other."""
 
 import itertools
-import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,38 +11,16 @@ from hypothesis import strategies as st
 from hasslefree.errors import PatternError, UnknownNameError
 from hasslefree.packed import layouts
 from hasslefree.packed.layouts import Bitmask, Columns, PackedGroups, layout_of
+from tests.packed.kernels import reference
+from tests.packed.kernels.reference import bits_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 GROUPS = [(2, 4), (1, 4), (4, 8), (3, 8), (2, 8), (2, 5), (1, 3), (2, 3), (1, 7), (0, 4), (4, 4), (1, 1), (0, 1),
           (1, 2), (2, 2), (3, 16), (2, 300), (1, 512)]  # fmt: skip
 
 
-def bits_of(sparse):
-    """The bits of each entry, as a whole number: equal numbers are equal floats, signs of zero included."""
-    return sparse.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[sparse.element_size()])
-
-
-def octets(bits):
-    """Bits, 0 or 1, to bytes, the low end first, padded with zeros."""
-    padded = list(bits) + [0] * (-len(bits) % 8)
-    return [sum(bit << k for k, bit in enumerate(padded[i : i + 8])) for i in range(0, len(padded), 8)]
-
-
-def slow_groups(row, n, m):
-    """Values and bytes of one row, group by group, from the words of the format."""
-    values, bits = [], []
-    position_bits = math.ceil(math.log2(m))
-    for start in range(0, len(row), m):
-        group = row[start : start + m]
-        kept = [j for j in range(m) if bits_of(group)[j] != 0]
-        free = [j for j in range(m) if j not in kept]
-        kept = sorted(kept + free[: n - len(kept)])
-        values += [group[j] for j in kept]
-        if n * position_bits <= m:
-            bits += [j >> k & 1 for j in kept for k in range(position_bits)]
-        else:
-            bits += [int(j in kept) for j in range(m)]
-    return values, octets(bits)
+def packed_bits(bits):
+    return torch.from_numpy(np.packbits(bits, bitorder="little"))[None]
 
 
 @st.composite
@@ -75,18 +53,17 @@ def there_and_back(layout, sparse):
 def test_groups_there_and_back_and_as_the_format_words_it(n, m, data):
     sparse = data.draw(matrices(m, n))
     values, index = there_and_back(layout_of(f"{n}:{m}"), sparse)
-    for row, found, found_bytes in zip(sparse, values, index, strict=True):
-        expected, expected_bytes = slow_groups(row, n, m)
-        assert found_bytes.tolist() == expected_bytes
-        assert bits_of(found).tolist() == [int(bits_of(value)) for value in expected]
+    expected, expected_index = reference.pack_groups(sparse, n, m)
+    assert torch.equal(index, expected_index)
+    assert torch.equal(bits_of(values), bits_of(expected))
 
 
 @given(matrices())
 def test_a_bitmask_there_and_back_and_as_the_format_words_it(sparse):
     values, index = there_and_back(Bitmask(), sparse)
-    stored = bits_of(sparse) != 0
-    assert index.tolist() == [octets(row.int().tolist()) for row in stored]
-    assert torch.equal(bits_of(values), bits_of(sparse)[stored])
+    expected, expected_index = reference.pack_mask(sparse)
+    assert torch.equal(index, expected_index)
+    assert torch.equal(bits_of(values), bits_of(expected))
 
 
 @given(matrices(), st.integers(0, 255))
@@ -153,7 +130,7 @@ def test_exactly_the_codes_that_packing_writes_are_valid(n, m):
     start = layout.code_bits
     for code in range(2**layout.code_bits):
         changed = bits[:start] + [code >> k & 1 for k in range(layout.code_bits)] + bits[2 * start :]
-        index = torch.tensor([octets(changed)], dtype=torch.uint8)
+        index = packed_bits(changed)
         if tuple(index[0].tolist()) in written:
             layout.validate(index, width, 3 * n)
         else:
@@ -162,7 +139,7 @@ def test_exactly_the_codes_that_packing_writes_are_valid(n, m):
             ):
                 layout.validate(index, width, 3 * n)
     for bit in range(3 * start, len(bits)):
-        index = torch.tensor([octets([*bits[:bit], 1, *bits[bit + 1 :]])], dtype=torch.uint8)
+        index = packed_bits([*bits[:bit], 1, *bits[bit + 1 :]])
         with pytest.raises(PatternError, match="padding bit at the end of row 0"):
             layout.validate(index, width, 3 * n)
 

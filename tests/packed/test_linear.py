@@ -14,7 +14,6 @@ from hasslefree.core.low_rank import LowRank
 from hasslefree.core.protocols import Decomposition
 from hasslefree.errors import ArgumentError, KernelError, PatternError, ShapeError, UnknownNameError
 from hasslefree.packed.linear import layers_without_numba, unpacked_once
-from hasslefree.packed.spec import LayerSpec
 from tests import oracles
 
 PATTERNS = ["2:4", "2:8", "3:8", "2:3", "unstructured", "row", "structured"]
@@ -53,57 +52,6 @@ def test_it_computes_s_plus_the_low_rank_part(pattern, rank, with_bias):
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(layer.unpacked(), sparse)
     assert layer.values.numel() == sparse.count_nonzero(), "a zero of the other sign was stored"
-
-
-@patterns
-def test_state_dicts_casts_and_copies(pattern):
-    layer = layer_of(pattern)
-    fresh = SparseLowRankLinear(LayerSpec(pattern, (10, 24), 2, layer.values.numel()), True)
-    fresh.load_state_dict(layer.state_dict())
-    assert torch.equal(fresh(torch.eye(24)), layer(torch.eye(24)))
-    assert set(layer.state_dict()) == {"values", layer.storage.layout.index, "low_rank_u", "low_rank_v", "bias"}
-    index = layer.index.clone()
-    for cast, dtype in [(lambda m: m.half(), torch.float16), (lambda m: m.to(torch.bfloat16), torch.bfloat16),
-                        (lambda m: m.double(), torch.float64)]:  # fmt: skip
-        other = cast(copy.deepcopy(layer))
-        assert {p.dtype for p in other.parameters()} == {dtype}
-        assert other.index.dtype == index.dtype
-        assert torch.equal(other.index, index)
-        assert torch.equal(other.unpacked(), layer.unpacked().to(dtype))
-        assert other(torch.ones(2, 24, dtype=dtype)).dtype == dtype
-    assert layer.values.dtype == torch.float32
-    with torch.no_grad():
-        other.values.zero_()
-    assert layer.values.all()
-    assert layer.to("meta").index.device.type == "meta"
-
-
-@patterns
-def test_it_compiles_without_a_graph_break_and_gradients_are_the_same(pattern):
-    """Oracle: the layer as it is, with and without gradients."""
-    torch.compiler.reset()
-    layer, x = layer_of(pattern), torch.randn(4, 24)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        assert torch.equal(compiled(x), layer(x))
-    gradients = []
-    for module in (compiled, layer):
-        layer.zero_grad()
-        y = module(x)
-        y.square().sum().backward()
-        gradients.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])
-    assert len(gradients[0]) == 5
-    for found, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("kind", ["dense", "2:4", "row", "structured", "factors"])
-def test_codes_compile(kind):
-    """Oracle: the layer as it is. Codes of S, or of the factors."""
-    torch.compiler.reset()
-    layer, _ = coded_layer("2:4") if kind == "factors" else quantised_layer(kind)
-    x = torch.randn(4, 24)
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
 def test_what_does_not_have_the_pattern_is_refused():
@@ -225,20 +173,6 @@ def test_a_layer_on_a_grid_computes_what_its_decomposition_says(pattern, dtype, 
     assert layer.stored_bytes == sum(t.nbytes for n, t in layer.state_dict().items() if n != "bias")
 
 
-@pytest.mark.parametrize("pattern", QUANTISED)
-def test_casts_copies_and_state_dicts_of_a_layer_on_a_grid(pattern):
-    layer, result = quantised_layer(pattern)
-    other = copy.deepcopy(layer).to(torch.bfloat16)
-    assert other.weight.dtype == torch.bfloat16
-    assert torch.equal(other.weight_packed, layer.weight_packed)
-    assert torch.equal(other.unpacked(), result.sparse.to(torch.bfloat16))
-    fresh = SparseLowRankLinear(layer.spec, True)
-    fresh.load_state_dict(layer.state_dict())
-    assert torch.equal(fresh(torch.eye(24)), layer(torch.eye(24)))
-    layer(torch.randn(4, 24)).square().sum().backward()
-    assert all(p.grad.abs().sum() > 0 for p in layer.parameters())
-
-
 def test_codes_have_no_kernel():
     layer, _ = quantised_layer("2:4")
     with pytest.raises(KernelError, match="quantised codes, which it cannot read; use int4, dense or unpacked"):
@@ -275,18 +209,65 @@ def test_a_layer_with_coded_factors_computes_what_its_decomposition_says(pattern
     assert layer.stored_bytes == sum(sizes.values()) + layer.values.nbytes + layer.index.nbytes
 
 
-@patterns
-def test_casts_copies_and_gradients_of_coded_factors(pattern):
-    """Oracle of the gradients: autograd through the dense matrix."""
-    layer, result = coded_layer(pattern)
-    other = copy.deepcopy(layer).to(torch.bfloat16)
-    assert (other.low_rank_u.dtype, other.low_rank_u_scale.dtype) == (torch.int8, torch.bfloat16)
-    assert torch.equal(other.low_rank_v, layer.low_rank_v)
-    assert torch.equal(other.low_rank_v_scale.float(), layer.low_rank_v_scale), "the cast moved a scale"
+ANY_LAYER = [
+    *((layer_of, pattern) for pattern in PATTERNS),
+    *((quantised_layer, pattern) for pattern in QUANTISED),
+    *((coded_layer, pattern) for pattern in PATTERNS),
+]
+
+
+def built(make, pattern):
+    layer = make(pattern)
+    return layer[0] if isinstance(layer, tuple) else layer
+
+
+@pytest.mark.parametrize(("make", "pattern"), ANY_LAYER)
+def test_state_dicts_casts_and_copies(make, pattern):
+    """Oracle: each tensor by itself; indices and codes are not cast."""
+    layer, x = built(make, pattern), torch.eye(24)
     fresh = SparseLowRankLinear(layer.spec, True)
     fresh.load_state_dict(layer.state_dict())
-    x = torch.randn(4, 24)
     assert torch.equal(fresh(x), layer(x))
+    before = copy.deepcopy(layer.state_dict())
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        other = copy.deepcopy(layer).to(dtype)
+        for name, tensor in other.state_dict().items():
+            expected = before[name].to(dtype) if before[name].is_floating_point() else before[name]
+            assert tensor.dtype == expected.dtype
+            assert torch.equal(tensor, expected)
+        assert torch.equal(other.unpacked(), layer.unpacked().to(dtype))
+        assert other(x.to(dtype)).dtype == dtype
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            tensor.zero_()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+    assert all(tensor.is_meta for tensor in layer.to("meta").state_dict().values())
+
+
+@pytest.mark.parametrize(("make", "pattern"), ANY_LAYER)
+def test_it_compiles_without_a_graph_break_and_gradients_are_the_same(make, pattern):
+    """Oracle: the layer as it is, with and without gradients."""
+    torch.compiler.reset()
+    layer, x = built(make, pattern), torch.randn(4, 24)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x))
+    gradients = []
+    for module in (compiled, layer):
+        layer.zero_grad()
+        y = module(x)
+        y.square().sum().backward()
+        gradients.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])
+    assert all(gradient.abs().sum() > 0 for gradient in gradients[1])
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@patterns
+def test_gradients_of_coded_factors(pattern):
+    """Oracle: autograd through the dense matrix."""
+    layer, result = coded_layer(pattern)
+    x = torch.randn(4, 24)
     layer(x).square().sum().backward()
     u, v = (rows.codes.float() for rows in (result.factors.u, result.factors.v))
     scales = [rows.scale.clone().requires_grad_() for rows in (result.factors.u, result.factors.v)]

@@ -19,6 +19,11 @@ def sparse(out: int, groups: int, n: int, m: int, dtype: torch.dtype, seed: int,
     return s
 
 
+def bits_of(s: Tensor) -> Tensor:
+    """The bits of each entry, as a whole number: equal numbers are equal floats, signs of zero included."""
+    return s.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[s.element_size()])
+
+
 def pack_groups(s: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     """Values (out, in/M·N) and codes (out, bytes), group by group and bit by bit."""
     bits = (m - 1).bit_length()
@@ -26,7 +31,7 @@ def pack_groups(s: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     for row in s:
         stream: list[int] = []
         for group in row.reshape(-1, m):
-            stored = [j for j in range(m) if group[j] != 0]
+            stored = [j for j in range(m) if bits_of(group)[j] != 0]
             kept = sorted(stored + [j for j in range(m) if j not in stored][: n - len(stored)])
             values.extend(group[j] for j in kept)
             if n * bits <= m:
@@ -40,7 +45,8 @@ def pack_groups(s: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
 
 def pack_mask(s: Tensor) -> tuple[Tensor, Tensor]:
     """Values (nonzeros,) and mask (out, ⌈in/8⌉)."""
-    return s[s != 0], torch.from_numpy(np.packbits((s != 0).numpy(), axis=1, bitorder="little"))
+    stored = bits_of(s) != 0
+    return s[stored], torch.from_numpy(np.packbits(stored.numpy(), axis=1, bitorder="little"))
 
 
 def product(x: Tensor, s: Tensor) -> Tensor:
